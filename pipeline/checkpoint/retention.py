@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pipeline.config.registry import components
+
 HIGHER_IS_BETTER = ("auc", "gauc", "ndcg_at_", "hit_rate_at_", "recall_at_", "mrr", "r2")
 LATER_VERIFIED = 2  # a step goes only when as many later ones are known to be intact
 
@@ -47,8 +49,11 @@ class Retention:
 
 
 def is_higher_better(metric: str) -> bool:
-    """`metric` may be one of several labels': <label>/<metric>."""
-    return metric_of(metric).startswith(HIGHER_IS_BETTER)
+    """`metric` may be one of several labels': <label>/<metric>. One that trainer.metrics named says it itself."""
+    name = metric_of(metric)
+    if name in (registered := components("metric")):
+        return bool(registered[name].higher_is_better)
+    return name.startswith(HIGHER_IS_BETTER)
 
 
 def metric_of(name: str) -> str:

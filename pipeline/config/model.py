@@ -63,7 +63,7 @@ class ModelConfig:
     def metrics(self) -> tuple[str, ...]:
         """What an evaluation measures that early stopping and checkpoints can go by; the first where none is chosen.
 
-        Of a binary label. auc, mrr, r2 and recall_at_<k> are the better the higher, all others the lower.
+        Of a binary label. checkpoint.retention says which are the better the higher; all others are the better the lower.
         """
         return CLICK_METRICS
 

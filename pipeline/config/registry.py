@@ -1,4 +1,4 @@
-"""Find components by kind and name: models, tasks, optimizers, raw formats, compression kinds, trainer hooks, indexes of items, transforms of columns, sources of streams, verbs.
+"""Find components by kind and name: the kinds of BUILT_IN, and verbs.
 
 A file registers what it defines, and nothing else has to know of it:
 
@@ -28,10 +28,12 @@ ENTRY_POINTS = "torchrec_pipeline.components"
 BUILT_IN = {
     "model": "pipeline.models",
     "task": "pipeline.models.tasks",
+    "metric": "pipeline.models.metrics",
     "format": "pipeline.data.raw.formats",
     "optimizer": "pipeline.config.optimizers",
     "compression": "pipeline.embeddings.compression",
     "hook": "pipeline.training.hooks",
+    "tracker": "pipeline.training.trackers",
     "index": "pipeline.serving.retrieval.indexes",
     "transform": "pipeline.data.raw.derive",
     "stream": "pipeline.data.stream.sources",

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from pipeline.config.optimizers import check_layer_optimizer, check_table_optimizer, find_optimizer
+from pipeline.config.registry import find
 from pipeline.runtime.errors import (
     ConfigError,
     check_above,
@@ -29,7 +30,6 @@ UPDATE_ROWS = ("touched", "all", "auto")
 MOST_ROWS_OF_AUTO = 16_384
 BACKENDS = ("auto", "gloo", "nccl")
 LOG_FORMATS = ("text", "full", "json")
-TRACKERS = ("none", "mlflow", "wandb")
 
 
 @dataclass
@@ -304,7 +304,7 @@ class LoggerConfig:
     format: str = (
         "text"  # of the log on stderr; full: with date, zone, level, job, attempt and rank; json: one object a line
     )
-    tracker: str = "none"  # or mlflow, wandb: the same numbers there too
+    tracker: str = "none"  # or mlflow, wandb, one of your own: the same numbers there too
     tracker_uri: str | None = None  # of MLflow; None: as its own environment says
     project: str | None = None  # of the tracker; None: data.name
     otlp_endpoint: str | None = None  # of an OpenTelemetry collector, http://host:4318; None: nothing is sent
@@ -325,7 +325,8 @@ class LoggerConfig:
             raise ConfigError(
                 f"logger.otlp_endpoint={self.otlp_endpoint} is no address of a collector over HTTP: give http://HOST:4318"
             )
-        check_choice("logger.tracker", self.tracker, TRACKERS)
+        if self.tracker != "none":
+            find("tracker", self.tracker, "logger.tracker")
 
 
 @dataclass
@@ -367,6 +368,7 @@ class TrainerConfig:
     evaluate_every_epochs: int = 0  # 0: not by epochs
     evaluate_max_batches: int | None = None
     evaluate_batch_size: int | None = None  # global; None: global_batch_size
+    metrics: list[str] = field(default_factory=list)  # registered metrics that evaluations add for each binary label
     group_metrics_at: list[int] = field(default_factory=lambda: [10])  # k of ndcg_at_<k> and hit_rate_at_<k>
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     non_finite_loss: str = "stop"
@@ -419,6 +421,8 @@ class TrainerConfig:
                 f"trainer.global_batch_size={self.global_batch_size} does not divide into "
                 f"trainer.gradient_accumulation_steps={self.gradient_accumulation_steps} micro-batches"
             )
+        for name in self.metrics:
+            find("metric", name, "trainer.metrics")
         check_choice("trainer.precision", self.precision, PRECISIONS)
         check_choice("trainer.pipeline", self.pipeline, TRAIN_PIPELINES)
         check_choice("trainer.non_finite_loss", self.non_finite_loss, NON_FINITE_POLICIES)

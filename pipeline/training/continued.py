@@ -14,7 +14,7 @@ from pipeline.runtime.errors import TrainingError
 
 # Where files are, and how the same numbers are computed: another value changes no result.
 NEUTRAL = ("name", "run_dir", "world_size", "plugins", "paths.", "data.", "planner.", "hardware.", "logger.", "profile",
-           "checkpoint.", "trainer.log_every_steps", "trainer.hooks", "trainer.metrics_port", "trainer.lease_ttl_s", "trainer.grace_s",
+           "checkpoint.", "trainer.log_every_steps", "trainer.hooks", "trainer.metrics", "trainer.metrics_port", "trainer.lease_ttl_s", "trainer.grace_s",
            "trainer.startup_timeout_s", "trainer.hang_timeout_s", "trainer.save_timeout_s")  # fmt: skip
 # Only the first step of a run takes these.
 FIRST_STEP = ("warm_start", ".init.")

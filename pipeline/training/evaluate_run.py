@@ -101,9 +101,9 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     tables = describe_tables(job, restored, context.world_size // context.local_world_size)
     is_other_data = restored["data_order"]["dataset"] != dataset.fingerprint()
     check_data(job, trained.data.path, is_other_data)
-    at = trained.trainer.group_metrics_at
-    collector = DetailCollector(reader, context)
-    metrics = evaluate_model(assembly.model, reader, context, job.max_batches, f"evaluate {job.split}", at, collector)
+    at, named = trained.trainer.group_metrics_at, trained.trainer.metrics
+    collector, title = DetailCollector(reader, context), f"evaluate {job.split}"
+    metrics = evaluate_model(assembly.model, reader, context, job.max_batches, title, at, collector, named)
     step = restored["step"]
     checkpoint = step_path(checkpointer.folder, step)
     best_by = trained.best_metric if job.step is None and chosen is not None else ""
@@ -188,7 +188,7 @@ def describe_tables(job: EvaluateJob, restored: dict[str, Any], num_hosts: int) 
 
 
 def load_trained_job(job: EvaluateJob) -> TrainJob:
-    """The run's own config, planned anew for the ranks at hand."""
+    """The run's own config, planned anew for the ranks at hand. Raises ConfigError where its model has none of job.metrics."""
     path = storage.join(job.run, "config.yaml")
     if not storage.exists(path):
         raise TrainingError(f"{job.run} is no run folder: {path} is missing; run=<the run_dir of a training>")
@@ -196,6 +196,7 @@ def load_trained_job(job: EvaluateJob) -> TrainJob:
     return replace(
         trained,
         planner=replace(trained.planner, kind="search"),  # its plan file may be for other ranks
+        trainer=replace(trained.trainer, metrics=list(dict.fromkeys([*trained.trainer.metrics, *job.metrics]))),
         parallel=ParallelConfig() if job.tables == "averaged" else trained.parallel,
         world_size=job.world_size,
         run_dir=job.run,  # it may have been moved

@@ -14,6 +14,7 @@ from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
 from pipeline.models.tasks.group_metrics import GroupMeasure
 from pipeline.models.tasks.labels import LabelsTask
+from pipeline.models.tasks.named_metrics import NamedMetrics
 from pipeline.models.tasks.task import Task, task_in
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.process import preemption, watchdog
@@ -33,11 +34,14 @@ def evaluate_model(
     description: str = "evaluate",
     group_metrics_at: Sequence[int] = (),
     details: DetailCollector | None = None,
+    named_metrics: Sequence[str] = (),
 ) -> dict[str, float]:
     """Collective: NE, logloss, calibration, label rate, AUC, AUPRC and the number of samples of the reader's split.
 
     Where the reader gives groups and the task one logit a row, also GAUC and, at each k of `group_metrics_at`, NDCG and
     hit rate (models.tasks.group_metrics).
+
+    named_metrics: registered metrics that are added for each binary label (models.metrics).
 
     Of a retrieval model: recall@k and MRR against the split's catalogue (models.tasks.retrieval_metrics).
 
@@ -49,8 +53,7 @@ def evaluate_model(
     """
     num_batches = min(reader.steps_per_epoch, max_batches or reader.steps_per_epoch)
     task = task_in(model)
-    measure = task.evaluation_measure(context, reader.batch_size)
-    groups = _Groups(context, list(group_metrics_at)) if getattr(reader, "has_groups", False) else None
+    measures = _Measures(task, reader, context, group_metrics_at, named_metrics, details)
     num_present = torch.zeros(1, dtype=torch.int64)  # where a mask or weight leaves rows out that are sound
     was_training = model.training
     model.eval()
@@ -60,14 +63,9 @@ def evaluate_model(
             with watchdog.stepping("evaluating"):
                 for index, batch in enumerate(_waited_for(islice(fail_safe.batches(batches), num_batches))):
                     _, prediction = model(batch.to(context.device, non_blocking=True))
-                    measure.update(prediction)
+                    measures.update(prediction, batch)
                     if batch.present is not None:
                         num_present += torch.count_nonzero(batch.present).cpu()
-                    clicks = clicks_of(task, prediction)
-                    if groups:
-                        groups.update(clicks, batch.groups)
-                    if details and (main := clicks.get(main_prefix(task))) is not None:
-                        details.update(main, batch)
                     bar.advance(1)
                     wants_to_stop = preemption.wanted() or fail_safe.error is not None
                     if index % AGREE_EVERY_BATCHES == 0 and true_on_any_rank(wants_to_stop, context):
@@ -75,9 +73,7 @@ def evaluate_model(
             with watchdog.saving("computing metrics"):
                 if failure := agreed_failure(fail_safe.error, context):
                     raise failure
-                metrics = measure.compute()
-                if groups:
-                    metrics |= groups.compute()
+                metrics = measures.compute()
     finally:
         batches.close()
         model.train(was_training)
@@ -96,6 +92,39 @@ def clicks_of(task: Task, prediction: Any) -> dict[str, Any]:
 def main_prefix(task: Task) -> str:
     """Of the main label's metrics."""
     return task.prefixes[0] if isinstance(task, LabelsTask) else ""
+
+
+class _Measures:
+    """The task's own measure, and what is added to it for each binary label: named metrics, those of groups, details."""
+
+    def __init__(
+        self,
+        task: Task,
+        reader: ShardReader,
+        context: DistributedContext,
+        group_metrics_at: Sequence[int],
+        named_metrics: Sequence[str],
+        details: DetailCollector | None,
+    ) -> None:
+        self._task, self._details = task, details
+        self._own = task.evaluation_measure(context, reader.batch_size)
+        self._named = NamedMetrics(context, named_metrics)
+        self._groups = _Groups(context, list(group_metrics_at)) if getattr(reader, "has_groups", False) else None
+
+    def update(self, prediction: Any, batch: Batch) -> None:
+        """Local."""
+        self._own.update(prediction)
+        clicks = clicks_of(self._task, prediction)
+        self._named.update(clicks)
+        if self._groups:
+            self._groups.update(clicks, batch.groups)
+        if self._details and (main := clicks.get(main_prefix(self._task))) is not None:
+            self._details.update(main, batch)
+
+    def compute(self) -> dict[str, float]:
+        """Collective."""
+        groups = self._groups.compute() if self._groups else {}
+        return self._own.compute() | self._named.compute() | groups
 
 
 class _Groups:

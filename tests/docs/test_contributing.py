@@ -13,9 +13,9 @@ PAGE = (REPOSITORY / "CONTRIBUTING.md").read_text()
 ROWS = re.findall(r"(?m)^\| an? .*? \| 1 \| `(\w+)` \| `(\S+)` \|$", PAGE)
 
 
-def test_the_page_shows_the_example_as_it_is() -> None:
-    shown = re.search(r"(?s)<!-- example -->\n```python\n(.*?)```", PAGE)
-    assert shown is not None and shown[1] == (REPOSITORY / "examples" / "custom_model.py").read_text()
+def test_the_page_shows_the_examples_as_they_are() -> None:
+    shown = re.findall(r"(?s)<!-- example -->\n```python\n(.*?)```", PAGE)
+    assert shown == [(REPOSITORY / "examples" / f"{name}.py").read_text() for name in ("custom_model", "accuracy")]
 
 
 def test_the_table_names_every_kind_of_component() -> None:

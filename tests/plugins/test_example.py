@@ -1,4 +1,4 @@
-"""The examples of a model and of a loss of one's own fit on a page, and train by the command that they give."""
+"""The examples of a model, a loss and a metric of one's own fit on a page, and train by the command that they give."""
 
 from __future__ import annotations
 
@@ -16,8 +16,17 @@ from tests.support.forks import run_warm
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(("example", "kind"), [("custom_model", "gated_mlp"), ("focal_loss", "focal_deepfm")])
-def test_the_example_trains_by_its_command(prepared_clicks: str, tmp_path: Path, example: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("example", "file", "named"),
+    [
+        ("custom_model", "config.yaml", "kind: gated_mlp"),
+        ("focal_loss", "config.yaml", "kind: focal_deepfm"),
+        ("accuracy", "metrics.jsonl", '"accuracy": 0.'),
+    ],
+)
+def test_the_example_trains_by_its_command(
+    prepared_clicks: str, tmp_path: Path, example: str, file: str, named: str
+) -> None:
     lines = (REPOSITORY / "examples" / f"{example}.py").read_text().splitlines()
     assert len(lines) <= 45
     command = next(line.strip() for line in lines if " train " in line).removeprefix("python -m ").split()
@@ -28,7 +37,7 @@ def test_the_example_trains_by_its_command(prepared_clicks: str, tmp_path: Path,
         "pipeline.__main__", *command[1:], *small, f"data.path={prepared_clicks}", f"run_dir={tmp_path}/run"
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert f"kind: {kind}" in (tmp_path / "run" / "config.yaml").read_text()
+    assert named in (tmp_path / "run" / file).read_text()
 
 
 def test_the_examples_loss_is_the_focal_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,19 @@ def test_its_hook_counts_steps_and_goes_on_counting_after_a_resume(gone: dict[st
     assert counted == [4, 9, 14, 19]  # a step's line is written before a plugin's hooks hear of its end
 
 
+def test_its_metric_is_measured_in_training_and_after_it(gone: dict[str, Any]) -> None:
+    logged = [json.loads(line) for line in gone["log"].splitlines()]
+    measured = [line["accuracy_at_30"] for line in logged if line["kind"] == "validation"]
+    assert len(measured) == 2 and all(0.3 < value < 1.0 for value in [*measured, gone["metrics"]["accuracy_at_30"]])
+
+
+def test_its_tracker_gets_the_lines_of_both_starts(gone: dict[str, Any]) -> None:
+    lines = gone["tracked"].splitlines()
+    assert [line for line in lines if line[0] in "bge"] == ["begins shop", "ends", "goes on with shop", "ends"]
+    steps = [line.split()[:2] for line in lines if line.startswith("train ")]
+    assert steps == [["train", "5"], ["train", "10"], ["train", "15"], ["train", "20"]]
+
+
 def test_its_run_names_it_without_an_import_path(gone: dict[str, Any]) -> None:
     assert "plugins: [tests.plugins.sample_plugin]" in gone["config"]
     for kind in (

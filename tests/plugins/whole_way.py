@@ -38,7 +38,7 @@ transforms: {last_digit: {kind: last_characters, column: item}}
 """
 TRAIN = [
     "data=shop", "model=summed_mlp", "model.hidden=8", "tables.default.embedding_dim=8", "hardware=cpu",
-    "optimizer.dense.name=signed_momentum", "trainer.hooks=[step_counter]", "tables.item.compression={kind: modulo, num_rows: 7}",
+    "optimizer.dense.name=signed_momentum", "trainer.hooks=[step_counter]", "trainer.metrics=[accuracy_at_30]", "logger.tracker=text_file", "tables.item.compression={kind: modulo, num_rows: 7}",
     "trainer.global_batch_size=128", "trainer.log_every_steps=5", "checkpoint=at_end",
 ]  # fmt: skip
 
@@ -91,7 +91,7 @@ def whole_way(folder: Path) -> dict[str, Any]:
         run_verb(["count_lines", PLUGIN, f"source={source}"])
     return {
         "prepared": prepared.path, "summary": (run / "summary.json").read_text(), "config": (run / "config.yaml").read_text(), "steps": [first.step, second.step],
-        "metrics": measured.metrics, "parity": exported.parity, "printed": printed.getvalue(),
+        "metrics": measured.metrics, "tracked": (run / "tracked.txt").read_text(), "parity": exported.parity, "printed": printed.getvalue(),
         "items": search_items(folder), "scores": (folder / "scores.csv").read_text(), "log": (run / "metrics.jsonl").read_text(),
     }  # fmt: skip
 

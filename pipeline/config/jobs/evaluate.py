@@ -48,9 +48,12 @@ class EvaluateJob(Job):
     other_data: bool = False  # evaluate though data_path holds another data set
     require_signature: str | None = None  # a public Ed25519 key as PEM: only a step that it vouches for is measured
     tables: str = "averaged"  # own: where hosts trained tables of their own, each host's on the rows of its ranks
+    metrics: list[str] = field(default_factory=list)  # registered metrics beside the run's trainer.metrics
     importance_rows: int = 0  # on which each feature's importance is measured by permutation; 0: it is not
 
     def __post_init__(self) -> None:
+        for name in self.metrics:
+            find("metric", name, "metrics")
         check_at_least("importance_rows", self.importance_rows, 0)
         check_choice("split", self.split, SPLITS)
         check_chosen(self.which, self.step)

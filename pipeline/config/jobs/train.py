@@ -108,16 +108,25 @@ class TrainJob(Job):
             metrics = self.model.metrics if kind == "binary" else LABEL_METRICS[kind]
             prefix = f"{name}/" if len(learnt) > 1 else ""
             found += [prefix + metric for metric in metrics]
-            found += [prefix + metric for metric in self._group_metrics() if kind == "binary"]
+            added = (*self.trainer.metrics, *self._group_metrics()) if kind == "binary" and "auc" in metrics else ()
+            found += [prefix + metric for metric in added]
         return tuple(found)
 
     def _group_metrics(self) -> tuple[str, ...]:
-        if self.data.group_column is None or "auc" not in self.model.metrics:
+        if self.data.group_column is None:
             return ()
         at = self.trainer.group_metrics_at
         return ("gauc", *(f"ndcg_at_{k}" for k in at), *(f"hit_rate_at_{k}" for k in at))
 
     def _check_metrics(self) -> None:
+        if len(set(self.trainer.metrics)) < len(self.trainer.metrics):
+            raise ConfigError(f"trainer.metrics={self.trainer.metrics} names one twice: name each once")
+        named = {name.rpartition("/")[2] for name in self.metrics}
+        if absent := [name for name in self.trainer.metrics if name not in named]:
+            raise ConfigError(
+                f"trainer.metrics={absent} measure labels of 0 or 1 by their logits, and model={self.model.kind} is measured by "
+                f"{', '.join(self.metrics)}: leave them out"
+            )
         check_choice(f"trainer.early_stop.metric (model={self.model.kind})", self.early_stop_metric, self.metrics)
         check_choice(f"checkpoint.best_metric (model={self.model.kind})", self.best_metric, self.metrics)
         check_choice(f"schedule.plateau.metric (model={self.model.kind})", self.plateau_metric, self.metrics)

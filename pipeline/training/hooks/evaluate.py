@@ -48,6 +48,7 @@ class Evaluation(Hook):
                 "validation",
                 self.job.trainer.group_metrics_at,
                 collector,
+                self.job.trainer.metrics,
             )
         except preemption.Preempted:  # the step is saved without; a resumed run makes up for it
             state.preempted = True

@@ -1,0 +1,1 @@
+"""Experiment trackers that logger.tracker names: a file each."""
