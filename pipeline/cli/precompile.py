@@ -18,16 +18,19 @@ def precompile() -> bool:
         import numba  # noqa: F401
     except ImportError:
         return False
+    import torch
+
     allow_untested_versions()  # compiling does no harm; training refuses them
-    _tables()
-    _first_weights()
-    _replicated_tables()
-    _dot_products()
-    _stacks()
-    _dice()
-    _adam_steps()
-    _rows_to_score()
-    _annealing()
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):  # a call on one thread and a region of several are compiled each
+            torch.set_num_threads(threads)
+            for compile_kernels in (_tables, _first_weights, _dot_products, _stacks, _dice, _adam_steps):
+                compile_kernels()
+    finally:
+        torch.set_num_threads(before)
+    for compile_kernels in (_replicated_tables, _rows_to_score, _annealing):
+        compile_kernels()
     return True
 
 

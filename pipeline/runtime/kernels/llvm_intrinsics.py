@@ -255,14 +255,6 @@ def _make_sum(vectors: int) -> Any:
     return typed
 
 
-def _take_ticket(_: Any, tickets: Any) -> tuple[Signature, Any]:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = _data(context, builder, signature, arguments, 0)
-        return builder.atomic_rmw("add", data, _offset(1), "seq_cst")
-
-    return types.int64(tickets), generate
-
-
 def _transpose_16(_: Any, a: Any, at: Any, step: Any, b: Any, begin: Any, width: Any) -> tuple[Signature, Any]:
     """Pairs of rows exchange halves, quarters and so on: 64 shuffles."""
 
@@ -315,8 +307,6 @@ transpose_16 = _named("transpose_16", _transpose_16)
 # sum_rows_V(rows, start, dim, order, scales, is_scaled, first, last, k, into): into[k:][:16 V] = the sum over e in first..last
 # of rows[start + order[e] * dim + k:][:16 V], in their order, in fp32, each times scales[e] if is_scaled; uint16 is fp16.
 sum_rows_1, sum_rows_2, sum_rows_4 = (_named(f"sum_rows_{count}", _make_sum(count)) for count in (1, 2, 4))
-# take_ticket(tickets): tickets[0], to which it adds 1 at once: of threads that ask, each gets another number.
-take_ticket = _named("take_ticket", _take_ticket)
 # add(sums, at, gradients, begin, scale): sums[at:][:lanes] += scale * gradients[begin:][:lanes], `sums` in fp32.
 add_16, add_1 = _named("add_16", _make_add(LANES)), _named("add_1", _make_add(1))
 # The same of a table's rows: uint16 is fp16.

@@ -1,12 +1,11 @@
-"""Keep one pool of threads for as long as the process lives, for kernels that release Python's lock."""
+"""Divide the work of compiled kernels among torch's threads; record kernels where they are called on fake tensors."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,38 +13,56 @@ import torch
 
 LEAST_SHARE = 256  # samples: fewer are not worth a thread
 SHARES = 2  # of a thread
+ALL_TRUE, NONE_RAISED = 1, 2  # bits of a region's outcome: no call of the kernel returned False, and none raised
 Recorder = Callable[[str, Sequence[torch.Tensor]], None]
 _recorder: Recorder | None = None
 _recorded: Collection[str] = ()
-
-
-@cache
-def thread_pool(num_threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(num_threads, thread_name_prefix="kernels")
+_is_forked = False
 
 
 def on_all_threads(
-    kernel: Callable[..., Any], arguments: Sequence[Any], num_samples: int, least_share: int = LEAST_SHARE
-) -> list[Any]:
-    """What kernel(*arguments, begin, end) returns on shares of the samples, on as many threads as torch has, in any order.
+    kernel: Callable[..., object],
+    arguments: Sequence[Any],
+    count: int,
+    least_share: int = LEAST_SHARE,
+    most_shares: int | None = None,
+) -> bool:
+    """kernel(*arguments, begin, end) on shares of 0..count, by as many threads as torch has, in any order. The kernel is one of Numba's.
 
-    Each sample is to be computed by itself; their number then changes no result. Threads take one share after the other: another thread
-    takes a while to wake, in which this one goes on, and one that has not begun is not waited for.
+    Each of the `count` (samples, mostly) is to be computed by itself; the number of threads then changes no result. Shares have `least_share`
+    or more, and are `most_shares` at most: two a thread unless it is given, for another thread may come late. Returns False where a call
+    of the kernel did.
+
+    Raises what a kernel raises; RuntimeError in its place where it has run on several threads.
     """
-    threads = torch.get_num_threads()
-    shares = min(threads * SHARES if threads > 1 else 1, max(num_samples // least_share, 1))
-    bounds = [np.uint64(num_samples * share // shares) for share in range(shares + 1)]
-    remaining = iter(list(pairwise(bounds)))  # next() is one step of the interpreter
+    threads = 1 if _is_forked else torch.get_num_threads()
+    region = _region_of(kernel) if threads > 1 else None
+    if region is None:
+        return kernel(*arguments, np.uint64(0), np.uint64(count)) is not False
+    shares = max(min(SHARES * threads if most_shares is None else most_shares, count // least_share), 1)
+    # One thread or all of torch's: OpenMP lets those end that a region of fewer leaves out, and starts them again for the next.
+    outcome = region(tuple(arguments), np.uint64(count), np.uint64(shares), np.uint32(threads if shares > 1 else 1))
+    if not outcome & NONE_RAISED:
+        raise RuntimeError(f"{kernel.__name__} has failed on one of {threads} threads")
+    return bool(outcome & ALL_TRUE)
 
-    def work() -> list[Any]:
-        return [kernel(*arguments, *bound) for bound in remaining]
 
-    others = [thread_pool(threads).submit(work) for _ in range(min(threads, shares) - 1)]
-    found = work()
-    for other in others:
-        if not other.cancel():
-            found += other.result()
-    return found
+@cache
+def _region_of(
+    kernel: Callable[..., object],
+) -> Callable[[tuple[Any, ...], np.uint64, np.uint64, np.uint32], int] | None:
+    from pipeline.runtime.kernels import openmp_regions
+
+    return openmp_regions.region_of(kernel) if openmp_regions.is_there() else None
+
+
+def _forget_threads() -> None:
+    """OpenMP's threads are not there in a forked process, where a region would wait for them forever."""
+    global _is_forked
+    _is_forked = True
+
+
+os.register_at_fork(after_in_child=_forget_threads)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from pipeline.runtime.kernels.llvm_intrinsics import prefetch_to_write, take_ticket
+from pipeline.runtime.kernels.llvm_intrinsics import prefetch_to_write
 from pipeline.runtime.kernels.parts import part
 from pipeline.runtime.kernels.sums import sum_rows
 from pipeline.sharding.kernels.optimizer_kernels import (
@@ -140,23 +140,22 @@ def mark_ids(marks, mark_begins, feature_begins, indices, offsets, num_samples):
 
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
 def update_tables(  # type: ignore[no-untyped-def]
-    units, tickets, feature_begins, indices, offsets, factors, num_samples, gradients, width, columns, weights, halves, is_half,
+    units, feature_begins, indices, offsets, factors, num_samples, gradients, width, columns, weights, halves, is_half,
     weight_begins, states, state_begins, squares, square_begins, kind, is_mean, numbers, l2s, every, step,
-    marks, mark_begins,
+    marks, mark_begins, begin, end,
 ):  # fmt: skip
-    """Update tables in `halves` (fp16 as uint16) if `is_half`, else in `weights`: the units that no other thread takes.
+    """Update tables in `halves` (fp16 as uint16) if `is_half`, else in `weights`: the units begin..end.
 
-    Twenty-six parameters, because Numba compiles arrays and numbers: a structure would be boxed or copied at each call.
+    Twenty-seven parameters, because Numba compiles arrays and numbers: a structure would be boxed or copied at each call.
 
     units [n, 3]: a table, a part of its rows, and how many parts there are; tables with `every` or `marks` have one
-    part. tickets [1]: 0 at first, and the same array in all threads. feature_begins [T + 1]: a table's features are
-    neighbours. offsets [F * B + 1] into indices [L]. factors: a weight for each id [L], or none [0].
+    part. feature_begins [T + 1]: a table's features are neighbours. offsets [F * B + 1] into indices [L]. factors: a weight for each id [L], or none [0].
     gradients: fp32, or bf16 as uint16; sample b's begin at b * width, feature f's at columns [F + 1] from there.
     numbers: as LR and what follows it say. l2s [T]: a touched row's gradient gains l2 * its weights. every [T]: the
     table's rows, where untouched ones are updated too, as by a gradient of 0; else 0. marks: a bitmap of the updated rows
     for each table, which begins at byte mark_begins [T + 1]; empty where nobody asks for them.
     """
-    longest, most = buffer_sizes(units, feature_begins, offsets, columns, num_samples)
+    longest, most = buffer_sizes(units[begin:end], feature_begins, offsets, columns, num_samples)
     slots = np.empty(U(4) * longest + U(16), np.int32)
     rows, entries, ends = np.empty(longest + U(1), np.uint64), np.empty(longest, np.int32), np.empty(longest, np.uint32)
     ids, bags, scales = (
@@ -166,10 +165,7 @@ def update_tables(  # type: ignore[no-untyped-def]
     )
     order, sorted_scales, near = np.empty(longest, np.uint32), np.empty(longest, np.float32), np.empty(most, np.float32)
     has_scales = is_mean or len(factors) > 0
-    while True:
-        unit = take_ticket(tickets)
-        if unit >= len(units):
-            return
+    for unit in range(begin, end):
         table, part, num_parts = U(units[unit, 0]), U(units[unit, 1]), U(units[unit, 2])
         first, last = U(feature_begins[table]), U(feature_begins[table + U(1)])
         dim = U(columns[first + U(1)] - columns[first])

@@ -27,7 +27,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from pipeline.config.optimizers import all_optimizers
 from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.logs import get_logger
-from pipeline.runtime.process.kernel_pool import LEAST_SHARE, on_all_threads, thread_pool
+from pipeline.runtime.process.kernel_pool import LEAST_SHARE, on_all_threads
 from pipeline.sharding.tiers.settings import TierSettings
 from pipeline.sharding.torchrec.shard_tiers import ShardTiers
 from pipeline.sharding.torchrec.update_rule import UpdateRule
@@ -318,7 +318,7 @@ class FastLookup:
         least_share = (
             LEAST_SHARE * min(len(self._num_rows) * num_samples, len(bags.indices)) // max(len(bags.indices), 1)
         )
-        return all(on_all_threads(self._pool, arguments, num_samples, max(least_share, LEAST_SAMPLES)))
+        return on_all_threads(self._pool, arguments, num_samples, max(least_share, LEAST_SAMPLES))
 
     def update(self, gradients: torch.Tensor, bags: Bags) -> None:
         """By torch's threads; each row is one thread's, so their number changes no result."""
@@ -340,12 +340,7 @@ class FastLookup:
         first_ids = bounds[self._feature_begins * num_samples]
         dims = self._columns[self._feature_begins[:-1] + 1] - self._columns[self._feature_begins[:-1]]
         units = partition_tables(first_ids, dims, self._every, can_split=not len(self._marks))
-        threads, tickets = min(torch.get_num_threads(), len(units)), np.zeros(1, np.int64)
-        others = [thread_pool(threads).submit(self._update, units, tickets, *arguments) for _ in range(threads - 1)]
-        self._update(units, tickets, *arguments)
-        for other in others:
-            if not other.cancel():  # it has begun, and may still have a table in hand
-                other.result()
+        on_all_threads(self._update, (units, *arguments), len(units), 1, len(units))
 
 
 def _rule_of(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> UpdateRule:

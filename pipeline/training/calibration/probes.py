@@ -9,13 +9,13 @@ import torch
 
 from pipeline.planner.step_time.machine_state import HOST, MEMORY, PRODUCT, WAKE
 from pipeline.planner.step_time.measurements import median_and_spread
-from pipeline.runtime.process.kernel_pool import thread_pool
 
 PRODUCT_SIZE = 256  # three such matrices fit a core's own cache
 MEMORY_NUMBERS = 2 << 20  # 8 MiB: beyond a core's own cache
 HOST_OPERATIONS = 100
 REPEATS = 5
-ASLEEP_S = 5e-4  # a thread that has waited for so long sleeps
+ASLEEP_S = 5e-3  # a thread that has waited for so long sleeps (pipeline.runtime.process.openmp)
+SHARED_NUMBERS = 1 << 16  # of which torch gives a second thread half
 
 
 class Probes:
@@ -25,6 +25,7 @@ class Probes:
         self._clock = clock
         self._square = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, dtype=torch.bfloat16)
         self._numbers = torch.zeros(MEMORY_NUMBERS)
+        self._shared = torch.zeros(SHARED_NUMBERS)
         self._few = torch.zeros(16)
 
     def measure(self) -> dict[str, float]:
@@ -36,10 +37,11 @@ class Probes:
                 PRODUCT: self._time(lambda: self._square @ self._square),
                 MEMORY: self._time(lambda: self._numbers.add_(1)),
                 HOST: self._time(self._run_operations),
-                WAKE: self._time(_wake, ASLEEP_S) if threads > 1 else 0.0,
             }
         finally:
             torch.set_num_threads(threads)
+        if threads > 1:
+            times[WAKE] = self._time(lambda: self._shared.add_(1), ASLEEP_S)
         return {name: 1e6 * seconds for name, seconds in times.items() if seconds}
 
     def _run_operations(self) -> None:
@@ -54,7 +56,3 @@ class Probes:
             call()
             times.append(self._clock() - started)
         return median_and_spread(times[1:])[0]
-
-
-def _wake() -> None:
-    thread_pool(2).submit(int).result()
