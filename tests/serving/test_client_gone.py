@@ -9,8 +9,21 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect
 
-from pipeline.serving.http.app import CLIENT_GONE, _Watched
+from pipeline.serving.http.app import CLIENT_GONE, HUNG_UP, _Watched
 from pipeline.serving.http.metrics import ServerMetrics
+
+
+def test_an_answer_to_a_connection_that_was_closed_since_is_nobodys_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def closed(message: Any) -> None:
+        raise RuntimeError(f"unable to perform operation on <TCPTransport closed=True>; {HUNG_UP}")
+
+    watched = _Watched(app, app, ServerMetrics(), ["/docs"], [])  # type: ignore[arg-type]
+    with caplog.at_level(logging.DEBUG):
+        asyncio.run(watched({"type": "http", "path": "/docs", "method": "GET", "headers": []}, None, closed))  # type: ignore[arg-type]
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.parametrize("error", [ClientDisconnect(), BrokenPipeError("gone"), ConnectionResetError("gone")])

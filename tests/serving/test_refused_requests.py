@@ -110,6 +110,7 @@ def test_a_body_that_is_announced_too_large_is_refused_before_it_is_sent(server:
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"HTTP/1.1 400 "),
         (b"GET / HTTP/1.1\nHost: localhost\nContent-Length: 1\nContent-Length: 2\n\n", b"HTTP/1.1 400 "),
         (b"POST /score HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n", b"HTTP/1.1 400 "),
+        (b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{\"\r\nzz\r\n", b"HTTP/1.1 400 "),
     ],
 )  # fmt: skip
 def test_slow_and_broken_connections_are_answered_and_closed(server: Server, sent: bytes, answered: bytes) -> None:

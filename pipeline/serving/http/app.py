@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 INLINE_BYTES = 16_384  # what is decoded so quickly that a thread costs more
 CLIENT_GONE = 499  # as nginx counts it
+HUNG_UP = (
+    "the handler is closed"  # uvloop's words where a connection was closed since, such as for the next request on it
+)
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 logger = get_logger(__name__)
 
@@ -215,7 +218,12 @@ class _Watched:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-            await send(message)
+            try:
+                await send(message)
+            except RuntimeError as error:
+                if HUNG_UP not in str(error):
+                    raise
+                raise ConnectionResetError(str(error)) from error
 
         try:
             if problem := self._host_problem(scope):

@@ -87,10 +87,17 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(400, "this is not an HTTP request")
 
     def _refuse(self, status: int, message: str, header: str = "cache-control: no-store") -> None:
-        """Answer and hang up; nothing is answered where an earlier request's answer is still being sent."""
+        """Answer and hang up; nothing is answered where an earlier request's answer is still to be sent."""
         self._stop_timer()
         if not self.transport.is_closing():
-            if self.cycle is None or self.cycle.response_complete:
+            cycle = self.cycle
+            is_first = cycle is None or cycle.response_complete
+            if cycle is not None and not cycle.response_complete:
+                # Within a body it is that request which is refused, and nobody has answered it.
+                is_first = not self._in_header and not self.pipeline and not cycle.response_started
+                cycle.disconnected = True
+                cycle.message_event.set()
+            if is_first:
                 body = b'{"error":"%s"}' % message.encode()
                 head = (
                     f"HTTP/1.1 {status} {REASONS[status]}\r\ncontent-type: application/json\r\n"
