@@ -123,6 +123,18 @@ def test_all_commands_compose(page: Path, tmp_path: Path, monkeypatch: pytest.Mo
     compose_all(page, tmp_path, monkeypatch)
 
 
+def test_decisions_are_numbered_one_by_one_and_named_by_a_number_that_there_is() -> None:
+    files = sorted(path.name for path in (REPOSITORY / "docs" / "adr").glob("*.md"))
+    numbers = [int(name[:4]) for name in files]
+    assert numbers == list(range(1, len(files) + 1)), "two branches took one number: the later page takes the next"
+    for name in files:
+        first = (REPOSITORY / "docs" / "adr" / name).read_text().splitlines()[0]
+        assert first.startswith(f"# {int(name[:4])}. "), f"{name} begins with {first!r}"
+    for page in [*PAGES, REPOSITORY / "CHANGELOG.md"]:
+        named = {int(number) for number in re.findall(r"\bADR (\d+)", page.read_text())}
+        assert named <= set(numbers), f"{name_of(page)} names ADR {sorted(named - set(numbers))}"
+
+
 def test_every_page_is_in_the_index() -> None:
     index = (REPOSITORY / "docs" / "README.md").read_text()
     missing = [page.name for page in (REPOSITORY / "docs").glob("*.md") if f"({page.name})" not in index]
