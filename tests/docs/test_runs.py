@@ -1,18 +1,20 @@
-"""The blocks of a page that are marked `run` run, one after the other, in one folder.
+"""The blocks of a page that are marked `run` run, one after the other, in one folder, and print what the page says.
 
-The folder begins as `make train` leaves one behind, with fewer rows: a data set, a run and its plan.
+The folder begins as `make train` leaves one behind, with fewer rows: a data set, a run and its plan. What a page says is the
+block of text below: its lines are printed in this order, whatever their numbers, and `...` stands for any lines.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import PAGES, blocks_of, name_of, script_of
+from tests.docs.pages import PAGES, Block, blocks_of, name_of, script_of
 
 MARKED = [page for page in PAGES if any(block.mark == "run" for block in blocks_of(page))]
 FIRST = """
@@ -22,17 +24,37 @@ python -m pipeline.train experiment=quickstart
 """
 
 
-def run(script: str, folder: Path, name: str) -> None:
+def run(script: str, folder: Path, name: str) -> str:
+    """What it prints, errors too."""
     environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=folder,
         env=environ,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=3000,
     )
-    assert done.returncode == 0, f"{name} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert done.returncode == 0, f"{name} ended with {done.returncode}\n{done.stdout[-6000:]}"
+    return done.stdout
+
+
+def said_after(block: Block, blocks: list[Block]) -> list[str]:
+    """The lines of the block of text behind a block of commands; empty where commands or nothing stand there."""
+    following = blocks[blocks.index(block) + 1 :][:1]
+    return following[0].text.splitlines() if following and following[0].language == "text" else []
+
+
+def shape_of(line: str) -> str:
+    """The line without its numbers, versions of artifacts and spaces: another run has others."""
+    return re.sub(r"\s+", " ", re.sub(r"\b[0-9a-f]{16}\b|[+-]?\d[\d.,e:-]*", "#", line)).strip()
+
+
+def missing_line(said: list[str], printed: str) -> str:
+    """The first line of `said` that is not printed behind those before it; empty where all are."""
+    lines = iter([shape_of(line) for line in printed.splitlines()])
+    return next((line for line in said if line.strip() != "..." and shape_of(line) not in lines), "")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +71,17 @@ def test_the_page_runs(page: Path, tmp_path: Path, request: pytest.FixtureReques
     if any("quickstart" in block.text for block in blocks):
         subprocess.run(["cp", "-r", f"{request.getfixturevalue('trained')}/.", str(tmp_path)], check=True)
     for block in blocks:
-        run(script_of(block), tmp_path, str(block))
+        printed = run(script_of(block), tmp_path, str(block))
+        missing = missing_line(said_after(block, blocks_of(page)), printed)
+        assert not missing, f"{block}: the page says it prints\n{missing}\nIt printed\n{printed[-6000:]}"
+
+
+def test_a_line_that_is_not_printed_in_its_order_is_found() -> None:
+    printed = "step 3 saved in 0.2 s\nvalidation  AUC 0.71, NE 0.8\nmodel runs/a\n"
+    said = ["step 24  saved in 1.0 s", "...", "model runs/a"]
+    assert missing_line(said, printed) == ""
+    assert missing_line(list(reversed(said)), printed) == said[0]
+    assert missing_line(["validation  NE 0.8"], printed) == "validation  NE 0.8"
 
 
 def test_pages_that_run_are_the_ones_that_teach() -> None:
