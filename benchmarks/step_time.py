@@ -113,12 +113,12 @@ def run_jobs(
     bench.rows += fastest(fresh.rows)
 
 
-def run_kernels(seconds: float, bench: Bench, setup: Setup, context: DistributedContext) -> Iterator[None]:
-    """Collective: kernels of fresh shapes."""
+def run_kernels(seconds: float, seed: int, bench: Bench, setup: Setup, context: DistributedContext) -> Iterator[None]:
+    """Collective: kernels of fresh shapes, others by each seed."""
     fresh = Bench(setup.name, clock=bench.clock, agree=bench.agree)
     for _ in range(PASSES):
-        measure_dense(fresh, seconds / 2 / PASSES, SEED + 7)
-        measure_tables(fresh, seconds / 2 / PASSES, SEED + 7)
+        measure_dense(fresh, seconds / 2 / PASSES, SEED + 7 + seed)
+        measure_tables(fresh, seconds / 2 / PASSES, SEED + 7 + seed)
         yield
     bench.rows += [row for row in fastest(fresh.rows) if row.kind in KERNELS]
 
@@ -160,7 +160,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             works: list[Work] = [
                 partial(run_jobs, jobs_of(options.seed, name, options.setups, part, parts))
             ] * options.jobs
-            works += [partial(run_kernels, options.kernels)] if options.kernels else []
+            works += [partial(run_kernels, options.kernels, options.seed)] if options.kernels else []
             plans = plans_of(options.seed, options.plans, options.calibration)
             works += [partial(run_jobs, plans)] if options.plans and ranks > 1 else []
             setup = Setup(ranks, threads, MOST_S, SEED, folder, options.clock == "cpu")
