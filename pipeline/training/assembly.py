@@ -196,12 +196,12 @@ def assemble(resolved: ResolvedJob, context: DistributedContext, initialize: boo
     )
     if context.world_size == 1 and context.device.type == "cpu":
         join_lookups_to_products(model)
-        if _takes_bf16_weights(job):
+        if takes_bf16_weights(job):
             keep_bf16_weights(model)
     return Assembly(resolved.tables, task, model, record, replicated)
 
 
-def _takes_bf16_weights(job: TrainJob) -> bool:
+def takes_bf16_weights(job: TrainJob) -> bool:
     """Whether the layers' gradients go from backward to Adam's step as they are: nothing adds them up, clips or reads them."""
     trainer, dense = job.trainer, job.optimizer.dense
     is_plain = trainer.gradient_accumulation_steps == 1 and not job.model.l2 and not trainer.compile

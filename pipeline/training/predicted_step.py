@@ -10,7 +10,7 @@ from pipeline.planner.step_time.measurements import read_measurements
 from pipeline.planner.step_time.predict import StepCost, StepRequest
 from pipeline.planner.step_time.record import DensePart, Inputs, record_dense
 from pipeline.sharding.torchrec.sharding import make_sharders
-from pipeline.training.assembly import build_task
+from pipeline.training.assembly import build_task, takes_bf16_weights
 
 
 def record_layers(resolved: ResolvedJob, batch_size: int, world_size: int, device_type: str) -> DensePart:
@@ -28,6 +28,7 @@ def record_layers(resolved: ResolvedJob, batch_size: int, world_size: int, devic
         num_targets=len(resolved.targets) if learns_several else 1,
         in_place_rows=on_cpu and world_size == 1 and job.sharding.fast_cpu,
         on_cpu=on_cpu,
+        bf16_weights=on_cpu and world_size == 1 and takes_bf16_weights(job),
     )
     return record_dense(build_task(resolved, device_type), inputs, job.optimizer.dense)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -154,6 +155,21 @@ def test_rows_that_lie_where_products_want_them_are_not_copied() -> None:
 def test_bf16_layers_are_recorded_in_bf16() -> None:
     part = layers_of(replace(JOB, precision="bf16"))
     assert {each.dtype for each in part.operations if each.name in ("addmm", "bmm")} == {"bf16"}
+
+
+def casts_of_weights(job: SmallJob) -> int:
+    """Recorded for one CPU rank that trains the job, of its layers' matrices."""
+    resolved = job.resolve(1)
+    operations = step_request(resolved, None, resolve_hardware(resolved.job.hardware, 1), 1).dense.operations
+    sizes = [NUM_DENSE, *job.model["dense_arch_layer_sizes"]]
+    matrices = {(out, into) for into, out in itertools.pairwise(sizes)}
+    return sum(each.name == "_to_copy" and each.shapes[0] in matrices for each in operations)
+
+
+def test_weights_with_copies_in_bf16_are_recorded_without_casts() -> None:
+    job = replace(JOB, precision="bf16", model=JOB.model | {"dense_arch_layer_sizes": [1024, 512, 16]})  # no narrow stack
+    assert casts_of_weights(job) == 0
+    assert casts_of_weights(replace(job, dense="sgd")) == 2 * 3  # each there, and its gradient back
 
 
 @pytest.mark.parametrize("skew", [1.0, 3.0])

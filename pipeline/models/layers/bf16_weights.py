@@ -13,6 +13,7 @@ from torch import nn
 from torchrec.modules.crossnet import LowRankCrossNet
 
 from pipeline.models.layers.linear_products import FastCross
+from pipeline.runtime.process.kernel_pool import is_recording
 
 
 class Bf16Copy:
@@ -47,8 +48,11 @@ class Bf16Copy:
 
 
 def is_training_in_bf16(inputs: torch.Tensor) -> bool:
-    """Under autocast to bf16 on the CPU, with gradients, and not while torch.compile, torch.export or torch.fx traces."""
-    if type(inputs) is not torch.Tensor or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    """Under autocast to bf16 on the CPU, with gradients, and not while torch.compile, torch.export or torch.fx traces.
+
+    Fake tensors of a step that is recorded count as others do.
+    """
+    if not (type(inputs) is torch.Tensor or is_recording()) or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
     return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
 
