@@ -260,6 +260,7 @@ def build_request(resolved: ResolvedJob) -> PlanRequest:
         optimizer=TableOptimizer(job.optimizer.sparse.name, job.optimizer.sparse.weight_decay),
         batch_size=job.trainer.micro_batch_size // job.world_size,
         step_cost=lambda: planned_step_cost(job, resolved, hardware),
+        calibration=job.hardware.calibration,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, check_within
 
 PLANNERS = ("search", "torchrec", "file")
-OBJECTIVES = ("critical_path", "max_rank", "step_time")
+OBJECTIVES = ("auto", "critical_path", "max_rank", "step_time")
 COMPUTE_DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -66,7 +66,8 @@ class PlannerConfig:
 
     `objective`, `seed` and `gap_tolerance` are for search: critical_path sums each phase's slowest rank, max_rank is the
     slowest rank's sum; the search ends once its plan is proven to be no more than `gap_tolerance` above the best possible.
-    step_time goes on from there by the predicted step (hardware.calibration, or the data sheet), of which nothing is proven.
+    step_time goes on from there by the predicted step (hardware.calibration, or the data sheet), of which nothing is proven. auto is
+    step_time for several CPU ranks where hardware.calibration has measured as many, else critical_path.
     """
 
     kind: str = "search"
@@ -75,7 +76,7 @@ class PlannerConfig:
         0.15  # of each capacity, kept free for activations; the dense part comes off beside it
     )
     timeout_s: float = 60.0
-    objective: str = "critical_path"
+    objective: str = "auto"
     seed: int = 0
     gap_tolerance: float = 0.01
     predict_step: bool = True  # plan says what a whole step takes

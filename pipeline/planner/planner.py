@@ -43,7 +43,7 @@ from pipeline.runtime.process.distributed import DistributedContext
 if TYPE_CHECKING:
     from pipeline.planner.step_time.predict import StepCost
 
-STEP_TIME = "step_time"  # planner.objective
+AUTO, STEP_TIME = "auto", "step_time"  # planner.objective
 LONG_SEARCH_S = 20.0  # all ranks wait for rank 0: after it the log says how to plan ahead
 logger = get_logger(__name__)
 
@@ -66,7 +66,7 @@ def load_or_search_plan(
     """Collective: rank 0 reads or searches the plan, and every rank gets the same one, or the same PlanError.
 
     `num_ranks`: how many the plan is for; None: all. `earlier`: the plan file of the run that goes on. `step_cost`: of
-    planner.objective=step_time.
+    planner.objective=step_time and auto.
 
     Raises:
         PlanError: no plan holds the tables, or the plan file is missing, damaged or for something else.
@@ -81,7 +81,9 @@ def load_or_search_plan(
                 device_type=context.device.type,
             )
             cost = None if step_cost is None else partial(step_cost, here)
-            request = PlanRequest(tables, model, sharders, here, optimizer, batch_size, step_cost=cost)
+            request = PlanRequest(
+                tables, model, sharders, here, optimizer, batch_size, step_cost=cost, calibration=hardware.calibration
+            )
             began = time.monotonic()
             record = make_plan(config, request, earlier)
             if (
@@ -201,12 +203,12 @@ def _search_portfolio(config: PlannerConfig, problem: Problem) -> Found:
             request.model, request.sharders, problem.placed, problem.constraints, topology, request.hardware,
             request.optimizer, request.batch_size, problem.costs,
         )  # fmt: skip
-        by_step = config.objective == STEP_TIME
-        objective = "critical_path" if by_step else config.objective
+        step_cost = _step_cost(config, request)
+        objective = "critical_path" if config.objective in (AUTO, STEP_TIME) else config.objective
         settings = SearchConfig(objective, config.seed, config.timeout_s, config.gap_tolerance)
         options, result = search_options(
             enumerated, num_proposed, request.hardware, problem.usable, settings, problem.costs.links.latencies_ms(),
-            _step_price(problem) if by_step else None,
+            None if step_cost is None else _step_price(problem, step_cost),
         )  # fmt: skip
     except (Infeasible, RuntimeError) as error:  # TorchRec raises RuntimeError where a table has no option
         raise PlanError(_explain_infeasible(config, problem)) from error
@@ -231,17 +233,38 @@ def _search_portfolio(config: PlannerConfig, problem: Problem) -> Found:
         if torchrec_score is None
         else Objective("max_rank", torchrec_score.max_rank_ms, torchrec_score.critical_path_ms)
     )
-    if by_step:  # of the step nothing is proven
+    if step_cost is not None:  # of the step nothing is proven
         return Found(plan, options, STEP_TIME, torchrec=torchrec_found)
     return Found(plan, options, objective, result.lower_bound_ms, result.gap, torchrec_found)
 
 
-def _step_price(problem: Problem) -> PlanPrice:
+def _step_cost(config: PlannerConfig, request: PlanRequest) -> StepCost | None:
+    """What the plan's step is predicted by, where that is what counts.
+
+    Raises:
+        PlanError: planner.objective=step_time, and the verb predicts no steps.
+        UserError: planner.objective=step_time, and this step cannot be predicted.
+    """
+    if config.objective == STEP_TIME:
+        if request.step_cost is None:
+            raise PlanError(f"planner.objective={STEP_TIME} is not for this verb: use critical_path or max_rank")
+        return request.step_cost()
+    hardware = request.hardware
+    may_be_measured = request.calibration is not None and hardware.compute_device == "cpu" and hardware.world_size > 1
+    if config.objective != AUTO or request.step_cost is None or not may_be_measured or not config.predict_step:
+        return None
+    try:
+        cost = request.step_cost()
+        cost.ms([])  # all that was measured is there
+    except UserError as error:
+        logger.warning("planned by critical_path, for the step cannot be predicted: %s", str(error).splitlines()[0])
+        return None
+    return cost
+
+
+def _step_price(problem: Problem, cost: StepCost) -> PlanPrice:
     """Milliseconds of a predicted step under options whose shards have ranks."""
-    request = problem.request
-    if request.step_cost is None:
-        raise PlanError(f"planner.objective={STEP_TIME} is not for this verb: use critical_path or max_rank")
-    cost, latencies = request.step_cost(), problem.costs.links.latencies_ms()
+    request, latencies = problem.request, problem.costs.links.latencies_ms()
 
     def price(options: list[ShardingOption]) -> float:
         loads = rank_loads(options, request.hardware.world_size, latencies) if cost.needs_loads else ()

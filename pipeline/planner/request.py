@@ -29,7 +29,7 @@ class PlanRequest:
     """The model, hardware and batch that a plan is made for. `batch_size` is a rank's; tables must be on meta.
 
     suggests: where nothing fits, other settings are tried for a suggestion, which takes seconds. step_cost: what
-    planner.objective=step_time minimises, made when it is needed.
+    planner.objective=step_time minimises, made when it is needed. calibration: a file of measurements that it is by.
     """
 
     tables: list[Table]
@@ -40,6 +40,7 @@ class PlanRequest:
     batch_size: int
     suggests: bool = True
     step_cost: Callable[[], StepCost] | None = None
+    calibration: str | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from torch import nn
+
+from pipeline.models.layers.bf16_weights import bf16_copies, keep_bf16_weights
 from pipeline.planner.cost_model import wire_of
 from pipeline.planner.hardware import Hardware
 from pipeline.planner.record import PlanRecord
@@ -28,9 +31,18 @@ def record_layers(resolved: ResolvedJob, batch_size: int, world_size: int, devic
         num_targets=len(resolved.targets) if learns_several else 1,
         in_place_rows=on_cpu and world_size == 1 and job.sharding.fast_cpu,
         on_cpu=on_cpu,
-        bf16_weights=on_cpu and world_size == 1 and takes_bf16_weights(job),
     )
-    return record_dense(build_task(resolved, device_type), inputs, job.optimizer.dense)
+    takes_copies = on_cpu and world_size == 1 and takes_bf16_weights(job)
+    return record_dense(
+        build_task(resolved, device_type), inputs, job.optimizer.dense, prepare=_copy_weights if takes_copies else None
+    )
+
+
+def _copy_weights(model: nn.Module) -> None:
+    """As after a first step, which makes the copies."""
+    keep_bf16_weights(model)
+    for copy in bf16_copies(model):
+        copy.numbers()
 
 
 def step_request(

@@ -19,7 +19,11 @@ SAVED = (Path(__file__).parent / "saved_by_0_1_0.yaml").read_text()
 
 def test_a_job_that_an_earlier_release_saved_means_what_it_meant() -> None:
     saved = job_from_yaml(TrainJob, SAVED)
-    words = ["tables.cat_3.compression={kind: hash, ratio: 4}", "warm_start.run=runs/old"]
+    words = [
+        "tables.cat_3.compression={kind: hash, ratio: 4}",
+        "warm_start.run=runs/old",
+        "planner.objective=critical_path",
+    ]
     composed = load_config(TrainJob, ["experiment=quickstart_dlrm_dcn", *words])
     for part in (
         "name",

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pipeline.config.planner import PlannerConfig
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.hardware import resolve_hardware
 from pipeline.planner.planner import make_plan
@@ -22,7 +23,7 @@ from pipeline.sharding.torchrec.sharding import make_sharders
 from pipeline.training.assembly import build_task
 from pipeline.training.predicted_step import step_request
 from tests.planner.test_step_time import JOB, made_up_machine
-from tests.support.messages import names
+from tests.support.messages import mentions, names
 
 
 def tables(generator: random.Random, count: int) -> list[list[Option]]:
@@ -90,14 +91,7 @@ def test_a_stop_leaves_the_best_so_far() -> None:
 
 
 def test_step_time_as_the_objective_gives_the_plan_whose_predicted_step_is_shortest() -> None:
-    resolved = replace(JOB, sharding=None).resolve(2)
-    hardware = resolve_hardware(resolved.job.hardware, 2)
-    cost = StepCost(step_request(resolved, None, hardware, 1), made_up_machine("2x1"))
-    request = PlanRequest(
-        resolved.plain_tables, build_task(resolved, "cpu"), make_sharders(resolved.job.comms), hardware,
-        TableOptimizer(JOB.sparse, 0.0), JOB.batch, step_cost=lambda: cost,
-    )  # fmt: skip
-    planner = resolved.job.planner
+    planner, request, cost = request_of_two_ranks()
     plans = {
         objective: make_plan(replace(planner, objective=objective), request)
         for objective in ("critical_path", "step_time")
@@ -107,3 +101,50 @@ def test_step_time_as_the_objective_gives_the_plan_whose_predicted_step_is_short
     assert plans["step_time"].objective.minimised == "step_time" and plans["step_time"].objective.gap is None
     with pytest.raises(PlanError, match=names("step_time critical_path")):
         make_plan(replace(planner, objective="step_time"), replace(request, step_cost=None))
+
+
+def request_of_two_ranks() -> tuple[PlannerConfig, PlanRequest, StepCost]:
+    """Of two CPU ranks that a calibration has measured."""
+    resolved = replace(JOB, sharding=None).resolve(2)
+    hardware = resolve_hardware(resolved.job.hardware, 2)
+    cost = StepCost(step_request(resolved, None, hardware, 1), made_up_machine("2x1"))
+    request = PlanRequest(
+        resolved.plain_tables, build_task(resolved, "cpu"), make_sharders(resolved.job.comms), hardware,
+        TableOptimizer(JOB.sparse, 0.0), JOB.batch, step_cost=lambda: cost, calibration="measured.json",
+    )  # fmt: skip
+    return resolved.job.planner, request, cost
+
+
+def test_by_default_the_step_counts_on_ranks_that_a_calibration_has_measured() -> None:
+    config, request, _ = request_of_two_ranks()
+    config = replace(config, objective=PlannerConfig().objective)
+    record = make_plan(config, request)
+    assert record.objective.minimised == "step_time" and record.objective.gap is None
+    assert (
+        record.plan
+        == make_plan(config, request).plan
+        == make_plan(replace(config, objective="step_time"), request).plan
+    )
+    for other, config_of in (
+        (replace(request, calibration=None), config),
+        (replace(request, step_cost=None), config),
+        (request, replace(config, predict_step=False)),
+        (request, replace(config, objective="critical_path")),
+    ):
+        record = make_plan(config_of, other)
+        assert record.objective.minimised == "critical_path" and record.objective.gap is not None
+
+
+def test_a_calibration_that_lacks_the_ranks_leaves_the_plan_to_critical_path(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config, request, _ = request_of_two_ranks()
+
+    def step_cost() -> StepCost:
+        resolved = JOB.resolve(2)
+        hardware = resolve_hardware(resolved.job.hardware, 2)
+        return StepCost(step_request(resolved, None, hardware, 1), made_up_machine("1x1"))
+
+    record = make_plan(replace(config, objective="auto"), replace(request, step_cost=step_cost))
+    assert record.objective.minimised == "critical_path" and record.objective.gap is not None
+    assert mentions(caplog.text, "planned by critical_path step cannot be predicted 1x1 2x1")

@@ -167,7 +167,9 @@ def casts_of_weights(job: SmallJob) -> int:
 
 
 def test_weights_with_copies_in_bf16_are_recorded_without_casts() -> None:
-    job = replace(JOB, precision="bf16", model=JOB.model | {"dense_arch_layer_sizes": [1024, 512, 16]})  # no narrow stack
+    job = replace(
+        JOB, precision="bf16", model=JOB.model | {"dense_arch_layer_sizes": [1024, 512, 16]}
+    )  # no narrow stack
     assert casts_of_weights(job) == 0
     assert casts_of_weights(replace(job, dense="sgd")) == 2 * 3  # each there, and its gradient back
 

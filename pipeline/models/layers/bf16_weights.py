@@ -52,7 +52,11 @@ def is_training_in_bf16(inputs: torch.Tensor) -> bool:
 
     Fake tensors of a step that is recorded count as others do.
     """
-    if not (type(inputs) is torch.Tensor or is_recording()) or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if (
+        not (type(inputs) is torch.Tensor or is_recording())
+        or torch.compiler.is_compiling()
+        or not torch.is_grad_enabled()
+    ):
         return False
     return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
 

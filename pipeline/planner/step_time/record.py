@@ -21,7 +21,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from pipeline.config.optimizers import find_optimizer
 from pipeline.config.training import DenseOptimizerConfig
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
-from pipeline.models.layers.bf16_weights import bf16_copies, keep_bf16_weights
 from pipeline.runtime.errors import PlanError
 from pipeline.runtime.process.kernel_pool import recording
 
@@ -58,7 +57,6 @@ class Inputs:
     num_targets: int = 1
     in_place_rows: bool = False  # one CPU rank: lookups leave rows where DLRM's products want them
     on_cpu: bool = False  # where one kernel multiplies these and picks the pairs
-    bf16_weights: bool = False  # layers keep a copy of their weights in bf16, which the optimizer's step writes
 
 
 @dataclass(frozen=True)
@@ -116,9 +114,15 @@ class _Recorder(TorchDispatchMode):
 
 
 def record_dense(
-    model: nn.Module, inputs: Inputs, optimizer: DenseOptimizerConfig, loss: Callable[[Any], torch.Tensor] | None = None
+    model: nn.Module,
+    inputs: Inputs,
+    optimizer: DenseOptimizerConfig,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    prepare: Callable[[nn.Module], None] | None = None,
 ) -> DensePart:
     """The operations of a TaskModel whose tables are on meta; the model itself stays as it is.
+
+    prepare: what a training does to the layers before its steps; of fake tensors, and not recorded.
 
     Raises:
         PlanError: the model's forward needs values, which fake tensors have not.
@@ -130,8 +134,8 @@ def record_dense(
         with fake:
             _fake_parameters(model, fake)
             _make_room(model, inputs)
-            if inputs.bf16_weights:
-                _copy_weights(model)
+            if prepare is not None:
+                prepare(model)
             weights = [weight for weight in model.parameters() if weight.requires_grad]
             batch = _batch(inputs)
             stepper = find_optimizer(optimizer.name).dense(weights, optimizer) if weights else None
@@ -200,13 +204,6 @@ def _make_room(model: nn.Module, inputs: Inputs) -> None:
     stand_ins[0].dtype = torch.bfloat16 if getattr(model, "_bf16", False) else torch.float32
     for module in joined:
         module.rows_have_room = True  # type: ignore[assignment]
-
-
-def _copy_weights(model: nn.Module) -> None:
-    """As they are after a step: copies are made once, which no later step does."""
-    keep_bf16_weights(model)
-    for copy_of in bf16_copies(model):
-        copy_of.numbers()
 
 
 def _batch(inputs: Inputs) -> Batch:
