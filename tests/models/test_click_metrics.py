@@ -12,6 +12,7 @@ from pipeline.data.quality import auc as numpy_auc
 from pipeline.models.tasks.click import Prediction
 from pipeline.models.tasks.click_metrics import RunningMetrics, ScoreCollector, auprc
 from pipeline.runtime.process.distributed import init_distributed
+from pipeline.sharding.collectives.host_exchange import connect
 from tests.support.ranks import RankPool
 
 
@@ -45,8 +46,10 @@ def test_auc_of_one_class_is_not_a_number() -> None:
     assert math.isnan(auc(torch.empty(0), torch.empty(0)))
 
 
-def _metrics_of_a_share(rank: int, world_size: int) -> dict[str, float]:
+def _metrics_of_a_share(rank: int, world_size: int, shared: bool) -> dict[str, float]:
     context = init_distributed()
+    if shared:
+        assert connect(context, 60.0) is not None
     logits, labels = _draw(4000, seed=2)
     weights = torch.ones(4000)
     weights[-37:] = 0.0  # padding, all of it on the last rank
@@ -60,8 +63,10 @@ def _metrics_of_a_share(rank: int, world_size: int) -> dict[str, float]:
     return {**running.compute(), **scores.compute(context)}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_metrics_over_ranks_equal_hand_computed_ones_and_ignore_padding(ranks: RankPool, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "shared"), [(1, False), (2, False), (2, True)])
+def test_metrics_over_ranks_equal_hand_computed_ones_and_ignore_padding(
+    ranks: RankPool, world_size: int, shared: bool
+) -> None:
     logits, labels = (tensor[:-37].double() for tensor in _draw(4000, seed=2))
     probabilities, rate = torch.sigmoid(logits), labels.mean()
     logloss = -(labels * probabilities.log() + (1 - labels) * (1 - probabilities).log()).mean()
@@ -75,5 +80,5 @@ def test_metrics_over_ranks_equal_hand_computed_ones_and_ignore_padding(ranks: R
         "auprc": auprc(logits, labels),
         "num_samples": 4000 - 37,
     }
-    for metrics in ranks.run(world_size, _metrics_of_a_share, world_size):
+    for metrics in ranks.run(world_size, _metrics_of_a_share, world_size, shared):
         assert metrics == pytest.approx(expected, rel=1e-6)

@@ -15,6 +15,8 @@ from pipeline.config.model import INITS, LayersConfig, LayerSettings
 from pipeline.models.layers.batch_norm import BatchNorm
 from pipeline.models.layers.mlp import ACTIVATIONS, MLP, initialize_linear_layers
 from pipeline.runtime.errors import ConfigError
+from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.sharding.collectives.host_exchange import connect
 from tests.support.messages import names
 from tests.support.ranks import RankPool
 
@@ -73,8 +75,11 @@ def test_batch_norm_of_one_rank_is_torchs() -> None:
     assert torch.equal(own.eval()(rows), other.eval()(rows))
 
 
-def _steps(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _steps(rank: int, world_size: int, dtype: torch.dtype, way: str = "gloo") -> dict[str, torch.Tensor]:
     """Of two steps over this rank's rows: outputs, gradients and buffers; gradients are added up over ranks by the test."""
+    if way == "shared":
+        context = DistributedContext(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
+        assert connect(context, 60.0) is not None
     torch.manual_seed(0)
     norm = BatchNorm(WIDTH)
     nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
@@ -92,9 +97,20 @@ def _steps(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, torch.Te
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_batch_norm_of_two_ranks_with_uneven_batches_is_that_of_one(ranks: RankPool, dtype: torch.dtype) -> None:
-    both, (whole,) = ranks.run(2, _steps, 2, dtype), ranks.run(1, _steps, 1, dtype)
+def test_batch_norm_has_the_same_bits_through_shared_memory_and_through_gloo(ranks: RankPool) -> None:
+    found = {way: ranks.run(2, _steps, 2, torch.float32, way) for way in ("shared", "gloo")}
+    for shared, gloo in zip(found["shared"], found["gloo"], strict=True):
+        for name, value in gloo.items():
+            assert torch.equal(shared[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "way"), [(torch.float32, "shared"), (torch.bfloat16, "shared"), (torch.float32, "gloo")]
+)
+def test_batch_norm_of_two_ranks_with_uneven_batches_is_that_of_one(
+    ranks: RankPool, dtype: torch.dtype, way: str
+) -> None:
+    both, (whole,) = ranks.run(2, _steps, 2, dtype, way), ranks.run(1, _steps, 1, dtype)
     for name in ("mean", "variance", "evaluated"):
         assert torch.equal(both[0][name], both[1][name]), name
         torch.testing.assert_close(both[0][name], whole[name], rtol=1e-4, atol=1e-4)

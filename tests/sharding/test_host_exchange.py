@@ -71,6 +71,26 @@ def test_sums_have_the_same_bits_on_every_rank(ranks: RankPool) -> None:
         assert flags == [3, 3]
 
 
+def _rows_and_sums(rank: int, shared: bool) -> list[torch.Tensor]:
+    if shared:
+        _connected(rank)
+    world = dist.get_world_size()
+    generator = torch.Generator().manual_seed(rank)
+    local, whole = torch.randn(5, 3, generator=generator).t(), torch.randn(world, 4, 2, generator=generator)
+    return [
+        host_exchange.all_gather(local),
+        host_exchange.reduce_scatter(whole),
+        host_exchange.all_gather(local[:, :0]),
+    ]
+
+
+def test_rows_are_gathered_and_parts_summed_as_by_gloo(ranks: RankPool) -> None:
+    for shared, gloo in zip(ranks.run(2, _rows_and_sums, True), ranks.run(2, _rows_and_sums, False), strict=True):
+        for mine, other in zip(shared, gloo, strict=True):
+            assert mine.shape == other.shape
+            assert torch.equal(mine, other)
+
+
 def _message_of_a_silent_rank(rank: int) -> str:
     exchange = _connected(rank, timeout_s=0.5)
     if rank == 0:

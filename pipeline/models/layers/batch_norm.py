@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline.runtime.process.comms_wait import waiting
 from pipeline.runtime.process.exchanging import num_exchanging_ranks
+from pipeline.sharding.collectives.host_exchange import all_gather, all_reduce
 
 
 class BatchNorm(nn.Module):
@@ -91,11 +90,8 @@ def _global_statistics(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
 def gather_statistics(local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Collective: mean [width], variance [width] and number of all ranks' rows, of each rank's [1 + 2 width]: the number of its
     rows, their mean, and the sum of squares about it."""
-    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    with waiting():
-        dist.all_gather(gathered, local)
     width = (len(local) - 1) // 2
-    counts, means, squares = torch.stack(gathered).split([1, width, width], dim=1)
+    counts, means, squares = all_gather(local).split([1, width, width], dim=1)
     count = counts.sum().clamp(min=1)
     mean = (counts * means).sum(dim=0) / count
     variance = (squares + counts * (means - mean).square()).sum(dim=0) / count
@@ -117,7 +113,6 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         normalized, scale, count = ctx.saved_tensors
         sums = torch.stack([gradient.sum(dim=0), (gradient * normalized).sum(dim=0)])
-        with waiting():
-            dist.all_reduce(sums)
+        all_reduce(sums)
         mean, slope = sums / count
         return (gradient - mean - normalized * slope) * scale, None, None, None

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pipeline.models.layers.batch_norm import BatchNorm, gather_statistics
 from pipeline.runtime.kernels.optional import kernels
-from pipeline.runtime.process.comms_wait import waiting
 from pipeline.runtime.process.exchanging import num_exchanging_ranks
 from pipeline.runtime.process.kernel_pool import on_all_threads
+from pipeline.sharding.collectives.host_exchange import all_reduce
 
 
 class Dice(nn.Module):
@@ -95,8 +94,7 @@ class _BentByKernels(torch.autograd.Function):
         total = sums.double().sum(dim=0).float()
         over_rows, to_alpha = total[:2].contiguous(), total[2]
         if ctx.count and num_exchanging_ranks() > 1:
-            with waiting():
-                dist.all_reduce(over_rows)
+            all_reduce(over_rows)
         level, slope = over_rows / ctx.count if ctx.count else torch.zeros_like(over_rows)
         out = torch.empty_like(rows)
         on_all_threads(compiled.unbend, [*inputs, *(_array(each) for each in (level, slope, out))], len(rows))

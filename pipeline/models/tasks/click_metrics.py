@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torchmetrics import Metric
 from torchrec.metrics.calibration import CalibrationMetric
 from torchrec.metrics.ctr import CTRMetric
 from torchrec.metrics.metrics_config import RecTaskInfo
@@ -15,6 +16,7 @@ from torchrec.metrics.ne import NEMetric
 from pipeline.data.quality import auc, ranked_groups
 from pipeline.models.tasks.score_counts import ScoreCounts
 from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.sharding.collectives.host_exchange import all_gather
 
 if TYPE_CHECKING:
     from pipeline.models.tasks.click import Prediction
@@ -51,6 +53,8 @@ class RunningMetrics:
             ).to(context.device)
 
         self._metrics = [make(NEMetric, include_logloss=True), make(CalibrationMetric), make(CTRMetric)]
+        for state in (each for metric in self._metrics for each in metric.modules() if isinstance(each, Metric)):
+            state.dist_sync_fn = _gathered  # torchmetrics' own asks for sizes, and for a barrier, before each state
         self._prefix = "window" if window_samples else "lifetime"
         self._pending: list[Prediction] = []
 
@@ -83,6 +87,11 @@ class RunningMetrics:
             values["ne"] = math.nan
             values["calibration"] = values["calibration"] if rate else math.nan
         return values
+
+
+def _gathered(state: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
+    """Collective: a metric's state, of one shape on all ranks, by rank."""
+    return list(all_gather(state))
 
 
 class ScoreCollector:

@@ -21,9 +21,9 @@ from pipeline.embeddings.table import Table
 from pipeline.models.tasks.retrieval_metrics import RetrievalLossWindow, RetrievalMetrics
 from pipeline.models.tasks.task import Measure
 from pipeline.models.user_item import TwoTowerConfig
-from pipeline.runtime.process.comms_wait import waiting
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.process.exchanging import num_exchanging_ranks
+from pipeline.sharding.collectives.host_exchange import all_gather, reduce_scatter
 
 NO_ITEM = -1  # of padding and quarantined rows
 
@@ -172,17 +172,12 @@ def gather_rows(local: torch.Tensor) -> torch.Tensor:
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        everyone = local.new_empty(dist.get_world_size() * len(local), *local.shape[1:])
-        with waiting():
-            dist.all_gather_into_tensor(everyone, local.contiguous())
-        return everyone
+        return all_gather(local).flatten(0, 1)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        local = gradient.new_empty(len(gradient) // dist.get_world_size(), *gradient.shape[1:])
-        with waiting():
-            dist.reduce_scatter_tensor(local, gradient.contiguous())
-        return local
+        world = dist.get_world_size()
+        return reduce_scatter(gradient.unflatten(0, (world, len(gradient) // world)))
 
 
 def _rank() -> int:

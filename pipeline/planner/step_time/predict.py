@@ -181,8 +181,11 @@ def _comms_us(request: StepRequest, planned: PlannedTables, times: MeasuredTimes
 
     found = {"flags": us("all_reduce", FLAG_BYTES), "average": us("all_reduce", weights)}
     if norms := [each.shapes[0][-1] for each in request.dense.operations if each.name == BATCH_NORMS[0]]:
-        found["norms"] = sum(gloo_us("all_gather", 4 * (1 + 2 * width)) for width in norms)
-        found["norm_gradients"] = sum(gloo_us("all_reduce", 4 * 2 * width) for width in norms)
+        gather = (
+            "all_reduce" if shared else "all_gather"
+        )  # in shared memory a sum is a gathering that each rank adds up
+        found["norms"] = sum(us(gather, 4 * (1 + 2 * width)) for width in norms)
+        found["norm_gradients"] = sum(us("all_reduce", 4 * 2 * width) for width in norms)
     if whole:
         exchange = gloo_us if quantized or not shared else us
         found |= {

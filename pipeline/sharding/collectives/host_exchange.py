@@ -97,17 +97,29 @@ class HostExchange:
             messages[other] = Message(self._slot(other, 2 * channel + number % 2).view(begin, size))
         return messages
 
+    def all_gather(self, channel: int, local: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's `local`, of one shape, by rank; those of other ranks are to be read before the channel's next post."""
+        parts = [local]
+        number = self.post(channel, [parts] * self.world_size)
+        return [
+            local if message is None else message.read(local.shape, local.dtype)
+            for message in self.take(channel, number)
+        ]
+
     def all_reduce(self, channel: int, flat: torch.Tensor) -> None:
         """Add up [n] in place over all ranks, in their order: the same bits on every rank."""
-        parts = [flat]
-        number = self.post(channel, [parts] * self.world_size)
-        blocks = [
-            flat if message is None else message.read(flat.shape, flat.dtype) for message in self.take(channel, number)
-        ]
-        total = blocks[0].add(blocks[1])
-        for block in blocks[2:]:
-            total.add_(block)
-        flat.copy_(total)
+        flat.copy_(_sum(self.all_gather(channel, flat)))
+
+    def reduce_scatter(self, channel: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum over all ranks, in their order, of the part that each has for this rank; parts, of one shape: by rank."""
+        number = self.post(channel, [[part] for part in parts])
+        local = parts[self.rank]
+        return _sum(
+            [
+                local if message is None else message.read(local.shape, local.dtype)
+                for message in self.take(channel, number)
+            ]
+        )
 
     def close(self) -> None:
         for connection in self._sockets.values():
@@ -190,6 +202,14 @@ class _Slot:
         return self._bytes[begin : begin + num_bytes]
 
 
+def _sum(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """In their order; there are two or more."""
+    total = blocks[0].add(blocks[1])
+    for block in blocks[2:]:
+        total.add_(block)
+    return total
+
+
 def _padded(tensor: torch.Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
 
@@ -204,12 +224,39 @@ def current() -> HostExchange | None:
 
 def all_reduce(tensor: torch.Tensor) -> None:
     """Collective: add up in place over all ranks, by the exchange where there is one."""
-    exchange = current()
-    if exchange is not None and tensor.device.type == "cpu":
+    exchange = _current_for(tensor)
+    if exchange is not None:
         exchange.all_reduce(FLAGS, tensor)
     else:
         with waiting():
             dist.all_reduce(tensor)
+
+
+def all_gather(local: torch.Tensor) -> torch.Tensor:
+    """Collective: [ranks, *shape], every rank's tensor of one shape, by the exchange where there is one."""
+    exchange = _current_for(local)
+    if exchange is not None:
+        return torch.stack(exchange.all_gather(FLAGS, local))
+    world = dist.get_world_size()
+    gathered = local.new_empty(world * local.numel())
+    with waiting():
+        dist.all_gather_into_tensor(gathered, local.flatten())
+    return gathered.view(world, *local.shape)
+
+
+def reduce_scatter(whole: torch.Tensor) -> torch.Tensor:
+    """Collective: this rank's [*shape] of the sum over all ranks of [ranks, *shape], by the exchange where there is one."""
+    exchange = _current_for(whole)
+    if exchange is not None:
+        return exchange.reduce_scatter(FLAGS, whole.unbind())
+    local = whole.new_empty(whole.numel() // len(whole))
+    with waiting():
+        dist.reduce_scatter_tensor(local, whole.flatten())
+    return local.view(whole.shape[1:])
+
+
+def _current_for(tensor: torch.Tensor) -> HostExchange | None:
+    return current() if tensor.device.type == "cpu" else None
 
 
 def connect(context: DistributedContext, timeout_s: float) -> HostExchange | None:
