@@ -85,7 +85,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        from pipeline.sharding.collectives.host_exchange import HostExchange
+        from pipeline.runtime.process.host_exchange import HostExchange
 
         with ExitStack() as stack:
             for name in GLOO:

@@ -12,7 +12,7 @@ from pipeline.data.quality import auc as numpy_auc
 from pipeline.models.tasks.click import Prediction
 from pipeline.models.tasks.click_metrics import RunningMetrics, ScoreCollector, auprc
 from pipeline.runtime.process.distributed import init_distributed
-from pipeline.sharding.collectives.host_exchange import connect
+from pipeline.runtime.process.host_exchange import connect
 from tests.support.ranks import RankPool
 
 

@@ -16,7 +16,7 @@ from pipeline.models.layers.batch_norm import BatchNorm
 from pipeline.models.layers.mlp import ACTIVATIONS, MLP, initialize_linear_layers
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.sharding.collectives.host_exchange import connect
+from pipeline.runtime.process.host_exchange import connect
 from tests.support.messages import names
 from tests.support.ranks import RankPool
 

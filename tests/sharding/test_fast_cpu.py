@@ -20,7 +20,7 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.models.layers.interaction import DotInteraction
 from pipeline.models.layers.linear_products import FastLinear, onednn_multiplies_faster
 from pipeline.models.layers.stack import FastStack
-from pipeline.sharding.collectives import host_exchange
+from pipeline.runtime.process import host_exchange
 from pipeline.sharding.collectives.host_dists import IdsOnHost, PooledOnHost, keep_ids
 from pipeline.sharding.torchrec.cpu_tables import FastLookup
 from pipeline.sharding.torchrec.sharder import ShardedTables

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipeline.runtime.process.exchanging import num_exchanging_ranks
-from pipeline.sharding.collectives.host_exchange import all_gather, all_reduce
+from pipeline.runtime.process.host_exchange import all_gather, all_reduce
 
 
 class BatchNorm(nn.Module):

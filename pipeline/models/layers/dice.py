@@ -12,8 +12,8 @@ from torch import nn
 from pipeline.models.layers.batch_norm import BatchNorm, gather_statistics
 from pipeline.runtime.kernels.optional import kernels
 from pipeline.runtime.process.exchanging import num_exchanging_ranks
+from pipeline.runtime.process.host_exchange import all_reduce
 from pipeline.runtime.process.kernel_pool import on_all_threads
-from pipeline.sharding.collectives.host_exchange import all_reduce
 
 
 class Dice(nn.Module):

@@ -16,7 +16,7 @@ from torchrec.metrics.ne import NEMetric
 from pipeline.data.quality import auc, ranked_groups
 from pipeline.models.tasks.score_counts import ScoreCounts
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.sharding.collectives.host_exchange import all_gather
+from pipeline.runtime.process.host_exchange import all_gather
 
 if TYPE_CHECKING:
     from pipeline.models.tasks.click import Prediction

@@ -23,7 +23,7 @@ from pipeline.models.tasks.task import Measure
 from pipeline.models.user_item import TwoTowerConfig
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.process.exchanging import num_exchanging_ranks
-from pipeline.sharding.collectives.host_exchange import all_gather, reduce_scatter
+from pipeline.runtime.process.host_exchange import all_gather, reduce_scatter
 
 NO_ITEM = -1  # of padding and quarantined rows
 

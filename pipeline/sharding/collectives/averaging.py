@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeline.runtime.process.comms_wait import working
-from pipeline.sharding.collectives.host_exchange import HostExchange
+from pipeline.runtime.process.host_exchange import HostExchange
 
 BROADCAST_BYTES = 25 << 20  # at once
 

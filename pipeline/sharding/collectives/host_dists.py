@@ -25,7 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.data.read.batch import ID_DTYPE, LENGTH_DTYPE
 from pipeline.runtime.process.comms_wait import working
-from pipeline.sharding.collectives.host_exchange import HostExchange
+from pipeline.runtime.process.host_exchange import HostExchange
 
 COUNT_DTYPE = torch.int64
 

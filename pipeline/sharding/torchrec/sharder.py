@@ -35,8 +35,8 @@ from pipeline.checkpoint.stored_rows import StoredRows
 from pipeline.data.read.batch import ID_DTYPE, LENGTH_DTYPE
 from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.process.comms_wait import clock_awaitable, waiting
+from pipeline.runtime.process.host_exchange import HostExchange
 from pipeline.sharding.collectives.host_dists import exchange_on_host, skip_id_exchange
-from pipeline.sharding.collectives.host_exchange import HostExchange
 from pipeline.sharding.tiers.settings import TierSettings
 from pipeline.sharding.torchrec.cpu_tables import fast_lookups, speed_up_cpu_tables, tables_with_moments
 from pipeline.sharding.torchrec.feature_order import FeatureOrder, InOrder

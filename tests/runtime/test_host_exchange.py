@@ -8,9 +8,9 @@ import os
 import torch
 import torch.distributed as dist
 
+from pipeline.runtime.process import host_exchange
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.sharding.collectives import host_exchange
-from pipeline.sharding.collectives.host_exchange import FIRST_BYTES, FLAGS, HostExchange, connect
+from pipeline.runtime.process.host_exchange import FIRST_BYTES, FLAGS, HostExchange, connect
 from tests.support.ranks import RankPool
 
 
