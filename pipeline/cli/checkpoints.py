@@ -19,6 +19,7 @@ from pipeline.cli.words import Command
 from pipeline.config.jobs.checkpoints import CHECKPOINT_COMMANDS, CheckpointsJob
 from pipeline.config.tables import table_name
 from pipeline.config.training import CheckpointConfig
+from pipeline.runtime.byte_counts import show_size
 from pipeline.runtime.errors import ConfigError, did_you_mean
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.stdout import write_out
@@ -53,7 +54,7 @@ def list_checkpoints(job: CheckpointsJob) -> list[str]:
         metrics += [f"changes since step {summary.base}"] if summary.base is not None else []
         metrics += ["kept as best"] if config.keep_best_n and summary in measured and summary.step not in last else []
         return (
-            f"{summary.step:>10}  {_age(summary.age_s):>10}  {_size(summary.size_bytes):>10}  {summary.world_size:>5}  "
+            f"{summary.step:>10}  {_age(summary.age_s):>10}  {show_size(summary.size_bytes):>10}  {summary.world_size:>5}  "
             f"{summary.problem or '  '.join(metrics) or 'not evaluated'}"
         )
 
@@ -112,7 +113,9 @@ def export_checkpoint(job: CheckpointsJob) -> list[str]:
         without_values = "its ids are hashes of values" if ids.hashed else ids.reason
     size = export_table(tensors, found, job.output, with_state=job.optimizer_state, vocabulary=vocabulary)
     num_rows = sum(table.rows for table in found)
-    lines = [f"table {job.table!r} of step {step}: {num_rows:,} rows x {found[0].dim} in {job.output} ({_size(size)})"]
+    lines = [
+        f"table {job.table!r} of step {step}: {num_rows:,} rows x {found[0].dim} in {job.output} ({show_size(size)})"
+    ]
     return lines if vocabulary else [*lines, f"without raw values: {without_values}"]
 
 
@@ -123,13 +126,6 @@ def _age(seconds: float | None) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit} ago"
     return f"{seconds:.0f} s ago"
-
-
-def _size(size_bytes: int) -> str:
-    for unit, length in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size_bytes >= length:
-            return f"{size_bytes / length:.1f} {unit}"
-    return f"{size_bytes} B"
 
 
 def run(job: CheckpointsJob) -> list[str]:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 NUMBER, TEXT, LIST, TIME = "number", "text", "list", "time"
-SIMPLE = (str, int, float, bool, list, type(None))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pipeline.embeddings.compression.kind import CompressionKind, compressed
 from pipeline.embeddings.physical import describe_parts, leaves, num_numbers
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
+from pipeline.runtime.byte_counts import show_bytes
 
 MOST_COUNTED = 1 << 26  # ids; of larger tables so many of the hottest are counted
 IDS_AT_ONCE = 1 << 20
@@ -47,11 +48,11 @@ class Savings:
 
     def line(self) -> str:
         text = (
-            f"{self.table}: {self.kind}, {self.parts}; {_show(self.table_bytes)} instead of {_show(self.full_bytes)} "
+            f"{self.table}: {self.kind}, {self.parts}; {show_bytes(self.table_bytes)} instead of {show_bytes(self.full_bytes)} "
             f"({self.full_bytes / self.table_bytes:.3g} x smaller)"
         )
         if self.least_bytes is not None:
-            text += f", with balanced bases {_show(self.least_bytes)}; every id has a row of its own"
+            text += f", with balanced bases {show_bytes(self.least_bytes)}; every id has a row of its own"
         return text + (f"; {_collided(self.collisions)}" if self.collisions else "")
 
 
@@ -65,7 +66,7 @@ def describe_savings(savings: list[Savings]) -> list[str]:
     if not savings:
         return []
     small, full = sum(each.table_bytes for each in savings), sum(each.full_bytes for each in savings)
-    head = f"compressed tables: {len(savings)}, {_show(small)} instead of {_show(full)} ({full / small:.3g} x smaller)"
+    head = f"compressed tables: {len(savings)}, {show_bytes(small)} instead of {show_bytes(full)} ({full / small:.3g} x smaller)"
     return [head, *(f"  {each.line()}" for each in savings)]
 
 
@@ -133,10 +134,3 @@ def _collided(found: Collisions) -> str:
         f"{text}, and {100 * found.lookups:.1f} % of lookups are theirs; {100 * found.lookups_of_others:.1f} % of lookups get "
         "a row whose most frequent id is another"
     )
-
-
-def _show(num_bytes: float) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if num_bytes >= size / 10:
-            return f"{num_bytes / size:,.2f} {unit}"
-    return f"{num_bytes / 1024:,.1f} KiB"

@@ -11,7 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as Grid
 
-from pipeline.planner.record import PlanDescription, RankLoad, TableChoice, show_bytes
+from pipeline.planner.record import PlanDescription, RankLoad, TableChoice
+from pipeline.runtime.byte_counts import show_bytes
 
 WIDTH = 140
 UNFOLDED = 400  # room for a grid that no column of can go on below

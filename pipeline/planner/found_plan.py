@@ -14,10 +14,11 @@ from pipeline.planner.cost_model import CACHED_KERNELS, KEY_VALUE, cache_load_fa
 from pipeline.planner.estimator import shard_state_bytes
 from pipeline.planner.infeasible import UVM_KERNELS, table_bytes
 from pipeline.planner.limits import sharding_types_exact_for
-from pipeline.planner.record import Objective, PlanRecord, RankLoad, TableChoice, critical_path_ms, show_bytes
+from pipeline.planner.record import Objective, PlanRecord, RankLoad, TableChoice, critical_path_ms
 from pipeline.planner.request import Problem, fingerprint_of
 from pipeline.planner.search.problem import Floats
 from pipeline.planner.searcher import PHASES
+from pipeline.runtime.byte_counts import show_bytes
 
 
 @dataclass(frozen=True)

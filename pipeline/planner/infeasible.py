@@ -11,8 +11,8 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from pipeline.planner.constraints import PlacedTable
 from pipeline.planner.estimator import shard_state_bytes
 from pipeline.planner.hardware import Hardware
-from pipeline.planner.record import show_bytes
 from pipeline.planner.search.shortfall import Shortfall
+from pipeline.runtime.byte_counts import show_bytes
 
 NUM_LARGEST = 5
 NUM_RANKS = 3

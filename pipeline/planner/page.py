@@ -15,7 +15,8 @@ from typing import Any
 
 from pipeline.planner.charts import Cell, Column, MapRow, column_chart, rank_map
 from pipeline.planner.explain import show_ranks
-from pipeline.planner.record import PHASES, PlanDescription, RankLoad, TableChoice, show_bytes
+from pipeline.planner.record import PHASES, PlanDescription, RankLoad, TableChoice
+from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.pages.html import cards, document, figure, folded, legend, table
 from pipeline.runtime.storage import storage
 

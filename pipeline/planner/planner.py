@@ -28,7 +28,7 @@ from pipeline.planner.found_plan import Found, build_record, rank_loads
 from pipeline.planner.hardware import Hardware, build_topology, resolve_hardware
 from pipeline.planner.infeasible import describe_shortfall, explain_infeasible
 from pipeline.planner.plan_codec import decode_record, encode_record, load_plan, read_plan
-from pipeline.planner.record import Objective, PlanRecord, show_bytes
+from pipeline.planner.record import Objective, PlanRecord
 from pipeline.planner.request import PlanRequest, Problem, build_problem, fingerprint_of
 from pipeline.planner.search.incumbent import Infeasible, SearchConfig
 from pipeline.planner.search.portfolio import FIRST_PLAN
@@ -36,6 +36,7 @@ from pipeline.planner.search.shortfall import least_shortfall
 from pipeline.planner.searcher import PlanPrice, build_search_problem, enumerate_options, search_options
 from pipeline.planner.step_time.shards import Placement
 from pipeline.planner.suggestions import Suggestion, working_suggestions
+from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.errors import PlanError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext

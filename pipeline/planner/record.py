@@ -114,11 +114,3 @@ class PlanRecord(PlanDescription):
 def critical_path_ms(ranks: list[RankLoad]) -> float:
     """Every phase ends in a collective, where all wait for the slowest."""
     return sum(max(getattr(load, phase) for load in ranks) for phase in PHASES)
-
-
-def show_bytes(num_bytes: float) -> str:
-    """In the largest unit of which there is a tenth at least."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if abs(num_bytes) >= size / 10:
-            return f"{num_bytes / size:,.2f} {unit}"
-    return f"{num_bytes / 1024:,.2f} KiB"

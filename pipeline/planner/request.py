@@ -17,7 +17,7 @@ from pipeline.planner.cost_model import CostModel, wire_of, wire_precisions
 from pipeline.planner.estimator import KeepFree, dense_part_bytes, usable_bytes
 from pipeline.planner.fingerprint import Fingerprint, take_fingerprint
 from pipeline.planner.hardware import Hardware
-from pipeline.planner.record import show_bytes
+from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.errors import PlanError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from pipeline.retraining.registry import RegistryError, timestamp
 from pipeline.runtime.storage import storage
 
 PROMOTED, REJECTED, SKIPPED = "promoted", "rejected", "skipped"
-ROLLED_BACK, UNPINNED, ADDED, RETRIED = "rolled_back", "unpinned", "added", "retried"
+ROLLED_BACK, UNPINNED, ADDED = "rolled_back", "unpinned", "added"
 TERMINAL = (PROMOTED, REJECTED, SKIPPED)  # of a window: it is not worked on again
 MAX_READ = 2000  # newest records that a tick looks at
 ATTEMPTS = 20

@@ -18,6 +18,7 @@ from pipeline.config.data import DataConfig
 from pipeline.data.prepare.vocabulary import open_engine
 from pipeline.data.raw.layout import find_format
 from pipeline.data.raw.source import Source
+from pipeline.data.sql import sql_text
 from pipeline.runtime.storage import storage
 
 SKETCH_SIZE = 1024
@@ -71,9 +72,5 @@ def count_rows(sources: list[Source], config: DataConfig, threads: int) -> int:
 
 
 def _hashes(sources: list[Source], config: DataConfig) -> str:
-    paths = ", ".join(_text(os.path.abspath(storage.local_path(source.path))) for source in sources)
+    paths = ", ".join(sql_text(os.path.abspath(storage.local_path(source.path))) for source in sources)
     return f"SELECT md5_number_lower(line) AS hash FROM ({find_format(config.format).sql_lines(paths)})"
-
-
-def _text(value: str) -> str:
-    return "'" + value.replace("'", "''") + "'"

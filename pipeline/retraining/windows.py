@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 
 from pipeline.config.data import DataConfig
 from pipeline.config.retraining import WindowsConfig
+from pipeline.data.sql import sql_text
 from pipeline.runtime.errors import RetrainingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import atomic, storage
@@ -221,7 +222,7 @@ def extract_rows(window: Window, config: WindowsConfig, data: DataConfig, target
         engine.execute("SET preserve_insertion_order = true")
         engine.execute(
             f"COPY (SELECT * FROM {_scan(window.source, data)} WHERE {_seconds(config)} >= {begin} AND "
-            f"{_seconds(config)} < {end}) TO {_text(path + '.partial')} ({how})"
+            f"{_seconds(config)} < {end}) TO {sql_text(path + '.partial')} ({how})"
         )
     atomic.publish_file(path + ".partial", path)
     return path
@@ -247,7 +248,7 @@ def _scan(source: str, data: DataConfig) -> str:
     from pipeline.data.raw.layout import find_format
     from pipeline.data.raw.source import find_sources
 
-    paths = ", ".join(_text(os.path.abspath(storage.local_path(file.path))) for file in find_sources(source))
+    paths = ", ".join(sql_text(os.path.abspath(storage.local_path(file.path))) for file in find_sources(source))
     table = find_format(data.format).sql_table(paths)
     if not table:
         raise RetrainingError(f"data.format={data.format} has no time column: put each window into a folder of its own")
@@ -277,7 +278,3 @@ def time_name(begin: datetime) -> str:
 def file_name(window: str) -> str:
     """A window's name as that of a folder."""
     return window.replace("/", "__").replace(":", "")
-
-
-def _text(value: str) -> str:
-    return "'" + value.replace("'", "''") + "'"

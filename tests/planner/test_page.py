@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.planner.page import MOST_MAPPED, page_path, render_page, write_page
-from pipeline.planner.record import show_bytes
 from pipeline.planner.tiers import TierForecast
+from pipeline.runtime.byte_counts import show_bytes
 from tests.planner.plans import drawn_plan
 
 VOID = ("meta",)

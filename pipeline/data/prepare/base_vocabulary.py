@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from pipeline.config.ids import BaseVocabularyConfig
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.prepare.encode import Features
+from pipeline.data.sql import sql_text
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import storage
 
@@ -67,12 +68,12 @@ class BaseVocabulary:
         merged = os.path.join(os.path.dirname(counts), "merged_counts.parquet")
         factor = 1.0 if self.frozen else self.count_decay
         carried = " UNION ALL ".join(
-            f"SELECT {number} AS feature, value, floor(count * {factor})::BIGINT AS count, id FROM read_parquet({_text(self.files[name])})"
+            f"SELECT {number} AS feature, value, floor(count * {factor})::BIGINT AS count, id FROM read_parquet({sql_text(self.files[name])})"
             for number, name in enumerate(features.sparse)
             if name in self.files
         )
         hashed = ", ".join(str(number) for number, name in enumerate(features.sparse) if name not in self.files) or "-1"
-        seen = f"SELECT feature, value, count FROM read_parquet({_text(counts)})"
+        seen = f"SELECT feature, value, count FROM read_parquet({sql_text(counts)})"
         if not carried:
             return counts
         if self.frozen:
@@ -86,7 +87,7 @@ class BaseVocabulary:
                 f"SELECT feature, value, sum(count)::BIGINT AS count FROM (SELECT feature, value, count FROM ({carried}) "
                 f"UNION ALL {seen}) GROUP BY feature, value HAVING sum(count) > 0 ORDER BY feature, count DESC, value"
             )
-        engine.execute(f"COPY ({rows}) TO {_text(merged)} (FORMAT parquet, COMPRESSION lz4_raw)")
+        engine.execute(f"COPY ({rows}) TO {sql_text(merged)} (FORMAT parquet, COMPRESSION lz4_raw)")
         return merged
 
     def _write_buckets(self, engine: duckdb.DuckDBPyConnection, features: Features, counts: str) -> None:
@@ -94,7 +95,7 @@ class BaseVocabulary:
         found = {name: [0] * NUM_BUCKETS for name in features.sparse}
         rows = engine.execute(
             f"SELECT feature, md5_number_lower(value) % {NUM_BUCKETS} AS bucket, sum(count)::BIGINT FROM "
-            f"read_parquet({_text(counts)}) GROUP BY feature, bucket"
+            f"read_parquet({sql_text(counts)}) GROUP BY feature, bucket"
         ).fetchall()
         for number, bucket, count in rows:
             found[features.sparse[number]][bucket] = int(count)
@@ -112,7 +113,3 @@ def load_base(config: BaseVocabularyConfig) -> BaseVocabulary:
                 raise DataError(f"{path} is missing: prepare {config.path} again, or name another vocabularies.path")
             files[feature.name] = storage.local_path(path)
     return BaseVocabulary(dataset, files, config.frozen, config.count_decay)
-
-
-def _text(value: str) -> str:
-    return "'" + value.replace("'", "''") + "'"

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from pipeline.config.ids import IdsConfig
 from pipeline.data.dataset import FrequencyCurve
 from pipeline.data.prepare.row_groups import in_row_groups
+from pipeline.data.sql import sql_text
 from pipeline.runtime.logs import progress
 
 ENTRIES_SCHEMA = pa.schema(
@@ -241,10 +242,6 @@ def write_in_parts(numbers: Iterator[np.ndarray], outputs: list[tuple[str, int]]
 
 def vocabulary_file(feature: str) -> str:
     return f"vocabulary/{quote(feature, safe='')}.parquet"
-
-
-def sql_text(value: str) -> str:
-    return "'" + value.replace("'", "''") + "'"
 
 
 def _parquet(paths: list[str]) -> str:

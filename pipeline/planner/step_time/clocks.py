@@ -6,7 +6,6 @@ clock is free and what it waits for is done; the step ends when the last clock d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -99,7 +98,3 @@ class Clocks:
         if ms:
             self.spans.append(Span(name, clock, start, ms))
         self.now[clock] = start + ms
-
-
-def busy_ms(spans: Iterable[Span], clock: str) -> float:
-    return sum(span.ms for span in spans if span.clock == clock)

@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping
 from functools import cached_property
 from itertools import pairwise, product
-from typing import Protocol
 
 from pipeline.planner.step_time.by_bytes import NOTHING, OTHERS, Line, bytes_kind, moved_bytes
 from pipeline.planner.step_time.layer_kernels import (
@@ -28,16 +27,6 @@ from pipeline.planner.step_time.rates import Rates
 from pipeline.planner.step_time.record import PRODUCTS, Operation
 from pipeline.planner.step_time.table_work import TableSample, TableWork, table_place, work_of
 from pipeline.runtime.errors import ConfigError
-
-
-class OperationTimes(Protocol):
-    """Microseconds on one rank."""
-
-    def operation_us(self, operation: Operation) -> float: ...
-
-    def lookup_us(self, work: TableWork) -> float: ...
-
-    def update_us(self, work: TableWork) -> float: ...
 
 
 class MeasuredTimes:

@@ -9,8 +9,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.planner.record import PlanDescription, show_bytes
+from pipeline.planner.record import PlanDescription
 from pipeline.planner.step_time.clocks import Span
+from pipeline.runtime.byte_counts import show_bytes
 
 LEAST_GAIN = 1.5  # of twice the ranks: below, they stop to pay
 SHOWN_PARTS = 6

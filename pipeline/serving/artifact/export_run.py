@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.jobs.evaluate import ExportJob
+from pipeline.runtime.byte_counts import show_size
 from pipeline.runtime.errors import ServingError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.garbage import none_while_importing
@@ -99,14 +100,7 @@ def _summary(
 
 def _describe_tables(trained: TrainedModel) -> str:
     rows = sum(stored.rows for stored in trained.stored)
-    return f"{len(trained.tables)} tables with {rows:,} rows, {_size(trained.table_bytes)}"
-
-
-def _size(size_bytes: int) -> str:
-    for unit, length in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size_bytes >= length:
-            return f"{size_bytes / length:.1f} {unit}"
-    return f"{size_bytes} B"
+    return f"{len(trained.tables)} tables with {rows:,} rows, {show_size(trained.table_bytes)}"
 
 
 def _by_label(splits: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
@@ -129,7 +123,7 @@ def describe(summary: ExportSummary) -> str:
     )
     for name, cost in certificate["precisions"].items():
         lines.append(
-            f"  {name:<11}{_size(cost['table_bytes']):>12}{cost['ne_delta']:>+12.6f}{cost['auc_delta']:>+12.6f}"
+            f"  {name:<11}{show_size(cost['table_bytes']):>12}{cost['ne_delta']:>+12.6f}{cost['auc_delta']:>+12.6f}"
             f"{cost['max_score_difference']:>13.2g}{cost['mean_score_difference']:>11.2g}"
         )
     for split, parity in _by_label(certificate["splits"]):
@@ -138,8 +132,8 @@ def describe(summary: ExportSummary) -> str:
             f"scores within {parity['max_score_difference']:.2g} of the model's"
         )
     lines.append(
-        f"tables      {_size(sizes['tables_before'])} -> {_size(sizes['tables_after'])} ({ratio:.1f}x smaller); layers "
-        f"{_size(sizes['layers_before'])} -> {_size(sizes['layers_after'])}, vocabularies {_size(sizes['vocabularies'])}"
+        f"tables      {show_size(sizes['tables_before'])} -> {show_size(sizes['tables_after'])} ({ratio:.1f}x smaller); layers "
+        f"{show_size(sizes['layers_before'])} -> {show_size(sizes['layers_after'])}, vocabularies {show_size(sizes['vocabularies'])}"
     )
     return "\n".join([*lines, *_ending(summary)])
 
@@ -163,8 +157,8 @@ def _describe_retrieval(summary: ExportSummary) -> str:
         f"finds, for {index['queries']:,} users of validation"
     )
     lines.append(
-        f"tables      {_size(sizes['tables_before'])} -> {_size(sizes['tables_after'])}; layers "
-        f"{_size(sizes['layers_before'])} -> {_size(sizes['layers_after'])}, items {_size(sizes['items'])}"
+        f"tables      {show_size(sizes['tables_before'])} -> {show_size(sizes['tables_after'])}; layers "
+        f"{show_size(sizes['layers_before'])} -> {show_size(sizes['layers_after'])}, items {show_size(sizes['items'])}"
     )
     return "\n".join([*lines, *_ending(summary)])
 
@@ -174,5 +168,5 @@ def _ending(summary: ExportSummary) -> list[str]:
     if summary.already_exported:
         lines.append(f"already exported to {summary.artifact}: nothing to do")
     else:
-        lines.append(f"written to  {summary.artifact} ({_size(sizes['artifact'])}) in {summary.seconds:.1f} s")
+        lines.append(f"written to  {summary.artifact} ({show_size(sizes['artifact'])}) in {summary.seconds:.1f} s")
     return [*lines, f"next        python -m pipeline.serve {word('artifact', summary.artifact)}"]

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config.registry import register
-from pipeline.planner.record import PlanDescription, RankLoad, show_bytes
+from pipeline.planner.record import PlanDescription, RankLoad
+from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.hooks.base import Hook, TrainingState

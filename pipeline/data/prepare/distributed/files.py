@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import cast
 
@@ -181,7 +180,3 @@ def write_table(batches: pa.RecordBatchReader, path: str) -> None:
     with pq.ParquetWriter(path, batches.schema, compression="lz4") as writer:
         for batch in batches:
             writer.write_batch(batch)
-
-
-def local_copies(paths: Sequence[str], scratch: str) -> list[str]:
-    return [fetch(path, scratch) for path in paths]

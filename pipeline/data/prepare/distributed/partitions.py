@@ -26,7 +26,7 @@ from pipeline.data.prepare.distributed.recipe import Json, Recipe, fetch, finish
 from pipeline.data.prepare.distributed.runs import POSITIONS_FILE, RUN_SCHEMA, Key, Range, read_range
 from pipeline.data.prepare.encode import Features
 from pipeline.data.prepare.staging import IDS_FILE
-from pipeline.data.prepare.vocabulary import sql_text
+from pipeline.data.sql import sql_text
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.arrow_files import read_numbers
 

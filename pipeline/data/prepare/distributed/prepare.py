@@ -51,10 +51,10 @@ from pipeline.data.prepare.limit import refuse
 from pipeline.data.prepare.splits import Boundaries, boundaries_of, check_dates, check_rows_to_train_on, times_at
 from pipeline.data.prepare.standardize import names_to_learn, transform_from
 from pipeline.data.prepare.time_units import check_time_units
-from pipeline.data.prepare.vocabulary import sql_text
 from pipeline.data.prepare.write_dataset import Prepared, assemble_dataset, describe_feature, move_out
 from pipeline.data.raw.source import Source
 from pipeline.data.raw.source_schemas import check_sources
+from pipeline.data.sql import sql_text
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
 

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from pipeline.data.prepare.distributed.recipe import Recipe, task_engine
 from pipeline.data.prepare.encode import Features
 from pipeline.data.prepare.row_groups import in_row_groups
-from pipeline.data.prepare.vocabulary import sql_text
+from pipeline.data.sql import sql_text
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.arrow_files import open_input
 
