@@ -104,10 +104,10 @@ def test_of_wide_quoted_rows_only_those_that_may_be_unreadable_are_looked_at_one
     text = "\n".join([*lines, ""]).encode(errors="surrogateescape")
     dense, sparse = ([name for name in WIDE if name[0] == kind and name[1:].isdigit()] for kind in "dc")
     layout = Layout(ColumnsConfig(label="label", dense=dense, sparse=sparse, timestamp="time"), "csv", ",", True)
-    one_by_one = raw_rows._why_unreadable
+    one_by_one = raw_rows.why_unreadable
     reasons = [one_by_one(layout, tuple(WIDE), line) for line in text.removesuffix(b"\n").split(b"\n")]
     looked_at: list[bytes] = []
-    monkeypatch.setattr(raw_rows, "_why_unreadable", lambda *given: (looked_at.append(given[2]), one_by_one(*given))[1])
+    monkeypatch.setattr(raw_rows, "why_unreadable", lambda *given: (looked_at.append(given[2]), one_by_one(*given))[1])
     parsed = raw_rows.parse_text(layout, tuple(WIDE), Block(1, 0, len(lines), text))
     assert {row.line - 1: row.reason for row in parsed.quarantined} == {
         i: text for i, text in enumerate(reasons) if text

@@ -6,34 +6,27 @@ which lines may be at fault; those alone are looked at one by one.
 
 from __future__ import annotations
 
-import csv
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.csv
 
-from pipeline.config.labels import LabelConfig
-from pipeline.data.raw.cells import LARGEST_FLOAT32, is_number, is_time, parse_timestamps
-from pipeline.data.raw.json_lists import JSON, is_json_list, json_lists, parse_list
-from pipeline.data.raw.label_cells import is_text, label_number, wanted_text, with_labels
+from pipeline.data.raw.cells import parse_timestamps
+from pipeline.data.raw.json_lists import JSON, json_lists, parse_list
+from pipeline.data.raw.label_cells import is_text, with_labels
 from pipeline.data.raw.layout import Layout, check_columns, find_format
 from pipeline.data.raw.parquet_rows import not_text, with_text
 from pipeline.data.raw.partitions import with_partitions
-from pipeline.data.raw.sequences import cell_length, uneven, uneven_rows
-from pipeline.data.raw.source import MAX_LINE_BYTES, Block, RowReader, Source
+from pipeline.data.raw.row_rules import invalid_rows, why_unreadable
+from pipeline.data.raw.source import Block, RowReader, Source
 from pipeline.data.raw.spelling import spell_value
 from pipeline.data.raw.suspects import broken_lines, read_texts, with_numbers, with_times
-from pipeline.data.raw.weighted import bad_cell, bad_weights
 from pipeline.runtime.errors import DataError
 
 MAX_TEXT_CHARACTERS = 500
-WANTED_WEIGHT = "a finite number of 0 at least"
-csv.field_size_limit(MAX_LINE_BYTES)  # 128 KiB by default
 
 
 def open_source(layout: Layout, source: Source, block_bytes: int) -> tuple[RowReader, tuple[str, ...]]:
@@ -78,13 +71,13 @@ def parse_text(layout: Layout, header: tuple[str, ...], block: Block) -> ParsedR
     # pyarrow takes a lone carriage return for a line end, and Windows ends lines with both.
     text = block.text.replace(b"\r\n", b"\n") if b"\r" in block.text else block.text
     table = None if b"\r" in text else _read_typed(layout, header, text)
-    if table is not None and table.num_rows == block.num_rows and not _invalid_rows(layout, table):
+    if table is not None and table.num_rows == block.num_rows and not invalid_rows(layout, table):
         return ParsedRows(table, np.arange(block.num_rows), [])
     lines = text.removesuffix(b"\n").split(b"\n")
     assert len(lines) == block.num_rows
     reasons = [""] * len(lines)
     for i in _suspects(layout, header, lines):
-        reasons[i] = _why_unreadable(layout, header, lines[i])
+        reasons[i] = why_unreadable(layout, header, lines[i])
     kept = [i for i, reason in enumerate(reasons) if not reason]
     table = _read_rows(layout, header, [lines[i] for i in kept])
     if table is None:  # a line that only pyarrow takes offence at
@@ -122,14 +115,14 @@ def _suspects(layout: Layout, header: tuple[str, ...], lines: list[bytes]) -> li
     table, garbled = _with_json_lists(layout, table)
     table, unknown = with_labels(layout, table)
     table, no_times = with_times(layout, table)
-    bad = no_numbers | garbled.keys() | unknown.keys() | no_times | _invalid_rows(layout, table).keys()
+    bad = no_numbers | garbled.keys() | unknown.keys() | no_times | invalid_rows(layout, table).keys()
     return sorted(found | {whole[i] for i in wrong} | {whole[rows[i]] for i in bad})
 
 
 def _read_rows(layout: Layout, header: tuple[str, ...], lines: list[bytes]) -> pa.Table | None:
     """None unless every line becomes a row with nothing wrong in it."""
     table = _read_typed(layout, header, b"\n".join(lines) + b"\n" if lines else b"")
-    return None if table is None or table.num_rows != len(lines) or _invalid_rows(layout, table) else table
+    return None if table is None or table.num_rows != len(lines) or invalid_rows(layout, table) else table
 
 
 def _refused(layout: Layout, header: tuple[str, ...], lines: list[bytes], rows: list[int]) -> list[int]:
@@ -197,138 +190,6 @@ def _with_timestamps(layout: Layout, table: pa.Table) -> pa.Table:
     return table.set_column(table.schema.get_field_index(name), name, times)
 
 
-def _invalid_rows(layout: Layout, table: pa.Table) -> dict[int, str]:
-    """Row -> reason, of what types alone do not catch."""
-    reasons: dict[int, str] = {}
-
-    def note(column: str, invalid: pa.ChunkedArray, wanted: str) -> None:
-        if pc.any(invalid).as_py():
-            for row in np.flatnonzero(invalid.to_numpy()):
-                reasons.setdefault(int(row), f"{column} is {table[column][int(row)].as_py()!r}, not {wanted}")
-
-    for name, label in layout.columns.all_labels.items():
-        column, invalid = table[name], invalid_labels(label, table[name])
-        if label.mask is not None:  # a missing value is one where it counts
-            counts = pc.fill_null(pc.equal(table[label.mask], 1.0), False)
-            invalid = pc.if_else(pc.is_null(column, nan_is_null=True), counts, invalid)
-        note(name, pc.fill_null(invalid, True), wanted_label(label))
-    for name in layout.weights:
-        note(name, pc.fill_null(pc.invert(_within(table[name], 0.0, LARGEST_FLOAT32)), True), WANTED_WEIGHT)
-    for name in layout.columns.dense:
-        # NaN compares false: it is a missing value, as pandas writes it.
-        ends = pc.min_max(table[name]).as_py().values()
-        if any(end is not None and abs(end) > LARGEST_FLOAT32 for end in ends):
-            note(name, pc.fill_null(pc.greater(pc.abs(table[name]), LARGEST_FLOAT32), False), "a finite 32-bit number")
-    if layout.columns.timestamp:
-        note(layout.columns.timestamp, pc.is_null(table[layout.time_column]), "a time")
-    for row, reason in (*uneven_rows(layout.columns, table), *bad_weights(layout.columns, table)):
-        reasons.setdefault(row, reason)
-    return reasons
-
-
-def _within(column: pa.ChunkedArray, low: float, high: float) -> pa.ChunkedArray:
-    """NaN is within nothing."""
-    return pc.and_(pc.greater_equal(column, low), pc.less_equal(column, high))
-
-
-def invalid_labels(label: LabelConfig, column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Of float64 values, which are none of that label; null where a value is."""
-    if label.kind == "binary":
-        return pc.invert(pc.is_in(column, pa.array([0.0, 1.0])))
-    if label.kind == "regression":
-        return pc.invert(_within(column, -LARGEST_FLOAT32, LARGEST_FLOAT32))
-    is_whole = pc.equal(pc.floor(column), column)
-    return pc.invert(pc.and_(is_whole, _within(column, 0.0, float((label.num_buckets or 0) - 1))))
-
-
-def wanted_label(label: LabelConfig) -> str:
-    if label.values:
-        return wanted_text(label)
-    if label.threshold is not None:
-        return "a number"
-    if label.kind == "ordinal":
-        return f"a whole number from 0 to {(label.num_buckets or 0) - 1}"
-    return "0 or 1" if label.kind == "binary" else "a finite 32-bit number"
-
-
-def _why_no_label(label: LabelConfig, cell: str, counts: bool) -> str:
-    """Empty, or what the text of a cell should be; where it does not count, it may be missing."""
-    value = label_number(label, cell)
-    if math.isnan(value) and (not cell or (is_number(cell) and not label.values)) and label.mask is not None:
-        return wanted_label(label) if counts else ""
-    return "" if _is_label(label, value) else wanted_label(label)
-
-
-def _is_label(label: LabelConfig, value: float) -> bool:
-    """As invalid_labels has it, of one value; NaN is none."""
-    if label.kind == "binary":
-        return value in (0.0, 1.0)
-    if label.kind == "regression":
-        return abs(value) <= LARGEST_FLOAT32
-    return 0.0 <= value <= (label.num_buckets or 0) - 1 and value.is_integer()
-
-
-def _why_unreadable(layout: Layout, header: tuple[str, ...], line: bytes) -> str:
-    """Empty where the line is sound."""
-    try:
-        text = line.decode()
-    except UnicodeDecodeError as error:
-        return f"byte {error.start} is not UTF-8"
-    if "\r" in text:
-        return "a carriage return inside the row"
-    cells = split_cells(layout, text)
-    if not cells:
-        return "no columns" if not text else "a quote that is not closed in its line"
-    if len(cells) != len(header):
-        return f"{len(cells)} columns, not {len(header)}"
-    values = dict(zip(header, cells, strict=True))
-    labels = layout.columns.all_labels
-    for name, label in labels.items():
-        cell = "" if values[name] in layout.columns.null_values else values[name]
-        counts = label.mask is None or label_number(labels[label.mask], values[label.mask]) == 1.0
-        if problem := _why_no_label(label, cell, counts):
-            return f"{name} is {values[name]!r}, not {problem}"
-    for name in layout.weights:
-        if not is_number(values[name]) or not 0.0 <= float(values[name]) <= LARGEST_FLOAT32:
-            return f"{name} is {values[name]!r}, not {WANTED_WEIGHT}"
-    for name in layout.columns.dense:
-        if values[name] and values[name] not in layout.columns.null_values and not is_number(values[name]):
-            return f"{name} is {values[name]!r}, not a finite 32-bit number"
-    for name in layout.columns.lists if layout.columns.list_separator == JSON else ():
-        if values[name] not in layout.columns.null_values and not is_json_list(values[name]):
-            return f"{name} is no JSON list"
-    if problem := _why_uneven(layout, values):
-        return problem
-    for name in layout.columns.weighted:
-        if problem := bad_cell(layout.columns, name, values[name]):
-            return problem
-    if layout.columns.timestamp and not is_time(values[layout.columns.timestamp]):
-        return f"{layout.columns.timestamp} is {values[layout.columns.timestamp]!r}, not a time"
-    return ""
-
-
-def _why_uneven(layout: Layout, values: dict[str, str]) -> str:
-    """Empty, or which sequence of a line is not as long as the one that it describes."""
-    for name, sequence in layout.columns.sequence.items():
-        if sequence.beside is not None:
-            own, leader = (cell_length(values[each], layout.columns) for each in (name, sequence.beside))
-            if own != leader:
-                return uneven(name, own, sequence.beside, leader)
-    return ""
-
-
-def split_cells(layout: Layout, text: str) -> list[str]:
-    """Empty where a quote is not closed in its line: rows over several lines are not read."""
-    if not layout.quoted:
-        return text.split(layout.delimiter)
-    reader = csv.reader([text + "\n", "\n"], delimiter=layout.delimiter)
-    try:
-        cells = next(reader)
-    except csv.Error:  # a carriage return inside the row
-        return []
-    return cells if reader.line_num == 1 else []
-
-
 def parse_table(layout: Layout, block: Block, table: pa.Table) -> ParsedRows:
     """A block that is typed, by its file or its reader: values may still be null or out of range."""
     for name in layout.numbers:
@@ -346,7 +207,7 @@ def parse_table(layout: Layout, block: Block, table: pa.Table) -> ParsedRows:
     if raw_times is not None:
         for row in no_times:
             garbled.setdefault(row, f"{layout.columns.timestamp} is {raw_times[row].as_py()!r}, not a time")
-    reasons = {**_invalid_rows(layout, table), **garbled}
+    reasons = {**invalid_rows(layout, table), **garbled}
     kept = np.delete(np.arange(block.num_rows), sorted(reasons))
     readable = [name for name in table.column_names if name in layout.numbers]
     quarantined = []

@@ -18,7 +18,7 @@ class DelimitedText(Format):
     has_cells = True
 
     def open(self, source: Source, layout: Layout, block_bytes: int) -> tuple[TextReader, tuple[str, ...]]:
-        from pipeline.data.raw.rows import split_cells
+        from pipeline.data.raw.row_rules import split_cells
         from pipeline.data.raw.source import TextReader
 
         reader = TextReader(source, block_bytes)
