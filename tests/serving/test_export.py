@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from pipeline.data.dataset import load_dataset
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
 from pipeline.runtime.errors import ServingError
+from pipeline.serving.artifact import make_artifact
 from pipeline.serving.artifact.export_run import ExportSummary
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.evaluate_run import evaluate
@@ -165,6 +168,23 @@ def test_a_second_export_of_the_same_finds_the_first_and_another_is_refused(
     assert again.already_exported and again.version == small_artifact.version
     with pytest.raises(ServingError):
         run_export(small_run, Path(small_artifact.artifact), "precision=int4")
+
+
+def test_an_export_that_another_one_overtakes_finds_what_that_has_made(
+    small_run: Path, small_artifact: ExportSummary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the other were done between this one's look at the output and its commit."""
+    output, attempts = tmp_path / "artifact", []
+
+    def overtaken(*given: object) -> object:
+        attempts.append(given)
+        shutil.copytree(small_artifact.artifact, output)
+        return SimpleNamespace(to_text=lambda: "{}")
+
+    monkeypatch.setattr(make_artifact, "make_artifact", overtaken)
+    found = run_export(small_run, output, "precision=int8")
+    assert found.already_exported and found.version == small_artifact.version and len(attempts) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["artifact"]
 
 
 def test_an_artifact_too_far_from_its_model_is_refused_with_numbers_and_nothing_is_left(

@@ -12,6 +12,7 @@ attempt (locked_attempt), and an attempt whose lock is free was abandoned.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -225,7 +226,12 @@ def commit_folder(attempt: str, target: str, manifest: str, fence: Fence | None 
         fence()
     if os.path.lexists(target):
         raise FileExistsError(f"{target} is already there")
-    os.rename(attempt, target)  # onto a folder that is not empty it fails, whoever made that in the meantime
+    try:
+        os.rename(attempt, target)
+    except OSError as error:  # onto a folder that is not empty it fails, whoever made that in the meantime
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        raise FileExistsError(f"{target} is already there") from error
     storage.sync_folder(os.path.dirname(target))
 
 

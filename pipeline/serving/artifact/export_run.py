@@ -66,10 +66,13 @@ def export(job: ExportJob) -> ExportSummary:
     if storage.exists(output):
         return _already_there(job, source, output)
     logger.info("step %d of %s: %s", source.step, job.run, _describe_tables(source.trained))
-    with artifact_folder(output) as at:
-        manifest = make_artifact(job, source, at)
-        with signing(job.sign_key):
-            at.commit(manifest.to_text())
+    try:
+        with artifact_folder(output) as at:
+            manifest = make_artifact(job, source, at)
+            with signing(job.sign_key):
+                at.commit(manifest.to_text())
+    except FileExistsError:  # another export has made it in the meantime, maybe the same
+        return _already_there(job, source, output)
     return _summary(job, source, output, manifest, time.monotonic() - started)
 
 
