@@ -45,6 +45,7 @@ __all__ = [
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 FLAGS = ("--help", "--cfg", "--config-dir")
+MULTIRUN = ("-m", "--multirun")  # Hydra's
 KEY = re.compile(r"[\w*<>]+(\.[\w*<>]+)+")  # -h optimizer.dense.lr
 CFG_WORDS = ("job", "all", "hydra")  # as Hydra's users type --cfg
 
@@ -151,6 +152,8 @@ def split_flags(argv: Iterable[str]) -> tuple[list[str], dict[str, str]]:
             flags[name] = waiting.popleft()
         elif name not in FLAGS:
             hint = f"; overrides take no dashes: {word.lstrip('-')}" if equals else did_you_mean(name, FLAGS)
+            if name in MULTIRUN:
+                hint = "; `python -m pipeline.sweep` tries several values"
             raise ConfigError(f"unknown flag {name} (there are {', '.join(FLAGS)}){hint}")
         elif name == "--config-dir" and not equals:
             flags[name] = waiting.popleft() if waiting else ""

@@ -14,8 +14,10 @@ Where the data set is absent, tables that say their num_embeddings are enough.
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -39,6 +41,7 @@ from pipeline.runtime.errors import ConfigError, UserError, check_choice
 from pipeline.runtime.logs import configure_logging, get_logger
 from pipeline.runtime.masking import mask
 from pipeline.runtime.process.stdout import write_out
+from pipeline.runtime.storage import storage
 from pipeline.sharding.compat import allow_untested_versions
 from pipeline.training.preflight import check_resolved, load_or_describe
 
@@ -86,6 +89,8 @@ def plan(job: PlanJob) -> PlanSummary:
         job, found = _aim(job)
     resolved = resolve(job)
     _say_without_data(resolved)
+    if job.planner.kind != "file":
+        _check_writable(job.planner.plan_file)
     request = build_request(resolved)
     # Imported here, for a mistake in the job must fail before torch is loaded.
     from pipeline.embeddings.describe import describe_savings, savings_of
@@ -118,6 +123,18 @@ def plan(job: PlanJob) -> PlanSummary:
         ),
         outlook="\n".join([*found, *([""] if found else []), *(step.lines if step else [])]),
     )
+
+
+def _check_writable(path: str) -> None:
+    """Raises OSError before a search that may take minutes."""
+    if not storage.is_local(path):
+        return
+    try:
+        os.makedirs(storage.dirname(path) or ".", exist_ok=True)
+        with tempfile.TemporaryFile(dir=storage.dirname(path) or "."):
+            pass
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from error
 
 
 def _aim(job: PlanJob) -> tuple[PlanJob, list[str]]:
@@ -348,7 +365,10 @@ COMMANDS = (
     Command("diff", ("a", "b"), run=_diff),
     Command("check", ("file",), run=_check),
 )
-_main = verb("plan", PlanJob, describe=describe, validate=validate_train, commands=COMMANDS, default="make")(plan)
+_main = verb(
+    "plan", PlanJob, describe=describe, validate=validate_train, commands=COMMANDS, default="make",
+    written_to=lambda job: job.planner.plan_file,
+)(plan)  # fmt: skip
 
 
 def with_sizes(words: list[str]) -> list[str]:

@@ -113,6 +113,17 @@ def test_a_batch_that_does_not_divide_is_refused(job: PlanJob) -> None:
         plan(job)
 
 
+def test_a_plan_that_cannot_be_written_ends_before_the_search(
+    job: PlanJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "taken").write_text("")
+    job.planner.plan_file = str(tmp_path / "taken" / "plan.json")
+    monkeypatch.setattr("pipeline.planner.planner.make_plan", lambda *_: pytest.fail("searched"))
+    with pytest.raises(OSError, match=r"plan\.json"):
+        plan(job)
+    assert main.verb.written_to(job) == job.planner.plan_file  # type: ignore[attr-defined]
+
+
 def test_the_next_command_trains_with_the_plan(planned: PlanSummary) -> None:
     overrides = ["experiment=kaggle", "hardware=h100_80gb", "world_size=16", "planner=torchrec", "run_dir=a b"]
     assert train_command(planned, overrides) == (

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import __main__ as top
+from pipeline import cli
 from pipeline.cli import checkpoints, registry
 from pipeline.cli.verb import verb
 from pipeline.cli.words import Command, read_words
@@ -86,6 +87,23 @@ def test_a_verb_of_ones_own_needs_no_other_file(
     with pytest.raises(SystemExit):
         top.main(["echo", "--help"])
     assert "python -m pipeline echo text=a" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("echo")
+def test_ctrl_c_before_a_job_is_there_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipeline.cli.verb.parse_command_line", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        top.main(["echo", "text=ab"])
+    assert stop.value.code == 130 and capsys.readouterr().err == "\ninterrupted\n"
+    cli._end_quietly(KeyboardInterrupt, KeyboardInterrupt(), None)  # while modules are imported
+    assert capsys.readouterr().err == "\ninterrupted\n"
+    cli._end_quietly(ValueError, ValueError("a bug"), None)
+    assert "a bug" in capsys.readouterr().err
 
 
 def test_an_unknown_verb_or_plugin_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,13 @@ def test_a_run_on_another_host_holds_it_until_it_has_been_silent_for_the_ttl(tmp
     lease.release()
 
 
+def test_a_heartbeat_ahead_of_the_clock_is_told_with_what_to_do(tmp_path: Path) -> None:
+    """Where the clock has gone back, nobody can tell a run that is over from one that goes on: nothing is taken over."""
+    _plant(tmp_path, ELSEWHERE, silent_s=-7200)
+    with pytest.raises(RunFolderHeldError, match=r"4711 .* 7,[12]\d\d s ahead of the clock.* remove \.lease"):
+        take_lease(str(tmp_path), 60)
+
+
 def test_a_killed_holder_of_this_host_is_followed_at_once(tmp_path: Path) -> None:
     code = f"import os; from pipeline.runtime.storage.lease import take_lease; take_lease({str(tmp_path)!r}, 60); os.kill(os.getpid(), 9)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == -9

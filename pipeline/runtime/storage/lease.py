@@ -23,6 +23,7 @@ from pipeline.runtime.errors import StorageError
 from pipeline.runtime.process import processes
 
 FOLDER = ".lease"
+CLOCKS_DIFFER_S = 60.0
 
 
 class RunFolderHeldError(StorageError):
@@ -48,6 +49,8 @@ class Holder:
     def describe(self, silent_s: float) -> str:
         job = f", job {self.job}" if self.job else ""
         heartbeat = f"last heartbeat {max(silent_s, 0.0):.0f} s ago"
+        if silent_s < -CLOCKS_DIFFER_S:
+            heartbeat = f"last heartbeat {-silent_s:,.0f} s ahead of the clock, which has gone back; if that run is over, remove {FOLDER}"
         return f"process {self.pid} on {self.host}{job}, since {self.since}, {heartbeat}, token {self.token}"
 
 
