@@ -10,8 +10,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from pipeline.models.layers import interaction
 from pipeline.models.layers.dlrm import CrossDLRM, DotDLRM
-from pipeline.models.layers.interaction import DotInteraction, PooledRows, _kernel
+from pipeline.models.layers.interaction import DotInteraction, PooledRows, _has_pairs, _kernel
 
 NAMES = ["user", "item", "place"]
 
@@ -58,9 +59,10 @@ def test_the_cpus_kernels_equal_torchrecs_interaction_at_any_width(num_rows: int
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=5e-5)
 
 
-def test_the_number_of_threads_changes_no_bit() -> None:
+@pytest.mark.parametrize("dim", [16, 40])
+def test_the_number_of_threads_changes_no_bit(dim: int) -> None:
     torch.manual_seed(0)
-    dense, rows = torch.randn(1100, 16), torch.randn(1100, 26, 16)
+    dense, rows = torch.randn(1100, dim), torch.randn(1100, 26, dim)
     results = []
     before = torch.get_num_threads()
     try:
@@ -77,9 +79,11 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 
 
 @pytest.mark.parametrize("has_dense", [True, False], ids=["dense", "tables_alone"])
-@pytest.mark.parametrize(("num_rows", "dim"), [(26, 16), (16, 16), (33, 10), (2, 4), (26, 64)])
+@pytest.mark.parametrize(
+    ("num_rows", "dim"), [(26, 16), (16, 16), (33, 10), (2, 4), (26, 64), (7, 33), (16, 128), (1, 32)]
+)
 def test_bf16_rows_are_multiplied_to_bf16s_precision(num_rows: int, dim: int, has_dense: bool) -> None:
-    """By the kernel where rows are narrow, by oneDNN where they are wide; in float64 otherwise."""
+    """In fp32 where rows are narrow, in pairs or by oneDNN where they are wide; in float64 otherwise."""
     torch.manual_seed(0)
     first, rows = torch.randn(21, dim).bfloat16(), torch.randn(21, num_rows, dim).bfloat16()
     results = []
@@ -154,3 +158,17 @@ def test_a_model_equals_torchrecs_with_its_state(
         torch.testing.assert_close(
             mine.grad, reference.grad, rtol=1e-4, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+def test_wide_rows_in_bf16_are_onednns_where_the_cpu_multiplies_no_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    rows, found = torch.randn(9, 5, 64).bfloat16(), []
+    for has_pairs in (False, _has_pairs()):
+        monkeypatch.setattr(interaction, "_has_pairs", lambda has_pairs=has_pairs: has_pairs)
+        own = rows.clone().requires_grad_()
+        out = DotInteraction(5, has_dense=False)(None, own)
+        out.sum().backward()
+        found.append([out.detach().float(), own.grad.float()])
+        assert interaction._suits_kernel(rows, torch.bfloat16) == has_pairs
+    for by_torch, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, by_torch, rtol=2**-7, atol=0.02)

@@ -15,7 +15,7 @@ from pipeline.runtime.kernels.optional import kernels
 from pipeline.runtime.process.kernel_pool import is_recorded, on_all_threads, record
 
 AS_BITS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16}  # what the kernel moves
-WIDEST_BF16 = 16  # columns of rows whose products in bf16 a kernel computes, in fp32
+WIDEST_BF16 = 16  # columns of rows whose products in bf16 are computed in fp32; those of wider ones in pairs
 NOWHERE = np.empty(0, np.uint64)
 
 
@@ -188,28 +188,39 @@ def _pairs_both_ways(num_rows: int, lead: int) -> tuple[np.ndarray[Any, Any], np
 
 
 def _suits_kernel(rows: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernel that multiplies is faster than torch: wide rows in bf16 are oneDNN's."""
+    """Whether a kernel multiplies: of wide rows in bf16 where the CPU has an instruction for that, else they are oneDNN's."""
     if type(rows) is not torch.Tensor and not is_recorded("dots"):
         return False
-    return dtype == torch.float32 or rows.shape[2] <= WIDEST_BF16
+    return dtype == torch.float32 or rows.shape[2] <= WIDEST_BF16 or _has_pairs()
+
+
+def _multiplies_pairs(rows: torch.Tensor) -> bool:
+    return rows.dtype == torch.bfloat16 and rows.shape[2] > WIDEST_BF16 and _has_pairs()
+
+
+def _has_pairs() -> bool:
+    """Whether this CPU multiplies pairs in bf16."""
+    intrinsics = kernels("pipeline.runtime.kernels.layer_intrinsics")
+    return intrinsics is not None and intrinsics.multiplies_bf16()
 
 
 def _dots(combined: torch.Tensor, lead: int) -> torch.Tensor:
     """combined [B, n, D] -> the first `lead` numbers of a sample, then its pairs: [B, lead + n (n - 1) / 2]."""
-    from pipeline.models.layers.dots_kernels import dots
+    from pipeline.models.layers.dots_kernels import dots, dots_of_pairs
 
     batch, num_rows, dim = combined.shape
     out = combined.new_empty(batch, lead + num_rows * (num_rows - 1) // 2)
     if type(combined) is not torch.Tensor:
         record("dots", combined, out)
         return out
-    on_all_threads(dots, (_flat(combined), *map(np.uint64, (num_rows, dim, lead)), _flat(out)), batch)
+    kernel = dots_of_pairs if _multiplies_pairs(combined) else dots
+    on_all_threads(kernel, (_flat(combined), *map(np.uint64, (num_rows, dim, lead)), _flat(out)), batch)
     return out
 
 
 def _dots_backward(gradient: torch.Tensor, combined: torch.Tensor, lead: int) -> torch.Tensor:
     """The gradient of combined [B, n, D], in its type."""
-    from pipeline.models.layers.dots_kernels import dots_backward
+    from pipeline.models.layers.dots_kernels import dots_backward, dots_of_pairs_backward
 
     batch, num_rows, dim = combined.shape
     out = torch.empty_like(combined)
@@ -217,7 +228,8 @@ def _dots_backward(gradient: torch.Tensor, combined: torch.Tensor, lead: int) ->
         record("dots_backward", combined, gradient, out)
         return out
     sizes = map(np.uint64, (num_rows, dim, lead))
-    on_all_threads(dots_backward, (_flat(gradient.contiguous()), _flat(combined), *sizes, _flat(out)), batch)
+    kernel = dots_of_pairs_backward if _multiplies_pairs(combined) else dots_backward
+    on_all_threads(kernel, (_flat(gradient.contiguous()), _flat(combined), *sizes, _flat(out)), batch)
     return out
 
 

@@ -16,6 +16,7 @@ from numba.core.typing.templates import Signature
 
 from pipeline.runtime.kernels.llvm_intrinsics import (
     FLOAT,
+    INT16,
     INT32,
     LANES,
     _across,
@@ -109,19 +110,35 @@ def _make_product(rows: int, vectors: int) -> Any:
     return typed
 
 
+def _store_pairs(builder: Any, low: Any, high: Any, target: Any, position: Any) -> None:
+    pairs = builder.or_(low, builder.shl(high, _whole(INT32, LANES, 16)))
+    place = builder.bitcast(builder.gep(target, [position]), ir.VectorType(INT32, LANES).as_pointer())
+    builder.store(pairs, place, align=4)
+
+
 def _lay_16(_: Any, source: Any, at: Any, step: Any, into: Any, position: Any) -> tuple[Signature, Any]:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         rows, target = (_data(context, builder, signature, arguments, k) for k in (0, 3))
         _, at, step, _, position = arguments
+        if source.dtype == types.uint16:
+            low, high = (
+                builder.zext(
+                    builder.load(
+                        builder.bitcast(builder.gep(rows, [place]), ir.VectorType(INT16, LANES).as_pointer()), align=2
+                    ),
+                    ir.VectorType(INT32, LANES),
+                )
+                for place in (at, builder.add(at, step))
+            )
+            _store_pairs(builder, low, high, target, position)
+            return context.get_dummy_value()
         first = _load(builder, rows, at, types.float32, False, LANES)
         if into.dtype == types.float32:
             _store(builder, first, target, position, types.float32, LANES)
             return context.get_dummy_value()
         second = _load(builder, rows, builder.add(at, step), types.float32, False, LANES)
         low, high = (_as_bf16_bits(builder, numbers, LANES) for numbers in (first, second))
-        pairs = builder.or_(low, builder.shl(high, _whole(INT32, LANES, 16)))
-        place = builder.bitcast(builder.gep(target, [position]), ir.VectorType(INT32, LANES).as_pointer())
-        builder.store(pairs, place, align=4)
+        _store_pairs(builder, low, high, target, position)
         return context.get_dummy_value()
 
     place = types.uint64
@@ -132,5 +149,6 @@ def _lay_16(_: Any, source: Any, at: Any, step: Any, into: Any, position: Any) -
 # start[first + r start_step:][:16 V] + the sum over k < count of a[at + r step:][k] b[begin + k width:][:16 V], for R rows r, in the
 # order of k, and no less than `floor`. Of numbers in bf16, k counts pairs, in a as in b.
 product_8x1, product_8x2 = _named("product_8x1", _make_product(8, 1)), _named("product_8x2", _make_product(8, 2))
-# lay_16(source, at, step, into, position): into[position:][:16] = source[at:][:16], or in bf16 pairs of that and source[at + step:][:16].
+# lay_16(source, at, step, into, position): into[position:][:16] = source[at:][:16], or in bf16 pairs of that and source[at + step:][:16]; source may be
+# bf16 itself (uint16) where `into` holds pairs.
 lay_16 = _named("lay_16", _lay_16)

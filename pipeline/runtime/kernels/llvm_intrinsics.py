@@ -68,6 +68,10 @@ def _make_copy(lanes: int, is_table: bool = True) -> Any:
     def typed(_: Any, table: Any, at: Any, into: Any, position: Any) -> tuple[Signature, Any]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             source, target = (_data(context, builder, signature, arguments, position) for position in (0, 2))
+            if table.dtype == into.dtype == types.uint16 and not is_table:
+                bits = builder.load(_pointer(builder, source, arguments[1], INT16, lanes), align=2)
+                builder.store(bits, _pointer(builder, target, arguments[3], INT16, lanes), align=2)
+                return context.get_dummy_value()
             numbers = _load(builder, source, arguments[1], table.dtype, is_table, lanes)
             _store(builder, numbers, target, arguments[3], into.dtype, lanes)
             return context.get_dummy_value()
