@@ -12,6 +12,16 @@ from pipeline.runtime.errors import ConfigError, UserError, did_you_mean
 from pipeline.runtime.process.exit_codes import USER_ERROR
 from pipeline.runtime.process.stdout import write_out
 
+FIRST_STEPS = (
+    "\nA first model, in this order:",
+    "  python -m pipeline generate data=quickstart",
+    "  python -m pipeline prepare data=quickstart source=datasets/raw/quickstart.tsv",
+    "  python -m pipeline train experiment=quickstart",
+    "  python -m pipeline evaluate run=runs/quickstart",
+    "For rows of your own: python -m pipeline inspect source=<file>",
+    "\npython -m pipeline <verb> --help lists what a verb takes",
+)
+
 
 def verbs(plugins: list[str]) -> dict[str, str]:
     """Name -> what it does: every module of pipeline/cli that has a main, then those of installed packages and plugins."""
@@ -61,8 +71,7 @@ def main(argv: list[str]) -> None:
         return
     width = max(map(len, known))
     listed = [f"  {verb:<{width}}  {line}" for verb, line in known.items()]
-    ends = "python -m pipeline <verb> key=value ...\n", "\npython -m pipeline <verb> --help lists what a verb takes"
-    write_out("\n".join([ends[0], *listed, ends[1]]))
+    write_out("\n".join(["python -m pipeline <verb> key=value ...\n", *listed, *FIRST_STEPS]))
 
 
 if __name__ == "__main__":

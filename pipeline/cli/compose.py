@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -28,7 +27,7 @@ from pipeline.config.jobs.names import CONFIG_NAMES
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import components, load_plugins, missing_plugins
 from pipeline.config.saved_jobs import first_line, instantiate, near_field
-from pipeline.runtime.errors import ConfigError, did_you_mean
+from pipeline.runtime.errors import ConfigError, did_you_mean, nearest
 
 Job = TypeVar("Job")
 _stored: dict[tuple[str | None, str], type] = {}  # (group, name) -> schema, of those in Hydra's store
@@ -337,8 +336,8 @@ def _raise_unknown_key(job_type: type, key: str, walked: list[str], choices: set
     last = key.rpartition(".")[2]
     if (joined := key.replace(".", "_")) in choices:  # data.path, where the verb has data_path
         hint = f"did you mean {joined!r}?"
-    elif near := difflib.get_close_matches(name, sorted(choices), n=1, cutoff=0.6):
-        hint = f"did you mean {'.'.join([*section, near[0]])!r}?"
+    elif near := nearest(name, sorted(choices), 0.6):
+        hint = f"did you mean {'.'.join([*section, near])!r}?"
     elif elsewhere := [key for key in _leaf_keys(job_type) if key.rpartition(".")[2] == last]:
         hint = f"did you mean {' or '.join(repr(key) for key in elsewhere)}?"
     else:

@@ -98,13 +98,19 @@ class LaunchError(UserError):
 
 
 def did_you_mean(name: str, choices: Collection[str]) -> str:
-    """`"; did you mean 'x'?"` for the nearest of `choices`, else the empty string.
+    """`"; did you mean 'x'?"` for the nearest of `choices`, else the empty string."""
+    near = nearest(name, choices)
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def nearest(name: str, choices: Collection[str], least_alike: float = 0.5) -> str:
+    """The choice that `name` is most like, by at least that share of its letters; empty where none is.
 
     A choice that `name` begins counts as nearer than any other: h100 means h100_80gb, though h200 shares more letters.
     """
     begun = [choice for choice in choices if name and choice.startswith(name)]
-    near = difflib.get_close_matches(name, begun or list(choices), n=1, cutoff=0.0 if begun else 0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    near = difflib.get_close_matches(name, begun or list(choices), n=1, cutoff=0.0 if begun else least_alike)
+    return near[0] if near else ""
 
 
 def check_choice(field: str, value: str, choices: Collection[str]) -> None:

@@ -24,6 +24,7 @@ from pipeline.config.jobs.serve import PublishJob, ServeJob
 from pipeline.config.jobs.train import PlanJob, SweepJob, TrainJob
 from pipeline.config.reader import check_batch_geometry
 from pipeline.models.dlrm import DLRMConfig, DLRMDCNConfig
+from pipeline.runtime.errors import ConfigError
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = group_options([CONF])
@@ -235,6 +236,15 @@ def test_criteo_1tb_tables_hold_every_id() -> None:
 def test_ids_are_capped_to_the_rows_of_the_references_tables(data: str, rows: list[int]) -> None:
     ids = load_config(PrepareJob, [f"data={data}", "source=x"]).data.feature_ids
     assert [ids[f"cat_{index}"].max_size for index in range(26)] == rows
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("exp=quickstart", "experiment"), ("trainer.max=3", "trainer.max_steps"), ("opt=sgd", "optimizer")],
+)
+def test_the_beginning_of_a_key_is_told_with_the_key(typed: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
+        load_config(TrainJob, ["data=quickstart", typed])
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(50, marks=pytest.mark.campaign)])

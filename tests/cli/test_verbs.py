@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline import __main__ as top
 from pipeline import cli
 from pipeline.cli import checkpoints, registry
+from pipeline.cli.command_line import load_config
 from pipeline.cli.verb import verb
 from pipeline.cli.words import Command, read_words
 from pipeline.config import registry as components
+from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.names import CONFIG_NAMES
+from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -64,6 +69,15 @@ def test_all_verbs_are_listed_with_what_they_do(capsys: pytest.CaptureFixture[st
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     assert {name for name, _ in lines} >= VERBS
     assert all(text and not text.startswith("Turn") for _, text in lines)
+
+
+def test_the_list_ends_with_commands_of_a_first_model_that_compose() -> None:
+    commands = [line.split()[3:] for line in top.FIRST_STEPS if line.startswith("  python -m pipeline ")]
+    jobs = {"generate": GenerateJob, "prepare": PrepareJob, "train": TrainJob, "evaluate": EvaluateJob}
+    made: dict[str, Any] = {verb: load_config(jobs[verb], words) for verb, *words in commands}
+    assert list(made) == list(jobs)
+    assert made["prepare"].source == made["generate"].output
+    assert (made["train"].data.name, made["evaluate"].run) == ("quickstart", made["train"].run_dir)
 
 
 def test_every_verb_has_the_name_that_schedulers_know() -> None:

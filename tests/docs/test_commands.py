@@ -139,6 +139,8 @@ def test_every_page_is_in_the_index() -> None:
     index = (REPOSITORY / "docs" / "README.md").read_text()
     missing = [page.name for page in (REPOSITORY / "docs").glob("*.md") if f"({page.name})" not in index]
     assert missing == ["README.md"]
+    examples = [path.name for path in (REPOSITORY / "examples").iterdir() if path.suffix in (".py", ".yaml")]
+    assert [name for name in examples if f"(../examples/{name})" not in index] == []
 
 
 def compose_all(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
