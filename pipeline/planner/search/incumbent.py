@@ -9,6 +9,7 @@ import numpy as np
 from pipeline.planner.search import exact
 from pipeline.planner.search.clock import WorkClock
 from pipeline.planner.search.local_search import PROVEN
+from pipeline.planner.search.patterns import can_bound
 from pipeline.planner.search.problem import (
     Assignment,
     SearchProblem,
@@ -38,6 +39,8 @@ class SearchConfig:
     kinds_work: int = 100_000  # options times sets of kinds with a latency: beyond it one relaxation stands for all
     start_steps: int = 200  # of local search from each start
     local_steps: tuple[int, ...] = (3000, 4000, 6000)
+    bound_options: int = 120  # of groups of equal tables: with more, patterns of a rank do not bound
+    bound_patterns: int = 2500  # that are looked for at most
     anneal_moves: int = 40_000_000  # at most, each time that annealing begins
     program_rounds: int = 250  # of integer programs over a few ranks, from each start
     choice_nodes: int = 300  # of the integer program that chooses options
@@ -72,6 +75,7 @@ class Incumbent:
             raise Infeasible(proven=True)
         self.kept = self.worthwhile
         self.small = narrow(problem, self.kept)
+        self.has_patterns = can_bound(self.small, config.bound_options)
         self.twins = [group for group in exact.equal_tables(problem) if len(group) > 1]
 
     def out_of_time(self) -> bool:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 from pipeline.planner.search import exact
 from pipeline.planner.search.incumbent import HOPE, Incumbent, Infeasible, SearchConfig
 from pipeline.planner.search.local_search import improve
+from pipeline.planner.search.patterns import PatternBound, Work
 from pipeline.planner.search.problem import (
     Assignment,
     Floats,
@@ -28,7 +30,7 @@ from pipeline.planner.search.problem import (
 from pipeline.planner.search.proposals import try_proposals
 from pipeline.planner.search.ranks import RankState, fill
 from pipeline.planner.search.relaxation import Choice, LinearProgram, Mask, Relaxation
-from pipeline.planner.search.restarts import Restarts
+from pipeline.planner.search.restarts import WORTH_PROGRAMS, Restarts
 from pipeline.runtime.logs import progress
 
 MEMORY_WEIGHTS = (0.0, 0.3, 3.0, 10.0)  # in units of the bound: what filling a rank's memory counts beside time
@@ -41,6 +43,7 @@ CHOICES_SHARE = 0.4  # of all seconds, from when on what was chosen is placed
 WAYS = (Rule.EVERY_RANK, Rule.WHOLE_HOSTS, Rule.ONE_HOST, Rule.WITHIN_HOST, Rule.ANY_RANK)  # to lie, fewest first
 WELL_PLACED = 1.04  # of the bound: where nothing better is found, memory may stand in the way
 EASY_SHARE = 0.15  # of all seconds, for the integer program of the whole problem before other methods had their turn
+BOUND_STEPS = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of the gap: what patterns of a rank are to prove, one after another
 NUM_CLIMBED = 3  # starts, the best, that are improved further
 
 
@@ -77,6 +80,7 @@ class _Search:
     def __init__(self, problem: SearchProblem, config: SearchConfig) -> None:
         self.state = Incumbent(problem, config)
         self.restarts = Restarts(self.state)
+        self.bounds_by_kinds: dict[tuple[str, ...], float] = {}  # sets of kinds left out -> bound; empty: not known
         self.tried: set[tuple[int, int, float]] = (
             set()
         )  # sizes and work of integer programs: the same again would end the same
@@ -105,6 +109,7 @@ class _Search:
             self.restarts.improve_by_annealing(relaxation, anyhow)
             bar.advance(1)
             self.restarts.improve_by_programs(anyhow)
+            self._bound_by_patterns()
             bar.advance(1)
             self._solve_exactly(config.exact_work)
             bar.advance(1)
@@ -149,6 +154,7 @@ class _Search:
             if relaxation.bound_ms is not None:
                 bounds[left_out] = relaxation.bound_ms
         self.state.bound = max(self.state.bound, min([*bounds.values(), self.state.best_value]))
+        self.bounds_by_kinds = bounds
         promising = [left_out for left_out in bounds if bounds[left_out] < self.state.best_value]
         return sorted(promising, key=lambda left_out: bounds[left_out])[:KIND_SETS] or [()]
 
@@ -238,7 +244,7 @@ class _Search:
         self.state.narrow(relaxation)
         self._solve_exactly(0)  # the root of the tree: seconds, and now and then it is all
         climbed = sorted(climbed, key=self.state.value)[:NUM_CLIMBED]
-        for number, steps in enumerate(config.local_steps):
+        for number, steps in enumerate(config.local_steps[: 1 if self.state.has_patterns else None]):
             if exact.count_variables(self.state.small) <= config.easy_variables:
                 self._solve_exactly(config.exact_work, EASY_SHARE)
             if self.state.best is not None and not any(
@@ -280,6 +286,21 @@ class _Search:
         state = RankState(endless, self.state.config.objective, self.state.bound, targets=choice.maxima_ms)
         filled = fill(state, list(choice.choices), self._orders(choice.choices)[0])
         return self.state.whole(state.assignment()) if filled else None
+
+    def _bound_by_patterns(self) -> None:
+        """Raise the bound step by step towards the best plan, where few options are left for that and the gap is worth it."""
+        state, lowest = self.state, self.state.bound
+        is_near = state.best_value <= lowest * (1 + WORTH_PROGRAMS)
+        if is_near or state.best is None or not state.has_patterns or (state.late and not self.bounds_by_kinds):
+            return
+        work = Work(state.config.bound_patterns, partial(state.used, 1.0))
+        known = self.bounds_by_kinds or {(): lowest}
+        bounds = {left_out: PatternBound(state.small, state.config.objective, left_out) for left_out in known}
+        for share in BOUND_STEPS:
+            cutoff = lowest + share * (state.best_value - lowest)
+            if not all(known[left_out] >= cutoff or bounds[left_out].proves(cutoff, work) for left_out in known):
+                return
+            state.bound = max(state.bound, cutoff)
 
     def _solve_exactly(self, work: int, share: float = 1.0) -> None:
         """`share` of all seconds at most: then the same program may be tried once more, with all that are left."""

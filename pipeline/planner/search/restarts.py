@@ -24,6 +24,7 @@ MANY_RANKS = 64  # from here on a table that goes to every rank takes so long th
 ANNEALINGS = 8  # times that annealing begins at most
 ENOUGH_IN_VAIN = 3  # of them in a row: then it ends; one where the integer program of the whole problem is easy and memory is not scarce
 ANNEALED_SHARE = 0.9  # of all seconds, until when
+ANNEALED_SHARE_OF_FEW_OPTIONS = 0.6  # where patterns of a rank bound plans afterwards
 LEAST_GAIN = 1e-4  # of the value: less counts as in vain
 ANYHOW_SHARE = 0.6  # of the seconds that are left, for those
 
@@ -32,11 +33,13 @@ class Restarts:
     def __init__(self, state: Incumbent) -> None:
         self.state = state
         self.annealed = state.config.anneal_moves > 0 and can_anneal()
+        self.share = ANNEALED_SHARE_OF_FEW_OPTIONS if state.has_patterns else ANNEALED_SHARE
 
     def improve_by_annealing(self, relaxation: Relaxation, anyhow: Assignment | None) -> None:
         """From the best plan, or the cheapest choice where none fits yet; left out where the gap is small, for it takes seconds.
 
         Where that choice overfills ranks, every other time begins from it, hot, with its kinds alone. Of the other times half try kinds in use alone.
+        The first time is hot, but not where most tables are equal.
         """
         overfull = anyhow is not None and bool(violations(self.state.problem, anyhow))
         is_easy = (
@@ -44,7 +47,7 @@ class Restarts:
         )
         in_vain, enough = 0, 1 if is_easy and not overfull else ENOUGH_IN_VAIN
         for attempt in range(ANNEALINGS if self.annealed else 0):
-            hot = overfull and attempt % 2 == 0
+            hot = overfull and attempt % 2 == int(self.state.has_patterns and self.state.best is not None)
             start = anyhow if hot or self.state.best is None else self.state.best
             if start is None or in_vain == enough or self._is_near():
                 return
@@ -73,7 +76,7 @@ class Restarts:
             moves=moves,
             seed=config.seed + attempt,
             scale_ms=min(self.state.best_value, 2 * self.state.bound),
-            stop=partial(self.state.used, ANNEALED_SHARE),
+            stop=partial(self.state.used, self.share),
         )
         if found is not None:
             choices = [indices[choice] for indices, choice in zip(kept, found.choices, strict=True)]
