@@ -29,7 +29,7 @@ def precompile() -> bool:
                 compile_kernels()
     finally:
         torch.set_num_threads(before)
-    for compile_kernels in (_replicated_tables, _rows_to_score, _annealing):
+    for compile_kernels in (_replicated_tables, _rows_to_score, _annealing, _patterns):
         compile_kernels()
     return True
 
@@ -146,6 +146,16 @@ def _annealing() -> None:
     table = [Option(Rule.ANY_RANK, np.ones((1, 1)), np.ones((1, 1)))]
     problem = SearchProblem([table], np.ones((1, 1)), 1)
     Annealing(problem, Assignment([0], [np.zeros(1, dtype=np.int64)]), "max_rank", 0).go(1, 1.0, EVEN_LOADS, 0.0)
+
+
+def _patterns() -> None:
+    import numpy as np
+
+    from pipeline.planner.search.patterns import PatternBound, Work
+    from pipeline.planner.search.problem import Option, Rule, SearchProblem
+
+    table = [Option(Rule.ANY_RANK, np.ones((1, 1)), np.ones((1, 1)))]
+    PatternBound(SearchProblem([table], np.ones((1, 1)), 1), "max_rank").proves(1.5, Work(1, lambda: False))
 
 
 def main() -> None:

@@ -41,12 +41,11 @@ def highest_proven(problem: SearchProblem, objective: str, optimum: float) -> fl
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("latency", [0.0, 2.0])
-@pytest.mark.parametrize("seed", seeds(2, 40))
-def test_nothing_above_the_best_plan_is_ever_proven(seed: int, latency: float, objective: str) -> None:
+@pytest.mark.parametrize("seed", seeds(2, 80))
+def test_nothing_above_the_best_plan_is_ever_proven(seed: int, objective: str) -> None:
     """Against brute force: tables of all rules, two equal ones among them, and memory that is scarce in places."""
     local, tightness = 2 - seed % 2, 1.0 + seed % 4 / 4
-    drawn = draw_problem(seed, 3, 2, local, tightness, num_phases=3, latency=latency)
+    drawn = draw_problem(seed, 3, 2, local, tightness, num_phases=3, latency=seed // 2 % 2 * 2.0)
     problem = replace(drawn, tables=[*drawn.tables, drawn.tables[0]], capacity=drawn.capacity * 4 / 3)
     optimum = best_by_brute_force(problem, objective)
     if np.isfinite(optimum):
