@@ -24,9 +24,7 @@ def work(patterns: int = 3000) -> Work:
 
 def subsets_of_kinds(problem: SearchProblem) -> list[tuple[str, ...]]:
     kinds = list(problem.kind_ms)
-    return [
-        tuple(kind for place, kind in enumerate(kinds) if number >> place & 1) for number in range(1 << len(kinds))
-    ]
+    return [tuple(kind for place, kind in enumerate(kinds) if number >> place & 1) for number in range(1 << len(kinds))]
 
 
 def highest_proven(problem: SearchProblem, objective: str, optimum: float) -> float:
@@ -64,7 +62,9 @@ def test_memory_that_keeps_tables_apart_raises_the_bound() -> None:
     """Two tables of 6 in ranks of 9 leave two ranks for four tables of 4, which cost 1 each."""
     problem = problem_of([*([single([0.0], 6)] for _ in range(2)), *([single([1.0], 4)] for _ in range(4))], 4, 9.0)
     relaxed = LinearProgram(problem, "critical_path").solve().bound_ms
-    assert relaxed == pytest.approx(1.0, rel=1e-5) and best_by_brute_force(problem, "critical_path") == pytest.approx(2.0)
+    assert relaxed == pytest.approx(1.0, rel=1e-5) and best_by_brute_force(problem, "critical_path") == pytest.approx(
+        2.0
+    )
     bound = PatternBound(problem, "critical_path")
     assert bound.proves(1.99, work()) and not bound.proves(2.01, work())
 

@@ -114,7 +114,9 @@ class PatternBound:
         self.cost, self.total, self.largest = least[:, kept], total[:, kept], largest[:, kept]
         self.memory = np.array([option.memory.min(axis=0) for option in options]) / BYTES_SCALE
         self.room = problem.capacity.max(axis=0) / BYTES_SCALE
-        self.taken = np.array([option.memory.sum(axis=0) for option in options]) / BYTES_SCALE * self.copies[self.group, None]
+        self.taken = (
+            np.array([option.memory.sum(axis=0) for option in options]) / BYTES_SCALE * self.copies[self.group, None]
+        )
         self.all_room = problem.capacity.sum(axis=0) / BYTES_SCALE
         self.patterns: list[Floats] = [np.zeros(len(options))]
         self.fixed, self.one_each = self._rows()
@@ -195,7 +197,9 @@ class PatternBound:
         first = 2 * count + maxima
         held = np.array(patterns).T / self.shards[:, None]  # [O, patterns]
         above = scipy.sparse.csr_matrix((self.fixed.shape[0] - count, len(patterns)))
-        rows = scipy.sparse.hstack([self.fixed, scipy.sparse.vstack([above, scipy.sparse.csr_matrix(-held)])], format="csr")
+        rows = scipy.sparse.hstack(
+            [self.fixed, scipy.sparse.vstack([above, scipy.sparse.csr_matrix(-held)])], format="csr"
+        )
         of_patterns = np.zeros((len(self.copies) + 1, len(patterns)))
         of_patterns[-1] = 1.0
         sums = scipy.sparse.hstack([self.one_each, scipy.sparse.csr_matrix(of_patterns)], format="csr")

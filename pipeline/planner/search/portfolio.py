@@ -43,7 +43,15 @@ CHOICES_SHARE = 0.4  # of all seconds, from when on what was chosen is placed
 WAYS = (Rule.EVERY_RANK, Rule.WHOLE_HOSTS, Rule.ONE_HOST, Rule.WITHIN_HOST, Rule.ANY_RANK)  # to lie, fewest first
 WELL_PLACED = 1.04  # of the bound: where nothing better is found, memory may stand in the way
 EASY_SHARE = 0.15  # of all seconds, for the integer program of the whole problem before other methods had their turn
-BOUND_STEPS = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of the gap: what patterns of a rank are to prove, one after another
+BOUND_STEPS = (
+    0.25,
+    0.4,
+    0.5,
+    0.6,
+    0.7,
+    0.8,
+    0.9,
+)  # of the gap: what patterns of a rank are to prove, one after another
 NUM_CLIMBED = 3  # starts, the best, that are improved further
 
 
