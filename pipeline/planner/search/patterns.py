@@ -8,7 +8,7 @@ Boxes are split as in branch and bound: within narrow limits it shows where shar
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import numpy as np
