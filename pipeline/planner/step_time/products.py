@@ -13,8 +13,12 @@ from pipeline.planner.step_time.correction import Correction, Floats
 from pipeline.planner.step_time.measurements import Measurement
 from pipeline.planner.step_time.rates import LEAST_US
 
-# How far likeness reaches: doublings of a size, a size that fits no block, another layout, precision or library, another setup
-REACH, ODD, APART, SETUPS = 2.0, 3.0, 1.5, 2.0
+# How far likeness reaches: doublings of a size, a size that fits no block, another layout, precision or library, another setup, a product
+# too small for oneDNN. By cross-validation of calibrations over shapes.
+REACH, ODD, APART, SETUPS, SMALL = 4.0, 3.0, 1.0, 2.0, 0.5
+LEAST_ONEDNN = (
+    16**3
+)  # multiplications: torch gives bf16 products of more to oneDNN (mkldnn_gemm_min_size), whose calls take 10 us
 
 
 class Multiplied(NamedTuple):
@@ -111,11 +115,13 @@ def _place(group: Group, batch: float, rows: float, columns: float, inner: float
         how.kind == "bmm",
         how.library == "onednn",
     )
+    is_small = how.dtype == "bf16" and batch * rows * columns * inner <= LEAST_ONEDNN
     ranks, _, threads = setup.partition("x")
     return (
         *sizes,
         *(float(each) / ODD for each in odd),
         *(float(each) / APART for each in apart),
+        float(is_small) / SMALL,
         math.log2(float(ranks)) / SETUPS,
         math.log2(float(threads)) / SETUPS,
     )
