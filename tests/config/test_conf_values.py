@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import yaml
 
-from pipeline.cli.compose import _config_classes
+from pipeline.cli.composition_errors import config_classes
 from pipeline.config.compression import CompressionConfig
 from pipeline.config.generated import ConversionsConfig, SyntheticConfig, UserItemConfig
 from pipeline.config.ids import BaseVocabularyConfig, BucketsConfig
@@ -145,10 +145,10 @@ def test_tables_default_shows_what_a_table_gets_that_says_nothing() -> None:
 
 
 def test_every_section_of_every_job_is_shown_somewhere() -> None:
-    sections = {section for job in JOBS.values() for section in _config_classes(job)}
+    sections = {section for job in JOBS.values() for section in config_classes(job)}
     shown = {kind for kind, _, _ in OPTIONAL} | {InitConfig, ConstraintConfig} | set(JOBS.values())
     for job in JOBS.values():
-        for section in _config_classes(job):
+        for section in config_classes(job):
             shown |= {hint for hint in get_type_hints(section).values() if dataclasses.is_dataclass(hint)}
     assert sections - shown == set()
 
@@ -157,7 +157,7 @@ def test_every_optional_section_is_among_those_that_an_option_shows() -> None:
     optional = {
         part
         for job in JOBS.values()
-        for section in _config_classes(job)
+        for section in config_classes(job)
         for hint in get_type_hints(section).values()
         if NoneType in get_args(hint)
         for part in get_args(hint)

@@ -1,0 +1,164 @@
+"""Read `key=value` words as Hydra spells them, and set the values in a composed job by the types of its fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator
+from types import NoneType
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from pipeline.config.jobs.evaluate import CHOSEN_STEPS
+from pipeline.config.jobs.train import TrainJob
+from pipeline.config.saved_jobs import first_line, near_field
+from pipeline.runtime.errors import ConfigError, nearest
+
+TAKES_A_WORD = ("experiment", "source", "run", "artifact", "registry")  # what a word without a key is taken to be for
+# What Hydra's keys may not hold, and columns' names and patterns do: tables.cat_*.embedding_dim=8, tables.user id.embedding_dim=8
+SIGN = re.compile(r"[^A-Za-z0-9_.@/+~\-\[\]{}\"'$]")
+ENCODED = re.compile(r"__x([0-9a-f]+)__")
+
+
+def parse_overrides(argv: Iterable[str], keys: Iterable[str] = ()) -> list[Override]:
+    """The words as Hydra reads them. `keys`: of the job, for a hint where a word has none.
+
+    Raises:
+        ConfigError: a word is no `key=value`, names several values, or has a value that cannot be read.
+    """
+    parser = OverridesParser.create()
+    overrides = []
+    for word in argv:
+        override = _parse_word(parser, word, keys)
+        if override.is_sweep_override():
+            raise ConfigError(
+                f"{word!r} names several values: a list is key=[a,b]; `python -m pipeline.sweep` tries several values"
+            )
+        overrides.append(override)
+    return overrides
+
+
+def _parse_word(parser: OverridesParser, word: str, keys: Iterable[str]) -> Override:
+    """A value that is no list, mapping or quoted text and that Hydra cannot read is the text that it is."""
+    key, equals, value = word.partition("=")
+    if not equals and not word.startswith("~"):
+        named = next((f"{each}={word}" for each in TAKES_A_WORD if each in keys), "key=value")
+        is_key = word.partition(".")[0] in keys
+        raise ConfigError(f"{word!r} is no key=value; write {f'{word}=<value>' if is_key else named}")
+    key = SIGN.sub(lambda sign: f"__x{ord(sign[0]):x}__", key)
+    plain = [f'{key}="{value}"'] if value == "," or not set(value) & set("[]{}'\"$,\\") else []
+    for text in [key + equals + value, *plain]:
+        try:
+            override = parser.parse_override(text)
+        except HydraException:
+            continue
+        override.key_or_group = ENCODED.sub(lambda sign: chr(int(sign[1], 16)), override.key_or_group)
+        override.input_line = word
+        return override
+    raise ConfigError(f"cannot read {word!r}: {_why_unreadable(*word.partition('=')[::2])}")
+
+
+def _why_unreadable(key: str, value: str) -> str:
+    if set(key) & set("[]{}\"'$"):
+        return "a key is names and dots"
+    if any(value.count(first) != value.count(last) for first, last in ("[]", "{}")) or value.count('"') % 2:
+        return "a bracket or a quote in it is not closed"
+    if re.search(r"[{,]\s*[\"'][^\"']*[\"']\s*:", value):
+        return "names in braces have no quotes, {name: value}"
+    return "quote it as 'key=\"value\"' if it is text"
+
+
+def apply_override(config: DictConfig, job_type: type, override: Override) -> None:
+    """Set one value. A table, feature or section that is not there yet comes to be; an unknown field never does.
+
+    Hydra would want a `+` for new tables, and with it would accept, and drop, any misspelt field.
+    """
+    key, value = override.key_or_group, override.value()
+    if override.is_delete() or override.package is not None:
+        raise ConfigError(
+            f"{override.input_line!r}: a job's keys are fixed, they cannot be deleted or moved; set a value"
+        )
+    _make_room(config, job_type, key)
+    if isinstance(value, dict):
+        value = _with_text_keys(value, str(override.input_line))
+    try:
+        OmegaConf.update(config, key, value, merge=True, force_add=True)
+    except OmegaConfBaseException as error:
+        hint = f"; which={value} chooses that step" if key == "step" and value in CHOSEN_STEPS else near_field(error)
+        raise ConfigError(f"{override.input_line}: {first_line(error)}{hint}") from None
+
+
+def _with_text_keys(values: dict[Any, Any], line: str) -> dict[str, Any]:
+    """{1: 0, true: 1}: a job's mappings are by names, which have no quotes on the command line."""
+    texts = {}
+    for key, value in values.items():
+        spelled = re.search(rf"[{{,]\s*({re.escape(str(key))})\s*:", line, re.IGNORECASE)
+        texts[spelled[1] if spelled else str(key)] = _with_text_keys(value, line) if isinstance(value, dict) else value
+    return texts
+
+
+def _make_room(config: DictConfig, job_type: type, key: str) -> None:
+    """Walk `key` through the types of the job, adding entries of mappings and optional sections on the way."""
+    node, kind = config, job_type
+    walked: list[str] = []
+    for name in key.split("."):
+        walked.append(name)
+        if dataclasses.is_dataclass(kind):
+            fields = {field.name for field in dataclasses.fields(kind)}
+            if name not in fields:
+                _raise_unknown_key(job_type, key, walked, fields if len(walked) > 1 else first_words(job_type))
+            kind = get_type_hints(kind)[name]
+        elif get_origin(kind) is dict:
+            kind = get_args(kind)[1]
+        elif get_origin(kind) is list and name.isdigit():
+            kind = get_args(kind)[0]
+        else:
+            raise ConfigError(f"unknown key {key!r}: {'.'.join(walked[:-1])} is a single value, not a section")
+        kind = next((part for part in get_args(kind) if part is not NoneType), kind) if _is_optional(kind) else kind
+        if dataclasses.is_dataclass(kind):
+            if OmegaConf.is_missing(node, name) or node.get(name) is None:
+                with open_dict(node):
+                    node[name] = OmegaConf.structured(kind)
+            node = node[name]
+            kind = OmegaConf.get_type(node) or kind  # the model is of a subclass
+        elif get_origin(kind) is dict:
+            node = node[name]
+
+
+def _is_optional(kind: Any) -> bool:
+    return NoneType in get_args(kind)
+
+
+def first_words(job_type: type) -> set[str]:
+    """What a verb's overrides may begin with: its fields (most groups are fields), and the groups that are none."""
+    fields = {field.name for field in dataclasses.fields(job_type)}
+    return fields | {"experiment", "early_stop", "debug"} if issubclass(job_type, TrainJob) else fields
+
+
+def _raise_unknown_key(job_type: type, key: str, walked: list[str], choices: set[str]) -> NoReturn:
+    """Name the nearest key of the same section, else the same name elsewhere in the job, else all of the section."""
+    *section, name = walked
+    last = key.rpartition(".")[2]
+    if (joined := key.replace(".", "_")) in choices:  # data.path, where the verb has data_path
+        hint = f"did you mean {joined!r}?"
+    elif near := nearest(name, sorted(choices), 0.6):
+        hint = f"did you mean {'.'.join([*section, near])!r}?"
+    elif elsewhere := [key for key in _leaf_keys(job_type) if key.rpartition(".")[2] == last]:
+        hint = f"did you mean {' or '.join(repr(key) for key in elsewhere)}?"
+    else:
+        hint = f"{'.'.join(section) or 'a job'} has {', '.join(sorted(choices))}"
+    raise ConfigError(f"unknown key {'.'.join(walked)!r}; {hint}")
+
+
+def _leaf_keys(kind: Any, prefix: str = "") -> Iterator[str]:
+    for field in dataclasses.fields(kind):
+        hint = get_type_hints(kind)[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from _leaf_keys(hint, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}"
