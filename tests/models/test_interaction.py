@@ -80,7 +80,7 @@ def test_the_number_of_threads_changes_no_bit(dim: int) -> None:
 
 @pytest.mark.parametrize("has_dense", [True, False], ids=["dense", "tables_alone"])
 @pytest.mark.parametrize(
-    ("num_rows", "dim"), [(26, 16), (16, 16), (33, 10), (2, 4), (26, 64), (7, 33), (16, 128), (1, 32)]
+    ("num_rows", "dim"), [(26, 16), (16, 16), (33, 10), (2, 4), (26, 64), (7, 33), (16, 128), (3, 32)]
 )
 def test_bf16_rows_are_multiplied_to_bf16s_precision(num_rows: int, dim: int, has_dense: bool) -> None:
     """In fp32 where rows are narrow, in pairs or by oneDNN where they are wide; in float64 otherwise."""
