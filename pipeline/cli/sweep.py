@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 from pipeline.cli.command_line import load_config, split_flags, validate_train
-from pipeline.cli.verb import verb
+from pipeline.cli.verb import goes_on, verb
 from pipeline.config.jobs.train import SweepJob, TrainJob
 from pipeline.runtime.storage import storage
 
@@ -41,7 +41,7 @@ def run(job: SweepJob) -> str:
     return describe(result)
 
 
-main = verb("sweep", SweepJob, describe=str, validate=validate_train)(run)
+main = verb("sweep", SweepJob, describe=str, validate=validate_train, when_interrupted=goes_on)(run)
 
 if __name__ == "__main__":
     main()

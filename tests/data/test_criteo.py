@@ -221,8 +221,8 @@ def test_parquet_rows_with_null_labels_or_times_are_quarantined(tmp_path: Path) 
     assert column(parsed, "at") == [0, 2000] and column(parsed, "price") == [1.0, None]
 
 
-def test_parquet_label_that_is_text_is_refused(tmp_path: Path) -> None:
-    table = pa.table({"clicked": ["1"], "price": [1], "shop": ["a"], "tags": [["x"]], "at": [1]})
+def test_parquet_label_that_is_a_date_is_refused(tmp_path: Path) -> None:
+    table = pa.table({"clicked": pa.array([1], pa.date32()), "price": [1], "shop": ["a"], "tags": [["x"]], "at": [1]})
     pq.write_table(table, tmp_path / "own.parquet")
     with pytest.raises(DataError, match=names("clicked")):
         parse_file(str(tmp_path / "own.parquet"), OWN_PARQUET)

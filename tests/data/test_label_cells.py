@@ -88,5 +88,5 @@ def test_texts_and_thresholds_that_cannot_be_are_refused(columns: dict[str, Any]
 def test_a_label_of_text_says_which_key_reads_it(tmp_path: Path) -> None:
     source = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"y": ["yes", "no"], "c": ["a", "b"]}), source)
-    with pytest.raises(DataError, match=names("'y' string data.columns.label_values={yes:")):
+    with pytest.raises(DataError, match=names("2 of 2 y 'yes' data.columns.label_values")):
         prepare_rows(tmp_path, source, {"label": "y", "sparse": ["c"]}, format="parquet")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import random
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from pipeline.data.raw import rows as raw_rows
 from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.source import Block, Source
 from pipeline.runtime.errors import DataError
-from tests.data.sources import prepare_rows, write_lines
+from tests.data.sources import prepare_rows, rows_of, write_lines
 from tests.support.messages import names
 
 
@@ -114,3 +115,27 @@ def test_of_wide_quoted_rows_only_those_that_may_be_unreadable_are_looked_at_one
     }
     assert parsed.kept.tolist() == [i for i, reason in enumerate(reasons) if not reason]
     assert len(parsed.quarantined) > 25 and len(looked_at) <= len(parsed.quarantined) + 10
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "binary", "dictionary"])
+def test_numbers_that_a_parquet_file_has_as_text_are_read_as_in_text_files(tmp_path: Path, kind: str) -> None:
+    """As exports without types write them, and as `inspect` takes them."""
+    source = tmp_path / "rows.parquet"
+    columns = {"label": "y", "dense": ["x"], "sparse": ["c"], "weight": "w", "null_values": ["NULL"]}
+    texts = {
+        "y": ["1", "0", " 1.0", "1", "2", "0", "1"], "x": ["0.5", "NULL", "-1e1", "", "1", "dear", "3"],
+        "w": ["1", "2", "0.5", "1", "1", "1", "heavy"],
+    }  # fmt: skip
+    arrays = {name: pa.array(values) for name, values in texts.items()}
+    if kind == "dictionary":
+        arrays = {name: array.dictionary_encode() for name, array in arrays.items()}
+    else:
+        arrays = {name: array.cast(kind) for name, array in arrays.items()}
+    pq.write_table(pa.table(arrays | {"c": pa.array(["a"] * 7)}), source)
+    dataset = prepare_rows(
+        tmp_path, source, columns, format="parquet", dense_transform="none", max_quarantined_fraction=0.5
+    ).dataset
+    rows = rows_of(tmp_path, dataset)
+    assert (rows["y"], rows["x"], rows["w"]) == ([1, 0, 1, 1], [0.5, 0.0, -10.0, 0.0], [1.0, 2.0, 0.5, 1.0])
+    reasons = [json.loads(line)["reason"] for line in (tmp_path / "data" / "quarantine.jsonl").read_text().splitlines()]
+    assert [each.split(" is ")[0] for each in reasons] == ["y", "x", "w"] and "'dear'" in reasons[1]

@@ -156,7 +156,9 @@ def test_bad_rows_get_no_score_and_a_reason_and_missing_columns_are_named(mixed:
     assert bad.line == 2 and mentions(bad.reason, "1e+300")
     with pytest.raises(ServingError, match=names("colour color")):
         predictor.score(pa.Table.from_pylist([{**{k: v for k, v in row.items() if k != "colour"}, "color": "red"}]))
-    for column, value in (("price", "cheap"), ("colour", {"red": 1}), ("tags", [["a"]])):
+    (bad,) = predictor.score(pa.Table.from_pylist([{**row, "price": "1"}, {**row, "price": "cheap"}])).bad_rows
+    assert bad.line == 2 and mentions(bad.reason, "price 'cheap'")
+    for column, value in (("price", [1.0]), ("colour", {"red": 1}), ("tags", [["a"]])):
         with pytest.raises(UserError):  # by the reader or the scorer
             predictor.score(pa.Table.from_pylist([{**row, column: value}]))
 

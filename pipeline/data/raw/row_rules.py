@@ -20,6 +20,7 @@ from pipeline.data.raw.source import MAX_LINE_BYTES
 from pipeline.data.raw.weighted import bad_cell, bad_weights
 
 WANTED_WEIGHT = "a finite number of 0 at least"
+FINITE = "a finite 32-bit number"
 csv.field_size_limit(MAX_LINE_BYTES)  # 128 KiB by default
 
 
@@ -44,7 +45,7 @@ def invalid_rows(layout: Layout, table: pa.Table) -> dict[int, str]:
         # NaN compares false: it is a missing value, as pandas writes it.
         ends = pc.min_max(table[name]).as_py().values()
         if any(end is not None and abs(end) > LARGEST_FLOAT32 for end in ends):
-            note(name, pc.fill_null(pc.greater(pc.abs(table[name]), LARGEST_FLOAT32), False), "a finite 32-bit number")
+            note(name, pc.fill_null(pc.greater(pc.abs(table[name]), LARGEST_FLOAT32), False), FINITE)
     if layout.columns.timestamp:
         note(layout.columns.timestamp, pc.is_null(table[layout.time_column]), "a time")
     for row, reason in (*uneven_rows(layout.columns, table), *bad_weights(layout.columns, table)):
@@ -77,7 +78,7 @@ def why_unreadable(layout: Layout, header: tuple[str, ...], line: bytes) -> str:
             return f"{name} is {values[name]!r}, not {WANTED_WEIGHT}"
     for name in layout.columns.dense:
         if values[name] and values[name] not in layout.columns.null_values and not is_number(values[name]):
-            return f"{name} is {values[name]!r}, not a finite 32-bit number"
+            return f"{name} is {values[name]!r}, not {FINITE}"
     for name in layout.columns.lists if layout.columns.list_separator == JSON else ():
         if values[name] not in layout.columns.null_values and not is_json_list(values[name]):
             return f"{name} is no JSON list"

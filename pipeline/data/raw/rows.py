@@ -24,6 +24,7 @@ from pipeline.data.raw.row_rules import invalid_rows, why_unreadable
 from pipeline.data.raw.source import Block, RowReader, Source
 from pipeline.data.raw.spelling import spell_value
 from pipeline.data.raw.suspects import broken_lines, read_texts, with_numbers, with_times
+from pipeline.data.raw.typed_numbers import with_typed_numbers
 from pipeline.runtime.errors import DataError
 
 MAX_TEXT_CHARACTERS = 500
@@ -192,9 +193,7 @@ def _with_timestamps(layout: Layout, table: pa.Table) -> pa.Table:
 
 def parse_table(layout: Layout, block: Block, table: pa.Table) -> ParsedRows:
     """A block that is typed, by its file or its reader: values may still be null or out of range."""
-    for name in layout.numbers:
-        if not is_text(layout, name):
-            table = table.set_column(table.schema.get_field_index(name), name, _as_numbers(name, table[name]))
+    table, no_numbers = with_typed_numbers(layout, table)
     categorical = [*layout.columns.sparse, *layout.columns.lists]
     table = with_text(table, categorical)
     raw_times = table[layout.columns.timestamp] if layout.columns.timestamp else None
@@ -203,7 +202,7 @@ def parse_table(layout: Layout, block: Block, table: pa.Table) -> ParsedRows:
     if not garbled:
         table, garbled = _with_json_lists(layout, table)
     table, unknown = with_labels(layout, table)
-    garbled |= unknown
+    garbled |= unknown | no_numbers
     if raw_times is not None:
         for row in no_times:
             garbled.setdefault(row, f"{layout.columns.timestamp} is {raw_times[row].as_py()!r}, not a time")
@@ -282,15 +281,3 @@ def _listed(layout: Layout, name: str, value: Any) -> list[str]:
     if not isinstance(value, list):
         raise ValueError(f"{name} is {str(value)[:80]!r}, not a list, nor text joined by {separator!r}")
     return [_spelled(name, each) or "" for each in value]  # empty text is a missing value
-
-
-def _as_numbers(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
-    kind = column.type
-    if pa.types.is_boolean(kind):
-        column = column.cast(pa.int8())
-    elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
-        raise DataError(
-            f"column {name!r} has type {kind}: labels and dense features are numbers; correct data.columns, or for a label say which text is 1, "
-            "data.columns.label_values={yes: 1, no: 0}"
-        )
-    return column.cast(pa.float64(), safe=False)
