@@ -75,7 +75,7 @@ def test_every_command_names_verbs_keys_and_options_that_there_are(page: Path) -
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "reference.md"], ids=name_of)
 def test_every_key_in_the_prose_is_a_key_of_a_job(page: Path) -> None:
     first_words = {name for job in jobs() for name in job.__dataclass_fields__}
-    for word in code_words(page):
+    for word in (part for words in code_words(page) for part in several(words)):
         match = re.fullmatch(r"([a-z_]+)((?:\.[\w<>*]+)*)(=.*)?", word)
         if not match or A_FILE.search(word.partition("=")[0]) or not (match[2] or match[3]):
             continue
@@ -83,6 +83,12 @@ def test_every_key_in_the_prose_is_a_key_of_a_job(page: Path) -> None:
             assert any(is_override(job, word, our_options()) for job in jobs()), f"{name_of(page)}: `{word}`"
         elif match[1] in groups() and not match[2] and (match[3] or "=")[1:].isidentifier():
             assert match[3][1:] in our_options()[match[1]], f"{name_of(page)}: `{word}` is not an option"
+
+
+def several(words: str) -> list[str]:
+    """`a=1 b=2` as two words, where each of them sets a key; else what was given."""
+    parts = words.split()
+    return parts if all(re.match(r"[a-z_.]+=", part) for part in parts) else [words]
 
 
 @by_page
