@@ -33,7 +33,9 @@ def render_crontab(workload: Workload, cron: str, options: CrontabOptions) -> st
     log = options.log or f"logs/{workload.name}.log"
     command = _command(workload, folder, log)
     if not command.isprintable():
-        raise LaunchError("an override holds a line break or another sign that a crontab cannot have")
+        raise LaunchError(
+            "an override holds a line break or another sign that a crontab cannot have; put it into an experiment file"
+        )
     if "\\" in command:
         raise LaunchError("an override holds a backslash, which crons read differently; put it into an experiment file")
     # A bare % is a line break to cron, and what follows it goes to stdin.

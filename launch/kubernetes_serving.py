@@ -45,7 +45,9 @@ class ServingOptions(KubernetesOptions):
         if self.latency_ms and not self.max_replicas:
             raise LaunchError(f"--latency-ms {self.latency_ms} steers autoscaling: give --max-replicas too")
         if self.max_replicas and self.max_replicas < self.replicas:
-            raise LaunchError(f"--max-replicas {self.max_replicas} is less than --replicas {self.replicas}")
+            raise LaunchError(
+                f"--max-replicas {self.max_replicas} is less than --replicas {self.replicas}: raise it, or leave it out"
+            )
         if self.attempt or self.owner:
             raise LaunchError("a server has one name for as long as it is there: leave --attempt and --owner out")
         if self.kind != "job" or self.queue:

@@ -34,7 +34,9 @@ def render_scrontab(workload: Workload, cron: str, options: ScrontabOptions) -> 
             raise LaunchError(f"{line}: scrontab reads no blanks and no quotes in an option; leave them out")
     command = "; ".join(_steps(workload, options))
     if not command.isprintable():
-        raise LaunchError("an override holds a line break or another sign that a crontab cannot have")
+        raise LaunchError(
+            "an override holds a line break or another sign that a crontab cannot have; put it into an experiment file"
+        )
     head = f"# {workload.verb}. The next tick is queued once the one before has ended."
     return "\n".join([head, *(f"#SCRON {line}" for line in lines), f"{cron} {command}"]) + "\n"
 

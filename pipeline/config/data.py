@@ -126,14 +126,18 @@ class DataConfig:
                 if name in columns.lists or (name in columns.dense and kind != NUMBER):
                     what = "lists" if name in columns.lists else "numbers"
                     raise ConfigError(
-                        f"data.transforms.{column} reads {name!r} as {kind}, and data.columns has it as {what}"
+                        f"data.transforms.{column} reads {name!r} as {kind}, and data.columns has it as {what}: take another column, or a "
+                        "kind that reads those"
                     )
                 if name in columns.sparse and kind == NUMBER:
                     raise ConfigError(
-                        f"data.transforms.{column} reads {name!r} as a number, and data.columns.sparse has it as a category"
+                        f"data.transforms.{column} reads {name!r} as a number, and data.columns.sparse has it as a category: leave it out "
+                        "of data.columns.sparse, or transform another column"
                     )
                 if name in columns.all_labels or name == columns.weight:
-                    raise ConfigError(f"data.transforms.{column} reads {name!r}, which rows to be scored do not have")
+                    raise ConfigError(
+                        f"data.transforms.{column} reads {name!r}, a label or a weight, which rows to be scored do not have: take another column"
+                    )
 
     def _learn_transforms(self, made: Mapping[str, TransformConfig]) -> None:
         """What is learnt of a column that is made is learnt as of one of the source."""

@@ -87,6 +87,8 @@ class SweepConfig:
             knob.check(key)
             for other in knob.when:
                 if other not in self.params or list(self.params).index(other) >= list(self.params).index(key):
-                    raise ConfigError(f"sweep.params.{key}.when names {other!r}, which is no knob before it")
+                    raise ConfigError(
+                        f"sweep.params.{key}.when names {other!r}, which is no knob before it: declare that one first"
+                    )
             if self.sampler == "grid" and not knob.choices and knob.step is None and not knob.integer:
                 raise ConfigError(f"sweep.params.{key}: a grid wants choices, or a step between low and high")

@@ -417,9 +417,11 @@ class TrainerConfig:
         for k in self.group_metrics_at:
             check_at_least("trainer.group_metrics_at", k, 1)
         if self.global_batch_size % self.gradient_accumulation_steps:
+            steps = self.gradient_accumulation_steps
+            nearest = max(round(self.global_batch_size / steps), 1) * steps
             raise ConfigError(
                 f"trainer.global_batch_size={self.global_batch_size} does not divide into "
-                f"trainer.gradient_accumulation_steps={self.gradient_accumulation_steps} micro-batches"
+                f"trainer.gradient_accumulation_steps={steps} micro-batches; {nearest} does"
             )
         for name in self.metrics:
             find("metric", name, "trainer.metrics")

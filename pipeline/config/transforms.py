@@ -120,7 +120,8 @@ def make_transforms(declared: Mapping[str, Mapping[str, Any]]) -> dict[str, Tran
                 )
             if name in made and made[name].output != wanted and not (made[name].output == TEXT and wanted == TIME):
                 raise ConfigError(
-                    f"data.transforms.{column} reads {name!r} as {wanted}, and {name!r} is made as {made[name].output}"
+                    f"data.transforms.{column} reads {name!r} as {wanted}, and {name!r} is made as {made[name].output}: take another "
+                    "column, or a kind that reads those"
                 )
     return made
 
@@ -144,6 +145,7 @@ def raw_inputs(transforms: Mapping[str, TransformConfig]) -> dict[str, str]:
                 continue
             if found.setdefault(name, kind) != kind and {found[name], kind} != {TEXT, TIME}:
                 raise ConfigError(
-                    f"data.transforms.{column} reads {name!r} as {kind}, and another transform as {found[name]}"
+                    f"data.transforms.{column} reads {name!r} as {kind}, and another transform as {found[name]}: one column is read in "
+                    "one way"
                 )
     return found

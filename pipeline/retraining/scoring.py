@@ -83,7 +83,8 @@ def _score(model: torch.nn.Module, reader: ShardReader, context: DistributedCont
                 for name in slices:
                     if name not in batch.sparse_features.keys():  # noqa: SIM118
                         raise RetrainingError(
-                            f"gate.slices names {name!r}, which is no feature whose ids the model reads as they are"
+                            f"gate.slices names {name!r}, which is no feature whose ids the model reads as they are; it may "
+                            f"name {', '.join(batch.sparse_features.keys())}"
                         )
                     parts[name].append(first_ids(batch.sparse_features[name])[real.numpy()])
             wanted = preemption.wanted()

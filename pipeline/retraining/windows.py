@@ -163,7 +163,8 @@ def _spans(config: WindowsConfig, source: str, data: DataConfig, after: datetime
         ).fetchall()
     if not rows:
         raise RetrainingError(
-            f"source={source} has no row with a time in windows.timestamp_column={config.timestamp_column}"
+            f"source={source} has no row with a time in windows.timestamp_column={config.timestamp_column}: name the column "
+            "that has the times of rows"
         )
     windows = []
     rows = _without_strays(config, source, rows, now)

@@ -81,7 +81,7 @@ def profile(
     names = [row[0] for row in connection.execute("DESCRIBE raw").fetchall()]
     rows = int(_one(connection, "SELECT count(*) FROM raw"))
     if not rows:
-        raise DataError(f"source={path} holds no rows")
+        raise DataError(f"source={path} holds no rows: give a file that has some below its line of names")
     columns = [_column(connection, name, rows) for name in names]
     if label is not None and label not in names:
         raise DataError(

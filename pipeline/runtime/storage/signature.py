@@ -75,13 +75,16 @@ def _public_key(path: str) -> Ed25519PublicKey:
     except ValueError as error:
         raise ConfigError(f"require_signature={path} holds no public key that can be read: {error}") from None
     if not isinstance(key, Ed25519PublicKey):
-        raise ConfigError(f"require_signature={path} is a key of another kind than Ed25519")
+        raise ConfigError(
+            f"require_signature={path} is a key of another kind than Ed25519; `openssl genpkey -algorithm ed25519 -out sign.pem` "
+            "makes one, and `openssl pkey -in sign.pem -pubout -out sign.pub` its public part"
+        )
     return key
 
 
 def _content(path: str) -> bytes:
     if not storage.is_file(path):
-        raise ConfigError(f"there is no key at {path}")
+        raise ConfigError(f"there is no key at {path}: give the path of a PEM file (docs/serving.md makes a pair)")
     with storage.open_file(path, "rb") as file:
         content: bytes = file.read()
     return content

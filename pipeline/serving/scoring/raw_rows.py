@@ -297,7 +297,7 @@ class RowEncoder:
             listed = ", ".join(f"{name!r}{did_you_mean(name, names)}" for name in missing[:5])
             raise ServingError(f"the rows lack {len(missing)} of {len(columns)} columns: {listed}")
         if doubled := [name for name in columns if names.count(name) > 1]:
-            raise ServingError(f"the rows have {names.count(doubled[0])} columns {doubled[0]!r}")
+            raise ServingError(f"the rows have {names.count(doubled[0])} columns {doubled[0]!r}: send one of that name")
         table = rows.select(list(columns))
         for position, (name, kind) in enumerate(columns.items()):
             if wanted := _type_of_nothing(table.schema.field(name).type, kind):

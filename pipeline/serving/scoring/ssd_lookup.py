@@ -188,7 +188,9 @@ class SsdLookup:
 def _map(table: ServedTable) -> torch.Tensor:
     """[stored_rows, row_bytes] uint8; nothing is read yet. Raises ServingError where the file is not local."""
     if not storage.is_local(table.path):
-        raise ServingError(f"memory=ssd wants a local copy of the artifact, and {table.path} is remote")
+        raise ServingError(
+            f"memory=ssd wants a local copy of the artifact, and {table.path} is remote: copy it to a local SSD, or take memory=ram"
+        )
     with open(table.path, "rb") as file:
         if os.fstat(file.fileno()).st_size != table.size_bytes:
             raise ServingError(f"{table.path} is not the {table.size_bytes:,} bytes of table {table.name!r}")

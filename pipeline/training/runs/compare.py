@@ -109,7 +109,7 @@ def compare(runs: Sequence[Run], split: str | None = None, confidence: float = 0
     if len(runs) < 2:
         raise ConfigError("compare takes two runs at least: python -m pipeline.runs compare RUN RUN")
     if len({run.path for run in runs}) < len(runs):
-        raise ConfigError(f"a run is named twice among {', '.join(run.path for run in runs)}")
+        raise ConfigError(f"a run is named twice among {', '.join(run.path for run in runs)}: name each once")
     variants, split = group(runs), split or choose_split(runs)
     found = {run.path: run.metrics(split) for run in runs}
     if not any(metrics for _, metrics in found.values()):
