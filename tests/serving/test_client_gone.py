@@ -26,6 +26,29 @@ def test_an_answer_to_a_connection_that_was_closed_since_is_nobodys_error(caplog
     assert not [record for record in caplog.records if record.exc_info]
 
 
+def test_a_request_that_outlasts_the_drain_is_told_so_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    sent: list[Any] = []
+
+    async def score(request: Any) -> Any:
+        await asyncio.Event().wait()
+
+    async def note(message: Any) -> None:
+        sent.append(message)
+
+    async def drain() -> None:
+        watched = _Watched(score, score, ServerMetrics(), ["/score"], [])  # type: ignore[arg-type]
+        scope = {"type": "http", "path": "/score", "method": "POST", "headers": []}
+        task = asyncio.create_task(watched(scope, None, note))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        task.cancel()  # as uvicorn does at the end of the drain
+        await task
+
+    with caplog.at_level(logging.DEBUG):
+        asyncio.run(drain())
+    assert sent[0]["status"] == 503 and b"another" in sent[1]["body"]
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 @pytest.mark.parametrize("error", [ClientDisconnect(), BrokenPipeError("gone"), ConnectionResetError("gone")])
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_client_that_goes_away_is_counted_and_not_logged(

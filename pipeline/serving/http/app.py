@@ -236,6 +236,9 @@ class _Watched:
                 await self._app(scope, receive, note)
         except (ClientDisconnect, ConnectionError):  # nobody is left to answer
             status = status or CLIENT_GONE
+        except asyncio.CancelledError:  # server.drain_s is over, and the request is still not all there, or not scored
+            if not status:
+                await _problem(503, "this server ends: send the request to another")(scope, receive, note)
         except Exception:
             logger.exception("a request failed")
             if not status:
