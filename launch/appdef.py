@@ -18,6 +18,7 @@ WORKLOAD = "pipeline.workload"  # the role's metadata that our own schedulers go
 
 
 def app_of(workload: Workload) -> specs.AppDef:
+    """TorchX's description of one verb on its nodes: one role, a replica a node, or a replica a task where a verb has several."""
     here = this_host()
     role = specs.Role(
         name=workload.verb,

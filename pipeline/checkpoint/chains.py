@@ -139,6 +139,11 @@ class ChainReader(TensorsOnlyReader):
         self.fs = _ChainFiles({_folder(reader): reader for reader in self._readers})
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Of the chain as one step: tables from its base, all else from its newest link.
+
+        Raises:
+            DamagedError: a link changes a table that the base does not hold.
+        """
         if self._metadata is None:
             parts = [reader.read_metadata() for reader in self._readers]
             self._changes = [LinkChanges(StepTensors(reader.step_path, reader)) for reader in self._readers[1:]]

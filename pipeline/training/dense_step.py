@@ -45,6 +45,7 @@ class FusedAdamStep:
 
     @torch.no_grad()
     def step(self) -> None:
+        """One update of all weights that have a gradient, those with a copy in bf16 by their copies' gradients; steps are counted as torch does."""
         (group,), state = self._optimizer.param_groups, self._optimizer.state
         copies = [copy for copy in self._copies if copy.gradient() is not None]
         stepped = {id(copy.weight) for copy in copies}

@@ -31,6 +31,7 @@ class Proposal:
 
 
 def propose(profile: Profile, name: str) -> Proposal:
+    """A data config called `name` for the columns of the profile, the role of each with its reason, and what a person should check."""
     if profile.format == "criteo_tsv":
         roles = {each.name: _criteo_role(each.name) for each in profile.columns}
         config: dict[str, Any] = {"name": name, "format": "criteo_tsv", "ids": {"min_frequency": 2}}

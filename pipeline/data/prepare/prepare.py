@@ -210,6 +210,10 @@ def write_shards(
     in_buckets: list[SparseFeature],
     transforms: dict[str, Transform],
 ) -> list[WrittenShard]:
+    """Write the Parquet files of all splits side by side, as many at once as memory allows; in the order of their plans.
+
+    in_buckets: features whose ids are the numbers of buckets, learnt from the training rows.
+    """
     writer = ShardWriter(
         features,
         boundaries,

@@ -119,6 +119,7 @@ class ShardWriter:
         self._schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in kinds])
 
     def write(self, plan: ShardPlan) -> WrittenShard:
+        """Write one shard into staging, then move it into the data set: a file that is there is whole. Called from several threads."""
         staged = os.path.join(self._staging, plan.path.replace("/", "-"))
         row_groups, num_positives = [], 0
         truth: dict[str, list[np.ndarray]] = defaultdict(list)

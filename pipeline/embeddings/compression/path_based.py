@@ -121,6 +121,7 @@ class PathBased(CompressionKind):
         features: KeyedJaggedTensor,
         index: int,
     ) -> torch.Tensor:
+        """[batch, D]: each id's row of the base goes through the small network of its bucket, and a bag's are pooled."""
         import torch
 
         from pipeline.embeddings.bags import pool_rows

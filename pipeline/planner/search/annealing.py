@@ -176,6 +176,7 @@ class Annealing:
 
 
 def pack(problem: SearchProblem, objective: str) -> Packed:
+    """The problem as arrays for the kernel: options of all tables one after the other, and the shards of all options likewise."""
     options = [option for table in problem.tables for option in table]
     kinds, rules = problem.kind_ms, list(Rule)
     keys: dict[tuple[Rule, str, int, bool], int] = {}

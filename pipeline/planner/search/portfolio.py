@@ -80,7 +80,13 @@ class SearchResult:
 
 
 def search(problem: SearchProblem, config: SearchConfig, warm_starts: Iterable[Assignment] = ()) -> SearchResult:
-    """Raises Infeasible."""
+    """The best assignment that the members find within config's time, with a lower bound of what any assignment costs.
+
+    warm_starts: assignments of other planners, tried first; the result is no worse than the best of them.
+
+    Raises:
+        Infeasible: no assignment fits into memory, or none was found in the time.
+    """
     return _Search(problem, config).run(warm_starts)
 
 

@@ -197,6 +197,10 @@ def schema_of(
     multi_hot: dict[str, int],
     new_values: Mapping[str, list[str]] | None = None,
 ) -> RawSchema:
+    """What raw rows of this model look like: the columns that make the features `keys`, and how ids are made of their values.
+
+    multi_hot: feature -> largest number of ids a row. new_values: feature -> values that a stream has added to its vocabulary.
+    """
     features = [
         RawFeature(
             feature.name,

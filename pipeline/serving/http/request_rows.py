@@ -79,6 +79,12 @@ class RequestReader:
         return did_you_mean(unknown, self._names) if unknown else ""
 
     def read_arrow(self, body: bytes) -> pa.Table:
+        """The columns of the schema from an Arrow IPC stream, in one chunk each.
+
+        Raises:
+            BadRequest: 400 where the body is no such stream or is compressed, 422 where a column has a type that rows cannot have, and
+                what the limits on rows and lengths say.
+        """
         try:
             refuse_compression(body)
             with pa.ipc.open_stream(pa.py_buffer(body)) as stream:

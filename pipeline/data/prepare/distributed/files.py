@@ -65,6 +65,11 @@ class DividedFile:
 
 
 def stage_file(recipe: Recipe, source_of_number: tuple[int, Source]) -> FileSummary:
+    """A task: read one source file into a staged folder, and count what it holds. Doing it again finds the folder there.
+
+    Raises:
+        DataError: so many of its rows cannot be read that the preparation could only end with an error.
+    """
     number, source = source_of_number
     resources = recipe.resources
     folder = staged_folder(resources.staging, source, number, recipe.layout, recipe.features) + "-shared"

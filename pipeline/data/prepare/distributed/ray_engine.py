@@ -56,6 +56,11 @@ class RayEngine:
         items: Sequence[Item],
         sizes: Sequence[float] | None = None,
     ) -> list[Result]:
+        """See Engine.map. Tasks bear `description` in Ray's dashboard; those still waiting are cancelled where one fails.
+
+        Raises:
+            Exception: what a task raised, as it was raised there.
+        """
         call = ray.remote(_call).options(**self._options, name=f"{description}: {task.__name__}")
         references = [call.remote(task, self._shared, item) for item in items]
         numbers = {reference: number for number, reference in enumerate(references)}
