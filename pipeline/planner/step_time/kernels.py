@@ -112,8 +112,12 @@ class MeasuredTimes:
 
     def dense_update_us(self, optimizer: str, numbers: float) -> float:
         """Of gradients of so many numbers: zeroed, and applied by a layers' optimizer."""
-        fill = self._by_bytes.get(("fill", "fp32"))
-        return self._optimizer_us(optimizer, numbers, 1) + (fill.us(4 * numbers) if fill else 0.0)
+        return self._optimizer_us(optimizer, numbers, 1) + self.pass_us("fill", 4 * numbers)
+
+    def pass_us(self, kind: str, num_bytes: float) -> float:
+        """Of an fp32 operation that reads and writes so many bytes in all; 0 where its kind was not measured."""
+        line = self._by_bytes.get((kind, "fp32"))
+        return line.us(num_bytes) if line else 0.0
 
     @cached_property
     def _layer_kernels(self) -> dict[tuple[str, str], Rates]:

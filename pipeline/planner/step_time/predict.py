@@ -179,7 +179,9 @@ def _comms_us(request: StepRequest, planned: PlannedTables, times: MeasuredTimes
     def gloo_us(kind: str, num_bytes: float) -> float:
         return times.collective_us(f"gloo_{kind}", num_bytes) or us(kind, num_bytes)
 
-    found = {"flags": us("all_reduce", FLAG_BYTES), "average": us("all_reduce", weights)}
+    # Gradients are copied into one block and divided by the ranks before they are summed.
+    passes = times.pass_us("copy", 2 * weights) + times.pass_us("inplace", 2 * weights)
+    found = {"flags": us("all_reduce", FLAG_BYTES), "average": us("all_reduce", weights) + passes}
     if norms := [each.shapes[0][-1] for each in request.dense.operations if each.name == BATCH_NORMS[0]]:
         gather = (
             "all_reduce" if shared else "all_gather"
