@@ -110,9 +110,9 @@ class MeasuredTimes:
         line = lines.get((kind, dtype)) or lines.get((OTHERS.get(kind, "add"), dtype)) or lines["add", "fp32"]
         return line.us(moved_bytes(operation, kind))
 
-    def dense_update_us(self, optimizer: str, numbers: float) -> float:
-        """Of gradients of so many numbers: zeroed, and applied by a layers' optimizer."""
-        return self._optimizer_us(optimizer, numbers, 1) + self.pass_us("fill", 4 * numbers)
+    def dense_gradient_us(self, num_bytes: float) -> float:
+        """Of a replicated table's: zeroed, and looked through for rows that are touched, whose update is counted by update_us."""
+        return self.pass_us("fill", num_bytes) + self.pass_us("sum", num_bytes)
 
     def pass_us(self, kind: str, num_bytes: float) -> float:
         """Of an fp32 operation that reads and writes so many bytes in all; 0 where its kind was not measured."""

@@ -131,9 +131,9 @@ def table_amounts(request: StepRequest, placements: Sequence[Placement], times: 
     planned = planned_tables(placements, request.tables, request.batch_size, request.hardware.world_size)
     works = [_work(request, shapes.shapes, times.memory_bytes) for shapes in planned.ranks]
     comms = _comms_us(request, planned, times)
-    # A replicated table is trained like a layer: gradients of all its rows are zeroed, averaged and applied.
-    numbers = max((rank.replicated_bytes for rank in planned.ranks), default=0.0) / 4
-    replicated = times.dense_update_us(request.optimizer, numbers) if numbers and len(planned.ranks) > 1 else 0.0
+    # A replicated table has a gradient of all its rows, as a layer has.
+    num_bytes = max((rank.replicated_bytes for rank in planned.ranks), default=0.0)
+    replicated = times.dense_gradient_us(num_bytes) if num_bytes and len(planned.ranks) > 1 else 0.0
     return {
         # Each kind of sharding has modules and exchanges of its own.
         "shardings": float(len({placed.kind for placed in placements})) if len(planned.ranks) > 1 else 0.0,

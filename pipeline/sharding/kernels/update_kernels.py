@@ -48,6 +48,7 @@ from pipeline.sharding.kernels.row_kernels import (
 )
 
 U = np.uint64
+TOGETHER = U(128)  # numbers of rows that update_rows looks at at once
 
 
 @part()
@@ -190,6 +191,15 @@ def update_tables(  # type: ignore[no-untyped-def]
         )
 
 
+@part()
+def _has_bits(bits, begin, end):  # type: ignore[no-untyped-def]
+    """Whether any of the numbers begin..end is other than zero, whose bits are `bits`."""
+    found = np.uint32(0)
+    for k in range(begin, end):
+        found |= bits[k]
+    return found != np.uint32(0)
+
+
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
 def update_rows(  # type: ignore[no-untyped-def]
     weights, gradient, states, squares, rows, dims, kind, numbers, l2s, every, marks
@@ -200,24 +210,35 @@ def update_rows(  # type: ignore[no-untyped-def]
     byte for each row of all tables, which becomes 1 where the row is updated; empty where nobody asks for them.
     """
     begin, state, square, marked = U(0), U(0), U(0), U(0)
+    bits = gradient.view(np.uint32)
     for table in range(len(rows)):
         dim = U(dims[table])
         row_gradient = np.empty(dim, np.float32)
         state_dim = dim if kind != ROWWISE_ADAGRAD else U(1)
         square_dim = dim if kind != ROWWISE_ADAM else U(1)
-        for _ in range(rows[table]):
-            if every[table] or largest_size(gradient, begin, begin + dim) != np.float32(0):
-                for k in range(dim):
-                    row_gradient[k] = gradient[begin + k]
-                clip(row_gradient, U(0), dim, numbers[MOST], numbers[NORM])
-                if l2s[table] != np.float32(0):
+        remaining, together = U(rows[table]), max(TOGETHER // dim, U(1))
+        while remaining:
+            count = min(together, remaining)
+            remaining -= count
+            if not every[table] and not _has_bits(bits, begin, begin + count * dim):
+                marked += count
+                begin += count * dim
+                state += count * state_dim
+                square += count * square_dim
+                continue
+            for _ in range(count):
+                if every[table] or largest_size(gradient, begin, begin + dim) != np.float32(0):
                     for k in range(dim):
-                        row_gradient[k] += l2s[table] * weights[begin + k]
-                scale = to_direction(row_gradient, states, squares, state, square, kind, numbers, dim)
-                subtract(weights, begin, row_gradient, scale, numbers[KEEP], dim)
-                if len(marks):
-                    marks[marked] = 1
-            marked += U(1)
-            begin += dim
-            state += state_dim
-            square += square_dim
+                        row_gradient[k] = gradient[begin + k]
+                    clip(row_gradient, U(0), dim, numbers[MOST], numbers[NORM])
+                    if l2s[table] != np.float32(0):
+                        for k in range(dim):
+                            row_gradient[k] += l2s[table] * weights[begin + k]
+                    scale = to_direction(row_gradient, states, squares, state, square, kind, numbers, dim)
+                    subtract(weights, begin, row_gradient, scale, numbers[KEEP], dim)
+                    if len(marks):
+                        marks[marked] = 1
+                marked += U(1)
+                begin += dim
+                state += state_dim
+                square += square_dim
