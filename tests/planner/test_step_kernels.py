@@ -16,7 +16,7 @@ from pipeline.planner.step_time.by_bytes import bytes_kind
 from pipeline.planner.step_time.frequency import even
 from pipeline.planner.step_time.host import COUNTS, FACTORS, host_model
 from pipeline.planner.step_time.kernels import MeasuredTimes
-from pipeline.planner.step_time.layer_kernels import recorded_amounts, stack_amounts, stack_sizes
+from pipeline.planner.step_time.layer_kernels import dots_amounts, recorded_amounts, stack_amounts, stack_sizes
 from pipeline.planner.step_time.machine_state import HOST, MEMORY, PROBES, PRODUCT, WAKE, at_rate, slowdown
 from pipeline.planner.step_time.measurements import Measurement
 from pipeline.planner.step_time.predict import _is_handed
@@ -168,3 +168,10 @@ def test_probes_are_timed_on_one_thread_and_the_threads_stay_as_they_were() -> N
     found = Probes().measure()
     assert torch.get_num_threads() == before and found.keys() <= set(PROBES)
     assert {PRODUCT, MEMORY, HOST} <= found.keys() and all(us > 0 and math.isfinite(us) for us in found.values())
+
+
+def test_wide_rows_in_bf16_have_products_in_pairs_of_their_own() -> None:
+    narrow, wide = (dots_amounts(512, 27, dim, 1, "bf16") for dim in (16, 32))
+    assert narrow["products"] == 512 * 28 * 32 * 16 and "pair_products" not in narrow and not narrow["pair_numbers"]
+    assert wide["pair_products"] == 512 * 32 * 32 * 32 and "products" not in wide
+    assert dots_amounts(512, 27, 32, 1)["products"] == 512 * 28 * 32 * 32

@@ -12,6 +12,7 @@ from pipeline.planner.step_time.table_work import LEAST_SHARE
 
 DOTS = ("dots", "dots_backward")  # pipeline.models.layers.dots_kernels
 STACKS = ("layer_stack", "layer_stack_backward")  # pipeline.models.layers.stack
+WIDEST_BF16 = 16  # of pipeline.models.layers.interaction: of wider rows in bf16 pairs of numbers are multiplied
 BEYOND_BYTES = 1 << 20  # of rows: more do not stay in a core's own cache from one call to the next
 REACH = 2.0  # of likeness, in doublings
 # Of pipeline.models.layers.stack: samples of a block, blocks that are summed together, groups of a batch, rows of gradients of a thread
@@ -19,18 +20,24 @@ BLOCK, LEAST_GROUP, MOST_GROUPS, LEAST_LINES = 128, 2, 32, 128
 LANES = 16
 
 
-def dots_amounts(batch: int, rows: int, dim: int, threads: int) -> dict[str, float]:
-    """Of the slowest thread: samples, their numbers, their pairs, and multiplications in whole blocks of 4 rows and 16 columns."""
+def dots_amounts(batch: int, rows: int, dim: int, threads: int, dtype: str = "fp32") -> dict[str, float]:
+    """Of the slowest thread: samples, their numbers, their pairs, and multiplications in whole blocks of 4 rows and 16 columns.
+
+    Wide rows in bf16 have another kernel, whose numbers are laid out in pairs and whose blocks have 8 rows.
+    """
     shares = max(1, min(threads, batch // LEAST_SHARE))
     samples = batch / shares
-    rows_4, rows_16, dim_16 = (-(-size // block) * block for size, block in ((rows, 4), (rows, 16), (dim, 16)))
+    in_pairs = dtype == "bf16" and dim > WIDEST_BF16
+    block, kind = (8, "pair_") if in_pairs else (4, "")
+    rows_b, rows_16, dim_16 = (-(-size // of) * of for size, of in ((rows, block), (rows, 16), (dim, 16)))
     return {
         "samples": samples,
         "rows": samples * rows,
         "numbers": samples * rows * dim,
         "pairs": samples * rows * (rows - 1) / 2,
-        "products": samples * rows_4 * rows_16 * dim,
-        "products_back": samples * rows_4 * rows * dim_16,
+        "pair_numbers": samples * rows * dim * in_pairs,
+        f"{kind}products": samples * rows_b * rows_16 * dim,
+        f"{kind}products_back": samples * rows_b * rows * dim_16,
         "beyond": max(0.0, 4.0 * batch * rows * dim - BEYOND_BYTES),
         "other_threads": shares - 1.0,
     }
@@ -82,7 +89,7 @@ def amounts_of(row: Measurement, threads: int) -> dict[str, float]:
     """Of a measured kernel of DOTS or STACKS."""
     if row.kind in DOTS:
         batch, rows, dim = (int(row.shape[name]) for name in ("b", "m", "k"))
-        return dots_amounts(batch, rows, dim, threads)
+        return dots_amounts(batch, rows, dim, threads, str(row.shape["dtype"]))
     return stack_amounts([int(size) for size in str(row.shape["sizes"]).split()], int(row.shape["b"]), threads)
 
 
@@ -90,7 +97,7 @@ def recorded_amounts(operation: Operation, threads: int) -> dict[str, float]:
     """Of a recorded kernel of DOTS or STACKS."""
     if operation.name in DOTS:
         batch, rows, dim = operation.shapes[0]
-        return dots_amounts(batch, rows, dim, threads)
+        return dots_amounts(batch, rows, dim, threads, operation.dtype)
     sizes, batch = stack_sizes(operation)
     for_inputs = operation.name == "layer_stack" or operation.shapes[-1][0] > 0
     return stack_amounts(sizes, batch, threads, for_inputs)
