@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -158,6 +157,12 @@ def test_a_column_that_is_missing_is_named_with_the_nearest(tmp_path: Path) -> N
     source = write(tmp_path / "rows.csv", rows_of(5))
     with pytest.raises(DataError, match=names("usr user")):
         predict(job_of(source, tmp_path / "out.parquet", "id_columns=[usr]"), lambda _: StandIn())
-    os.truncate(source, 0)
-    with pytest.raises(DataError, match="empty"):
-        predict(job_of(source, tmp_path / "out.parquet"), lambda _: StandIn())
+
+
+def test_an_empty_file_has_no_rows_to_score(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    write(tmp_path / "source/rows.csv", rows_of(5))
+    (tmp_path / "source/none.csv").touch()
+    both = predict(job_of(str(tmp_path / "source"), tmp_path / "both.parquet"), lambda _: StandIn())
+    alone = predict(job_of(str(tmp_path / "source/none.csv"), tmp_path / "alone.parquet"), lambda _: StandIn())
+    assert (both.num_rows, alone.num_rows) == (5, 0)
