@@ -1,10 +1,11 @@
 """Measure how a large table is saved and loaded beside dd on the same disk, and how long an asynchronous save stops training:
 
-    python -m benchmarks.save_disk [--gib 9.7] [--rounds 3] [--folder DIR] [--beside] [--output save_disk.json]
+    python -m benchmarks.save_disk [--gib 9.7] [--rounds 3] [--saves-only] [--folder DIR] [--beside] [--output save_disk.json]
 
 One rank holds one table of `--gib` GiB. A round takes each way once, so that a disk whose rate changes shows in all of them: dd with
-an fsync at the end, a save, a load of it as it is and one that leaves its pages in the page cache, and dd's reading of the saved file to nowhere;
-reading and writing by dd also past the page cache (iflag=direct, oflag=direct). dd copies the table's own
+an fsync at the end, dd past the page cache with one, a save, a save through the page cache as on file systems without O_DIRECT, a load as it is and
+one that leaves its pages in the page cache, and dd's reading of the saved file to nowhere, also past the page cache. `--saves-only`: dd past the page
+cache and both saves, for many rounds in little time. dd copies the table's own
 bytes from memory; files are forgotten by the page cache before they are read. A save is durable, read back, and
 verified when it ends; dd's file is durable. `--beside` adds asynchronous saves, which hold a copy of the table: the seconds for which
 training waits, and their share of five minutes. Seconds are the clock's, medians over the rounds with the least and the most; ratios are medians of
@@ -23,16 +24,17 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from benchmarks.growth_stages import one_rank
 from benchmarks.timings import Timing, timing
-from pipeline.checkpoint import metadata
+from pipeline.checkpoint import metadata, shards
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.serving.scoring.ssd_lookup import forget_pages
@@ -42,9 +44,15 @@ RANDOM_ROWS = 1 << 20  # repeated: some disks write zeros more quickly
 CHECKPOINT_EVERY_S = 300.0
 MEMORY_FILES = "/dev/shm"
 DD, DIRECT, SAVE = "dd, fsync", "dd, direct and fsync", "save"
+SAVE_BY_PAGES = "save, by the page cache"
 LOAD, LOAD_KEPT = "load", "load, its pages kept"
 READ, DIRECT_READ = "dd to nowhere", "dd, direct, to nowhere"
-BESIDE = {SAVE: (DD, DIRECT), LOAD: (READ, DIRECT_READ), LOAD_KEPT: (READ, DIRECT_READ)}
+BESIDE = {
+    SAVE: (DIRECT, DD, SAVE_BY_PAGES),
+    SAVE_BY_PAGES: (DIRECT, DD),
+    LOAD: (READ, DIRECT_READ),
+    LOAD_KEPT: (READ, DIRECT_READ),
+}
 FIRST, LATER = "asynchronous save, the first", "asynchronous save, later"
 
 
@@ -108,12 +116,31 @@ def dd_words(*words: str) -> Callable[[], object]:
     return lambda: subprocess.run(["dd", "bs=8M", "status=none", *words], check=True)
 
 
+def saves(folder: Path, source: str, model: Table, context: DistributedContext) -> list[Way]:
+    """The last save is left there."""
+    copy, steps = folder / "copy", folder / "steps"
+    found = []
+    try:
+        found.append(dd(DIRECT, f"if={source}", f"of={copy}", "oflag=direct", "conv=fsync"))
+    except subprocess.CalledProcessError:
+        print("this file system writes nothing past its page cache")
+    copy.unlink(missing_ok=True)
+    for name in (SAVE_BY_PAGES, SAVE):
+        shutil.rmtree(steps, ignore_errors=True)
+        checkpointer = Checkpointer(str(steps), model, None, context)  # type: ignore[arg-type]
+        by_pages = patch.object(shards, "direct_blocks", lambda path, block_bytes: None)
+        with by_pages if name == SAVE_BY_PAGES else nullcontext():
+            found.append(timed(name, lambda: checkpointer.save(1)))  # noqa: B023  # called at once
+        checkpointer.close()
+    return found
+
+
 def one_round(folder: Path, source: str, model: Table, context: DistributedContext, rest_s: float) -> list[Way]:
     copy, steps = folder / "copy", folder / "steps"
     found = [dd(DD, f"if={source}", f"of={copy}", "conv=fsync")]
     copy.unlink()
+    found += saves(folder, source, model, context)
     checkpointer = Checkpointer(str(steps), model, None, context)  # type: ignore[arg-type]
-    found.append(timed(SAVE, lambda: checkpointer.save(1)))
     file = next((steps / "step_00000001").glob("*.distcp"))
 
     def from_disk(name: str, work: Callable[[], object]) -> None:
@@ -127,12 +154,10 @@ def one_round(folder: Path, source: str, model: Table, context: DistributedConte
     from_disk(READ, dd_words(f"if={file}", "of=/dev/null"))
     try:
         from_disk(DIRECT_READ, dd_words(f"if={file}", "of=/dev/null", "iflag=direct"))
-        found.append(dd(DIRECT, f"if={source}", f"of={copy}", "oflag=direct", "conv=fsync"))
     except subprocess.CalledProcessError:
-        print("this file system reads and writes nothing past its page cache")
+        print("this file system reads nothing past its page cache")
     checkpointer.close()
     shutil.rmtree(steps)
-    copy.unlink(missing_ok=True)
     return found
 
 
@@ -184,6 +209,7 @@ def main() -> None:
         default=0.0,
         help="seconds before each read, in which a virtual machine hands free memory back",
     )
+    parser.add_argument("--saves-only", action="store_true")
     parser.add_argument("--beside", action="store_true", help="asynchronous saves as well")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -200,7 +226,10 @@ def main() -> None:
             f"{num_rows:,} rows of {DIM} numbers, {num_rows * DIM * 4 / 2**30:.2f} GiB, {options.rounds} rounds",
             flush=True,
         )
-        rounds = [one_round(folder, source, model, context, options.rest) for _ in range(options.rounds)]
+        if options.saves_only:
+            rounds = [saves(folder, source, model, context) for _ in range(options.rounds)]
+        else:
+            rounds = [one_round(folder, source, model, context, options.rest) for _ in range(options.rounds)]
         if options.beside:
             rounds.append(beside_training(folder, model, context, options.rounds))
     found = timings(rounds, num_rows * DIM * 4)
