@@ -53,7 +53,7 @@ def test_shards_cover_each_split_once_and_in_order(files: list[list[int]], a: in
     total = sum(map(sum, files))
     boundaries = Boundaries(min(a, b) + 1, max(a, b) + 1)
     if not total:
-        with pytest.raises(DataError, match=names("0")):
+        with pytest.raises(DataError, match=names("source quarantine")):
             blocks_of([staged(i, rows) for i, rows in enumerate(files)], boundaries)
         return
     blocks = blocks_of([staged(i, rows) for i, rows in enumerate(files)], boundaries)
