@@ -106,6 +106,10 @@ class _Search:
             relaxation = program.solve()
             if relaxation.bound_ms is None:
                 raise Infeasible(proven=True)
+            if program.crowd(relaxation):
+                relaxation = program.solve()
+                if relaxation.bound_ms is None:
+                    raise Infeasible(proven=True)
             self.state.bound = relaxation.bound_ms
             for assignment in warm_starts:
                 self.state.offer("warm start", assignment)

@@ -21,6 +21,9 @@ BYTES_SCALE = 1 << 30
 FIT_THRESHOLDS = (0.1, 0.2, 0.25, 1 / 3, 0.4, 0.5)
 SAFE = 1e-6  # relative; what the solver's tolerances may take off a bound
 GAP = 1e-3  # relative; of the options chosen whole
+CROWDING = 0.5  # of a maximum: a host's shards that take so much leave little room beside them
+CROWDED_TABLES = 4  # at most, the largest
+CROWDED_RATES = (1.0, 0.7, 0.5, 0.35, 0.25)  # of the highest rate of one load by another
 Mask = NDArray[np.bool_]
 
 
@@ -75,6 +78,54 @@ class LinearProgram:
         ends = np.repeat(np.arange(len(self.sizes)), self.sizes)
         shape = (len(self.sizes), self.width)
         self.one_each = scipy.sparse.csr_matrix((np.ones(len(ends)), (ends, np.arange(len(ends)))), shape=shape)
+
+    def crowd(self, relaxation: Relaxation) -> bool:
+        """Add rows for tables whose shards nearly fill one maximum of a whole host; whether there are any.
+
+        Of n ranks that hold such an option's shards, and for any rate, the load of maximum p is at most n times `rate` times maximum q, and what
+        the shards on them have of p beyond `rate` times q. Other ranks have maximum p at most. So what must be left out there raises p or q.
+        """
+        shares = np.concatenate(relaxation.shares)
+        filled = self.largest / np.maximum(relaxation.maxima_ms, 1e-12)
+        options = [option for table in self.problem.tables for option in table]
+        rows: list[Floats] = []
+        tables = 0
+        for index in np.argsort(-filled.max(axis=1), kind="stable"):
+            is_crowded = filled[index].max() >= CROWDING and shares[index] >= 0.5
+            if (
+                is_crowded
+                and options[index].rule is Rule.ONE_HOST
+                and options[index].num_shards < self.problem.world_size
+            ):
+                for full in np.flatnonzero(filled[index] >= CROWDING):
+                    rows += self._crowded_rows(int(index), int(full))
+                tables += 1
+                if tables == CROWDED_TABLES:
+                    break
+        if rows:
+            self.rows = scipy.sparse.vstack([self.rows, scipy.sparse.csr_matrix(np.array(rows))], format="csr")
+            self.limits = np.concatenate([self.limits, np.zeros(len(rows))])
+        return bool(rows)
+
+    def _crowded_rows(self, index: int, full: int) -> list[Floats]:
+        """For each other maximum and each rate. `full`: the maximum that the option nearly fills."""
+        costs = [cost for table in self.costs for cost in table]
+        starts, shards = np.cumsum([0, *map(len, costs[:-1])]), np.concatenate(costs)
+        own, count, world = costs[index], len(costs[index]), self.problem.world_size
+        rows = []
+        for other in range(self.num_maxima):
+            both = (shards[:, full] > 0) & (shards[:, other] > 0)
+            if other == full or not both.any():
+                continue
+            highest = float((shards[both, other] / shards[both, full]).max())
+            for rate in (share * highest for share in CROWDED_RATES):
+                row = np.zeros(self.width)
+                beyond = np.add.reduceat(np.maximum(shards[:, other] - rate * shards[:, full], 0.0), starts)
+                row[: self.num_options] = self.total[:, other] - beyond
+                row[index] = self.total[index, other] - float((own[:, other] - rate * own[:, full]).sum())
+                row[self.num_options + other], row[self.num_options + full] = count - world, -count * rate
+                rows.append(row)
+        return rows
 
     def small_shards(self, limits_ms: Floats) -> Mask:
         """Options without a shard beyond the limits [maxima]; a table without such keeps its option of the smallest."""
