@@ -106,11 +106,12 @@ class _Search:
             relaxation = program.solve()
             if relaxation.bound_ms is None:
                 raise Infeasible(proven=True)
+            self.state.bound = relaxation.bound_ms
             if program.crowd(relaxation):
                 relaxation = program.solve()
                 if relaxation.bound_ms is None:
                     raise Infeasible(proven=True)
-            self.state.bound = relaxation.bound_ms
+                self.state.bound = relaxation.bound_ms
             for assignment in warm_starts:
                 self.state.offer("warm start", assignment)
             torchrec = try_proposals(
