@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.planner.search import restarts
-from pipeline.planner.search.annealing import EVEN_LOADS, Annealing
+from pipeline.planner.search.annealing import EVEN_LOADS, MANY_RANKS, NEAREST, Annealing, pack
 from pipeline.planner.search.incumbent import SearchConfig
 from pipeline.planner.search.portfolio import search
 from pipeline.planner.search.problem import Rule, SearchProblem, loads, score, violations
@@ -115,3 +115,11 @@ def test_annealing_in_vain_ends_sooner_where_the_integer_program_is_easy_and_the
     config = replace(WITHOUT, anneal_moves=1000, easy_variables=easy_variables)
     found = search(uneven(tightness), config)
     assert len(begun) == tries and begun[0] <= begun[-1] and found.winner != "annealing"
+
+
+def test_on_many_ranks_tables_alike_in_cost_are_known() -> None:
+    tables = [[single([float(cost), 1.0], 1)] for cost in range(100)]
+    few, many = (pack(problem_of(tables, ranks, 200.0), "critical_path") for ranks in (MANY_RANKS, 2 * MANY_RANKS))
+    assert few.alike.shape == (100, 0) and many.alike.shape == (100, NEAREST)
+    assert set(many.alike[50]) == set(range(50 - NEAREST // 2, 51 + NEAREST // 2)) - {50}
+    assert (many.alike != np.arange(100)[:, None]).all()

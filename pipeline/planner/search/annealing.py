@@ -14,6 +14,9 @@ import numpy as np
 from pipeline.planner.search.problem import Assignment, Floats, Ranks, Rule, SearchProblem
 from pipeline.planner.search.ranks import project
 
+MANY_RANKS = 64  # beyond it two tables drawn at random hardly ever change ranks for the better
+MOST_TABLES = 5000  # that are compared with each other
+NEAREST = 32  # tables alike in cost, of each
 LEVELS = 60  # of the temperature
 
 
@@ -26,6 +29,9 @@ class Schedule(NamedTuple):
 
 
 EVEN_LOADS = Schedule((30.0, 6000.0), (7e-4, 3.5e-6), (1.0, 50.0))
+COOL = Schedule(
+    (300.0, 10_000.0), (7e-5, 1e-6), (1.0, 50.0)
+)  # for many ranks, where hot ones end no better for far more moves
 FULL_RANKS = Schedule((20.0, 600.0), (1e-2, 1e-4), (1.0, 10.0))  # hot enough to pack anew what lies on ranks
 
 
@@ -47,6 +53,7 @@ class Packed(NamedTuple):
     capacity: Floats  # [R, M]
     host_capacity: Floats  # [H, M]
     latency: Floats  # [K]
+    alike: Ranks  # [T, N] the tables nearest in cost, N is 0 where they are not known
 
 
 class Laid(NamedTuple):
@@ -196,7 +203,28 @@ def pack(problem: SearchProblem, objective: str) -> Packed:
         if caps is None
         else np.array(caps, dtype=float),
         latency=np.array(list(kinds.values()), dtype=float),
+        alike=_alike(problem, objective),
     )
+
+
+def _alike(problem: SearchProblem, objective: str) -> Ranks:
+    """[T, N]: of each table those whose free options of one shard cost most nearly the same."""
+    count = len(problem.tables)
+    if problem.world_size <= MANY_RANKS or not NEAREST < count <= MOST_TABLES:
+        return np.zeros((count, 0), dtype=np.int64)
+    costs = []
+    for options in problem.tables:
+        free = [project(option, objective) for option in options if option.num_shards == 1] or [
+            project(option, objective).mean(axis=0, keepdims=True) for option in options
+        ]
+        costs.append(min(free, key=lambda cost: float(cost.sum()))[0])
+    vectors = np.array(costs)
+    near = np.zeros((count, NEAREST), dtype=np.int64)
+    for table in range(count):
+        distance = np.abs(vectors - vectors[table]).sum(axis=1)
+        distance[table] = np.inf
+        near[table] = np.argsort(distance, kind="stable")[:NEAREST]
+    return near
 
 
 def _no_change(packed: Packed, widest: int) -> Change:

@@ -22,6 +22,7 @@ SWAP, MOVE, SHARD_OTHERWISE = (
     0.70,
     0.90,
 )  # a change is one of these below its number; else two tables exchange options
+ALIKE = 0.7  # of the swaps: between tables alike in cost
 TINY = 1e-9  # of a sum of powers: less may be rounding once its largest part is taken away
 LEAST = 1e-50  # what a sum may be multiplied by at least
 LARGEST_EXPONENT = 300.0
@@ -128,12 +129,24 @@ def _free_shard(index, change, laid, packed, seed):  # type: ignore[no-untyped-d
 
 
 @part()
+def _shard_alike(change, laid, packed, seed):  # type: ignore[no-untyped-def]
+    """A free shard of a table that is like the change's first one; -1: it has none that is free."""
+    table = packed.alike[change.tables[0], _below(packed.alike.shape[1], seed)]
+    option = laid.choices[table]
+    if not _is_free(option, packed):
+        return int64(-1)
+    _keep(1, table, change, laid, packed)
+    return _below(_num_shards(option, packed), seed)
+
+
+@part()
 def _swap(change, laid, packed, local, seed):  # type: ignore[no-untyped-def]
-    """Free shards of two tables change ranks."""
-    one, other = (
-        _free_shard(0, change, laid, packed, seed),
-        _free_shard(1, change, laid, packed, seed),
-    )
+    """Free shards of two tables change ranks; at times the tables are alike in cost, for the loads then change little."""
+    one = _free_shard(0, change, laid, packed, seed)
+    if one >= 0 and packed.alike.shape[1] > 0 and _random(seed) < ALIKE:
+        other = _shard_alike(change, laid, packed, seed)
+    else:
+        other = _free_shard(1, change, laid, packed, seed)
     if one < 0 or other < 0 or change.tables[0] == change.tables[1]:
         return False
     rank, there = change.ranks[0, one], change.ranks[1, other]

@@ -5,7 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 from pipeline.planner.search import exact
-from pipeline.planner.search.annealing import EVEN_LOADS, FULL_RANKS, Schedule, can_anneal, improve_by_annealing
+from pipeline.planner.search.annealing import (
+    COOL,
+    EVEN_LOADS,
+    FULL_RANKS,
+    MANY_RANKS,
+    Schedule,
+    can_anneal,
+    improve_by_annealing,
+)
 from pipeline.planner.search.incumbent import HOPE, Incumbent
 from pipeline.planner.search.local_search import PROVEN
 from pipeline.planner.search.neighbourhoods import improve_by_programs
@@ -20,7 +28,7 @@ from pipeline.planner.search.relaxation import Relaxation
 WORTH_PROGRAMS = 0.02  # a gap from which on programs over a few ranks are tried
 PROGRAMS_ANYHOW = 3  # times that they begin from a choice that does not fit, each by another seed, until one fits
 MOVES_EACH = 60_000  # of annealing, for each table and rank; twice as many for even loads after a time in vain
-MANY_RANKS = 64  # from here on a table that goes to every rank takes so long that fewer moves are made
+ALL_MOVES = 128  # ranks; with more, a table that goes to every rank takes so long that fewer moves are made
 ANNEALINGS = 8  # times that annealing begins at most
 ENOUGH_IN_VAIN = 3  # of them in a row: then it ends; one where the integer program of the whole problem is easy and memory is not scarce
 ANNEALED_SHARE = 0.9  # of all seconds, until when
@@ -45,6 +53,7 @@ class Restarts:
         is_easy = (
             self.state.best is not None and exact.count_variables(self.state.small) <= self.state.config.easy_variables
         )
+        even = COOL if self.state.problem.world_size > MANY_RANKS else EVEN_LOADS
         in_vain, enough = 0, 1 if is_easy and not overfull else ENOUGH_IN_VAIN
         for attempt in range(ANNEALINGS if self.annealed else 0):
             hot = overfull and attempt % 2 == int(self.state.has_patterns and self.state.best is not None)
@@ -55,13 +64,13 @@ class Restarts:
             if hot:
                 self._anneal(start, relaxation, FULL_RANKS, attempt, self._num_moves())
             else:
-                self._anneal(start, relaxation, EVEN_LOADS, attempt, self._num_moves() * 2**in_vain)
+                self._anneal(start, relaxation, even, attempt, self._num_moves() * 2**in_vain)
             in_vain = 0 if self.state.best_value < before * (1 - LEAST_GAIN) else in_vain + 1
 
     def _num_moves(self) -> int:
         world = self.state.problem.world_size
         moves = min(self.state.config.anneal_moves, MOVES_EACH * len(self.state.problem.tables) * world)
-        return int(moves * min(1.0, MANY_RANKS / world))
+        return moves if world <= ALL_MOVES else int(moves * MANY_RANKS / world)
 
     def _anneal(self, start: Assignment, relaxation: Relaxation, schedule: Schedule, attempt: int, moves: int) -> None:
         config = self.state.config
