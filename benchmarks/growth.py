@@ -6,8 +6,8 @@
 Each point is a process of its own (benchmarks/growth_stages.py) and costs CPU-seconds, which others on the machine move less than
 the clock, and peak memory. The exponent is that of the last two sizes with the cost of the first taken off all of them,
 log((c2 - c0) / (c1 - c0)) / log((n2 - n0) / (n1 - n0)): a start costs the same at every size (n0 is the cheapest size). `flat` is a cost that grew by less
-than a quarter from the first size to the last. With --repeats a stage's sizes take turns, and of each point the least CPU-seconds and the least memory count:
-what else the machine does adds to both, and an exponent is made of differences. Points are kept in --output one by one, and those that are there are not run
+than a quarter from the first size to the last. With --repeats a stage's sizes take turns, and of each point the least CPU-seconds and the most memory count:
+what else the machine does adds to the first, and an exponent is made of differences. Points are kept in --output one by one, and those that are there are not run
 again. --folder takes up to 25 GB for all of it; --most leaves out larger sizes.
 """
 
@@ -60,17 +60,17 @@ def run(stages: list[str], folder: Path, output: Path, most: int | None, repeats
                 except subprocess.CalledProcessError as error:  # the others are worth having
                     print(f"{name:16}{size:>14,}  ended with {error.returncode}", flush=True)
                     break
-                points = with_least(read_points(output), found)
+                points = merged(read_points(output), found)
                 output.write_text(json.dumps([asdict(one) for one in points], indent=1))
                 print(f"{name:16}{size:>14,}{found.cpu_seconds:>12.3g} s{found.peak_mib:>10,.0f} MiB", flush=True)
 
 
-def with_least(points: list[Point], found: Point) -> list[Point]:
-    """`points` with the least cost of each of both where there is one of the same stage and size, else with `found` behind them."""
+def merged(points: list[Point], found: Point) -> list[Point]:
+    """`points` with the least time and the most memory of both where one is of the same stage and size, else with `found` behind them."""
     same = [one for one in points if (one.stage, one.size) == (found.stage, found.size)]
     if not same:
         return [*points, found]
-    seconds, mib = min(same[0].cpu_seconds, found.cpu_seconds), min(same[0].peak_mib, found.peak_mib)
+    seconds, mib = min(same[0].cpu_seconds, found.cpu_seconds), max(same[0].peak_mib, found.peak_mib)
     return [replace(one, cpu_seconds=seconds, peak_mib=mib) if one is same[0] else one for one in points]
 
 
@@ -165,7 +165,7 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("growth.json"))
     parser.add_argument("--most", type=int, help="the largest size that is run")
-    parser.add_argument("--repeats", type=int, default=1, help="of each point, of which the least counts")
+    parser.add_argument("--repeats", type=int, default=1, help="of each point, of which the least time counts")
     parser.add_argument("--report", action="store_true", help="print what the output file holds")
     parser.add_argument("--picture", metavar="FILE", help="draw it, as SVG or PNG by the name's end")
     options: Any = parser.parse_args()

@@ -106,12 +106,12 @@ def test_growth_names_curves_that_are_steeper_than_they_may_be() -> None:
     assert "(!)" not in growth.report([*points[:2], growth.Point("save", 100, 1.0, 10.0)])
 
 
-def test_of_repeated_points_of_growth_the_least_time_and_the_least_memory_count() -> None:
+def test_of_repeated_points_of_growth_the_least_time_and_the_most_memory_count() -> None:
     points = [growth.Point("save", 1, 2.0, 50.0), growth.Point("load", 1, 9.0, 9.0)]
-    points = growth.with_least(points, growth.Point("save", 1, 3.0, 40.0))
-    points = growth.with_least(points, growth.Point("save", 2, 4.0, 60.0))
+    points = growth.merged(points, growth.Point("save", 1, 3.0, 40.0))
+    points = growth.merged(points, growth.Point("save", 2, 4.0, 60.0))
     assert points == [
-        growth.Point("save", 1, 2.0, 40.0),
+        growth.Point("save", 1, 2.0, 50.0),
         growth.Point("load", 1, 9.0, 9.0),
         growth.Point("save", 2, 4.0, 60.0),
     ]
