@@ -33,6 +33,7 @@ from pipeline.planner.limits import check_batch_fits_comms
 from pipeline.planner.planner import load_or_search_plan
 from pipeline.planner.record import PlanRecord
 from pipeline.planner.resolved_job import ResolvedJob, resolve_job
+from pipeline.planner.step_time.measurements import read_measurements
 from pipeline.planner.step_time.predict import StepCost
 from pipeline.planner.tier_slots import SlotChoice, choose_slots, room_for_tiers
 from pipeline.runtime.errors import PlanError, TrainingError, UserError
@@ -150,8 +151,12 @@ def build_task(resolved: ResolvedJob, device_type: str) -> TaskModel:
 
 
 def _step_cost(resolved: ResolvedJob, hardware: Hardware) -> StepCost:
-    from pipeline.training.predicted_step import step_cost  # it builds the task by this module
+    from pipeline.training.plan_outlook import calibration_warnings  # both build the task by this module
+    from pipeline.training.predicted_step import step_cost
 
+    calibration = resolved.job.hardware.calibration
+    for line in calibration_warnings(read_measurements(calibration) if calibration else None):
+        logger.warning("planning by the predicted step, but %s", line)
     return step_cost(resolved, hardware, torch.get_num_threads())
 
 

@@ -63,7 +63,7 @@ def outlook_of(job: PlanJob, planned: Planned) -> Outlook:
         room_bytes=room,
         num_samples=train.num_rows if train else None,
         price_per_hour=job.hardware.price_per_hour,
-        warnings=tuple(_warnings(measurements)),
+        warnings=tuple(calibration_warnings(measurements)),
         surroundings=tuple(around.lines),
     )
 
@@ -112,7 +112,8 @@ def threads_of(job: TrainJob, measurements: Measurements | None, local_ranks: in
     return asked or max(1, cores // local_ranks)
 
 
-def _warnings(measurements: Measurements | None) -> Iterator[str]:
+def calibration_warnings(measurements: Measurements | None) -> Iterator[str]:
+    """A line for each way in which the measurements are of another machine or version than this, or were disturbed; none without any."""
     if measurements is None:
         return
     for line in differences(measurements, this_machine(), these_versions()):

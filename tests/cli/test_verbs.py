@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,8 +162,11 @@ def test_a_word_too_many_names_what_the_command_takes() -> None:
         read_words(["exprot", "runs/q"], checkpoints.COMMANDS, "list")
 
 
-def test_checkpoints_takes_a_config_dir_in_two_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_takes_a_config_dir_in_two_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once the folder was taken for a run, and the run for a word too many."""
+    monkeypatch.setattr(sys, "argv", [*sys.argv])  # which a verb sets, and commands that are printed later read
     with pytest.raises(SystemExit) as stop:
         top.main(["checkpoints", "--config-dir", str(tmp_path), "runs/absent"])
     assert stop.value.code == 2 and "runs/absent/checkpoints" in capsys.readouterr().err

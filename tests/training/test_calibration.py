@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from pipeline.planner.step_time.hardware_file import hardware_yaml
 from pipeline.planner.step_time.measurements import Conditions, Machine, Measurement, Measurements
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.training import assembly, predicted_step
 from pipeline.training.calibration.clock import Bench, fastest
 from pipeline.training.calibration.job_steps import JobSteps
 from pipeline.training.calibration.jobs import SmallJob
@@ -128,3 +131,16 @@ def test_a_norm_over_all_ranks_is_recorded_on_ranks_that_train_as_where_a_plan_i
     alone = [each.name for each in record_layers(job.resolve(2), 16, 2, "cpu").operations]
     assert "native_batch_norm" in alone
     assert ranks.run(2, _recorded_names) == [alone, alone]
+
+
+def test_training_says_that_a_plan_goes_by_another_machines_calibration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    of_another = made_up_machine("2x1")
+    path = tmp_path / "measured.json"
+    path.write_text(replace(of_another, machine=replace(of_another.machine, cores=999)).to_json())
+    monkeypatch.setattr(predicted_step, "step_cost", lambda *_: "cost")
+    job = SimpleNamespace(job=SimpleNamespace(hardware=SimpleNamespace(calibration=str(path))))
+    with caplog.at_level("WARNING", logger="pipeline"):
+        assert assembly._step_cost(cast(Any, job), cast(Any, None)) == "cost"
+    assert "planning by the predicted step, but" in caplog.text and "measured on 999 x" in caplog.text
