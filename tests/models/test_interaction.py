@@ -172,3 +172,18 @@ def test_wide_rows_in_bf16_are_onednns_where_the_cpu_multiplies_no_pairs(monkeyp
         assert interaction._suits_kernel(rows, torch.bfloat16) == has_pairs
     for by_torch, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, by_torch, rtol=2**-7, atol=0.02)
+
+
+@pytest.mark.skipif(_kernel() is None, reason="Numba is not installed")
+def test_a_step_does_not_ask_again_what_the_cpu_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLVM parses the host's features anew at each question: .13 ms, five times a step."""
+    import llvmlite.binding
+
+    rows = torch.randn(4, 3, 32, dtype=torch.bfloat16, requires_grad=True)
+    DotInteraction(3, has_dense=False)(None, rows).float().sum().backward()
+
+    def ask() -> None:
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", ask)
+    DotInteraction(3, has_dense=False)(None, rows).float().sum().backward()

@@ -6,6 +6,7 @@ bf16, of two rows that follow each other. The first factor then is uint16, bf16 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import llvmlite.binding
@@ -33,8 +34,12 @@ from pipeline.runtime.kernels.llvm_intrinsics import (
 DOT = "llvm.x86.avx512bf16.dpbf16ps.512"  # sums + the products of pairs, in fp32
 
 
+@cache
 def multiplies_bf16() -> bool:
-    """Whether this CPU has an instruction for products of bf16 pairs, beside others of this width."""
+    """Whether this CPU has an instruction for products of bf16 pairs, beside others of this width.
+
+    Asked once: LLVM parses the host's features anew each time, which takes as long as a kernel.
+    """
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16", False))
 
 
