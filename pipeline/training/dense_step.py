@@ -9,6 +9,7 @@ arithmetic, bit for bit, and writes the copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ def _step_copies(copies: Sequence[Bf16Copy], group: dict[str, Any], state: dict[
         if step not in known:
             known[step] = _numbers(group, step, is_adamw)
         numbers.append(known[step])
-    blocks = _blocks([copy.weight.numel() for copy in copies])
+    blocks = _blocks(tuple(copy.weight.numel() for copy in copies))
     arguments = blocks, np.array(rows, np.uint64), np.array(numbers, np.float32)
     with torch.profiler.record_function("Adam, bf16 copies"):
         on_all_threads(module.step_weights, arguments, len(blocks), LEAST_BLOCKS)
@@ -105,7 +106,8 @@ def _numbers(group: dict[str, Any], step: float, is_adamw: bool) -> list[float]:
     return [1 - beta1, beta2, 1 - beta2, root, group["eps"], size, l2, keep]
 
 
-def _blocks(counts: Sequence[int]) -> Array:
+@lru_cache(maxsize=8)  # which weights have gradients seldom changes from step to step
+def _blocks(counts: tuple[int, ...]) -> Array:
     """[n, 3]: a weight, a block's first number, and how many it has."""
     found = []
     for weight, count in enumerate(counts):
