@@ -22,6 +22,7 @@ from pipeline.runtime.errors import ConfigError, nearest
 TAKES_A_WORD = ("experiment", "source", "run", "artifact", "registry")  # what a word without a key is taken to be for
 # What Hydra's keys may not hold, and columns' names and patterns do: tables.cat_*.embedding_dim=8, tables.user id.embedding_dim=8
 SIGN = re.compile(r"[^A-Za-z0-9_.@/+~\-\[\]{}\"'$]")
+RANGE = re.compile(r"\{[^{}\[\],:'\"$\\]+\.\.[^{}\[\],:'\"$\\]+\}")  # source=clicks/dt={2026-11-01..2026-11-07}
 ENCODED = re.compile(r"__x([0-9a-f]+)__")
 
 
@@ -51,7 +52,7 @@ def _parse_word(parser: OverridesParser, word: str, keys: Iterable[str]) -> Over
         is_key = word.partition(".")[0] in keys
         raise ConfigError(f"{word!r} is no key=value; write {f'{word}=<value>' if is_key else named}")
     key = SIGN.sub(lambda sign: f"__x{ord(sign[0]):x}__", key)
-    plain = [f'{key}="{value}"'] if value == "," or not set(value) & set("[]{}'\"$,\\") else []
+    plain = [f'{key}="{value}"'] if value == "," or not set(RANGE.sub("", value)) & set("[]{}'\"$,\\") else []
     for text in [key + equals + value, *plain]:
         try:
             override = parser.parse_override(text)

@@ -121,7 +121,23 @@ def test_what_cannot_be_is_said_in_one_line_with_the_way_out(overrides: list[str
     assert "\n" not in str(failure.value) and "expecting" not in str(failure.value), "a parser's words"
 
 
-@pytest.mark.parametrize("text", ["a=b", "50%", "(x)", "ü", "a&b", "!", "<x>", ";", ",", "~/x", "a b"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a=b",
+        "50%",
+        "(x)",
+        "ü",
+        "a&b",
+        "!",
+        "<x>",
+        ";",
+        ",",
+        "~/x",
+        "a b",
+        "dt={2026-11-01..2026-11-07}/part-{1..8}.csv",
+    ],
+)
 def test_text_need_not_be_quoted_for_signs_that_a_parser_knows(text: str) -> None:
     job = load_config(TrainJob, [QUICKSTART, f"name={text}"])
     assert job.name == text
