@@ -2,9 +2,11 @@
 
     python -m benchmarks.ceilings [--presets quickstart kaggle_64] [--threads 2] [--output ceilings.json]
 
-The machine: matrix products in fp32 and bf16 of a DLRM's shapes, copying, and rows gathered at random from a table that
-no cache holds. A step: floating-point operations of the dense part (forward, and twice that backward) and bytes of the
-tables (each looked-up row read, its gradient read, each distinct row and its optimizer state read and written once).
+The machine: matrix products in fp32 and bf16 of a DLRM's shapes, copying, rows gathered at random from a table that
+no cache holds (into a block that is there already: making one takes longer than the rows), and copying as much as each preset's
+layers and their two moments are. A step: floating-point operations of the dense part (forward, and twice that backward), bytes of the
+tables (each looked-up row read, its gradient read, each distinct row and its optimizer state read and written once), and of
+Adam over the layers (weights and both moments read and written once).
 `limit` is their time one after the other at those rates: nothing here is slower than it, and what overlaps, caches hold
 or lower precision saves would go below it.
 """
@@ -29,6 +31,7 @@ from pipeline.runtime.kernels.products import gradient_of_inputs
 
 STATE_BYTES = 4  # row-wise Adagrad, a row
 FLOAT_BYTES = 4
+ADAM_NUMBERS = 3  # of each weight of the layers: itself and its two moments
 
 
 @dataclass
@@ -38,6 +41,7 @@ class Machine:
     bf16_gflops: float
     copy_gb_per_s: float  # read and written bytes together
     gather_gb_per_s: dict[int, float]  # by embedding dimension
+    adam_gb_per_s: dict[str, float]  # by preset: copying as much as Adam reads and writes there
 
 
 @dataclass
@@ -48,6 +52,11 @@ class Limit:
     dense_ms_fp32: float
     dense_ms_bf16: float
     table_ms: float
+    adam_mb: float
+    adam_ms: float
+
+    def total_ms(self, dense_ms: float) -> float:
+        return dense_ms + self.table_ms + self.adam_ms
 
 
 def best_seconds(work: Callable[[], object], repeats: int = 15) -> float:
@@ -62,40 +71,56 @@ def best_seconds(work: Callable[[], object], repeats: int = 15) -> float:
     return min(times)
 
 
-def measure_machine(dims: list[int]) -> Machine:
+def measure_machine(presets: list[str]) -> Machine:
     gflops = {}
     for dtype in (torch.float32, torch.bfloat16):
         left, right = torch.randn(2048, 512).to(dtype), torch.randn(512, 512).to(dtype)
         gflops[dtype] = 2 * 2048 * 512 * 512 / best_seconds(lambda a=left, b=right: gradient_of_inputs(a, b)) / 1e9
     left, right = torch.randn(2048, 512), torch.randn(512, 512)
     by_torch = 2 * 2048 * 512 * 512 / best_seconds(lambda: left @ right) / 1e9
-    source = torch.ones(64 << 20)
-    target = torch.empty_like(source)
-    copied = 2 * source.nbytes / best_seconds(lambda: target.copy_(source), 5) / 1e9
     gathered = {}
-    for dim in dims:
+    for dim in sorted({PRESETS[name].dim for name in presets}):
         table = torch.ones((512 << 20) // FLOAT_BYTES // dim, dim)
         ids = torch.randint(0, len(table), (100_000,))
-        gathered[dim] = (
-            ids.numel() * dim * FLOAT_BYTES / best_seconds(lambda t=table, i=ids: t.index_select(0, i)) / 1e9
-        )
-    return Machine(gflops[torch.float32], by_torch, gflops[torch.bfloat16], copied, gathered)
+        rows = torch.empty(len(ids), dim)
+        seconds = best_seconds(lambda t=table, i=ids, r=rows: torch.index_select(t, 0, i, out=r))
+        gathered[dim] = rows.nbytes / seconds / 1e9
+    adam = {name: copy_rate(int(adam_bytes(PRESETS[name])) // 2) for name in presets}
+    return Machine(
+        gflops[torch.float32], by_torch, gflops[torch.bfloat16], copy_rate(256 << 20, repeats=5), gathered, adam
+    )
+
+
+def copy_rate(num_bytes: int, repeats: int = 15) -> float:
+    """GB/s, read and written together."""
+    source = torch.ones(num_bytes // FLOAT_BYTES)
+    target = torch.ones_like(source)
+    return 2 * source.nbytes / best_seconds(lambda: target.copy_(source), repeats) / 1e9
+
+
+def layers(preset: Preset) -> list[tuple[int, int]]:
+    """Rows and columns of all weights but the tables."""
+    num_rows = len(preset.num_embeddings) + 1
+    crosses: list[tuple[int, int]] = []
+    if preset.dcn:
+        into_top = num_rows * preset.dim
+        crosses = 3 * 2 * [(into_top, 512)]
+    else:
+        into_top = preset.dim + num_rows * (num_rows - 1) // 2
+    return [*pairwise([NUM_DENSE, *preset.dense_layers]), *crosses, *pairwise([into_top, *preset.over_layers])]
 
 
 def dense_flop(preset: Preset) -> float:
     """Of a step: products alone, forward and the two of backward (the first layer has no gradient to hand on)."""
-    sizes = [NUM_DENSE, *preset.dense_layers]
-    bottom = [(a, b) for a, b in pairwise(sizes)]
     num_rows = len(preset.num_embeddings) + 1
-    if preset.dcn:
-        width = num_rows * preset.dim
-        middle, into_top = 3 * 2 * [(width, 512)], width
-    else:
-        middle, into_top = [(num_rows * num_rows, preset.dim)], preset.dim + num_rows * (num_rows - 1) // 2
-    sizes = [into_top, *preset.over_layers]
-    top = [(a, b) for a, b in pairwise(sizes)]
-    per_sample = 3 * sum(a * b for a, b in [*bottom, *middle, *top]) - NUM_DENSE * preset.dense_layers[0]
+    dots = 0 if preset.dcn else num_rows * num_rows * preset.dim
+    per_sample = 3 * (sum(a * b for a, b in layers(preset)) + dots) - NUM_DENSE * preset.dense_layers[0]
     return 2.0 * per_sample * preset.batch_size
+
+
+def adam_bytes(preset: Preset) -> float:
+    """Of a step: each weight of the layers and its two moments, read and written."""
+    return 2.0 * ADAM_NUMBERS * FLOAT_BYTES * sum(a * b for a, b in layers(preset))
 
 
 def table_bytes(preset: Preset) -> float:
@@ -111,10 +136,10 @@ def table_bytes(preset: Preset) -> float:
 
 def limit_of(name: str, machine: Machine) -> Limit:
     preset = PRESETS[name]
-    flop, moved = dense_flop(preset), table_bytes(preset)
+    flop, moved, adam = dense_flop(preset), table_bytes(preset), adam_bytes(preset)
     return Limit(
         name, flop / 1e9, moved / 1e6, flop / machine.fp32_gflops / 1e6, flop / machine.bf16_gflops / 1e6,
-        moved / machine.gather_gb_per_s[preset.dim] / 1e6,
+        moved / machine.gather_gb_per_s[preset.dim] / 1e6, adam / 1e6, adam / machine.adam_gb_per_s[name] / 1e6,
     )  # fmt: skip
 
 
@@ -125,7 +150,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    machine = measure_machine(sorted({PRESETS[name].dim for name in options.presets}))
+    machine = measure_machine(options.presets)
     print(f"{cpu_name()}, {options.threads} thread(s), torch {torch.__version__}")
     print(
         f"matrix products  {machine.fp32_gflops:,.0f} GFLOP/s fp32 (torch's own {machine.torch_fp32_gflops:,.0f}), "
@@ -137,8 +162,8 @@ def main() -> None:
     for one in limits:
         print(
             f"{one.preset:<12}{one.dense_gflop:>7.2f} GFLOP {one.dense_ms_fp32:>7.1f} ms fp32 {one.dense_ms_bf16:>6.1f} bf16"
-            f"{one.table_mb:>8.1f} MB of tables {one.table_ms:>6.1f} ms   limit {one.dense_ms_fp32 + one.table_ms:>6.1f} ms fp32"
-            f"{one.dense_ms_bf16 + one.table_ms:>7.1f} bf16"
+            f"{one.table_mb:>8.1f} MB of tables {one.table_ms:>6.1f} ms{one.adam_mb:>8.1f} MB of Adam {one.adam_ms:>5.1f} ms"
+            f"   limit {one.total_ms(one.dense_ms_fp32):>6.1f} ms fp32{one.total_ms(one.dense_ms_bf16):>7.1f} bf16"
         )
     if options.output:
         about = {"date": datetime.now(UTC).isoformat(), "cpu": cpu_name(), "threads": options.threads}
