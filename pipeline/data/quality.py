@@ -56,10 +56,14 @@ def log_losses_of_scores(scores: Floats, labels: NDArray[np.floating]) -> Floats
     return losses
 
 
-def normalized_entropy(losses: Floats, labels: NDArray[np.number]) -> float:
-    """Of the log losses [n] of rows with these labels; NaN where all labels are alike."""
-    rate = float(labels.mean()) if len(labels) else math.nan
-    return float(losses.mean() / binary_entropy(rate)) if 0.0 < rate < 1.0 else math.nan
+def normalized_entropy(
+    losses: Floats, labels: NDArray[np.number], weights: NDArray[np.floating] | None = None
+) -> float:
+    """Of the log losses [n] of rows with these labels and weights, 1 each by default; NaN where all labels are alike."""
+    if not len(labels):
+        return math.nan
+    rate, loss = (float(np.average(values, weights=weights)) for values in (labels, losses))
+    return float(loss / binary_entropy(rate)) if 0.0 < rate < 1.0 else math.nan
 
 
 def binary_entropy(rate: float) -> float:

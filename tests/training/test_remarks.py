@@ -24,7 +24,7 @@ from pipeline.runtime.errors import ServingError
 from pipeline.runtime.storage.manifest import read_sealed, seal_manifest
 from pipeline.serving.artifact.certificate import excesses
 from pipeline.serving.artifact.export_run import export
-from pipeline.serving.artifact.task_quality import LabelledRows, Quality, compare
+from pipeline.serving.artifact.task_quality import LabelledRows, Quality, compare, quality
 from pipeline.training import evaluate_run
 from pipeline.training import run as train_module
 from pipeline.training.evaluate_run import EvaluateSummary, evaluate
@@ -66,11 +66,21 @@ def test_what_is_not_finite_is_null_in_a_manifest_and_fails_a_gate(tmp_path: Pat
     (tmp_path / "manifest.json").write_text(text)
     assert read_sealed(str(tmp_path / "manifest.json")) == {"a": [None, {"b": None}], "c": 1.5}
     scores, nothing = np.array([[0.2], [0.3]]), np.zeros((2, 1))
-    rows = LabelledRows([Target("click")], nothing, np.ones((2, 1), np.bool_))
+    rows = LabelledRows([Target("click")], nothing, np.ones((2, 1)))
     parity = compare(scores, scores, rows, [Quality(math.nan, math.nan)])
     (line,) = excesses({"test": parity}, ParityConfig())
     assert mentions(line, "test undefined 2 rows max_ne_increase max_auc_decrease parity.splits")
     assert "prepare" in excesses({"validation": parity}, ParityConfig())[0]
+
+
+def test_a_certificate_weighs_rows_as_an_evaluation_does() -> None:
+    scores, labels = np.array([0.2, 0.7, 0.4, 0.9]), np.array([0.0, 1.0, 1.0, 0.0])
+    repeated = [0, 1, 1, 1, 2]  # what weights of 1, 3, 1 and 0 mean
+    for kind in ("binary", "regression"):
+        weighted = quality(kind, scores, labels, np.array([1.0, 3.0, 1.0, 0.0]))
+        plain = quality(kind, scores[repeated], labels[repeated], np.ones(5))
+        assert weighted.ne == pytest.approx(plain.ne, rel=1e-12)
+        assert math.isnan(quality(kind, scores, labels, np.zeros(4)).ne)
 
 
 def test_of_several_labels_each_that_is_of_one_kind_is_named_with_its_rows(tmp_path: Path) -> None:

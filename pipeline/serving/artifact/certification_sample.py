@@ -27,15 +27,15 @@ BATCH_ROWS = 2048
 @dataclass(frozen=True)
 class SampleBatch:
     """dense [batch, num_dense] float32, values and offsets as a KeyedJaggedTensor has them, labels [batch, targets];
-    `real` [batch] bool: neither padding nor quarantined; `counts` [batch, targets] bool; `weights` of values, where ids have
-    some. `compose` makes of pooled parts what the layers take."""
+    `real` [batch] bool: neither padding nor quarantined; `sample_weights` [batch, targets] float32, 0 where a label does not
+    count; `weights` of values, where ids have some. `compose` makes of pooled parts what the layers take."""
 
     dense: torch.Tensor
     values: torch.Tensor
     offsets: torch.Tensor
     labels: torch.Tensor
     real: torch.Tensor
-    counts: torch.Tensor
+    sample_weights: torch.Tensor
     compose: Callable[[torch.Tensor], torch.Tensor] = lambda pooled: pooled
     weights: torch.Tensor | None = None
 
@@ -89,8 +89,8 @@ class Sample:
 def labelled_rows(batches: Iterable[SampleBatch], targets: Sequence[Target]) -> LabelledRows:
     """Of the real rows."""
     labels = torch.cat([batch.labels[batch.real] for batch in batches]).double().numpy()
-    counts = torch.cat([batch.counts[batch.real] for batch in batches]).numpy()
-    return LabelledRows(list(targets), labels, counts)
+    weights = torch.cat([batch.sample_weights[batch.real] for batch in batches]).double().numpy()
+    return LabelledRows(list(targets), labels, weights)
 
 
 def scores_of_targets(outputs: torch.Tensor, targets: Sequence[Target]) -> NDArray[np.float64]:
@@ -121,7 +121,7 @@ def read_sample(
         for batch in source:
             real = batch.is_present & (torch.arange(batch.batch_size) < left)
             labels, weights = (part.view(batch.batch_size, -1) for part in (batch.labels, batch.sample_weights))
-            labelled = labels, real, weights > 0
+            labelled = labels, real, weights
             sparse = batch.sparse_features
             if sparse.keys() != keys:
                 sparse = sparse.permute([sparse.keys().index(key) for key in keys])

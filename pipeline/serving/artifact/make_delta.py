@@ -286,14 +286,15 @@ class Publisher:
         """Of what the predictor scores now, of the main label, on the first rows of the validation split."""
         if self._batches is None:
             self._batches = list(_validation_batches(source, self._job.delta_gate.max_rows))
-        scores, labels = [], []
+        scores, labels, weights = [], [], []
         for batch in self._batches:
-            real = (batch.is_present & (batch.sample_weights.view(batch.batch_size, -1)[:, 0] > 0)).numpy()
+            real = batch.is_present.numpy()
             found = self._predictor.score_batch(batch.dense_features, batch.sparse_features).view(batch.batch_size, -1)
             scores.append(found[:, 0].double().numpy()[real])
             labels.append(batch.labels.view(batch.batch_size, -1)[:, 0].double().numpy()[real])
+            weights.append(batch.sample_weights.view(batch.batch_size, -1)[:, 0].double().numpy()[real])
         target = source.trained.targets[0]
-        return quality(target.kind, np.concatenate(scores), np.concatenate(labels)).ne
+        return quality(target.kind, *map(np.concatenate, (scores, labels, weights))).ne
 
     def _commit(self, draft: Delta, patches: list[Patch], contents: dict[str, bytes]) -> Delta:
         """Raises FileExistsError where another publisher was quicker."""

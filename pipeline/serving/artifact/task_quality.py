@@ -17,11 +17,11 @@ Floats = NDArray[np.float64]
 
 
 class LabelledRows(NamedTuple):
-    """labels [rows, targets] float64, and which of them count [rows, targets]."""
+    """labels [rows, targets] float64, and what each of them weighs [rows, targets] float64: 0 where it does not count."""
 
     targets: list[Target]
     labels: Floats
-    counts: NDArray[np.bool_]
+    weights: Floats
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,33 @@ class Parity:
         return values | ({"tasks": {name: each.as_dict() for name, each in self.tasks.items()}} if self.tasks else {})
 
 
-def quality(kind: str, scores: Floats, labels: Floats) -> Quality:
-    """scores, labels [rows]; of binary labels scores within (0, 1)."""
+def quality(kind: str, scores: Floats, labels: Floats, weights: Floats) -> Quality:
+    """scores, labels, weights [rows]; of binary labels scores within (0, 1).
+
+    As `evaluate` measures: rows of weight 0 are left out, ne is weighted, and auc counts each other row once.
+    """
+    counted = weights > 0
+    scores, labels, weights = scores[counted], labels[counted], weights[counted]
     if kind == "binary":
-        return Quality(normalized_entropy(log_losses_of_scores(scores, labels), labels), auc(scores, labels))
-    variance = float(labels.var()) if len(labels) else 0.0
-    return Quality(float(np.square(scores - labels).mean()) / variance if variance else math.nan, math.nan)
+        return Quality(normalized_entropy(log_losses_of_scores(scores, labels), labels, weights), auc(scores, labels))
+    variance = _variance(labels, weights)
+    squared_error = float(np.average(np.square(scores - labels), weights=weights)) if variance else math.nan
+    return Quality(squared_error / variance if variance else math.nan, math.nan)
+
+
+def _variance(labels: Floats, weights: Floats) -> float:
+    """0 where no row has a weight above 0."""
+    if not weights.any():
+        return 0.0
+    return float(np.average(np.square(labels - np.average(labels, weights=weights)), weights=weights))
 
 
 def qualities(rows: LabelledRows, scores: Floats) -> list[Quality]:
     """scores [rows, targets]; each target on the rows that count for it."""
-    found = []
-    for number, target in enumerate(rows.targets):
-        counts = rows.counts[:, number]
-        found.append(quality(target.kind, scores[counts, number], rows.labels[counts, number]))
-    return found
+    return [
+        quality(target.kind, scores[:, number], rows.labels[:, number], rows.weights[:, number])
+        for number, target in enumerate(rows.targets)
+    ]
 
 
 def compare(model: Floats, artifact: Floats, rows: LabelledRows, of_model: Sequence[Quality]) -> Parity:
@@ -79,7 +91,7 @@ def compare(model: Floats, artifact: Floats, rows: LabelledRows, of_model: Seque
     for number, (target, before, now) in enumerate(zip(rows.targets, of_model, qualities(rows, artifact), strict=True)):
         difference = np.abs(artifact[:, number] - model[:, number])
         if target.kind != "binary":
-            difference = difference / (rows.labels[rows.counts[:, number], number].std() or 1.0)
+            difference = difference / (math.sqrt(_variance(rows.labels[:, number], rows.weights[:, number])) or 1.0)
         largest, mean = (float(difference.max()), float(difference.mean())) if len(difference) else (0.0, 0.0)
         found[target.name] = Parity(
             len(difference), largest, mean, now.ne, now.ne - before.ne, now.auc, now.auc - before.auc
