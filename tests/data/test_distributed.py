@@ -81,7 +81,9 @@ def config_of(path: Path | str, **settings: object) -> DataConfig:
     return DataConfig(**{**given, **settings})  # type: ignore[arg-type]
 
 
-def both_ways(tmp_path: Path, sources: list[Source], partitions: Sequence[int], **settings: object) -> None:
+def assert_same_bytes_both_ways(
+    tmp_path: Path, sources: list[Source], partitions: Sequence[int], **settings: object
+) -> None:
     expected_at = tmp_path / "embedded"
     limits = Resources(1 << 30, 2, str(tmp_path / "embedded.staging"))
     expected, _ = prepare_dataset(config_of(expected_at, **settings), sources, limits)
@@ -112,4 +114,6 @@ def test_bytes_are_those_of_the_embedded_engine(
         monkeypatch.setattr(runs, "MEMORY_A_BYTE", 1 << 40)
     for number, (rows, bad) in enumerate([(150, 3), (0, 0), (90, 0)]):
         write_rows(tmp_path / "raw" / f"part_{number}.csv", rows, seed=number, bad=bad)
-    both_ways(tmp_path, find_sources(str(tmp_path / "raw")), (1, 5) if name == "row_range" else (3,), **settings)
+    assert_same_bytes_both_ways(
+        tmp_path, find_sources(str(tmp_path / "raw")), (1, 5) if name == "row_range" else (3,), **settings
+    )

@@ -120,13 +120,13 @@ def test_every_import_in_the_pages_is_there(page: Path) -> None:
 
 @pytest.mark.parametrize("page", FIRST_PAGES)
 def test_commands_of_the_first_pages_compose(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compose_all(REPOSITORY / page, tmp_path, monkeypatch) >= 5
+    assert assert_all_compose(REPOSITORY / page, tmp_path, monkeypatch) >= 5
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("page", [page for page in PAGES if name_of(page) not in FIRST_PAGES], ids=name_of)
 def test_all_commands_compose(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compose_all(page, tmp_path, monkeypatch)
+    assert_all_compose(page, tmp_path, monkeypatch)
 
 
 def test_decisions_are_numbered_one_by_one_and_named_by_a_number_that_there_is() -> None:
@@ -149,7 +149,7 @@ def test_every_page_is_in_the_index() -> None:
     assert [name for name in examples if f"(../examples/{name})" not in index] == []
 
 
-def compose_all(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+def assert_all_compose(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Compose each command of a page to its job, in a folder with the config files that the pages write."""
     write_files(folder)
     monkeypatch.chdir(folder)

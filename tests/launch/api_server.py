@@ -137,7 +137,7 @@ def left_out(sent: Any, kept: Any, path: str = "") -> list[str]:
     return []
 
 
-def accepted(api: ApiServer, manifest: Manifest) -> Manifest:
+def assert_accepted(api: ApiServer, manifest: Manifest) -> Manifest:
     """What the server made of it. An old one gets a CronJob as batch/v1beta1, which is all that it has."""
     if manifest["kind"] == "CronJob" and api.minor < 21:
         manifest = {**manifest, "apiVersion": "batch/v1beta1"}

@@ -55,7 +55,7 @@ def as_pod(template: Manifest) -> Manifest:
     }
 
 
-def validate(manifest: Manifest) -> None:
+def assert_valid(manifest: Manifest) -> None:
     """Raises for what the schemas refuse, or what only a server would."""
     key = manifest["apiVersion"].partition("/")[0], manifest["kind"]
     if key in OTHERS:

@@ -22,7 +22,7 @@ from launch.kubernetes import render_job
 from launch.kubernetes_cronjob import CronJobOptions, render_cronjob
 from launch.kubernetes_options import KubernetesOptions
 from launch.workload import Where, Workload, make_workload
-from tests.launch.api_server import ApiServer, accepted, left_out
+from tests.launch.api_server import ApiServer, assert_accepted, left_out
 from tests.launch.manifests import as_pod, pod_templates, read
 
 pytestmark = pytest.mark.campaign
@@ -53,9 +53,9 @@ def test_the_server_takes_jobs_cronjobs_and_their_pods(api: ApiServer, j: str, o
         *read(render_cronjob(workload, "*/15 0-6 1,15 * 1-5", CronJobOptions(**options, **cron))),
     ]
     for manifest in manifests:
-        accepted(api, manifest)
+        assert_accepted(api, manifest)
         for template in pod_templates(manifest):
-            accepted(api, as_pod(template))  # a template is checked less than a pod
+            assert_accepted(api, as_pod(template))  # a template is checked less than a pod
 
 
 @pytest.mark.parametrize("kind", ["jobset", "volcano"])
@@ -70,7 +70,7 @@ def test_the_server_takes_kinds_of_others_by_their_published_definitions(
         for template in pod_templates(job):
             container = template["spec"]["containers"][0]
             container["command"] = [word or "-" for word in container["command"]]
-    accepted(published, job)
+    assert_accepted(published, job)
     pod_templates(job)[0]["spec"]["contaners"] = ["sh"]
     status, answer = published.try_out(job)
     assert status != 201 or left_out(job, answer)  # an old server drops what it does not know
@@ -124,7 +124,7 @@ def test_the_server_refuses_what_it_should(api: ApiServer, path: str, value: Any
     for key in walk:
         inner = inner[key]
     inner[last] = value
-    accepted(api, cronjob)
+    assert_accepted(api, cronjob)
     if api.minor < 21:
         changed["apiVersion"] = "batch/v1beta1"
     assert api.try_out(changed)[0] in (400, 422)

@@ -18,7 +18,7 @@ import yaml
 from launch.chain import render_chain
 from launch.render import render
 from launch.schedule import schedule
-from tests.launch.api_server import ApiServer, Manifest, accepted
+from tests.launch.api_server import ApiServer, Manifest, assert_accepted
 from tests.launch.manifests import as_pod, pod_templates, read
 from tests.launch.test_chain import TWO_NODES
 from tests.launch.test_kubernetes import FULL, PLACE
@@ -81,14 +81,14 @@ def test_the_server_takes_all_that_is_printed(cluster: ApiServer, name: str) -> 
     for manifest in found:
         if not cluster.serves(manifest):
             pytest.skip(f"KUBE_CRDS has no definition of {manifest['apiVersion']} {manifest['kind']}")
-        accepted(cluster, manifest)
+        assert_accepted(cluster, manifest)
 
 
 def test_the_server_takes_what_a_patch_made(cluster: ApiServer, tmp_path: Path) -> None:
     (tmp_path / "patch.yaml").write_text(PATCH)
     words = ["train", *PLACE, *PLAIN, "--patch", str(tmp_path / "patch.yaml"), *TRAIN]
     for manifest in _everything_of(render("kubernetes", words)):
-        accepted(cluster, manifest)
+        assert_accepted(cluster, manifest)
     assert "topologySpreadConstraints" in str(manifest)
 
 
@@ -97,19 +97,19 @@ def test_the_server_takes_a_chain_of_argo_and_what_its_stages_create(cluster: Ap
     (workflow,) = read(render_chain(["argo", str(tmp_path / "chain.yaml"), "--queue", "ads"]))
     if not cluster.serves(workflow):
         pytest.skip("KUBE_CRDS has no definition of Argo's Workflow")
-    accepted(cluster, workflow)
+    assert_accepted(cluster, workflow)
     made = [each["resource"]["manifest"] for each in workflow["spec"]["templates"] if "resource" in each]
     assert len(made) == 4  # the JobSet; the Deployment, its Service and its PodDisruptionBudget
     for text in made:
         for manifest in _everything_of(text.replace("{{workflow.name}}", "clicks-x7k2p")):
-            accepted(cluster, manifest)
+            assert_accepted(cluster, manifest)
     assert cluster.try_out({**workflow, "spec": {**workflow["spec"], "entrypont": "dag"}})[0] == 400
 
 
 def test_the_server_takes_cron_jobs(cluster: ApiServer) -> None:
     words = ["--cron", "*/15 0-6 1,15 * 1-5", "--time-zone", "Europe/Berlin", *PLACE, "-j", "2x8", "--gpu", "8"]
     text = schedule("kubernetes", [*words, "--no-check-data", "--", "experiment=criteo_kaggle_dlrm", "source=clicks"])
-    kinds = [accepted(cluster, manifest)["kind"] for manifest in _everything_of(text)]
+    kinds = [assert_accepted(cluster, manifest)["kind"] for manifest in _everything_of(text)]
     assert kinds == ["Service", "CronJob", "Pod"]
 
 
@@ -120,7 +120,7 @@ def test_pods_may_run_where_only_restricted_ones_may(cluster: ApiServer, name: s
     pods = [as_pod(template) for manifest in read(text) for template in _templates(manifest)]
     for pod in pods:
         pod["metadata"]["namespace"] = "strict"
-        accepted(cluster, pod)
+        assert_accepted(cluster, pod)
         pod["spec"]["containers"][0]["securityContext"]["capabilities"] = {"add": ["SYS_ADMIN"]}
         status, answer = cluster.try_out(pod)
         assert status == 403 and "restricted" in answer["message"], answer
@@ -153,7 +153,7 @@ def test_the_server_refuses_a_planted_mistake(cluster: ApiServer, name: str, kin
     manifest = next(each for each in read(render(PRINTED[name][0], PRINTED[name][1:])) if each["kind"] == kind)
     if not cluster.serves(manifest):
         pytest.skip(f"KUBE_CRDS has no definition of {kind}")
-    accepted(cluster, manifest)
+    assert_accepted(cluster, manifest)
     changed = copy.deepcopy(manifest)
     inner: Any = changed
     *walk, last = path.split(".")

@@ -16,7 +16,7 @@ import yaml
 from launch.chain import read_chain, render_chain
 from launch.slurm import SlurmOptions, render_sbatch
 from tests.launch.crds import COMPOSE
-from tests.launch.manifests import _against_releases, as_pod, validate
+from tests.launch.manifests import _against_releases, as_pod, assert_valid
 from tests.support.messages import mentions
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "chain.yaml")
@@ -88,7 +88,7 @@ def test_argo_has_a_pod_a_stage_a_jobset_for_several_nodes_and_a_deployment_for_
         "{{workflow.name}}-train-node-0-0.{{workflow.name}}-train:29500" in text
     )  # pods of another run have another name
     jobset = yaml.safe_load(text.replace("{{workflow.name}}", "clicks-x7k2p"))
-    validate(jobset)
+    assert_valid(jobset)
     assert jobset["spec"]["suspend"] and jobset["metadata"]["name"] == "clicks-x7k2p-train"
     for name in ("serve", "serve-service", "serve-poddisruptionbudget"):
         _against_releases(yaml.safe_load(by_name[name]["resource"]["manifest"]))

@@ -13,7 +13,7 @@ from launch.render import render
 from launch.schedule import schedule
 from launch.workload import Where, Workload, make_workload
 from pipeline.runtime.errors import LaunchError
-from tests.launch.manifests import pod_templates, read, validate
+from tests.launch.manifests import assert_valid, pod_templates, read
 from tests.support.datasets import described_dataset
 from tests.support.messages import mentions, names
 
@@ -51,7 +51,7 @@ def test_on_slurm_each_node_is_a_task_that_comes_back_by_itself(data: str) -> No
 
 def test_on_kubernetes_pods_meet_by_their_jobs_own_number(data: str) -> None:
     service, job = read(render_job(_workload(data, "type=volume,src=claim,dst=/workspace"), KubernetesOptions()))
-    validate(job)
+    assert_valid(job)
     (template,) = pod_templates(job)
     (container,) = template["spec"]["containers"]
     command, uid = container["command"], container["env"][0]

@@ -18,7 +18,7 @@ from launch.render import render
 from launch.workload import Where, Workload, make_workload
 from pipeline.runtime.errors import LaunchError
 from pipeline.runtime.process.exit_codes import FINAL
-from tests.launch.manifests import as_pod, expand, pod_templates, read, validate
+from tests.launch.manifests import as_pod, assert_valid, expand, pod_templates, read
 from tests.support.datasets import described_dataset
 from tests.support.messages import mentions, names
 
@@ -70,7 +70,7 @@ FULL = [
 def test_manifests_hold_against_the_schemas(data: str, kind: str) -> None:
     one, two = _manifests(_workload(data), kind=kind), _manifests(_workload(data, "2x4"), kind=kind)
     for manifest in [*one, *two, *read(_with_all_options(data, kind))]:
-        validate(manifest)
+        assert_valid(manifest)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_manifests_hold_against_the_schemas(data: str, kind: str) -> None:
 )
 def test_every_verb_has_a_manifest(verb: str, words: list[str]) -> None:
     (job,) = read(render("kubernetes", [verb, *PLACE, "--no-check-data", "--", *words]))
-    validate(job)
+    assert_valid(job)
     assert _container(job)["command"][-len(words) :] == words
 
 
@@ -272,7 +272,7 @@ def test_another_attempt_has_names_of_its_own_and_the_same_run_folder(data: str)
 
 def test_a_service_goes_with_the_job_that_owns_it(data: str) -> None:
     service, job = _manifests(_workload(data, "2x4"), owner=UID)
-    validate(service)
+    assert_valid(service)
     assert service["metadata"]["ownerReferences"] == [
         {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": job["metadata"]["name"], "uid": UID}
     ]
@@ -302,7 +302,7 @@ def test_a_patch_is_merged_as_kubectl_merges_it(data: str, tmp_path: Path) -> No
     plain, changed = (_manifests(_workload(data, "2x4"), patch=path) for path in (None, str(tmp_path / "patch.yaml")))
     (service, job), (_, before) = changed, plain
     for manifest in changed:
-        validate(manifest)
+        assert_valid(manifest)
     assert service["metadata"]["annotations"] == {"c": "d"} and service["spec"] == plain[0]["spec"]
     assert job["spec"]["backoffLimit"] == 9 and "podFailurePolicy" not in job["spec"]
     pod = job["spec"]["template"]["spec"]
@@ -378,5 +378,5 @@ def test_the_validation_sees_mistakes(data: str, path: tuple[Any, ...], value: A
         inner = inner[key]
     inner[path[-1]] = value
     with pytest.raises((AssertionError, jsonschema.ValidationError)):
-        validate(job)
+        assert_valid(job)
     assert as_pod(pod_templates(job)[0])["spec"] is pod_templates(job)[0]["spec"]

@@ -21,7 +21,7 @@ from launch import components
 from launch.kubernetes_scheduler import KubernetesScheduler, create_scheduler
 from pipeline.training.sweep.jobs import SchedulerJobs
 from pipeline.training.sweep.pool import Pool, Training
-from tests.launch.manifests import pod_templates, read, validate
+from tests.launch.manifests import assert_valid, pod_templates, read
 
 PLACE = ["--image", "ours:1", "--cpu", "8", "--memMB", "16000"]
 NO_DATA = ["--check_data", "False", "--"]
@@ -54,7 +54,7 @@ def _request(argv: list[str], verb: str = "train", **cfg: Any) -> tuple[dict[str
 def test_every_component_becomes_a_job_of_volcano(verb: str) -> None:
     resource, shown = _request([*PLACE, *COMPONENTS[verb]], verb)
     assert read(shown) == [resource]
-    validate(resource)
+    assert_valid(resource)
     words = COMPONENTS[verb][COMPONENTS[verb].index("--") + 1 :]
     for template in pod_templates(resource):
         assert template["spec"]["containers"][0]["command"][-len(words) :] == words
@@ -94,7 +94,7 @@ def test_a_dry_run_needs_no_docker_and_no_cluster_and_a_run_without_one_ends_wit
     run, job = ["run", "-s", "kubernetes"], ["pipeline.train", *PLACE, *COMPONENTS["train"]]
     shown, refused = _torchx([*run, "--dryrun", *job], [*run, *job], installed=installed, folder=tmp_path)
     assert shown.code == 0 and mentions(shown.err, "data.path=") and len(shown.err.splitlines()) == 1
-    validate(yaml.safe_load(shown.out.partition("=== SCHEDULER REQUEST ===")[2]))
+    assert_valid(yaml.safe_load(shown.out.partition("=== SCHEDULER REQUEST ===")[2]))
     assert refused.code == 2 and "Traceback" not in refused.err
     assert mentions(refused.err.splitlines()[-1], "error: ")
 
@@ -131,7 +131,7 @@ def test_a_trial_of_a_sweep_is_a_job_of_volcano(tmp_path: Path) -> None:
     pool = Pool(1, jobs)
     pool.start(Training(f"{tmp_path}/trials/0007", words, f"{tmp_path}/trials/0007.log"))
     (resource,) = runner.resources
-    validate(resource)
+    assert_valid(resource)
     assert resource["metadata"]["namespace"] == "team" and resource["metadata"]["name"].startswith("rates-0007")
     assert pod_templates(resource)[0]["spec"]["containers"][0]["command"][-len(words) :] == words
     assert (tmp_path / "trials/0007.job").read_text() == "kubernetes://torchx/default:job-1\n"

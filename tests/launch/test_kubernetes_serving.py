@@ -12,7 +12,7 @@ import yaml
 
 from launch.render import render
 from pipeline.serving.http.metrics import ServerMetrics
-from tests.launch.manifests import NAME, _against_releases, as_pod, read, validate
+from tests.launch.manifests import NAME, _against_releases, as_pod, assert_valid, read
 from tests.support.messages import mentions
 
 MONITORING = Path(__file__).resolve().parents[2] / "launch" / "monitoring"
@@ -55,7 +55,7 @@ def test_a_server_is_scaled_by_latency_and_found_by_prometheus() -> None:
     assert (cpu["type"], latency["type"], latency["pods"]["target"]["averageValue"]) == ("Resource", "Pods", "20m")
     _against_releases(found["HorizontalPodAutoscaler"])
     monitor, service = found["ServiceMonitor"], found["Service"]
-    validate(monitor)
+    assert_valid(monitor)
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     (endpoint,) = monitor["spec"]["endpoints"]
     assert endpoint["port"] == service["spec"]["ports"][0]["name"] and endpoint["interval"] == "5s"
@@ -63,7 +63,7 @@ def test_a_server_is_scaled_by_latency_and_found_by_prometheus() -> None:
     assert "annotations" not in found["Deployment"]["spec"]["template"]["metadata"]  # one way to be found is enough
     monitor["spec"]["endpoints"][0]["intervall"] = "5s"
     with pytest.raises(jsonschema.ValidationError):
-        validate(monitor)
+        assert_valid(monitor)
 
 
 def test_the_adapter_makes_the_latency_of_what_the_server_counts() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.render import render
-from tests.launch.manifests import read, validate
+from tests.launch.manifests import assert_valid, read
 
 JOB = ("data=criteo_kaggle", "source=raw/day_*", "engine=ray")
 POD = ("--image", "registry/image:1", "--cpu", "8", "--memMB", "32000")
@@ -30,7 +30,7 @@ def test_slurm_starts_a_node_of_ray_on_every_host() -> None:
 
 def test_kubernetes_gets_a_ray_job_of_a_head_and_workers() -> None:
     (job,) = read(render("kubernetes", ["prepare", "-j", "3x1", *POD, "--max-retries", "2", "--", *JOB]))
-    validate(job)
+    assert_valid(job)
     cluster = job["spec"]["rayClusterSpec"]
     assert job["spec"]["entrypoint"] == "python -u -m pipeline.prepare data=criteo_kaggle 'source=raw/day_*' engine=ray"
     assert job["spec"]["shutdownAfterJobFinishes"] is True and job["spec"]["backoffLimit"] == 2

@@ -16,7 +16,7 @@ from launch.kubernetes_cronjob import CronJobOptions, render_cronjob
 from launch.schedule import main, schedule
 from launch.scrontab import ScrontabOptions, render_scrontab
 from launch.workload import Where, Workload, make_workload
-from tests.launch.manifests import expand, pod_templates, read, validate
+from tests.launch.manifests import assert_valid, expand, pod_templates, read
 from tests.support.messages import mentions
 
 HOURLY = "0 * * * *"
@@ -44,7 +44,7 @@ def test_a_cronjob_holds_against_the_schemas(contained: Workload) -> None:
     plain = _cronjob(contained)
     full = _cronjob(contained, time_zone="Europe/Berlin", queue="team-a", concurrency="Replace", deadline_s=0, start_within_s=60)  # fmt: skip
     for manifest in [*plain, *full]:
-        validate(manifest)
+        assert_valid(manifest)
     (_, cronjob), (_, other) = plain, full
     spec = cronjob["spec"]
     assert (spec["schedule"], spec["concurrencyPolicy"], spec["startingDeadlineSeconds"]) == (HOURLY, "Forbid", 600)

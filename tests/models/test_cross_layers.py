@@ -29,7 +29,7 @@ def fill(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def same(found: torch.Tensor, expected: torch.Tensor, inputs: torch.Tensor) -> None:
+def assert_same(found: torch.Tensor, expected: torch.Tensor, inputs: torch.Tensor) -> None:
     """Outputs and gradients."""
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     pull = torch.randn_like(found)
@@ -40,7 +40,7 @@ def same(found: torch.Tensor, expected: torch.Tensor, inputs: torch.Tensor) -> N
 def test_pair_products_are_the_dot_products_of_all_pairs(vectors: torch.Tensor) -> None:
     pairs = itertools.combinations(range(FEATURES), 2)
     expected = torch.stack([(vectors[:, i] * vectors[:, j]).sum(1) for i, j in pairs]).sum(0).unsqueeze(1)
-    same(pair_products(vectors), expected, vectors)
+    assert_same(pair_products(vectors), expected, vectors)
 
 
 @pytest.mark.parametrize("uses_kernel", [True, False])
@@ -49,7 +49,7 @@ def test_dots_without_dense_features_are_those_of_the_rows(vectors: torch.Tensor
     layer.uses_kernel = uses_kernel
     pairs = itertools.combinations(range(FEATURES), 2)
     expected = torch.stack([(vectors[:, i] * vectors[:, j]).sum(1) for i, j in pairs], dim=1)
-    same(layer(None, vectors), expected, vectors)
+    assert_same(layer(None, vectors), expected, vectors)
     assert layer.out_features == expected.shape[1]
 
 
@@ -64,7 +64,7 @@ def test_deepfm_adds_linear_terms_pairs_and_an_mlp() -> None:
         logit = row[:, -1].sum() + values @ weights["dense_term.weights"][:, 0] + weights["dense_term.bias"][0]
         logit = logit + sum((one * other).sum() for one, other in itertools.combinations(found, 2))
         logits.append(logit + torch.cat(found) @ weights["deep.weight"][0] + weights["deep.bias"][0])
-    same(layer(dense, rows), torch.stack(logits).unsqueeze(1), rows)
+    assert_same(layer(dense, rows), torch.stack(logits).unsqueeze(1), rows)
 
 
 @pytest.mark.parametrize("num_dense", [0, 2])
@@ -82,14 +82,14 @@ def test_gradients_of_rows_are_those_of_autograd_bit_for_bit(num_dense: int) -> 
         squares = squares + dense.square() @ fm.dense_vectors.square()
     pairs = (total.square() - squares).sum(dim=1, keepdim=True) / 2
     expected = pairs + weights.sum(dim=1, keepdim=True) + fm.dense_term(dense)
-    equal(fm(dense, rows), expected, rows, pull)
+    assert_equal_bits(fm(dense, rows), expected, rows, pull)
 
     inputs = FeatureInputs(FEATURES, num_dense, DIM, dense_as_vectors=True)
     deepfm = fill(FMAndDeep(inputs, num_dense, nn.Linear(inputs.width, 1)))
     own, flat = inputs(dense, vectors)
     products = (own.sum(dim=1).square().sum(dim=1, keepdim=True) - own.square().sum(dim=(1, 2))[:, None]) / 2
     linear = weights.sum(dim=1, keepdim=True) + deepfm.dense_term(dense)
-    equal(deepfm(dense, rows), deepfm.deep(flat) + products + linear, rows, pull)
+    assert_equal_bits(deepfm(dense, rows), deepfm.deep(flat) + products + linear, rows, pull)
 
 
 def test_linear_weights_count_so_many_times() -> None:
@@ -109,7 +109,7 @@ def test_linear_weights_count_so_many_times() -> None:
         torch.testing.assert_close(scaled(dense, rows), plain(dense, larger))
 
 
-def equal(found: torch.Tensor, expected: torch.Tensor, rows: torch.Tensor, pull: torch.Tensor) -> None:
+def assert_equal_bits(found: torch.Tensor, expected: torch.Tensor, rows: torch.Tensor, pull: torch.Tensor) -> None:
     """To the last bit."""
     assert torch.equal(found, expected)
     gradients = [torch.autograd.grad(value, rows, pull, retain_graph=True)[0] for value in (found, expected)]
@@ -154,7 +154,7 @@ def test_crosses_are_the_papers(kind: str, vectors: torch.Tensor) -> None:
             last = crossed(kind, dict(layer.named_parameters()), first, last)
         outputs.append(last)
     scale = torch.stack(outputs).detach().abs().max()
-    same(network(vectors.flatten(1)) / scale, torch.stack(outputs) / scale, vectors)
+    assert_same(network(vectors.flatten(1)) / scale, torch.stack(outputs) / scale, vectors)
 
 
 def test_a_compressed_interaction_is_the_papers(vectors: torch.Tensor) -> None:
@@ -172,4 +172,4 @@ def test_a_compressed_interaction_is_the_papers(vectors: torch.Tensor) -> None:
             dim=1,
         )  # fmt: skip
         sums.append(last.sum(2))
-    same(layer(vectors), torch.cat(sums, dim=1), vectors)
+    assert_same(layer(vectors), torch.cat(sums, dim=1), vectors)

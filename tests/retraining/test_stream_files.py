@@ -135,7 +135,9 @@ def _reader(folder: str, run: Path, data: DataConfig) -> StreamReader:
     )  # fmt: skip
 
 
-def _is_read_once(folder: str, run: Path, data: DataConfig, write: Callable[[str, list[bytes]], None]) -> None:
+def _assert_each_row_is_read_once(
+    folder: str, run: Path, data: DataConfig, write: Callable[[str, list[bytes]], None]
+) -> None:
     """A reader that begins again after files have come gives the batches that it had given, and each row once."""
     lines = _lines(data.path, 330)
     write("b", lines[:130])
@@ -163,7 +165,7 @@ def test_rows_of_parquet_files_are_read_once(prepared_clicks: str, tmp_path: Pat
     def write(name: str, lines: list[bytes]) -> None:
         pq.write_table(_table(lines), folder / f"{name}.parquet", row_group_size=37)
 
-    _is_read_once(str(folder), run, _data(prepared_clicks), write)
+    _assert_each_row_is_read_once(str(folder), run, _data(prepared_clicks), write)
 
 
 @pytest.mark.campaign
@@ -194,7 +196,7 @@ def test_objects_below_a_prefix_are_read_once(
 
     data = _data(prepared_clicks) if kind == "parquet" else replace(CRITEO, path=prepared_clicks)
     (tmp_path / "run").mkdir()
-    _is_read_once(folder, tmp_path / "run", data, write)
+    _assert_each_row_is_read_once(folder, tmp_path / "run", data, write)
     assert store.counts.get("503")
 
 
