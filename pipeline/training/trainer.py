@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchrec.distributed.train_pipeline import TrainPipelineBase
+from torchrec.distributed.types import ShardedModule
 
 from pipeline.config.jobs.train import TrainJob
 from pipeline.data.read.batch import Batch
@@ -158,6 +159,8 @@ class Trainer:
     def _make_pipeline(self) -> Any:
         context = self._parts.context
         kind = PIPELINES[self._config.pipeline_of(context.world_size, context.device.type)]
+        if not any(isinstance(module, ShardedModule) for module in self._parts.model.modules()):
+            kind = TrainPipelineBase  # no tables, no exchange to overlap; TorchRec's would trace the layers themselves
         if kind is TrainPipelineBase and context.device.type == "cpu":
             kind = PlainPipeline
         extra = {"execute_all_batches": True} if kind is ClockedSparseDist else {}

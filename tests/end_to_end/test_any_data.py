@@ -25,8 +25,8 @@ from tests.serving.exports import assert_raw_rows_are_prepared_rows, raw_blocks,
 from tests.support.ranks import RankPool
 
 NUM_ROWS = 6000
-# Batch norm and dropout by default, gates and a bilinear form beside the layers.
-IN_DEFAULT: list[tuple[str, str]] = []  # by default tests/models/test_every_model.py exports them, tests/serving serves
+# Of the others tests/models/test_every_model.py exports by default, tests/serving serves. No other default test trains without tables.
+IN_DEFAULT = [("dense", "deepfm")]
 CASES = [(data, kind) for data in ("categorical", "dense") for kind in CLICK_MODELS if kind not in REFUSED[data]]
 Sources = dict[str, tuple[str, list[str]]]
 
