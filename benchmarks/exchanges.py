@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from pipeline.runtime.process.huge_pages import use_huge_pages
-from pipeline.runtime.process.openmp import choose_spin_count
+from pipeline.runtime.process.openmp import wait_briefly
 
 ROWS = [
     1460, 583, 100_000, 100_000, 305, 24, 12517, 633, 3, 93145, 5683, 100_000, 3194, 27, 14992, 100_000, 10, 5652, 2173,
@@ -207,7 +207,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(words)
-    choose_spin_count()  # as train does, before torch is imported by the ranks
+    wait_briefly()  # as train does, before torch is imported by the ranks
     use_huge_pages()
     found = []
     for model in options.models:

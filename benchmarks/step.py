@@ -36,7 +36,7 @@ import torch.multiprocessing as multiprocessing
 
 from benchmarks.reader import cpu_name
 from pipeline.runtime.process.huge_pages import use_huge_pages
-from pipeline.runtime.process.openmp import choose_spin_count, watch_cores
+from pipeline.runtime.process.openmp import wait_briefly
 
 VARIANTS = {
     "ours fp32": [],
@@ -88,8 +88,7 @@ def run_side(rank: int, ranks: int, threads: int, preset_name: str, side: str, s
     from pipeline.training.allocator import keep_freed_memory
 
     if side != TORCHREC:
-        keep_freed_memory(ranks)  # as train does, and the next
-        watch_cores()
+        keep_freed_memory(ranks)  # as train does
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     context = DistributedContext(rank, ranks, rank, ranks, torch.device("cpu"), "gloo")
     preset = PRESETS[preset_name]
@@ -117,7 +116,7 @@ class Side:
             if name in SMALL_PAGES:
                 os.environ["THP_MEM_ALLOC_ENABLE"] = "0"
             if name != TORCHREC:
-                choose_spin_count()  # as train does, before torch is imported
+                wait_briefly()  # as train does, before torch is imported
                 use_huge_pages()
             for rank in range(ranks):
                 ours, theirs = context.Pipe()

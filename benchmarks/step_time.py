@@ -43,7 +43,7 @@ from pipeline.planner.step_time.products import Multiplied
 from pipeline.runtime.errors import UserError
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.process.huge_pages import use_huge_pages
-from pipeline.runtime.process.openmp import choose_spin_count
+from pipeline.runtime.process.openmp import wait_briefly
 from pipeline.sharding.torchrec.sharding import make_sharders
 from pipeline.training.assembly import build_task
 from pipeline.training.calibration.clock import PASSES, Bench, fastest
@@ -339,7 +339,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.measure:
         os.environ.pop("OMP_NUM_THREADS", None)
-        choose_spin_count()
+        wait_briefly()
         use_huge_pages()
         options.measure.write_text(json.dumps(measure(options), indent=1))
         print(f"written  {options.measure}")

@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.reader import cpu_name
 from pipeline.runtime.process.huge_pages import use_huge_pages
-from pipeline.runtime.process.openmp import choose_spin_count, watch_cores
+from pipeline.runtime.process.openmp import wait_briefly
 
 THREADS = (1, 2)
 PYTHON = "Python between operations"
@@ -58,7 +58,6 @@ def run_side(threads: int, preset_name: str, precision: str, steps: int, store: 
     from pipeline.training.allocator import keep_freed_memory
 
     keep_freed_memory()
-    watch_cores()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     preset = PRESETS[preset_name]
     context = DistributedContext(0, 1, 0, 1, torch.device("cpu"), "gloo")
@@ -96,7 +95,7 @@ def sections(preset: str, precision: str, one: dict[str, float], two: dict[str, 
 def measure(preset: str, precision: str, rounds: int, steps: int) -> tuple[list[Section], dict[int, float]]:
     """Medians over the rounds; and milliseconds a step without the profiler."""
     context = multiprocessing.get_context("spawn")
-    choose_spin_count()
+    wait_briefly()
     use_huge_pages()
     found: dict[int, list[dict[str, float]]] = {threads: [] for threads in THREADS}
     with tempfile.TemporaryDirectory() as folder:

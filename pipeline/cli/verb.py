@@ -33,7 +33,7 @@ from pipeline.runtime.process.exit_codes import FAILED, INTERRUPTED
 from pipeline.runtime.process.failures import masked_traceback, write_error_file
 from pipeline.runtime.process.huge_pages import use_huge_pages
 from pipeline.runtime.process.kernel_cache import find_kernel_cache
-from pipeline.runtime.process.openmp import choose_spin_count, watch_cores
+from pipeline.runtime.process.openmp import wait_briefly
 from pipeline.runtime.process.processes import die_with_parent
 from pipeline.runtime.process.stdout import write_out
 
@@ -54,7 +54,7 @@ class Verb(Generic[Job, Result]):
     commands, default: the words that may stand before key=value (see Command). written_to: the folder or file that errors of
     the file system are about. runs_on_ranks: it may run on many ranks and for long, so it has a watchdog and ends with the
     agent that started it. when_interrupted: what is there after Ctrl-C. handles_sigterm: SIGTERM asks it to put away what it holds, and ends it there.
-    runs_kernels: our CPU kernels run on OpenMP's threads, which wait awake where the cores are ours, on tensors that huge pages suit.
+    runs_kernels: our CPU kernels run beside OpenMP's threads, which then have to sleep soon, on tensors that huge pages suit.
     """
 
     job: type[Job]
@@ -118,8 +118,7 @@ class Verb(Generic[Job, Result]):
 
     def _prepare_process(self) -> None:
         if self.runs_kernels:
-            choose_spin_count()
-            watch_cores()
+            wait_briefly()
             use_huge_pages()
             find_kernel_cache()
         if self.handles_sigterm:

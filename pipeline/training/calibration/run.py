@@ -202,11 +202,9 @@ def _run_rank(rank: int, setup: Setup, work: Work, pipe: Connection) -> None:
     import torch.distributed as dist
 
     from pipeline.runtime.process.distributed import DistributedContext
-    from pipeline.runtime.process.openmp import watch_cores
     from pipeline.training.allocator import keep_freed_memory
     from pipeline.training.calibration.clock import Bench
 
-    watch_cores()  # as train does
     torch.set_num_threads(setup.threads)
     keep_freed_memory(setup.ranks)
     store = f"file://{setup.folder}/{setup.name}.store"
