@@ -29,11 +29,17 @@ History = list[tuple[str, WindowStatistics]]
 
 @dataclass(frozen=True)
 class Examined:
-    """A window whose data have passed; `scores` are the champion's on its rows, None without one."""
+    """A window's data and what the checks found; `scores` are the champion's on its rows, None without one."""
 
     place: WindowFiles
+    data: str
     statistics: WindowStatistics
     scores: Scores | None
+    findings: list[Finding]
+
+    @property
+    def failed(self) -> list[Finding]:
+        return [finding for finding in self.findings if not finding.passed]
 
 
 @dataclass(frozen=True)
@@ -74,9 +80,15 @@ class Challenge:
         trained_on = self._examine(self.window, history, age)
         if isinstance(trained_on, Outcome):
             return trained_on
+        if trained_on.failed:
+            return self._unfit(self.window, trained_on)
         judged_on = self._examine(self.judged_on, [(self.window.name, trained_on.statistics), *history], age + 1)
         if isinstance(judged_on, Outcome):
             return judged_on
+        if judged_on.failed:
+            if self._is_like(judged_on, history):
+                return self._unlike_the_next(trained_on, judged_on)
+            return self._unfit(self.judged_on, judged_on)
         try:
             self.runner.challenger_data(trained_on.place, self.champion)
             run = self.runner.train(trained_on.place, self.champion)
@@ -87,7 +99,7 @@ class Challenge:
         return self._decide(trained_on, judged_on, run, scores)
 
     def _examine(self, window: Window, history: History, age: int) -> Examined | Outcome:
-        """The window's data, prepared for the champion and checked."""
+        """The window's data, prepared for the champion and checked; the window rejected where they cannot be prepared."""
         try:
             place = self.runner.place(window)
             data = self._champions_view(place)
@@ -95,18 +107,42 @@ class Challenge:
             if self.champion is None:  # the job's mistake, more likely than the window's
                 raise
             return self._rejected(window, [str(error)])
-        found = replace(self.runner.statistics(place, data, history), age=age)
         scores = self.runner.score_version(self.champion, data) if self.champion else None
-        if scores is None:  # the window's own ids: nothing can be said of unknown ones
-            found = replace(found, empty_share={}, distance={})
-        else:
-            found = replace(found, champion_ne=scores.ne, champion_calibration=scores.calibration)
+        found = self._measure(place, data, history, age, scores)
         findings = check_data(found, [statistics for _, statistics in history], self.job.checks)
         log_findings(f"data of {window.name}", findings)
-        examined = Examined(place, found, scores)
-        if reasons := [finding.text for finding in findings if not finding.passed]:
-            return self._rejected(window, reasons, examined, accepted=False)
-        return examined
+        return Examined(place, data, found, scores, findings)
+
+    def _measure(
+        self, place: WindowFiles, data: str, history: History, age: int, scores: Scores | None
+    ) -> WindowStatistics:
+        found = replace(self.runner.statistics(place, data, history), age=age)
+        if scores is None:  # the window's own ids: nothing can be said of unknown ones
+            return replace(found, empty_share={}, distance={})
+        return replace(found, champion_ne=scores.ne, champion_calibration=scores.calibration)
+
+    def _is_like(self, judged_on: Examined, history: History) -> bool:
+        """Whether what failed holds beside the windows before `window`: then `window` is at fault, not the next.
+
+        A faulty window passes while there is too little history to tell it by. Were the next one rejected for being unlike
+        it, so would be each one after that, and the faulty window never. Rows that both have are the later one's fault.
+        """
+        names = {finding.name for finding in judged_on.failed}
+        if "repeated_share" in names:
+            return False
+        age = judged_on.statistics.age
+        found = self._measure(judged_on.place, judged_on.data, history, age, judged_on.scores)
+        checks = replace(self.job.checks, min_history=1)
+        findings = check_data(found, [statistics for _, statistics in history], checks)
+        return all(finding.passed for finding in findings if finding.name in names)
+
+    def _unlike_the_next(self, trained_on: Examined, judged_on: Examined) -> Outcome:
+        why = f"{self.judged_on.name}, which judges it, is like the windows before it and not like this one"
+        reasons = [f"{why}: {finding.text}" for finding in judged_on.failed]
+        return self._rejected(self.window, reasons, trained_on, accepted=False)
+
+    def _unfit(self, window: Window, examined: Examined) -> Outcome:
+        return self._rejected(window, [finding.text for finding in examined.failed], examined, accepted=False)
 
     def _champions_view(self, place: WindowFiles) -> str:
         """The folder of the window's rows as the champion reads them, or, without one, as its own challenger does."""
