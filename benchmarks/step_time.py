@@ -3,6 +3,7 @@
     python -m benchmarks.step_time --measure steps.json --setups 1x1 1x2 2x1 [--part 0/2] [--seed 1] [--kernels 20]
     python -m benchmarks.step_time --measure plans.json --setups 2x1 --no-jobs --plans 6 --calibration measured.json
     python -m benchmarks.step_time --report steps.json --calibration conf/hardware/measured.json
+    python -m benchmarks.step_time --again steps.json later.json
 
 Forty jobs are drawn at random (model, tables, rows, widths, skew, batch, precision, optimizers), by another seed than the
 calibration's, and run under the setups of <ranks>x<threads> in turn: each is trained by the product's Trainer on batches in memory.
@@ -10,6 +11,7 @@ The report sets what `plan` would predict beside that. Further: kernels of fresh
 sharding, and as the planner chooses, whose order the prediction is to tell; regret is what the plan that it puts first, or that
 the planner chooses, takes longer than the fastest.
 The machine's rate is measured beside each job: the report tells errors as they are, and those of predictions for that rate.
+--again says how far two measurements of the same jobs and kernels lie apart: what a step measured before would be off as a prediction.
 --clock cpu counts CPU seconds of one rank with one thread, on a machine that others use.
 """
 
@@ -177,6 +179,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {"about": about, "timed": [asdict(each) for each in found]}
 
 
+def read_timed(path: Path) -> list[Timed]:
+    return [Timed(**row) for row in json.loads(path.read_text())["timed"]]
+
+
 def _timed(row: Measurement) -> Timed:
     shape = row.shape
     if row.kind != "job":
@@ -283,6 +289,22 @@ def report_at_rate(found: list[Compared]) -> Iterator[str]:
             yield f"probe {name}: {ratios[0]:.2f} to {ratios[-1]:.2f} times the calibration's, {ratios[len(ratios) // 2]:.2f} at the median"
 
 
+def report_again(before: list[Timed], after: list[Timed]) -> Iterator[str]:
+    """What a measurement would be worth as a prediction of the next one."""
+
+    def key(each: Timed) -> str:
+        return json.dumps([each.what, each.setup, each.group, each.spec, each.kernel], sort_keys=True)
+
+    later = {key(each): each for each in after}
+    both = [(each, later[key(each)]) for each in before if key(each) in later]
+    found = [Compared(one.what, one.setup, two.ms, one.ms, two.spread, one.group) for one, two in both]
+    yield from _summaries([each for each in found if not each.group], " measured again")
+    for kind in KERNELS:
+        kernels = [each for each in found if each.group == "kernel" and each.what == kind]
+        if kernels:
+            yield f"kernel {kind} measured again: {_errors(kernels)}"
+
+
 def _errors(found: list[Compared]) -> str:
     worst = max(found, key=lambda each: abs(math.log(each.ratio)))  # half as long is as far off as twice as long
     over = math.exp(sum(math.log(each.ratio) for each in found) / len(found))
@@ -335,6 +357,7 @@ def main() -> None:
     parser.add_argument("--kernels", type=float, default=0.0, help="seconds for kernels, under each setup")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--report", nargs="+", type=Path, help="files that --measure has written")
+    parser.add_argument("--again", nargs=2, type=Path, help="two such files of the same jobs")
     parser.add_argument("--calibration", help="the .json of python -m pipeline.calibrate")
     options = parser.parse_args()
     if options.measure:
@@ -343,13 +366,15 @@ def main() -> None:
         use_huge_pages()
         options.measure.write_text(json.dumps(measure(options), indent=1))
         print(f"written  {options.measure}")
+    if options.again:
+        print(*report_again(*map(read_timed, options.again)), sep="\n")
     if options.report:
         logging.disable(logging.WARNING)
         values = [json.loads(path.read_text()) for path in options.report]
         measured = read_measurements(options.calibration)
         print("calibration", measured.conditions)
         print(*(value["about"] for value in values), sep="\n")
-        timed = [Timed(**row) for value in values for row in value["timed"]]
+        timed = [each for path in options.report for each in read_timed(path)]
         print(*report(compare(timed, measured)), sep="\n")
         print(*report_at_rate(compare(timed, measured, at_rate_beside=True)), sep="\n")
 

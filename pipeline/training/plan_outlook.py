@@ -19,6 +19,7 @@ from pipeline.planner.step_time.measurements import (
     read_measurements,
     these_versions,
     this_machine,
+    unsteadiness,
 )
 from pipeline.planner.step_time.outlook import Lever, Outlook, fullest
 from pipeline.planner.step_time.predict import StepCost, StepRequest, predict_step
@@ -120,6 +121,8 @@ def calibration_warnings(measurements: Measurements | None) -> Iterator[str]:
         yield f"the calibration is of another machine or version: {line}"
     for line in disturbances(measurements):
         yield f"the calibration is not to be relied on: {line}"
+    if line := unsteadiness(measurements):
+        yield line
 
 
 def scaling_of(job: PlanJob, sizes: Sequence[int], make_plan: MakePlan) -> tuple[list[Outlook], list[str]]:

@@ -31,6 +31,7 @@ from pipeline.planner.step_time.measurements import (
     disturbances,
     median_and_spread,
     read_measurements,
+    unsteadiness,
 )
 from pipeline.planner.step_time.predict import NORM_PASSES, StepPrediction, predict_step
 from pipeline.planner.step_time.products import Multiplied
@@ -261,6 +262,10 @@ def test_another_machine_another_version_and_a_busy_machine_are_told_with_number
     assert mentions(lines, "2 64 23.5 256 2.13.0 2.14.0") and len(lines) == 4
     assert mentions(disturbances(measured([], busy_cores=0.8)), "0.80 2 cores 0.20")
     assert mentions(disturbances(measured([], noise=0.4)), "1000 us 40 % 15 %")
+    assert disturbances(measured([], noise=0.12)) == [] and mentions(
+        unsteadiness(measured([], noise=0.12)), "12 % 10 %"
+    )
+    assert [unsteadiness(measured([], noise=noise)) for noise in (0.09, 0.4)] == ["", ""]  # steady, and told already
 
 
 def test_device_work_ends_no_sooner_than_the_host_has_issued_it() -> None:

@@ -21,6 +21,7 @@ FORMAT = 1
 LIBRARIES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numba")
 MOST_BUSY = 0.1  # of a core by each of ours: what other programs may take before a measurement is called busy
 MOST_NOISE = 0.15  # spread of the reference operation over a calibration
+STEADY_NOISE = 0.1  # up to which steps are predicted as closely as docs/planning.md says
 MEMORY_STEP_GIB = 1.0  # a kernel's update moves the total by some MiB
 
 Number = float | int | str
@@ -153,6 +154,18 @@ def disturbances(measured: Measurements) -> list[str]:
             f"(quartiles; at most {100 * MOST_NOISE:.0f} % is called steady)"
         )
     return lines
+
+
+def unsteadiness(measured: Measurements) -> str:
+    """What to expect of a machine that varied more than predictions are off on a steady one; empty where it did not."""
+    noise = measured.conditions.noise
+    if not STEADY_NOISE < noise <= MOST_NOISE:
+        return ""
+    return (
+        f"the machine was unsteady while it was calibrated: one and the same operation varied by {100 * noise:.0f} % (quartiles; "
+        f"up to {100 * STEADY_NOISE:.0f} % is steady), and predicted steps may be off by twice as much. Order of plans is safer than "
+        "milliseconds; calibrate again in another hour"
+    )
 
 
 def median_and_spread(seconds: Iterable[float]) -> tuple[float, float]:

@@ -25,6 +25,7 @@ from pipeline.planner.step_time.measurements import (
     median_and_spread,
     these_versions,
     this_machine,
+    unsteadiness,
 )
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.logs import get_logger
@@ -106,6 +107,8 @@ def calibrate(job: CalibrateJob) -> Measurements:
         )
     for line in wrong:
         logger.warning("the calibration is not to be relied on: %s", line)
+    if line := unsteadiness(measured):
+        logger.warning("%s", line)
     return measured
 
 
