@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from pipeline.planner.search import restarts
+from pipeline.planner.search import exact, restarts
 from pipeline.planner.search.annealing import EVEN_LOADS, MANY_RANKS, NEAREST, Annealing, pack
 from pipeline.planner.search.incumbent import SearchConfig
 from pipeline.planner.search.portfolio import search
@@ -115,6 +116,23 @@ def test_annealing_in_vain_ends_sooner_where_the_integer_program_is_easy_and_the
     config = replace(WITHOUT, anneal_moves=1000, easy_variables=easy_variables)
     found = search(uneven(tightness), config)
     assert len(begun) == tries and begun[0] <= begun[-1] and found.winner != "annealing"
+
+
+def test_annealing_ends_once_an_integer_program_that_is_not_easy_has_proven_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It went on for a minute with plans that a second of the program would have proven."""
+    begun = []
+    monkeypatch.setattr(restarts, "improve_by_annealing", lambda *_, **options: begun.append(options["moves"]))
+    asked = []
+
+    def solve(*_: Any, bound: float, cutoff: float, max_nodes: int, **__: Any) -> exact.ExactResult:
+        asked.append((len(begun), max_nodes > 1))
+        return exact.ExactResult(None, cutoff if begun else bound, bool(begun))
+
+    monkeypatch.setattr(exact, "solve", solve)
+    result = search(uneven(3.0), replace(WITHOUT, anneal_moves=1000, easy_variables=0, exact_variables=10**6))
+    assert asked == [(0, False), (1, True)] and len(begun) == 1 and result.gap == 0.0
 
 
 def test_on_many_ranks_tables_alike_in_cost_are_known() -> None:

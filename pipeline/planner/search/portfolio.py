@@ -43,6 +43,7 @@ CHOICES_SHARE = 0.4  # of all seconds, from when on what was chosen is placed
 WAYS = (Rule.EVERY_RANK, Rule.WHOLE_HOSTS, Rule.ONE_HOST, Rule.WITHIN_HOST, Rule.ANY_RANK)  # to lie, fewest first
 WELL_PLACED = 1.04  # of the bound: where nothing better is found, memory may stand in the way
 EASY_SHARE = 0.15  # of all seconds, for the integer program of the whole problem before other methods had their turn
+GLANCE_SHARE = 0.05  # for that of one that is not easy, once annealing has begun
 BOUND_STEPS = (
     0.25,
     0.4,
@@ -125,7 +126,9 @@ class _Search:
             bar.advance(1)
             self._improve(relaxation, starts)
             bar.advance(1)
-            self.restarts.improve_by_annealing(relaxation, anyhow)
+            self.restarts.improve_by_annealing(
+                relaxation, anyhow, partial(self._solve_exactly, config.exact_work, GLANCE_SHARE)
+            )
             bar.advance(1)
             self.restarts.improve_by_programs(anyhow)
             self._bound_by_patterns()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from pipeline.planner.search import exact
@@ -43,8 +44,12 @@ class Restarts:
         self.annealed = state.config.anneal_moves > 0 and can_anneal()
         self.share = ANNEALED_SHARE_OF_FEW_OPTIONS if state.has_patterns else ANNEALED_SHARE
 
-    def improve_by_annealing(self, relaxation: Relaxation, anyhow: Assignment | None) -> None:
+    def improve_by_annealing(
+        self, relaxation: Relaxation, anyhow: Assignment | None, solve: Callable[[], None]
+    ) -> None:
         """From the best plan, or the cheapest choice where none fits yet; left out where the gap is small, for it takes seconds.
+
+        `solve` is called after the first time: the best plan that it leaves may be proven by then, and longer times be in vain.
 
         Where that choice overfills ranks, every other time begins from it, hot, with its kinds alone. Of the other times half try kinds in use alone.
         The first time is hot, but not where most tables are equal.
@@ -66,6 +71,9 @@ class Restarts:
             else:
                 self._anneal(start, relaxation, even, attempt, self._num_moves() * 2**in_vain)
             in_vain = 0 if self.state.best_value < before * (1 - LEAST_GAIN) else in_vain + 1
+            if not attempt and not is_easy:  # of an easy problem it was tried before
+                self.state.narrow(relaxation)
+                solve()
 
     def _num_moves(self) -> int:
         world = self.state.problem.world_size
