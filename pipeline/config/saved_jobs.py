@@ -117,6 +117,10 @@ def instantiate(config: DictConfig, job_type: type[Job]) -> Job:
         job: Job = OmegaConf.to_object(config)  # type: ignore[assignment]
     except OmegaConfBaseException as error:
         raise ConfigError(_explain_no_object(config, job_type, error)) from None
+    except ConfigError as error:
+        if entry := _entry_at_fault(config, str(error)):
+            raise ConfigError(f"{entry}: {error}") from None
+        raise
     model = getattr(job, "model", None)
     models = components("model")
     if model is not None and models.get(model.kind) is not type(model):
@@ -138,6 +142,27 @@ def _explain_no_object(config: DictConfig, job_type: type, error: OmegaConfBaseE
         key = str(error).splitlines()[0].rpartition(" ")[2]  # OmegaConf names the missing key in its text alone
         return _explain_missing([key], CONFIG_NAMES[job_type])
     return f"{error.full_key}: {first_line(error)}"
+
+
+def _entry_at_fault(config: DictConfig, message: str, key: str = "") -> str:
+    """The key of the entry of a mapping, such as `tables.cat_3`, whose own checks fail with that message; empty where none do.
+
+    A schema does not know the name that it has in a mapping.
+    """
+    names: list[Any] = list(config)
+    for name in names:
+        if OmegaConf.is_missing(config, name) or not isinstance(node := config[name], DictConfig):
+            continue
+        inner = f"{key}.{name}" if key else str(name)
+        if found := _entry_at_fault(node, message, inner):
+            return found
+        if OmegaConf.get_type(config) is dict and dataclasses.is_dataclass(OmegaConf.get_type(node)):
+            try:
+                OmegaConf.to_object(node)
+            except (ConfigError, OmegaConfBaseException) as error:
+                if str(error) == message:
+                    return inner
+    return ""
 
 
 def _explain_missing(keys: list[str], config_name: str) -> str:

@@ -19,7 +19,7 @@ from pipeline.data.raw.sequences import cell_length, uneven, uneven_rows
 from pipeline.data.raw.source import MAX_LINE_BYTES
 from pipeline.data.raw.weighted import bad_cell, bad_weights
 
-WANTED_WEIGHT = "a finite number of 0 at least"
+WANTED_WEIGHT = "a finite number of 0 at least, the row's weight (data.columns.weight)"
 FINITE = "a finite 32-bit number"
 csv.field_size_limit(MAX_LINE_BYTES)  # 128 KiB by default
 

@@ -85,7 +85,9 @@ def check_columns(table: pa.Table, dataset: Dataset) -> tuple[Columns, dict[int,
     if dataset.weight_column is not None:
         sound = (labels[-1] >= 0) & np.isfinite(labels[-1])
         if not sound.all():
-            faults.note(np.flatnonzero(~sound), dataset.weight_column, "a finite number of 0 at least")
+            faults.note(
+                np.flatnonzero(~sound), dataset.weight_column, "a finite number of 0 at least, the row's weight"
+            )
     labels = np.ascontiguousarray(labels.T) if label_shape(dataset) else labels[0]
     dense = _matrix(table, dataset.dense_features, pa.float32(), faults)
     _check_finite(dense, dataset.dense_features, faults)
