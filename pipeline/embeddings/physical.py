@@ -39,7 +39,7 @@ def physical_tables(tables: Sequence[Table]) -> list[Table]:
         for part in leaves(table):
             if part.name in found:
                 raise ConfigError(
-                    f"tables.{table.name} has a part {part.name!r}, and so is a table of tables.{found[part.name].config_name} "
+                    f"tables.{table.config_name} has a part {part.name!r}, and so is a table of tables.{found[part.name].config_name} "
                     "called; rename one of them"
                 )
             found[part.name] = part
@@ -83,27 +83,27 @@ def check_compressed(table: Table) -> None:
     if table.positions and not kind.fits_sequences:
         fitting = [name for name, each in components("compression").items() if each.fits_sequences]
         raise ConfigError(
-            f"tables.{table.name}.compression.kind={kind.config.kind} with the sequence {table.positions[0].feature!r}, whose "
+            f"tables.{table.config_name}.compression.kind={kind.config.kind} with the sequence {table.positions[0].feature!r}, whose "
             f"{table.positions[0].num_positions} positions it would split and compose one by one; use "
             f"{' or '.join(sorted(fitting))}"
         )
     if kind.is_product and table.init.kind == "zeros":
         raise ConfigError(
-            f"tables.{table.name}: init.kind=zeros under {kind.setting} would never train, for each factor's gradient is "
+            f"tables.{table.config_name}: init.kind=zeros under {kind.setting} would never train, for each factor's gradient is "
             "the product of the others; use another init or compression"
         )
     if table.l2 and not leaves(table):
         raise ConfigError(
-            f"tables.{table.name}.l2={table.l2:g} is of rows, and {kind.setting} keeps dense parameters alone; use model.l2, "
-            f"and tables.{table.name}.l2=0"
+            f"tables.{table.config_name}.l2={table.l2:g} is of rows, and {kind.setting} keeps dense parameters alone; use model.l2, "
+            f"and tables.{table.config_name}.l2=0"
         )
     num_numbers(table)  # what lies beside the parts is checked too
     for part in leaves(table):
         if part.embedding_dim % SHARD_WIDTH and part.sharding.sharding_types != ["data_parallel"]:
             raise ConfigError(
-                f"tables.{table.name}.compression makes a part {part.name!r} of {part.embedding_dim} columns, and FBGEMM's "
+                f"tables.{table.config_name}.compression makes a part {part.name!r} of {part.embedding_dim} columns, and FBGEMM's "
                 f"sharded tables want a multiple of {SHARD_WIDTH}; use a larger embedding_dim or fewer parts, or "
-                f"tables.{table.name}.sharding.sharding_types=[data_parallel]"
+                f"tables.{table.config_name}.sharding.sharding_types=[data_parallel]"
             )
 
 

@@ -30,8 +30,8 @@ def check_one_dim(tables: list[Table]) -> int:
     if len(dims) > 1:
         odd = next(table for table in tables if table.embedding_dim != tables[0].embedding_dim)
         raise ConfigError(
-            f"the model wants one embedding_dim, the tables have {dims} (tables.{tables[0].name}: "
-            f"{tables[0].embedding_dim}, tables.{odd.name}: {odd.embedding_dim}); set them alike"
+            f"the model wants one embedding_dim, the tables have {dims} (tables.{tables[0].config_name}: "
+            f"{tables[0].embedding_dim}, tables.{odd.config_name}: {odd.embedding_dim}); set them alike"
         )
     return dims[0]
 
@@ -40,7 +40,7 @@ def check_least_dim(tables: list[Table], least: int, why: str) -> None:
     for table in tables:
         if table.embedding_dim < least:
             raise ConfigError(
-                f"tables.{table.name}.embedding_dim={table.embedding_dim}, but {why}; set it to {least} at least"
+                f"tables.{table.config_name}.embedding_dim={table.embedding_dim}, but {why}; set it to {least} at least"
             )
 
 

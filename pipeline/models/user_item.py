@@ -158,7 +158,7 @@ class TwoTowerConfig(LayersConfig):
         table = next(table for table in tables if item in table.feature_names)
         if table.compression is not None:
             raise ConfigError(
-                f"tables.{table.name}.compression={table.compression.kind}, but model.item_features begins with {item!r}, "
+                f"tables.{table.config_name}.compression={table.compression.kind}, but model.item_features begins with {item!r}, "
                 "whose ids name the items of the catalogue; leave that table uncompressed, or name another feature first"
             )
         if not self.log_q_correction:

@@ -91,7 +91,7 @@ def _sharding_types(entry: PlacedTable, hardware: Hardware, optimizer: TableOpti
         types = [kind for kind in types if kind != "data_parallel"]
     if not types:
         raise PlanError(
-            f"table {table.name!r} may be sharded as {table.sharding.sharding_types or 'anything exact'} with kernels "
+            f"table {table.config_name!r} may be sharded as {table.sharding.sharding_types or 'anything exact'} with kernels "
             f"{table.sharding.compute_kernels or 'of any kind'}, but on {hardware.compute_device} there is "
             f"{', '.join(sorted(offered))}, and data_parallel goes with the dense kernel; change tables.{table.config_name}.sharding"
         )
@@ -118,7 +118,7 @@ def _compute_kernels(entry: PlacedTable, hardware: Hardware) -> list[str]:
     kernels = [kernel for kernel in table.sharding.compute_kernels or there if kernel in there]
     if not kernels:
         raise PlanError(
-            f"table {table.name!r} asks for kernels {table.sharding.compute_kernels}, on {hardware.compute_device} "
+            f"table {table.config_name!r} asks for kernels {table.sharding.compute_kernels}, on {hardware.compute_device} "
             f"there are {', '.join(there)}; change tables.{table.config_name}.sharding.compute_kernels"
         )
     return kernels

@@ -69,6 +69,6 @@ def check_batch_fits_comms(comms: CommsConfig, batch_size: int, tables: list[Tab
         if batch_size * width % INT8_ROW:
             raise PlanError(
                 f"comms int8 sends {INT8_ROW} values to a scale, but batch_size={batch_size} (a rank's rows) times the "
-                f"{width} columns of table {table.name!r} or of a shard of it is not a multiple of {INT8_ROW}; make the "
+                f"{width} columns of table {table.config_name!r} or of a shard of it is not a multiple of {INT8_ROW}; make the "
                 f"batch size a rank a multiple of {INT8_ROW // SHARD_WIDTH}, or use comms precision fp16"
             )

@@ -54,7 +54,7 @@ def check_resolved(resolved: ResolvedJob) -> None:
     if tables and not plain:
         raise TrainingError(
             f"all {len(tables)} tables are tensor trains, and nothing remains to be sharded; keep one that is no tensor train, e.g. "
-            f"tables.{min(tables, key=lambda table: table.num_embeddings).name}.compression.kind=none"
+            f"tables.{min(tables, key=lambda table: table.num_embeddings).config_name}.compression.kind=none"
         )
     check_widths(plain)
     for size in (job.trainer.micro_batch_size, job.trainer.evaluate_batch_size or job.trainer.global_batch_size):
@@ -87,7 +87,7 @@ def _check_replicas(job: TrainJob, tables: list[Table]) -> None:
     fixed = [table for table in tables if not compressed(table).can_average]
     if job.parallel.has_replicas and fixed:
         raise TrainingError(
-            f"parallel.embedding_sync={job.parallel.embedding_sync}, but the rows of tables.{fixed[0].name} belong to whatever "
+            f"parallel.embedding_sync={job.parallel.embedding_sync}, but the rows of tables.{fixed[0].config_name} belong to whatever "
             f"ids each host has seen ({compressed(fixed[0]).setting}), and their average would mix ids; use "
             "parallel.embedding_sync=every_step, or another kind for that table"
         )

@@ -93,10 +93,10 @@ def test_a_model_that_does_not_fit_the_tables_is_refused(
 @by_kind
 def test_tables_of_two_dims_are_refused(config: ModelConfig) -> None:
     tables = resolve_tables(
-        {"default": TableConfig(embedding_dim=8), "item": TableConfig(embedding_dim=4)},
-        described_dataset({"user": 100, "item": 50}),
+        {"default": TableConfig(embedding_dim=8), "item.id": TableConfig(embedding_dim=4)},
+        described_dataset({"user": 100, "item.id": 50}),
     )
-    with pytest.raises(ConfigError, match=names("embedding_dim [4 8] tables.user tables.item")):
+    with pytest.raises(ConfigError, match=names("embedding_dim [4 8] tables.user tables.item.id")):
         build_model(config, tables, 2)
 
 

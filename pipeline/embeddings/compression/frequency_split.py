@@ -93,7 +93,7 @@ class FrequencySplit(CompressionKind):
         table, config = self.table, self.config
         if table.frequencies is not None and not table.frequencies.by_row:
             raise ConfigError(
-                f"tables.{table.name}: kind=frequency_split takes the first rows for the hottest, and hashed ids are in no "
+                f"tables.{table.config_name}: kind=frequency_split takes the first rows for the hottest, and hashed ids are in no "
                 "order; prepare the data with ids.kind=vocabulary, or use kind=managed_collision"
             )
         cold = [] if self.cold_part is None else [self.cold_part]
@@ -175,9 +175,9 @@ def _without_even_batches(table: Table) -> ConstraintConfig:
     kept = [name for name in asked if name in UNEVEN]
     if not kept:
         raise ConfigError(
-            f"tables.{table.name}.sharding.sharding_types={asked}: their collectives want as many bags of every feature, but "
+            f"tables.{table.config_name}.sharding.sharding_types={asked}: their collectives want as many bags of every feature, but "
             f"kind=frequency_split leaves out bags without cold ids; allow one of {', '.join(UNEVEN)}, or set "
-            f"tables.{table.name}.compression.skip_empty_bags=false"
+            f"tables.{table.config_name}.compression.skip_empty_bags=false"
         )
     return replace(table.sharding, sharding_types=kept)
 

@@ -67,7 +67,7 @@ class CompressionKind(ABC):
     def __init__(self, table: Table) -> None:
         self.table = table
         self.config = table.compression or CompressionConfig()
-        self.key = f"tables.{table.name}.compression"
+        self.key = f"tables.{table.config_name}.compression"
 
     @classmethod  # noqa: B027  # a kind may have nothing to check
     def check(cls, config: CompressionConfig) -> None:
@@ -197,7 +197,7 @@ class CompressionKind(ABC):
             limit = self.config.max_ids_per_bag
         if limit is None:
             raise ConfigError(
-                f"tables.{table.name}: feature {table.feature_names[index]!r} has lists, whose ids {self.setting} composes one "
+                f"tables.{table.config_name}: feature {table.feature_names[index]!r} has lists, whose ids {self.setting} composes one "
                 f"by one: say how long they get by {self.key}.max_ids_per_bag=<ids>, or use operation=add "
                 "or concatenate, which pool first"
             )

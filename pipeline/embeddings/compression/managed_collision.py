@@ -87,7 +87,7 @@ class ManagedCollision(CompressionKind):
         kept = [name for name in asked or SHARDING_TYPES if name in SHARDING_TYPES]
         if not kept:
             raise ConfigError(
-                f"tables.{table.name}.sharding.sharding_types={asked}: a row of kind=managed_collision is given away by the one "
+                f"tables.{table.config_name}.sharding.sharding_types={asked}: a row of kind=managed_collision is given away by the one "
                 f"rank that holds all of it; allow one of {', '.join(SHARDING_TYPES)}"
             )
         part = replace(

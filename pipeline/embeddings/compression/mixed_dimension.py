@@ -145,7 +145,7 @@ def _bounds(num_ids: int, num_blocks: int) -> list[tuple[int, int]]:
 
 
 def _given_blocks(table: Table, config: CompressionConfig, bounds: list[tuple[int, int]]) -> list[Block]:
-    key = f"tables.{table.name}.compression"
+    key = f"tables.{table.config_name}.compression"
     if config.temperature is not None or config.ratio is not None or config.num_blocks is not None:
         raise ConfigError(f"{key}: dims say all sizes; leave out temperature, ratio and num_blocks")
     if any(later > former for former, later in zip(config.dims, config.dims[1:], strict=False)):

@@ -206,7 +206,7 @@ class QuotientRemainder(CompressionKind):
 
 def part_dims(table: Table, config: CompressionConfig, num_parts: int) -> list[int]:
     """Columns of each part. Raises ConfigError where they do not compose to the table's."""
-    dim, key = table.embedding_dim, f"tables.{table.name}.compression"
+    dim, key = table.embedding_dim, f"tables.{table.config_name}.compression"
     if config.dims and len(config.dims) != num_parts:
         raise ConfigError(f"{key}.dims={config.dims} has {len(config.dims)} entries, and there are {num_parts} parts")
     if config.operation == "concatenate":
@@ -230,7 +230,7 @@ def part_dims(table: Table, config: CompressionConfig, num_parts: int) -> list[i
 
 def _bases(table: Table, config: CompressionConfig) -> list[int]:
     num_ids = table.num_embeddings
-    key, coprime = f"tables.{table.name}.compression", config.scheme == "chinese_remainder"
+    key, coprime = f"tables.{table.config_name}.compression", config.scheme == "chinese_remainder"
     if config.bases:
         if config.ratio is not None:
             raise ConfigError(f"{key}: bases and ratio both say the sizes; leave one out")
@@ -248,7 +248,7 @@ def _bases(table: Table, config: CompressionConfig) -> list[int]:
         bases = list(config.bases)
         if config.scheme == "quotient_remainder" and len(bases) == 1:
             bases.append(-(-num_ids // bases[0]))
-        check_bases(table.name, bases, num_ids, coprime)
+        check_bases(table.config_name, bases, num_ids, coprime)
         return bases
     count = config.num_partitions or 2
     if config.scheme == "quotient_remainder" and count > 2:
@@ -269,7 +269,7 @@ def _bases(table: Table, config: CompressionConfig) -> list[int]:
 
 def _given(table: Table, config: CompressionConfig) -> list[Given]:
     num_ids = table.num_embeddings
-    key = f"tables.{table.name}.compression"
+    key = f"tables.{table.config_name}.compression"
     if bool(config.assignments) == (config.assignments_file is not None):
         raise ConfigError(f"{key}: scheme=given wants one of assignments (lists of classes by id) and assignments_file")
     if config.bases or config.ratio is not None or config.num_partitions is not None:

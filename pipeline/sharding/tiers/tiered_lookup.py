@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from pipeline.checkpoint.first_weights import FirstWeights
+from pipeline.config.tables import entry_name
 from pipeline.runtime.errors import TierError
 from pipeline.runtime.logs import get_logger
 from pipeline.sharding.tiers.row_store import (
@@ -272,8 +273,8 @@ class TieredLookup:
             (table, ids) for table, ids, found in zip(self.tables, by_table, slots, strict=True) if _has_gap([found])
         )
         return TierError(
-            f"table {table.name!r} has {table.num_slots:,} slots here, and the batches in flight need more at once: one has "
-            f"{len(np.unique(ids)):,} distinct rows; raise tables.{table.name}.tiers.slots, or lower trainer.global_batch_size"
+            f"table {entry_name(table.name)!r} has {table.num_slots:,} slots here, and the batches in flight need more at once: one has "
+            f"{len(np.unique(ids)):,} distinct rows; raise tables.{entry_name(table.name)}.tiers.slots, or lower trainer.global_batch_size"
         )
 
 

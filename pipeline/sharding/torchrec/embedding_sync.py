@@ -24,6 +24,7 @@ from torchrec.distributed.types import EnumerableShardingSpec, ShardingEnv2D, Sh
 from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline.checkpoint.tables import flatten
+from pipeline.config.tables import entry_name
 from pipeline.config.training import ParallelConfig
 from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.logs import get_logger
@@ -89,8 +90,8 @@ def plan_for_host(plan: ShardingPlan, context: DistributedContext) -> ShardingPl
         for name, sharding in tables.items():  # type: ignore[attr-defined]  # EmbeddingModuleShardingPlan is a dict
             if sharding.compute_kernel not in WHOLE_KERNELS:
                 raise ShardingError(
-                    f"table {name!r} is planned with kernel {sharding.compute_kernel}, and replicas are averaged where "
-                    f"they lie whole; with parallel.embedding_sync set tables.{name}.sharding.compute_kernels=[fused]"
+                    f"table {entry_name(name)!r} is planned with kernel {sharding.compute_kernel}, and replicas are averaged where "
+                    f"they lie whole; with parallel.embedding_sync set tables.{entry_name(name)}.sharding.compute_kernels=[fused]"
                 )
             if sharding.sharding_type == "data_parallel":
                 continue

@@ -12,6 +12,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from pipeline.config.optimizers import Optimizer, all_optimizers
+from pipeline.config.tables import entry_name
 from pipeline.embeddings.collection import Managed
 from pipeline.embeddings.table import Table
 from pipeline.planner.limits import COLUMN_SHARDING_TYPES, SHARD_WIDTH
@@ -41,7 +42,7 @@ def check_sharding(
         sharding = params[config.name]
         if not weight.is_meta:
             raise ShardingError(
-                f"table {config.name!r} has weights on {weight.device}, which sharding would drop; build it with "
+                f"table {entry_name(config.name)!r} has weights on {weight.device}, which sharding would drop; build it with "
                 "device=torch.device('meta') and load weights after sharding"
             )
         if sharding.sharding_type == "data_parallel":
@@ -50,7 +51,7 @@ def check_sharding(
         _check_widths(config.name, sharding)
         if sharding.compute_kernel == "dense":
             raise ShardingError(
-                f"table {config.name!r} is planned as {sharding.sharding_type} with the dense kernel, whose optimizer "
+                f"table {entry_name(config.name)!r} is planned as {sharding.sharding_type} with the dense kernel, whose optimizer "
                 "state checkpoints mix up between ranks; use compute_kernel fused, or data_parallel"
             )
         if device.type == "cpu":
@@ -68,7 +69,9 @@ def check_tiers(
     """Raises ShardingError for the first table with tiers that would not train exactly, or not at all."""
     for config in module.embedding_bag_configs():
         if config.name in tiers.slots and (problem := _tiers_problem(config, module, params, device, fast_cpu)):
-            raise ShardingError(f"table {config.name!r} has tiers.slots={tiers.slots[config.name]:g}, and {problem}")
+            raise ShardingError(
+                f"table {entry_name(config.name)!r} has tiers.slots={tiers.slots[config.name]:g}, and {problem}"
+            )
 
 
 def _tiers_problem(
@@ -106,7 +109,7 @@ def _check_widths(name: str, sharding: ParameterSharding) -> None:
     for shard in spec.shards:
         if (width := shard.shard_sizes[1]) % SHARD_WIDTH:
             raise ShardingError(
-                f"table {name!r} is planned as {sharding.sharding_type} with {width} columns to a shard, and FBGEMM wants a "
+                f"table {entry_name(name)!r} is planned as {sharding.sharding_type} with {width} columns to a shard, and FBGEMM wants a "
                 f"multiple of {SHARD_WIDTH}; change its embedding_dim or sharding.min_partition, or make it data_parallel"
             )
 
@@ -114,7 +117,7 @@ def _check_widths(name: str, sharding: ParameterSharding) -> None:
 def _check_replicated(name: str, weight: torch.Tensor, data_type: DataType) -> None:
     if data_type != DataType.FP32 and optimizer_class_of(weight) is not None:
         raise ShardingError(
-            f"table {name!r} is data_parallel in {data_type.value}, and so would be its optimizer state; "
+            f"table {entry_name(name)!r} is data_parallel in {data_type.value}, and so would be its optimizer state; "
             "use data_type fp32 (replicated tables are small), or leave data_parallel out of its sharding.sharding_types"
         )
 
@@ -129,17 +132,17 @@ def _check_fused_on_cpu(name: str, weight: torch.Tensor, data_type: DataType, fa
         known = "SGD, Adagrad and row-wise Adagrad"
         hint = "train on a GPU" if on_cpu.cpu_kernel is None else "install Numba and set sharding.fast_cpu=true"
         raise ShardingError(
-            f"table {name!r}: FBGEMM has no {optimizer.__name__} for sharded tables on CPU, only {known}; "
+            f"table {entry_name(name)!r}: FBGEMM has no {optimizer.__name__} for sharded tables on CPU, only {known}; "
             f"{hint}, or use optimizer.sparse.name=rowwise_adagrad"
         )
     rule = getattr(weight, "update_rule", None)
     if rule is not None and rule.extras and not has_kernels:
         raise ShardingError(
-            f"table {name!r}: FBGEMM ignores {rule.extras} on CPU; install Numba and set sharding.fast_cpu=true, or leave them out"
+            f"table {entry_name(name)!r}: FBGEMM ignores {rule.extras} on CPU; install Numba and set sharding.fast_cpu=true, or leave them out"
         )
     if value := getattr(weight, "_optimizer_kwargs", [{}])[0].get("max_norm"):
         raise ShardingError(
-            f"table {name!r}: FBGEMM ignores max_norm on CPU, here {value}; set it to 0, or train on a GPU"
+            f"table {entry_name(name)!r}: FBGEMM ignores max_norm on CPU, here {value}; set it to 0, or train on a GPU"
         )
     if data_type == DataType.FP16 and not has_kernels:
         _warn_once(
@@ -209,7 +212,7 @@ def check_plan_is_exact(model: nn.Module, plan: ShardingPlan, tables: list[Table
             kind = sharding.sharding_type
             if kind in COLUMN_SHARDING_TYPES and kind not in by_name[name].sharding.sharding_types:
                 raise ShardingError(
-                    f"the plan makes table {name!r} {kind}, but {optimizer.__name__} keeps one state a row and would "
+                    f"the plan makes table {entry_name(name)!r} {kind}, but {optimizer.__name__} keeps one state a row and would "
                     f"become another optimizer; plan again without it, or accept that with "
                     f"tables.{by_name[name].config_name}.sharding.sharding_types=[{kind}]"
                 )

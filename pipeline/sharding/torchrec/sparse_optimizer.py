@@ -18,6 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline.config.optimizers import all_optimizers, find_optimizer
+from pipeline.config.tables import entry_name
 from pipeline.config.training import SparseOptimizerConfig
 from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.torchrec.flat_update import flat_update
@@ -66,7 +67,9 @@ def apply_sparse_optimizer(
                 if entry.cpu_kernel is not None:
                     weight.update_rule = UpdateRule.of(config, l2s.get(name, 0.0), bag.num_embeddings)
                 elif l2s.get(name):
-                    raise ShardingError(f"tables.{name}.l2={l2s[name]:g}: {config.name} would ignore it; set it to 0")
+                    raise ShardingError(
+                        f"tables.{entry_name(name)}.l2={l2s[name]:g}: {config.name} would ignore it; set it to 0"
+                    )
 
 
 def _fused_kwargs(config: SparseOptimizerConfig) -> dict[str, Any]:
