@@ -27,6 +27,8 @@ from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare
 from pipeline.retraining.gate import Scores, judge
 from pipeline.retraining.scoring import score
+from pipeline.serving.artifact.export_run import ExportSummary
+from pipeline.serving.artifact.export_run import describe as describe_export
 from pipeline.serving.http.app import _answer
 from pipeline.serving.http.batching import Scores as BatchScores
 from pipeline.serving.http.openapi import openapi_page
@@ -127,13 +129,16 @@ def test_a_run_of_several_labels_resumes_bit_for_bit(
 
 
 def test_an_artifact_scores_each_label_by_name_and_is_certified_by_each(
-    ranks: RankPool, folder: Path, trained: TrainSummary, tmp_path: Path
+    ranks: RankPool, folder: Path, trained: TrainSummary, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    exported = run_export(trained.run_dir, tmp_path / "artifact", "precision=fp32")
+    with caplog.at_level("INFO", "pipeline.export"):
+        exported = run_export(trained.run_dir, tmp_path / "artifact", "precision=fp32")
+    assert "seconds: MSE/variance" in caplog.text and " nan" not in caplog.text
     parity = exported.parity["validation"]
     assert list(parity["tasks"]) == LABELS and parity["max_score_difference"] < 1e-5  # type: ignore[call-overload]
     of_order = parity["tasks"]["order"]  # type: ignore[index]
     assert of_order["ne"] == pytest.approx(trained.validation["order/ne"], abs=0.02)  # there weighed by `worth`
+    _check_report(exported)
     predictor = Predictor.load(str(tmp_path / "artifact"))
     try_out(predictor)
     job = PredictJob(
@@ -147,6 +152,19 @@ def test_an_artifact_scores_each_label_by_name_and_is_certified_by_each(
     assert abs(scores.sum() / clicks.sum() - 1) < 0.15  # half of the negatives trained, and all are predicted
     assert table["score_stars"].to_numpy().min() >= 0 and table["score_stars"].to_numpy().max() <= 3
     _check_answers(predictor)
+
+
+def _check_report(exported: ExportSummary) -> None:
+    """A label that is a number has no AUC, and none is printed for it, beside others or alone."""
+    costs, splits = exported.certificate["precisions"], exported.certificate["splits"]
+    alone = {
+        "precisions": {name: {**cost, **cost["tasks"]["seconds"]} for name, cost in costs.items()},
+        "splits": {split: each["tasks"]["seconds"] for split, each in splits.items()},
+    }
+    for summary in (exported, replace(exported, certificate=alone)):
+        text = describe_export(summary)
+        assert "MSE/variance" in text and "nan" not in text
+        assert ("AUC" in text) == (summary is exported)
 
 
 def _check_answers(predictor: Predictor) -> None:

@@ -101,7 +101,7 @@ def refusal(excesses: list[str], certificate: dict[str, Any], hints: list[str]) 
         name
         for name, cost in certificate["precisions"].items()
         if cost["ne_delta"] <= limits["max_ne_increase"]
-        and -cost["auc_delta"] <= limits["max_auc_decrease"]
+        and not -cost["auc_delta"] > limits["max_auc_decrease"]  # NaN of labels that are numbers
         and cost["max_score_difference"] <= limits["max_score_difference"]
     ]
     suggestions = [*(f"precision={name} keeps within the limits on {SPLIT}" for name in fits[-1:]), *hints]

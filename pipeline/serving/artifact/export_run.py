@@ -116,29 +116,41 @@ def _by_label(splits: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, An
 
 
 def describe(summary: ExportSummary) -> str:
+    from pipeline.serving.artifact.task_quality import measures
+
     sizes, certificate = summary.sizes, summary.certificate
     if "index" in certificate:
         return _describe_retrieval(summary)
     ratio = sizes["tables_before"] / max(sizes["tables_after"], 1)
-    lines = [_title(summary)]
-    lines.append(
-        f"  {'precision':<11}{'tables':>12}{'NE':>12}{'AUC':>12}{'score, most':>13}{'mean':>11}   on validation"
-    )
-    for name, cost in certificate["precisions"].items():
-        lines.append(
-            f"  {name:<11}{show_size(cost['table_bytes']):>12}{cost['ne_delta']:>+12.6f}{cost['auc_delta']:>+12.6f}"
-            f"{cost['max_score_difference']:>13.2g}{cost['mean_score_difference']:>11.2g}"
-        )
+    lines = [_title(summary), *_table_of_precisions(certificate["precisions"])]
     for split, parity in _by_label(certificate["splits"]):
-        lines.append(
-            f"{split:<12}NE {parity['ne']:.5f} ({parity['ne_delta']:+.6f}), AUC {parity['auc']:.5f} ({parity['auc_delta']:+.6f}), "
-            f"scores within {parity['max_score_difference']:.2g} of the model's"
+        titles = measures(parity["ne"], parity["auc"])
+        numbers = "".join(
+            f"{title} {parity[key]:.5f} ({parity[f'{key}_delta']:+.6f}), " for key, title in titles.items()
         )
+        lines.append(f"{split:<12}{numbers}scores within {parity['max_score_difference']:.2g} of the model's")
     lines.append(
         f"tables      {show_size(sizes['tables_before'])} -> {show_size(sizes['tables_after'])} ({ratio:.1f}x smaller); layers "
         f"{show_size(sizes['layers_before'])} -> {show_size(sizes['layers_after'])}, vocabularies {show_size(sizes['vocabularies'])}"
     )
     return "\n".join([*lines, *_ending(summary)])
+
+
+def _table_of_precisions(costs: dict[str, dict[str, Any]]) -> list[str]:
+    """A line for each precision, with what scores lose by it."""
+    from pipeline.serving.artifact.task_quality import measures
+
+    first = next(iter(costs.values()))
+    titles = measures(first["ne_delta"], first["auc_delta"])
+    heads = "".join(f"{title:>{max(12, len(title) + 2)}}" for title in titles.values())
+    lines = [f"  {'precision':<11}{'tables':>12}{heads}{'score, most':>13}{'mean':>11}   on validation"]
+    for name, cost in costs.items():
+        deltas = "".join(f"{cost[f'{key}_delta']:>+{max(12, len(title) + 2)}.6f}" for key, title in titles.items())
+        lines.append(
+            f"  {name:<11}{show_size(cost['table_bytes']):>12}{deltas}"
+            f"{cost['max_score_difference']:>13.2g}{cost['mean_score_difference']:>11.2g}"
+        )
+    return lines
 
 
 def _title(summary: ExportSummary) -> str:

@@ -28,6 +28,7 @@ from pipeline.serving.artifact.precisions import choose_precisions
 from pipeline.serving.artifact.prune import kept_alone, prune_tables
 from pipeline.serving.artifact.reference import Reference, make_reference
 from pipeline.serving.artifact.source import Source, lineage_of, settings_of
+from pipeline.serving.artifact.task_quality import measures
 
 logger = get_logger("pipeline.export")
 
@@ -98,7 +99,9 @@ def _make_reference(job: ExportJob, source: Source, at: ArtifactFolder) -> Refer
         rows = len(reference.scores[split])
         for target, each in zip(source.trained.targets, found, strict=True):
             name = f", {target.name}" if len(found) > 1 else ""
-            logger.info("model      %s%s: NE %.5f, AUC %.5f on %s rows", split, name, each.ne, each.auc, f"{rows:,}")
+            numbers = [f"{title} {getattr(each, key):.5f}" for key, title in measures(each.ne, each.auc).items()]
+            found_so = ", ".join(numbers) or "labels of one kind, so no NE,"
+            logger.info("model      %s%s: %s on %s rows", split, name, found_so, f"{rows:,}")
     return reference
 
 
@@ -114,9 +117,11 @@ def _certified(
     found = check(reference, manifest, at.path)
     certificate["splits"] = {split: parity.as_dict() for split, parity in found.items()}
     for split, parity in found.items():
+        titles = measures(parity.ne_delta, parity.auc_delta)
+        deltas = "".join(f"{title} {getattr(parity, f'{key}_delta'):+.6f}, " for key, title in titles.items())
         logger.info(
-            "artifact   %s: NE %+.6f, AUC %+.6f, scores differ by %.2g at most, %.2g on average",
-            split, parity.ne_delta, parity.auc_delta, parity.max_score_difference, parity.mean_score_difference,
+            "artifact   %s: %sscores differ by %.2g at most, %.2g on average",
+            split, deltas, parity.max_score_difference, parity.mean_score_difference,
         )  # fmt: skip
     if lines := excesses(found, job.parity):
         ways = ["precision=auto finds the smallest mix within ne_budget"] if job.precision != AUTO else []

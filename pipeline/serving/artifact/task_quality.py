@@ -56,6 +56,16 @@ class Parity:
         return values | ({"tasks": {name: each.as_dict() for name, each in self.tasks.items()}} if self.tasks else {})
 
 
+def measures(ne: float, auc: float) -> dict[str, str]:
+    """Field -> title of what says how good scores with these numbers, or with these differences of them, are.
+
+    NE and AUC; of a label that is a number, which has no AUC, the squared error over its variance; nothing of labels of one kind.
+    """
+    if math.isnan(ne):
+        return {}
+    return {"ne": "MSE/variance"} if math.isnan(auc) else {"ne": "NE", "auc": "AUC"}
+
+
 def quality(kind: str, scores: Floats, labels: Floats, weights: Floats) -> Quality:
     """scores, labels, weights [rows]; of binary labels scores within (0, 1).
 
