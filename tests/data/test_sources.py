@@ -150,15 +150,25 @@ def test_what_is_wrong_with_a_whole_file_is_said(tmp_path: Path) -> None:
         )
 
 
+JSON_REASONS = {
+    "{": "JSON character 2", "[1]": "JSON object", '{"y": 2}': "y 2.0 1", '{"y": 1, "x": "cheap"}': "x 'cheap' 32-bit",
+    '{"y": "no"}': "y 'no' 1", '{"y": 1, "x": [3]}': "x [3]", f'{{"y": 1, "x": 1{400 * "0"}}}': "x 1000 32-bit",
+    '{"y": 1, "x": 1e400}': "x inf",
+}  # fmt: skip
+
+
 def test_json_lines_are_read_and_bad_ones_quarantined(tmp_path: Path) -> None:
     objects = [{"y": 1, "x": 2.5, "c": "a", "m": [1, 2]}, {"y": 0, "c": 7, "m": []}, {"y": 0, "x": None, "m": ["q"]}]
-    source = write_lines(tmp_path / "rows.jsonl", [*map(json.dumps, objects), "{", "[1]", '{"y": 2}'])
+    source = write_lines(tmp_path / "rows.jsonl", [*map(json.dumps, objects), *JSON_REASONS])
     dataset = prepare_rows(
-        tmp_path, source, format="jsonl", dense_transform="none", max_quarantined_fraction=0.5
+        tmp_path, source, format="jsonl", dense_transform="none", max_quarantined_fraction=0.8
     ).dataset
     rows = rows_of(tmp_path, dataset)
     assert (rows["y"], rows["x"], [len(ids) for ids in rows["m"]]) == ([1, 0, 0], [2.5, 0.0, 0.0], [2, 0, 1])
-    assert dataset.quarantined_rows == 3
+    entries = [json.loads(line) for line in (tmp_path / "data" / "quarantine.jsonl").read_text().splitlines()]
+    assert len(entries) == dataset.quarantined_rows == len(JSON_REASONS)
+    for entry, words in zip(entries, JSON_REASONS.values(), strict=True):
+        assert mentions(entry["reason"], words)
     with pytest.raises(DataError, match=names("'z' lacks 1 of 2 y, x, c, m")):
         prepare_rows(tmp_path / "other", source, {"label": "y", "sparse": ["z"]}, format="jsonl")
 

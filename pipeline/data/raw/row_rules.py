@@ -24,6 +24,12 @@ FINITE = "a finite 32-bit number"
 csv.field_size_limit(MAX_LINE_BYTES)  # 128 KiB by default
 
 
+def wanted_number(layout: Layout, name: str) -> str:
+    """What a value of one of layout.numbers has to be, for the reason of a row that has another."""
+    labels = layout.columns.all_labels
+    return wanted_label(labels[name]) if name in labels else WANTED_WEIGHT if name in layout.weights else FINITE
+
+
 def invalid_rows(layout: Layout, table: pa.Table) -> dict[int, str]:
     """Row -> reason, of a typed table: what types alone do not catch."""
     reasons: dict[int, str] = {}

@@ -20,7 +20,7 @@ from pipeline.data.raw.label_cells import is_text, with_labels
 from pipeline.data.raw.layout import Layout, check_columns, find_format
 from pipeline.data.raw.parquet_rows import not_text, with_text
 from pipeline.data.raw.partitions import with_partitions
-from pipeline.data.raw.row_rules import invalid_rows, why_unreadable
+from pipeline.data.raw.row_rules import invalid_rows, wanted_number, why_unreadable
 from pipeline.data.raw.source import Block, RowReader, Source
 from pipeline.data.raw.spelling import spell_value
 from pipeline.data.raw.suspects import broken_lines, read_texts, with_numbers, with_times
@@ -251,18 +251,26 @@ def _object_schema(layout: Layout) -> pa.Schema:
 
 
 def _typed_object(layout: Layout, schema: pa.Schema, row: Any) -> dict[str, Any]:
-    """Raises ValueError or TypeError for a value of another type than its column's."""
+    """Raises ValueError for a value of another type than its column's."""
     values = {}
     for field in schema:
         value = row.get(field.name)
         if value is not None and field.type == pa.float64():
-            value = float(value)
+            value = _number(layout, field.name, value)
         elif value is not None and field.type == pa.string():
             value = _spelled(field.name, value)
         elif value is not None:
             value = _listed(layout, field.name, value)
         values[field.name] = value
     return values
+
+
+def _number(layout: Layout, name: str, value: Any) -> float:
+    """Raises ValueError for what is none; an infinity is left to the rules of rows."""
+    try:
+        return float(value)
+    except (ValueError, TypeError, OverflowError):  # a whole number of 400 digits
+        raise ValueError(f"{name} is {repr(value)[:80]}, not {wanted_number(layout, name)}") from None
 
 
 def _spelled(name: str, value: Any) -> str | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.data.raw.label_cells import is_text, wanted_label
+from pipeline.data.raw.label_cells import is_text
 from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.parquet_rows import with_text
-from pipeline.data.raw.row_rules import FINITE, WANTED_WEIGHT
+from pipeline.data.raw.row_rules import wanted_number
 from pipeline.data.raw.suspects import with_numbers
 from pipeline.runtime.errors import DataError
 
@@ -19,7 +19,6 @@ def with_typed_numbers(layout: Layout, table: pa.Table) -> tuple[pa.Table, dict[
     Exports without types write numbers as text in Parquet too. Raises DataError for a type that is neither.
     """
     reasons: dict[int, str] = {}
-    labels = layout.columns.all_labels
     for name in layout.numbers:
         if is_text(layout, name):
             continue
@@ -33,7 +32,7 @@ def with_typed_numbers(layout: Layout, table: pa.Table) -> tuple[pa.Table, dict[
         missing = pc.is_in(column, pa.array(["", *layout.columns.null_values], column.type))
         column = pc.if_else(missing, None, column)
         table, found = with_numbers(table.set_column(place, name, column), [name])
-        wanted = wanted_label(labels[name]) if name in labels else WANTED_WEIGHT if name in layout.weights else FINITE
+        wanted = wanted_number(layout, name)
         for row in sorted(found):
             reasons.setdefault(row, f"{name} is {column[row].as_py()!r}, not {wanted}")
     return table, reasons

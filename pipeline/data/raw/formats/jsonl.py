@@ -41,7 +41,10 @@ class JsonLines(Format):
 
 def _object(line: bytes) -> dict[str, Any]:
     """Raises ValueError for a line that is none."""
-    value = json.loads(line)
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON: {error.msg} at character {error.colno}") from None
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
     return value
