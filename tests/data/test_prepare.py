@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import gzip
 import hashlib
 import json
@@ -132,12 +133,16 @@ def test_staged_file_that_lost_bytes_or_changed_is_staged_again(
         write_lines(tmp_path / "days" / f"day_{day}", random_lines(60, seed=day))
 
     def fail(*_: object) -> None:
-        raise KeyboardInterrupt
+        Path(f"{tmp_path}/ds.staging/counts.parquet").write_bytes(b"half")
+        Path(f"{tmp_path}/ds.staging/spill").mkdir()
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(preparation, "_write_dataset", fail)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(OSError, match="No space"):
             run_prepare(str(tmp_path / "days"), tmp_path / "ds")
+    kept = sorted(path.name[:6] for path in Path(f"{tmp_path}/ds.staging").iterdir())
+    assert kept == ["00000-", "00001-", "00002-", "lock"]
     files_read.clear()
     truncated = next(Path(f"{tmp_path}/ds.staging").glob("00000-*/rows.arrow"))
     truncated.write_bytes(truncated.read_bytes()[:-10])

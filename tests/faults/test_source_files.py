@@ -158,7 +158,7 @@ def test_a_full_disk_ends_in_one_line_and_a_second_run_finishes(tmp_path: Path, 
     assert ended.returncode == 2, ended.stderr
     last = ended.stderr.strip().splitlines()[-1]
     assert last.startswith("error: ") and str(tmp_path / "ds") in last and "Traceback" not in ended.stderr
-    assert not (tmp_path / "ds" / "dataset.json").exists()
+    assert not (tmp_path / "ds" / "dataset.json").exists() and not (tmp_path / "ds.staging").exists()
     assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=300).returncode == 0
     fault(
         19,

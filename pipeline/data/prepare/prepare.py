@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 
 import duckdb
@@ -40,7 +40,7 @@ from pipeline.data.prepare.splits import (
     count_training,
     find_boundaries,
 )
-from pipeline.data.prepare.staging import StagedFile, stage_source
+from pipeline.data.prepare.staging import StagedFile, remove_unfinished, stage_source
 from pipeline.data.prepare.standardize import learn_transforms
 from pipeline.data.prepare.time_units import check_time_units
 from pipeline.data.prepare.vocabulary import (
@@ -74,7 +74,7 @@ def prepare_dataset(
         base.check(features)
     check_sources(layout, sources)
     os.makedirs(resources.staging, exist_ok=True)
-    with only_one_run(resources.staging, "preparing"):
+    with only_one_run(resources.staging, "preparing"), _room_given_back(resources.staging):
         files = stage_sources(config, sources, layout, features, resources)
         with engine_errors(resources):
             dataset = _write_dataset(config, sources, features, files, resources, base)
@@ -84,6 +84,17 @@ def prepare_dataset(
     for file in files:
         negative.update(file.num_negative)
     return dataset, find_hints(dataset, config.path, negative)
+@contextmanager
+def _room_given_back(staging: str) -> Iterator[None]:
+    """A run that fails, of a full disk above all, keeps what another one can take over and nothing else."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError, ValueError):  # the failure is what counts
+            remove_unfinished(staging)
+        raise
+
+
 
 
 def stage_sources(

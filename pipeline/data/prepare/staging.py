@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 
@@ -28,6 +29,7 @@ from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.rows import ParsedRows, open_source, parse_block
 from pipeline.data.raw.source import TEACHER_COLUMN, TEACHER_SUFFIX, Block, RowReader, Source
 from pipeline.runtime.errors import DataError
+from pipeline.runtime.process.processes import LOCK
 from pipeline.runtime.storage import atomic, storage
 
 STAGING_VERSION = 1  # what another version staged is not taken over
@@ -177,6 +179,17 @@ def _key(source: Source, layout: Layout, features: Features) -> str:
     parts += [f"{name} by {kind}" for name, kind in features.transforms.items()]
     parts += described(features.derived, features.derived_kinds)
     return hashlib.sha256(json.dumps([*parts, features.dense_transform]).encode()).hexdigest()[:16]
+
+
+def remove_unfinished(root: str) -> None:
+    """Of a preparation that has failed: all but the staged files that another run can take over; without any, `root` itself."""
+    paths = [os.path.join(root, name) for name in os.listdir(root) if name != LOCK]
+    kept = [path for path in paths if (staged := _finished(path)) is not None and staged.num_source_rows]
+    for path in [path for path in paths if path not in kept] if kept else [root]:
+        if os.path.isdir(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            os.remove(path)
 
 
 def _finished(folder: str) -> StagedFile | None:

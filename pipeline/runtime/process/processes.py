@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pipeline.runtime.errors import ConfigError
 
 PR_SET_PDEATHSIG = 1
+LOCK = "lock"  # the file of only_one_run
 # Of a job whose nodes come and go: its name, the same on all nodes, and how often the nodes have met. The agent sets both for its ranks.
 ELASTIC_JOB, ELASTIC_ROUND = "PIPELINE_ELASTIC_JOB", "PIPELINE_ELASTIC_ROUND"
 STATES = {"R": "running", "S": "sleeping", "D": "blocked in the kernel", "T": "stopped by a signal", "Z": "dead"}
@@ -73,7 +74,7 @@ def kill(pid: int, started: int) -> bool:
 @contextmanager
 def only_one_run(folder: str, doing: str) -> Iterator[None]:
     """Raises ConfigError while another process is `doing` the same in the folder; its lock ends with it."""
-    with open(os.path.join(folder, "lock"), "w") as file:
+    with open(os.path.join(folder, LOCK), "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
