@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from pipeline.config.columns import ColumnsConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.splits import SplitConfig
 from pipeline.data.dataset import load_dataset
+from pipeline.data.prepare.hints import find_hints
 from pipeline.data.prepare.run import describe
 from pipeline.data.raw.layout import Layout, check_columns
 from pipeline.data.raw.source import TextReader, find_sources
@@ -205,6 +207,9 @@ def test_columns_without_values_and_labels_of_one_class_are_remarked_on(tmp_path
     assert len(summary.hints) == 2
     assert mentions(summary.hints[0], "y 0 in all 10 validation rows 10 test") and "train" not in summary.hints[0]
     assert mentions(summary.hints[1], "c data.ids.min_frequency")
+    for best_auc, count in (({}, 3), ({"train": 0.8}, 2)):  # negative numbers of generated data are meant
+        found = find_hints(replace(summary.dataset, bayes_auc=best_auc), str(tmp_path / "data"), {"x": 7})
+        assert len(found) == count and ("log1p" in "".join(found)) == (not best_auc)
 
 
 def test_a_wrong_delimiter_is_named(tmp_path: Path) -> None:

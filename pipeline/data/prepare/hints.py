@@ -35,7 +35,7 @@ def find_hints(dataset: Dataset, folder: str, num_negative: Mapping[str, int]) -
             f"no value with an id of its own: {_named(empty)}; a column without values, or with rarer ones than "
             "data.ids.min_frequency"
         )
-    if num_negative:
+    if num_negative and not dataset.bayes_auc:  # generated data are meant so
         rows = dataset.accepted_rows
         counts = [f"{name} ({count:,} of {rows:,})" for name, count in num_negative.items()]
         lines.append(
