@@ -201,7 +201,7 @@ def test_file_in_another_format_is_given_up_after_its_first_rows(tmp_path: Path,
 
 def test_no_rows_and_too_little_memory_say_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = write_lines(tmp_path / "empty.txt", [])
-    with pytest.raises(DataError, match=names("source quarantine")):
+    with pytest.raises(DataError, match=names("empty.txt 0 bytes source=")):
         run_prepare(empty, tmp_path / "ds")
     source = write_lines(tmp_path / "train.txt", random_lines(50))
     with pytest.raises(ConfigError, match=names("memory_limit_gb=0.2 0.5")):

@@ -265,5 +265,8 @@ def test_an_empty_file_among_others_has_no_rows(tmp_path: Path, kind: str, caplo
         dataset = prepare_rows(tmp_path, folder, columns, format=kind.partition(".")[0]).dataset
     assert (dataset.accepted_rows, dataset.quarantined_rows) == (2, 0)
     assert mentions(caplog.text, f"1.{kind} no rows")
-    with pytest.raises(DataError, match="no row was accepted"):
+    size = (folder / f"1.{kind}").stat().st_size
+    with pytest.raises(DataError, match=names(f"1.{kind} ({size:,} bytes) no rows source=")) as error:
         prepare_rows(tmp_path / "alone", folder / f"1.{kind}", columns, format=kind.partition(".")[0])
+    assert ("data.header" in str(error.value)) == kind.startswith("csv")
+    assert not (tmp_path / "alone" / "data.staging").exists()

@@ -4,21 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.config.data import DataConfig
+from pipeline.config.data import TEXT_FORMATS, DataConfig
 from pipeline.data.prepare.staging import StagedFile
 from pipeline.data.raw.layout import layout_of
 from pipeline.data.raw.source import Source
 from pipeline.runtime.errors import DataError
+from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
+
+logger = get_logger(__name__)
 
 MANY_BAD_ROWS = 100  # before which no file is given up
 HOPELESS_ROWS = 1000  # a file more than half of which is unreadable is given up after so many rows
 GZIP, PARQUET = ".gz", (".parquet", ".pq")
 GZIP_MARGIN = 10  # of the rows in a compressed byte: those to come may be so many times as many
+
+
+class ReadFile(Protocol):
+    """What was found in one source file."""
+
+    @property
+    def num_source_rows(self) -> int: ...
+    @property
+    def num_quarantined(self) -> int: ...
+    @property
+    def first_quarantined(self) -> str: ...
+
+
+def refuse_files(config: DataConfig, sources: Sequence[Source], files: Sequence[ReadFile]) -> None:
+    """Warns of each file without rows. Raises DataError where no file has one, or more are quarantined than the config allows."""
+    rows, quarantined = sum(file.num_source_rows for file in files), sum(file.num_quarantined for file in files)
+    if not rows:
+        what = f"{sources[0].path} ({sources[0].size_bytes:,} bytes)"
+        what = f"{what} holds" if len(sources) == 1 else f"{what} and {len(sources) - 1} more hold"
+        has_names = config.format in TEXT_FORMATS and not config.header
+        below = ", below a first line that names the columns (data.header=[...] where it does not)" if has_names else ""
+        raise DataError(f"{what} no rows: give source=<file, folder or glob> with some{below}")
+    for source, file in zip(sources, files, strict=True):
+        if not file.num_source_rows:
+            logger.warning("%s has no rows (%s bytes)", source.path, f"{source.size_bytes:,}")
+    worst = [f"{s.path}, {f.first_quarantined}" for s, f in zip(sources, files, strict=True) if f.num_quarantined]
+    refuse(config, quarantined, rows, worst[0] if worst else "")
 
 
 def refuse(config: DataConfig, quarantined: int, rows: int, example: str) -> None:

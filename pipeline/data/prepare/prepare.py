@@ -28,7 +28,7 @@ from pipeline.data.prepare.encode import Features, features_of
 from pipeline.data.prepare.errors import engine_errors
 from pipeline.data.prepare.given_splits import count_shared_rows
 from pipeline.data.prepare.hints import find_hints
-from pipeline.data.prepare.limit import refuse, refuse_early
+from pipeline.data.prepare.limit import refuse_early, refuse_files
 from pipeline.data.prepare.parallel import map_ordered
 from pipeline.data.prepare.resources import Resources
 from pipeline.data.prepare.splits import (
@@ -57,11 +57,9 @@ from pipeline.data.raw.layout import Layout, layout_of, with_group
 from pipeline.data.raw.source import Source
 from pipeline.data.raw.source_schemas import check_sources
 from pipeline.data.raw.transforms import Transform
-from pipeline.runtime.logs import get_logger, progress
+from pipeline.runtime.logs import progress
 from pipeline.runtime.process.processes import only_one_run
 from pipeline.runtime.storage import storage
-
-logger = get_logger(__name__)
 
 
 def prepare_dataset(
@@ -84,6 +82,8 @@ def prepare_dataset(
     for file in files:
         negative.update(file.num_negative)
     return dataset, find_hints(dataset, config.path, negative)
+
+
 @contextmanager
 def _room_given_back(staging: str) -> Iterator[None]:
     """A run that fails, of a full disk above all, keeps what another one can take over and nothing else."""
@@ -93,8 +93,6 @@ def _room_given_back(staging: str) -> Iterator[None]:
         with suppress(OSError, ValueError):  # the failure is what counts
             remove_unfinished(staging)
         raise
-
-
 
 
 def stage_sources(
@@ -113,12 +111,8 @@ def stage_sources(
                 block_bytes=resources.block_bytes, threads=resources.threads, advance=bar.advance, check=check,
             )  # fmt: skip
             assert file.num_rows + file.num_quarantined == file.num_source_rows
-            if not file.num_source_rows:
-                logger.warning("%s has no rows", source.path)
             files.append(file)
-    rows, quarantined = sum(file.num_source_rows for file in files), sum(file.num_quarantined for file in files)
-    worst = [f"{s.path}, {f.first_quarantined}" for s, f in zip(sources, files, strict=True) if f.num_quarantined]
-    refuse(config, quarantined, rows, worst[0] if worst else "")
+    refuse_files(config, sources, files)
     check_time_units(config, sources, files)
     return files
 

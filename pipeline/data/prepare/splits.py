@@ -252,7 +252,9 @@ def check_dates(config: SplitConfig, num_rows: int, num_held_out: int) -> None:
 def check_rows_to_train_on(found: bool, num_rows: int) -> None:
     """Raises DataError unless a row is `found`."""
     if not num_rows:
-        raise DataError("no row was accepted: the files of source hold none, or all of them are in the quarantine")
+        raise DataError(
+            "no row was accepted, all are in the quarantine: correct data.format and data.columns, or the source"
+        )
     if not found:
         raise DataError(
             f"none of {num_rows} accepted rows is left to train on: lower data.split.validation_fraction and "

@@ -16,7 +16,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipeline.config.data import DataConfig
 from pipeline.config.splits import SPLITS
 from pipeline.data.dataset import FILE_NAME, Dataset, SparseFeature
 from pipeline.data.prepare.buckets import BucketIds, ids_of_buckets, learn_from_counts
@@ -47,7 +46,7 @@ from pipeline.data.prepare.distributed.vocabularies import FeatureToRank, rank_f
 from pipeline.data.prepare.errors import engine_errors
 from pipeline.data.prepare.given_splits import count_shared_rows
 from pipeline.data.prepare.hints import find_hints
-from pipeline.data.prepare.limit import refuse
+from pipeline.data.prepare.limit import refuse_files
 from pipeline.data.prepare.splits import Boundaries, boundaries_of, check_dates, check_rows_to_train_on, times_at
 from pipeline.data.prepare.standardize import names_to_learn, transform_from
 from pipeline.data.prepare.time_units import check_time_units
@@ -55,12 +54,10 @@ from pipeline.data.prepare.write_dataset import Prepared, assemble_dataset, desc
 from pipeline.data.raw.source import Source
 from pipeline.data.raw.source_schemas import check_sources
 from pipeline.data.sql import sql_text
-from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
 
 ROWS_A_PARTITION = 4_000_000  # of runs: a task of a minute or so
 LEAST_ROWS_A_PARTITION = 250_000
-logger = get_logger(__name__)
 
 
 def prepare_distributed(
@@ -84,7 +81,8 @@ def write_distributed(
     config, features = recipe.config, recipe.features
     sizes = [float(source.size_bytes) for source in sources]
     files = engine.map("reading rows", stage_file, list(enumerate(sources)), sizes)
-    _refuse_many(config, sources, files)
+    refuse_files(config, sources, files)
+    check_time_units(config, sources, files)
     with scratch_folder(recipe) as scratch, engine_errors(recipe.resources):
         boundaries = _find_boundaries(recipe, engine, sources, files, scratch)
         divided = _divide(recipe, engine, files, boundaries)
@@ -104,16 +102,6 @@ def write_distributed(
         prepared = Prepared(found, shards, transforms, shared_rows, dropped)
         quarantines = [storage.join(file.folder, "quarantine.jsonl") for file in files]
         return assemble_dataset(config, sources, features, files, quarantines, prepared, None, scratch), files
-
-
-def _refuse_many(config: DataConfig, sources: list[Source], files: list[FileSummary]) -> None:
-    for source, file in zip(sources, files, strict=True):
-        if not file.num_source_rows:
-            logger.warning("%s has no rows", source.path)
-    rows, quarantined = sum(file.num_source_rows for file in files), sum(file.num_quarantined for file in files)
-    worst = [f"{s.path}, {f.first_quarantined}" for s, f in zip(sources, files, strict=True) if f.num_quarantined]
-    refuse(config, quarantined, rows, worst[0] if worst else "")
-    check_time_units(config, sources, files)
 
 
 def _find_boundaries(
