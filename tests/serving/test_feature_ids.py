@@ -124,7 +124,9 @@ def test_rows_that_are_bad_or_of_other_types_go_the_long_way() -> None:
     rows = [{"d": 1.0, "c0": "red"}, {"d": 1e300, "c0": "7"}, {"d": float("inf")}, {"c0": "red", "m": ["7", "", None]}]
     table = pa.Table.from_pylist(rows, schema=schema)
     lists = ColumnLists(schema, [table[name].to_pylist() for name in schema.names], 4)
-    for asked in (lists, table):
+    body = b'{"rows": [{"d": 1.0, "c0": "red"}, {"d": 1e400, "c0": "7"}, {"d": -1e999999}, {"c0": "red", "m": ["7", "", null]}]}'
+    requested = RequestReader(encoder.layout.columns, LimitsConfig()).read_json(body)
+    for asked in (lists, table, requested):
         encoded = encoder.encode(asked)
         assert encoded.kept.tolist() == [0, 3] and [bad.line for bad in encoded.bad_rows] == [2, 3]
         assert encoded.values[:2].tolist() == [1, 1]

@@ -23,6 +23,8 @@ from pipeline.serving.scoring.scorer import schema_of
 
 JSON_TYPE = "application/json"
 ARROW_TYPE = "application/vnd.apache.arrow.stream"
+OUT_OF_RANGE = "Number out of range"  # msgspec's words
+UNTYPED = msgspec.json.Decoder(float_hook=float)
 
 
 class BadRequest(Exception):
@@ -58,11 +60,20 @@ class RequestReader:
     def decode(self, body: bytes) -> Any:
         """A struct with `rows` and what else a body may have. Raises BadRequest."""
         try:
-            return self._decoder.decode(body)
+            return self._decode(body)
         except msgspec.ValidationError as error:
             raise BadRequest(422, f"{_plain(error)}{self._near_column(str(error))}{_limit_in(str(error))}") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadRequest(400, f"the body is not JSON: {_plain(error)}") from None
+
+    def _decode(self, body: bytes) -> Any:
+        """A number with too large an exponent, 1e400, is an infinity, which makes its row a bad one and leaves the others."""
+        try:
+            return self._decoder.decode(body)
+        except msgspec.ValidationError as error:
+            if not str(error).startswith(OUT_OF_RANGE):
+                raise
+        return msgspec.convert(UNTYPED.decode(body), self._decoder.type)
 
     def lists_of(self, rows: Sequence[Any]) -> ColumnLists:
         """Raises BadRequest."""
