@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.faults.catalogue import FAULTS
@@ -24,3 +27,10 @@ def test_the_table_replaces_the_one_before() -> None:
     assert insert(page, "new") == f"intro\n{BEGIN}\nnew\n{END}\nafter\n"
     with pytest.raises(ValueError):
         insert("a page without marks", "new")
+
+
+def test_the_page_has_each_fault_by_its_number_and_title() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
+    table = page.partition(BEGIN)[2].partition(END)[0]
+    rows = [(int(number), title) for number, title in re.findall(r"(?m)^\| (\d+) \| (.*?) \|", table)]
+    assert list(dict.fromkeys(rows)) == list(FAULTS.items())
