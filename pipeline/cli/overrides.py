@@ -23,6 +23,8 @@ TAKES_A_WORD = ("experiment", "source", "run", "artifact", "registry")  # what a
 # What Hydra's keys may not hold, and columns' names and patterns do: tables.cat_*.embedding_dim=8, tables.user id.embedding_dim=8
 SIGN = re.compile(r"[^A-Za-z0-9_.@/+~\-\[\]{}\"'$]")
 RANGE = re.compile(r"\{[^{}\[\],:'\"$\\]+\.\.[^{}\[\],:'\"$\\]+\}")  # source=clicks/dt={2026-11-01..2026-11-07}
+# A list without quotes, an entry of which has an equals sign that Hydra does not read: retry=[dt=2026-11-20]
+ASSIGNED = re.compile(r"\[[^\[\]{}'\"$\\]*=[^\[\]{}'\"$\\]*\]")
 ENCODED = re.compile(r"__x([0-9a-f]+)__")
 
 
@@ -45,7 +47,7 @@ def parse_overrides(argv: Iterable[str], keys: Iterable[str] = ()) -> list[Overr
 
 
 def _parse_word(parser: OverridesParser, word: str, keys: Iterable[str]) -> Override:
-    """A value that is no list, mapping or quoted text and that Hydra cannot read is the text that it is."""
+    """A value that is no list, mapping or quoted text and that Hydra cannot read is the text that it is; so is an entry with `=` of a list."""
     key, equals, value = word.partition("=")
     if not equals and not word.startswith("~"):
         named = next((f"{each}={word}" for each in TAKES_A_WORD if each in keys), "key=value")
@@ -53,6 +55,10 @@ def _parse_word(parser: OverridesParser, word: str, keys: Iterable[str]) -> Over
         raise ConfigError(f"{word!r} is no key=value; write {f'{word}=<value>' if is_key else named}")
     key = SIGN.sub(lambda sign: f"__x{ord(sign[0]):x}__", key)
     plain = [f'{key}="{value}"'] if value == "," or not set(RANGE.sub("", value)) & set("[]{}'\"$,\\") else []
+    if ASSIGNED.fullmatch(value):
+        entries = [entry.strip() for entry in value[1:-1].split(",")]
+        entries = [f'"{entry}"' if "=" in entry else entry for entry in entries]
+        plain = [f"{key}=[{','.join(entries)}]"]
     for text in [key + equals + value, *plain]:
         try:
             override = parser.parse_override(text)
