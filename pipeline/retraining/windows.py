@@ -24,6 +24,7 @@ MAX_GAP = 10_000  # windows missing in a row: then the pattern or the length is 
 UNITS = {"s": 1, "ms": 1000, "us": 1_000_000}
 CLOCKS_DIFFER_S = 86_400  # and zones: a time may be so much later than this machine's clock
 FIRST_SECOND = -62_135_596_800  # of the year 1
+_STILL_OPEN = "no row of a later window"
 logger = get_logger(__name__)
 
 
@@ -76,8 +77,9 @@ def _partitions(config: WindowsConfig, source: str, data: DataConfig, after: dat
         begin = _parse(path, config.pattern.strip("/"))
         if begin is not None:
             windows.append(Window(path, begin, begin + _length(config), storage.join(source, path)))
-    if not windows and after is None:
-        here = ", ".join(storage.list_folder(source)[:5]) or "nothing"
+    here = ", ".join(storage.list_folder(source)[:5]) if not windows else ""
+    if not windows and (after is None or not here):
+        here = here or "nothing"
         raise RetrainingError(
             f"source={source} has no folder like windows.pattern={config.pattern} (it has {here}); fix one of the two"
         )
@@ -125,8 +127,12 @@ def _judged(window: Window, config: WindowsConfig, data: DataConfig, now: dateti
     if not why:
         return window
     deadline = window.end + timedelta(hours=config.lateness_hours)
+    if why == _STILL_OPEN and not config.lateness_hours:
+        return replace(window, state=WAITING)
     if now < deadline:
         return replace(window, state=WAITING, why=f"{why}; waited for until {deadline:%Y-%m-%d %H:%M} UTC")
+    if why == _STILL_OPEN:  # its time is over: of a source that has paused, or brings a day's rows after that day
+        return replace(window, why="")
     if config.late == "use" and window.is_there:
         return replace(window, why=f"{why}; used as it is")
     return replace(window, state=LATE, why=f"{why} {config.lateness_hours:g} h after its end")
@@ -171,8 +177,8 @@ def _spans(config: WindowsConfig, source: str, data: DataConfig, after: datetime
     newest = max(int(span) for span, _ in rows)
     for span, count in rows:
         begin = datetime.fromtimestamp(int(span) * seconds, UTC)
-        why = "no row of a later window" if int(span) == newest else ""
-        if not why and count < config.min_rows:
+        why = _STILL_OPEN if int(span) == newest else ""
+        if count < config.min_rows and (not why or config.lateness_hours):
             why = f"{count:,} of at least {config.min_rows:,} rows"
         windows.append(Window(time_name(begin), begin, begin + _length(config), source, why=why))
     return [window for window in windows if after is None or window.begin >= after]

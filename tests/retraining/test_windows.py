@@ -76,6 +76,8 @@ def test_a_source_without_windows_says_what_it_has(tmp_path: Path) -> None:
     _partition(tmp_path, "day=3")
     with pytest.raises(RetrainingError, match=names("windows.pattern=dt=%Y-%m-%d day=3")):
         _states(WindowsConfig(), tmp_path)
+    with pytest.raises(RetrainingError, match="nothing"):  # a wrong source is no source without news
+        _states(WindowsConfig(first="2026-11-01"), tmp_path / "elsewhere")
 
 
 @pytest.mark.parametrize("times", [["1762214400", "1762217999", "1762218000", "1762221600"], ["2025-11-04 00:00:00", "2025-11-04T00:59:59", "2025-11-04 01:00:00", "2025-11-04 02:00:00"]])  # fmt: skip
@@ -92,6 +94,20 @@ def test_a_growing_file_is_cut_by_its_timestamps(tmp_path: Path, times: list[str
     assert len(lines) == 3 and "00" in lines[1] and "v,1" in lines[2]  # text stays as it was written
     source.write_text("")
     assert extract_rows(found[0], config, CSV, str(tmp_path / "work")) == path  # begun: it stays what it was
+
+
+def test_the_last_hour_of_a_source_that_pauses_is_not_lost(tmp_path: Path) -> None:
+    """It was skipped where no later row came in time: each of them, of a source that brings an hour's rows after it."""
+    source, hour = tmp_path / "rows.csv", 1762214400
+    source.write_text(f"click,x,a,time\n1,0,v,{hour}\n1,0,v,{hour + 3600}\n1,0,v,{hour + 3601}\n")
+    now = datetime(2025, 11, 4, 8, tzinfo=UTC)
+
+    def last(**words: float) -> str:
+        config = WindowsConfig(kind="timestamps", timestamp_column="time", length_hours=1, **words)  # type: ignore[arg-type]
+        return find_windows(config, str(source), CSV, now, None, ())[-1].state
+
+    assert (last(lateness_hours=24), last(lateness_hours=6), last(lateness_hours=0)) == (WAITING, READY, WAITING)
+    assert (last(lateness_hours=6, min_rows=2), last(lateness_hours=6, min_rows=3)) == (READY, LATE)
 
 
 def test_times_that_are_no_date_up_to_now_make_and_end_no_window(
