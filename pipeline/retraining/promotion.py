@@ -104,6 +104,14 @@ class Candidate:
             if version.manifest["files"].get(f"{ARTIFACT}/{name}") != entry:
                 raise DamagedError(f"{name} has changed since it was exported: {version.name} is not promoted")
 
+    def is_in(self, version: Version) -> bool:
+        """Whether the version holds this run, and not an earlier one of the same window, whose files are lost."""
+        try:
+            self.check(version)
+        except DamagedError:
+            return False
+        return True
+
 
 def files_of_artifact(folder: str) -> dict[str, str]:
     """Path in a version -> local file, of a whole artifact."""
@@ -139,7 +147,7 @@ def promote(
         DamagedError: the run's files have changed since they were saved.
     """
     version = published(registry, candidate.key)
-    if version is None:
+    if version is None or not candidate.is_in(version):
         fence()
         files = candidate.run.files() | candidate.extra
         version = registry.publish(registry.next_name(), files, lineage_of(candidate), fence)

@@ -170,3 +170,16 @@ def test_a_run_and_a_version_are_taken_by_the_key_that_signed_them_alone(tmp_pat
         else:
             with pytest.raises(DamagedError, match=outcome):
                 registry_verb(job)
+
+
+def test_a_window_that_is_trained_again_is_promoted_beside_what_a_killed_promotion_left(tmp_path: Path) -> None:
+    """Where run_dir was lost in between, its bytes are others, and each tick refused them as damaged."""
+    _two_versions(str(tmp_path / "registry"), tmp_path)
+    registry, ledger = Registry(str(tmp_path / "registry")), Ledger(str(tmp_path / "registry"))
+    pointer = registry.pointer()
+    first = candidate(finished(tmp_path / "first", b"first"), "w3", "v000002", pointer)
+    registry.publish("v000003", first.run.files(), promotion.lineage_of(first))
+    second = candidate(finished(tmp_path / "second", b"second"), "w3", "v000002", pointer)
+    assert promote(registry, ledger, second, KEEP, lambda: None).version == "v000004"
+    champion = registry.champion()
+    assert champion is not None and (champion.name, registry.verify(champion)[0]) == ("v000004", "")
