@@ -81,8 +81,10 @@ class DataChecksConfig:
 
     None leaves a check out. A check against the past wants `min_history` windows and takes the newest `trailing`. What
     the champion is asked about (unknown ids, NE) is allowed so much for each window that it has not seen, this one included.
+    first: what has changed for good with this window is no fault of those after it, which are compared with none before.
     """
 
+    first: str | None = None  # as windows.first
     trailing: int = 14
     min_history: int = 2
     row_count_change: float | None = 0.3
@@ -97,6 +99,11 @@ class DataChecksConfig:
     def __post_init__(self) -> None:
         check_at_least("checks.trailing", self.trailing, 1)
         check_at_least("checks.min_history", self.min_history, 1)
+        if self.trailing < self.min_history:
+            raise ConfigError(
+                f"checks.trailing={self.trailing} windows are fewer than checks.min_history={self.min_history}, so nothing would ever be "
+                "checked: raise the one or lower the other"
+            )
         check_at_least("checks.remember", self.remember, 1)
         for name in ("row_count_change", "label_rate_change", "unknown_share_rise", "distance_rise", "repeated_share",
                      "champion_ne_rise", "outside_share"):  # fmt: skip

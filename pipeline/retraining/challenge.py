@@ -6,19 +6,21 @@ Nothing here changes the registry. What comes out is a record, and with it a can
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any
 
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.retraining.data_checks import check_data
 from pipeline.retraining.gate import Finding, Scores, judge
-from pipeline.retraining.ledger import PROMOTED, REJECTED, Ledger, Record, accepted_windows, windows_since
+from pipeline.retraining.ledger import PROMOTED, REJECTED, Ledger, Record, accepted_windows, windows_missed
 from pipeline.retraining.promotion import Candidate, FinishedRun, files_of_artifact
 from pipeline.retraining.registry import Pointer, Version
 from pipeline.retraining.statistics import WindowStatistics
 from pipeline.retraining.window_runner import WindowFiles, WindowRunner
 from pipeline.retraining.windows import Window, file_name
-from pipeline.runtime.errors import DamagedError, UserError
+from pipeline.runtime.errors import DamagedError, LimitError, RetrainingError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.artifact.export_run import ExportSummary
 from pipeline.training.agreement import NonFiniteLossError
@@ -74,15 +76,22 @@ class Challenge:
         Raises:
             RetrainingError: the job does not fit the data, or the first window cannot be prepared.
         """
-        accepted = accepted_windows(self.ledger, self.job.checks.remember)
-        history = [(record.window, WindowStatistics.of(record.data["statistics"])) for record in accepted]
-        age = windows_since(self.ledger, self.champion.name) if self.champion else 0
-        trained_on = self._examine(self.window, history, age)
+        accepted = accepted_windows(self.ledger, self.job.checks.remember, (self.window.name, self.judged_on.name))
+        history = [
+            (record.window, WindowStatistics.of({**record.data["statistics"], "begin": record.begin}))
+            for record in accepted
+        ]
+        trained_on = self._examine(self.window, history, len(self._missed_before(self.window)))
         if isinstance(trained_on, Outcome):
             return trained_on
         if trained_on.failed:
             return self._unfit(self.window, trained_on)
-        judged_on = self._examine(self.judged_on, [(self.window.name, trained_on.statistics), *history], age + 1)
+        if reason := self._too_few_to_train(trained_on):
+            if self.champion is None and not history:
+                raise self._first_is_unfit(reason)
+            return self._rejected(self.window, [reason], trained_on, accepted=False)
+        missed = self._missed_before(self.judged_on) | {self.window.name}
+        judged_on = self._examine(self.judged_on, [(self.window.name, trained_on.statistics), *history], len(missed))
         if isinstance(judged_on, Outcome):
             return judged_on
         if judged_on.failed:
@@ -98,14 +107,17 @@ class Challenge:
             return self._rejected(self.window, [f"its challenger's loss is not finite: {error}"], trained_on)
         return self._decide(trained_on, judged_on, run, scores)
 
+    def _missed_before(self, window: Window) -> set[str]:
+        """Windows that the champion has not been trained on and that lie between its own and this one."""
+        return windows_missed(self.ledger, self.champion.name, window.begin) if self.champion else set()
+
     def _examine(self, window: Window, history: History, age: int) -> Examined | Outcome:
         """The window's data, prepared for the champion and checked; the window rejected where they cannot be prepared."""
         try:
             place = self.runner.place(window)
             data = self._champions_view(place)
         except UserError as error:
-            if self.champion is None:  # the job's mistake, more likely than the window's
-                raise
+            self._check_job(error, window, history)
             return self._rejected(window, [str(error)])
         scores = self.runner.score_version(self.champion, data) if self.champion else None
         found = self._measure(place, data, history, age, scores)
@@ -113,10 +125,35 @@ class Challenge:
         log_findings(f"data of {window.name}", findings)
         return Examined(place, data, found, scores, findings)
 
+    def _check_job(self, error: UserError, window: Window, history: History) -> None:
+        """Raises where it is the job's mistake, or the registry's: each window that comes would be rejected for it."""
+        if isinstance(error, LimitError):
+            raise error
+        if self.champion is not None:
+            self.runner.check_data_of(self.champion)
+        elif not history:  # no window has ever been prepared
+            raise self._first_is_unfit(str(error)) from error
+
+    def _too_few_to_train(self, examined: Examined) -> str:
+        held_out = (
+            self.job.growth.validation_fraction if self.champion else 0.0
+        )  # without one they are left out already
+        rows = int(examined.statistics.rows * (1.0 - held_out))
+        batch = self.job.trainer.global_batch_size
+        return "" if rows >= batch else f"{rows:,} rows to train on are fewer than trainer.global_batch_size={batch:,}"
+
+    def _first_is_unfit(self, why: str) -> RetrainingError:
+        return RetrainingError(
+            f"the first window, {self.window.name}, cannot be trained on: {why.rstrip('.')}. Where its files are at fault and not the job, "
+            f"windows.first={self.judged_on.begin:%Y-%m-%dT%H:%M} begins with the next one"
+        )
+
     def _measure(
         self, place: WindowFiles, data: str, history: History, age: int, scores: Scores | None
     ) -> WindowStatistics:
-        found = replace(self.runner.statistics(place, data, history), age=age)
+        window = place.window
+        found = self.runner.statistics(place, data, history)
+        found = replace(found, age=age, begin=window.begin.isoformat(), apart=_apart(window, history))
         if scores is None:  # the window's own ids: nothing can be said of unknown ones
             return replace(found, empty_share={}, distance={})
         return replace(found, champion_ne=scores.ne, champion_calibration=scores.calibration)
@@ -177,19 +214,35 @@ class Challenge:
         return Outcome(window, record)
 
     def _record(
-        self, state: str, window: Window, examined: Examined | None, accepted: bool = True, **more: Any
+        self,
+        state: str,
+        window: Window,
+        examined: Examined | None,
+        accepted: bool = True,
+        reasons: Sequence[str] = (),
+        **more: Any,
     ) -> Record:
+        """A window that was used though it is not whole says so among its reasons."""
         data = {"accepted": accepted, "statistics": examined.statistics.as_dict()} if examined else {}
         return Record(
             state,
             window.name,
             parent=self.parent,
             begin=window.begin.isoformat(),
+            reasons=[*reasons, *([window.why] if window.why else [])],
             data=data,
             source=examined.place.digest if examined else "",
             **self.about,
             **more,
         )
+
+
+def _apart(window: Window, history: History) -> int:
+    """How many windows after the accepted one before it this one comes: what drifts has drifted so many times."""
+    if not history or not history[0][1].begin:
+        return 1
+    between = abs(window.begin - datetime.fromisoformat(history[0][1].begin))
+    return max(1, round(between / (window.end - window.begin)))
 
 
 def parity_metrics(exported: ExportSummary) -> dict[str, Any]:

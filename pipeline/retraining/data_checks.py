@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from statistics import median
 
 from pipeline.config.retraining import DataChecksConfig
 from pipeline.retraining.gate import Finding
 from pipeline.retraining.statistics import WindowStatistics
+from pipeline.retraining.windows import parse_time
 
 
 def check_data(now: WindowStatistics, history: list[WindowStatistics], config: DataChecksConfig) -> list[Finding]:
     """`history` are accepted windows, newest first. Findings of the checks that there is enough history for."""
-    past = history[: config.trailing]
+    first = parse_time(config.first) if config.first else None
+    past = [
+        earlier
+        for earlier in history
+        if first is None or (earlier.begin and datetime.fromisoformat(earlier.begin) >= first)
+    ][: config.trailing]
     findings = [_labels(now)]
     if now.outside_share is not None and config.outside_share is not None:
         share, limit = now.outside_share, config.outside_share
         text = f"{share:.1%} of the rows have a timestamp outside the window, {limit:.1%} are allowed"
         findings.append(Finding("outside_share", share <= limit, share, limit, text))
-    if config.repeated_share is not None and past:
-        findings.append(_repeated(now, past, config.repeated_share))
+    if config.repeated_share is not None and history:
+        findings.append(_repeated(now, history[: config.trailing], config.repeated_share))
     if len(past) < config.min_history:
         return findings
     for name, change in (("rows", config.row_count_change), ("label_rate", config.label_rate_change)):
@@ -49,23 +56,28 @@ def _change(name: str, now: WindowStatistics, past: list[WindowStatistics], limi
 
 
 def _rise(name: str, now: WindowStatistics, past: list[WindowStatistics], limit: float, least: int) -> Finding:
-    """Of the feature that rose most above its own median."""
+    """Of the feature that rose most above what is usual: its own median, for the distance of a window times the windows apart."""
     values: dict[str, float] = getattr(now, name)
+    apart = now.apart if name == "distance" else 1
 
-    def usual(feature: str) -> list[float]:
-        return [getattr(earlier, name)[feature] for earlier in past if feature in getattr(earlier, name)]
+    def seen(feature: str) -> list[float]:
+        return [
+            getattr(earlier, name)[feature] / (earlier.apart if name == "distance" else 1)
+            for earlier in past
+            if feature in getattr(earlier, name)
+        ]
 
-    rises = {
-        feature: value - median(usual(feature)) for feature, value in values.items() if len(usual(feature)) >= least
-    }
+    usual = {feature: median(seen(feature)) * apart for feature in values if len(seen(feature)) >= least}
+    rises = {feature: values[feature] - usual[feature] for feature in usual}
     if not rises:
         return Finding(name, True, 0.0, limit, "")
     worst = max(rises, key=lambda feature: rises[feature])
     over = [feature for feature, rise in rises.items() if rise > limit]
-    what = "rows without a known value" if name == "empty_share" else "distance from the window before"
+    before = "window before" if apart == 1 else f"accepted window {apart} before"
+    what = "rows without a known value" if name == "empty_share" else f"distance from the {before}"
     text = (
-        f"feature {worst}: {what} {values[worst]:.3f}, median {median(usual(worst)):.3f}, a rise of {limit:g} is allowed"
-        f"{f' (and {len(over) - 1} more features)' if len(over) > 1 else ''}"
+        f"feature {worst}: {what} {values[worst]:.3f}, {'median' if apart == 1 else f'{apart} times the median'} "
+        f"{usual[worst]:.3f}, a rise of {limit:g} is allowed{f' (and {len(over) - 1} more features)' if len(over) > 1 else ''}"
     )
     return Finding(name, not over, rises[worst], limit, text)
 

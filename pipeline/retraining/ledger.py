@@ -9,8 +9,9 @@ newest records than it needs.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from typing import Any
 
 from pipeline.retraining.registry import RegistryError, timestamp
@@ -83,25 +84,38 @@ class Ledger:
         return storage.join(self.folder, f"{number:08d}.json")
 
 
-def accepted_windows(ledger: Ledger, most: int) -> list[Record]:
-    """Of windows whose data were accepted, newest first, whatever came of their challengers."""
+def accepted_windows(ledger: Ledger, most: int, besides: Collection[str] = ()) -> list[Record]:
+    """Of windows whose data were accepted when they were last judged, newest first, whatever came of their challengers.
+
+    besides: windows that are left out, for they are to be judged now.
+    """
     found: list[Record] = []
+    seen = set(besides)
     for record, _ in zip(ledger.newest(), range(MAX_READ), strict=False):
-        if record.state in (PROMOTED, REJECTED) and record.data.get("accepted"):
-            found.append(record)
+        if record.state in (PROMOTED, REJECTED) and record.window not in seen:
+            seen.add(record.window)
+            if record.data.get("accepted"):
+                found.append(record)
             if len(found) == most:
                 break
     return found
 
 
-def windows_since(ledger: Ledger, version: str) -> int:
-    """How many windows with good data came after the one that made `version`, which it has not been trained on."""
-    count = 0
+def windows_missed(ledger: Ledger, version: str, begin: datetime) -> set[str]:
+    """Which windows lie between the one that made `version` and the one that begins at `begin`, whatever came of them."""
+    missed: dict[str, datetime] = {}
+    made: datetime | None = None  # when the window of `version` began
     for record, _ in zip(ledger.newest(), range(MAX_READ), strict=False):
-        if record.version == version and record.state in (PROMOTED, ADDED):
-            break
-        count += record.state in (PROMOTED, REJECTED) and bool(record.data.get("accepted"))
-    return count
+        if made is None and record.version == version and record.state in (PROMOTED, ADDED):
+            if not record.begin:
+                break
+            made = datetime.fromisoformat(record.begin)
+        elif record.begin:
+            began = datetime.fromisoformat(record.begin)
+            if made is not None and began <= made:
+                break
+            missed[record.window] = began
+    return {name for name, began in missed.items() if began < begin and (made is None or began > made)}
 
 
 def describe_record(record: Record) -> str:

@@ -27,8 +27,8 @@ class WindowStatistics:
 
     `distance`: feature -> how far its values are from those of the accepted window before, 0 alike .. 1 nothing in common,
     by the `quantiles` of dense features and the hash `buckets` of others: what the champion knows plays no part.
-    `sketch` are the smallest hashes of the window's rows (row_sketch.py). `age`: accepted windows that the champion has
-    not seen.
+    `sketch` are the smallest hashes of the window's rows (row_sketch.py). `age`: windows between the champion's and this one.
+    `begin`: of the window, ISO 8601. `apart`: how many windows after the accepted one before it comes, 1 for the next.
     """
 
     rows: int
@@ -38,6 +38,8 @@ class WindowStatistics:
     quantiles: dict[str, list[float]] = field(default_factory=dict)
     buckets: dict[str, list[int]] = field(default_factory=dict)
     age: int = 0
+    begin: str = ""
+    apart: int = 1
     sketch: str = ""
     repeated_share: float = 0.0
     repeated_of: str = ""  # the earlier window that shares most rows

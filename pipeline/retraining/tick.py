@@ -12,6 +12,8 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import islice, takewhile
+from statistics import median_low
 from typing import TYPE_CHECKING
 
 from pipeline.config.jobs.retrain import RetrainJob
@@ -20,6 +22,7 @@ from pipeline.retraining.promotion import complete, promote
 from pipeline.retraining.registry import PinnedError, Pointer, Registry
 from pipeline.retraining.windows import LATE, READY, Window, find_windows
 from pipeline.retraining.worker_group import WorkerGroup
+from pipeline.runtime.errors import RetrainingError, did_you_mean
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.exit_codes import REJECTED_WINDOW
@@ -30,6 +33,7 @@ from pipeline.runtime.storage.signature import requiring, signing
 if TYPE_CHECKING:
     from pipeline.retraining.window_runner import WindowRunner
 
+MANY_REFUSED = 3  # windows in a row: more than a broken day and its repair
 logger = get_logger("pipeline.retrain")
 
 
@@ -86,10 +90,13 @@ class Tick:
         self.job, self._group, self._leases = job, group, leases
         self.registry, self.ledger = Registry(job.registry.path), Ledger(job.registry.path)
         self._records: list[Record] = []
+        self._refused: list[Record] = []  # newest first
         self._began = time.monotonic()
 
     def run(self) -> TickSummary:
         complete(self.registry, self.ledger)
+        if self.job.retry:
+            self._check_retry()
         note = ""
         while not note:
             pointer = self.registry.pointer()
@@ -101,7 +108,7 @@ class Tick:
             else:
                 note = self._next(pointer)
         pointer = self.registry.pointer()
-        return TickSummary(pointer.version if pointer else "none", self._records, note)
+        return TickSummary(pointer.version if pointer else "none", self._records, note + self._left_of_retry())
 
     def _next(self, pointer: Pointer | None) -> str:
         """Work on the oldest window; why nothing more can be done, else empty."""
@@ -117,19 +124,48 @@ class Tick:
             if len(ready) == 2:
                 return self._work_on(ready[0], ready[1], pointer)
         if ready:
-            return f"window {ready[0].name} waits for the next one, on which its challenger is judged"
-        return "no new window"
+            waits = f"window {ready[0].name} waits for the next one, on which its challenger is judged"
+            return waits + _advice(self._refused)
+        return "no new window" + _advice(self._refused)
+
+    def _read_windows(self) -> list[Record]:
+        """The newest records of windows, newest first."""
+        return list(islice((record for record in self.ledger.newest() if record.window), MAX_READ))
+
+    def _check_retry(self) -> None:
+        """Raises RetrainingError where no window of such a name has come; says which cannot be judged again, and why."""
+        states = {record.window: record.state for record in reversed(self._read_windows())}
+        waiting = {window.name for window in self._pending()}
+        for name in self.job.retry:
+            if name not in states.keys() | waiting:
+                raise RetrainingError(
+                    f"retry names {name!r}, and no window of that name was rejected or skipped; `python -m pipeline.registry "
+                    f"history {self.registry.path}` has the names{did_you_mean(name, states.keys() | waiting)}"
+                )
+            if states.get(name) == PROMOTED:
+                logger.warning("retry: window %s was promoted, and is not judged again", name)
+            elif name not in waiting:
+                logger.warning("retry: window %s is not at %s, or begins before windows.first", name, self.job.source)
+
+    def _left_of_retry(self) -> str:
+        """A later tick knows of `retry` only what it is given."""
+        if not self.job.retry:
+            return ""
+        judged = {record.window for record in self._records}
+        left = [window.name for window in self._pending() if window.name in set(self.job.retry) - judged]
+        return f". Give retry=[{','.join(left)}] again: not judged in this tick" if left else ""
 
     def _pending(self) -> list[Window]:
-        records = [record for record, _ in zip(self.ledger.newest(), range(MAX_READ), strict=False) if record.window]
+        records = self._read_windows()
         done = {record.window: record for record in reversed(records) if record.state in TERMINAL}
         for name in self.job.retry:
             own_numbers = {record.number for record in self._records}
             if name in done and done[name].state != PROMOTED and done[name].number not in own_numbers:
                 del done[name]
+        self._refused = _newest_refused(records)
         after = None
-        if len(records) == MAX_READ:  # older windows were done long ago
-            after = min(datetime.fromisoformat(record.begin) for record in records)
+        if len(records) == MAX_READ:  # older windows were done long ago; the median, for some were judged again
+            after = median_low(datetime.fromisoformat(record.begin) for record in records)
         job = self.job
         return find_windows(job.windows, job.source, job.data, datetime.now(UTC), after, done)
 
@@ -184,6 +220,23 @@ class Tick:
     def _fence(self) -> None:
         for lease in self._leases:
             lease.check()
+
+
+def _newest_refused(records: list[Record]) -> list[Record]:
+    """Of windows that were rejected for their data, with none between whose data were good. Both newest first."""
+    come = (record for record in records if record.state != SKIPPED)
+    return list(takewhile(lambda record: record.state == REJECTED and record.data.get("accepted") is False, come))
+
+
+def _advice(refused: list[Record]) -> str:
+    """Where no window passes any more: no later one may, if what has changed stays so."""
+    if len(refused) < MANY_REFUSED:
+        return ""
+    oldest = min(refused, key=lambda record: record.begin)
+    return (
+        f". The data of the last {len(refused)} windows were rejected, the oldest is {oldest.window}: if the stream has changed for "
+        f"good, checks.first={datetime.fromisoformat(oldest.begin):%Y-%m-%dT%H:%M} compares windows with none before that one"
+    )
 
 
 def _skipped(window: Window) -> Record:

@@ -22,11 +22,17 @@ from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.retraining import GateConfig
+from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.splits import SplitConfig
 from pipeline.config.training import LRSchedule
 from pipeline.config.warm_start import WarmStartConfig
-from pipeline.data.dataset import load_dataset
+from pipeline.data.dataset import FILE_NAME, load_dataset
+from pipeline.data.prepare.base_vocabulary import load_base
+from pipeline.data.prepare.encode import features_of
+from pipeline.data.prepare.identity import find_prepared
 from pipeline.data.prepare.run import prepare
+from pipeline.data.raw.layout import layout_of
+from pipeline.data.raw.source import find_sources
 from pipeline.data.read.streams import num_steps
 from pipeline.retraining.gate import Scores
 from pipeline.retraining.promotion import FinishedRun, finished_run
@@ -34,6 +40,7 @@ from pipeline.retraining.registry import Version
 from pipeline.retraining.statistics import WindowStatistics, measure
 from pipeline.retraining.windows import Window, extract_rows, file_name, outside_share
 from pipeline.retraining.worker_group import WorkerGroup
+from pipeline.runtime.errors import CheckpointError, DataError, RetrainingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process import watchdog
 from pipeline.runtime.storage import storage
@@ -45,6 +52,7 @@ NOT_TRAINING = ("run_dir", "source", "follow", "stream", "publishing", "registry
                 "memory_limit_gb", "threads", "world_size", "profile", "paths", "logger")  # fmt: skip
 NOT_CONFIG = ("run_dir", "source", "follow", "stream", "publishing", "registry", "max_catchup", "retry", "strict", "memory_limit_gb", "threads", "world_size",
               "profile", "paths", "logger")  # fmt: skip
+LAYOUT = ("format", "columns", "delimiter", "header", "buckets", "transforms", "group_column")  # of a window's files
 logger = get_logger("pipeline.retrain")
 
 
@@ -67,8 +75,6 @@ class WindowRunner:
 
     def place(self, window: Window) -> WindowFiles:
         """Raises RetrainingError where the window has no files."""
-        from pipeline.data.raw.source import find_sources
-
         source = window.source
         if self.job.windows.kind == "timestamps":
             source = extract_rows(window, self.job.windows, self.job.data, self.folder(window))
@@ -85,32 +91,60 @@ class WindowRunner:
     def under(self, place: WindowFiles, name: str, vocabularies: str) -> str:
         """The window's rows under the frozen vocabularies of a data set: the folder."""
         base = BaseVocabularyConfig(vocabularies, frozen=True)
-        return self._prepare(place, os.path.join(place.folder, f"by-{name}"), base, 0.0)
+        target = os.path.join(place.folder, f"by-{name}")
+        return self._prepare(place, target, target, base, 0.0)
 
     def challenger_data(self, place: WindowFiles, champion: Version | None) -> str:
         """The window's rows for training; vocabularies go on from the champion's."""
         decay = self.job.growth.count_decay
         base = BaseVocabularyConfig(champion.data, count_decay=decay) if champion else None
-        target = os.path.join(self.challenger(place, champion), "data")
-        return self._prepare(place, target, base, self.job.growth.validation_fraction)
+        folder = self.challenger(place, champion)
+        return self._prepare(place, folder, os.path.join(folder, "data"), base, self.job.growth.validation_fraction)
 
     def challenger(self, place: WindowFiles, champion: Version | None) -> str:
         return os.path.join(place.folder, f"from-{champion.name if champion else 'scratch'}-{self._key}")
 
-    def _prepare(self, place: WindowFiles, target: str, base: BaseVocabularyConfig | None, validation: float) -> str:
+    def _prepare(
+        self, place: WindowFiles, folder: str, target: str, base: BaseVocabularyConfig | None, validation: float
+    ) -> str:
+        """`folder` goes where `target` in it was made by another job or release: what lies below run_dir may be lost."""
         data = replace(self.job.data, path=target, split=SplitConfig("row_range", validation, 0.0))
         job = PrepareJob(data, place.source, self.job.memory_limit_gb, self.job.threads, vocabularies=base)
+        if is_stale(job):
+            logger.warning("%s was prepared by another job or release, and is made anew", target)
+            storage.remove(folder)
         return prepare(job).path
+
+    def check_data_of(self, champion: Version) -> None:
+        """Raises UserError where no window can be prepared for the champion, whatever its rows are."""
+        data = self.job.data
+        load_base(BaseVocabularyConfig(champion.data, frozen=True)).check(features_of(data, layout_of(data)))
+        saved = load_saved_job(TrainJob, champion.config).data
+        if differing := [name for name in LAYOUT if getattr(data, name) != getattr(saved, name)]:
+            raise RetrainingError(
+                f"data.{', data.'.join(differing)} of this job are not those of {champion.name}, the champion: set them as they "
+                "were, or give another registry.path, where versions begin anew"
+            )
 
     def train(self, place: WindowFiles, champion: Version | None) -> FinishedRun:
         """Collective: the challenger of this window, warm-started from the champion.
 
         Raises:
             NonFiniteLossError: it cannot be trained on these rows.
+            RetrainingError: the job's model is not the champion's.
         """
         folder = self.challenger(place, champion)
         job = train_job(self.job, os.path.join(folder, "data"), os.path.join(folder, "run"), champion)
-        self._group.run(train_challenger, job)
+        try:
+            self._group.run(train_challenger, job)
+        except CheckpointError as error:
+            if champion is None or "warm_start." not in str(error):  # which keys retrain sets itself
+                raise
+            raise RetrainingError(
+                f"the job's model does not go on from {champion.name}, the champion: {error}. Of warm_start.*, retrain has "
+                "growth.dense and growth.reset_optimizer=true; for another change, set the job as it was, or give another "
+                "registry.path, where versions begin anew"
+            ) from error
         return finished_run(job.run_dir)
 
     def score_version(self, version: Version, data: str) -> Scores:
@@ -142,7 +176,6 @@ class WindowRunner:
         self, place: WindowFiles, data: str, history: list[tuple[str, WindowStatistics]]
     ) -> WindowStatistics:
         """Of the window prepared in `data`; `history` are (name, statistics) of accepted windows, newest first."""
-        from pipeline.data.raw.source import find_sources
         from pipeline.retraining.row_sketch import RowSketch, sketch_rows
 
         found = measure(data, history[0][1] if history else None)
@@ -153,6 +186,18 @@ class WindowRunner:
             share, of = (common, name) if common > share else (share, of)
         outside = outside_share(place.window, self.job.windows, self.job.data)
         return replace(found, sketch=sketch.text, repeated_share=share, repeated_of=of, outside_share=outside)
+
+
+def is_stale(job: PrepareJob) -> bool:
+    """Whether another data set lies where the job's is to be, or a damaged one."""
+    if not storage.is_file(storage.join(job.data.path, FILE_NAME)):
+        return False
+    base = None if job.vocabularies is None else load_base(job.vocabularies)
+    try:
+        find_prepared(job.data, find_sources(str(job.source)), base)
+    except DataError:
+        return True
+    return False
 
 
 def train_job(job: RetrainJob, data: str, run_dir: str, champion: Version | None) -> TrainJob:

@@ -29,6 +29,10 @@ class DataError(UserError):
     code = "data"
 
 
+class LimitError(DataError):
+    """The job's limits are too low for rows that may well be sound."""
+
+
 class PlanError(UserError):
     """No plan holds the tables, or a plan file does not fit the job."""
 

@@ -12,13 +12,15 @@ import pytest
 
 from pipeline.retraining.challenge import Challenge
 from pipeline.retraining.gate import Scores
-from pipeline.retraining.ledger import REJECTED, Ledger, Record
+from pipeline.retraining.ledger import PROMOTED, REJECTED, Ledger, Record, windows_missed
 from pipeline.retraining.registry import Version
 from pipeline.retraining.statistics import WindowStatistics
 from pipeline.retraining.window_runner import WindowFiles, WindowRunner
 from pipeline.retraining.windows import Window
+from pipeline.runtime.errors import DataError, LimitError, RetrainingError, UserError
 from pipeline.training.agreement import NonFiniteLossError
 from tests.retraining.streams import job
+from tests.support.messages import names
 
 CHAMPION = Version("v000001", "", {})
 USABLE = "the challenger was trained"
@@ -69,8 +71,17 @@ def windows(count: int) -> list[Window]:
         pytest.param(2, [0, 0, 0, 0.9], {}, {}, 3, "distance from the window before 0.900", id="the next is odd"),
         pytest.param(3, [0, 0, 0, 0.9, 0], {}, {}, 3, "distance from the window before 0.900", id="the first is odd"),
         pytest.param(3, [0, 0, 0, 0, 0.9], {}, {}, 4, "distance from the window before 0.900", id="much history"),
-        pytest.param(1, [0, 0, 0], {1: 100}, {}, 1, "dt=2026-11-03, which judges it", id="few rows, unnoticed yet"),
+        pytest.param(1, [0, 0, 0], {1: 200}, {}, 1, "dt=2026-11-03, which judges it", id="few rows, unnoticed yet"),
         pytest.param(1, [0, 0, 0], {2: 100}, {}, 2, "rows 100 is -90.0%", id="the next has few rows"),
+        pytest.param(
+            1,
+            [0, 0, 0],
+            {1: 100},
+            {},
+            1,
+            "98 rows to train on are fewer than trainer.global_batch_size=128",
+            id="no batch",
+        ),
         pytest.param(1, [0, 0, 0], {}, {2: 1}, 2, "100.0% of the rows are in window", id="the next is a copy"),
     ],
 )
@@ -102,3 +113,83 @@ def test_the_window_that_is_unlike_both_its_neighbours_is_rejected(
     assert (outcome.window.name, outcome.record.window) == (names[rejected], names[rejected])
     assert outcome.record.data["accepted"] == (why == USABLE)
     assert any(why in reason for reason in outcome.record.reasons), outcome.record.reasons
+
+
+class Unreadable(Rows):
+    """Windows that cannot be prepared."""
+
+    error: UserError = DataError("no files")
+    wrong_job = ""
+
+    def place(self, window: Window) -> WindowFiles:
+        if window.name in self.places:
+            return super().place(window)
+        raise self.error
+
+    def challenger_data(self, place: WindowFiles, champion: Version | None) -> str:
+        return place.source
+
+    def check_data_of(self, champion: Version) -> None:
+        if self.wrong_job:
+            raise RetrainingError(self.wrong_job)
+
+
+def _of_two(tmp_path: Path, runner: WindowRunner, champion: Version | None, first: int = 0) -> Challenge:
+    window, judge = windows(first + 2)[first:]
+    wanted = job(tmp_path, "checks.label_rate_change=null")
+    return Challenge(wanted, runner, Ledger(str(tmp_path)), window, judge, champion, None)
+
+
+def test_a_window_is_not_rejected_for_what_the_job_or_the_machine_lacks(tmp_path: Path) -> None:
+    """Else a wrong word in a job, or too little memory, costs each window that comes until somebody looks."""
+    runner = Unreadable({}, {}, {})
+    assert _of_two(tmp_path, runner, CHAMPION).run().record.reasons == ["no files"]
+    with pytest.raises(RetrainingError, match=names("dt=2026-11-01 windows.first=2026-11-02T00:00")):
+        _of_two(tmp_path, runner, None).run()
+    runner.wrong_job = "data.columns"
+    with pytest.raises(RetrainingError, match=names("data.columns")):
+        _of_two(tmp_path, runner, CHAMPION).run()
+    runner.error, runner.wrong_job = LimitError("memory_limit_gb"), ""
+    with pytest.raises(LimitError):
+        _of_two(tmp_path, runner, CHAMPION).run()
+
+
+def test_before_there_is_a_champion_a_judge_that_cannot_be_read_is_rejected(tmp_path: Path) -> None:
+    """The window before it could be read: the job is right. No tick got past such a second window."""
+    outcome = _of_two(tmp_path, Unreadable({"dt=2026-11-01": 0.0}, {}, {}), None).run()
+    assert (outcome.record.window, outcome.record.reasons) == ("dt=2026-11-02", ["no files"])
+
+
+def test_a_window_that_is_judged_again_is_not_compared_with_itself(tmp_path: Path) -> None:
+    """A challenger that the gate had stopped could not be tried again: all of its window's rows had come before."""
+    name = "dt=2026-11-01"
+    found = WindowStatistics(1000, 0.5, sketch=name)
+    Ledger(str(tmp_path)).append(Record(REJECTED, name, data={"accepted": True, "statistics": asdict(found)}))
+    outcome = _of_two(tmp_path, Rows({name: 0.0, "dt=2026-11-02": 0.0}, {}, {name: name}), CHAMPION).run()
+    assert any(USABLE in reason for reason in outcome.record.reasons), outcome.record.reasons
+
+
+def test_what_drifts_may_have_drifted_further_where_windows_are_missing(tmp_path: Path) -> None:
+    """A window behind rejected ones was rejected for its distance too, and so were all after it: the distance only grew."""
+    all_windows = windows(13)
+    places = {window.name: 0.1 * number for number, window in enumerate(all_windows)}
+    ledger = Ledger(str(tmp_path))
+    begins = [window.begin.isoformat() for window in all_windows]
+    for number in range(4):  # of which the first made the champion
+        found = WindowStatistics(1000, 0.5, distance={"color": 0.1}, sketch=all_windows[number].name)
+        data = {"accepted": True, "statistics": asdict(found)}
+        state = REJECTED if number else PROMOTED
+        version = "" if number else CHAMPION.name
+        ledger.append(Record(state, all_windows[number].name, version, data=data, begin=begins[number]))
+    for number in range(5, 12):
+        ledger.append(Record(REJECTED, all_windows[number].name, data={"accepted": False}, begin=begins[number]))
+    wanted = job(tmp_path, "checks.label_rate_change=null")
+    window = replace(all_windows[4], why="no _SUCCESS; used as it is")
+    challenge = Challenge(wanted, Rows(places, {}, {}), ledger, window, all_windows[12], CHAMPION, None)
+    outcome = challenge.run()
+    assert outcome.record.reasons[1:] == [window.why]
+    assert any(USABLE in reason for reason in outcome.record.reasons), outcome.record.reasons
+    assert outcome.record.data["statistics"]["age"] == 3
+    assert len(windows_missed(ledger, CHAMPION.name, all_windows[12].begin)) == 10
+    places[all_windows[12].name] += 0.3
+    assert challenge.run().record.window == all_windows[12].name

@@ -13,7 +13,8 @@ from pipeline.retraining.data_checks import check_data
 from pipeline.retraining.gate import Scores, judge, upper_bound_of_ratio
 from pipeline.retraining.row_sketch import SKETCH_SIZE, RowSketch
 from pipeline.retraining.statistics import WindowStatistics, ks_distance, total_variation
-from tests.support.messages import mentions
+from pipeline.runtime.errors import ConfigError
+from tests.support.messages import mentions, names
 
 ROWS = 40_000
 
@@ -135,3 +136,16 @@ def test_a_champion_that_has_missed_windows_is_allowed_to_know_less() -> None:
     unknown = replace(USUAL, empty_share={"a": 0.35})
     assert not all(one.passed for one in check_data(unknown, [USUAL] * 3, DataChecksConfig()))
     assert all(one.passed for one in check_data(replace(unknown, age=2), [USUAL] * 3, DataChecksConfig()))
+
+
+def test_windows_are_compared_with_none_before_the_first_that_checks_name() -> None:
+    """What has changed for good is no fault of all windows to come."""
+    changed = replace(USUAL, rows=3000, empty_share={"a": 0.9}, distance={"a": 0.9}, champion_ne=1.2)
+    begins = [f"2026-11-{day:02d}T00:00:00+00:00" for day in range(9, 0, -1)]
+    history = [replace(changed if day < 2 else USUAL, begin=begin) for day, begin in enumerate(begins)]
+    assert not all(one.passed for one in check_data(changed, history, DataChecksConfig()))
+    assert all(one.passed for one in check_data(changed, history, DataChecksConfig(first="2026-11-08")))
+    copy = replace(changed, repeated_share=1.0, repeated_of="w1")
+    assert not all(one.passed for one in check_data(copy, history[2:], DataChecksConfig(first="2026-11-08")))
+    with pytest.raises(ConfigError, match=names("checks.trailing=1 checks.min_history=2")):
+        DataChecksConfig(trailing=1)

@@ -13,7 +13,7 @@ from pipeline.cli.command_line import load_config
 from pipeline.config.generated import ConversionsConfig
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.data.generate.conversions import write_source
-from pipeline.retraining.ledger import PROMOTED, SKIPPED
+from pipeline.retraining.ledger import PROMOTED, REJECTED, SKIPPED, UNPINNED, Ledger, Record
 from pipeline.retraining.registry import Registry
 from pipeline.retraining.tick import describe, retrain
 from pipeline.runtime.errors import UserError
@@ -21,7 +21,7 @@ from pipeline.runtime.storage.lease import take_lease
 from pipeline.serving.artifact.manifest import read_manifest
 from tests.retraining.runs import candidate, finished
 from tests.retraining.streams import job, write_window
-from tests.support.messages import names
+from tests.support.messages import mentions, names
 
 
 def _partition(folder: Path, name: str, whole: bool) -> None:
@@ -66,8 +66,44 @@ def test_a_window_that_came_too_late_is_skipped_once(tmp_path: Path) -> None:
     assert again.records == [] and "dt=2025-11-02 waits for the next one" in describe(again)
 
 
+def _rejected(folder: Path, *days: int) -> None:
+    for day in days:
+        record = Record(
+            REJECTED, f"dt=2026-11-{day:02d}", data={"accepted": False}, begin=f"2026-11-{day:02d}T00:00:00+00:00"
+        )
+        Ledger(str(folder / "registry")).append(record)
+
+
+def test_a_tick_says_what_to_do_where_no_window_passes_any_more(tmp_path: Path) -> None:
+    for day in (1, 2, 3):
+        _partition(tmp_path, f"dt=2026-11-0{day}", whole=True)
+    _rejected(tmp_path, 2, 3)
+    assert "checks.first" not in retrain(job(tmp_path)).note
+    _rejected(tmp_path, 1, 2)
+    assert mentions(retrain(job(tmp_path)).note, "4 dt=2026-11-01 checks.first=2026-11-01T00:00")
+
+
+def test_a_window_to_retry_is_one_that_has_come_and_is_named_until_it_is_judged(tmp_path: Path) -> None:
+    _partition(tmp_path, "dt=2026-11-01", whole=True)
+    _rejected(tmp_path, 1)
+    assert mentions(retrain(job(tmp_path, "retry=[dt=2026-11-01]")).note, "retry=[dt=2026-11-01] again")
+    with pytest.raises(UserError, match=names("'2026-11-01' 'dt=2026-11-01'")):
+        retrain(job(tmp_path, "retry=[2026-11-01]"))
+
+
+def test_a_window_of_long_ago_that_was_judged_again_brings_no_others_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tick reads the newest records alone; where one was of an old window, all after that seemed to be new."""
+    for day in range(1, 10):
+        _partition(tmp_path, f"dt=2026-11-0{day}", whole=True)
+    _rejected(tmp_path, *range(1, 9), 1)
+    Ledger(str(tmp_path / "registry")).append(Record(UNPINNED))  # of no window
+    monkeypatch.setattr("pipeline.retraining.tick.MAX_READ", 5)
+    assert retrain(job(tmp_path)).note.startswith("window dt=2026-11-09 waits for the next one")
+
+
 def test_windows_wait_while_a_version_is_pinned(tmp_path: Path) -> None:
-    from pipeline.retraining.ledger import Ledger
     from pipeline.retraining.promotion import promote
 
     registry = Registry(str(tmp_path / "registry"))

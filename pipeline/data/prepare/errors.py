@@ -10,16 +10,16 @@ from contextlib import contextmanager
 import duckdb
 
 from pipeline.data.prepare.resources import Resources
-from pipeline.runtime.errors import DataError
+from pipeline.runtime.errors import LimitError
 
 
 @contextmanager
 def engine_errors(resources: Resources) -> Iterator[None]:
-    """DuckDB's lack of memory as a DataError that says what to raise, and a full disk as the OSError that it is."""
+    """DuckDB's lack of memory as a LimitError that says what to raise, and a full disk as the OSError that it is."""
     try:
         yield
     except duckdb.OutOfMemoryException as error:
-        raise DataError(
+        raise LimitError(
             f"memory_limit_gb={resources.memory_bytes / 2**30:g} is too little for {resources.threads} threads "
             f"(DuckDB: {str(error).splitlines()[0]}): raise it, or lower threads"
         ) from error
