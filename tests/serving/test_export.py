@@ -23,6 +23,7 @@ from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
 from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact import make_artifact
+from pipeline.serving.artifact.certificate import refusal
 from pipeline.serving.artifact.export_run import ExportSummary
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.evaluate_run import evaluate
@@ -194,3 +195,22 @@ def test_an_artifact_too_far_from_its_model_is_refused_with_numbers_and_nothing_
         run_export(small_run, tmp_path / "artifact", "precision=int2", "parity.max_score_difference=0.002")
     assert "precision=auto" in str(refused.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("precision", "suggested"),
+    [
+        ("int2", "precision=int4 keeps"),
+        ("int4", "precision=int8 keeps"),
+        ("fp32", ""),
+        ("auto", "precision=int4 keeps"),
+    ],
+)
+def test_a_refused_export_is_not_told_to_export_the_same_again(precision: str, suggested: str) -> None:
+    """It is refused for a split other than the one that precisions are compared on."""
+    cost = {"ne_delta": 0.0, "auc_delta": 0.0, "max_score_difference": 0.0}
+    costs = dict.fromkeys(PRECISIONS, cost) | {"int2": cost | {"ne_delta": 0.0 if precision == "int2" else 1.0}}
+    limits = {"max_ne_increase": 0.001, "max_auc_decrease": 0.001, "max_score_difference": 0.1}
+    text = refusal(["train: NE rises"], {"limits": limits, "precisions": costs}, ["prune less"], precision)
+    assert suggested in text and ("keeps" in text) == bool(suggested)
+    assert text.endswith("prune less; or raise the limit")

@@ -94,13 +94,18 @@ def check(reference: Reference, manifest: Manifest, path: str) -> dict[str, Pari
         }
 
 
-def refusal(excesses: list[str], certificate: dict[str, Any], hints: list[str]) -> str:
-    """Why an artifact is not written. The first way out is the smallest precision that would do."""
+def refusal(excesses: list[str], certificate: dict[str, Any], hints: list[str], precision: str) -> str:
+    """Why an artifact of this precision is not written. The first way out is the smallest wider one that would do.
+
+    Which would is known of the validation split alone: on another one the refused precision may be the only one that does not.
+    """
     limits = certificate["limits"]
+    wider = PRECISIONS[: PRECISIONS.index(precision)] if precision in PRECISIONS else PRECISIONS
     fits = [
         name
         for name, cost in certificate["precisions"].items()
-        if cost["ne_delta"] <= limits["max_ne_increase"]
+        if name in wider
+        and cost["ne_delta"] <= limits["max_ne_increase"]
         and not -cost["auc_delta"] > limits["max_auc_decrease"]  # NaN of labels that are numbers
         and cost["max_score_difference"] <= limits["max_score_difference"]
     ]

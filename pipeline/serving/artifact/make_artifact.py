@@ -127,5 +127,5 @@ def _certified(
         ways = ["precision=auto finds the smallest mix within ne_budget"] if job.precision != AUTO else []
         ways += ["prune less"] if job.pruning.kind != "none" else []
         ways += ["dense=fp32"] if job.dense != "fp32" else []
-        raise ServingError(refusal(lines, certificate, ways))
+        raise ServingError(refusal(lines, certificate, ways, job.precision))
     return replace(manifest, certificate=certificate)
