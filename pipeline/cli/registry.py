@@ -21,7 +21,7 @@ from pipeline.config.retraining import REGISTRY_COMMANDS
 from pipeline.retraining.ledger import ROLLED_BACK, UNPINNED, Ledger, Record, describe_record
 from pipeline.retraining.promotion import add_run
 from pipeline.retraining.registry import VERSION_NAME, Registry, RegistryError
-from pipeline.runtime.errors import UserError
+from pipeline.runtime.errors import DamagedError, UserError
 from pipeline.runtime.process.stdout import write_out
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.signature import requiring, signing
@@ -78,7 +78,12 @@ def verify_versions(job: RegistryJob) -> dict[str, str]:
 def rollback(job: RegistryJob) -> list[str]:
     """Verify a version and point to it, pinned. Raises RegistryError where it is missing or damaged."""
     registry = Registry(job.registry)
-    pointer = registry.pointer()
+    try:
+        pointer = registry.pointer()
+    except DamagedError:
+        if not job.version:
+            raise
+        pointer = None  # written anew
     name = job.version or registry.predecessor()
     if name is None:
         raise RegistryError(

@@ -73,7 +73,7 @@ class Ledger:
             return Record(**json.loads(storage.read_text(self._path(number))))
         except (TypeError, ValueError) as error:
             raise RegistryError(
-                f"{self._path(number)} is no record ({error}): was it changed? Restore it from a copy"
+                f"{self._path(number)} is no record ({error}): was it changed? Restore it from a copy, or remove it: then its window is judged again"
             ) from None
 
     def _numbers(self) -> list[int]:

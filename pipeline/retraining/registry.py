@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -121,7 +122,10 @@ class Registry:
         try:
             return Pointer(**json.loads(text)), text
         except (TypeError, ValueError) as error:
-            raise DamagedError(f"{self._pointer} is damaged ({error}): `registry rollback` writes it anew") from None
+            raise DamagedError(
+                f"{self._pointer} is damaged ({error}): `python -m pipeline.registry rollback {self.path} VERSION` writes it anew; "
+                f"there are {', '.join(self.names()[-10:]) or 'no versions'}"
+            ) from None
 
     def names(self) -> list[str]:
         """Committed versions, oldest first."""
@@ -252,7 +256,9 @@ class Registry:
         if pointer is None:
             return None
         names = self.names()
-        parent = self.version(pointer.version).lineage.get("parent") if pointer.version in names else None
+        parent = None
+        with suppress(DamagedError):  # a champion whose manifest is damaged is what one may want to get away from
+            parent = self.version(pointer.version).lineage.get("parent") if pointer.version in names else None
         return next((name for name in (parent, pointer.previous) if name in names and name != pointer.version), None)
 
     def prune(self, keep: int) -> list[str]:

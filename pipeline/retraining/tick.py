@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice, takewhile
@@ -22,7 +22,7 @@ from pipeline.retraining.promotion import complete, promote
 from pipeline.retraining.registry import PinnedError, Pointer, Registry
 from pipeline.retraining.windows import LATE, READY, Window, find_windows
 from pipeline.retraining.worker_group import WorkerGroup
-from pipeline.runtime.errors import RetrainingError, did_you_mean
+from pipeline.runtime.errors import DamagedError, RetrainingError, UserError, did_you_mean
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.exit_codes import REJECTED_WINDOW
@@ -94,6 +94,26 @@ class Tick:
         self._began = time.monotonic()
 
     def run(self) -> TickSummary:
+        """Raises DamagedError where the champion's files are lost or damaged, and says how ticks go on."""
+        try:
+            return self._run()
+        except UserError as error:
+            if not self._is_of_champion(error):
+                raise
+            raise DamagedError(
+                f"{error}. It is the champion: `python -m pipeline.registry rollback {self.registry.path}` goes back to the version "
+                f"before it, and then `unpin` lets ticks go on"
+            ) from error
+
+    def _is_of_champion(self, error: UserError) -> bool:
+        with suppress(DamagedError):  # champion.json, whose error says what to do
+            pointer = self.registry.pointer()
+            return pointer is not None and (
+                pointer.version not in self.registry.names() or f"/{pointer.version}/" in str(error)
+            )
+        return False
+
+    def _run(self) -> TickSummary:
         complete(self.registry, self.ledger)
         if self.job.retry:
             self._check_retry()

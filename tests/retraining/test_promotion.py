@@ -183,3 +183,17 @@ def test_a_window_that_is_trained_again_is_promoted_beside_what_a_killed_promoti
     assert promote(registry, ledger, second, KEEP, lambda: None).version == "v000004"
     champion = registry.champion()
     assert champion is not None and (champion.name, registry.verify(champion)[0]) == ("v000004", "")
+
+
+def test_a_rollback_gets_away_from_a_damaged_champion_and_a_damaged_pointer(tmp_path: Path) -> None:
+    """The error of a damaged champion.json named `registry rollback`, which ended with the same error."""
+    path = tmp_path / "registry"
+    _two_versions(str(path), tmp_path)
+    (path / "versions" / "v000002" / "manifest.json").write_text("{")
+    assert "v000001, was v000002" in registry_verb(RegistryJob(registry=str(path), command="rollback"))[0]
+    (path / "champion.json").write_text("{")
+    with pytest.raises(DamagedError, match=names("rollback VERSION v000001, v000002")):
+        registry_verb(RegistryJob(registry=str(path), command="rollback"))
+    registry_verb(RegistryJob(registry=str(path), command="rollback", version="v000001"))
+    pointer = Registry(str(path)).pointer()
+    assert pointer is not None and (pointer.version, pointer.pinned) == ("v000001", True)

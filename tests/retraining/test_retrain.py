@@ -16,7 +16,7 @@ from pipeline.data.generate.conversions import write_source
 from pipeline.retraining.ledger import PROMOTED, REJECTED, SKIPPED, UNPINNED, Ledger, Record
 from pipeline.retraining.registry import Registry
 from pipeline.retraining.tick import describe, retrain
-from pipeline.runtime.errors import UserError
+from pipeline.runtime.errors import DamagedError, UserError
 from pipeline.runtime.storage.lease import take_lease
 from pipeline.serving.artifact.manifest import read_manifest
 from tests.retraining.runs import candidate, finished
@@ -110,6 +110,10 @@ def test_windows_wait_while_a_version_is_pinned(tmp_path: Path) -> None:
     chosen = candidate(finished(tmp_path / "run"), "dt=2026-10-31", "", None)
     promote(registry, Ledger(registry.path), chosen, 5, lambda: None)
     registry.pin("v000001", "calibration fell")
+    (tmp_path / "registry" / "versions").rename(tmp_path / "elsewhere")
+    with pytest.raises(DamagedError, match=names("v000001 rollback unpin")):
+        retrain(job(tmp_path))
+    (tmp_path / "elsewhere").rename(tmp_path / "registry" / "versions")
     for name in ("dt=2026-11-01", "dt=2026-11-02"):
         _partition(tmp_path, name, whole=True)
     summary = retrain(job(tmp_path))
