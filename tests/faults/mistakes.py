@@ -28,7 +28,7 @@ BAD_VALUES = [
     "schedule.dense.kind=poly", "comms.timeout_s=0", "data.path=/nowhere/at/all", "data.reader.num_streams=0", "world_size=3",
     "tables.cat_3.embedding_dim=0", "tables.cat_99.embedding_dim=8", "tables.cat_3.pooling=median", "run_dir=''", "name=",
     "model.over_arch_layer_sizes=[]", "model.dense_arch_layer_sizes=[8,4]", "planner.kind=file planner.plan_file=/no/plan",
-    "trainer={", "tables.cat_3=7", "trainer.early_stop.patience=[1]", "data=quickstart data=criteo_kaggle", "=3", "trainer.seed",
+    "trainer={", "tables.cat_3=7", "trainer.early_stop.patience=[1]", "=3", "trainer.seed",
     "s3.key=1", "run_dir=gs://bucket/run", "data.path=s3://me:secret12@bucket/data",
 ]  # fmt: skip
 
