@@ -101,7 +101,7 @@ class Tick:
             if not self._is_of_champion(error):
                 raise
             raise DamagedError(
-                f"{error}. It is the champion: `python -m pipeline.registry rollback {self.registry.path}` goes back to the version "
+                f"{str(error).rstrip('.?')}. It is the champion: `python -m pipeline.registry rollback {self.registry.path}` goes back to the version "
                 f"before it, and then `unpin` lets ticks go on"
             ) from error
 
