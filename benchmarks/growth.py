@@ -8,7 +8,7 @@ the clock, and peak memory. The exponent is that of the last two sizes with the 
 log((c2 - c0) / (c1 - c0)) / log((n2 - n0) / (n1 - n0)): a start costs the same at every size (n0 is the cheapest size). `flat` is a cost that grew by less
 than a quarter from the first size to the last. With --repeats a stage's sizes take turns, and of each point the least CPU-seconds and the most memory count:
 what else the machine does adds to the first, and an exponent is made of differences. Points are kept in --output one by one, and those that are there are not run
-again. --folder takes up to 25 GB for all of it; --most leaves out larger sizes.
+again. --folder takes up to 35 GB for all of it; --most leaves out larger sizes.
 """
 
 from __future__ import annotations
