@@ -3,6 +3,7 @@
     python -m benchmarks.step_time --measure steps.json --setups 1x1 1x2 2x1 [--part 0/2] [--seed 1] [--kernels 20]
     python -m benchmarks.step_time --measure plans.json --setups 2x1 --no-jobs --plans 6 --calibration measured.json
     python -m benchmarks.step_time --report steps.json --calibration conf/hardware/measured.json
+    python -m benchmarks.step_time --measure steps.json --calibrate measured.json
     python -m benchmarks.step_time --again steps.json later.json
 
 Forty jobs are drawn at random (model, tables, rows, widths, skew, batch, precision, optimizers), by another seed than the
@@ -11,7 +12,8 @@ The report sets what `plan` would predict beside that. Further: kernels of fresh
 sharding, and as the planner chooses, whose order the prediction is to tell; regret is what the plan that it puts first, or that
 the planner chooses, takes longer than the fastest.
 The machine's rate is measured beside each job: the report tells errors as they are, and those of predictions for that rate.
---again says how far two measurements of the same jobs and kernels lie apart: what a step measured before would be off as a prediction.
+--calibrate calibrates in the minutes in which the jobs run, a pass of each by turns: what predictions are off then is the model's own error, whatever
+the machine does from hour to hour. --again says how far two measurements of the same jobs and kernels lie apart: what a step measured before would be off as a prediction.
 --clock cpu counts CPU seconds of one rank with one thread, on a machine that others use.
 """
 
@@ -25,6 +27,7 @@ import math
 import os
 import random
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -32,6 +35,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.jobs.machine import CalibrateJob
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.hardware import resolve_hardware
 from pipeline.planner.planner import make_plan
@@ -51,7 +55,7 @@ from pipeline.training.assembly import build_task
 from pipeline.training.calibration.clock import PASSES, Bench, fastest
 from pipeline.training.calibration.dense import measure_dense
 from pipeline.training.calibration.jobs import InMemoryTraining, SmallJob, small_jobs
-from pipeline.training.calibration.run import Setup, Work, run_in_turns
+from pipeline.training.calibration.run import Setup, Work, calibration_works, measurements_of, run_in_turns
 from pipeline.training.calibration.tables import measure_tables
 from pipeline.training.predicted_step import step_cost, step_request
 
@@ -60,6 +64,7 @@ SEED = 20_261_123
 NUM_JOBS = 40
 CHOSEN, BY_STEP = "critical_path", "step_time"  # planner.objective
 SHARDINGS = ("table_wise", "row_wise", "column_wise", "data_parallel")
+OVER = object()
 APART = 1.1  # measured steps of a pair of plans whose order counts
 ROUNDS, STEPS = 3, 8
 KERNELS = ("gemm", "bmm", *DOTS, *STACKS, "lookup", "update")
@@ -126,8 +131,10 @@ def run_kernels(seconds: float, seed: int, bench: Bench, setup: Setup, context: 
 
 
 def run_all(works: list[Work], bench: Bench, setup: Setup, context: DistributedContext) -> Iterator[None]:
-    for work in works:
-        yield from work(bench, setup, context)
+    """A turn is a pass of each."""
+    running = [work(bench, setup, context) for work in works]
+    while running := [each for each in running if next(each, OVER) is not OVER]:
+        yield
 
 
 def jobs_of(seed: int, setup: str, setups: list[str], part: int, parts: int) -> list[tuple[str, str, SmallJob]]:
@@ -152,31 +159,44 @@ def plans_of(seed: int, count: int, calibration: str | None) -> list[tuple[str, 
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    part, parts = map(int, options.part.split("/"))
-    found: list[Timed] = []
-    busy = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        turns: list[tuple[Setup, Work]] = []
-        for name in options.setups:
-            ranks, threads = map(int, name.split("x"))
-            works: list[Work] = [
-                partial(run_jobs, jobs_of(options.seed, name, options.setups, part, parts))
-            ] * options.jobs
-            works += [partial(run_kernels, options.kernels, options.seed)] if options.kernels else []
-            plans = plans_of(options.seed, options.plans, options.calibration)
-            works += [partial(run_jobs, plans)] if options.plans and ranks > 1 else []
-            setup = Setup(ranks, threads, MOST_S, SEED, folder, options.clock == "cpu")
-            turns.append((setup, partial(run_all, works)))
-        for rows, others in run_in_turns(turns):
-            busy = max(busy, others)
-            found += map(_timed, rows.rows)
+        turns = [(_setup_of(name, options, folder), partial(run_all, _works(name, options))) for name in options.setups]
+        calibrating: list[tuple[Setup, Work]] = []
+        if options.calibrate:
+            apart = Path(folder) / "calibration"
+            apart.mkdir()
+            calibrating = calibration_works(CalibrateJob(setups=options.setups), str(apart))
+        started = time.monotonic()
+        pairs = zip(calibrating, turns, strict=True) if calibrating else ((each,) for each in turns)
+        answers = run_in_turns([work for pair in pairs for work in pair])
+    if options.calibrate:
+        calibrated, answers = answers[::2], answers[1::2]
+        table = measurements_of(CalibrateJob(force=True), calibrated, time.monotonic() - started)
+        options.calibrate.write_text(table.to_json())
     about = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": asdict(this_machine()),
-        "busy_cores": round(busy, 2),
+        "busy_cores": round(max(others for _, others in answers), 2),
         "clock": options.clock,
     }
-    return {"about": about, "timed": [asdict(each) for each in found]}
+    return {"about": about, "timed": [asdict(_timed(row)) for found, _ in answers for row in found.rows]}
+
+
+def _setup_of(name: str, options: argparse.Namespace, folder: str) -> Setup:
+    ranks, threads = map(int, name.split("x"))
+    return Setup(ranks, threads, MOST_S, SEED, folder, options.clock == "cpu")
+
+
+def _works(setup: str, options: argparse.Namespace) -> list[Work]:
+    part, parts = map(int, options.part.split("/"))
+    works: list[Work] = []
+    if options.jobs:
+        works.append(partial(run_jobs, jobs_of(options.seed, setup, options.setups, part, parts)))
+    if options.kernels:
+        works.append(partial(run_kernels, options.kernels, options.seed))
+    if options.plans and not setup.startswith("1x"):
+        works.append(partial(run_jobs, plans_of(options.seed, options.plans, options.calibration)))
+    return works
 
 
 def read_timed(path: Path) -> list[Timed]:
@@ -353,6 +373,7 @@ def main() -> None:
     parser.add_argument("--part", default="0/1", help="of the jobs: 0/2 and 1/2 are the two halves")
     parser.add_argument("--seed", type=int, default=SEED, help="of the jobs: another one, other jobs")
     parser.add_argument("--no-jobs", dest="jobs", action="store_false", help="kernels and plans alone")
+    parser.add_argument("--calibrate", type=Path, help="the .json of a calibration that is made by turns with the jobs")
     parser.add_argument("--plans", type=int, default=0, help="jobs that are run under each sharding")
     parser.add_argument("--kernels", type=float, default=0.0, help="seconds for kernels, under each setup")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")

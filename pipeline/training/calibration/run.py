@@ -75,30 +75,35 @@ class Found:
 
 def calibrate(job: CalibrateJob) -> Measurements:
     """About job.seconds. Raises TrainingError where the machine was too busy for the numbers to be of use, or a rank ended."""
-    machine, started = this_machine(), time.monotonic()
-    setups = job.setups or (["1x1"] if job.clock == "cpu" else default_setups(machine.cores))
-    seconds = max(job.seconds / len(setups) - START_S, 5.0)
-    rows: list[Measurement] = []
-    reference: list[float] = []
-    busy = 0.0
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        works = []
-        for name in setups:
-            ranks, threads = map(int, name.split("x"))
-            works.append((Setup(ranks, threads, seconds, SEED + job.seed, folder, job.clock == "cpu"), measure))
-        for name, (found, others) in zip(setups, run_in_turns(works), strict=True):
-            rows += found.rows
-            reference += [found.reference[0]] if not reference else []
-            busy = max(busy, others)
-            noise = median_and_spread(found.reference)[1]
-            reference.append(noise)
-            logger.info("%s: %d measurements, other programs took %.2f cores", name, len(found.rows), others)
-    first, *noises = reference
+        found = run_in_turns(calibration_works(job, folder))
+    return measurements_of(job, found, time.monotonic() - started)
+
+
+def calibration_works(job: CalibrateJob, folder: str) -> list[tuple[Setup, Work]]:
+    """What a calibration runs in turns: each setup, in passes."""
+    cores = this_machine().cores
+    setups = job.setups or (["1x1"] if job.clock == "cpu" else default_setups(cores))
+    seconds = max(job.seconds / len(setups) - START_S, 5.0)
+    works: list[tuple[Setup, Work]] = []
+    for name in setups:
+        ranks, threads = map(int, name.split("x"))
+        works.append((Setup(ranks, threads, seconds, SEED + job.seed, folder, job.clock == "cpu"), measure))
+    return works
+
+
+def measurements_of(job: CalibrateJob, found: Sequence[tuple[Found, float]], seconds: float) -> Measurements:
+    """Of what the works of a calibration have found in so many seconds. Raises TrainingError where the machine was too busy."""
+    rows = [row for each, _ in found for row in each.rows]
+    for each, others in found:
+        logger.info("%s: %d measurements, other programs took %.2f cores", each.rows[0].setup, len(each.rows), others)
     conditions = Conditions(
-        datetime.now(UTC).isoformat(timespec="seconds"), round(time.monotonic() - started, 1), round(busy, 3),
-        round(max(noises), 4), round(1e6 * first, 1), job.clock,
+        datetime.now(UTC).isoformat(timespec="seconds"), round(seconds, 1), round(max(others for _, others in found), 3),
+        round(max(median_and_spread(each.reference)[1] for each, _ in found), 4),
+        round(1e6 * found[0][0].reference[0], 1), job.clock,
     )  # fmt: skip
-    measured = Measurements(job.name, machine, these_versions(), conditions, rows)
+    measured = Measurements(job.name, this_machine(), these_versions(), conditions, rows)
     wrong = disturbances(measured)
     if wrong and not job.force:
         raise TrainingError(
