@@ -12,8 +12,8 @@ The report sets what `plan` would predict beside that. Further: kernels of fresh
 sharding, and as the planner chooses, whose order the prediction is to tell; regret is what the plan that it puts first, or that
 the planner chooses, takes longer than the fastest.
 The machine's rate is measured beside each job: the report tells errors as they are, and those of predictions for that rate.
---calibrate calibrates in the minutes in which the jobs run, a pass of each by turns: what predictions are off then is the model's own error, whatever
-the machine does from hour to hour. --again says how far two measurements of the same jobs and kernels lie apart: what a step measured before would be off as a prediction.
+--calibrate calibrates in the minutes in which the jobs run, a pass of each by turns: what predictions are off then does not come from what the machine
+does from hour to hour. --again says how far two measurements of the same jobs and kernels lie apart: what a step measured before would be off as a prediction.
 --clock cpu counts CPU seconds of one rank with one thread, on a machine that others use.
 """
 
