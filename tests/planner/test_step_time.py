@@ -266,6 +266,11 @@ def test_another_machine_another_version_and_a_busy_machine_are_told_with_number
         unsteadiness(measured([], noise=0.12)), "12 % 10 %"
     )
     assert [unsteadiness(measured([], noise=noise)) for noise in (0.09, 0.4)] == ["", ""]  # steady, and told already
+    for slowed, percent in ((1.6, "23 %"), (1.1, "")):  # of every other job's pass over memory
+        jobs = [
+            Measurement("job", "1x1", {}, 1.0, 0.0, {"memory": 110.0 * (slowed if i % 2 else 1.0)}) for i in range(8)
+        ]
+        assert percent in unsteadiness(measured(jobs)) and bool(unsteadiness(measured(jobs))) == bool(percent)
 
 
 def test_device_work_ends_no_sooner_than_the_host_has_issued_it() -> None:

@@ -21,6 +21,7 @@ FORMAT = 1
 LIBRARIES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numba")
 MOST_BUSY = 0.1  # of a core by each of ours: what other programs may take before a measurement is called busy
 MOST_NOISE = 0.15  # spread of the reference operation over a calibration
+LEAST_JOBS = 4  # of a setup, for quartiles
 STEADY_NOISE = 0.1  # up to which steps are predicted as closely as docs/planning.md says
 MEMORY_STEP_GIB = 1.0  # a kernel's update moves the total by some MiB
 
@@ -157,15 +158,29 @@ def disturbances(measured: Measurements) -> list[str]:
 
 
 def unsteadiness(measured: Measurements) -> str:
-    """What to expect of a machine that varied more than predictions are off on a steady one; empty where it did not."""
-    noise = measured.conditions.noise
-    if not STEADY_NOISE < noise <= MOST_NOISE:
+    """What to expect of a machine that varied more than predictions are off on a steady one; empty where it did not.
+
+    By the product that is repeated throughout, and by the pass over memory that is timed beside each job: other guests of a
+    processor slow memory down where they leave a core's own cache alone.
+    """
+    noise, memory = measured.conditions.noise, _memory_spread(measured)
+    varied = [f"one and the same operation varied by {100 * noise:.0f} %"] if STEADY_NOISE < noise <= MOST_NOISE else []
+    varied += [f"a pass over memory beside its jobs varied by {100 * memory:.0f} %"] if memory > STEADY_NOISE else []
+    if not varied:
         return ""
     return (
-        f"the machine was unsteady while it was calibrated: one and the same operation varied by {100 * noise:.0f} % (quartiles; "
-        f"up to {100 * STEADY_NOISE:.0f} % is steady), and predicted steps may be off by twice as much. Order of plans is safer than "
-        "milliseconds; calibrate again in another hour"
+        f"the machine was unsteady while it was calibrated: {', '.join(varied)} (quartiles; up to {100 * STEADY_NOISE:.0f} % is steady), and "
+        "predicted steps may be off by twice as much. Order of plans is safer than milliseconds; calibrate again in another hour"
     )
+
+
+def _memory_spread(measured: Measurements) -> float:
+    """The largest of all setups; 0 where it was not timed."""
+    found = {
+        setup: [row.beside["memory"] for row in measured.of("job", setup) if "memory" in row.beside]
+        for setup in measured.setups
+    }
+    return max((median_and_spread(times)[1] for times in found.values() if len(times) >= LEAST_JOBS), default=0.0)
 
 
 def median_and_spread(seconds: Iterable[float]) -> tuple[float, float]:
