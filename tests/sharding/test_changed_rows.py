@@ -121,16 +121,17 @@ def test_tracked_rows_are_those_that_change(ranks: RankPool, world_size: int, na
 
 def test_where_every_row_is_updated_every_row_is_tracked(ranks: RankPool) -> None:
     """Moments are zero until a row's first gradient, so that rows without one do not change; they count all the same."""
-    ranks.run(1, _all_rows, KINDS)
+    ((tracked, sizes),) = ranks.run(1, _all_rows, KINDS)
+    assert tracked == sizes and set(KINDS) == {place.table for place in sizes}
 
 
-def _all_rows(rank: int, kinds: dict[str, str]) -> None:
+def _all_rows(rank: int, kinds: dict[str, str]) -> tuple[dict[ShardPlace, int], dict[ShardPlace, int]]:
+    """The number of tracked rows of each shard after a step, and how many it has."""
     _, model, optimizer, _ = build_sharded(kinds, optimizers("adam", "all"))
     rows = TrackedRows(model, optimizer.replicated, (CHECKPOINT,))
     sizes = {place: len(values[0]) for place, values in values_by_shard(model, optimizer).items()}
     train_steps(model, optimizer, draw_batches(rank, 1, 1, 0, 4))
-    tracked = rows.take(CHECKPOINT)
-    assert {place: len(own) for place, own in tracked.items()} == sizes
+    return {place: len(own) for place, own in rows.take(CHECKPOINT).items()}, sizes
 
 
 def _compressed(rank: int, kind: str) -> list[int]:
@@ -170,7 +171,8 @@ def test_rows_of_managed_tables_are_tracked_where_another_id_gets_them(ranks: Ra
     assert all(sum(totals) for totals in ranks.run(2, _managed, "row_wise"))
 
 
-def _put_back(rank: int) -> None:
+def _put_back(rank: int) -> list[tuple[list[int], list[int], list[int]]]:
+    """Of each shard: rows of the first step, which were put back; rows taken after the second; all since the start."""
     _, model, optimizer, _ = build_sharded(SMALL)
     rows = TrackedRows(model, optimizer.replicated, (CHECKPOINT, "other"))
     train_steps(model, optimizer, draw_batches(rank, 1, 1, 0, 4))
@@ -178,13 +180,12 @@ def _put_back(rank: int) -> None:
     rows.put_back(CHECKPOINT, first)
     train_steps(model, optimizer, draw_batches(rank, 1, 1, 1, 4))
     both, other = rows.take(CHECKPOINT), rows.take("other")
-    for place, own in both.items():
-        assert set(first[place]) <= set(own.tolist())
-        np.testing.assert_array_equal(own, other[place])
+    return [(first[place].tolist(), own.tolist(), other[place].tolist()) for place, own in both.items()]
 
 
 def test_what_was_taken_in_vain_is_taken_again(ranks: RankPool) -> None:
-    ranks.run(1, _put_back)
+    (shards,) = ranks.run(1, _put_back)
+    assert all(first and set(first) <= set(both) and both == other for first, both, other in shards) and shards
 
 
 def _by_fbgemm(rank: int) -> list[int]:
