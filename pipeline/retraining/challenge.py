@@ -135,9 +135,8 @@ class Challenge:
             raise self._first_is_unfit(str(error)) from error
 
     def _too_few_to_train(self, examined: Examined) -> str:
-        held_out = (
-            self.job.growth.validation_fraction if self.champion else 0.0
-        )  # without one they are left out already
+        # Without a champion the window is prepared for its own challenger: the rows held out are left out already.
+        held_out = self.job.growth.validation_fraction if self.champion else 0.0
         rows = int(examined.statistics.rows * (1.0 - held_out))
         batch = self.job.trainer.global_batch_size
         return "" if rows >= batch else f"{rows:,} rows to train on are fewer than trainer.global_batch_size={batch:,}"
