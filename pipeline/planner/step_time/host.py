@@ -8,11 +8,10 @@ of each setup drawn towards those; no coefficient is below zero.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.planner.step_time.machine_state import at_rate, calibrated_probes, slowdown
 from pipeline.planner.step_time.measurements import Measurement, Measurements
 from pipeline.planner.step_time.rates import fit_rates
 
@@ -41,19 +40,8 @@ PLAIN = HostModel({**dict.fromkeys(COUNTS, 0.0), **dict.fromkeys(FACTORS, 1.0)},
 
 def host_model(measurements: Measurements, setup: str) -> HostModel:
     """Of the jobs of a setup, drawn towards what those of all setups say together; PLAIN where no job was measured."""
-    by_setup = {name: _weighed(measurements, name) for name in measurements.setups}
-    everything = [row for rows in by_setup.values() for row in rows]
-    return fit_host(by_setup.get(setup, []), fit_host(everything)) if everything else PLAIN
-
-
-def _weighed(measurements: Measurements, setup: str) -> list[Measurement]:
-    """The rows `job`, whose amounts are as they weighed at the rate that the machine had then."""
-    probes = calibrated_probes(measurements, setup)
-    found = []
-    for row in measurements.of("job", setup):
-        amounts = {name: float(row.shape.get(name, 0.0)) for name in (*COUNTS, *FACTORS)}
-        found.append(replace(row, shape={**at_rate(amounts, slowdown(row.beside, probes))}))
-    return found
+    everything = [row for row in measurements.rows if row.kind == "job"]
+    return fit_host(measurements.of("job", setup), fit_host(everything)) if everything else PLAIN
 
 
 def fit_host(rows: Sequence[Measurement], drawn_to: HostModel = PLAIN) -> HostModel:
