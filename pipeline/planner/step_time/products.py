@@ -14,11 +14,14 @@ from pipeline.planner.step_time.measurements import Measurement
 from pipeline.planner.step_time.rates import LEAST_US
 
 # How far likeness reaches: doublings of a size, a size that fits no block, another layout, precision or library, another setup, a product
-# too small for oneDNN. By cross-validation of calibrations over shapes.
+# too small for a library. By cross-validation of calibrations over shapes.
 REACH, ODD, APART, SETUPS, SMALL = 4.0, 3.0, 1.0, 2.0, 0.5
 LEAST_ONEDNN = (
     16**3
 )  # multiplications: torch gives bf16 products of more to oneDNN (mkldnn_gemm_min_size), whose calls take 10 us
+
+
+LEAST_BATCHED = 400  # multiplications of one product: torch.bmm runs fp32 products of fewer in a loop of its own (bmm_out_or_baddbmm_)
 
 
 class Multiplied(NamedTuple):
@@ -116,6 +119,7 @@ def _place(group: Group, batch: float, rows: float, columns: float, inner: float
         how.library == "onednn",
     )
     is_small = how.dtype == "bf16" and batch * rows * columns * inner <= LEAST_ONEDNN
+    is_small |= how.kind == "bmm" and how.dtype == "fp32" and rows * columns * inner < LEAST_BATCHED
     ranks, _, threads = setup.partition("x")
     return (
         *sizes,
