@@ -49,7 +49,7 @@ class CalibrateJob(Job):
 
     name: str = "measured"
     output: str | None = None  # None: conf/hardware/<name>.yaml
-    seconds: float = 240.0
+    seconds: float = 250.0
     setups: list[str] | None = None
     seed: int = 0
     clock: str = "wall"

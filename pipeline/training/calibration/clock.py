@@ -16,6 +16,7 @@ from pipeline.planner.step_time.measurements import Measurement, Number, median_
 
 PASSES = 3  # over all that is measured: what other guests of the same processor slow down for seconds is measured again
 LEAST_REPEATS, MOST_REPEATS = 3, 200
+LONG_S = 0.01  # such a call needs no more repeats: other passes measure it again
 LEAST_TIMED_S = 2e-4  # shorter calls are timed several at once
 COLLECTIVES = ("shared_", "gloo_", "nccl_")  # begin their kinds
 REFERENCE_SIZE = 384  # of the square product that is repeated throughout
@@ -92,11 +93,13 @@ def _one_of(same: list[Measurement]) -> Measurement:
 def time_call(
     call: Callable[[], object], seconds: float, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, float]:
-    """Median seconds of a call, and their spread, after two calls that warm up."""
+    """Median seconds of a call, and their spread, after two calls that warm up; of a call that is long, the second one's."""
     call()
     started = clock()
     call()
     once = max(clock() - started, 1e-7)
+    if once > LONG_S:
+        return once, 0.0
     at_once = max(1, int(LEAST_TIMED_S / once))
     repeats = int(min(MOST_REPEATS, max(LEAST_REPEATS, seconds / (once * at_once))))
     times = []

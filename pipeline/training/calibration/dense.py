@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import pairwise, product
 from typing import TypeVar
 
@@ -19,6 +21,7 @@ from pipeline.training.calibration.clock import Bench
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOST_FLOPS = 6e9
+BLOCK_NUMBERS = 1 << 16
 WIDTHS = (1, 8, 13, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 SIZES = tuple(int(4**power) for power in (3, 5, 6, 7, 8, 9, 10, 11))  # numbers
 BatchShape = tuple[int, int, int]
@@ -28,12 +31,12 @@ T = TypeVar("T")
 def measure_dense(bench: Bench, seconds: float, seed: int) -> None:
     """About `seconds` in all. Shapes are drawn by the seed, so ranks that measure at once, and passes, measure the same."""
     layers, stacks, dots = (random.Random(f"{seed} {kind}") for kind in ("layers", "stacks", "dots"))
-    shapes = enumerate(bench.within(0.45 * seconds, _with_dtypes(_linear_shapes(layers)), least=12))
+    shapes = enumerate(bench.within(0.5 * seconds, _with_dtypes(_linear_shapes(layers)), least=12))
     for number, ((batch, out, into), dtype) in shapes:
         _time_linear(bench, batch, out, into, dtype, number % 4 == 0)
-    for (batch, sizes), dtype in bench.within(0.15 * seconds, _with_dtypes(_stack_shapes(stacks)), least=8):
+    for (batch, sizes), dtype in bench.within(0.1 * seconds, _with_dtypes(_stack_shapes(stacks)), least=8):
         _time_stack(bench, batch, sizes, dtype)
-    for (batch, rows, dim), dtype in bench.within(0.2 * seconds, _with_dtypes(_dot_shapes(dots)), least=8):
+    for (batch, rows, dim), dtype in bench.within(0.25 * seconds, _with_dtypes(_dot_shapes(dots)), least=8):
         _time_dots(bench, batch, rows, dim, dtype)
     for (name, call), dtype in bench.within(0.2 * seconds, product(BY_BYTES.items(), DTYPES), least=10**6):
         for size in SIZES if name not in SLOW else SIZES[:-2]:
@@ -57,7 +60,8 @@ def _linear_shapes(draw: random.Random) -> Iterator[BatchShape]:
 
 
 def _dot_shapes(draw: random.Random) -> Iterator[BatchShape]:
-    """Batch, rows, columns of DLRM's products of a sample's rows with each other."""
+    """Batch, rows, columns of DLRM's products of a sample's rows with each other; first those that torch multiplies without a library."""
+    yield 2 ** draw.randint(6, 12), 5, 8
     while True:
         batch, rows = 2 ** draw.randint(6, 12), draw.choice((5, 8, 9, 12, 14, 16, 17, 20, 22, 24, 26, 27, 32, 40))
         yield batch, rows, draw.choice((8, 16, 32, 64, 128))
@@ -86,10 +90,8 @@ def _time_linear(bench: Bench, batch: int, out: int, into: int, dtype: str, by_b
 
     by_both: by torch's own library too where layers take oneDNN, for not all that multiplies is a layer.
     """
-    inputs = torch.randn(batch, into).to(DTYPES[dtype])
-    weights = torch.randn(out, into).to(DTYPES[dtype])
-    gradient = torch.randn(batch, out).to(DTYPES[dtype])
-    bias = torch.randn(out).to(DTYPES[dtype])
+    inputs, weights, gradient = _normal(dtype, batch, into), _normal(dtype, out, into), _normal(dtype, batch, out)
+    bias = _normal(dtype, out)
     products: dict[str, tuple[BatchShape, bool, Callable[[], object], Callable[[], object]]] = {
         "nt": (
             (batch, out, into), is_for_onednn(inputs, weights, into),
@@ -112,8 +114,7 @@ def _time_linear(bench: Bench, batch: int, out: int, into: int, dtype: str, by_b
 
 
 def _time_dots(bench: Bench, batch: int, rows: int, dim: int, dtype: str) -> None:
-    values = torch.randn(batch, rows, dim).to(DTYPES[dtype])
-    products = torch.randn(batch, rows, rows).to(DTYPES[dtype])
+    values, products = _normal(dtype, batch, rows, dim), _normal(dtype, batch, rows, rows)
     shape: dict[str, Number] = {"dtype": dtype, "b": batch, "m": rows}
     bench.time("bmm", {**shape, "layout": "nt", "n": rows, "k": dim}, lambda: torch.bmm(values, values.transpose(1, 2)))
     bench.time("bmm", {**shape, "layout": "nn", "n": dim, "k": rows}, lambda: torch.bmm(products, values))
@@ -132,13 +133,24 @@ def _time_own_kernels(bench: Bench, values: torch.Tensor, products: torch.Tensor
         bench.time("take", {"dtype": dtype, "bytes": num_bytes}, call)
 
 
+def _normal(dtype: str, *shape: int) -> torch.Tensor:
+    """Numbers from one short block, over and over: to draw millions would take longer than to multiply them."""
+    count = math.prod(shape)
+    return _block(dtype).repeat(-(-count // BLOCK_NUMBERS))[:count].view(shape)
+
+
+@cache
+def _block(dtype: str) -> torch.Tensor:
+    return torch.randn(BLOCK_NUMBERS).to(DTYPES[dtype])
+
+
 def _columns(size: int) -> int:
     return min(size, 64)
 
 
-def _elements(size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def _elements(size: int, dtype: str) -> list[torch.Tensor]:
     shape = (max(size // _columns(size), 1), _columns(size))
-    return [torch.rand(shape).to(dtype) for _ in range(2)]
+    return [_normal(dtype, *shape) for _ in range(2)]
 
 
 # Name -> (call on two matrices, bytes moved by a byte of one). What a model runs is matched to these by step_time.kernels.
@@ -182,7 +194,7 @@ def _batch_norm_backward(values: torch.Tensor, gradient: torch.Tensor) -> object
 def _time_by_bytes(
     bench: Bench, name: str, call: tuple[Callable[[torch.Tensor, torch.Tensor], object], float], size: int, dtype: str
 ) -> None:
-    first, second = _elements(size, DTYPES[dtype])
+    first, second = _elements(size, dtype)
     run, factor = call
     num_bytes = int(factor * first.numel() * first.element_size())
     shape: dict[str, Number] = {"dtype": dtype, "bytes": num_bytes}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from pipeline.planner.hardware import resolve_hardware
 from pipeline.planner.step_time.kernels import MeasuredTimes
@@ -34,7 +35,7 @@ class JobSteps:
 
     def __init__(self, bench: Bench, seed: int, context: DistributedContext) -> None:
         self._bench, self._seed, self._context = bench, seed, context
-        self._requests: dict[str, StepRequest] = {}  # by what a row of Measurement names a job by
+        self._requests: dict[str, Callable[[], StepRequest]] = {}  # by what a row of Measurement names a job by
 
     def measure(self, seconds: float) -> None:
         """Rows `job`, of which amounts() makes what step_time.host reads."""
@@ -59,13 +60,14 @@ class JobSteps:
         if spec not in self._requests:
             self._requests[spec] = self._request(training)
 
-    def _request(self, training: InMemoryTraining) -> StepRequest:
+    def _request(self, training: InMemoryTraining) -> Callable[[], StepRequest]:
+        """Made when all is measured, for it takes as long as a measurement."""
         hardware = resolve_hardware(
             training.resolved.job.hardware, self._context.world_size, local_world_size=self._context.local_world_size,
             device_type="cpu",
         )  # fmt: skip
         threads = int(self._bench.setup.partition("x")[2])
-        return step_request(training.resolved, training.assembly.plan, hardware, threads)
+        return partial(step_request, training.resolved, training.assembly.plan, hardware, threads)
 
     def amounts(self, rows: Sequence[Measurement]) -> list[Measurement]:
         """`rows`, of which those of jobs also say what their kernels should take by the other rows (step_time.predict.step_amounts)."""
@@ -74,7 +76,7 @@ class JobSteps:
         found = []
         for row in rows:
             if row.kind == "job":
-                amounts = step_amounts(self._requests[str(row.shape["spec"])], times)
+                amounts = step_amounts(self._requests[str(row.shape["spec"])](), times)
                 shape: dict[str, Number] = {**row.shape, **{name: round(value, 3) for name, value in amounts.items()}}
                 row = replace(row, shape=shape)
             found.append(row)

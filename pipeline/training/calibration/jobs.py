@@ -32,8 +32,9 @@ from pipeline.training.optimizer import build_optimizer
 from pipeline.training.trainer import Trainer
 
 NUM_BATCHES = 24
-WARM_UP = 2  # rounds: the first ones meet memory for the first time, and oneDNN prepares its products
-LEAST_STEPS, ROUND_S = 4, 0.08  # of a round: long steps repeat themselves well enough with few
+# Of a round: long steps repeat themselves well enough with few. Two rounds warm up: they meet memory for the first time, and oneDNN prepares its
+# products.
+LEAST_STEPS, ROUND_S, WARM_UP_S = 2, 0.12, 0.4
 PLAN_S = 2.0
 NUM_DENSE = 13
 ENDLESS = 10**6
@@ -166,8 +167,8 @@ class InMemoryTraining:
 
         Two rounds before, and each one's first step, are not timed; of long steps a round has fewer than `steps`.
         """
-        for _ in range(WARM_UP):
-            steps = self._steps_of(ROUND_S, self._round(steps), steps)
+        cold_s = self._round(LEAST_STEPS)
+        steps = self._steps_of(ROUND_S, self._round(self._steps_of(WARM_UP_S, cold_s, steps)), steps)
         before = self._probes.measure()
         took, spread = median_and_spread([self._round(steps) for _ in range(rounds)])
         after = self._probes.measure()
