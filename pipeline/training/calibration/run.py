@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from pipeline.training.calibration.clock import Bench
 
 SHARES = {
-    "dense": 0.3,
-    "tables": 0.16,
+    "dense": 0.28,
+    "tables": 0.18,
     "jobs": 0.47,
 }  # of a setup's seconds; the remainder goes to starting and storage
 LEFT_OUT = (1,)  # of the passes, by the jobs: so there are more of them
