@@ -2,7 +2,7 @@
 
 A rented machine's rate changes within minutes, for others share its processor. Four small operations are timed before and after each job
 (training.calibration.probes): what they took then, beside what they took at the median of the calibration's jobs, is how much slower the machine
-was. A prediction that is given no rate is for that median.
+was. A prediction that is given no rate is for what the calibration's jobs met.
 """
 
 from __future__ import annotations
