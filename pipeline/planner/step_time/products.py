@@ -19,8 +19,6 @@ REACH, ODD, APART, SETUPS, SMALL = 4.0, 3.0, 1.0, 2.0, 0.5
 LEAST_ONEDNN = (
     16**3
 )  # multiplications: torch gives bf16 products of more to oneDNN (mkldnn_gemm_min_size), whose calls take 10 us
-
-
 LEAST_BATCHED = 400  # multiplications of one product: torch.bmm runs fp32 products of fewer in a loop of its own (bmm_out_or_baddbmm_)
 
 
