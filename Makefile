@@ -15,7 +15,7 @@ JOBS ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 # Extra words for pip, for instance an index that has CPU-only builds of torch (much smaller, same results).
 PIP_FLAGS ?=
-TORCHREC := torchrec==1.8.0
+TORCHREC := torchrec==1.9.2
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python3; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
 

@@ -91,7 +91,9 @@ class Ranks:
 
 
 def _new_group() -> dist.ProcessGroup:
-    return dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+    group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+    return group
 
 
 def _shared_group() -> dist.ProcessGroup:

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from pipeline.runtime.errors import ShardingError
 
-WRITTEN_FOR = {"torch": "2.13", "torchrec": "1.8", "fbgemm": "1.8"}
+WRITTEN_FOR = {"torch": "2.14", "torchrec": "1.9", "fbgemm": "1.9"}
 DISTRIBUTIONS = {"fbgemm": ("fbgemm-gpu-cpu", "fbgemm-gpu")}  # whichever is there; the others go by their own name
 
 

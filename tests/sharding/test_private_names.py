@@ -161,11 +161,11 @@ def _with_versions(**found: str | None) -> Any:
 
 def test_versions_written_for_pass_whatever_their_patch_and_build() -> None:
     check_versions()  # those installed
-    with _with_versions(torch="2.13.4+cu130", fbgemm="1.8.2"):
+    with _with_versions(torch="2.14.4+cu130", fbgemm="1.9.2"):
         check_versions()
 
 
-@pytest.mark.parametrize("found", [{"torch": "2.12.1"}, {"torchrec": "1.9.0"}, {"fbgemm": "1.6.0"}, {"fbgemm": None}])
+@pytest.mark.parametrize("found", [{"torch": "2.12.1"}, {"torchrec": "1.8.0"}, {"fbgemm": "1.6.0"}, {"fbgemm": None}])
 def test_other_versions_are_refused_in_one_line_that_says_what_to_install(found: dict[str, str | None]) -> None:
     with _with_versions(**found), pytest.raises(VersionError) as error:
         check_versions()
@@ -177,7 +177,7 @@ def test_other_versions_are_refused_in_one_line_that_says_what_to_install(found:
 def test_who_knows_may_run_other_versions_but_not_without_them() -> None:
     with patch.object(compat, "_are_untested_allowed", False):
         compat.allow_untested_versions()
-        with _with_versions(torchrec="1.9.0"):
+        with _with_versions(torchrec="1.8.0"):
             check_versions()
         with _with_versions(torchrec=None), pytest.raises(VersionError):
             check_versions()

@@ -70,9 +70,6 @@ class ShardedTables(ShardedEmbeddingBagCollection):
     def __init__(self, *, exchange: HostExchange | None = None, fast_cpu: bool = True, **arguments: Any) -> None:
         self.exchange, self.fast_cpu = exchange, fast_cpu  # first: TorchRec's constructor calls init_data_parallel
         super().__init__(**arguments)
-        for index, lookup in enumerate(self._lookups):
-            if isinstance(lookup, _InPlaceOfDDP):
-                self._lookups[index] = lookup.module
         self._groups_of_lookups = [tiered_groups(lookup) for lookup in self._lookups]
         order = FeatureOrder(self) if self.exchange is not None else None
         self._order = order if order is not None and order.is_complete and len(order.runs) > 1 else None
@@ -153,13 +150,9 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *args)
 
     def init_data_parallel(self) -> None:
-        """Leave out DDP on one host's CPU ranks, where collectives.averaging does what it would."""
+        """Leave out DDP on the CPU ranks of one host, because GradientAverage averages their gradients."""
         if self.exchange is None:
             super().init_data_parallel()
-            return
-        for index, sharding in enumerate(self._embedding_shardings):
-            if isinstance(sharding, DpPooledEmbeddingSharding):
-                self._lookups[index] = _InPlaceOfDDP(self._lookups[index])
 
     def replicated_weights(self) -> list[nn.Parameter]:
         """The flat parameters of the data_parallel tables, where no DDP averages their gradients."""
@@ -243,14 +236,6 @@ def _clocked(wait: Callable[[], Any]) -> Callable[[], Any]:
             return wait()
 
     return clocked
-
-
-class _InPlaceOfDDP(nn.Module):
-    """Holds a lookup while TorchRec's constructor expects DDP to wrap it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
 
 
 def _check_dtypes(features: KeyedJaggedTensor) -> None:
