@@ -113,6 +113,7 @@ PRIVATE_NAMES: list[PrivateName] = [
     _call(LOOKUP, CPU_TABLES, "prepare_inputs", "self indices offsets per_sample_weights batch_size_per_feature_per_rank "
           "force_cast_input_types prefetch_pipeline vbe_output vbe_output_offsets"),
     _call(LOOKUP, CPU_TABLES, "get_learning_rate", "self"),
+    *_names(LOOKUP, VARIABLE, "use_cpu", "optimizer"),
     _call(LOOKUP, CPU_TABLES, "split_embedding_weights", "self"),
     _call(LOOKUP, CPU_TABLES, "split_optimizer_states", "self"),
     # TorchRec's sharded collection.
@@ -151,7 +152,7 @@ PRIVATE_NAMES: list[PrivateName] = [
     _call(f"{TORCHREC}.sharding.rw_sharding:RwPooledEmbeddingDist", VARIABLE, "_create_output_dist_module", "self sharding_ctx"),
     *_names(f"{TORCHREC}.sharding.rw_sharding:RwSparseFeaturesDist", MANAGED, "_feature_block_sizes_tensor", "_world_size"),
     *_names(f"{TORCHREC}.embedding_lookup:GroupedPooledEmbeddingsLookup", VARIABLE, "grouped_configs"),
-    *_names(f"{TORCHREC}.embedding_lookup:GroupedPooledEmbeddingsLookup", f"{MANAGED} sharding/torchrec/shard_tiers.py {CHANGED}", "_emb_modules"),
+    *_names(f"{TORCHREC}.embedding_lookup:GroupedPooledEmbeddingsLookup", f"{MANAGED} sharding/torchrec/shard_tiers.py {CHANGED} {VARIABLE}", "_emb_modules"),
     # Managed rows: the whole inside of TorchRec's map.
     *_names(MCH, MANAGED, "_input_history_buffer_size", "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", "_mch_metadata",
             "_current_iter", "_history_accumulator", "_current_history_buffer_offset", "_history_metadata", "_zch_size",

@@ -8,11 +8,19 @@ from itertools import chain
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.wiretap import wiretap
+from pipeline.config.optimizers import all_optimizers
 from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.embeddings.bags import leave_out_empty_bags
+from pipeline.sharding.torchrec.variable_batches import takes_variable_batches
 from tests.support.messages import mentions
 from tests.support.ranks import RankPool
 from tests.training.tiny import TinyModel, TinyTable, batches, build, full_weights
@@ -76,6 +84,27 @@ def refusal(rank: int) -> str:
 
 def test_sharding_types_that_cannot_leave_bags_out_are_refused(ranks: RankPool) -> None:
     assert mentions(ranks.run(2, refusal, local_world_size=1)[0], "grid_shard")
+
+
+def fbgemm_refuses_variable_batches(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+    try:
+        lookup._generate_vbe_metadata(torch.tensor([0, 1]), [[1]])
+    except AssertionError:
+        return True
+    return False
+
+
+def test_a_gpu_pads_exactly_the_optimizers_whose_variable_batches_fbgemm_refuses() -> None:
+    lookup = SplitTableBatchedEmbeddingBagsCodegen([(4, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)])
+    assert not takes_variable_batches(lookup)
+    lookup.use_cpu = False  # of a GPU, only this flag and the optimizer's kind matter here
+    refused = set()
+    for name, entry in all_optimizers().items():
+        if entry.fbgemm:
+            lookup.optimizer = EmbOptimType[entry.fbgemm]
+            assert takes_variable_batches(lookup) is not fbgemm_refuses_variable_batches(lookup), name
+            refused |= set() if takes_variable_batches(lookup) else {name}
+    assert refused == {"adagrad", "partial_rowwise_adam", "lamb"}
 
 
 def sent_bytes(rank: int, kind: str, share_filled: float) -> tuple[int, int]:

@@ -317,8 +317,8 @@ class TableSharder(EmbeddingBagCollectionSharder):
             divide_weights_of_means(sharded._lookups)
         if self._fast_cpu:
             speed_up_cpu_tables(sharded._lookups, sharded.update_rules)  # a plain list: modules() does not go by them
+        accept_variable_batches(sharded._lookups)
         if device.type == "cpu":
-            accept_variable_batches(sharded._lookups)
             reduce_scatter_variable_batches(sharded._output_dists)
         if device.type == "cpu" and env.world_size == 1:
             sharded.whole_lookup = _lookup_of_all(sharded)

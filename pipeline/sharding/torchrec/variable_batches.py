@@ -1,9 +1,9 @@
-"""Run lookups on CPU whose features differ in their number of bags, by padding features with bags without ids.
+"""Run lookups whose features differ in their number of bags, by padding features with bags without ids.
 
 A KeyedJaggedTensor whose features have fewer bags than there are samples (TorchRec's "variable batch per feature") saves
-the bytes of the bags that are left out. TorchRec's collectives support them everywhere, FBGEMM's kernels do not: on CPU the
-dense kernel ignores them, and Adagrad refuses them on every device. Padded, kernels see equal batches. TorchRec has nothing
-in this place on CPU, so sharding.fast_cpu=false leaves it as it is.
+the bytes of the bags that are left out. TorchRec's collectives support such features everywhere, FBGEMM's kernels do not:
+the dense kernel ignores them on CPU, and on GPUs Adagrad, LAMB and partial row-wise Adam refuse them. After padding, the
+kernels see equal batches. TorchRec has nothing in this place, so sharding.fast_cpu=false leaves the padding as it is.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.comm_ops import get_gradient_division
@@ -27,12 +28,24 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.process.comms_wait import waiting
 
+# The optimizers of this package that FBGEMM's CUDA kernels combine with variable batches (_generate_vbe_metadata).
+WITH_VARIABLE_BATCHES = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM)
+
 
 def accept_variable_batches(lookups: Iterable[nn.Module]) -> None:
-    """Give TorchRec's grouped lookups a forward that pads features to one number of bags, where they differ in it."""
+    """Replace the forward of TorchRec's grouped lookups by one that pads, if FBGEMM needs equal numbers of bags."""
     for lookup in lookups:
         inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
-        inner.forward = _PaddedLookup(inner)
+        kernels: Iterable[Any] = inner._emb_modules  # type: ignore[assignment]
+        if not all(takes_variable_batches(kernel.emb_module) for kernel in kernels):
+            inner.forward = _PaddedLookup(inner)
+
+
+def takes_variable_batches(fbgemm: nn.Module) -> bool:
+    """Whether this module of FBGEMM can look up features that differ in their number of bags."""
+    if fbgemm.use_cpu:
+        return False
+    return getattr(fbgemm, "optimizer", None) in (None, *WITH_VARIABLE_BATCHES)  # the dense kernel has none
 
 
 class _PaddedLookup:
@@ -64,8 +77,8 @@ def padded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         features.weights_or_none(),
         lengths=even.view(-1),
         stride=max(counts),
-        length_per_key=features.length_per_key(),
-        offset_per_key=features.offset_per_key(),
+        length_per_key=features.length_per_key_or_none(),  # on a GPU, computing them would wait for it
+        offset_per_key=features.offset_per_key_or_none(),
     )
 
 
