@@ -129,6 +129,31 @@ def _lengths(preset: Preset) -> torch.Tensor:
 
 def torchrec_loop(preset: Preset, raw: list[RawBatch], context: DistributedContext) -> Callable[[int], Timed]:
     """Train n steps after a warm-up: default planner and sharders, DMP, TrainPipelineSparseDist, fp32."""
+    step = torchrec_side(preset, raw, context)[1]
+
+    def run(num_steps: int) -> Timed:
+        for _ in range(WARM_UP):
+            step()
+        wait_for(context.device)
+        started = time.perf_counter()
+        for _ in range(num_steps):
+            step()
+        wait_for(context.device)
+        return Timed((time.perf_counter() - started) / num_steps, num_steps + WARM_UP)
+
+    return run
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done what was launched on it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def torchrec_side(
+    preset: Preset, raw: list[RawBatch], context: DistributedContext
+) -> tuple[DistributedModelParallel, Callable[[], torch.Tensor]]:
+    """Return the sharded model and a function that trains it on the next batch and returns the loss."""
     from torchrec.models.dlrm import DLRM_DCN
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -144,7 +169,9 @@ def torchrec_loop(preset: Preset, raw: list[RawBatch], context: DistributedConte
     apply_optimizer_in_backward(RowWiseAdagrad, model.model.sparse_arch.parameters(), {"lr": 0.02})
     plan = None
     if context.world_size > 1:
-        topology = Topology(world_size=context.world_size, local_world_size=context.world_size, compute_device="cpu")
+        topology = Topology(
+            world_size=context.world_size, local_world_size=context.local_world_size, compute_device=context.device.type
+        )
         planner = EmbeddingShardingPlanner(topology=topology, batch_size=preset.batch_size)
         from torchrec.distributed.model_parallel import get_default_sharders
 
@@ -163,15 +190,11 @@ def torchrec_loop(preset: Preset, raw: list[RawBatch], context: DistributedConte
     train = TrainPipelineSparseDist(sharded, optimizer, context.device, execute_all_batches=True)
     endless = itertools.cycle(batches)
 
-    def run(num_steps: int) -> Timed:
-        for _ in range(WARM_UP):
-            train.progress(endless)
-        started = time.perf_counter()
-        for _ in range(num_steps):
-            train.progress(endless)
-        return Timed((time.perf_counter() - started) / num_steps, num_steps + WARM_UP)
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = train.progress(endless)[0]  # DLRMTrain's output: loss, logits, labels
+        return loss
 
-    return run
+    return sharded, step
 
 
 def our_loop(
@@ -192,7 +215,8 @@ def our_side(
     job = load_config(
         TrainJob,
         [
-            "data=quickstart", f"model={'dlrm_dcn' if preset.dcn else 'dlrm'}", *layers, "name=step", "hardware=cpu",
+            "data=quickstart", f"model={'dlrm_dcn' if preset.dcn else 'dlrm'}", *layers, "name=step",
+            f"hardware={'cpu' if context.device.type == 'cpu' else 'auto'}",
             f"world_size={context.world_size}", f"tables.default.embedding_dim={preset.dim}",
             f"trainer.global_batch_size={preset.batch_size * context.world_size}", *overrides,
         ],
