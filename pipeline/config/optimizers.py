@@ -82,10 +82,7 @@ class Adagrad(Optimizer):
     replicated_states: ClassVar[Mapping[str, str]] = {"momentum1": "sum"}
 
     def dense(self, weights: list[Any], config: DenseOptimizerConfig) -> torch.optim.Optimizer:
-        on_cpu = all(
-            weight.device.type == "cpu" for weight in weights
-        )  # its one kernel for all layers exists there alone
-        return _classes().Adagrad(weights, lr=config.lr, eps=config.eps, weight_decay=config.weight_decay, fused=on_cpu)
+        return _classes().Adagrad(weights, lr=config.lr, eps=config.eps, weight_decay=config.weight_decay, fused=True)
 
     def replicated(self) -> type[torch.optim.Optimizer]:
         return _classes().Adagrad  # type: ignore[no-any-return]

@@ -210,6 +210,20 @@ def test_adams_kernel_alone_makes_torchs_steps_bit_for_bit(name: str) -> None:
         assert own.keys() == expected.keys() and all(torch.equal(own[state], expected[state]) for state in own)
 
 
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "adagrad"])
+def test_a_fused_step_finds_all_of_its_state_on_the_device_of_the_weight(name: str) -> None:
+    weights = {f"w{i}": torch.nn.Parameter(torch.zeros(3, 2, device="meta")) for i in range(2)}
+    optimizer = DenseOptimizer(weights, DenseOptimizerConfig(name, momentum=0.9 if name == "sgd" else 0.0))
+    assert all(group["fused"] for group in optimizer.param_groups)
+    older = {
+        key: {k: torch.ones(v.shape) for k, v in own.items()} for key, own in optimizer.state_dict()["state"].items()
+    }
+    for _ in range(2):
+        state = [tensor for weight in weights.values() for tensor in optimizer.state[weight].values()]
+        assert len(state) >= 2 and {tensor.device.type for tensor in state} == {"meta"}
+        optimizer.load_state_dict({"state": older})  # an older checkpoint: its counters are on the CPU
+
+
 def run_steps(model: Any, optimizer: TrainingOptimizer, tables: list[TinyTable], rank: int, steps: range) -> None:
     for step, (features, labels) in enumerate(tiny.batches(tables, steps.stop, rank, dist.get_world_size())):
         if step in steps:
