@@ -50,7 +50,7 @@ def score(
         data=replace(saved.data, path=data_path, reader=replace(saved.data.reader, shuffle="none")),
     )
     watchdog.use(limits)
-    context = init_distributed(job.comms.backend, job.comms.timeout_s)
+    context = init_distributed(job.comms.backend, job.comms.timeout_s, job.hardware.compute_device)
     resolved = resolve(job, load_dataset(data_path), context)
     watchdog.beat(phase="loading")
     assembly = assemble(resolved, context, initialize=False)

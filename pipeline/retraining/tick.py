@@ -56,7 +56,7 @@ def retrain(job: RetrainJob) -> TickSummary:
     Raises:
         RetrainingError: the job does not fit the source, the data or the registry.
     """
-    group = WorkerGroup(job.world_size, job.comms.backend, job.comms.timeout_s)
+    group = WorkerGroup(job.world_size, job.comms.backend, job.comms.timeout_s, job.hardware.compute_device)
     if not group.is_leader:
         group.follow()
         return TickSummary("")

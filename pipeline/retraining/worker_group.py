@@ -21,7 +21,7 @@ PATIENCE = timedelta(days=30)  # of ranks that wait for rank 0 to prepare data
 class WorkerGroup:
     """`run` on rank 0 and `follow` on the others, until rank 0 calls `end`."""
 
-    def __init__(self, world_size: int, backend: str, timeout_s: float) -> None:
+    def __init__(self, world_size: int, backend: str, timeout_s: float, compute_device: str = "auto") -> None:
         self.rank, self.world_size = int(os.environ.get("RANK", 0)), world_size
         self._gloo: Any = None
         self._is_over = False
@@ -30,7 +30,7 @@ class WorkerGroup:
 
             from pipeline.runtime.process.distributed import init_distributed
 
-            init_distributed(backend, timeout_s)
+            init_distributed(backend, timeout_s, compute_device)
             self._gloo = dist.new_group(backend="gloo", timeout=PATIENCE)
 
     @property

@@ -79,7 +79,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         from pipeline.training.input_watch import on_all_ranks
 
     watchdog.use(trained.trainer.limits())
-    context = init_distributed(trained.comms.backend, trained.comms.timeout_s)
+    context = init_distributed(trained.comms.backend, trained.comms.timeout_s, trained.hardware.compute_device)
     watchdog.beat(phase="loading")
     resolved = resolve(trained, load_dataset(trained.data.path), context)
     dataset = resolved.dataset

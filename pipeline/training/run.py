@@ -95,7 +95,7 @@ def train(job: TrainJob, open_input: OpenInput | None = None) -> TrainSummary:
 
     if job.sharding.allow_untested_versions:
         allow_untested_versions()
-    context = init_distributed(job.comms.backend, job.comms.timeout_s)
+    context = init_distributed(job.comms.backend, job.comms.timeout_s, job.hardware.compute_device)
     if job.world_size != context.world_size:
         raise TrainingError(
             f"world_size={job.world_size}, but {context.world_size} rank(s) run; leave it to the launcher"

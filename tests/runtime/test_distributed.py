@@ -1,13 +1,20 @@
-"""What is said of ranks and threads."""
+"""The device of a rank, and what is said of ranks and threads."""
 
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from pipeline.runtime.process.distributed import DistributedContext, describe_threads
+from pipeline.runtime.errors import ConfigError
+from pipeline.runtime.process.distributed import DistributedContext, describe_threads, init_distributed
+from pipeline.runtime.process.gpu_choice import claim_gpu, gpu_of_rank
+from tests.support.messages import mentions
+from tests.support.ranks import RankPool
 
 
 @pytest.mark.parametrize(
@@ -28,3 +35,44 @@ def test_the_log_says_how_cores_are_shared_and_why(
     if asked:
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
     assert describe_threads(DistributedContext(0, ranks, 0, ranks, torch.device("cpu"), "gloo")) == said
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch sees two GPUs here, as far as choosing one goes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_more_ranks_than_gpus_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert gpu_of_rank(1) == 1
+    with pytest.raises(ConfigError) as error:
+        gpu_of_rank(2)
+    assert mentions(str(error.value), "LOCAL_RANK=2 3 2 CUDA_VISIBLE_DEVICES=4,5 hardware=cpu")
+
+
+def test_a_task_that_sees_one_gpu_uses_it_unless_another_rank_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=next(gpus)))
+    store, gpus = dist.HashStore(), iter(["GPU-a", "GPU-b", "GPU-b"])
+    for local_rank in range(2):
+        assert gpu_of_rank(local_rank) == 0
+        claim_gpu(store, local_rank)
+    with pytest.raises(ConfigError) as error:
+        claim_gpu(store, 2)
+    assert mentions(str(error.value), "LOCAL_RANK=2 --gpus-per-task=1")
+
+
+def test_hardware_cpu_alone_trains_on_the_cpu_of_a_gpu_host(ranks: RankPool) -> None:
+    (device, backend, refused), *_ = ranks.run(1, devices_beside_gpus)
+    assert (device, backend) == ("cpu", "gloo") and mentions(refused, "comms.backend=nccl comms.backend=auto")
+
+
+def devices_beside_gpus(rank: int) -> tuple[str, str, str]:
+    with patch.object(torch.cuda, "is_available", lambda: True), patch.object(torch.cuda, "device_count", lambda: 1):
+        context = init_distributed(compute_device="cpu")
+        with pytest.raises(ConfigError) as error:
+            init_distributed("nccl", compute_device="cpu")
+    return context.device.type, context.backend, str(error.value)

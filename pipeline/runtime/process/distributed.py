@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process import watchdog
+from pipeline.runtime.process.gpu_choice import claim_gpu, gpu_of_rank
 from pipeline.runtime.process.processes import ELASTIC_ROUND
 
 STORE_TIMEOUT_S = 10.0
@@ -32,31 +33,52 @@ class DistributedContext:
         return self.rank == 0
 
 
-def init_distributed(backend: str = "auto", timeout_s: float = 300.0) -> DistributedContext:
+def init_distributed(
+    backend: str = "auto", timeout_s: float = 300.0, compute_device: str = "auto"
+) -> DistributedContext:
     """Collective: join the process group that torchrun describes, or one of a single rank without torchrun.
 
-    nccl on GPUs, gloo elsewhere; `backend` overrides the choice.
+    nccl on GPUs, gloo elsewhere; `backend` overrides the choice. compute_device: hardware.compute_device, where cpu
+    leaves a host's GPUs alone.
+
+    Raises:
+        ConfigError: nccl without a GPU, or more ranks than GPUs.
     """
     environ = os.environ
     rank, world_size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
     local_rank = int(environ.get("LOCAL_RANK", 0))
-    use_cuda = backend != "gloo" and torch.cuda.is_available()
-    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    local_world_size = int(environ.get("LOCAL_WORLD_SIZE", world_size))
+    device = _choose_device(backend, compute_device, local_rank)
+    use_cuda = device.type == "cuda"
     chosen = ("nccl" if use_cuda else "gloo") if backend == "auto" else backend
-    if chosen == "nccl" and not use_cuda:
-        raise ConfigError("comms.backend=nccl needs an NVIDIA GPU and torch sees none; use comms.backend=gloo")
     if use_cuda:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         store = _join(rank, world_size, timeout_s) if "MASTER_ADDR" in environ else dist.HashStore()
+        if use_cuda and local_world_size > 1 and torch.cuda.device_count() == 1:
+            store = store or next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))[0]
+            claim_gpu(store, local_rank)
         with watchdog.stage("joining"):  # init_process_group has been seen to wait for 303 s with a timeout of 60
             dist.init_process_group(
-                chosen, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s), store=store
-            )
+                chosen, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s), store=store,
+                # NCCL guesses the GPU of a barrier without it, and connects at the first collective only.
+                device_id=device if chosen == "nccl" else None,
+            )  # fmt: skip
         atexit.register(_leave)
-    return DistributedContext(
-        rank, world_size, local_rank, int(environ.get("LOCAL_WORLD_SIZE", world_size)), device, chosen
-    )
+    return DistributedContext(rank, world_size, local_rank, local_world_size, device, chosen)
+
+
+def _choose_device(backend: str, compute_device: str, local_rank: int) -> torch.device:
+    """Raises ConfigError for nccl without a GPU, or more ranks than GPUs."""
+    if backend == "nccl" and compute_device == "cpu":
+        raise ConfigError(
+            "comms.backend=nccl needs GPUs and hardware.compute_device=cpu trains without; use comms.backend=auto"
+        )
+    if backend == "gloo" or compute_device == "cpu" or not torch.cuda.is_available():
+        if backend == "nccl":
+            raise ConfigError("comms.backend=nccl needs an NVIDIA GPU and torch sees none; use comms.backend=gloo")
+        return torch.device("cpu")
+    return torch.device("cuda", gpu_of_rank(local_rank))
 
 
 def true_on_any_rank(flag: bool, context: DistributedContext) -> bool:

@@ -1,0 +1,50 @@
+"""Choose the GPU of a rank among the GPUs that its process sees."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+
+from pipeline.runtime.errors import ConfigError
+
+
+def gpu_of_rank(local_rank: int) -> int:
+    """Return the index of the rank's GPU. A process that sees one GPU uses it: see claim_gpu.
+
+    Raises:
+        ConfigError: this host has more ranks than GPUs.
+    """
+    count = torch.cuda.device_count()
+    if local_rank < count:
+        return local_rank
+    if count == 1:
+        return 0
+    raise ConfigError(
+        f"LOCAL_RANK={local_rank} needs {local_rank + 1} GPUs and this process sees {count}{_visible()}; "
+        f"start at most {count} rank(s) on a host, or use hardware=cpu"
+    )
+
+
+def claim_gpu(store: dist.Store, local_rank: int) -> None:
+    """Check that no other rank uses this rank's GPU, where each task sees one GPU (Slurm's --gpus-per-task=1).
+
+    CUDA_VISIBLE_DEVICES does not tell: Slurm's cgroups renumber GPUs, so it may be 0 in each task.
+
+    Raises:
+        ConfigError: another rank of this host has claimed the same GPU.
+    """
+    gpu = torch.cuda.get_device_properties(0).uuid
+    if store.add(f"gpu/{socket.gethostname()}/{gpu}", 1) > 1:
+        raise ConfigError(
+            f"LOCAL_RANK={local_rank} and another rank of {socket.gethostname()} see 1 GPU each, and it is the "
+            f"same GPU{_visible()}; start 1 rank on this host, or give each task a GPU of its own "
+            "(Slurm: --gpus-per-task=1)"
+        )
+
+
+def _visible() -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
