@@ -79,6 +79,10 @@ check: $(VENV)/installed-dev  ## lint, format, types, import contracts
 bench: $(VENV)/installed-dev  ## every benchmark; each prints a ratio measured in one run
 	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; PYTHONPATH=. $(PY) $$file; done
 
+.PHONY: gpu-report
+gpu-report: $(VENV)/installed-dev  ## check and measure this machine's GPUs, ten minutes: gpu_report/gpu_report.html
+	@PYTHONPATH=. $(PY) -m benchmarks.gpu_report
+
 .PHONY: clean
 clean:  ## remove .venv, builds and caches; data sets and runs stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torchrec.datasets.utils import Batch as TorchRecBatch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -151,9 +152,16 @@ def wait_for(device: torch.device) -> None:
 
 
 def torchrec_side(
-    preset: Preset, raw: list[RawBatch], context: DistributedContext
+    preset: Preset,
+    raw: list[RawBatch],
+    context: DistributedContext,
+    sharding_types: list[str] | None = None,
 ) -> tuple[DistributedModelParallel, Callable[[], torch.Tensor]]:
-    """Return the sharded model and a function that trains it on the next batch and returns the loss."""
+    """Return the sharded model and a function that trains it on the next batch and returns the loss.
+
+    With `sharding_types` TorchRec's planner chooses among them. Without, it may choose data_parallel,
+    whose tables the loop of the documentation trains by the optimizer of the dense layers.
+    """
     from torchrec.models.dlrm import DLRM_DCN
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -168,11 +176,13 @@ def torchrec_side(
     model = DLRMTrain(kind(tables, NUM_DENSE, preset.dense_layers, preset.over_layers, **extra))
     apply_optimizer_in_backward(RowWiseAdagrad, model.model.sparse_arch.parameters(), {"lr": 0.02})
     plan = None
-    if context.world_size > 1:
+    if context.world_size > 1 or sharding_types:
         topology = Topology(
             world_size=context.world_size, local_world_size=context.local_world_size, compute_device=context.device.type
         )
-        planner = EmbeddingShardingPlanner(topology=topology, batch_size=preset.batch_size)
+        constraint = ParameterConstraints(sharding_types=sharding_types)
+        constraints = {f"t_{name}": constraint for name in preset.names} if sharding_types else None
+        planner = EmbeddingShardingPlanner(topology, preset.batch_size, constraints=constraints)
         from torchrec.distributed.model_parallel import get_default_sharders
 
         plan = planner.collective_plan(model, get_default_sharders(), dist.GroupMember.WORLD)
