@@ -23,6 +23,7 @@ from tests.support.cpu_report import CpuReport
 from tests.support.exchange_paths import ranks_each_way  # noqa: F401  # a fixture
 from tests.support.jobs import train_on_rank
 from tests.support.made_once import made_once
+from tests.support.own_folder import enter_own_folder, remove_own_folders
 from tests.support.process_state import own_process_state
 from tests.support.ranks import RankPool
 
@@ -43,12 +44,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure() -> None:
     forks.end_server()
+    remove_own_folders()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Iterator[object]:
-    """What a test or the fixtures that it sets up change for the whole process ends with the test."""
+    """What a test or the fixtures that it sets up change for the whole process ends with the test.
+
+    Its working folder is empty: see tests.support.own_folder.
+    """
     with own_process_state():
+        enter_own_folder()
         return (yield)
 
 

@@ -26,7 +26,7 @@ def test_a_stage_counts_from_the_end_of_the_one_before() -> None:
 
 
 def test_a_launch_is_timed_over_what_a_training_imports() -> None:
-    source = Path("pipeline/training/run.py").read_text()
+    source = (Path(__file__).parents[1] / "pipeline" / "training" / "run.py").read_text()
     assert [name for name in IMPORTED if f"        from pipeline.{name} import" not in source] == []
 
 

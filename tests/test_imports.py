@@ -76,5 +76,5 @@ def test_a_verb_opens_with_its_command_and_imports_nothing_heavy() -> None:
         "    heavy = {'torch', 'torchrec', 'pyarrow', 'duckdb'} & set(sys.modules)\n"
         "    assert not heavy, (name, heavy)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

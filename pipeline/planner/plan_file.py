@@ -17,6 +17,7 @@ from pipeline.runtime.errors import PlanError
 from pipeline.runtime.storage import storage
 
 FOLDER = "sharding_plans"
+OF_THIS_MACHINE = ".autox"  # in the name of a plan for hardware=auto: it is never one of the plans that ship
 PACKAGE = Path(__file__).resolve().parents[1]
 FORMAT_VERSION = 2
 COMMAND = "python -m pipeline.plan experiment=<name> hardware=<preset> world_size=<ranks>"
@@ -30,7 +31,8 @@ def find_plan_file(path: str, command: str) -> str:
         return path
     looked = [path]
     _, in_folder, name = f"/{path}".rpartition(f"/{FOLDER}/")  # wherever paths.root has moved the folder
-    if in_folder or not (path.startswith("/") or "://" in path):
+    may_ship = OF_THIS_MACHINE not in path and (in_folder or not (path.startswith("/") or "://" in path))
+    if may_ship:
         looked.append(str(shipped_folder() / (name if in_folder else path)))
         if storage.is_file(looked[-1]):
             return looked[-1]

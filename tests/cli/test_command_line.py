@@ -25,7 +25,6 @@ from tests.support.forks import WarmCommand
 from tests.support.messages import mentions
 
 QUICKSTART = "experiment=quickstart"
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def _run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: str) -> tuple[int, str, str]:
@@ -169,6 +168,6 @@ def test_a_wrong_command_fails_in_every_verb_before_torch_is_imported() -> None:
         "heavy = {'torch', 'torchrec', 'pyarrow', 'duckdb', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("error: unknown key 'nothing'") == 5

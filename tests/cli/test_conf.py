@@ -251,7 +251,7 @@ def test_the_beginning_of_a_key_is_told_with_the_key(typed: str, meant: str) -> 
 def test_every_typo_is_told_with_the_nearest_name_before_torch_is_imported(count: int) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.typos", "0", str(count)],
-        cwd=CONF.parent, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": "0"},
+        capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": "0"},
     )  # fmt: skip
     *typos, last = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(typos) == count

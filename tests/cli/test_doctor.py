@@ -36,7 +36,7 @@ def test_doctor_runs_where_nothing_is_installed(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")
     done = subprocess.run(
         [sys.executable, "-S", "-m", "pipeline.doctor"],
-        cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}, capture_output=True, text=True,
     )  # fmt: skip
     lines = done.stdout.splitlines()
     assert done.returncode == 1 and done.stderr == ""

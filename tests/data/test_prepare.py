@@ -39,8 +39,6 @@ from tests.data.criteo_rows import (
 from tests.support.memory_store import ObjectStore
 from tests.support.messages import names
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture
 def files_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -117,7 +115,7 @@ def test_killed_run_goes_on_after_its_finished_files_and_ends_equal(tmp_path: Pa
         "storage.publish_text = publish_then_die\n"
         f"run_prepare({str(tmp_path / 'days')!r}, {str(tmp_path / 'ds')!r}, split=SplitConfig(kind='files'))\n"
     )
-    killed = subprocess.run([sys.executable, "-c", killer], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    killed = subprocess.run([sys.executable, "-c", killer], env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert killed.returncode == -signal.SIGKILL
     files_read.clear()
     assert not (tmp_path / "ds" / "dataset.json").exists()

@@ -31,7 +31,7 @@ def test_an_example_begins_with_its_command(name: str) -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", RUN_HERE)
 def test_an_example_learns_what_its_rows_hold(name: str, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", f"examples.{name}", str(tmp_path)], cwd=EXAMPLES.parent, check=True)
+    subprocess.run([sys.executable, "-m", f"examples.{name}", str(tmp_path)], check=True)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     found = [
         value for line in lines if line["kind"] == "validation" for key, value in line.items() if key.endswith("auc")

@@ -23,7 +23,6 @@ from tests.data.criteo_rows import random_lines, read_split, run_prepare, write_
 from tests.faults.conftest import FaultRecorder
 from tests.support.messages import mentions, names
 
-ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = ColumnsConfig(label="y", dense=["x"], sparse=["a", "b"])
 SETTINGS: dict[str, Any] = {
     "columns": COLUMNS, "dense_transform": "none", "split": SplitConfig(validation_fraction=0.0, test_fraction=0.0),
@@ -154,12 +153,12 @@ def _limit_file_size() -> None:
 def test_a_full_disk_ends_in_one_line_and_a_second_run_finishes(tmp_path: Path, fault: FaultRecorder) -> None:
     source = write_lines(tmp_path / "train.txt", random_lines(20_000))
     command = _prepare_command(source, f"{tmp_path}/ds")
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=_limit_file_size, timeout=300)
+    ended = subprocess.run(command, capture_output=True, text=True, preexec_fn=_limit_file_size, timeout=300)
     assert ended.returncode == 2, ended.stderr
     last = ended.stderr.strip().splitlines()[-1]
     assert last.startswith("error: ") and str(tmp_path / "ds") in last and "Traceback" not in ended.stderr
     assert not (tmp_path / "ds" / "dataset.json").exists() and not (tmp_path / "ds.staging").exists()
-    assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=300).returncode == 0
+    assert subprocess.run(command, capture_output=True, timeout=300).returncode == 0
     fault(
         19,
         "a limit on file sizes while preparing: one line with the path, no data set; run again, it finishes",
@@ -170,6 +169,6 @@ def test_a_full_disk_ends_in_one_line_and_a_second_run_finishes(tmp_path: Path, 
 def test_a_path_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "train.txt", random_lines(50))
     command = _prepare_command(source, f"{source}/ds")
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert ended.stderr.startswith("error: ") and f"{source}/ds" in ended.stderr

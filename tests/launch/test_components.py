@@ -226,9 +226,7 @@ def test_a_job_is_composed_and_validated_without_torch(data: str) -> None:
         "heavy = sorted({'torch', 'torchrec', 'pyarrow', 'duckdb', 'numpy'} & set(sys.modules))\n"
         "print(json.dumps({'heavy': heavy, 'cpu_s': sum(os.times()[:2]), 'lines': script.count('SBATCH')}))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, data], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code, data], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     print(f"compose, validate and render: {found['cpu_s']:.2f} s of CPU")
     assert found["heavy"] == [] and found["lines"] > 5

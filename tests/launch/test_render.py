@@ -22,7 +22,6 @@ from tests.support.messages import mentions
 from tests.support.object_store import BUCKET, FaultyProxy, store
 
 __all__ = ["store"]
-REPOSITORY = Path(__file__).resolve().parents[2]
 CLUSTER = [
     "--partition", "gpu", "--account", "ads", "--qos", "high", "--constraint", "h100&ib", "--time", "1-12:00:00",
     "--comment", 'week 7, "second" try', "--mail-user", "a@b.c", "--mail-type", "FAIL,REQUEUE", "--signal", "TERM@300",
@@ -221,7 +220,7 @@ def test_torchrun_lines_train(prepared_clicks: str, tmp_path: Path) -> None:
     ]  # fmt: skip
     lines = render("torchrun", ["train", "-j", "1x1", "--env", "NOTE=it's", "--", *overrides])
     assert ["export", "NOTE=it's"] in [shlex.split(line) for line in lines.splitlines()]
-    done = subprocess.run(["bash", "-c", lines], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(["bash", "-c", lines], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (log,) = (tmp_path / "a run" / "logs").glob("rank_0.stdout.log")
     assert "trained to step 3" in log.read_text() and log.is_symlink()

@@ -15,7 +15,6 @@ from torchx.schedulers.local_scheduler import SignalException
 from launch.torchx_commands import errors_as_lines
 from tests.launch.launching import START_S
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 TORCHX = [sys.executable, "-m", "torchx.cli.main", "--log_level", "WARNING"]
 
 
@@ -55,7 +54,7 @@ def test_ctrl_c_of_a_local_job_saves_and_says_one_line(
     with open(tmp_path / "said", "w") as said:
         job = subprocess.Popen(
             [*TORCHX, "run", "-s", "local_cwd", "pipeline.train", "-j", "1x2", "--", *words],
-            cwd=REPOSITORY, env={**os.environ, **installed, "OMP_NUM_THREADS": "1"}, stdout=said, stderr=said, start_new_session=True,
+            env={**os.environ, **installed, "OMP_NUM_THREADS": "1"}, stdout=said, stderr=said, start_new_session=True,
         )  # fmt: skip
         until = time.monotonic() + START_S
         while " step 50/" not in (tmp_path / "said").read_text() and time.monotonic() < until:

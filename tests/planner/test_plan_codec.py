@@ -284,6 +284,20 @@ def test_a_plan_file_is_looked_for_here_then_in_the_checkout_then_in_the_package
         find_plan_file("/absent/a.json", COMMAND)
 
 
+def test_a_plan_for_this_machine_is_none_of_the_plans_that_ship(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that `make train` has left in a checkout is for the folder that it is in."""
+    name = "sharding_plans/a.autox2.json"
+    monkeypatch.setattr(plan_file, "PACKAGE", tmp_path)
+    (tmp_path / "sharding_plans").mkdir()
+    (tmp_path / name).touch()
+    with pytest.raises(PlanError, match=names(name)):
+        find_plan_file(name, COMMAND)
+    monkeypatch.chdir(tmp_path)
+    assert find_plan_file(name, COMMAND) == name
+
+
 def test_weight_decay_is_part_of_what_a_plan_is_for() -> None:
     asked = request(TABLES, on("h100_80gb", 2), TableOptimizer("rowwise_adagrad", 0.1))
     assert make_plan(CONFIG, asked).fingerprint["sparse_optimizer"] == {"name": "rowwise_adagrad", "weight_decay": 0.1}

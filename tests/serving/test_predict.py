@@ -136,7 +136,6 @@ def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
         options = ["artifact=stand-in", f"source={source}", f"output={source}.scores.parquet", "rows_per_part=100000"]
         done = subprocess.run(
             [sys.executable, "-c", code, *options],
-            cwd=Path(__file__).parents[2],
             capture_output=True,
             text=True,
             check=True,

@@ -27,10 +27,12 @@ from multiprocessing import process
 from pathlib import Path
 from typing import NoReturn
 
+from tests.support.own_folder import REPOSITORY, find_tests_from_any_folder
+
 ADDRESS = "TESTS_FORK_SERVER"  # environment variable: the server of the session, where one has been started
 CPU_REPORT = "TESTS_CPU_REPORT"  # environment variable: where a command's CPU seconds are written when it has ended
 PASSED = "TESTS_PASSED_FD"  # environment variable of a command: the file descriptor that its starter passed
-ROOT = Path(__file__).resolve().parents[2]
+find_tests_from_any_folder()
 ENVIRONMENT = dict(os.environ)  # not that of the test which happens to start the server
 _address = os.environ.get(ADDRESS, "")
 _server: subprocess.Popen[bytes] | None = None
@@ -47,7 +49,7 @@ def server_address() -> str:
         listener.listen(64)
         words = [sys.executable, "-m", "tests.support.forks", str(listener.fileno())]
         _server = subprocess.Popen(
-            words, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=ENVIRONMENT, cwd=ROOT
+            words, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=ENVIRONMENT, cwd=REPOSITORY
         )
     _address = address
     return address

@@ -34,11 +34,12 @@ def _serve(pipe: Connection) -> None:
 
 def _do(
     pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int,
-    local_world_size: int, store: str,
+    local_world_size: int, store: str, folder: str,
 ) -> None:  # fmt: skip
     """Answer (True, what `function` returns) or (False, the traceback)."""
     import torch.distributed as dist
 
+    os.chdir(folder)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank % local_world_size),
         LOCAL_WORLD_SIZE=str(local_world_size), MASTER_ADDR="localhost", MASTER_PORT="0",
@@ -76,7 +77,8 @@ class RankPool:
         with tempfile.TemporaryDirectory() as folder:
             workers = self._workers[:world_size]
             for rank, (_, pipe) in enumerate(workers):
-                pipe.send((function, args, rank, world_size, local_world_size or world_size, f"{folder}/store"))
+                sizes = rank, world_size, local_world_size or world_size
+                pipe.send((function, args, *sizes, f"{folder}/store", os.getcwd()))
             results: dict[int, Any] = {}
             failures: dict[int, str] = {}
             lost = False

@@ -18,8 +18,6 @@ from pipeline.training.preflight import validate_evaluation, validate_job
 from tests.support.datasets import described_dataset
 from tests.support.messages import names
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture
 def data(tmp_path: Path) -> str:
@@ -103,6 +101,6 @@ def test_composing_and_validating_needs_no_torch(data: str) -> None:
         "heavy = {'torch', 'torchrec', 'fbgemm_gpu', 'pyarrow', 'duckdb', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
