@@ -12,7 +12,7 @@ from torchrec.distributed.types import ModuleSharder
 from pipeline.config.optimizers import find_optimizer
 from pipeline.embeddings.table import Table
 from pipeline.planner.hardware import Hardware
-from pipeline.planner.limits import COLUMN_SHARDING_TYPES, allowed_sharding_types
+from pipeline.planner.limits import COLUMN_SHARDING_TYPES, KERNELS_OF_MANAGED_ROWS, allowed_sharding_types
 from pipeline.runtime.errors import PlanError
 
 # Without a limit of the table's own. On cpu only these two exist, and dense serves data_parallel alone.
@@ -115,11 +115,14 @@ def _worth_trying(table: Table, hardware: Hardware, optimizer: TableOptimizer) -
 
 def _compute_kernels(entry: PlacedTable, hardware: Hardware) -> list[str]:
     table, there = entry.table, KERNELS[hardware.compute_device]
+    if table.managed is not None:
+        there = tuple(kernel for kernel in there if kernel in KERNELS_OF_MANAGED_ROWS)
     kernels = [kernel for kernel in table.sharding.compute_kernels or there if kernel in there]
     if not kernels:
+        why = "" if table.managed is None else " for managed_collision, which writes rows behind a cache"
         raise PlanError(
             f"table {table.config_name!r} asks for kernels {table.sharding.compute_kernels}, on {hardware.compute_device} "
-            f"there are {', '.join(there)}; change tables.{table.config_name}.sharding.compute_kernels"
+            f"there are {', '.join(there)}{why}; change tables.{table.config_name}.sharding.compute_kernels"
         )
     return kernels
 

@@ -14,6 +14,9 @@ from pipeline.embeddings.table import SHARD_WIDTH, Table
 from pipeline.runtime.errors import PlanError
 
 COLUMN_SHARDING_TYPES = ("column_wise", "table_column_wise", "grid_shard")
+# Managed collision initializes the rows of evicted ids directly. A row that is also in a cache (fused_uvm_caching) would
+# keep the evicted id's vector there, and be written back over the new one.
+KERNELS_OF_MANAGED_ROWS = ("fused", "fused_uvm")
 INT8_ROW = 32  # fbgemm's codec quantizes this many neighbouring values with one scale and bias
 
 

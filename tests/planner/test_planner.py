@@ -14,7 +14,7 @@ from pipeline.config.optimizers import find_optimizer, table_optimizers
 from pipeline.config.planner import PlannerConfig
 from pipeline.config.tables import ConstraintConfig
 from pipeline.config.training import CommsConfig, SparseOptimizerConfig
-from pipeline.embeddings.table import Table
+from pipeline.embeddings.table import ManagedRows, Table
 from pipeline.planner import planner
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.estimator import shard_state_bytes
@@ -154,6 +154,21 @@ def test_limits_that_leave_nothing_are_refused() -> None:
     tables = make_tables([100], 16, sharding=ConstraintConfig([], ["fused_uvm"]))
     with pytest.raises(PlanError, match=names("['fused_uvm']")):
         make_plan(CONFIG, request(tables, on("cpu", 2)))
+
+
+def test_managed_rows_are_never_behind_a_cache() -> None:
+    """Eviction writes them in host memory, where the cache in HBM would not notice."""
+    (plain,) = make_tables([3_000_000], 128)
+    managed = replace(plain, managed=ManagedRows(plain.name, plain.num_embeddings, 2, "lfu", 4))
+    hardware = on("h100_80gb", 1, hbm_cap_gb=1.0, ddr_cap_gb=16.0)
+
+    def kernel_of(table: Table) -> str:
+        return make_plan(CONFIG, request([table], hardware)).tables[0].compute_kernel
+
+    assert (kernel_of(plain), kernel_of(managed)) == ("fused_uvm_caching", "fused_uvm")
+    asked = replace(managed, sharding=ConstraintConfig([], ["fused_uvm_caching"]))
+    with pytest.raises(PlanError, match=names("t0 ['fused_uvm_caching'] fused_uvm managed_collision cache")):
+        kernel_of(asked)
 
 
 def test_column_shards_come_only_with_optimizers_that_do_not_notice_or_on_demand() -> None:

@@ -15,7 +15,8 @@ from torchrec.modules.embedding_configs import DataType
 
 from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.config.training import CommsConfig, OptimizerConfig, SparseOptimizerConfig
-from pipeline.embeddings.table import Table
+from pipeline.embeddings.collection import Managed
+from pipeline.embeddings.table import ManagedRows, Table
 from pipeline.planner.limits import allowed_sharding_types, sharding_types_exact_for
 from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.torchrec import sharding_checks
@@ -81,6 +82,21 @@ def refusal_of(rank: int, sparse: SparseOptimizerConfig) -> str:
     with pytest.raises(ShardingError) as error:
         sharding_checks.check_sharding(model.embedding_bag_collection, plan, torch.device("cpu"), fast_cpu=False)
     return str(error.value)
+
+
+def refusal_of_cached_managed_rows(rank: int) -> str:
+    rows = Managed(ManagedRows("a", 53, 1, "lfu", 4), torch.nn.init.ones_)
+    model = TinyModel([TinyTable("a", init=rows)])
+    plan: Any = tiny.plan_of(model, [TinyTable("a")]).plan[TABLES]
+    plan["a"].compute_kernel = "fused_uvm_caching"
+    with pytest.raises(ShardingError) as error:
+        sharding_checks.check_sharding(model.embedding_bag_collection, plan, torch.device("cuda"))
+    return str(error.value)
+
+
+def test_managed_rows_behind_a_cache_are_refused(ranks: RankPool) -> None:
+    message = ranks.run(1, refusal_of_cached_managed_rows)[0]
+    assert mentions(message, "a fused_uvm_caching managed_collision compute_kernels=[fused_uvm]")
 
 
 @pytest.mark.parametrize("setting", ["weight_decay", "gradient_clip_value", "gradient_clip_norm"])

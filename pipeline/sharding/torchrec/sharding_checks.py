@@ -15,7 +15,7 @@ from pipeline.config.optimizers import Optimizer, all_optimizers
 from pipeline.config.tables import entry_name
 from pipeline.embeddings.collection import Managed
 from pipeline.embeddings.table import Table
-from pipeline.planner.limits import COLUMN_SHARDING_TYPES, SHARD_WIDTH
+from pipeline.planner.limits import COLUMN_SHARDING_TYPES, KERNELS_OF_MANAGED_ROWS, SHARD_WIDTH
 from pipeline.runtime.errors import ShardingError, did_you_mean
 from pipeline.runtime.logs import get_logger
 from pipeline.sharding.tiers.settings import TierSettings
@@ -54,6 +54,7 @@ def check_sharding(
                 f"table {entry_name(config.name)!r} is planned as {sharding.sharding_type} with the dense kernel, whose optimizer "
                 "state checkpoints mix up between ranks; use compute_kernel fused, or data_parallel"
             )
+        _check_managed(config, sharding)
         if device.type == "cpu":
             _check_fused_on_cpu(config.name, weight, config.data_type, fast_cpu)
         _warn_of_row_state(config.name, weight, sharding.sharding_type)
@@ -101,6 +102,15 @@ def _tiers_problem(
     if rule is not None and rule.all_rows:
         return "optimizer.sparse.update_rows changes every row at every step; set it to touched"
     return ""
+
+
+def _check_managed(config: EmbeddingBagConfig, sharding: ParameterSharding) -> None:
+    if isinstance(config.init_fn, Managed) and sharding.compute_kernel not in KERNELS_OF_MANAGED_ROWS:
+        raise ShardingError(
+            f"table {entry_name(config.name)!r} is planned with kernel {sharding.compute_kernel}, and managed_collision writes the "
+            "rows of evicted ids behind its cache; plan again, or set "
+            f"tables.{entry_name(config.name)}.sharding.compute_kernels=[fused_uvm]"
+        )
 
 
 def _check_widths(name: str, sharding: ParameterSharding) -> None:
