@@ -155,8 +155,7 @@ PRIVATE_NAMES: list[PrivateName] = [
     *_names(f"{TORCHREC}.embedding_lookup:GroupedPooledEmbeddingsLookup", f"{MANAGED} sharding/torchrec/shard_tiers.py {CHANGED} {VARIABLE}", "_emb_modules"),
     # Managed rows: the whole inside of TorchRec's map.
     *_names(MCH, MANAGED, "_input_history_buffer_size", "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", "_mch_metadata",
-            "_current_iter", "_history_accumulator", "_current_history_buffer_offset", "_history_metadata", "_zch_size",
-            "_eviction_policy"),
+            "_current_iter", "_history_accumulator", "_current_history_buffer_offset", "_history_metadata", "_eviction_policy"),
     _call(MCH, MANAGED, "_match_indices", "self sorted_sequence search_values"),
     _call(MCH, MANAGED, "_coalesce_history", "self"),
     _call(MCH, MANAGED, "_sort_mch_buffers", "self"),

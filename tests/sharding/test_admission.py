@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from pipeline.config.compression import CompressionConfig
@@ -48,6 +50,49 @@ def test_an_id_that_came_once_gets_no_row_where_two_times_are_asked_for(policy: 
     assert with_rows(table, list(range(1, 8))) == {1, 2, 3}, "those with a row keep it"
 
 
+class Waits(TorchDispatchMode):
+    """Lists operations whose result a program on a GPU would wait for: numbers read, masks counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        by_mask = any(isinstance(one, torch.Tensor) and one.dtype == torch.bool for one in tree_leaves(arguments[1:2]))
+        is_index = operation in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
+        reads = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount", "is_nonzero")
+        if operation.overloadpacket.__name__ in reads or (is_index and by_mask):
+            self.found.append(str(operation))
+        return operation(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"admit_probability": 0.5, "max_idle_steps": 3}])
+def test_only_steps_that_evict_wait_for_a_gpu(options: dict[str, Any]) -> None:
+    table = make(**options)
+    ids = torch.cat([torch.arange(20), torch.arange(10) + IDS_A_BUCKET])
+    table.remap(ids, training=True)  # the first step reads where the run is
+    waits = []
+    for _ in range(INTERVAL):
+        with Waits() as step:
+            table.remap(ids, training=True)
+        waits.append(bool(step.found))
+    assert waits == [False, False, True, False]
+
+
+@pytest.mark.parametrize("policy", ["lfu", "lru", "distance_lfu"])
+@pytest.mark.parametrize("options", [{}, {"admit_count": 2, "admit_probability": 0.6, "max_idle_steps": 5}])
+def test_buckets_counted_together_are_as_counted_one_by_one(policy: str, options: dict[str, Any]) -> None:
+    """Histories are as large as one step's ids, so that some steps evict amid their ids."""
+    together, apart = make(policy, **options), [make(policy, **options) for _ in range(BUCKETS)]
+    generator = torch.Generator().manual_seed(3)
+    for step in range(9):
+        ids = (torch.rand(700, generator=generator) ** 4 * 400).long() + torch.arange(700) % BUCKETS * IDS_A_BUCKET
+        rows = together.remap(ids, training=True)
+        for bucket in range(BUCKETS):
+            own = ids // IDS_A_BUCKET == bucket
+            assert torch.equal(rows[own], apart[bucket].remap(ids[own], training=True)), (step, bucket)
+
+
 def _trained(table: ManagedTable, steps: list[list[int]]) -> ManagedTable:
     train(table, steps)
     return table
@@ -57,12 +102,13 @@ def test_by_probability_ids_that_come_often_get_rows_first() -> None:
     assert with_rows(_trained(make(admit_probability=0.0), [[1, 2, 3]] * 8), [1, 2, 3]) == set()
     many = torch.arange(5000)
     table = make(admit_probability=0.2)
-    counts = torch.stack([torch.isin(many, table._seen(1, table._maps[1], many, step)) for step in range(1, 11)])
+    buckets = torch.ones_like(many)
+    counts = torch.stack([table._seen(many + IDS_A_BUCKET, buckets, step) for step in range(1, 11)])
     assert 850 < counts.sum(dim=1).float().mean() < 1150
     shares = [float(counts[:steps].any(dim=0).float().mean()) for steps in (1, 5, 10)]
     assert [round(share, 1) for share in shares] == [0.2, 0.7, 0.9], "1 - 0.8 ** steps"
-    again = table._seen(1, table._maps[1], many.flip(0), 3)
-    assert torch.equal(torch.isin(many, again), counts[2]), "the same for any order"
+    again = table._seen(many.flip(0) + IDS_A_BUCKET, buckets, 3)
+    assert torch.equal(again.flip(0), counts[2]), "the same for any order"
 
 
 @pytest.mark.parametrize("policy", ["lfu", "lru", "distance_lfu"])

@@ -59,7 +59,11 @@ class LocalTable(NamedTuple):
 
 
 class ManagedTable:
-    """The buckets of one table that lie on this rank, from number `first_bucket` on."""
+    """The buckets of one table that lie on this rank, from number `first_bucket` on.
+
+    A step looks up and counts the ids of all buckets at once, without waiting for a GPU. Only an
+    eviction goes bucket by bucket.
+    """
 
     def __init__(self, managed: ManagedRows, config: EmbeddingBagConfig, local: LocalTable, seed: int) -> None:
         self.managed, self._config, self._seed = managed, config, seed
@@ -68,12 +72,22 @@ class ManagedTable:
         self.num_buckets = len(local.weight) // managed.rows_a_bucket
         sizes = state_sizes(managed)
         self._history_size = sizes["history"]
-        self.state = {
-            name: torch.zeros(self.num_buckets * size, dtype=torch.int64, device=local.weight.device)
+        # One number more than the state has. A step writes there what it leaves out: selecting by a
+        # mask instead would wait for the GPU to count the mask.
+        self._padded = {
+            name: torch.zeros(self.num_buckets * size + 1, dtype=torch.int64, device=local.weight.device)
             for name, size in sizes.items()
         }
+        self.state = {name: padded[:-1] for name, padded in self._padded.items()}
         self._maps = [self._make_map(bucket) for bucket in range(self.num_buckets)]
         self.on_initialized: Callable[[torch.Tensor], None] | None = None  # given the local rows that begin anew
+        self.state_has_changed()
+
+    def state_has_changed(self) -> None:
+        """Forget what this object knows of `state`, because a checkpoint was loaded into it."""
+        self._steps: int | None = None  # all buckets count the same
+        self._most_counted: int | None = None  # no bucket's history is longer
+        self._keys: torch.Tensor | None = None  # [rows] ascending: the ids of all maps, counted as in remap()
 
     def _make_map(self, bucket: int) -> MCHManagedCollisionModule:
         """TorchRec's map of a bucket, whose tensors are views of `state`: a checkpoint loads into them."""
@@ -104,71 +118,109 @@ class ManagedTable:
 
     def remap(self, ids: torch.Tensor, training: bool) -> torch.Tensor:
         """[n] hashed ids, counted from this rank's first bucket -> [n] local rows. In training ids are counted first."""
-        buckets, ids_within = ids // IDS_A_BUCKET, ids % IDS_A_BUCKET
-        rows = torch.empty_like(ids)
-        for bucket, bucket_map in enumerate(self._maps):
-            is_here = buckets == bucket
-            bucket_ids = ids_within[is_here]
-            if training:
-                self._count(bucket, bucket_map, bucket_ids)
-            rows[is_here] = bucket * self.managed.rows_a_bucket + self._look_up(bucket_map, bucket_ids)
-        return rows
+        buckets = ids // IDS_A_BUCKET
+        if training:
+            self._count(ids, buckets)
+        is_known, places = self._find(ids)
+        rows_within = torch.where(is_known, self.state["rows"][places], self.managed.rows_a_bucket - 1)
+        return buckets * self.managed.rows_a_bucket + rows_within
 
-    @staticmethod
-    def _look_up(bucket_map: MCHManagedCollisionModule, ids: torch.Tensor) -> torch.Tensor:
-        is_known, positions = bucket_map._match_indices(bucket_map._mch_sorted_raw_ids, ids)
-        rows = torch.full_like(ids, bucket_map._zch_size - 1)
-        rows[is_known] = bucket_map._mch_remapped_ids_mapping[positions]
-        return rows
+    def _find(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[n] hashed ids -> whether each has a row, and if so its place in the maps."""
+        if self._keys is None:
+            of_buckets = self.state["sorted_ids"].view(self.num_buckets, -1)
+            begins = torch.arange(self.num_buckets, device=ids.device)[:, None] * IDS_A_BUCKET
+            self._keys = (of_buckets.clamp(max=IDS_A_BUCKET - 1) + begins).view(-1)  # FREE is larger than any id
+        places = torch.searchsorted(self._keys, ids).clamp_(max=len(self._keys) - 1)
+        return (self._keys[places] == ids) & (self.state["sorted_ids"][places] != FREE), places
 
-    def _count(self, bucket: int, bucket_map: MCHManagedCollisionModule, ids: torch.Tensor) -> None:
-        """Add a step's ids to the history; evict where it is full, and where the interval has passed."""
-        steps, length = self._of_bucket("steps", bucket), self._of_bucket("history_length", bucket)
+    def _count(self, ids: torch.Tensor, buckets: torch.Tensor) -> None:
+        """Add a step's ids to the history; evict if it is full, and if the interval has passed."""
+        if self._steps is None:
+            self._steps = int(self.state["steps"][0])
+        self._steps += 1
+        self.state["steps"] += 1
+        is_counted = self._seen(ids, buckets, self._steps)
+        order = torch.argsort(buckets, stable=True)
+        ids, buckets, is_counted = ids[order] % IDS_A_BUCKET, buckets[order], is_counted[order]
+        counts = self.state["history_length"].new_zeros(self.num_buckets)
+        counts.index_add_(0, buckets, is_counted.long())
+        if self._have_room(counts, len(ids)):
+            self._append(ids, buckets, is_counted, counts)
+        else:
+            for bucket in range(self.num_buckets):
+                self._append_with_evictions(bucket, ids[(buckets == bucket) & is_counted])
+            self._most_counted = None
+        if self._steps % self.managed.eviction_interval == 0:
+            for bucket in range(self.num_buckets):
+                self._evict(bucket)
+            self._most_counted = 0
+
+    def _have_room(self, counts: torch.Tensor, num_ids: int) -> bool:
+        """Whether every history can take its part of the step's ids. Reads counts only if it must."""
+        if self._most_counted is not None and self._most_counted + num_ids <= self._history_size:
+            self._most_counted += num_ids
+            return True
+        self._most_counted = int((self.state["history_length"] + counts).max())
+        return self._most_counted <= self._history_size
+
+    def _append(self, ids: torch.Tensor, buckets: torch.Tensor, is_counted: torch.Tensor, counts: torch.Tensor) -> None:
+        """To the histories of all buckets. `ids` are within their buckets, bucket by bucket."""
+        first_of_bucket = counts.cumsum(0) - counts
+        earlier = is_counted.cumsum(0) - 1 - first_of_bucket[buckets]  # ids of the same bucket
+        places = buckets * self._history_size + self.state["history_length"][buckets] + earlier
+        places = torch.where(is_counted, places, self.num_buckets * self._history_size)
+        self._padded["history"][places] = ids
+        self._padded["history_steps"].index_fill_(0, places, self._steps)  # type: ignore[arg-type]
+        self.state["history_length"] += counts
+
+    def _append_with_evictions(self, bucket: int, ids: torch.Tensor) -> None:
+        assert self._steps is not None
+        length = self._of_bucket("history_length", bucket)
         history, history_steps = self._of_bucket("history", bucket), self._of_bucket("history_steps", bucket)
-        steps += 1
-        ids = self._seen(bucket, bucket_map, ids, int(steps))
         while len(ids):
             begin = int(length)
             added = ids[: self._history_size - begin]
             history[begin : begin + len(added)] = added
-            history_steps[begin : begin + len(added)] = steps
+            history_steps[begin : begin + len(added)] = self._steps
             length += len(added)
             ids = ids[len(added) :]
             if len(ids):  # the history has no room for the remaining ones
-                self._evict(bucket, bucket_map)
-        if int(steps) % self.managed.eviction_interval == 0:
-            self._evict(bucket, bucket_map)
+                self._evict(bucket)
 
-    def _seen(self, bucket: int, bucket_map: MCHManagedCollisionModule, ids: torch.Tensor, step: int) -> torch.Tensor:
-        """Note when rows were last asked for; the ids that are counted: those with a row, and those that are drawn."""
+    def _seen(self, ids: torch.Tensor, buckets: torch.Tensor, step: int) -> torch.Tensor:
+        """Note when rows were last asked for. Return which ids are counted: all that have a row, and drawn ones."""
         managed = self.managed
         if managed.max_idle_steps is None and managed.admit_probability >= 1.0:
-            return ids
-        is_known, positions = bucket_map._match_indices(bucket_map._mch_sorted_raw_ids, ids)
+            return torch.ones_like(ids, dtype=torch.bool)
+        is_known, places = self._find(ids)
         if managed.max_idle_steps is not None:
-            self._of_bucket("last_seen", bucket)[bucket_map._mch_remapped_ids_mapping[positions]] = step
+            rows = buckets * managed.rows_a_bucket + self.state["rows"][places]
+            rows = torch.where(is_known, rows, len(self.state["last_seen"]))
+            self._padded["last_seen"].index_fill_(0, rows, step)
         if managed.admit_probability >= 1.0:
-            return ids
-        return ids[is_known | (_draws(ids, step) < managed.admit_probability)]
+            return torch.ones_like(is_known)
+        return is_known | (_draws(ids % IDS_A_BUCKET, step) < managed.admit_probability)
 
-    def _drop_rare(self, bucket: int, bucket_map: MCHManagedCollisionModule) -> None:
-        """Take ids without a row that came too seldom out of the history."""
-        length, least = self._of_bucket("history_length", bucket), self.managed.admit_count
-        if least <= 1 or not int(length):
-            return
+    def _drop_rare(self, bucket: int, bucket_map: MCHManagedCollisionModule, length: int) -> int:
+        """Take ids without a row that came too seldom out of the history. Returns its new length."""
+        least = self.managed.admit_count
+        if least <= 1 or not length:
+            return length
         history, history_steps = self._of_bucket("history", bucket), self._of_bucket("history_steps", bucket)
-        ids, inverse, counts = torch.unique(history[: int(length)], return_inverse=True, return_counts=True)
+        ids, inverse, counts = torch.unique(history[:length], return_inverse=True, return_counts=True)
         is_known, _ = bucket_map._match_indices(bucket_map._mch_sorted_raw_ids, ids)
         kept = (is_known | (counts >= least))[inverse].nonzero().flatten()
         history[: len(kept)], history_steps[: len(kept)] = history[kept], history_steps[kept]
-        length.fill_(len(kept))
+        return len(kept)
 
     def _expire(self, bucket: int, bucket_map: MCHManagedCollisionModule) -> None:
         """Take their rows from ids that have not come for long; TorchRec gives free rows away first, and they begin anew."""
         longest = self.managed.max_idle_steps
         if longest is None:
             return
-        ids, step = bucket_map._mch_sorted_raw_ids, int(self._of_bucket("steps", bucket))
+        assert self._steps is not None
+        ids, step = bucket_map._mch_sorted_raw_ids, self._steps
         last_seen = self._of_bucket("last_seen", bucket)[bucket_map._mch_remapped_ids_mapping]
         is_idle = (ids != FREE) & (step - last_seen > longest)
         if is_idle.any():
@@ -178,14 +230,14 @@ class ManagedTable:
             bucket_map._sort_mch_buffers()
 
     @torch.no_grad()
-    def _evict(self, bucket: int, bucket_map: MCHManagedCollisionModule) -> None:
+    def _evict(self, bucket: int) -> None:
         """Let the policy decide over the ids of the history, initialize the rows that have another id now, empty the history."""
+        assert self._steps is not None
+        bucket_map, length = self._maps[bucket], self._of_bucket("history_length", bucket)
         self._expire(bucket, bucket_map)
-        self._drop_rare(bucket, bucket_map)
-        length = self._of_bucket("history_length", bucket)
-        bucket_map._current_iter = int(self._of_bucket("steps", bucket))
+        bucket_map._current_iter = self._steps
         bucket_map._history_accumulator = self._of_bucket("history", bucket)
-        bucket_map._current_history_buffer_offset = int(length)
+        bucket_map._current_history_buffer_offset = self._drop_rare(bucket, bucket_map, int(length))
         bucket_map._history_metadata = {
             info.metadata_name: self._of_bucket("history_steps", bucket)
             for info in bucket_map._eviction_policy.metadata_info
@@ -196,10 +248,11 @@ class ManagedTable:
             rows = bucket_map.evict()
             assert rows is not None
             if self.managed.max_idle_steps is not None:
-                self._of_bucket("last_seen", bucket)[rows] = bucket_map._current_iter
+                self._of_bucket("last_seen", bucket)[rows] = self._steps
             first_row = bucket * self.managed.rows_a_bucket
-            self._initialize_rows(first_row + rows, self.first_bucket + bucket, bucket_map._current_iter)
+            self._initialize_rows(first_row + rows, self.first_bucket + bucket, self._steps)
         length.zero_()
+        self._keys = None
 
     def _initialize_rows(self, rows: torch.Tensor, bucket: int, step: int) -> None:
         """From (seed, table, bucket, step) alone, so that a resumed run does the same."""
@@ -253,6 +306,10 @@ class ManagedTables:
         for name, table in self._tables.items():
             first_row = table.first_bucket * table.managed.rows_a_bucket
             table.on_initialized = partial(mark, ShardPlace(name, first_row, 0))
+
+    def state_has_changed(self) -> None:
+        for table in self._tables.values():
+            table.state_has_changed()
 
     def num_hashed_ids(self, feature: str) -> int | None:
         """Of a managed table's feature; None where its table is another."""
@@ -380,6 +437,7 @@ def add_managed_tables(
             destination.update({f"{prefix}{STATE}.{name}": value for name, value in state.items()})
 
         def load(module: nn.Module, source: dict[str, Any], prefix: str, *_: Any) -> None:
+            managed.state_has_changed()
             for name, value in state.items():
                 loaded = source.pop(f"{prefix}{STATE}.{name}", None)
                 if loaded is None:
