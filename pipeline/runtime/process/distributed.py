@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process import watchdog
-from pipeline.runtime.process.gpu_choice import claim_gpu, gpu_of_rank
+from pipeline.runtime.process.gpu_choice import check_cpu_is_meant, claim_gpu, gpu_of_rank, why_no_gpu
 from pipeline.runtime.process.processes import ELASTIC_ROUND
 
 STORE_TIMEOUT_S = 10.0
@@ -42,7 +42,7 @@ def init_distributed(
     leaves a host's GPUs alone.
 
     Raises:
-        ConfigError: nccl without a GPU, or more ranks than GPUs.
+        ConfigError: nccl without a GPU, more ranks than GPUs, or a GPU host whose GPUs torch does not see.
     """
     environ = os.environ
     rank, world_size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
@@ -69,14 +69,18 @@ def init_distributed(
 
 
 def _choose_device(backend: str, compute_device: str, local_rank: int) -> torch.device:
-    """Raises ConfigError for nccl without a GPU, or more ranks than GPUs."""
+    """Raises ConfigError for nccl without a GPU, more ranks than GPUs, or a CPU that nobody has asked for."""
     if backend == "nccl" and compute_device == "cpu":
         raise ConfigError(
             "comms.backend=nccl needs GPUs and hardware.compute_device=cpu trains without; use comms.backend=auto"
         )
     if backend == "gloo" or compute_device == "cpu" or not torch.cuda.is_available():
         if backend == "nccl":
-            raise ConfigError("comms.backend=nccl needs an NVIDIA GPU and torch sees none; use comms.backend=gloo")
+            raise ConfigError(
+                f"comms.backend=nccl needs an NVIDIA GPU and torch sees none ({why_no_gpu()}); use comms.backend=gloo"
+            )
+        if backend != "gloo" and compute_device != "cpu":
+            check_cpu_is_meant()
         return torch.device("cpu")
     return torch.device("cuda", gpu_of_rank(local_rank))
 

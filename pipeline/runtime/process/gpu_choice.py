@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from pipeline.runtime.errors import ConfigError
+
+DEVICE_FILE = Path("/dev/nvidia0")  # made by NVIDIA's driver for the first GPU of a host
 
 
 def gpu_of_rank(local_rank: int) -> int:
@@ -26,6 +29,33 @@ def gpu_of_rank(local_rank: int) -> int:
         f"LOCAL_RANK={local_rank} needs {local_rank + 1} GPUs and this process sees {count}{_visible()}; "
         f"start at most {count} rank(s) on a host, or use hardware=cpu"
     )
+
+
+def check_cpu_is_meant() -> None:
+    """Refuse to train on the CPU of a GPU host only because torch sees no GPU.
+
+    An old driver, or a CPU build of torch, would otherwise cost hours at a fraction of the speed. An empty
+    CUDA_VISIBLE_DEVICES hides the GPUs on purpose.
+
+    Raises:
+        ConfigError: with torch's own reason.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not DEVICE_FILE.exists():
+        return
+    raise ConfigError(
+        f"this host has an NVIDIA GPU ({DEVICE_FILE}) but torch {torch.__version__} sees none{_visible()}: "
+        f"{why_no_gpu()}; `python -m pipeline.doctor` shows the fix. To train on the CPU, set hardware=cpu "
+        "(or comms.backend=gloo)"
+    )
+
+
+def why_no_gpu() -> str:
+    """Return torch's reason why torch.cuda.is_available() is False, as one line."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # the latter from a CPU build
+        return str(error).strip().splitlines()[0]
+    return "torch gives no reason"
 
 
 def claim_gpu(store: dist.Store, local_rank: int) -> None:
