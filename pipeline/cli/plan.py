@@ -63,7 +63,7 @@ class PlanSummary:
     planner: str
     hardware: str
     world_size: int
-    local_world_size: int
+    ranks_per_host: int
     max_rank_ms: float
     critical_path_ms: float
     seconds: float
@@ -114,7 +114,7 @@ def plan(job: PlanJob) -> PlanSummary:
         planner=record.planner,
         hardware=record.hardware,
         world_size=request.hardware.world_size,
-        local_world_size=request.hardware.local_world_size,
+        ranks_per_host=request.hardware.ranks_per_host,
         max_rank_ms=record.objective.max_rank_ms,
         critical_path_ms=record.objective.critical_path_ms,
         seconds=time.monotonic() - started,
@@ -268,7 +268,7 @@ def build_request(resolved: ResolvedJob) -> PlanRequest:
     job = resolved.job
     hardware = resolve_hardware(job.hardware, job.world_size)
     if job.parallel.has_replicas:  # a host's ranks hold all tables
-        hardware = resolve_hardware(job.hardware, hardware.local_world_size)
+        hardware = resolve_hardware(job.hardware, hardware.ranks_per_host)
     return PlanRequest(
         tables=resolved.plain_tables,
         model=build_task(resolved, job.hardware.compute_device),
@@ -284,13 +284,14 @@ def build_request(resolved: ResolvedJob) -> PlanRequest:
 def show(path: str) -> str:
     """What the plan file at `path` says. Raises ConfigError where there is none, or none that can be read."""
     from pipeline.planner.explain import explain
+    from pipeline.planner.fingerprint import describe_hosts
     from pipeline.planner.plan_file import read_view
 
     description = read_view(path).description
     topology, sparse = (description.fingerprint[key] for key in ("topology", "sparse_optimizer"))
     return (
         f"{path}: {len(description.tables)} tables on {topology['world_size']} rank(s) of {description.hardware}, "
-        f"{topology['local_world_size']} a host, batch {description.fingerprint['batch_size']} a rank, "
+        f"{describe_hosts(topology)}, batch {description.fingerprint['batch_size']} a rank, "
         f"{sparse['name']}; by {description.planner}\n\n{explain(description)}"
     )
 
@@ -324,9 +325,9 @@ def train_command(summary: PlanSummary, overrides: list[str]) -> str:
     arguments = " ".join([*kept, "planner=file"])
     if summary.world_size == 1:
         return f"python -m pipeline.train {arguments}"
-    hosts = summary.world_size // summary.local_world_size
+    hosts = summary.world_size // summary.ranks_per_host
     scheduler = "local_cwd" if hosts == 1 else "<scheduler>"
-    return f"torchx run -s {scheduler} pipeline.train -j {hosts}x{summary.local_world_size} -- {arguments}"
+    return f"torchx run -s {scheduler} pipeline.train -j {hosts}x{summary.ranks_per_host} -- {arguments}"
 
 
 def describe(summary: PlanSummary) -> str:

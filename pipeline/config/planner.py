@@ -17,6 +17,8 @@ class HardwareConfig:
 
     Capacities are per rank, in GiB (2**30 bytes); bandwidths in GB/s (1e9 bytes); latencies in microseconds: of
     issuing a collective, and of a hop within a host and between hosts. ssd_cap_gb is 0: no table of a GPU can train there.
+    hosts_per_nvlink_domain: NVLink joins the GPUs of so many hosts, as in an NVL72. The intra_host_ values hold between
+    all of their ranks, and table_row_wise spreads a table over them.
     ssd_gb_per_s and ssd_latency_us, of random reads, are for tables in tiers; without both of them plan measures this machine's SSD.
 
     Of the step's prediction: peaks of dense products in TFLOPS, microseconds that the host takes to issue an operation to a
@@ -39,6 +41,7 @@ class HardwareConfig:
     intra_host_latency_us: float | None = None
     inter_host_latency_us: float | None = None
     ranks_per_host: int | None = None
+    hosts_per_nvlink_domain: int = 1
     tflops_fp32: float | None = None
     tflops_bf16: float | None = None
     issue_us: float | None = None
@@ -57,6 +60,7 @@ class HardwareConfig:
                 "ranks, or compress tables. Serving can keep tables on SSD (memory=ssd)"
             )
         check_at_least("hardware.ranks_per_host", self.ranks_per_host, 1, allow_none=True)
+        check_at_least("hardware.hosts_per_nvlink_domain", self.hosts_per_nvlink_domain, 1)
 
 
 @dataclass

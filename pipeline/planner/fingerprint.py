@@ -31,6 +31,8 @@ def take_fingerprint(
     topology = asdict(hardware)
     for label in ("name", "tflops_fp32", "tflops_bf16", "issue_us"):  # no plan depends on them
         del topology[label]
+    if hardware.hosts_per_nvlink_domain == 1:  # plans of earlier releases do not have it
+        del topology["hosts_per_nvlink_domain"]
     return {
         "topology": topology,
         "tables": {entry.table.name: _describe_table(entry) for entry in placed},
@@ -66,6 +68,12 @@ def _describe_table(entry: PlacedTable) -> dict[str, Any]:
         if is_default:  # plans of earlier releases do not have it
             del described[absent]
     return {**described, "module": entry.module}
+
+
+def describe_hosts(topology: dict[str, Any]) -> str:
+    """Return how many ranks of a fingerprint's topology share a host and, if NVLink joins hosts, a domain."""
+    joined, hosts = topology["local_world_size"], topology.get("hosts_per_nvlink_domain", 1)
+    return f"{joined // hosts} a host" + (f", {hosts} hosts a NVLink domain" if hosts > 1 else "")
 
 
 def library_versions() -> dict[str, str]:

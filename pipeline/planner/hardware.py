@@ -34,7 +34,11 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class Hardware:
-    """One rank's capacities in bytes and bandwidths in GB/s; on cpu both hbm_ values are 0."""
+    """One rank's capacities in bytes and bandwidths in GB/s; on cpu both hbm_ values are 0.
+
+    `local_world_size` ranks reach each other at the intra_host values: those of one host, or of all
+    `hosts_per_nvlink_domain` hosts that NVLink joins.
+    """
 
     name: str
     compute_device: str
@@ -56,10 +60,16 @@ class Hardware:
     tflops_fp32: float | None = None
     tflops_bf16: float | None = None
     issue_us: float | None = None
+    hosts_per_nvlink_domain: int = 1
 
     @property
     def num_hosts(self) -> int:
+        """Hosts, or NVLink domains of several hosts."""
         return self.world_size // self.local_world_size
+
+    @property
+    def ranks_per_host(self) -> int:
+        return self.local_world_size // self.hosts_per_nvlink_domain
 
 
 def resolve_hardware(
@@ -80,12 +90,18 @@ def resolve_hardware(
             f"world_size={world_size} does not fill hosts of {local} ranks; "
             f"use a multiple of {local}, or set hardware.ranks_per_host"
         )
+    joined = min(config.hosts_per_nvlink_domain, world_size // local)
+    if world_size % (joined * local):
+        raise PlanError(
+            f"world_size={world_size} does not fill NVLink domains of {joined * local} ranks ({joined} hosts of "
+            f"{local}); use a multiple of {joined * local}, or set hardware.hosts_per_nvlink_domain"
+        )
     cuda = device == "cuda"
     return Hardware(
         name=config.name,
         compute_device=device,
         world_size=world_size,
-        local_world_size=local,
+        local_world_size=joined * local,
         hbm_cap_bytes=_bytes(config, "hbm_cap_gb", _probe_hbm_bytes) if cuda else 0,
         ddr_cap_bytes=_bytes(config, "ddr_cap_gb", lambda: host_memory_bytes() // local),
         hbm_gb_per_s=_bandwidth(config, "hbm_gb_per_s", _probe_hbm_gb_per_s) if cuda else 0.0,
@@ -99,6 +115,7 @@ def resolve_hardware(
         tflops_fp32=config.tflops_fp32,
         tflops_bf16=config.tflops_bf16,
         issue_us=config.issue_us,
+        hosts_per_nvlink_domain=joined,
     )
 
 
@@ -115,7 +132,11 @@ def build_topology(hardware: Hardware) -> Topology:
         return gb_per_s * BYTES_PER_MS
 
     topology = torchrec_planner.TopologyFactory.create_topology(
-        torchrec_planner.TrainerConfig(world_size=hardware.world_size, local_world_size=hardware.local_world_size),
+        torchrec_planner.TrainerConfig(
+            world_size=hardware.world_size,
+            local_world_size=hardware.ranks_per_host,
+            pod_size=hardware.hosts_per_nvlink_domain,
+        ),
         torchrec_planner.HardwareConfig(
             hbm_cap_bytes=hardware.hbm_cap_bytes,
             ddr_cap_bytes=hardware.ddr_cap_bytes,

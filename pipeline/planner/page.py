@@ -15,6 +15,7 @@ from typing import Any
 
 from pipeline.planner.charts import Cell, Column, MapRow, column_chart, rank_map
 from pipeline.planner.explain import show_ranks
+from pipeline.planner.fingerprint import describe_hosts
 from pipeline.planner.record import PHASES, PlanDescription, RankLoad, TableChoice
 from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.pages.html import cards, document, figure, folded, legend, table
@@ -100,7 +101,7 @@ def _heading(title: str, plan: PlanDescription) -> Iterator[str]:
     yield f"<h1>{escape(title)}</h1>"
     yield (
         f"<p>{len(plan.tables)} tables, {show_bytes(size)} with optimizer state, on {len(plan.ranks)} rank(s) of "
-        f"{escape(plan.hardware)}, {topology['local_world_size']} a host: "
+        f"{escape(plan.hardware)}, {describe_hosts(topology)}: "
         f"{', '.join(f'{count} {kind}' for kind, count in kinds)}. Found by {escape(plan.planner)}.</p>"
     )
     tier, taken, room = _fullest(plan)

@@ -41,7 +41,7 @@ from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.storage import storage
 from pipeline.sharding.torchrec.embedding_sync import replicates
-from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
+from pipeline.sharding.torchrec.sharding import join_hosts, make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.training.dense_step import can_step_copies
 from pipeline.training.preflight import table_optimizer_of
@@ -187,6 +187,7 @@ def assemble(resolved: ResolvedJob, context: DistributedContext, initialize: boo
         earlier=_plan_of_run(job),
         step_cost=lambda hardware: _step_cost(resolved, hardware),
     )
+    join_hosts(record.fingerprint["topology"].get("hosts_per_nvlink_domain", 1))
     model = shard_model(
         task,
         record.plan,

@@ -44,7 +44,7 @@ def outlook_of(job: PlanJob, planned: Planned) -> Outlook:
     """Raises UserError where the step cannot be predicted: the hardware's peaks are unknown, or the model's shapes."""
     hardware = resolve_hardware(job.hardware, job.world_size)
     measurements = read_measurements(job.hardware.calibration) if job.hardware.calibration else None
-    threads = threads_of(job, measurements, hardware.local_world_size)
+    threads = threads_of(job, measurements, hardware.ranks_per_host)
     request = step_request(planned.resolved, planned.record, hardware, threads)
     found = predict_step(request, measurements)
     taken, room = fullest(planned.record)
@@ -83,11 +83,11 @@ def _around(
         job.checkpoint.save_every_minutes,
         job.checkpoint.asynchronous,
         max(loads),
-        max(loads) * hardware.local_world_size,
+        max(loads) * hardware.ranks_per_host,
     )
-    computing = hardware.local_world_size * (request.threads if hardware.compute_device == "cpu" else 1)
+    computing = hardware.ranks_per_host * (request.threads if hardware.compute_device == "cpu" else 1)
     spare = measurements.machine.cores - computing
-    has_core = spare >= hardware.local_world_size
+    has_core = spare >= hardware.ranks_per_host
     return around_step(step_ms, request.batch_size, speeds, saves, reader_has_core=has_core)
 
 
@@ -102,7 +102,7 @@ def _waits(start_ms: float, waits_ms: dict[str, float]) -> Iterator[Span]:
 def planned_step_cost(job: TrainJob, resolved: ResolvedJob, hardware: Hardware) -> StepCost:
     """What planner.objective=step_time minimises for a planned job."""
     measurements = read_measurements(job.hardware.calibration) if job.hardware.calibration else None
-    threads = threads_of(job, measurements, hardware.local_world_size)
+    threads = threads_of(job, measurements, hardware.ranks_per_host)
     return step_cost(resolved, hardware, threads)
 
 

@@ -132,7 +132,9 @@ def test_the_next_command_trains_with_the_plan(planned: PlanSummary) -> None:
     )
     host = replace(planned, world_size=8)
     assert train_command(host, []) == "torchx run -s local_cwd pipeline.train -j 1x8 -- planner=file"
-    one = replace(planned, world_size=1, local_world_size=1)
+    rack = replace(planned, world_size=72, ranks_per_host=4)
+    assert "-j 18x4 --" in train_command(rack, [])
+    one = replace(planned, world_size=1, ranks_per_host=1)
     assert train_command(one, ["experiment=kaggle"]) == "python -m pipeline.train experiment=kaggle planner=file"
 
 

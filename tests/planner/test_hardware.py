@@ -13,12 +13,13 @@ import torch
 from benchmarks.container import as_container
 from pipeline.config.planner import HardwareConfig
 from pipeline.planner import hardware
+from pipeline.planner.collectives import links_of
 from pipeline.planner.hardware import GIB, build_topology, host_memory_bytes, resolve_hardware
 from pipeline.runtime.errors import PlanError
 from tests.planner.problems import HARDWARE, on, preset
 from tests.support.messages import names
 
-GPU_PRESETS = ("a100_40gb", "a100_80gb", "h100_80gb", "h200")
+GPU_PRESETS = ("a100_40gb", "a100_80gb", "b200", "h100_80gb", "h200", "l40s", "mi355x")
 
 
 @pytest.mark.parametrize("name", GPU_PRESETS)
@@ -38,7 +39,7 @@ def test_a_gpu_preset_needs_no_gpu_and_reaches_torchrec_unchanged(name: str) -> 
 
 
 def test_every_preset_is_named_as_its_file() -> None:
-    assert {path.stem for path in HARDWARE.glob("*.yaml")} == {"auto", "cpu", "cpu_8gb", *GPU_PRESETS}
+    assert {path.stem for path in HARDWARE.glob("*.yaml")} == {"auto", "cpu", "cpu_8gb", "gb300", *GPU_PRESETS}
     for path in HARDWARE.glob("*.yaml"):
         assert preset(path.stem).name == path.stem
 
@@ -138,6 +139,26 @@ def test_ranks_must_fill_their_hosts() -> None:
     with pytest.raises(PlanError, match=names("world_size=12")):
         on("h100_80gb", 12)
     assert on("h100_80gb", 2).local_world_size == 2
+
+
+@pytest.mark.parametrize(("world_size", "hosts", "domains"), [(4, 1, 1), (16, 4, 1), (72, 18, 1), (144, 18, 2)])
+def test_nvlink_joins_the_hosts_of_an_nvl72(world_size: int, hosts: int, domains: int) -> None:
+    resolved = on("gb300", world_size)
+    assert (resolved.ranks_per_host, resolved.hosts_per_nvlink_domain, resolved.num_hosts) == (4, hosts, domains)
+    topology = build_topology(resolved)
+    assert (topology.local_world_size, topology.intra_group_size) == (4, 4 * hosts)
+    assert links_of(resolved).num_hosts == domains  # what the cost model sends at intra_host_gb_per_s
+
+
+def test_a_rank_of_an_nvl72_sees_four_gpus_and_all_of_its_domain() -> None:
+    running = resolve_hardware(preset("gb300"), 144, local_world_size=4, device_type="cuda")
+    assert running == on("gb300", 144)
+
+
+def test_ranks_must_fill_their_nvlink_domains() -> None:
+    with pytest.raises(PlanError, match=names("world_size=80 72 18 hardware.hosts_per_nvlink_domain")):
+        on("gb300", 80)
+    assert on("gb300", 80, hosts_per_nvlink_domain=10).num_hosts == 2
 
 
 def test_a_running_rank_knows_its_host_and_device_better() -> None:

@@ -75,6 +75,20 @@ def test_dlrmv2_on_sixteen_h100_from_a_machine_without_gpu() -> None:
     assert record.objective.max_rank_ms <= record.objective.critical_path_ms
 
 
+def test_a_table_is_spread_over_the_hosts_that_nvlink_joins() -> None:
+    """table_row_wise keeps a table's rows within a domain; a placement names the GPU by its number on its host."""
+    tables = make_tables([40_000_000, 40_000_000], 128, sharding=ConstraintConfig(["table_row_wise"]))
+    asked = request(tables, on("gb300", 32, hosts_per_nvlink_domain=4), batch_size=4096)
+    for kind in ("torchrec", "search"):
+        record = make_plan(replace(CONFIG, kind=kind), asked)
+        for sharding in record.plan.plan["sparse.tables"].values():
+            placements = [str(shard.placement) for shard in sharding.sharding_spec.shards]
+            first = sharding.ranks[0]
+            assert first in (0, 16)
+            assert placements == [f"rank:{rank}/cuda:{rank % 4}" for rank in range(first, first + 16)]
+    assert "hosts_per_nvlink_domain" not in make_plan(CONFIG, request(tables, on("h100_80gb", 8))).fingerprint["topology"]
+
+
 @pytest.mark.parametrize("hbm_cap_gb", [8.0, 9.0, 12.0, 40.0])
 def test_capacity_is_never_exceeded(hbm_cap_gb: float) -> None:
     tables = make_tables([4_000_000, 3_000_000, 2_000_000, 500_000, 1000], 256, [3, 1, 20, 2, 1])

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.comm import intra_and_cross_node_pg
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -20,7 +21,7 @@ from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
 from pipeline.models.deepfm import SimpleDeepFMConfig
 from pipeline.models.dlrm import DLRMConfig, DLRMDCNConfig
-from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
+from pipeline.sharding.torchrec.sharding import join_hosts, make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.sharding.torchrec.table_init import initialize_tables
 from tests.support.messages import mentions
@@ -55,6 +56,23 @@ def test_grid_sharded_mean_is_the_mean_of_the_bag_and_not_of_each_ranks_part(ran
     tables = [TinyTable("a", "grid_shard", "mean"), TinyTable("b", "table_wise"), TinyTable("c", "grid_shard")]
     differences = ranks.run(4, pooled_differences, tables, 2, local_world_size=2)[0]
     assert max(differences.values()) < 1e-6, differences
+
+
+def differences_on_joined_hosts(rank: int, tables: list[TinyTable]) -> tuple[int, dict[str, float]]:
+    join_hosts(2)
+    differences = pooled_differences(rank, tables, local_size=dist.get_world_size())
+    group, _ = intra_and_cross_node_pg()
+    assert group is not None
+    return group.size(), differences
+
+
+@pytest.mark.parametrize("kind", ["table_row_wise", "grid_shard"])
+def test_a_table_is_sharded_by_rows_over_the_hosts_that_nvlink_joins(ranks: RankPool, kind: str) -> None:
+    """Two hosts of two ranks, as one NVLink domain."""
+    tables = [TinyTable("a", kind, num_embeddings=64), TinyTable("b", "table_wise")]
+    for joined, differences in ranks.run(4, differences_on_joined_hosts, tables, local_world_size=2):
+        assert joined == 4
+        assert max(differences.values()) < 1e-6, differences
 
 
 def test_feature_of_a_row_wise_mean_table_is_not_divided_in_another_table(ranks: RankPool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,7 +34,16 @@ COLLECTIVES = {
     "all_to_all": CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL,
     "reduce_scatter": CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER,
 }
+HOSTS_OF_DOMAIN = "TORCHREC_RESOLVED_POD_SIZE"
 logger = get_logger(__name__)
+
+
+def join_hosts(hosts_per_nvlink_domain: int) -> None:
+    """Let table_row_wise and grid_shard treat so many hosts as one. Every rank calls it before shard_model.
+
+    TorchRec reads the number from the environment (torchrec.distributed.comm.get_topology_group_world_size).
+    """
+    os.environ[HOSTS_OF_DOMAIN] = str(hosts_per_nvlink_domain)
 
 
 def make_codecs(comms: CommsConfig) -> dict[str, QuantizedCommCodecs] | None:
