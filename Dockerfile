@@ -41,7 +41,7 @@ RUN PYTHONPATH=/opt/build python -m build --wheel --no-isolation --outdir /wheel
 FROM build AS cpu-venv
 # PyPI's torch for Linux is the CUDA one, ten times as large.
 ARG CPU_TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG TORCHREC=torchrec==1.8.0
+ARG TORCHREC=torchrec==1.9.2
 # hadolint ignore=DL3013
 RUN pip install --extra-index-url "$CPU_TORCH_INDEX" -r requirements.cpu.txt -c constraints.txt \
     && pip install --no-deps "$TORCHREC"
@@ -50,7 +50,7 @@ RUN pip install --no-deps /wheel/*.whl && pip uninstall -y pip
 
 
 FROM build AS gpu-venv
-ARG TORCHREC=torchrec==1.8.0
+ARG TORCHREC=torchrec==1.9.2
 # hadolint ignore=DL3013
 RUN pip install -r requirements.gpu.txt -c constraints.txt \
     && pip install --no-deps "$TORCHREC"

@@ -21,7 +21,7 @@ from pipeline.sharding.compat import WRITTEN_FOR  # of the standard library alon
 
 # torch -> (torchrec, fbgemm): releases that were made for each other. Another pair shows as `undefined symbol`, or as
 # `operator ... does not exist` (pytorch/torchrec#551, #770, #2857).
-RELEASED_TOGETHER = {"2.13": ("1.8", "1.8"), "2.12": ("1.7", "1.7"), "2.11": ("1.6", "1.6")}
+RELEASED_TOGETHER = {"2.14": ("1.9", "1.9"), "2.13": ("1.8", "1.8"), "2.12": ("1.7", "1.7"), "2.11": ("1.6", "1.6")}
 TESTED = WRITTEN_FOR["torch"]  # the one that this release's tests run on; training refuses others
 FBGEMM = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 MODULES = {  # import name -> distribution

@@ -86,7 +86,8 @@ def test_a_table_is_spread_over_the_hosts_that_nvlink_joins() -> None:
             first = sharding.ranks[0]
             assert first in (0, 16)
             assert placements == [f"rank:{rank}/cuda:{rank % 4}" for rank in range(first, first + 16)]
-    assert "hosts_per_nvlink_domain" not in make_plan(CONFIG, request(tables, on("h100_80gb", 8))).fingerprint["topology"]
+    on_hosts = make_plan(CONFIG, request(tables, on("h100_80gb", 16)))
+    assert "hosts_per_nvlink_domain" not in on_hosts.fingerprint["topology"]
 
 
 @pytest.mark.parametrize("hbm_cap_gb", [8.0, 9.0, 12.0, 40.0])
