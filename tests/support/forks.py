@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import io
 import json
 import os
@@ -31,11 +32,18 @@ from tests.support.own_folder import REPOSITORY, find_tests_from_any_folder
 
 ADDRESS = "TESTS_FORK_SERVER"  # environment variable: the server of the session, where one has been started
 CPU_REPORT = "TESTS_CPU_REPORT"  # environment variable: where a command's CPU seconds are written when it has ended
+PRELOADED = "TESTS_PRELOADED"  # environment variable: the module that the server imports
 PASSED = "TESTS_PASSED_FD"  # environment variable of a command: the file descriptor that its starter passed
 find_tests_from_any_folder()
 ENVIRONMENT = dict(os.environ)  # not that of the test which happens to start the server
 _address = os.environ.get(ADDRESS, "")
 _server: subprocess.Popen[bytes] | None = None
+
+
+def preload(module: str) -> None:
+    """Have the server import `module` instead of tests.support.preloaded; before it starts."""
+    assert _server is None, "the server that commands fork from has started"
+    ENVIRONMENT[PRELOADED] = module
 
 
 def server_address() -> str:
@@ -260,7 +268,7 @@ def _code_of(module: str) -> int:
 
 
 def main(listener: str) -> None:
-    import tests.support.preloaded  # noqa: F401
+    importlib.import_module(os.environ.get(PRELOADED, "tests.support.preloaded"))
 
     gc.freeze()  # a collection, that of the end too, would copy every page of what was imported
     _become(*_serve(socket.socket(fileno=int(listener))))

@@ -25,11 +25,12 @@ from tests.support.process_state import own_process_state
 TIMEOUT_S = 900  # compilers and four ranks on a busy machine too
 
 
-def _serve(pipe: Connection) -> None:
+def serve(pipe: Connection, do: Callable[..., None]) -> None:
+    """Do tasks until the pool sends none; `do` answers each."""
     torch.set_num_threads(1)
     while (task := pipe.recv()) is not None:
         with own_process_state():
-            _do(pipe, *task)
+            do(pipe, *task)
 
 
 def _do(
@@ -61,7 +62,8 @@ class RankPool:
 
     pids: ClassVar[set[int]] = set()  # of all ranks of this process, those of before too
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "tests.support.ranks") -> None:
+        self._module = module  # what a rank runs: it calls serve()
         self._workers: list[tuple[WarmCommand, Connection]] = []
 
     def run(
@@ -71,7 +73,7 @@ class RankPool:
         while len(self._workers) < world_size:
             ours, theirs = Pipe()
             with theirs, patch.dict(os.environ, ENVIRONMENT, clear=True):
-                process = WarmCommand("tests.support.ranks", output=(1, 2), passed=theirs.fileno())
+                process = WarmCommand(self._module, output=(1, 2), passed=theirs.fileno())
             self._workers.append((process, ours))
             self.pids.add(process.pid)
         with tempfile.TemporaryDirectory() as folder:
@@ -111,4 +113,4 @@ class RankPool:
 
 
 if __name__ == "__main__":
-    _serve(Connection(int(os.environ[PASSED])))
+    serve(Connection(int(os.environ[PASSED])), _do)

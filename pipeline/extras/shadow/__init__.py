@@ -1,0 +1,91 @@
+"""A shadow GPU: run the GPU program on a machine without a GPU, with real numbers, and find its faults.
+
+    from pipeline.extras import shadow
+
+    shadow.activate(num_gpus=2)        # before torch is imported
+    with shadow.running() as report:   # a Report, see report.py
+        train(...)                     # unchanged: nccl, cuda:k, streams, FBGEMM's lookups for GPUs
+    assert not report.problems
+
+    python -m pipeline.extras.shadow train experiment=quickstart hardware=h100_80gb
+
+It needs the CUDA builds of torch and FBGEMM, and no driver. What it proves, and what only a GPU
+proves, is in docs/gpu.md; what it changes in torch is listed by `python -m pipeline.extras.shadow
+--patches`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pipeline.extras.shadow.report import Report
+from pipeline.extras.shadow.state import CARDS, settings
+from pipeline.runtime.errors import ConfigError, did_you_mean
+
+__all__ = ["CARDS", "Report", "activate", "is_active", "running"]
+
+
+def is_active() -> bool:
+    return settings.is_active
+
+
+def activate(
+    num_gpus: int = 1, total_memory_bytes: int | None = None, name: str = "h100_80gb",
+    untouched_above_bytes: int | None = None,
+) -> None:  # fmt: skip
+    """Give this process `num_gpus` shadow GPUs of a card. Call it before torch is imported.
+
+    Later calls change the settings only. total_memory_bytes: a GPU's, else the card's.
+    untouched_above_bytes: larger tensors are zeros in memory that is reserved and not touched.
+
+    Raises:
+        ConfigError: torch is imported, is a CPU build, or the card is not known.
+    """
+    if name not in CARDS:
+        raise ConfigError(f"there is no card {name!r}{did_you_mean(name, CARDS)}; there are {', '.join(CARDS)}")
+    settings.num_gpus, settings.card = num_gpus, CARDS[name]
+    settings.total_memory_bytes = total_memory_bytes or CARDS[name].total_memory
+    settings.untouched_above_bytes = untouched_above_bytes or 1 << 62
+    if settings.is_active:
+        return
+    from pipeline.extras.shadow.stubs import load_libraries
+
+    shim = load_libraries()
+    import torch
+
+    if torch.version.cuda is None:
+        raise ConfigError(
+            f"the shadow GPU needs the CUDA build of torch, and this is {torch.__version__}; "
+            "`make install STACK=gpu` installs it, with or without a GPU"
+        )
+    from pipeline.extras.shadow import device, patches
+
+    device.let_autograd_run(shim)
+    patches.apply()
+    settings.is_active = True
+
+
+@contextmanager
+def running(rank: int = 0) -> Iterator[Report]:
+    """Run what is within on the shadow GPUs, threads that it starts included; gives its report."""
+    from pipeline.extras.shadow import collectives, device, memory, report, streams, tensors
+
+    for module in (streams, collectives, device):
+        module.reset()
+    made = report.start(rank)
+    made.peak_bytes["start"] = max([0, *memory.live.values()])
+    with tensors.ShadowMode() as mode:
+        tensors.entered.append(mode)
+        try:
+            yield made
+        finally:
+            tensors.entered.remove(mode)
+
+
+def patch_list() -> list[Any]:
+    """Every change to torch, TorchRec and FBGEMM, with its reason. Needs activate()."""
+    from pipeline.extras.shadow import patches
+
+    return patches.all_patches()

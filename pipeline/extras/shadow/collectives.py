@@ -1,0 +1,276 @@
+"""NCCL's process groups over gloo: a group for GPU tensors alone, and a twin that moves the numbers.
+
+Before each collective the ranks of the group compare what they are about to do: operation, dtypes,
+shapes that must agree, sizes that are sent and expected. Ranks that differ would hang on GPUs, or
+read wrong numbers; here each gets an error that names both. A rank that never comes is named, with
+its own last collective, when the group's time is over. Every collective is written to the report.
+
+A collective runs on a stream of its group, as NCCL's does, and its results belong to whoever has
+waited for its work: reading them earlier is a race.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup, Work
+from torch.distributed import device_mesh
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from pipeline.extras.shadow import memory, report, streams, tensors
+from pipeline.extras.shadow.patches import Patch
+from pipeline.extras.shadow.rules import rule_of
+from pipeline.extras.shadow.tensors import Shadow
+
+FOLDER = "SHADOW_GPU_FOLDER"  # environment variable: where ranks write what they are doing
+_GPU_ONLY = "cuda:fake"  # a backend for GPU tensors alone, as NCCL is, which moves nothing
+
+# What must be the same on all ranks; the sizes of all-to-all are compared pairwise.
+_SAME_SHAPE = {"allreduce_", "broadcast_", "reduce_", "_allgather_base_", "_reduce_scatter_base_", "allgather_",
+               "reduce_scatter_", "allreduce_coalesced_", "allgather_into_tensor_coalesced_"}  # fmt: skip
+_POINT_TO_POINT = {"send", "recv_", "recv_any_source_"}
+
+
+class CollectiveMismatch(RuntimeError):
+    """Ranks of one group were about to do different collectives."""
+
+
+class _Group:
+    """One group of nccl: its twin, its stream, and how many collectives it has done."""
+
+    def __init__(self, twin: dist.ProcessGroup, ranks: list[int]) -> None:
+        self.twin, self.ranks, self.done = twin, ranks, 0
+        self.stream = streams.Stream()
+        streams.name(self.stream, f"NCCL's stream of ranks {ranks}")
+
+
+_groups: dict[tuple[int, ...], list[_Group]] = {}
+_by_group: weakref.WeakKeyDictionary[Any, _Group] = weakref.WeakKeyDictionary()
+_pending: list[tuple[Work, streams.Clock]] = []  # works that may still be waited for, newest last
+_init, _new, _backend = dist.init_process_group, dist.new_group, dist.get_backend
+_destroy, _work_wait = dist.destroy_process_group, Work.wait
+
+
+def reset() -> None:
+    _pending.clear()
+    _by_group.clear()
+
+
+# ---- one collective ----
+
+
+def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Any operation of c10d: on the twin for GPU tensors, as it is for those of gloo's own groups."""
+    flat, spec = tree_flatten((args, kwargs))
+    given = [each for each in flat if isinstance(each, torch.Tensor)]
+    on_gpu = [each for each in given if isinstance(each, Shadow)]
+    boxed = next((e for e in flat if isinstance(e, torch.ScriptObject) and "ProcessGroup" in str(e._type())), None)
+    group = dist.ProcessGroup.unbox(boxed) if boxed is not None else None
+    known = _by_group.get(group) if group is not None else None
+    rule = rule_of(func)
+    if known is None or (not given and rule.base != "barrier"):
+        if on_gpu:
+            raise RuntimeError(f"{rule.base}: gloo got tensors on {on_gpu[0].device}; nccl's groups take them")
+        return func(*args, **kwargs)
+    if len(on_gpu) < len(given):
+        cpu = next(each for each in given if not isinstance(each, Shadow))
+        text = f"{rule.base}: nccl got a tensor of shape {list(cpu.shape)} on cpu (No backend type associated " \
+               "with device type cpu)"  # fmt: skip
+        report.current().find("device", text)
+        raise RuntimeError(text)
+    _note(rule.base, known, given)
+    if rule.base not in _POINT_TO_POINT:
+        _compare(rule.base, known, given, flat)
+    return _on_twin(func, rule, known, (flat, spec), boxed, given)
+
+
+def _on_twin(func: Any, rule: Any, known: _Group, call: tuple[Any, Any], boxed: Any, given: list[Any]) -> Any:
+    flat, spec = call
+    # gloo takes no bf16 sums everywhere, and no GPU: the numbers as they are otherwise.
+    inner = [each.inner if isinstance(each, Shadow) else each for each in flat]
+    inner = [known.twin.boxed() if each is boxed else each for each in inner]
+    args, kwargs = tree_unflatten(inner, spec)
+    out = func(*args, **kwargs)
+    blocks = [(memory.block_of(each.inner, each.device.index), each.shape) for each in given]
+    current = streams.current_stream()
+    known.stream.follow(current)  # NCCL starts after what its stream was given before
+    written = {id(e) for e in tree_flatten(rule.written(*tree_unflatten(flat, spec)))[0]}
+    streams.operation(f"c10d::{rule.base}", [b for b, t in zip(blocks, given, strict=True) if id(t) not in written],
+                      [b for b, t in zip(blocks, given, strict=True) if id(t) in written], known.stream.number)  # fmt: skip
+    for block, _ in blocks:
+        block.recorded.add(known.stream.number)  # the group keeps its tensors until the work is done
+    works = [each for each in tree_flatten(out)[0] if isinstance(each, torch.ScriptObject)]
+    for each in works:
+        _pending.append((Work.unbox(each), streams.clock_of(known.stream.number)))
+        del _pending[:-256]
+    by_data = {(e.inner.data_ptr(), e.shape): e for e in given}
+
+    def as_given(value: Any) -> Any:
+        return by_data.get((value.data_ptr(), value.shape), value) if isinstance(value, torch.Tensor) else value
+
+    return tree_map(as_given, out)
+
+
+def _wait(self: Work, *args: Any, **kwargs: Any) -> Any:
+    """work.wait(): the current stream waits for the group's stream."""
+    done = _work_wait(self, *args, **kwargs)
+    for index, (work, clock) in enumerate(_pending):
+        if work is self:
+            streams.current_stream().learn(clock)
+            del _pending[index]
+            break
+    return done
+
+
+# ---- do all ranks do the same? ----
+
+
+def _note(base: str, known: _Group, given: list[Any]) -> None:
+    """Add the collective to the report, and tell other ranks where this one is."""
+    entry = {
+        "op": base, "ranks": known.ranks, "number": known.done, "place": report.place(),
+        "tensors": [[list(each.shape), str(each.dtype).removeprefix("torch.")] for each in given],
+        "bytes": sum(each.numel() * each.element_size() for each in given),
+    }  # fmt: skip
+    report.current().collectives.append(entry)
+    known.done += 1
+    path = _folder() / f"rank{dist.get_rank()}.json"
+    path.with_suffix(".new").write_text(json.dumps(entry))
+    path.with_suffix(".new").rename(path)
+
+
+def _folder() -> Path:
+    """One folder for all ranks of a program on this machine."""
+    name = f"shadow-{os.getuid()}-{os.environ.get('TORCHELASTIC_RUN_ID', '')}{os.environ.get('MASTER_PORT', '')}"
+    folder = Path(os.environ.get(FOLDER) or Path(tempfile.gettempdir()) / name)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _compare(base: str, known: _Group, given: list[Any], flat: list[Any]) -> None:
+    """Collective on the twin: raise CollectiveMismatch on all ranks where they differ."""
+    size = len(known.ranks)
+    if size == 1:
+        return
+    mine = report.current().collectives[-1]
+    sends, expects = _splits(base, given, flat, size)
+    row = [_digest(base, mine["tensors"]), *sends, *expects]
+    everyone = [torch.empty(len(row), dtype=torch.int64) for _ in known.ranks]
+    try:
+        dist.all_gather(everyone, torch.tensor(row, dtype=torch.int64), group=known.twin)
+    except RuntimeError as error:
+        raise CollectiveMismatch(_missing(mine, known, error)) from error
+    rows = torch.stack(everyone)
+    sent, expected = rows[:, 1 : 1 + size], rows[:, 1 + size :]
+    if bool((rows[:, 0] == rows[0, 0]).all()) and bool((sent == expected.T).all()):
+        return
+    entries: list[Any] = [None] * size
+    dist.all_gather_object(entries, mine, group=known.twin)
+    text = "ranks differ in a collective, which would hang on GPUs: " + "; ".join(
+        f"rank {rank}: {_described(entry)}" for rank, entry in zip(known.ranks, entries, strict=True)
+    )
+    report.current().find("collective", text)
+    raise CollectiveMismatch(text)
+
+
+def _splits(base: str, given: list[Any], flat: list[Any], size: int) -> tuple[list[int], list[int]]:
+    """How many rows this rank sends to each and expects of each: of alltoall_base_, else zeros."""
+    if base == "alltoall_base_":
+        into, out_of = given[0], given[1]
+        lists = [each for each in flat[2:] if isinstance(each, int)]
+        # The two lists of splits are flattened; empty ones mean equal parts.
+        rows = (int(out_of.shape[0]), int(into.shape[0]))
+        if len(lists) >= 2 * size:
+            return lists[size : 2 * size], lists[:size]
+        return [rows[0] // size] * size, [rows[1] // size] * size
+    if base == "alltoall_":
+        half = len(given) // 2
+        return [int(t.numel()) for t in given[half:]], [int(t.numel()) for t in given[:half]]
+    return [0] * size, [0] * size
+
+
+def _digest(base: str, shapes: list[Any]) -> int:
+    """A number that is the same where ranks may do this together."""
+    parts = shapes if base in _SAME_SHAPE else sorted({dtype for _, dtype in shapes})
+    return int.from_bytes(repr((base, parts)).encode(), "big") % (2**61 - 1)
+
+
+def _described(entry: Any) -> str:
+    tensors = ", ".join(f"{dtype}{shape}" for shape, dtype in entry["tensors"])
+    return f"{entry['op']}({tensors}) as number {entry['number']} of the group, at {entry['place']}"
+
+
+def _missing(mine: Any, known: _Group, error: Exception) -> str:
+    others = []
+    for rank in known.ranks:
+        path = _folder() / f"rank{rank}.json"
+        if rank != dist.get_rank() and path.is_file():
+            others.append(f"rank {rank} was last in {_described(json.loads(path.read_text()))}")
+    first = str(error).split("\n")[0]
+    text = f"a rank of {known.ranks} did not come to {_described(mine)}; {'; '.join(others)} ({first})"
+    report.current().find("collective", text)
+    return text
+
+
+# ---- groups ----
+
+
+def _with_twin(group: Any, twin: Any, ranks: list[int]) -> Any:
+    if isinstance(group, dist.ProcessGroup):
+        _by_group[group] = _Group(twin, ranks)
+    return group
+
+
+def init_process_group(backend: str | None = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
+    """dist.init_process_group: gloo as it is, nccl as a group for GPU tensors with a gloo twin."""
+    if backend not in ("nccl", "cuda:nccl", "cpu:gloo,cuda:nccl"):
+        _init(backend, *args, **kwargs)
+        return
+    if device_id is not None:
+        tensors.streams_must_have(torch.device("cuda", streams.index_of(device_id)))
+    _init(_GPU_ONLY, *args, **kwargs)
+    ranks = list(range(dist.get_world_size()))
+    timeout = kwargs.get("timeout")
+    _with_twin(dist.group.WORLD, _new(backend="gloo", timeout=timeout), ranks)
+
+
+def new_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    world_is_gpu = dist.group.WORLD in _by_group
+    if backend not in ("nccl", "cuda:nccl") and not (backend in (None, _GPU_ONLY) and world_is_gpu):
+        return _new(ranks, timeout, backend, *args, **kwargs)
+    kwargs.pop("device_id", None)
+    group = _new(ranks, timeout, _GPU_ONLY, *args, **kwargs)
+    twin = _new(ranks, timeout, "gloo")
+    members = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else []
+    return _with_twin(group, twin, members)
+
+
+def get_backend(group: Any = None) -> str:
+    return "nccl" if (group or dist.group.WORLD) in _by_group else _backend(group)
+
+
+def _make_fake(common: Any, options: Any) -> FakeProcessGroup:
+    return FakeProcessGroup._create_internal(common.group_rank, common.group_size, options)  # type: ignore[call-arg]
+
+
+def patches() -> list[Patch]:
+    tensors.HANDLERS["c10d"] = run
+    if "FAKE" not in dist.Backend._plugins:  # torch registers it for its own tests only
+        dist.Backend.register_backend("fake", _make_fake, extended_api=True, devices=["cpu", "cuda"])
+    why = "NCCL needs GPUs; gloo moves the numbers"
+    made = []
+    for module in (dist, dist.distributed_c10d, device_mesh):
+        made += [
+            Patch(module, "init_process_group", init_process_group, why),
+            Patch(module, "new_group", new_group, why),
+            Patch(module, "get_backend", get_backend, why),
+        ]
+    made.append(Patch(Work, "wait", _wait, "the stream that waits for a collective learns its clock"))
+    return made

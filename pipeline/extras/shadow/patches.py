@@ -1,0 +1,32 @@
+"""Every change that the shadow GPU makes to torch, TorchRec and FBGEMM, in one list with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Patch:
+    """target.name is replaced by value, because `why`."""
+
+    target: Any
+    name: str
+    value: Any
+    why: str
+
+    def __str__(self) -> str:
+        target = getattr(self.target, "__qualname__", getattr(self.target, "__name__", self.target))
+        return f"{target}.{self.name}: {self.why}"
+
+
+def all_patches() -> list[Patch]:
+    """The modules' lists, in the order in which they are applied. Imports torch, TorchRec, FBGEMM."""
+    from pipeline.extras.shadow import collectives, device, lookups, replication, tensors
+
+    return [each for module in (device, tensors, lookups, collectives, replication) for each in module.patches()]
+
+
+def apply() -> None:
+    for each in all_patches():
+        setattr(each.target, each.name, each.value)

@@ -1,0 +1,42 @@
+"""The settings of the shadow GPUs of this process; shadow.activate() fills them in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Card:
+    """What torch.cuda.get_device_properties tells of a card. Clocks in kHz, bus in bits."""
+
+    name: str
+    total_memory: int
+    capability: tuple[int, int]
+    num_sms: int
+    memory_clock_khz: int
+    memory_bus_bits: int
+
+
+# Totals as torch prints them; clocks and buses give the data sheet's bandwidth (2 x clock x bus).
+CARDS = {
+    "a100_40gb": Card("NVIDIA A100-SXM4-40GB", int(39.4 * GIB), (8, 0), 108, 1_215_000, 5120),
+    "a100_80gb": Card("NVIDIA A100-SXM4-80GB", int(79.1 * GIB), (8, 0), 108, 1_593_000, 5120),
+    "h100_80gb": Card("NVIDIA H100 80GB HBM3", int(79.1 * GIB), (9, 0), 132, 2_619_000, 5120),
+    "h200": Card("NVIDIA H200", int(139.7 * GIB), (9, 0), 132, 3_201_000, 6144),
+}
+
+
+@dataclass
+class Settings:
+    """num_gpus: of this host. untouched_above_bytes: tensors above it are reserved, not touched."""
+
+    num_gpus: int = 0
+    card: Card = CARDS["h100_80gb"]
+    total_memory_bytes: int = CARDS["h100_80gb"].total_memory
+    untouched_above_bytes: int = 1 << 62
+    is_active: bool = False
+
+
+settings = Settings()

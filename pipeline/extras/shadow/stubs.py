@@ -1,0 +1,94 @@
+"""Build and load two small libraries that let torch's CUDA build run a backward pass without a driver.
+
+They are C, compiled once by the system's `cc`, or by `ziglang` from PyPI, into a folder that
+only this user can read or write. Load them before torch: the loader takes the first definition.
+The library that FBGEMM links, NVML, is pipeline/runtime/nvml.py's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from pipeline.runtime.errors import ConfigError
+
+# Autograd asks the driver whether a device has a context before it runs a backward pass.
+CUDA = """
+int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active)
+{ if (flags) *flags = 0; if (active) *active = 0; return 0; }
+"""
+
+# Autograd refuses a device beyond c10::cuda::device_count(), which the runtime would answer with
+# 0. The count stays 0 until torch has installed its guard for CUDA devices (see device.py).
+SHIM = """
+static signed char count = 0;
+void shadow_set_device_count(int n) { count = (signed char)n; }
+signed char _ZN3c104cuda12device_countEv(void) { return count; }
+signed char _ZN3c104cuda26device_count_ensure_non_zeroEv(void) { return count; }
+"""
+
+LIBRARIES = {"libshadow_shim.so": SHIM, "libcuda.so.1": CUDA}
+
+
+def load_libraries() -> ctypes.CDLL:
+    """Load both for every library that is loaded later; return the shim.
+
+    Raises:
+        ConfigError: torch is imported already, or no C compiler is there.
+    """
+    if "torch" in sys.modules:
+        raise ConfigError("the shadow GPU was activated after torch: call shadow.activate() first")
+    folder = build()
+    loaded = [ctypes.CDLL(f"{folder}/{name}", mode=ctypes.RTLD_GLOBAL) for name in LIBRARIES]
+    return loaded[0]
+
+
+def build() -> Path:
+    """Return the folder of the compiled libraries, compiled by the first caller."""
+    sources = repr(sorted(LIBRARIES.items())).encode()
+    folder = _own_folder() / hashlib.sha256(sources).hexdigest()[:16]
+    if folder.is_dir():
+        return folder
+    staged = Path(tempfile.mkdtemp(dir=folder.parent))
+    for name, source in LIBRARIES.items():
+        (staged / "source.c").write_text(source)
+        words = [*_compiler(), "-shared", "-fPIC", "-w", f"-Wl,-soname,{name}"]
+        subprocess.run([*words, "-o", str(staged / name), str(staged / "source.c")], check=True)
+    try:
+        staged.rename(folder)  # whole or not at all: another process may have been faster
+    except OSError:
+        shutil.rmtree(staged)
+    return folder
+
+
+def _own_folder() -> Path:
+    """Return a cache folder that belongs to this user alone: what lies in it is executed."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    if not os.access(caches if caches.exists() else caches.parent, os.W_OK):
+        caches = Path(tempfile.gettempdir())
+    folder = caches / f"torchrec_pipeline_shadow_{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700 or folder.is_symlink():
+        raise ConfigError(
+            f"{folder} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, "
+            f"but libraries are loaded from it; make it 700 and yours (user {os.getuid()})"
+        )
+    return folder
+
+
+def _compiler() -> list[str]:
+    for name in ("cc", "gcc", "clang"):
+        if found := shutil.which(name):
+            return [found]
+    if importlib.util.find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "cc"]
+    raise ConfigError("the shadow GPU needs a C compiler and found no cc; `pip install ziglang` brings one")

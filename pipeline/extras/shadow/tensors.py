@@ -1,0 +1,424 @@
+"""Tensors that say they are on a GPU and hold real numbers in host memory.
+
+A Shadow is what the program sees: device cuda:k. `inner` is a CPU tensor, and every operation is
+done on the inner tensors by torch's CPU kernels, or by lookups.py. ShadowMode makes Shadows where
+the program asks for a CUDA device. So the program takes its GPU path with real values.
+
+What a kernel for GPUs would refuse is refused with torch's own message: see rules.py.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from pipeline.extras.shadow import device, memory, report, streams
+from pipeline.extras.shadow.patches import Patch
+from pipeline.extras.shadow.rules import INDEXED, Rule, check_devices, rule_of
+from pipeline.extras.shadow.state import settings
+
+CPU = torch.device("cpu")
+Handler = Callable[[Any, Any, dict[str, Any]], Any]
+# What runs on inner tensors for operations that have no CPU kernel, by a pattern of their names.
+KERNELS: list[tuple[str, Handler]] = []
+# What handles all operations of a namespace, Shadows included.
+HANDLERS: dict[str, Handler] = {}
+CUDA_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+
+
+class Shadow(torch.Tensor):
+    """A tensor on a shadow GPU: its shape, strides and dtype are those of `inner`."""
+
+    inner: torch.Tensor  # type: ignore[assignment]
+    __slots__ = ()
+
+    @staticmethod
+    def __new__(cls: type, inner: torch.Tensor, device: torch.device) -> Shadow:
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(),
+            dtype=inner.dtype, layout=inner.layout, device=device, requires_grad=False,
+        )  # fmt: skip
+        made.inner = inner
+        return made  # type: ignore[no-any-return]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # fmt: skip
+        return run(func, args, kwargs or {})
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
+        return ["inner"], self.device
+
+    @staticmethod
+    def __tensor_unflatten__(parts: Any, device: torch.device, size: Any, stride: Any) -> Shadow:
+        return Shadow(parts["inner"], device)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Shadow({tuple(self.shape)}, {self.dtype}, {self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            copied = self.detach().clone().requires_grad_(self.requires_grad)
+            copied.__dict__.update({k: v for k, v in self.__dict__.items() if k != "inner"})
+            memo[id(self)] = copied
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Pickled as torch does for a GPU: the numbers travel through the host.
+        report.sync("pickle")
+        return _unpickled, (self.inner, self.device, self.requires_grad)
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, other: Any) -> None:
+        if not isinstance(other, Shadow) or other.shape != self.shape:
+            raise RuntimeError(f"cannot set .data of {self!r} to {other!r}: another device or shape")
+        self.inner = other.inner
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.inner.untyped_storage()
+
+    def storage(self) -> Any:
+        return self.inner.storage()
+
+    def record_stream(self, stream: Any) -> None:
+        streams.record(memory.block_of(self.inner, self.device.index), stream)
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the "
+            "tensor to host memory first."
+        )
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return self.numpy()
+
+    def tolist(self) -> Any:
+        report.sync("tolist")
+        streams.wait_for_host_copy()
+        return self.inner.tolist()
+
+    def pin_memory(self, *_: Any) -> Any:
+        raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+
+    def is_pinned(self, *_: Any) -> bool:
+        return False
+
+
+def _unpickled(inner: torch.Tensor, device: torch.device, requires_grad: bool) -> Shadow:
+    return Shadow(inner, device).requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+class ShadowMode(TorchDispatchMode):
+    """While it is entered, what is made on a CUDA device is a Shadow. Threads that start enter it too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(func, args, kwargs or {})
+
+    def __enter__(self) -> ShadowMode:
+        # torch.tensor(..., device="cuda") otherwise asks the CUDA runtime before any dispatch.
+        torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
+        return super().__enter__()  # type: ignore[no-any-return]
+
+
+def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Do one operation of the program: all that a dispatch mode, or a Shadow, is asked."""
+    rule = rule_of(func)
+    if rule.namespace in HANDLERS:
+        return HANDLERS[rule.namespace](func, args, kwargs)
+    flat, spec = tree_flatten((args, kwargs))
+    shadows = [each for each in flat if isinstance(each, Shadow)]
+    asked = kwargs.get("device")
+    asked = torch.device(asked) if asked is not None else None
+    to_gpu = asked is not None and asked.type == "cuda"
+    if rule.is_about_pinning or not (shadows or to_gpu):
+        return _on_the_host(func, rule, args, kwargs, flat)
+    if rule.is_wrapper:  # FBGEMM's own C++ unpacks the arguments and calls the kernel's operation
+        return func.redispatch(CUDA_KERNEL, *args, **kwargs)
+    if to_gpu:
+        asked = torch.device("cuda", streams.index_of(asked))
+        streams_must_have(asked)
+    check_devices(rule, func, args, kwargs, shadows)
+    target = asked or shadows[0].device
+    counted = report.current()
+    counted.operations[rule.name] += 1
+    counted.launches += rule.is_kernel
+    copied = _what_is_copied(rule, flat, args, kwargs, target) if rule.is_copy else None
+    out = _on_inner(func, rule, flat, spec, target, copied)
+    result = _returned(func, rule, args, kwargs, flat, out, target)
+    if copied is not None:
+        _finish_copy(copied, result)
+    elif rule.syncs or (rule.base in INDEXED and any(_is_mask(each) for each in flat[1:])):
+        report.sync(rule.base)
+        streams.wait_for_host_copy()
+    return result
+
+
+def streams_must_have(asked: torch.device) -> None:
+    if asked.index >= settings.num_gpus:
+        raise RuntimeError(f"CUDA error: invalid device ordinal: {asked}, but there are {settings.num_gpus} GPU(s)")
+
+
+def _on_the_host(func: Any, rule: Rule, args: Any, kwargs: dict[str, Any], flat: list[Any]) -> Any:
+    """An operation without GPU tensors. Pinned memory is ordinary memory with a mark."""
+    if _in_flight:
+        _check_host_reads(rule, flat)
+    pinned = kwargs.pop("pin_memory", None) if kwargs.get("pin_memory") else None
+    if rule.is_about_pinning:
+        is_pinned = memory.is_kind(args[0], "pinned")
+        return is_pinned if rule.base == "is_pinned" else _pin_memory(args[0])
+    out = func(*args, **kwargs)
+    return memory.in_host_memory(out, "pinned") if pinned else out
+
+
+# ---- copies from the device that the host has not waited for ----
+
+_in_flight: dict[int, tuple[Any, int, int, str]] = {}  # id of a storage -> storage, stream, tick, place
+
+
+def _check_host_reads(rule: Rule, flat: list[Any]) -> None:
+    for each in flat:
+        if isinstance(each, torch.Tensor) and (key := id(each.untyped_storage())) in _in_flight:
+            _, stream, tick, since = _in_flight[key]
+            if not streams.host_knows(stream, tick) and rule.touches_data:
+                report.current().find(
+                    "host_read",
+                    f"{rule.name} on the host uses a tensor of shape {list(each.shape)} that a non-blocking "
+                    f"copy at {since} still fills: synchronize first",
+                )
+            if streams.host_knows(stream, tick):
+                del _in_flight[key]
+
+
+# ---- one operation on GPU tensors ----
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, Shadow) and value.dtype in (torch.bool, torch.uint8)
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """One copy: from and to the host or a GPU, and whether the host goes on without waiting."""
+
+    from_host: bool
+    to_host: bool
+    is_near: bool  # within one device
+    non_blocking: bool
+    from_pinned: bool
+    num_bytes: int
+
+
+def _what_is_copied(rule: Rule, flat: list[Any], args: Any, kwargs: Any, target: torch.device) -> _Copied:
+    source, into = (args[1], args[0].device) if rule.base == "copy_" else (args[0], target)
+    non_blocking = kwargs.get("non_blocking", args[2] if rule.base == "copy_" and len(args) > 2 else False)
+    from_host = source.device.type == "cpu"
+    return _Copied(
+        from_host=from_host,
+        to_host=into.type == "cpu",
+        is_near=source.device == into,
+        non_blocking=bool(non_blocking),
+        from_pinned=from_host and memory.is_kind(source, "pinned"),
+        num_bytes=source.numel() * source.element_size(),
+    )
+
+
+def _finish_copy(copied: _Copied, result: torch.Tensor) -> None:
+    """Count the copy; the host waits for it unless it is non-blocking and its memory is pinned."""
+    if copied.from_host:
+        report.copy("host_to_device" if copied.from_pinned else "pageable_host_to_device", copied.num_bytes)
+        waits = not copied.non_blocking and copied.num_bytes > 0
+    elif copied.to_host:
+        report.copy("device_to_host", copied.num_bytes)
+        waits = not (copied.non_blocking and memory.is_kind(result, "pinned"))
+        if not waits:
+            storage, stream = result.untyped_storage(), streams.current_stream().number
+            _in_flight[id(storage)] = (storage, stream, streams.tick_of(stream), report.place())
+    else:
+        report.copy("on_device" if copied.is_near else "device_to_device", copied.num_bytes)
+        waits = False
+    if waits:
+        report.sync("host_to_device" if copied.from_host else "device_to_host")
+        streams.wait_for_host_copy()
+
+
+def _on_inner(
+    func: Any, rule: Rule, flat: list[Any], spec: Any, target: torch.device, copied: _Copied | None
+) -> Any:  # fmt: skip
+    args, kwargs = tree_unflatten([each.inner if isinstance(each, Shadow) else each for each in flat], spec)
+    if kwargs.get("device") is not None and target.type == "cuda":
+        kwargs["device"] = CPU
+    pinned = bool(kwargs.pop("pin_memory", None))
+    if copied is not None:
+        kwargs.pop("non_blocking", None)
+        # As torch does: the host's side of a non-blocking copy is pinned where torch allocates it.
+        pinned = rule.base == "_to_copy" and copied.to_host and copied.non_blocking
+    if rule.is_factory and settings.untouched_above_bytes < 1 << 62 and target.type == "cuda":
+        shaped = func(*args, **{**kwargs, "device": torch.device("meta")})
+        if shaped.numel() * shaped.element_size() > settings.untouched_above_bytes:
+            return memory.untouched(tuple(shaped.shape), shaped.dtype)
+    kernel = _kernel(rule.name)
+    out = _drawn(func, args, kwargs, target) if rule.draws else (kernel or _plain)(func, args, kwargs)
+    return memory.in_host_memory(out, "pinned") if pinned else out
+
+
+@cache
+def _kernel(name: str) -> Handler | None:
+    return next((kernel for pattern, kernel in KERNELS if re.fullmatch(pattern, name)), None)
+
+
+def _plain(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _drawn(func: Any, args: Any, kwargs: Any, target: torch.device) -> Any:
+    """Draw from the GPU's generator, which the host's draws do not move."""
+    if kwargs.get("generator") is not None:
+        return func(*args, **kwargs)
+    own, host = device.generator(target.index), torch.default_generator
+    before = host.get_state()
+    host.set_state(own.get_state())
+    try:
+        return func(*args, **kwargs)
+    finally:
+        own.set_state(host.get_state())
+        host.set_state(before)
+
+
+def _returned(
+    func: Any, rule: Rule, args: Any, kwargs: Any, flat: list[Any], out: Any, target: torch.device
+) -> Any:  # fmt: skip
+    """Wrap what came out; what an operation writes into is returned as it was given."""
+    written = rule.written(args, kwargs)
+    if rule.is_kernel or rule.is_copy:
+        outputs = [] if rule.returns_written else tree_flatten(out)[0]
+        _order(rule, flat, [*written, *outputs], target)
+    if rule.returns_written:
+        return written[0] if rule.num_returns == 1 else tuple(written[: rule.num_returns])
+    if rule.returns_value:
+        return out
+
+    def wrap(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and not isinstance(value, Shadow) and target.type == "cuda":
+            return Shadow(value.detach() if value.requires_grad else value, target)
+        return value
+
+    return tree_map(wrap, out)
+
+
+def _order(rule: Rule, flat: list[Any], outputs: list[Any], target: torch.device) -> None:
+    """Put the operation on its stream, which finds races; see streams.py."""
+    written = {id(each) for each in outputs}
+    reads, writes = [], []
+    for each in flat:
+        if isinstance(each, Shadow) and id(each) not in written:
+            reads.append((memory.block_of(each.inner, each.device.index), each.shape))
+    for each in outputs:
+        if isinstance(each, Shadow):
+            writes.append((memory.block_of(each.inner, each.device.index), each.shape))
+        elif isinstance(each, torch.Tensor) and target.type == "cuda" and each.numel():
+            writes.append((memory.block_of(each, target.index), each.shape))
+    streams.operation(rule.name, reads, writes)  # type: ignore[arg-type]
+
+
+# ---- changes to torch ----
+
+_thread_run = threading.Thread.run
+
+
+def _run_in_mode(self: threading.Thread) -> None:
+    streams.enter_thread()
+    if not entered:
+        _thread_run(self)
+        return
+    with ShadowMode():
+        _thread_run(self)
+
+
+entered: list[ShadowMode] = []  # of the main thread: whether threads that start enter it too
+
+
+def _pin_memory(self: torch.Tensor, *_: Any) -> torch.Tensor:
+    return self if memory.is_kind(self, "pinned") else memory.in_host_memory(self.clone(), "pinned")
+
+
+def _is_pinned(self: torch.Tensor, *_: Any) -> bool:
+    return memory.is_kind(self, "pinned")
+
+
+def _attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """scaled_dot_product_attention by its formula."""
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, float("-inf"))
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    weights = torch.softmax(scores, -1)
+    return (torch.dropout(weights, dropout_p, True) if dropout_p else weights) @ value
+
+
+_apply = torch.nn.Module._apply
+
+
+def _apply_to_module(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
+    """module.to(...): a Shadow that stays where it is stays the same object."""
+    own: dict[str, Any] = {name: each for name, each in self._parameters.items() if isinstance(each, Shadow)}
+    for name in own:
+        self._parameters[name] = None
+    try:
+        return _apply(self, fn, recurse)
+    finally:
+        for name, weight in own.items():
+            with torch.no_grad():
+                moved = fn(weight)
+            if moved is not weight and (moved.dtype != weight.dtype or moved.device != weight.device):
+                swap_tensors(weight, torch.nn.Parameter(moved, weight.requires_grad))
+            self._parameters[name] = weight
+
+
+_swap = torch.utils.swap_tensors
+
+
+def swap_tensors(one: Any, other: Any) -> None:
+    """A weight that moves keeps its attributes, TorchRec's _in_backward_optimizers among them."""
+    kept = {name: value for name, value in one.__dict__.items() if name != "inner"}
+    _swap(one, other)
+    one.__dict__.update(kept)
+
+
+def patches() -> list[Patch]:
+    return [
+        Patch(threading.Thread, "run", _run_in_mode, "a dispatch mode, a stream and a device belong to a thread"),
+        Patch(torch.Tensor, "pin_memory", _pin_memory, "pinned memory is memory with a mark"),
+        Patch(torch.Tensor, "is_pinned", _is_pinned, "pinned memory is memory with a mark"),
+        Patch(
+            torch.nn.functional,
+            "scaled_dot_product_attention",
+            _attention,
+            "C++ asks the device which of its kernels fits",
+        ),
+        Patch(torch.nn.Module, "_apply", _apply_to_module, "a wrapper cannot be given another tensor's data"),
+        Patch(torch.utils, "swap_tensors", swap_tensors, "it would lose the attributes of a weight"),
+    ]
