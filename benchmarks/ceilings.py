@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.reader import cpu_name
 from benchmarks.step_models import NUM_DENSE, PRESETS, Preset, draw
-from pipeline.runtime.kernels.products import gradient_of_inputs
+from pipeline.devices.cpu.products import gradient_of_inputs
 
 STATE_BYTES = 4  # row-wise Adagrad, a row
 FLOAT_BYTES = 4

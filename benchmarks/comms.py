@@ -112,8 +112,8 @@ def join(rank: int, store: str) -> Any:
     logging.disable(logging.WARNING)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
+    from pipeline.devices.cpu.memory import keep_freed_memory
     from pipeline.runtime.process.distributed import DistributedContext
-    from pipeline.training.allocator import keep_freed_memory
 
     keep_freed_memory(RANKS)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)

@@ -26,8 +26,9 @@ from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
 from pipeline.data.generate.drift import renewed, rotated_effects, rotated_vectors
 from pipeline.data.generate.synthetic import make_teacher, prepared_dense, sample_features, sigmoid
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.devices.process_group import init_distributed
 from pipeline.planner.resolved_job import resolve_job
-from pipeline.runtime.process.distributed import DistributedContext, init_distributed
+from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.assembly import Assembly, assemble
 from pipeline.training.optimizer import build_optimizer
 

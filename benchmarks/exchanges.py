@@ -30,8 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from pipeline.runtime.process.huge_pages import use_huge_pages
-from pipeline.runtime.process.openmp import wait_briefly
+from pipeline.devices.cpu.process import use_huge_pages, wait_briefly
 
 ROWS = [
     1460, 583, 100_000, 100_000, 305, 24, 12517, 633, 3, 93145, 5683, 100_000, 3194, 27, 14992, 100_000, 10, 5652, 2173,
@@ -85,7 +84,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        from pipeline.runtime.process.host_exchange import HostExchange
+        from pipeline.devices.cpu.host_exchange import HostExchange
 
         with ExitStack() as stack:
             for name in GLOO:
@@ -145,8 +144,8 @@ def run_rank(rank: int, ranks: int, model: str, rounds: int, folder: str) -> Non
     warnings.simplefilter("ignore")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
+    from pipeline.devices.cpu.memory import keep_freed_memory
     from pipeline.runtime.process.distributed import DistributedContext
-    from pipeline.training.allocator import keep_freed_memory
     from pipeline.training.calibration.jobs import InMemoryTraining, SmallJob
 
     keep_freed_memory(ranks)

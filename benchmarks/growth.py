@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.growth_stages import STAGES, Stage
-from pipeline.runtime.process.huge_pages import use_huge_pages
+from pipeline.devices.cpu.process import use_huge_pages
 
 FLAT = 1.25
 

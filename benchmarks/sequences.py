@@ -40,6 +40,7 @@ from pipeline.config.tables import InitConfig, TableConfig
 from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, SequenceFeature, SparseFeature, Split
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.devices.cpu.memory import keep_freed_memory
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.models.build import build_model
@@ -48,7 +49,6 @@ from pipeline.models.tasks.task import make_task
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
-from pipeline.training.allocator import keep_freed_memory
 from pipeline.training.optimizer import build_optimizer
 
 LENGTH, DIM, BATCH = 50, 16, 512

@@ -23,8 +23,8 @@ STAGES = (
 )  # fmt: skip
 # What train() imports once its config is known.
 IMPORTED = (
-    "checkpoint.random_state", "data.dataset", "runtime.logs", "runtime.process.distributed", "runtime.storage.run_folder",
-    "sharding.torchrec.embedding_sync", "training.allocator", "training.assembly", "training.compiled", "training.hooks.base",
+    "checkpoint.random_state", "data.dataset", "runtime.logs", "devices.process_group", "runtime.storage.run_folder",
+    "sharding.torchrec.embedding_sync", "devices.cpu.memory", "training.assembly", "training.compiled", "training.hooks.base",
     "training.hooks.build", "training.hooks.memory", "training.input_watch", "training.optimizer", "training.trainer",
 )  # fmt: skip
 marks: list[tuple[str, float, float]] = []
@@ -58,14 +58,14 @@ def timed_train(job: Any) -> Any:
     mark("config")
     for name in IMPORTED:
         import_module(f"pipeline.{name}")
-    from pipeline.runtime.process import distributed
+    from pipeline.devices import process_group
     from pipeline.training import assembly
     from pipeline.training.hooks.throughput import StepLog
     from pipeline.training.run import train
     from pipeline.training.trainer import Trainer
 
     mark("imports")
-    after(distributed, "init_distributed", "process group")
+    after(process_group, "init_distributed", "process group")
     after(assembly, "open_reader", "data set and reader")
     after(assembly, "load_or_search_plan", "plan")
     after(assembly, "shard_model", "sharding")

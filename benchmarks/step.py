@@ -35,8 +35,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from benchmarks.reader import cpu_name
-from pipeline.runtime.process.huge_pages import use_huge_pages
-from pipeline.runtime.process.openmp import wait_briefly
+from pipeline.devices.cpu.process import use_huge_pages, wait_briefly
 
 VARIANTS = {
     "ours fp32": [],
@@ -84,8 +83,8 @@ def run_side(rank: int, ranks: int, threads: int, preset_name: str, side: str, s
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     torch.set_num_threads(threads)
     from benchmarks.step_models import PRESETS, draw, our_loop, torchrec_loop
+    from pipeline.devices.cpu.memory import keep_freed_memory
     from pipeline.runtime.process.distributed import DistributedContext
-    from pipeline.training.allocator import keep_freed_memory
 
     if side != TORCHREC:
         keep_freed_memory(ranks)  # as train does

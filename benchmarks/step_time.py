@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.jobs.machine import CalibrateJob
+from pipeline.devices.cpu.process import use_huge_pages, wait_briefly
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.hardware import resolve_hardware
 from pipeline.planner.planner import make_plan
@@ -48,8 +49,6 @@ from pipeline.planner.step_time.predict import StepRequest, predict_step
 from pipeline.planner.step_time.products import Multiplied
 from pipeline.runtime.errors import UserError
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.runtime.process.huge_pages import use_huge_pages
-from pipeline.runtime.process.openmp import wait_briefly
 from pipeline.sharding.torchrec.sharding import make_sharders
 from pipeline.training.assembly import build_task
 from pipeline.training.calibration.clock import PASSES, Bench, fastest

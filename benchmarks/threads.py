@@ -28,8 +28,7 @@ import torch.multiprocessing as multiprocessing
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.reader import cpu_name
-from pipeline.runtime.process.huge_pages import use_huge_pages
-from pipeline.runtime.process.openmp import wait_briefly
+from pipeline.devices.cpu.process import use_huge_pages, wait_briefly
 
 THREADS = (1, 2)
 PYTHON = "Python between operations"
@@ -54,8 +53,8 @@ def run_side(threads: int, preset_name: str, precision: str, steps: int, store: 
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     torch.set_num_threads(threads)
     from benchmarks.step_models import PRESETS, draw, our_loop
+    from pipeline.devices.cpu.memory import keep_freed_memory
     from pipeline.runtime.process.distributed import DistributedContext
-    from pipeline.training.allocator import keep_freed_memory
 
     keep_freed_memory()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)

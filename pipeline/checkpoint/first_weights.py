@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeline.runtime.kernels.philox import fill_normal, fill_uniform
+from pipeline.devices.philox import fill_normal, fill_uniform
 
 NORMAL, UNIFORM = "normal", "uniform"
 LOW = 0xFFFFFFFF
@@ -46,7 +46,7 @@ class FirstWeights:
         if not self.kind:
             weights[slots] = 0
         elif find_spec("numba") is not None:
-            from pipeline.runtime.kernels.philox_kernels import sample_rows
+            from pipeline.devices.cpu.kernels.philox import sample_rows
 
             sample_rows(
                 rows, slots, self.row, self.column, self.width, np.uint64(self.key & LOW), np.uint64(self.key >> 32),

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from pipeline.cli.verb import verb
 from pipeline.config.jobs.machine import CheckNodesJob
+from pipeline.devices.process_group import init_distributed
 from pipeline.runtime.errors import LaunchError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.nodes.check import Limits, NodesReport, check_nodes, describe
-from pipeline.runtime.process.distributed import init_distributed
 
 logger = get_logger(__name__)
 

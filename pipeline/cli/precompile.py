@@ -62,7 +62,7 @@ def _tables() -> None:
 def _first_weights() -> None:
     import torch
 
-    from pipeline.runtime.kernels.philox import fill_normal, fill_uniform
+    from pipeline.devices.philox import fill_normal, fill_uniform
 
     for fill in (fill_uniform, fill_normal):
         fill(torch.empty(1), 0, 0, 1.0)

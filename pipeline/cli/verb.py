@@ -27,13 +27,11 @@ from pipeline.cli.words import Command, read_words
 from pipeline.config.jobs.names import CONFIG_NAMES
 from pipeline.config.registry import register
 from pipeline.config.training import LoggerConfig, TrainerConfig
+from pipeline.devices.cpu.process import find_kernel_cache, use_huge_pages, wait_briefly
 from pipeline.runtime.logs import configure_logging
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.exit_codes import FAILED, INTERRUPTED
 from pipeline.runtime.process.failures import masked_traceback, write_error_file
-from pipeline.runtime.process.huge_pages import use_huge_pages
-from pipeline.runtime.process.kernel_cache import find_kernel_cache
-from pipeline.runtime.process.openmp import wait_briefly
 from pipeline.runtime.process.processes import die_with_parent
 from pipeline.runtime.process.stdout import write_out
 

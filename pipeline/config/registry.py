@@ -36,6 +36,7 @@ BUILT_IN = {
     "tracker": "pipeline.training.trackers",
     "index": "pipeline.serving.retrieval.indexes",
     "transform": "pipeline.data.raw.derive",
+    "device": "pipeline.devices",
     "stream": "pipeline.data.stream.sources",
 }
 

@@ -6,16 +6,15 @@ probed from the device; an error names the keys that no device can answer.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torchrec.distributed.planner import types as torchrec_planner
 from torchrec.distributed.planner.types import Topology
 
 from pipeline.config.planner import HardwareConfig, PlannerConfig
+from pipeline.devices.cpu.memory import host_memory_bytes
 from pipeline.runtime.errors import PlanError
 
 GIB = 1 << 30
@@ -28,8 +27,6 @@ LATENCIES_US = {
     "cuda": {"collective_launch_us": 10.0, "intra_host_latency_us": 1.9, "inter_host_latency_us": 4.0},
     "cpu": {"collective_launch_us": 74.0, "intra_host_latency_us": 21.0, "inter_host_latency_us": 50.0},
 }
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
@@ -157,36 +154,6 @@ def build_topology(hardware: Hardware) -> Topology:
             hardware.hbm_cap_bytes, hardware.ddr_cap_bytes, ssd=hardware.ssd_cap_bytes
         )
     return topology
-
-
-def host_memory_bytes() -> int:
-    """Memory of this host, or the lowest limit of the container, this process's cgroups and the Slurm job."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([total, *_cgroup_limits(), *_slurm_limits()])
-
-
-def _cgroup_limits() -> list[int]:
-    """Of this process's cgroups and those around them; Slurm and systemd give a job one without a namespace of its own.
-
-    /proc/self/cgroup has lines `0::/path` (version 2) and `4:memory:/path` (version 1).
-    """
-    files = [CGROUPS / "memory.max", CGROUPS / "memory" / "memory.limit_in_bytes"]
-    for line in OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            top, name = (CGROUPS, "memory.max") if not controllers else (CGROUPS / "memory", "memory.limit_in_bytes")
-            own = top / path.lstrip("/")
-            files += [folder / name for folder in (own, *own.parents) if folder.is_relative_to(top)]
-    texts = (file.read_text().strip() for file in files if file.exists())
-    return [int(text) for text in texts if text.isdigit()]
-
-
-def _slurm_limits() -> list[int]:
-    """Of the job on this node, in bytes; 0 asks for all of it."""
-    node, cpu = (os.environ.get(f"SLURM_MEM_PER_{part}", "") for part in ("NODE", "CPU"))
-    cpus = os.environ.get("SLURM_CPUS_ON_NODE", "")
-    limits = [int(node)] if node.isdigit() else [int(cpu) * int(cpus)] if cpu.isdigit() and cpus.isdigit() else []
-    return [limit << 20 for limit in limits if limit]
 
 
 def _compute_device(config: HardwareConfig, device_type: str | None) -> str:

@@ -21,13 +21,14 @@ from pipeline.config.retraining import GateConfig
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.reader import ShardReader
+from pipeline.devices.process_group import init_distributed
 from pipeline.models.tasks.label_kinds import losses_of
 from pipeline.models.tasks.labels import LabelsPrediction, LabelsTask
 from pipeline.models.tasks.task import task_in
 from pipeline.retraining.gate import HeldScores, Scores
 from pipeline.runtime.errors import RetrainingError
 from pipeline.runtime.process import preemption, watchdog
-from pipeline.runtime.process.distributed import DistributedContext, init_distributed
+from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.assembly import assemble, open_reader, resolve
 from pipeline.training.evaluation_details import first_ids
 
@@ -50,7 +51,9 @@ def score(
         data=replace(saved.data, path=data_path, reader=replace(saved.data.reader, shuffle="none")),
     )
     watchdog.use(limits)
-    context = init_distributed(job.comms.backend, job.comms.timeout_s, job.hardware.compute_device)
+    context = init_distributed(
+        job.comms.backend, job.comms.timeout_s, job.hardware.compute_device, job.sharding.fast_cpu
+    )
     resolved = resolve(job, load_dataset(data_path), context)
     watchdog.beat(phase="loading")
     assembly = assemble(resolved, context, initialize=False)

@@ -28,7 +28,7 @@ class WorkerGroup:
         if world_size > 1:
             import torch.distributed as dist
 
-            from pipeline.runtime.process.distributed import init_distributed
+            from pipeline.devices.process_group import init_distributed
 
             init_distributed(backend, timeout_s, compute_device)
             self._gloo = dist.new_group(backend="gloo", timeout=PATIENCE)

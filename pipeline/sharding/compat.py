@@ -211,6 +211,6 @@ PRIVATE_NAMES: list[PrivateName] = [
     # Layers.
     *_names("torchrec.modules.mlp:Perceptron", "models/layers/dlrm.py models/layers/linear_products.py models/layers/stack.py", "_activation_fn"),
     *_names("torchrec.modules.mlp:Perceptron", "models/layers/linear_products.py models/layers/stack.py", "_linear"),
-    *_names("torch.ops:mkldnn", "runtime/kernels/products.py", "_linear_pointwise"),
+    *_names("torch.ops:mkldnn", "devices/cpu/products.py", "_linear_pointwise"),
     *_names("torchrec.modules.mlp:MLP", "models/layers/dlrm.py models/layers/stack.py", "_mlp"),
 ]  # fmt: skip

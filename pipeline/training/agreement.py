@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipeline.devices.cpu.host_exchange import all_reduce
 from pipeline.runtime.errors import TrainingError
-from pipeline.runtime.process.host_exchange import all_reduce
 
 MAX_SUSPECTS = 5  # rows named on each rank when the loss is not finite
 

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.devices.cpu.kernel_pool import kernels, on_all_threads
 from pipeline.models.layers.bf16_weights import Bf16Copy
-from pipeline.runtime.kernels.optional import kernels
-from pipeline.runtime.process.kernel_pool import on_all_threads
 
 KERNELS = {torch.optim.Adam: torch._fused_adam_, torch.optim.AdamW: torch._fused_adamw_}
-COPIES_KERNELS = "pipeline.runtime.kernels.adam_kernels"
+COPIES_KERNELS = "pipeline.devices.cpu.kernels.adam"
 BLOCK, LEAST_BLOCKS = 1 << 14, 4  # numbers; blocks that are worth a thread
 Array = np.ndarray[Any, Any]
 

@@ -89,13 +89,15 @@ def train(job: TrainJob, open_input: OpenInput | None = None) -> TrainSummary:
     """
     # Imported here, for a typo in the command line must fail before torch is loaded.
     with none_while_importing():
+        from pipeline.devices.process_group import describe_threads, init_distributed
         from pipeline.runtime.logs import get_logger, log_file
-        from pipeline.runtime.process.distributed import describe_threads, init_distributed
         from pipeline.runtime.storage.run_folder import take_run_folder
 
     if job.sharding.allow_untested_versions:
         allow_untested_versions()
-    context = init_distributed(job.comms.backend, job.comms.timeout_s, job.hardware.compute_device)
+    context = init_distributed(
+        job.comms.backend, job.comms.timeout_s, job.hardware.compute_device, job.sharding.fast_cpu
+    )
     if job.world_size != context.world_size:
         raise TrainingError(
             f"world_size={job.world_size}, but {context.world_size} rank(s) run; leave it to the launcher"
@@ -128,8 +130,8 @@ def _train(
     with none_while_importing():
         from pipeline.checkpoint.random_state import kept_random_state, seed_random_state
         from pipeline.data.dataset import load_dataset
+        from pipeline.devices.cpu.memory import keep_freed_memory
         from pipeline.sharding.torchrec.embedding_sync import TableReplicas
-        from pipeline.training.allocator import keep_freed_memory
         from pipeline.training.assembly import assemble, open_reader, resolve
         from pipeline.training.compiled import DenseCompiler
         from pipeline.training.hooks.base import TrainingParts

@@ -22,8 +22,8 @@ from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.warm_start import WarmStartConfig
 from pipeline.data.dataset import load_dataset
+from pipeline.devices.process_group import init_distributed
 from pipeline.runtime.errors import ConfigError
-from pipeline.runtime.process.distributed import init_distributed
 from pipeline.sharding.torchrec.table_init import initialize_tables
 from pipeline.training.assembly import assemble, resolve
 from pipeline.training.optimizer import build_optimizer

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.runtime.process.huge_pages import use_huge_pages
-from pipeline.runtime.process.openmp import wait_briefly
+from pipeline.devices.cpu.process import use_huge_pages, wait_briefly
 
 TRAIN = """
 import os, warnings

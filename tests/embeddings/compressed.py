@@ -24,10 +24,10 @@ from pipeline.config.compression import CompressionConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.data.read.batch import keyed_jagged_tensor
+from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.collection import ComposedEmbeddings, build_embeddings
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.table import Table
-from pipeline.runtime.process.distributed import init_distributed
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.training.optimizer import TrainingOptimizer, build_optimizer

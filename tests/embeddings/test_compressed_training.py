@@ -10,8 +10,8 @@ import torch
 
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.config.compression import CompressionConfig
+from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.table import Table
-from pipeline.runtime.process.distributed import init_distributed
 from tests.embeddings import references
 from tests.embeddings.compressed import (
     DIM,

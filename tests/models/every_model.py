@@ -17,11 +17,12 @@ from pipeline.config.model import LayersConfig, ModelConfig, used_tables
 from pipeline.config.registry import components
 from pipeline.config.tables import InitConfig, TableConfig
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.models.build import build_model
 from pipeline.models.tasks.task import TaskModel, make_task
-from pipeline.runtime.process.distributed import DistributedContext, init_distributed
+from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.sharding.torchrec.table_init import initialize_tables

@@ -9,10 +9,10 @@ import torch
 from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 
 from pipeline.data.quality import auc as numpy_auc
+from pipeline.devices.cpu.host_exchange import connect
+from pipeline.devices.process_group import init_distributed
 from pipeline.models.tasks.click import Prediction
 from pipeline.models.tasks.click_metrics import RunningMetrics, ScoreCollector, auprc
-from pipeline.runtime.process.distributed import init_distributed
-from pipeline.runtime.process.host_exchange import connect
 from tests.support.ranks import RankPool
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.devices.process_group import init_distributed
 from pipeline.models.tasks.group_metrics import GroupMeasure, group_metrics
-from pipeline.runtime.process.distributed import init_distributed
 from tests.support.ranks import RankPool
 
 AT = [1, 3, 10]

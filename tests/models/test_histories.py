@@ -20,6 +20,7 @@ from pipeline.config.sequences import HistoriesConfig
 from pipeline.config.tables import TableConfig
 from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.data.read.batch import Batch
+from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.compression.kind import Bags
 from pipeline.embeddings.id_splitter import IdSplitter, matching, newest
 from pipeline.embeddings.physical import physical_tables
@@ -36,7 +37,6 @@ from pipeline.models.layers.history import HistoryInputs
 from pipeline.models.layers.target_attention import TargetAttention
 from pipeline.models.tasks.task import TaskModel, make_task
 from pipeline.runtime.errors import ConfigError
-from pipeline.runtime.process.distributed import init_distributed
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.training.optimizer import build_optimizer

@@ -18,11 +18,11 @@ from pipeline.config.registry import components
 from pipeline.data.quality import auc
 from pipeline.data.read.batch import Batch
 from pipeline.data.targets import Target
+from pipeline.devices.process_group import init_distributed
 from pipeline.models.build import build_model
 from pipeline.models.tasks.labels import LabelsTask
 from pipeline.models.tasks.task import TaskModel, make_task
 from pipeline.runtime.errors import ConfigError
-from pipeline.runtime.process.distributed import init_distributed
 from pipeline.serving.artifact.dense_export import export_layers, program_bytes, take_collection
 from pipeline.serving.artifact.served_tasks import ServedTask, scores_of
 from pipeline.serving.scoring.dense_program import load_program

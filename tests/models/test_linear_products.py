@@ -15,6 +15,8 @@ from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.mlp import Perceptron
 
 from pipeline.config.model import LayerSettings
+from pipeline.devices.cpu import products
+from pipeline.devices.cpu.products import LEAST_WIDTH
 from pipeline.models.layers import linear_products
 from pipeline.models.layers.linear_products import (
     FastCross,
@@ -26,8 +28,6 @@ from pipeline.models.layers.linear_products import (
     speed_up_linear_layers,
 )
 from pipeline.models.layers.mlp import MLP
-from pipeline.runtime.kernels import products
-from pipeline.runtime.kernels.products import LEAST_WIDTH
 
 SHAPES = [(300, 13, 512), (257, 367, 64), (64, 16, 1), (40, 5, 24), (1, 32, 32), (2048, 64, 32)]
 ASKED = products.onednn_multiplies_faster

@@ -12,11 +12,11 @@ from torchrec.modules.mlp import MLP as TorchRecMLP
 
 from pipeline.config.model import ACTIVATIONS as NAMES
 from pipeline.config.model import INITS, LayersConfig, LayerSettings
+from pipeline.devices.cpu.host_exchange import connect
 from pipeline.models.layers.batch_norm import BatchNorm
 from pipeline.models.layers.mlp import ACTIVATIONS, MLP, initialize_linear_layers
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.runtime.process.host_exchange import connect
 from tests.support.messages import names
 from tests.support.ranks import RankPool
 

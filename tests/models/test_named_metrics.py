@@ -12,10 +12,10 @@ from pipeline.checkpoint.retention import is_higher_better
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import TrainJob
+from pipeline.devices.process_group import init_distributed
 from pipeline.models.metrics.metric import Metric
 from pipeline.models.tasks.named_metrics import NamedMetrics
 from pipeline.runtime.errors import ConfigError
-from pipeline.runtime.process.distributed import init_distributed
 from tests.support.messages import names
 from tests.support.ranks import RankPool
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 
+from pipeline.devices.process_group import init_distributed
 from pipeline.models.tasks.click import Prediction
 from pipeline.models.tasks.click_metrics import COUNTED_AT_ONCE, ScoreCollector
 from pipeline.models.tasks.score_counts import BUCKETS, ScoreCounts, bucket_of
-from pipeline.runtime.process.distributed import init_distributed
 from tests.support.ranks import RankPool
 
 

@@ -14,6 +14,7 @@ from pipeline.config.tables import InitConfig, TableConfig
 from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.models.build import build_model
@@ -24,7 +25,6 @@ from pipeline.models.tasks.task import TaskModel, make_task
 from pipeline.models.user_item import MatrixFactorizationConfig, NCFConfig, TwoTowerConfig
 from pipeline.models.xdeepfm import XDeepFMConfig
 from pipeline.runtime.errors import ConfigError
-from pipeline.runtime.process.distributed import init_distributed
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.sharding.torchrec.table_init import initialize_tables

@@ -14,10 +14,10 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from pipeline.config.model import LayerSettings
+from pipeline.devices.cpu.kernels.layer_intrinsics import multiplies_bf16
 from pipeline.models.layers.dlrm import DotDLRM
 from pipeline.models.layers.mlp import MLP
 from pipeline.models.layers.stack import FastStack, _Stack, speed_up_stacks
-from pipeline.runtime.kernels.layer_intrinsics import multiplies_bf16
 
 SHAPES = [(300, 13, [64, 32, 16], None), (257, 37, [24, 5], 1), (1, 4, [3], 2), (600, 16, [40], None)]
 TOLERANCE = 1e-5  # of sums of hundreds of numbers, beside the largest of them

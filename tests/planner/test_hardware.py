@@ -12,9 +12,10 @@ import torch
 
 from benchmarks.container import as_container
 from pipeline.config.planner import HardwareConfig
-from pipeline.planner import hardware
+from pipeline.devices.cpu import memory
+from pipeline.devices.cpu.memory import host_memory_bytes
 from pipeline.planner.collectives import links_of
-from pipeline.planner.hardware import GIB, build_topology, host_memory_bytes, resolve_hardware
+from pipeline.planner.hardware import GIB, build_topology, resolve_hardware
 from pipeline.runtime.errors import PlanError
 from tests.planner.problems import HARDWARE, on, preset
 from tests.support.messages import names
@@ -65,8 +66,8 @@ def test_cpu_ranks_share_the_host_memory_and_have_no_hbm() -> None:
 def test_a_limit_of_memory_below_the_hosts_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limited: str, own: str
 ) -> None:
-    monkeypatch.setattr(hardware, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(hardware, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "OWN_CGROUPS", tmp_path / "own")
     for name in ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "own").write_text(own)
@@ -85,7 +86,7 @@ def test_the_limit_of_a_real_container_counts(tmp_path: Path) -> None:
     runc = os.environ.get("RUNC") or shutil.which("runc")
     if not runc or os.geteuid():
         pytest.skip("no container can be started: RUNC names no runc and the PATH has none, or this is not root")
-    code = "from pipeline.planner.hardware import host_memory_bytes; print(host_memory_bytes())"
+    code = "from pipeline.devices.cpu.memory import host_memory_bytes; print(host_memory_bytes())"
     command = as_container(runc, [sys.executable, "-c", code], dict(os.environ), tmp_path, memory_bytes=2 * GIB)
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.stdout.split() == [str(2 * GIB)], done.stderr

@@ -19,12 +19,12 @@ from pipeline.config.jobs.checkpoints import CheckpointsJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import job_from_yaml, job_to_yaml, load_saved_job
 from pipeline.data.dataset import Dataset, load_dataset
+from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.planner.head_rows import choose_heads, has_auto
 from pipeline.planner.resolved_job import resolve_job
 from pipeline.runtime.errors import ConfigError
-from pipeline.runtime.process.distributed import init_distributed
 from pipeline.training.run import train
 from tests.support.ranks import RankPool
 

@@ -14,6 +14,7 @@ from pipeline.config.optimizers import find_optimizer, table_optimizers
 from pipeline.config.planner import PlannerConfig
 from pipeline.config.tables import ConstraintConfig
 from pipeline.config.training import CommsConfig, SparseOptimizerConfig
+from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.table import ManagedRows, Table
 from pipeline.planner import planner
 from pipeline.planner.constraints import TableOptimizer
@@ -25,7 +26,6 @@ from pipeline.planner.planner import load_or_search_plan, make_plan
 from pipeline.planner.record import PlanRecord
 from pipeline.planner.request import PlanRequest
 from pipeline.runtime.errors import PlanError
-from pipeline.runtime.process.distributed import init_distributed
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from tests.planner.plans import assert_capacity_kept

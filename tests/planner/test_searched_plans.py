@@ -10,6 +10,7 @@ import pytest
 from pipeline.config.planner import PlannerConfig
 from pipeline.config.tables import ConstraintConfig, TableConfig
 from pipeline.config.training import CommsConfig
+from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.models.build import build_model
@@ -23,7 +24,6 @@ from pipeline.planner.record import PlanRecord
 from pipeline.planner.request import PlanRequest
 from pipeline.planner.search.incumbent import SearchConfig
 from pipeline.runtime.errors import PlanError
-from pipeline.runtime.process.distributed import init_distributed
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.training.optimizer import build_optimizer

@@ -9,8 +9,10 @@ from itertools import pairwise
 import pytest
 import torch
 
+from pipeline.devices.cpu.kernels.stack import ROWS
+from pipeline.devices.cpu.memory import ROOMY_BYTES, kept_bytes
+from pipeline.devices.cpu.products import onednn_multiplies_faster
 from pipeline.models.layers import stack
-from pipeline.models.layers.stack_kernels import ROWS
 from pipeline.planner.step_time import layer_kernels
 from pipeline.planner.step_time.by_bytes import bytes_kind
 from pipeline.planner.step_time.frequency import even
@@ -23,8 +25,6 @@ from pipeline.planner.step_time.predict import _is_handed
 from pipeline.planner.step_time.products import Multiplied
 from pipeline.planner.step_time.record import Operation
 from pipeline.planner.step_time.table_work import TableShape, work_of
-from pipeline.runtime.kernels.products import onednn_multiplies_faster
-from pipeline.training.allocator import ROOMY_BYTES, kept_bytes
 from pipeline.training.calibration.probes import Probes
 from tests.planner.test_step_time import JOB, NUM_DENSE, layers_of, made_up_machine, measured, step_on
 

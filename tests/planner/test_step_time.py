@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from pipeline.config.training import DenseOptimizerConfig
+from pipeline.devices.cpu.kernels.layer_intrinsics import multiplies_bf16
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.hardware import resolve_hardware
 from pipeline.planner.planner import make_plan
@@ -39,7 +40,6 @@ from pipeline.planner.step_time.rates import Rates
 from pipeline.planner.step_time.record import DensePart, Inputs, record_dense
 from pipeline.planner.step_time.table_work import TableSample, TableShape, TableWork, table_place, work_of
 from pipeline.runtime.errors import ConfigError
-from pipeline.runtime.kernels.layer_intrinsics import multiplies_bf16
 from pipeline.sharding.torchrec.sharding import make_sharders
 from pipeline.training.assembly import build_task
 from pipeline.training.calibration.jobs import NUM_DENSE, SmallJob

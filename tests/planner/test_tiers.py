@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.config.tables import ConstraintConfig, InitConfig, TiersConfig, head_rows, num_slots
+from pipeline.devices.cpu.kernels import slot_map as slot_map_kernels
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
 from pipeline.planner.tiers import (
@@ -22,7 +23,6 @@ from pipeline.planner.tiers import (
     stall_percent,
     tiered_step_ms,
 )
-from pipeline.sharding.kernels import slot_map_kernels
 
 ROWS, BATCH = 4000, 256
 

@@ -11,15 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipeline.devices import cuda
+from pipeline.devices.cuda import claim_gpu, gpu_of_rank
+from pipeline.devices.process_group import _choose_device, describe_threads, init_distributed
 from pipeline.runtime.errors import ConfigError
-from pipeline.runtime.process import gpu_choice
-from pipeline.runtime.process.distributed import (
-    DistributedContext,
-    _choose_device,
-    describe_threads,
-    init_distributed,
-)
-from pipeline.runtime.process.gpu_choice import claim_gpu, gpu_of_rank
+from pipeline.runtime.process.distributed import DistributedContext
 from tests.support.messages import mentions
 from tests.support.ranks import RankPool
 
@@ -76,7 +72,7 @@ def test_a_task_that_sees_one_gpu_uses_it_unless_another_rank_has_it(monkeypatch
 def unseen_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The host has a GPU whose driver is too old for torch."""
     (tmp_path / "nvidia0").touch()
-    monkeypatch.setattr(gpu_choice, "DEVICE_FILE", tmp_path / "nvidia0")
+    monkeypatch.setattr(cuda, "DEVICE_FILE", tmp_path / "nvidia0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -90,7 +86,7 @@ def unseen_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_a_gpu_that_torch_does_not_see_stops_the_job_with_torchs_reason(device: str) -> None:
     with pytest.raises(ConfigError) as error:
-        _choose_device("auto", device, 0)
+        _choose_device("auto", device, 0, fast_cpu=True)
     assert mentions(str(error.value), "nvidia0 driver too old 12040 hardware=cpu comms.backend=gloo pipeline.doctor")
 
 
@@ -102,13 +98,14 @@ def test_whoever_asks_for_the_cpu_of_a_gpu_host_gets_it(
     monkeypatch: pytest.MonkeyPatch, backend: str, device: str, visible: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert _choose_device(backend, device, 0) == torch.device("cpu")
+    chosen = _choose_device(backend, device, 0, fast_cpu=True)
+    assert chosen.torch_device == torch.device("cpu")
 
 
 def test_torch_says_why_it_sees_no_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("torch sees a GPU here")
-    assert gpu_choice.why_no_gpu() not in ("", "torch gives no reason")
+    assert cuda.why_no_gpu() not in ("", "torch gives no reason")
 
 
 def test_hardware_cpu_alone_trains_on_the_cpu_of_a_gpu_host(ranks: RankPool) -> None:

@@ -10,10 +10,10 @@ import torch
 from pipeline.config.model import used_tables
 from pipeline.config.registry import components
 from pipeline.config.tables import ConstraintConfig, InitConfig
+from pipeline.devices.cpu import products
 from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
 from pipeline.runtime.errors import ServingError
-from pipeline.runtime.kernels import products
 from pipeline.serving.artifact.dense_export import (
     Layers,
     by_name,

@@ -19,8 +19,8 @@ from pipeline.config.training import (
     ParallelConfig,
     SparseOptimizerConfig,
 )
+from pipeline.devices.process_group import init_distributed
 from pipeline.runtime.errors import ConfigError
-from pipeline.runtime.process.distributed import init_distributed
 from pipeline.sharding.torchrec.embedding_sync import TableReplicas, average_in_place, replicates
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer

@@ -17,15 +17,15 @@ from torchrec.modules.mlp import Perceptron
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.train import TrainJob
+from pipeline.devices.cpu import host_exchange
+from pipeline.devices.cpu import process as allocator
 from pipeline.models.layers.interaction import DotInteraction
 from pipeline.models.layers.linear_products import FastLinear, onednn_multiplies_faster
 from pipeline.models.layers.stack import FastStack
-from pipeline.runtime.process import host_exchange
 from pipeline.sharding.collectives.host_dists import IdsOnHost, PooledOnHost, keep_ids
 from pipeline.sharding.torchrec.cpu_tables import FastLookup
 from pipeline.sharding.torchrec.sharder import ShardedTables
 from pipeline.sharding.torchrec.sparse_optimizer import ReplicatedTablesOptimizer
-from pipeline.training import allocator
 from pipeline.training.run import train
 from tests.support.ranks import RankPool
 

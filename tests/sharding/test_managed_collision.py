@@ -14,13 +14,13 @@ import torch.distributed as dist
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.config.compression import CompressionConfig
 from pipeline.config.tables import ConstraintConfig
+from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.compression.kind import Bags
 from pipeline.embeddings.compression.managed_collision import IDS_A_BUCKET, ManagedCollision
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.physical import physical_tables
 from pipeline.embeddings.table import Table
 from pipeline.runtime.errors import ConfigError
-from pipeline.runtime.process.distributed import init_distributed
 from pipeline.sharding.torchrec.sharder import ShardedTables
 from tests.embeddings.compressed import as_features, table_of
 from tests.embeddings.split_tables import build, optimizers, split

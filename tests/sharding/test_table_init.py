@@ -11,9 +11,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from pipeline.config.tables import InitConfig
+from pipeline.devices import philox
+from pipeline.devices.philox import GROUP, KEY_STEPS, LANES, LOW, MULTIPLIERS, fill_normal, fill_uniform
 from pipeline.embeddings.collection import Normal, Uniform, init_function
-from pipeline.runtime.kernels import philox
-from pipeline.runtime.kernels.philox import GROUP, KEY_STEPS, LANES, LOW, MULTIPLIERS, fill_normal, fill_uniform
 from pipeline.sharding.torchrec.table_init import _Part, _sample, initialize_tables
 
 KEY = 0x9F1C5A3B_70D2E846

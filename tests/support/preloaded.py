@@ -9,12 +9,12 @@ import numba  # noqa: F401
 import scipy.linalg  # noqa: F401  # Numba imports it when it loads a kernel
 import torch
 
-import pipeline.models.layers.dots_kernels
+import pipeline.devices.cpu.kernels.dots
+import pipeline.devices.cpu.kernels.lookup
+import pipeline.devices.cpu.kernels.update
 import pipeline.models.tasks.click
 import pipeline.runtime.process.agent
 import pipeline.serving.artifact.export_run
-import pipeline.sharding.kernels.lookup_kernels
-import pipeline.sharding.kernels.update_kernels
 import pipeline.training.evaluate_run
 import pipeline.training.run  # noqa: F401  # and all of the above
 import tests.support.sharded_models  # noqa: F401

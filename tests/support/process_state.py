@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from pipeline import devices
 from pipeline.config import registry
 from pipeline.config.jobs.names import CONFIG_NAMES
 
@@ -32,13 +33,18 @@ def own_process_state() -> Iterator[None]:
     random.seed(0)
     np.random.seed(0)
     torch.default_generator.manual_seed(0)
-    undo = [_environment(), _folder(), _signals_and_hooks(), _loggers(), _collector(), _plugins(), _torch()]
+    undo = [_environment(), _folder(), _signals_and_hooks(), _loggers(), _collector(), _plugins(), _torch(), _device()]
     with warnings.catch_warnings():
         try:
             yield
         finally:
             for put_back in undo:
                 put_back()
+
+
+def _device() -> Undo:
+    before = devices._current
+    return lambda: devices.use(before)
 
 
 def _environment() -> Undo:

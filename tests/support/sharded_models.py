@@ -22,11 +22,12 @@ from torchrec.distributed.types import ShardingPlan
 from pipeline.config.tables import TableConfig
 from pipeline.config.training import CommsConfig, OptimizerConfig
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.models.build import build_model
 from pipeline.models.dlrm import DLRMConfig
 from pipeline.models.tasks.task import TaskModel, make_task
-from pipeline.runtime.process.distributed import DistributedContext, init_distributed
+from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.training.optimizer import TrainingOptimizer, build_optimizer

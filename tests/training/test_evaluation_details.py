@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.devices.process_group import init_distributed
 from pipeline.models.tasks.click import Prediction
-from pipeline.runtime.process.distributed import init_distributed
 from pipeline.training.evaluation_details import DetailCollector
 from tests.support.ranks import RankPool
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.runtime.process.distributed import init_distributed
+from pipeline.devices.process_group import init_distributed
 from pipeline.training.hooks.memory import MemoryWatch, describe_memory
 from tests.planner.plans import drawn_plan
 from tests.support.ranks import RankPool

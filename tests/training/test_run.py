@@ -22,8 +22,8 @@ import torch
 from pipeline.checkpoint.steps import list_steps
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import EvaluateJob
+from pipeline.devices.process_group import init_distributed
 from pipeline.runtime.errors import TrainingError
-from pipeline.runtime.process.distributed import init_distributed
 from pipeline.runtime.storage.run_folder import take_run_folder
 from pipeline.training import run as train_module
 from pipeline.training.evaluate_run import evaluate

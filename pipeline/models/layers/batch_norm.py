@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline.runtime.process.exchanging import num_exchanging_ranks
-from pipeline.runtime.process.host_exchange import all_gather, all_reduce
+from pipeline.devices.cpu.host_exchange import all_gather, all_reduce, num_exchanging_ranks
 
 
 class BatchNorm(nn.Module):

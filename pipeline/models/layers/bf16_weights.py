@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torchrec.modules.crossnet import LowRankCrossNet
 
+from pipeline.devices.cpu.kernel_pool import is_recording
 from pipeline.models.layers.linear_products import FastCross
-from pipeline.runtime.process.kernel_pool import is_recording
 
 
 class Bf16Copy:

@@ -9,11 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from pipeline.devices.cpu.host_exchange import all_reduce, num_exchanging_ranks
+from pipeline.devices.cpu.kernel_pool import kernels, on_all_threads
 from pipeline.models.layers.batch_norm import BatchNorm, gather_statistics
-from pipeline.runtime.kernels.optional import kernels
-from pipeline.runtime.process.exchanging import num_exchanging_ranks
-from pipeline.runtime.process.host_exchange import all_reduce
-from pipeline.runtime.process.kernel_pool import on_all_threads
 
 
 class Dice(nn.Module):
@@ -136,4 +134,4 @@ def _fits_kernels(rows: torch.Tensor, alpha: torch.Tensor) -> bool:
 
 
 def _kernels() -> ModuleType | None:
-    return kernels("pipeline.models.layers.dice_kernels")
+    return kernels("pipeline.devices.cpu.kernels.dice")

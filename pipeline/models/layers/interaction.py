@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from pipeline.runtime.kernels.optional import kernels
-from pipeline.runtime.process.kernel_pool import is_recorded, on_all_threads, record
+from pipeline.devices.cpu.kernel_pool import is_recorded, kernels, on_all_threads, record
 
 AS_BITS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16}  # what the kernel moves
 WIDEST_BF16 = 16  # columns of rows whose products in bf16 are computed in fp32; those of wider ones in pairs
@@ -200,13 +199,13 @@ def _multiplies_pairs(rows: torch.Tensor) -> bool:
 
 def _has_pairs() -> bool:
     """Whether this CPU multiplies pairs in bf16."""
-    intrinsics = kernels("pipeline.runtime.kernels.layer_intrinsics")
+    intrinsics = kernels("pipeline.devices.cpu.kernels.layer_intrinsics")
     return intrinsics is not None and intrinsics.multiplies_bf16()
 
 
 def _dots(combined: torch.Tensor, lead: int) -> torch.Tensor:
     """combined [B, n, D] -> the first `lead` numbers of a sample, then its pairs: [B, lead + n (n - 1) / 2]."""
-    from pipeline.models.layers.dots_kernels import dots, dots_of_pairs
+    from pipeline.devices.cpu.kernels.dots import dots, dots_of_pairs
 
     batch, num_rows, dim = combined.shape
     out = combined.new_empty(batch, lead + num_rows * (num_rows - 1) // 2)
@@ -220,7 +219,7 @@ def _dots(combined: torch.Tensor, lead: int) -> torch.Tensor:
 
 def _dots_backward(gradient: torch.Tensor, combined: torch.Tensor, lead: int) -> torch.Tensor:
     """The gradient of combined [B, n, D], in its type."""
-    from pipeline.models.layers.dots_kernels import dots_backward, dots_of_pairs_backward
+    from pipeline.devices.cpu.kernels.dots import dots_backward, dots_of_pairs_backward
 
     batch, num_rows, dim = combined.shape
     out = torch.empty_like(combined)
@@ -246,7 +245,7 @@ def _fits_kernel(rows: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _kernel() -> Callable[..., None] | None:
-    compiled = kernels("pipeline.models.layers.dots_kernels")
+    compiled = kernels("pipeline.devices.cpu.kernels.dots")
     return None if compiled is None else compiled.take
 
 

@@ -1,4 +1,4 @@
-"""Train fp32 linear layers by oneDNN on CPUs where that is faster than torch's own products (runtime.kernels.products)."""
+"""Train fp32 linear layers by oneDNN on CPUs where that is faster than torch's own products (devices.cpu.products)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.mlp import Perceptron
 
-from pipeline.runtime.kernels.optional import kernels
-from pipeline.runtime.kernels.products import (
+from pipeline.devices.cpu.kernel_pool import is_recorded, kernels, on_all_threads
+from pipeline.devices.cpu.products import (
     RECORDED,
     gradient_of_inputs,
     gradient_of_weight,
@@ -20,9 +20,8 @@ from pipeline.runtime.kernels.products import (
     outputs,
     takes_turned,
 )
-from pipeline.runtime.process.kernel_pool import is_recorded, on_all_threads
 
-KERNELS = "pipeline.runtime.kernels.gradient_kernels"
+KERNELS = "pipeline.devices.cpu.kernels.gradients"
 NOTHING, LINES = np.empty(0, np.float32), np.arange(16, dtype=np.uint32)
 
 

@@ -11,11 +11,10 @@ import torch
 import torchrec.modules.mlp
 from torch import nn
 
+from pipeline.devices.cpu.kernel_pool import is_recorded, kernels, on_all_threads, record
 from pipeline.models.layers.mlp import MLP
-from pipeline.runtime.kernels.optional import kernels
-from pipeline.runtime.process.kernel_pool import is_recorded, on_all_threads, record
 
-KERNELS = "pipeline.models.layers.stack_kernels"
+KERNELS = "pipeline.devices.cpu.kernels.stack"
 MOST_WEIGHTS = 1 << 16  # of a stack: more leave the second cache, and oneDNN multiplies wide layers faster
 LEAST_GROUP, MOST_GROUPS = 2, 32  # blocks whose gradients are summed together, and groups of a batch
 LEAST_LINES = 128  # rows of gradients: fewer are not worth a thread
@@ -189,7 +188,7 @@ def _takes_part(inputs: torch.Tensor, in_bf16: bool) -> bool:
 
 def runs_here(in_bf16: bool) -> bool:
     """Whether this CPU has the kernels' instructions."""
-    intrinsics = kernels("pipeline.runtime.kernels.layer_intrinsics")
+    intrinsics = kernels("pipeline.devices.cpu.kernels.layer_intrinsics")
     if intrinsics is None or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     return not in_bf16 or bool(intrinsics.multiplies_bf16())

@@ -14,9 +14,9 @@ from torchrec.metrics.metrics_config import RecTaskInfo
 from torchrec.metrics.ne import NEMetric
 
 from pipeline.data.quality import auc, ranked_groups
+from pipeline.devices.cpu.host_exchange import all_gather
 from pipeline.models.tasks.score_counts import ScoreCounts
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.runtime.process.host_exchange import all_gather
 
 if TYPE_CHECKING:
     from pipeline.models.tasks.click import Prediction

@@ -16,14 +16,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.config.registry import register
 from pipeline.data.read.batch import Batch
+from pipeline.devices.cpu.host_exchange import all_gather, num_exchanging_ranks, reduce_scatter
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
 from pipeline.models.tasks.retrieval_metrics import RetrievalLossWindow, RetrievalMetrics
 from pipeline.models.tasks.task import Measure
 from pipeline.models.user_item import TwoTowerConfig
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.runtime.process.exchanging import num_exchanging_ranks
-from pipeline.runtime.process.host_exchange import all_gather, reduce_scatter
 
 NO_ITEM = -1  # of padding and quarantined rows
 

@@ -12,8 +12,8 @@ import math
 import numpy as np
 from numba import njit
 
+from pipeline.devices.cpu.kernels.parts import part
 from pipeline.planner.search.problem import Rule
-from pipeline.runtime.kernels.parts import part
 
 U, int64 = np.uint64, np.int64
 EVERY_RANK, ANY_RANK, ONE_HOST, WITHIN_HOST, WHOLE_HOSTS = range(len(Rule))

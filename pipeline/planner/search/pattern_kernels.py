@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from pipeline.devices.cpu.kernels.parts import part
 from pipeline.planner.search.problem import Floats, Ranks
-from pipeline.runtime.kernels.parts import part
 
 ROUNDING = 1e-9  # of a capacity: so much too much still fits
 

@@ -10,7 +10,7 @@ from pipeline.planner.step_time.measurements import Measurement
 from pipeline.planner.step_time.record import Operation
 from pipeline.planner.step_time.table_work import LEAST_SHARE
 
-DOTS = ("dots", "dots_backward")  # pipeline.models.layers.dots_kernels
+DOTS = ("dots", "dots_backward")  # pipeline.devices.cpu.kernels.dots
 STACKS = ("layer_stack", "layer_stack_backward")  # pipeline.models.layers.stack
 WIDEST_BF16 = 16  # of pipeline.models.layers.interaction: of wider rows in bf16 pairs of numbers are multiplied
 BEYOND_BYTES = 1 << 20  # of rows: more do not stay in a core's own cache from one call to the next

@@ -23,7 +23,7 @@ LEAST_BATCHED = 400  # multiplications of one product: torch.bmm runs fp32 produ
 
 
 class Multiplied(NamedTuple):
-    """kind: gemm or bmm; layout: of both inputs, n as they are or t transposed. library: "onednn" where runtime.kernels.products takes it
+    """kind: gemm or bmm; layout: of both inputs, n as they are or t transposed. library: "onednn" where devices.cpu.products takes it
     in the place of torch's own."""
 
     kind: str

@@ -21,8 +21,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from pipeline.config.optimizers import find_optimizer
 from pipeline.config.training import DenseOptimizerConfig
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.devices.cpu.kernel_pool import recording
 from pipeline.runtime.errors import PlanError
-from pipeline.runtime.process.kernel_pool import recording
 
 PHASES = ("forward", "backward", "optimizer")
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

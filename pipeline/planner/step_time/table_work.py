@@ -10,14 +10,14 @@ from pipeline.config.optimizers import find_optimizer
 from pipeline.planner.step_time.frequency import Bands, power_law, touched
 
 CACHE_MIB = (1, 4, 16, 32)  # sizes of caches whose misses have a rate each
-# Of pooled rows: larger blocks are new pages of the kernel's each time (pipeline.training.allocator); the latter where a rank has so much memory
+# Of pooled rows: larger blocks are new pages of the kernel's each time (pipeline.devices.cpu.memory); the latter where a rank has so much memory
 KEPT_BYTES, KEPT_IN_ROOM_BYTES, ROOMY_BYTES = 64 << 20, 256 << 20, 8 << 30
 POOLED_BYTES = 8 << 20  # of pooled rows or gradients: more do not stay in the caches between kernels
 LANES = 16  # numbers that the kernels move at once; what is left over goes one by one
 # Of pipeline.sharding.torchrec.cpu_tables.partition_tables, which is said there.
 BAG_WORK, ROW_WORK, UNIT_SHARES, LEAST_UNIT, MOST_SPLITS = 256, 16, 2, 100_000, 6
 AMOUNTS, SHARES = 3.0, 0.75  # how far likeness of tables' kernels reaches: doublings of an amount, shares of the ids
-LEAST_SHARE, LEAST_SAMPLES = 256, 32  # of a thread, of pipeline.runtime.process.kernel_pool and of FastLookup.fill
+LEAST_SHARE, LEAST_SAMPLES = 256, 32  # of a thread, of pipeline.devices.cpu.kernel_pool and of FastLookup.fill
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class ColumnIds:
     def ids(self, columns: Sequence[pa.Array]) -> NDArray[np.int64] | None:
         """Of each feature's column, of types that is_read(), one after the other: 0 for a missing, an empty or an unknown
         value. None where bytes are no text."""
-        from pipeline.serving.scoring import column_kernels as kernels
+        from pipeline.devices.cpu.kernels import columns as kernels
 
         num_rows = len(columns[0]) if columns else 0
         found = np.empty((len(columns), num_rows), np.int64)
@@ -72,7 +72,7 @@ class ColumnIds:
         ids: NDArray[np.int64],
     ) -> None:
         """Overwrites `hashes`."""
-        from pipeline.serving.scoring import column_kernels as kernels
+        from pipeline.devices.cpu.kernels import columns as kernels
 
         index, (directory, bits), (keys, words, sizes) = self._index, self._directories[number], spare
         if not len(index):
@@ -114,7 +114,7 @@ def is_whole_number(kind: pa.DataType) -> bool:
 
 def _read(column: pa.Array, begins: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> object:
     """What must live as long as `begins`, which are addresses."""
-    from pipeline.serving.scoring import column_kernels as kernels
+    from pipeline.devices.cpu.kernels import columns as kernels
 
     assert is_read(column.type)
     if pa.types.is_integer(column.type):

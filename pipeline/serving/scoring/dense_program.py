@@ -16,8 +16,8 @@ import torch
 import torch.fx
 from torch.fx.graph import CodeGen
 
+from pipeline.devices.cpu.products import onednn_multiplies_faster, outputs
 from pipeline.runtime.errors import DamagedError, ServingError
-from pipeline.runtime.kernels.products import onednn_multiplies_faster, outputs
 
 Program = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 GUARDS = "_guards_fn"  # what ExportedProgram.module() calls its checks, where it has them

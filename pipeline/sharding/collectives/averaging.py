@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipeline.devices.cpu.host_exchange import HostExchange
 from pipeline.runtime.process.comms_wait import working
-from pipeline.runtime.process.host_exchange import HostExchange
 
 BROADCAST_BYTES = 25 << 20  # at once
 

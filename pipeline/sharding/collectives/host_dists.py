@@ -24,8 +24,8 @@ from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.data.read.batch import ID_DTYPE, LENGTH_DTYPE
+from pipeline.devices.cpu.host_exchange import HostExchange
 from pipeline.runtime.process.comms_wait import working
-from pipeline.runtime.process.host_exchange import HostExchange
 
 COUNT_DTYPE = torch.int64
 

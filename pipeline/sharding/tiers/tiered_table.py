@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from pipeline.checkpoint.first_weights import FirstWeights
-from pipeline.sharding.kernels import record_kernels, slot_map_kernels
+from pipeline.devices.cpu.kernels import record as record_kernels
+from pipeline.devices.cpu.kernels import slot_map as slot_map_kernels
 from pipeline.sharding.tiers.row_store import RowStore
 from pipeline.sharding.tiers.transfers import Piece, transfers
 

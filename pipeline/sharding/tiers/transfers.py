@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.devices.cpu.kernels import transfer as transfer_kernels
 from pipeline.runtime.logs import get_logger
-from pipeline.sharding.kernels import transfer_kernels
 
 BUFFER_BYTES = 16 << 20
 PIECE_BYTES = 8 << 20

@@ -25,9 +25,9 @@ from torchrec.distributed import batched_embedding_kernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 from pipeline.config.optimizers import all_optimizers
+from pipeline.devices.cpu.kernel_pool import LEAST_SHARE, on_all_threads
 from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.logs import get_logger
-from pipeline.runtime.process.kernel_pool import LEAST_SHARE, on_all_threads
 from pipeline.sharding.tiers.settings import TierSettings
 from pipeline.sharding.torchrec.shard_tiers import ShardTiers
 from pipeline.sharding.torchrec.update_rule import UpdateRule
@@ -138,8 +138,8 @@ def speed_up_cpu_tables(modules: Iterable[nn.Module], rules: Mapping[str, Update
     if not lookups:
         return 0
     try:
-        from pipeline.sharding.kernels.lookup_kernels import look_up
-        from pipeline.sharding.kernels.update_kernels import update_tables
+        from pipeline.devices.cpu.kernels.lookup import look_up
+        from pipeline.devices.cpu.kernels.update import update_tables
     except ImportError as error:
         logger.info("tables train by FBGEMM's own backward, which is slower: %s", error)
         return 0
@@ -233,7 +233,7 @@ class FastLookup:
         return [self._marks[begin:end] for begin, end in pairwise(self._mark_begins)]
 
     def _mark_ids(self, indices: torch.Tensor, offsets: torch.Tensor) -> None:
-        from pipeline.sharding.kernels.update_kernels import mark_ids
+        from pipeline.devices.cpu.kernels.update import mark_ids
 
         indices, offsets, _, _ = self._lookup.prepare_inputs(indices, offsets, force_cast_input_types=True)
         num_samples = (len(offsets) - 1) // len(self._num_rows)

@@ -92,7 +92,7 @@ def flat_update(params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optim
     if not all(map(_is_whole, groups)):
         return None
     try:
-        from pipeline.sharding.kernels.update_kernels import update_rows
+        from pipeline.devices.cpu.kernels.update import update_rows
     except ImportError:  # no Numba
         return None
     blocks = [_block(tables, optimizer, rules) for tables in groups]

@@ -33,9 +33,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from pipeline.checkpoint.stored_rows import StoredRows
 from pipeline.data.read.batch import ID_DTYPE, LENGTH_DTYPE
+from pipeline.devices.cpu.host_exchange import HostExchange
 from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.process.comms_wait import clock_awaitable, waiting
-from pipeline.runtime.process.host_exchange import HostExchange
 from pipeline.sharding.collectives.host_dists import exchange_on_host, skip_id_exchange
 from pipeline.sharding.tiers.settings import TierSettings
 from pipeline.sharding.torchrec.cpu_tables import fast_lookups, speed_up_cpu_tables, tables_with_moments

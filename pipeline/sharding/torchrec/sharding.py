@@ -12,11 +12,11 @@ from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, Dist
 from torchrec.distributed.types import CommOp, ModuleSharder, QuantizedCommCodecs, ShardingEnv, ShardingPlan
 
 from pipeline.config.training import CommsConfig
+from pipeline.devices.cpu.host_exchange import HostExchange, connect
 from pipeline.embeddings.table import Table
 from pipeline.planner.limits import describe_comms, precisions
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.runtime.process.host_exchange import HostExchange, connect
 from pipeline.sharding.collectives.averaging import GradientAverage
 from pipeline.sharding.tiers.settings import TierSettings
 from pipeline.sharding.torchrec.embedding_sync import host_environment, plan_for_host

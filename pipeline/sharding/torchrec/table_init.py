@@ -21,9 +21,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from pipeline.checkpoint.first_weights import NORMAL, UNIFORM, FirstWeights
 from pipeline.checkpoint.stored_rows import StoredRows
+from pipeline.devices.cpu.process import use_small_pages
+from pipeline.devices.philox import fill_normal, fill_uniform
 from pipeline.embeddings.collection import Managed, Normal, RowsOf, Uniform, Zeros
-from pipeline.runtime.kernels.philox import fill_normal, fill_uniform
-from pipeline.runtime.process.huge_pages import use_small_pages
 
 BLOCK_ROWS = 4096  # of another init_fn; changing it changes the models that a given seed initializes by it
 AT_ONCE = 1 << 22  # numbers, of what cannot be sampled where it lies: columns of a table, and fp16

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from pipeline.devices.cpu.host_exchange import AVERAGE, FLAGS, HostExchange, connect
 from pipeline.planner.step_time.measurements import median_and_spread
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.runtime.process.host_exchange import AVERAGE, FLAGS, HostExchange, connect
 from pipeline.training.calibration.clock import Bench
 
 SIZES = (512, 8 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20)  # bytes that a rank hands in

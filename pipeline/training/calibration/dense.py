@@ -14,9 +14,9 @@ import torch.nn.functional as F
 
 from pipeline.config.optimizers import all_optimizers, find_optimizer
 from pipeline.config.training import DenseOptimizerConfig
+from pipeline.devices.cpu.products import gradient_of_inputs, gradient_of_weight, is_for_onednn, outputs
 from pipeline.models.layers.stack import MOST_WEIGHTS, stack_kernels
 from pipeline.planner.step_time.measurements import Number
-from pipeline.runtime.kernels.products import gradient_of_inputs, gradient_of_weight, is_for_onednn, outputs
 from pipeline.training.calibration.clock import Bench
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -14,7 +14,7 @@ PRODUCT_SIZE = 256  # three such matrices fit a core's own cache
 MEMORY_NUMBERS = 2 << 20  # 8 MiB: beyond a core's own cache
 HOST_OPERATIONS = 100
 REPEATS = 5
-ASLEEP_S = 5e-3  # a thread that has waited for so long sleeps (pipeline.runtime.process.openmp)
+ASLEEP_S = 5e-3  # a thread that has waited for so long sleeps (pipeline.devices.cpu.process)
 SHARED_NUMBERS = 1 << 16  # of which torch gives a second thread half
 
 

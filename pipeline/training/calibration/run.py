@@ -209,8 +209,8 @@ def _run_rank(rank: int, setup: Setup, work: Work, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from pipeline.devices.cpu.memory import keep_freed_memory
     from pipeline.runtime.process.distributed import DistributedContext
-    from pipeline.training.allocator import keep_freed_memory
     from pipeline.training.calibration.clock import Bench
 
     torch.set_num_threads(setup.threads)

@@ -11,12 +11,12 @@ from unittest.mock import patch
 
 import pytest
 
+from pipeline.devices.process_group import init_distributed
 from pipeline.runtime.nodes import shared_folder
 from pipeline.runtime.nodes.check import Limits, NodesReport, check_nodes, describe, find_problems
 from pipeline.runtime.nodes.clocks import clock_offsets
 from pipeline.runtime.nodes.facts import NodeFacts, gpu_problems, parse_gpus
 from pipeline.runtime.nodes.links import Link, rounds_of_pairs
-from pipeline.runtime.process.distributed import init_distributed
 from tests.support.ranks import RankPool
 
 WELL = "0, H100, 570, 81559, 10, 0, 40, Not Active\n"

@@ -1,0 +1,107 @@
+"""Train on the CPU: by this package's kernels (Cpu), or by TorchRec, FBGEMM and gloo as they are (PlainCpu)."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from pipeline.config.registry import register
+from pipeline.devices.base import Device
+from pipeline.devices.cpu.host_exchange import HostExchange, connect
+from pipeline.devices.cpu.memory import keep_freed_memory
+
+if TYPE_CHECKING:
+    from torch.profiler import ProfilerActivity
+
+    from pipeline.runtime.process.distributed import DistributedContext
+
+
+class PlainCpu(Device):
+    """The CPU under sharding.fast_cpu=false. It adds what FBGEMM and gloo need for right results there."""
+
+    device_type = "cpu"
+    backend = "gloo"
+    description = "a CPU"
+    copies_batches = False
+    has_torchrec_layers = True
+    fbgemm_is_complete = False
+    equal_batches_only = ("grid_shard", "table_row_wise")
+    table_kernels = ("dense", "fused")  # dense serves data_parallel alone
+    has_own_memory = False
+    memory_figure = "growth of the resident set since before the tables"
+    profiled_time = "CPU time"
+
+    @classmethod
+    def is_available(cls) -> bool:
+        return True
+
+    def at(self, index: int) -> torch.device:
+        return torch.device("cpu")  # without a number: ranks share the host
+
+    def start(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def pipeline(self, asked: str, world_size: int) -> str:
+        """One rank has no exchange to overlap with, and no batch is copied to a device."""
+        chosen = asked if asked != "auto" else "base" if world_size == 1 else "sparse_dist"
+        return "plain" if chosen == "base" else chosen
+
+    def limit_compiler(self) -> None:
+        import torch._inductor.config as inductor
+
+        inductor.compile_threads = 1  # no pool of compiler processes next to the rank, for a few small graphs
+
+    def peak_memory_bytes(self) -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # Linux counts KiB
+
+    def watch_memory(self) -> Callable[[], int]:
+        """What the process already holds, libraries and data, does not count."""
+        resident, before = psutil.Process().memory_info().rss, self.peak_memory_bytes()
+
+        def peak() -> int:
+            # An earlier peak, of loading data say, is not one of training; a higher one hides what came since.
+            now = self.peak_memory_bytes()
+            highest: int = now if now > before else psutil.Process().memory_info().rss
+            return max(0, highest - resident)
+
+        return peak
+
+    def fork_rng(self) -> AbstractContextManager[None]:
+        return torch.random.fork_rng(devices=[])
+
+    def random_state(self) -> torch.Tensor | None:
+        return None
+
+    def restore_random_state(self, state: torch.Tensor) -> None:
+        pass  # of a GPU that the step was saved on
+
+    def profiler_activities(self) -> list[ProfilerActivity]:
+        from torch.profiler import ProfilerActivity
+
+        return [ProfilerActivity.CPU]
+
+    def own_time_us(self, event: Any) -> float:
+        return float(event.self_cpu_time_total)
+
+
+@register("device", "cpu")
+class Cpu(PlainCpu):
+    """The CPU by this package's kernels: lookups and updates of tables, layers, the exchange of one host's ranks."""
+
+    plain = PlainCpu
+    has_kernels = True
+    has_torchrec_layers = False
+
+    def exchange(self, context: DistributedContext, timeout_s: float) -> HostExchange | None:
+        return connect(context, timeout_s)
+
+    def keep_freed_memory(self, num_ranks: int) -> None:
+        keep_freed_memory(num_ranks)

@@ -1,0 +1,104 @@
+"""Look up and pool rows on the CPU by kernels that Numba compiles.
+
+FBGEMM's kernel checks the ids in a pass of its own and returns fp32, which a bf16 model then casts in another. Here one pass
+checks, pools and rounds. Rows are summed in fp32, in the order of the bag's ids.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from pipeline.devices.cpu.kernels.llvm_intrinsics import (
+    LANES,
+    add_row_1,
+    add_row_16,
+    copy_1,
+    copy_16,
+    prefetch_to_read,
+)
+from pipeline.devices.cpu.kernels.parts import part, sum_rows
+
+U = np.uint64
+AHEAD = 8  # ids
+BLOCK = 32  # samples whose pooled rows stay in the second cache until the last feature's are there
+
+
+@part()
+def _copy(table, at, into, position, dim):  # type: ignore[no-untyped-def]
+    whole = dim // U(LANES) * U(LANES)
+    for k in range(U(0), whole, U(LANES)):
+        copy_16(table, at + k, into, position + k)
+    for k in range(whole, dim):
+        copy_1(table, at + k, into, position + k)
+
+
+@part()
+def _prefetch(table, begin, indices, position, limit, dim):  # type: ignore[no-untyped-def]
+    """The row of an id that nobody has checked yet."""
+    if position < U(len(indices)):
+        at = begin + min(U(indices[position]), limit) * dim
+        for k in range(U(0), dim, U(LANES)):
+            prefetch_to_read(table, at + k)
+
+
+@part()
+def _sum_scaled(table, begin, indices, factors, first, last, scale, dim, sums):  # type: ignore[no-untyped-def]
+    """sums[:dim] = scale * the rows of indices[first:last], each times its factor where there are some."""
+    sums[:dim] = np.float32(0)
+    whole = dim // U(LANES) * U(LANES)
+    for position in range(first, last):
+        share = scale
+        if len(factors):
+            share = scale * factors[position]
+        at = begin + U(indices[position]) * dim
+        for k in range(U(0), whole, U(LANES)):
+            add_row_16(sums, k, table, at + k, share)
+        for k in range(whole, dim):
+            add_row_1(sums, k, table, at + k, share)
+
+
+# Numba compiles plain arrays and numbers: no object can bundle them.
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def look_up(  # type: ignore[no-untyped-def]
+    indices, offsets, factors, num_samples, columns, table, table_begins, num_rows, is_mean, out, width, begin, end
+):  # fmt: skip
+    """Fill out[s * width + columns[f]:] with the pooled rows of each feature f for samples s in begin..end.
+
+    indices [L], offsets [F * B + 1], columns [F + 1]; factors: a weight for each id [L], or none [0], and a mean is divided by
+    the number of ids, whatever their weights; table: all tables' rows, flat, those of feature f from table_begins[f]
+    on, num_rows[f] of them. False where an id or an offset is out of range: `out` is then unfinished.
+    """
+    num_features = U(len(columns) - 1)
+    widest = U(0)
+    for feature in range(num_features):
+        widest = max(widest, U(columns[feature + U(1)] - columns[feature]))
+    sums = np.empty(widest + U(LANES), np.float32)
+    for block in range(begin, end, U(BLOCK)):
+        last_sample = min(block + U(BLOCK), end)
+        for feature in range(num_features):
+            dim = U(columns[feature + U(1)] - columns[feature])
+            table_begin, limit = U(table_begins[feature]), U(num_rows[feature])
+            for sample in range(block, last_sample):
+                bag = feature * num_samples + sample
+                first, last = U(offsets[bag]), U(offsets[bag + U(1)])
+                if first > last or last > U(len(indices)):
+                    return False
+                for position in range(first, last):
+                    if U(indices[position]) >= limit:  # a negative id is a large one
+                        return False
+                    # A neighbour's, where bags are short.
+                    _prefetch(table, table_begin, indices, position + U(AHEAD), limit, dim)
+                target = sample * width + U(columns[feature])
+                if last - first == U(1) and not len(factors):
+                    _copy(table, table_begin + U(indices[first]) * dim, out, target, dim)
+                    continue
+                if len(factors) or is_mean:
+                    scale = np.float32(1)
+                    if is_mean and last > first:
+                        scale = np.float32(1) / np.float32(last - first)
+                    _sum_scaled(table, table_begin, indices, factors, first, last, scale, dim, sums)
+                else:
+                    sum_rows(table, table_begin, dim, indices, sums, False, first, last, sums)
+                _copy(sums, U(0), out, target, dim)
+    return True

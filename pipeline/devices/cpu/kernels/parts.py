@@ -1,0 +1,72 @@
+"""Build parts of kernels: how they are compiled, and the copies and sums that several kernels use.
+
+A compiled function calls a part for each row or number. Python never calls one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+from numba import njit
+
+from pipeline.devices.cpu.kernels.llvm_intrinsics import (
+    LANES,
+    add_row_1,
+    move_1,
+    move_16,
+    sum_rows_1,
+    sum_rows_2,
+    sum_rows_4,
+)
+
+Kernel = TypeVar("Kernel", bound=Callable[..., object])
+U = np.uint64
+L = U(LANES)
+
+
+def part(*, fastmath: bool = False) -> Callable[[Kernel], Kernel]:
+    """njit for a function that allocates nothing. It is inlined, and counts no references to its arrays.
+
+    Numba counts a reference to each array for the time of a call, by two atomic operations: they took three quarters of the time
+    of an update of tables, whose parts take up to eight arrays.
+    """
+    settings: dict[str, Any] = {"nogil": True, "cache": True, "forceinline": True, "_nrt": False, "fastmath": fastmath}
+    compiled: Callable[[Kernel], Kernel] = njit(**settings)
+    return compiled
+
+
+@part()
+def move(source, at, into, position, count):  # type: ignore[no-untyped-def]
+    """into[position : position + count] = source[at : at + count], rounded to `into`'s type."""
+    if count < L:
+        for k in range(count):
+            move_1(source, at + k, into, position + k)
+        return
+    for k in range(U(0), count - L, L):
+        move_16(source, at + k, into, position + k)
+    move_16(source, at + count - L, into, position + count - L)  # over what the one before has moved, in part
+
+
+@part()
+def sum_rows(table, begin, dim, order, factors, is_scaled, first, last, sums):  # type: ignore[no-untyped-def]
+    """sums[:dim] = the sum over e in first..last of table[begin + order[e] * dim:][:dim], times factors[e] if is_scaled.
+
+    In registers: 64 columns at a time, then 32, 16 and single ones. In their order, in fp32; uint16 is fp16. Without is_scaled `factors` is any array of fp32, which is not read.
+    """
+    k = U(0)
+    while k + U(4) * L <= dim:
+        sum_rows_4(table, begin, dim, order, factors, is_scaled, first, last, k, sums)
+        k += U(4) * L
+    if k + U(2) * L <= dim:
+        sum_rows_2(table, begin, dim, order, factors, is_scaled, first, last, k, sums)
+        k += U(2) * L
+    if k + L <= dim:
+        sum_rows_1(table, begin, dim, order, factors, is_scaled, first, last, k, sums)
+        k += L
+    for number in range(k, dim):
+        sums[number] = np.float32(0)
+        for entry in range(first, last):
+            factor = factors[entry] if is_scaled else np.float32(1)
+            add_row_1(sums, number, table, begin + U(order[entry]) * dim + number, factor)

@@ -1,0 +1,243 @@
+"""Update tables in position on the CPU by kernels that Numba compiles.
+
+update_tables takes pooled gradients. Each row that a batch touched is updated once with the sum of its gradients, as
+FBGEMM's exact optimizers do; a row that none touched stays as it is, its moments too, unless the table's rule is for all
+rows. FBGEMM sorts the ids of every table for that; here a table of slots finds the rows (row_kernels). The next rows are
+prefetched, for the time goes into waiting for memory. Threads take tables from one list, and large tables in parts, of
+which each has its own rows. update_rows takes the dense gradient of many small replicated tables, which lie one after the
+other in fp32 arrays, as FBGEMM's dense lookup has them.
+
+fp16 tables come as uint16, and are rounded at random (optimizer_kernels). The random number is a hash of the step, the
+table's offset and the row, so it is the same on any number of threads, and in a resumed run.
+
+Shapes: F features, B samples, L ids, T tables, D the width of a row. Weights and states of all tables lie one after
+the other in 1-D arrays. Every index is unsigned: Numba then leaves out its check for negative ones, and LLVM vectorises.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from pipeline.devices.cpu.kernels.llvm_intrinsics import prefetch_to_write
+from pipeline.devices.cpu.kernels.optimizer import (
+    ADAM,
+    KEEP,
+    MOST,
+    NORM,
+    ROWWISE_ADAGRAD,
+    ROWWISE_ADAM,
+    SGD,
+    add_penalty,
+    clip,
+    largest_size,
+    subtract,
+    subtract_half,
+    to_direction,
+)
+from pipeline.devices.cpu.kernels.parts import part, sum_rows
+from pipeline.devices.cpu.kernels.row import (
+    AHEAD,
+    HASH,
+    bring_near,
+    buffer_sizes,
+    find_rows,
+    own_ids,
+    sort_bags,
+)
+
+U = np.uint64
+TOGETHER = U(128)  # numbers of rows that update_rows looks at at once
+
+
+@part()
+def _prefetch(values, at, count, line):  # type: ignore[no-untyped-def]
+    for k in range(U(0), count, line):
+        prefetch_to_write(values, at + k)
+
+
+@part()
+def _prefetch_row(row, weights, halves, is_half, states, squares, kind, begins, sizes):  # type: ignore[no-untyped-def]
+    at = begins[0] + row * sizes[0]
+    _prefetch(halves, at, sizes[0] if is_half else U(0), U(32))
+    _prefetch(weights, at, U(0) if is_half else sizes[0], U(16))
+    if kind != SGD:
+        _prefetch(states, begins[1] + row * sizes[1], sizes[1], U(16))
+    if kind >= ADAM:
+        _prefetch(squares, begins[2] + row * sizes[2], sizes[2], U(16))
+
+
+@part(fastmath=True)
+def _update_row(  # type: ignore[no-untyped-def]
+    row, gradient, weights, halves, is_half, states, squares, kind, numbers, l2, step, begins, sizes
+):  # fmt: skip
+    """Of a table whose weights and two states begin at `begins` and are `sizes` long a row; `gradient` is overwritten.
+
+    Thirteen parameters, for the reason that update_tables gives.
+    """
+    at, state, square = begins[0] + row * sizes[0], begins[1] + row * sizes[1], begins[2] + row * sizes[2]
+    dim = sizes[0]
+    add_penalty(gradient, weights, halves, is_half, at, l2, dim)
+    scale = to_direction(gradient, states, squares, state, square, kind, numbers, dim)
+    if is_half:
+        key = (U(step) * HASH) ^ (at * U(0xD6E8FEB86659FD93))
+        subtract_half(halves, at, gradient, scale, numbers[KEEP], dim, key)
+    else:
+        subtract(weights, at, gradient, scale, numbers[KEEP], dim)
+
+
+@part(fastmath=True)
+def _update_others(  # type: ignore[no-untyped-def]
+    touched, gradient, weights, halves, is_half, states, squares, kind, numbers, l2, step, begins, sizes
+):  # fmt: skip
+    """The rows not in `touched` [rows of the table, or 0], as by a gradient of 0. Parameters: as _update_row's."""
+    for row in range(U(0), U(len(touched))):
+        if not touched[row]:
+            gradient[:] = np.float32(0)
+            _update_row(
+                row, gradient, weights, halves, is_half, states, squares, kind, numbers, l2, step, begins, sizes
+            )
+
+
+@part()
+def _mark(marks, begin, row):  # type: ignore[no-untyped-def]
+    """Set the bit of a row in its table's bitmap, which begins at byte `begin`."""
+    marks[begin + (row >> U(3))] |= np.uint8(U(1) << (row & U(7)))
+
+
+@part()
+def _update_rows_of(  # type: ignore[no-untyped-def]
+    near, order, scales, has_scales, rows, ends, distinct, gradient, weights, halves, is_half, states, squares, kind,
+    numbers, l2, step, begins, sizes, marks, touched,
+):  # fmt: skip
+    """Each of a unit's rows, by the sum over its bags. Parameters: as update_tables and _update_row have them."""
+    # Without these an untouched row's formulas change nothing.
+    skips, begin = kind >= ADAM or numbers[KEEP] != np.float32(1) or l2 != np.float32(0), U(0)
+    for entry in range(distinct):
+        if entry + U(AHEAD) < distinct:
+            _prefetch_row(rows[entry + U(AHEAD)], weights, halves, is_half, states, squares, kind, begins, sizes)
+        row, end = rows[entry], U(ends[entry])
+        sum_rows(near, U(0), sizes[0], order, scales, has_scales, begin, end, gradient)
+        begin = end
+        if skips and largest_size(gradient, U(0), sizes[0]) == np.float32(0):
+            continue
+        clip(gradient, U(0), sizes[0], numbers[MOST], numbers[NORM])
+        _update_row(row, gradient, weights, halves, is_half, states, squares, kind, numbers, l2, step, begins, sizes)
+        if len(marks):
+            _mark(marks, U(0), row)
+        if len(touched):
+            touched[row] = True
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def mark_ids(marks, mark_begins, feature_begins, indices, offsets, num_samples):  # type: ignore[no-untyped-def]
+    """Set the bits of all rows that a batch names, in the bitmaps of update_tables: for updates that are not its own."""
+    for table in range(len(feature_begins) - 1):
+        first, last = U(feature_begins[table]) * num_samples, U(feature_begins[table + 1]) * num_samples
+        for position in range(U(offsets[first]), U(offsets[last])):
+            _mark(marks, U(mark_begins[table]), U(indices[position]))
+
+
+@njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
+def update_tables(  # type: ignore[no-untyped-def]
+    units, feature_begins, indices, offsets, factors, num_samples, gradients, width, columns, weights, halves, is_half,
+    weight_begins, states, state_begins, squares, square_begins, kind, is_mean, numbers, l2s, every, step,
+    marks, mark_begins, begin, end,
+):  # fmt: skip
+    """Update tables in `halves` (fp16 as uint16) if `is_half`, else in `weights`: the units begin..end.
+
+    Twenty-seven parameters, because Numba compiles arrays and numbers: a structure would be boxed or copied at each call.
+
+    units [n, 3]: a table, a part of its rows, and how many parts there are; tables with `every` or `marks` have one
+    part. feature_begins [T + 1]: a table's features are neighbours. offsets [F * B + 1] into indices [L]. factors: a weight for each id [L], or none [0].
+    gradients: fp32, or bf16 as uint16; sample b's begin at b * width, feature f's at columns [F + 1] from there.
+    numbers: as LR and what follows it say. l2s [T]: a touched row's gradient gains l2 * its weights. every [T]: the
+    table's rows, where untouched ones are updated too, as by a gradient of 0; else 0. marks: a bitmap of the updated rows
+    for each table, which begins at byte mark_begins [T + 1]; empty where nobody asks for them.
+    """
+    longest, most = buffer_sizes(units[begin:end], feature_begins, offsets, columns, num_samples)
+    slots = np.empty(U(4) * longest + U(16), np.int32)
+    rows, entries, ends = np.empty(longest + U(1), np.uint64), np.empty(longest, np.int32), np.empty(longest, np.uint32)
+    ids, bags, scales = (
+        np.empty(longest + U(1), np.uint64),
+        np.empty(longest + U(1), np.uint32),
+        np.empty(longest + U(1), np.float32),
+    )
+    order, sorted_scales, near = np.empty(longest, np.uint32), np.empty(longest, np.float32), np.empty(most, np.float32)
+    has_scales = is_mean or len(factors) > 0
+    for unit in range(begin, end):
+        table, part, num_parts = U(units[unit, 0]), U(units[unit, 1]), U(units[unit, 2])
+        first, last = U(feature_begins[table]), U(feature_begins[table + U(1)])
+        dim = U(columns[first + U(1)] - columns[first])
+        count, largest = own_ids(
+            indices, offsets, factors, first * num_samples, last * num_samples, is_mean, part, num_parts, ids, bags, scales
+        )  # fmt: skip
+        distinct = find_rows(ids, count, largest, slots, rows, ends, entries)
+        sort_bags(bags, scales, entries, count, distinct, has_scales, ends, order, sorted_scales)
+        bring_near(gradients, width, columns, first, last, num_samples, dim, near)
+        begins = (U(weight_begins[first]), U(state_begins[first]), U(square_begins[first]))
+        sizes = (dim, dim if kind != ROWWISE_ADAGRAD else U(1), dim if kind != ROWWISE_ADAM else U(1))
+        gradient, touched = np.empty(dim, np.float32), np.zeros(every[table], np.bool_)
+        bits_of_rows = marks[mark_begins[table] : mark_begins[table + U(1)]] if len(marks) else marks
+        _update_rows_of(
+            near, order, sorted_scales, has_scales, rows, ends, distinct, gradient, weights, halves, is_half, states, squares, kind,
+            numbers, l2s[table], step, begins, sizes, bits_of_rows, touched,
+        )  # fmt: skip
+        if every[table]:
+            bits_of_rows[:] = 255
+        _update_others(
+            touched, gradient, weights, halves, is_half, states, squares, kind, numbers, l2s[table], step, begins, sizes
+        )
+
+
+@part()
+def _has_bits(bits, begin, end):  # type: ignore[no-untyped-def]
+    """Whether any of the numbers begin..end is other than zero, whose bits are `bits`."""
+    found = np.uint32(0)
+    for k in range(begin, end):
+        found |= bits[k]
+    return found != np.uint32(0)
+
+
+@njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
+def update_rows(  # type: ignore[no-untyped-def]
+    weights, gradient, states, squares, rows, dims, kind, numbers, l2s, every, marks
+):  # fmt: skip
+    """The same updates from a dense gradient; tables have `rows` [T] of `dims` [T], states a number a weight, or a row.
+
+    A row is touched where its gradient is not all zero; every [T]: not 0 where untouched rows are updated too. marks: a
+    byte for each row of all tables, which becomes 1 where the row is updated; empty where nobody asks for them.
+    """
+    begin, state, square, marked = U(0), U(0), U(0), U(0)
+    bits = gradient.view(np.uint32)
+    for table in range(len(rows)):
+        dim = U(dims[table])
+        row_gradient = np.empty(dim, np.float32)
+        state_dim = dim if kind != ROWWISE_ADAGRAD else U(1)
+        square_dim = dim if kind != ROWWISE_ADAM else U(1)
+        remaining, together = U(rows[table]), max(TOGETHER // dim, U(1))
+        while remaining:
+            count = min(together, remaining)
+            remaining -= count
+            if not every[table] and not _has_bits(bits, begin, begin + count * dim):
+                marked += count
+                begin += count * dim
+                state += count * state_dim
+                square += count * square_dim
+                continue
+            for _ in range(count):
+                if every[table] or largest_size(gradient, begin, begin + dim) != np.float32(0):
+                    for k in range(dim):
+                        row_gradient[k] = gradient[begin + k]
+                    clip(row_gradient, U(0), dim, numbers[MOST], numbers[NORM])
+                    if l2s[table] != np.float32(0):
+                        for k in range(dim):
+                            row_gradient[k] += l2s[table] * weights[begin + k]
+                    scale = to_direction(row_gradient, states, squares, state, square, kind, numbers, dim)
+                    subtract(weights, begin, row_gradient, scale, numbers[KEEP], dim)
+                    if len(marks):
+                        marks[marked] = 1
+                marked += U(1)
+                begin += dim
+                state += state_dim
+                square += square_dim

@@ -1,0 +1,109 @@
+"""Train on NVIDIA GPUs (and on AMD's, which torch calls cuda): FBGEMM's and TorchRec's own code."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pipeline.config.registry import register
+from pipeline.devices.base import Device
+from pipeline.runtime.errors import ConfigError
+
+DEVICE_FILE = Path("/dev/nvidia0")  # made by NVIDIA's driver for the first GPU of a host
+
+DEVICE_FILE = Path("/dev/nvidia0")  # made by NVIDIA's driver for the first GPU of a host
+
+
+@register("device", "cuda")
+class Cuda(Device):
+    device_type = "cuda"
+    backend = "nccl"
+    description = "an NVIDIA GPU"
+
+    @classmethod
+    def index_of(cls, local_rank: int) -> int:
+        return gpu_of_rank(local_rank)
+
+    @classmethod
+    def why_absent(cls) -> str:
+        return why_no_gpu()
+
+    @classmethod
+    def check_absence(cls) -> None:
+        check_cpu_is_meant()
+
+    def needs_claim(self, num_ranks: int) -> bool:
+        return num_ranks > 1 and torch.cuda.device_count() == 1
+
+    def claim(self, store: dist.Store, local_rank: int) -> None:
+        claim_gpu(store, local_rank)
+
+
+def gpu_of_rank(local_rank: int) -> int:
+    """Return the index of the rank's GPU. A process that sees one GPU uses it: see claim_gpu.
+
+    Raises:
+        ConfigError: this host has more ranks than GPUs.
+    """
+    count = torch.cuda.device_count()
+    if local_rank < count:
+        return local_rank
+    if count == 1:
+        return 0
+    raise ConfigError(
+        f"LOCAL_RANK={local_rank} needs {local_rank + 1} GPUs and this process sees {count}{_visible()}; "
+        f"start at most {count} rank(s) on a host, or use hardware=cpu"
+    )
+
+
+def check_cpu_is_meant() -> None:
+    """Refuse to train on the CPU of a GPU host only because torch sees no GPU.
+
+    An old driver, or a CPU build of torch, would otherwise cost hours at a fraction of the speed. An empty
+    CUDA_VISIBLE_DEVICES hides the GPUs on purpose.
+
+    Raises:
+        ConfigError: with torch's own reason.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not DEVICE_FILE.exists():
+        return
+    raise ConfigError(
+        f"this host has an NVIDIA GPU ({DEVICE_FILE}) but torch {torch.__version__} sees none{_visible()}: "
+        f"{why_no_gpu()}; `python -m pipeline.doctor` shows the fix. To train on the CPU, set hardware=cpu "
+        "(or comms.backend=gloo)"
+    )
+
+
+def why_no_gpu() -> str:
+    """Return torch's reason why torch.cuda.is_available() is False, as one line."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # the latter from a CPU build
+        return str(error).strip().splitlines()[0]
+    return "torch gives no reason"
+
+
+def claim_gpu(store: dist.Store, local_rank: int) -> None:
+    """Check that no other rank uses this rank's GPU, where each task sees one GPU (Slurm's --gpus-per-task=1).
+
+    CUDA_VISIBLE_DEVICES does not tell: Slurm's cgroups renumber GPUs, so it may be 0 in each task.
+
+    Raises:
+        ConfigError: another rank of this host has claimed the same GPU.
+    """
+    gpu = torch.cuda.get_device_properties(0).uuid
+    if store.add(f"gpu/{socket.gethostname()}/{gpu}", 1) > 1:
+        raise ConfigError(
+            f"LOCAL_RANK={local_rank} and another rank of {socket.gethostname()} see 1 GPU each, and it is the "
+            f"same GPU{_visible()}; start 1 rank on this host, or give each task a GPU of its own "
+            "(Slurm: --gpus-per-task=1)"
+        )
+
+
+def _visible() -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"

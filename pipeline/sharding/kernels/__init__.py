@@ -1,1 +1,0 @@
-"""CPU kernels for table lookups and updates, compiled by Numba."""

@@ -1,0 +1,66 @@
+"""Compiled kernels have a folder though the installation, the home and the image's own cache are read-only."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.container import as_container
+from pipeline.devices.cpu import process as kernel_cache
+from pipeline.devices.cpu.process import KERNEL_CACHE, find_kernel_cache
+
+
+def _writable(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
+    monkeypatch.setattr(kernel_cache.os, "access", lambda path, mode: Path(path) in folders)
+
+
+def test_what_an_image_has_compiled_is_copied_where_it_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "image" / "tables_1").mkdir(parents=True)
+    (tmp_path / "image" / "tables_1" / "kernel.nbi").write_text("compiled")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(kernel_cache.tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv(KERNEL_CACHE, str(tmp_path / "image"))
+    _writable(monkeypatch, tmp_path / "tmp")
+    for _ in range(2):  # and of a second rank
+        find_kernel_cache()
+        assert os.environ[KERNEL_CACHE] == str(tmp_path / "tmp" / f"numba-{os.getuid()}")
+        assert (Path(os.environ[KERNEL_CACHE]) / "tables_1" / "kernel.nbi").read_text() == "compiled"
+        monkeypatch.setenv(KERNEL_CACHE, str(tmp_path / "image"))
+    assert [each.name for each in (tmp_path / "tmp").iterdir()] == [f"numba-{os.getuid()}"]
+
+
+def test_a_folder_that_can_be_written_stays_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KERNEL_CACHE, str(tmp_path / "not" / "there"))
+    _writable(monkeypatch, tmp_path)
+    find_kernel_cache()
+    assert os.environ[KERNEL_CACHE] == str(tmp_path / "not" / "there")
+    monkeypatch.delenv(KERNEL_CACHE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    find_kernel_cache()
+    assert KERNEL_CACHE not in os.environ
+    _writable(monkeypatch)
+    find_kernel_cache()
+    assert os.environ[KERNEL_CACHE].endswith(f"numba-{os.getuid()}")
+
+
+@pytest.mark.campaign
+def test_kernels_load_in_a_container_whose_root_is_read_only(tmp_path: Path) -> None:
+    """RUNC=/usr/sbin/runc pytest -m campaign tests/devices/cpu/test_kernel_cache.py, as root."""
+    runc = os.environ.get("RUNC") or shutil.which("runc")
+    if not runc or os.geteuid():
+        pytest.skip("no container can be started: RUNC names no runc and the PATH has none, or this is not root")
+    environ = {key: value for key, value in os.environ.items() if key not in (KERNEL_CACHE, "XDG_CACHE_HOME")}
+    for find, code in (("pass", 1), ("find_kernel_cache()", 0)):
+        source = f"from pipeline.devices.cpu.process import find_kernel_cache; {find}; import pipeline.devices.cpu.kernels.lookup"
+        (folder := tmp_path / str(code)).mkdir()
+        command = as_container(runc, [sys.executable, "-c", source], environ, folder)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == code, done.stderr
+        assert code == 0 or "no locator available" in done.stderr
