@@ -18,6 +18,7 @@ from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.process.processes import ELASTIC_ROUND
 
 if TYPE_CHECKING:
+    from pipeline.config.jobs.train import TrainJob
     from pipeline.devices.base import Device
 
 STORE_TIMEOUT_S = 10.0
@@ -56,6 +57,12 @@ def init_distributed(
             )  # fmt: skip
         atexit.register(_leave)
     return DistributedContext(rank, world_size, local_rank, local_world_size, device.torch_device, chosen)
+
+
+def init_for(job: TrainJob) -> DistributedContext:
+    """Collective: init_distributed, as the job says."""
+    comms = job.comms
+    return init_distributed(comms.backend, comms.timeout_s, job.hardware.compute_device, job.sharding.fast_cpu)
 
 
 def _choose_device(backend: str, compute_device: str, local_rank: int, fast_cpu: bool) -> Device:

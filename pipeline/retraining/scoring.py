@@ -21,7 +21,7 @@ from pipeline.config.retraining import GateConfig
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.reader import ShardReader
-from pipeline.devices.process_group import init_distributed
+from pipeline.devices.process_group import init_for
 from pipeline.models.tasks.label_kinds import losses_of
 from pipeline.models.tasks.labels import LabelsPrediction, LabelsTask
 from pipeline.models.tasks.task import task_in
@@ -51,9 +51,7 @@ def score(
         data=replace(saved.data, path=data_path, reader=replace(saved.data.reader, shuffle="none")),
     )
     watchdog.use(limits)
-    context = init_distributed(
-        job.comms.backend, job.comms.timeout_s, job.hardware.compute_device, job.sharding.fast_cpu
-    )
+    context = init_for(job)
     resolved = resolve(job, load_dataset(data_path), context)
     watchdog.beat(phase="loading")
     assembly = assemble(resolved, context, initialize=False)

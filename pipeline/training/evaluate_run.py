@@ -71,7 +71,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         from pipeline.checkpoint.checkpointer import Checkpointer
         from pipeline.checkpoint.steps import step_path
         from pipeline.data.dataset import load_dataset
-        from pipeline.devices.process_group import init_distributed
+        from pipeline.devices.process_group import init_for
         from pipeline.sharding.torchrec.embedding_sync import TableReplicas
         from pipeline.training.assembly import assemble, open_reader, resolve
         from pipeline.training.evaluation import evaluate_model
@@ -79,9 +79,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         from pipeline.training.input_watch import on_all_ranks
 
     watchdog.use(trained.trainer.limits())
-    context = init_distributed(
-        trained.comms.backend, trained.comms.timeout_s, trained.hardware.compute_device, trained.sharding.fast_cpu
-    )
+    context = init_for(trained)
     watchdog.beat(phase="loading")
     resolved = resolve(trained, load_dataset(trained.data.path), context)
     dataset = resolved.dataset

@@ -89,15 +89,13 @@ def train(job: TrainJob, open_input: OpenInput | None = None) -> TrainSummary:
     """
     # Imported here, for a typo in the command line must fail before torch is loaded.
     with none_while_importing():
-        from pipeline.devices.process_group import describe_threads, init_distributed
+        from pipeline.devices.process_group import describe_threads, init_for
         from pipeline.runtime.logs import get_logger, log_file
         from pipeline.runtime.storage.run_folder import take_run_folder
 
     if job.sharding.allow_untested_versions:
         allow_untested_versions()
-    context = init_distributed(
-        job.comms.backend, job.comms.timeout_s, job.hardware.compute_device, job.sharding.fast_cpu
-    )
+    context = init_for(job)
     if job.world_size != context.world_size:
         raise TrainingError(
             f"world_size={job.world_size}, but {context.world_size} rank(s) run; leave it to the launcher"
