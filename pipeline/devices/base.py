@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from torch.autograd.profiler_util import FunctionEventAvg
     from torch.profiler import ProfilerActivity
 
     from pipeline.devices.cpu.host_exchange import HostExchange
@@ -145,7 +146,7 @@ class Device:
 
         return [ProfilerActivity.CPU, getattr(ProfilerActivity, self.device_type.upper())]
 
-    def own_time_us(self, event: Any) -> float:
+    def own_time_us(self, event: FunctionEventAvg) -> float:
         """Of an event of the profiler, without what it calls."""
         return float(event.self_device_time_total)
 

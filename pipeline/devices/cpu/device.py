@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -16,6 +16,7 @@ from pipeline.devices.cpu.host_exchange import HostExchange, connect
 from pipeline.devices.cpu.memory import keep_freed_memory
 
 if TYPE_CHECKING:
+    from torch.autograd.profiler_util import FunctionEventAvg
     from torch.profiler import ProfilerActivity
 
     from pipeline.runtime.process.distributed import DistributedContext
@@ -88,7 +89,7 @@ class PlainCpu(Device):
 
         return [ProfilerActivity.CPU]
 
-    def own_time_us(self, event: Any) -> float:
+    def own_time_us(self, event: FunctionEventAvg) -> float:
         return float(event.self_cpu_time_total)
 
 
