@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
-from torchrec.distributed.planner import utils as torchrec_utils
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import (
@@ -23,7 +22,6 @@ from torchrec.distributed.planner.types import (
     StorageReservation,
     Topology,
 )
-from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 
 from pipeline.config.optimizers import find_optimizer
@@ -43,8 +41,8 @@ def shard_state_bytes(optimizer_name: str, num_rows: int, num_columns: int) -> i
     return STATE_BYTES * num_rows * (entry.state_per_element * num_columns + entry.state_per_row)
 
 
-class SortedEnumerator(EmbeddingEnumerator):
-    """TorchRec's enumeration in one order whatever PYTHONHASHSEED is, with our costs and our count of training memory."""
+class CostedEnumerator(EmbeddingEnumerator):
+    """Enumerate TorchRec's options with our costs and our count of training memory."""
 
     def __init__(
         self,
@@ -65,26 +63,16 @@ class SortedEnumerator(EmbeddingEnumerator):
         self._last_stored_module = None  # the copies have no shards
         for option, shards in zip(options, self._estimated, strict=True):
             option.shards = shards
-        return options
+        # By name within a table, as in earlier releases: which of two equal options wins depends on the order.
+        tables = {name: index for index, name in enumerate(dict.fromkeys(option.fqn for option in options))}
+        return sorted(options, key=lambda each: (tables[each.fqn], each.sharding_type, each.compute_kernel))
 
-    def estimate_again(
-        self, options: list[ShardingOption], sharders: list[ModuleSharder[nn.Module]]
-    ) -> list[ShardingOption]:
-        """Fill in the costs and memory of the options' shards."""
-        self._sharder_map = {sharder_name(sharder.module_type): sharder for sharder in sharders}
-        if hasattr(torchrec_utils, "build_sharder_data_map"):  # TorchRec 1.6 asks the sharders themselves
-            self._sharder_data_map = torchrec_utils.build_sharder_data_map(self._sharder_map)
+    def estimate_again(self, options: list[ShardingOption]) -> list[ShardingOption]:
+        """Estimate costs and memory of further options of the module that was enumerated."""
         self.populate_estimates(options)
         for option, shards in zip(options, self._estimated, strict=True):
             option.shards = shards
         return options
-
-    # TorchRec intersects sets of strings, so its order of options, and which of two equals wins, changes by process.
-    def _filter_sharding_types(self, name: str, allowed_sharding_types: list[str], sharder_key: str = "") -> list[str]:
-        return sorted(super()._filter_sharding_types(name, allowed_sharding_types, sharder_key))
-
-    def _filter_compute_kernels(self, name: str, allowed_compute_kernels: list[str], sharding_type: str) -> list[str]:
-        return sorted(super()._filter_compute_kernels(name, allowed_compute_kernels, sharding_type))
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         with _without_optimizer(sharding_options):
@@ -151,7 +139,7 @@ class KeepFree(StorageReservation):
     """
 
     def __init__(self, fraction: float, dense_bytes: int) -> None:
-        self._percentage = fraction  # TorchRec's own text for a failed search reads it
+        self._percentage = fraction  # TorchRec reads it for its own texts and logs
         self._dense_bytes = dense_bytes
         self._reserved: Topology | None = None
 

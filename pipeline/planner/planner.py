@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.planner import planners as torchrec_planners
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner, to_sharding_plan, validate_rank_assignment
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
@@ -22,7 +21,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from pipeline.config.planner import HardwareConfig, PlannerConfig
 from pipeline.embeddings.table import Table
 from pipeline.planner.constraints import TableOptimizer
-from pipeline.planner.estimator import SortedEnumerator
+from pipeline.planner.estimator import CostedEnumerator
 from pipeline.planner.fingerprint import differing_libraries, differing_lines
 from pipeline.planner.found_plan import Found, build_record, rank_loads
 from pipeline.planner.hardware import Hardware, build_topology, resolve_hardware
@@ -172,7 +171,7 @@ def _search_torchrec(config: PlannerConfig, problem: Problem) -> Found:
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=request.batch_size,
-        enumerator=SortedEnumerator(
+        enumerator=CostedEnumerator(
             topology, request.batch_size, problem.constraints, request.optimizer.name, problem.costs
         ),
         storage_reservation=problem.reservation,
@@ -224,9 +223,6 @@ def _search_portfolio(config: PlannerConfig, problem: Problem) -> Found:
     )  # fmt: skip
     plan = to_sharding_plan(options, topology)
     validate_rank_assignment(plan, topology)
-    if hasattr(torchrec_planners, "validate_compute_kernels"):  # TorchRec 1.6 has the validator of ranks alone
-        torchrec_planners.validate_modules_inclusion_in_sharding_plan(plan, request.model, request.sharders)
-        torchrec_planners.validate_compute_kernels(options)
     # Where not all of TorchRec's proposals were tried, its planner may have found a better plan.
     torchrec_score = result.torchrec if result.torchrec_complete else None
     torchrec_found = (

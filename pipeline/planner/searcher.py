@@ -13,7 +13,7 @@ from torchrec.distributed.types import CacheParams, ModuleSharder
 
 from pipeline.planner.constraints import COLUMN_STEP, PlacedTable, TableOptimizer
 from pipeline.planner.cost_model import KEY_VALUE, CostModel
-from pipeline.planner.estimator import SortedEnumerator
+from pipeline.planner.estimator import CostedEnumerator
 from pipeline.planner.hardware import Hardware
 from pipeline.planner.infeasible import table_bytes
 from pipeline.planner.limits import COLUMN_SHARDING_TYPES, allowed_sharding_types
@@ -61,11 +61,11 @@ def enumerate_options(
 ) -> tuple[list[ShardingOption], int]:
     """TorchRec's options and their number; behind them column shards of the widths that TorchRec leaves out."""
 
-    def enumerate_by(constraints: dict[str, ParameterConstraints]) -> list[ShardingOption]:
-        enumerator = SortedEnumerator(topology, batch_size, constraints, optimizer.name, costs)
-        return enumerator.enumerate(module, sharders)
+    def enumerator_of(constraints: dict[str, ParameterConstraints]) -> CostedEnumerator:
+        return CostedEnumerator(topology, batch_size, constraints, optimizer.name, costs)
 
-    options = enumerate_by(constraints)
+    enumerator = enumerator_of(constraints)
+    options = enumerator.enumerate(module, sharders)
     num_proposed = len(options)
     widths = {entry.table.name: _column_widths(entry, constraints[entry.table.name]) for entry in placed}
     kinds = {entry.table.name: _column_kinds(entry, hardware, optimizer) for entry in placed}
@@ -79,10 +79,10 @@ def enumerate_options(
             for name, given in constraints.items()
         }
         if wanted:
-            options += [option for option in enumerate_by(narrower) if option.name in wanted]
-    return options + _with_caches(
-        options, placed, hardware, optimizer, topology, batch_size, constraints, costs
-    ), num_proposed
+            others = enumerator_of(narrower).enumerate(module, sharders)
+            options += [option for option in others if option.name in wanted]
+    cached = _with_caches(options, placed, hardware, optimizer)
+    return options + enumerator.estimate_again(cached), num_proposed
 
 
 def _with_caches(
@@ -90,12 +90,8 @@ def _with_caches(
     placed: list[PlacedTable],
     hardware: Hardware,
     optimizer: TableOptimizer,
-    topology: Topology,
-    batch_size: int,
-    constraints: dict[str, ParameterConstraints],
-    costs: CostModel,
 ) -> list[ShardingOption]:
-    """The options with a cache in HBM once more for each of CACHE_LOAD_FACTORS; none where HBM holds all tables anyway."""
+    """Return each option with a cache in HBM for each of CACHE_LOAD_FACTORS; none if HBM holds all tables anyway."""
     sizes = {entry.table.name: table_bytes(entry, optimizer.name) for entry in placed}
     asked = {entry.table.name for entry in placed if CACHED in entry.table.sharding.compute_kernels}
     if not asked and sum(sizes.values()) < hardware.world_size * hardware.hbm_cap_bytes / 2:
@@ -109,8 +105,7 @@ def _with_caches(
                 other.cache_params = CacheParams(load_factor=load_factor)
                 other.shards = [Shard(size=shard.size, offset=shard.offset) for shard in option.shards]
                 resized.append(other)
-    enumerator = SortedEnumerator(topology, batch_size, constraints, optimizer.name, costs)
-    return enumerator.estimate_again(resized, [entry.sharder for entry in placed])
+    return resized
 
 
 def _column_widths(entry: PlacedTable, constraints: ParameterConstraints) -> list[int]:

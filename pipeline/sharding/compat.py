@@ -203,11 +203,8 @@ PRIVATE_NAMES: list[PrivateName] = [
     *_names("torch:Tensor", "checkpoint/stored_rows.py", "_make_wrapper_subclass"),
     # TorchRec's planner.
     *_names(f"{TORCHREC}.planner.planners:EmbeddingShardingPlanner", "planner/planner.py", "_best_plan"),
-    *_names(ENUMERATOR, ESTIMATOR, "_sharder_map", "_sharder_data_map", "_last_stored_module", "_compute_device"),
-    _call(ENUMERATOR, ESTIMATOR, "_filter_sharding_types", "self name allowed_sharding_types sharder_key"),
-    _call(ENUMERATOR, ESTIMATOR, "_filter_compute_kernels", "self name allowed_compute_kernels sharding_type"),
+    *_names(ENUMERATOR, ESTIMATOR, "_last_stored_module", "_compute_device"),
     _call(ENUMERATOR, ESTIMATOR, "populate_estimates", "self sharding_options"),
-    _call(f"{TORCHREC}.planner.utils", ESTIMATOR, "build_sharder_data_map", "sharder_map"),
     # Layers.
     *_names("torchrec.modules.mlp:Perceptron", "models/layers/dlrm.py models/layers/linear_products.py models/layers/stack.py", "_activation_fn"),
     *_names("torchrec.modules.mlp:Perceptron", "models/layers/linear_products.py models/layers/stack.py", "_linear"),

@@ -18,7 +18,7 @@ from pipeline.planner import searcher
 from pipeline.planner.collectives import Links
 from pipeline.planner.constraints import build_constraints, place_tables
 from pipeline.planner.cost_model import CostModel, StepPerf, hit_rates, shard_shares, wire_of
-from pipeline.planner.estimator import SortedEnumerator
+from pipeline.planner.estimator import CostedEnumerator
 from pipeline.planner.hardware import Hardware, build_topology
 from pipeline.planner.planner import explain_misfit, make_plan
 from pipeline.planner.request import PlanRequest
@@ -47,7 +47,7 @@ def enumerator(asked: PlanRequest, corrected: bool | None) -> EmbeddingEnumerato
     if corrected is None:
         return EmbeddingEnumerator(topology, asked.batch_size, constraints)
     costs = CostModel(asked.hardware, asked.tables, wire_of(asked.sharders), corrected)
-    return SortedEnumerator(topology, asked.batch_size, constraints, "sgd", costs)
+    return CostedEnumerator(topology, asked.batch_size, constraints, "sgd", costs)
 
 
 def estimates(asked: PlanRequest, corrected: bool | None = True) -> Estimates:

@@ -9,7 +9,6 @@ do not take, and averages the states of Adagrad alone (docs/adr/0018).
 from __future__ import annotations
 
 import copy
-import inspect
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -64,16 +63,14 @@ def host_environment(context: DistributedContext) -> ShardingEnv2D:
     size = context.local_world_size
     hosts = [list(range(first, first + size)) for first in range(0, context.world_size, size)]
     mesh = DeviceMesh(context.device.type, hosts, mesh_dim_names=("replicate", "shard"))
-    wanted: dict[str, Any] = {
-        "sharding_pg": mesh.get_group("shard"),
-        "replica_pg": mesh.get_group("replicate"),
-        "global_pg": world,
-        "device_mesh": mesh,
-        "node_group_size": size,
-        "use_inter_host_allreduce": True,
-    }
-    known = inspect.signature(ShardingEnv2D.__init__).parameters
-    environment = ShardingEnv2D(**{name: value for name, value in wanted.items() if name in known})
+    environment = ShardingEnv2D(
+        sharding_pg=mesh.get_group("shard"),
+        replica_pg=mesh.get_group("replicate"),
+        global_pg=world,
+        device_mesh=mesh,
+        node_group_size=size,
+        use_inter_host_allreduce=True,
+    )
     environment.output_dtensor = False  # ShardedTensor, as plain sharding gives it and checkpoints take it
     return environment
 
