@@ -13,8 +13,7 @@ from typing import Optional
 from launch.cron import parse_cron
 from launch.options import option
 from launch.slurm import SlurmOptions, render_sbatch
-from launch.stages import Stage
-from launch.workload import check_one_task
+from launch.workload import Stage, check_one_task
 from pipeline.runtime.errors import LaunchError, check_choice
 
 BY = ("slurm", "worker")
@@ -52,9 +51,7 @@ class AirflowOptions(SlurmOptions):
 
     by: str = option("slurm", "slurm: the worker submits and waits; worker: the stages run on the worker itself")
     cron: Optional[str] = option(None, 'when it runs: "0 * * * *", or @daily, ...; else by hand')
-    folder: str = option(
-        "", "folder that the stages run in, as the worker sees it; needed, for Airflow's own is temporary"
-    )
+    folder: str = option("", "folder that the stages run in, as the worker sees it; Airflow's own is temporary")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,14 +5,18 @@ Kept out of components.py, where TorchX takes every function for a component.
 
 from __future__ import annotations
 
-from typing import Optional
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, get_type_hints
 
 import torchx
 from torchx import specs
 from torchx.specs import macros
 
 from launch.resources import this_host
-from launch.workload import RDZV_PORT, Mount, Workload
+from launch.workload import RDZV_PORT, Mount, Where, Workload, make_workload
 
 WORKLOAD = "pipeline.workload"  # the role's metadata that our own schedulers go by
 
@@ -23,15 +27,16 @@ def app_of(workload: Workload) -> specs.AppDef:
     role = specs.Role(
         name=workload.verb,
         image=workload.image or torchx.IMAGE,
-        env=dict(workload.env),
+        env=workload.whole_env(here.cpu),
         num_replicas=workload.nodes,
         max_retries=workload.max_retries,
-        resource=specs.resource(cpu=workload.cpu or here.cpu, gpu=workload.gpu, memMB=workload.mem_mb or here.mem_mb),
+        resource=specs.resource(
+            cpu=workload.cpu or here.cpu, gpu=workload.gpu or 0, memMB=workload.mem_mb or here.mem_mb
+        ),
         mounts=[_torchx_mount(mount) for mount in workload.mounts],
         metadata={WORKLOAD: workload},
     )
     if workload.is_distributed:
-        role.env = {"OMP_NUM_THREADS": str(workload.threads(here.cpu)), "LOGLEVEL": "WARNING", **role.env}
         role.port_map = {"c10d": RDZV_PORT}
         # The first node's name is known when the job runs, so a shell expands it; `$$` is TorchX's way to write `$`.
         head = f"$${{{macros.rank0_env}:=localhost}}" if workload.nodes > 1 else "localhost"
@@ -44,9 +49,43 @@ def app_of(workload: Workload) -> specs.AppDef:
     return specs.AppDef(name=workload.name, roles=[role])
 
 
-def without_args(doc: Optional[str]) -> str:
-    """A component's docstring less what TorchX reads in it."""
-    return (doc or "").partition("Args:")[0]
+COMMON = ("cpu", "memMB", "h", "env", "image", "mount", "name")  # parameters of every component
+OVERRIDES = "as for `python -m pipeline.{verb}`; `-- --help` lists them"
+CHECK_DATA = "read here what the job reads, and validate the job against it; False where this machine cannot see it"
+
+
+def component(
+    *names: str, verb: str = "", **values: Any
+) -> Callable[[Callable[..., specs.AppDef]], Callable[..., specs.AppDef]]:
+    """Make a TorchX component of a function that has a name and a docstring.
+
+    names: its parameters besides the COMMON ones, fields of Where or check_data. values: of Where that are not its own defaults.
+    TorchX reads a component's options from its signature and its docstring.
+    """
+
+    def make(function: Callable[..., specs.AppDef]) -> Callable[..., specs.AppDef]:
+        doc, known = function.__doc__ or "", verb or function.__name__
+
+        @functools.wraps(function)
+        def made(*overrides: str, check_data: bool = True, **where: Any) -> specs.AppDef:
+            return app_of(make_workload(known, doc, overrides, Where(**{**values, **where}), check_data))
+
+        hints, kind = get_type_hints(Where), inspect.Parameter.KEYWORD_ONLY
+        fields = [each for each in dataclasses.fields(Where) if each.name in (*COMMON, *names)]
+        parameters = [inspect.Parameter("overrides", inspect.Parameter.VAR_POSITIONAL, annotation=str)]
+        texts = {"overrides": OVERRIDES.format(verb=known), **{each.name: each.metadata["help"] for each in fields}}
+        texts["env"] = "environment of the job (A=1,B=2)"
+        for each in fields:
+            default = values.get(each.name, each.default)
+            parameters.append(inspect.Parameter(each.name, kind, default=default, annotation=hints[each.name]))
+        if "check_data" in names:
+            parameters.append(inspect.Parameter("check_data", kind, default=True, annotation=bool))
+            texts["check_data"] = CHECK_DATA
+        made.__signature__ = inspect.Signature(parameters, return_annotation=specs.AppDef)  # type: ignore[attr-defined]
+        made.__doc__ = f"{doc}\n\nArgs:\n" + "".join(f"    {name}: {text}\n" for name, text in texts.items())
+        return made
+
+    return make
 
 
 def _escaped(workload: Workload, head: str) -> str:

@@ -15,8 +15,7 @@ from launch.kubernetes_options import KubernetesOptions
 from launch.kubernetes_pod import labels_of, pod_template
 from launch.kubernetes_serving import ServingOptions, serving_objects
 from launch.manifest import given, to_yaml
-from launch.stages import Stage
-from launch.workload import check_one_task
+from launch.workload import Stage, check_one_task
 from pipeline.runtime.errors import LaunchError
 
 THIS_RUN = "this-run-of-the-chain"  # stands for the workflow's name until the text is whole
@@ -88,7 +87,7 @@ def _resource(name: str, action: str, manifest: dict[str, Any], **more: Any) -> 
 
 def _step(stage: Stage, options: KubernetesOptions) -> dict[str, Any]:
     workload = stage.workload
-    pod = pod_template(workload, options, "localhost", labels_of(workload, options))["spec"]
+    pod = pod_template(workload, options, "localhost")["spec"]
     (container,) = pod["containers"]
     rest = {key: value for key, value in pod.items() if key not in (*OF_TEMPLATE, *NOT_OF_A_STEP)}
     retry = None

@@ -25,8 +25,7 @@ from launch.compose import ComposeOptions, render_compose
 from launch.kubernetes_options import KubernetesOptions
 from launch.options import add_flags, from_flags
 from launch.slurm import SlurmOptions, render_sbatch
-from launch.stages import Stage
-from launch.workload import SERVICES, WORKLOADS, Where, make_workload
+from launch.workload import SERVICES, WORKLOADS, Stage, Where, make_workload
 from pipeline.cli.command_line import print_user_errors
 from pipeline.runtime.errors import LaunchError, check_choice
 

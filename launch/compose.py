@@ -5,13 +5,13 @@ Credentials of the storage come from the environment or an .env file: none stand
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.manifest import given, to_yaml
 from launch.options import option
-from launch.stages import Stage
-from launch.workload import Workload, check_one_task
+from launch.resources import on_cluster
+from launch.workload import Stage, Workload, check_one_task
 from pipeline.runtime.errors import LaunchError, check_within
 
 STORAGE, BUCKET = "storage", "bucket"
@@ -73,16 +73,14 @@ def _bucket(options: ComposeOptions) -> dict[str, Any]:
 
 
 def _service(stage: Stage, options: ComposeOptions) -> dict[str, Any]:
-    workload = stage.workload
+    workload = on_cluster(stage.workload)
     check_one_task(workload, "Compose")
     if workload.image is None:
         raise LaunchError(
             f"stages.{stage.name}: image is needed (defaults: image: ...); docs/cluster.md says how to build it"
         )
     if workload.nodes > 1:
-        raise LaunchError(
-            f"stages.{stage.name}: j={workload.nodes}x{workload.ranks_per_node}, and compose has one host"
-        )
+        raise LaunchError(f"stages.{stage.name}: j={workload.shape}, and compose has one host")
     waits = {name: {"condition": "service_completed_successfully"} for name in stage.after or (BUCKET,)}
     device = {"driver": "nvidia", "count": workload.gpu, "capabilities": ["gpu"]}
     return given(
@@ -113,10 +111,9 @@ def _service(stage: Stage, options: ComposeOptions) -> dict[str, Any]:
 
 
 def _environment(workload: Workload) -> dict[str, str]:
-    own = {name: value.replace("$", "$$") for name, value in workload.env.items()}
-    threads = {"OMP_NUM_THREADS": str(workload.threads(workload.cpu or workload.ranks_per_node)), "LOGLEVEL": "WARNING"}
     store = {"AWS_ENDPOINT_URL": f"http://{STORAGE}:9000", "AWS_DEFAULT_REGION": "us-east-1", **KEY}
-    return {**(threads if workload.is_distributed else {}), **store, **own}
+    own = {name: value.replace("$", "$$") for name, value in workload.env.items()}
+    return replace(workload, env=own).whole_env(workload.ranks_per_node, store)
 
 
 def _mount(stage: Stage, source: str, target: str, read_only: bool) -> str:

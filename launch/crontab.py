@@ -26,7 +26,7 @@ class CrontabOptions:
 def render_crontab(workload: Workload, cron: str, options: CrontabOptions) -> str:
     """A comment and a line. Raises LaunchError for what cron cannot run."""
     if workload.nodes > 1:
-        raise LaunchError(f"-j {workload.nodes}x{workload.ranks_per_node}: cron starts a job on its own host, one node; take slurm or kubernetes")  # fmt: skip
+        raise LaunchError(f"-j {workload.shape}: cron starts a job on its own host, one node; take slurm or kubernetes")  # fmt: skip
     if workload.image or workload.mounts:
         raise LaunchError("--image and --mount: cron starts no container; leave them out, or write the line by hand")
     folder = os.path.abspath(options.folder or ".")
@@ -49,9 +49,7 @@ def render_crontab(workload: Workload, cron: str, options: CrontabOptions) -> st
 
 def _command(workload: Workload, folder: str, log: str) -> str:
     log_folder, lock = os.path.dirname(log), f"{log}.lock"
-    env = dict(workload.env)
-    if workload.is_distributed:
-        env = {"OMP_NUM_THREADS": str(workload.threads(this_host().cpu)), "LOGLEVEL": "WARNING", **env}
+    env = workload.whole_env(this_host().cpu)
     steps = [f"cd {shlex.quote(folder)}"]
     if log_folder:
         steps.append(f"mkdir -p {shlex.quote(log_folder)}")

@@ -49,7 +49,7 @@ def jobset_spec(workload: Workload, options: KubernetesOptions, subdomain: str =
     subdomain: of the pods' names; else JobSet takes its own name.
     """
     head = f"{workload.name}-{NODES}-0-0.{workload.name}" if workload.nodes > 1 else "localhost"
-    template = pod_template(workload, options, head, labels_of(workload, options))
+    template = pod_template(workload, options, head)
     inner = {**job_spec(workload, replace(options, queue=None), template), "backoffLimit": 0}
     return {
         "network": given(enableDNSHostnames=True, subdomain=subdomain, publishNotReadyAddresses=True),

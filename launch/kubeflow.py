@@ -11,10 +11,9 @@ from typing import Any
 
 from launch.indexed_job import NODES, jobset_spec, metadata
 from launch.kubernetes_options import KubernetesOptions
-from launch.kubernetes_pod import CONTAINER, labels_of, pod_template
-from launch.manifest import given
+from launch.kubernetes_pod import CONTAINER, pod_template
+from launch.manifest import check_letter_first, given
 from launch.workload import Workload
-from pipeline.runtime.errors import LaunchError
 
 TRAINER_GROUP = "trainer.kubeflow.org"
 STEP = f"{TRAINER_GROUP}/trainjob-ancestor-step"  # says which job of a runtime is the training itself
@@ -24,7 +23,7 @@ PYTORCH_CONTAINER, PYTORCH_PORT, NODE_RANK = "pytorch", "pytorchjob-port", "$(RA
 
 def train_job(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]:
     """A TrainingRuntime and the TrainJob that runs it once. Raises LaunchError for what Kubernetes cannot have."""
-    _check_name(workload)
+    check_letter_first(workload.name, "Kubeflow")
     template = jobset_spec(workload, replace(options, deadline_s=0))
     (nodes,) = template["replicatedJobs"]
     nodes["template"] = {"metadata": {"labels": {STEP: "trainer"}}, **nodes["template"]}
@@ -54,7 +53,7 @@ def train_job(workload: Workload, options: KubernetesOptions) -> list[dict[str, 
 
 def pytorch_job(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]:
     """Raises LaunchError for what Kubernetes cannot have."""
-    _check_name(workload)
+    check_letter_first(workload.name, "Kubeflow")
     head = f"{workload.name}-master-0" if workload.nodes > 1 else "localhost"
     replicas = {"Master": _replica(workload, options, head, "0", 1)}
     if workload.nodes > 1:
@@ -76,7 +75,7 @@ def pytorch_job(workload: Workload, options: KubernetesOptions) -> list[dict[str
 
 
 def _replica(workload: Workload, options: KubernetesOptions, head: str, node: str, number: int) -> dict[str, Any]:
-    template = pod_template(workload, options, head, labels_of(workload, options), node=node)
+    template = pod_template(workload, options, head, node=node)
     (container,) = template["spec"]["containers"]
     assert container["name"] == CONTAINER
     container["name"] = PYTORCH_CONTAINER
@@ -85,8 +84,3 @@ def _replica(workload: Workload, options: KubernetesOptions, head: str, node: st
     del template["spec"]["restartPolicy"]  # the operator overwrites it with that of the replica
     policy = "OnFailure" if workload.max_retries else "Never"
     return {"replicas": number, "restartPolicy": policy, "template": template}
-
-
-def _check_name(workload: Workload) -> None:
-    if workload.name[0].isdigit():
-        raise LaunchError(f"--name {workload.name}: Kubeflow's names must begin with a letter; give --name")

@@ -8,7 +8,6 @@ code says (pipeline.runtime.process.exit_codes).
 from __future__ import annotations
 
 import secrets
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,11 +15,11 @@ from typing import Any
 from launch.indexed_job import STAYS_SO, job_spec, jobset_spec, metadata
 from launch.kubeflow import pytorch_job, train_job
 from launch.kubernetes_options import KubernetesOptions
-from launch.kubernetes_pod import INSTANCE, check_meeting, is_kept, labels_of, pod_template
-from launch.manifest import given, patched, to_yaml
+from launch.kubernetes_pod import INSTANCE, check_meeting, is_kept, pod_template, warning_lines
+from launch.manifest import check_letter_first, given, patched, to_yaml
 from launch.ray_job import ray_job
 from launch.volcano import volcano_job
-from launch.workload import Workload, check_gpus_asked, check_one_task
+from launch.workload import Workload, check_one_task
 from pipeline.runtime.errors import LaunchError
 from pipeline.runtime.process.exit_codes import REQUEUE
 
@@ -35,7 +34,6 @@ LONGEST_NAME = 50  # of a workload
 
 def render_job(workload: Workload, options: KubernetesOptions) -> str:
     """YAML for `kubectl create -f -`. Raises LaunchError for what Kubernetes, or the job, cannot have."""
-    check_gpus_asked(workload, bool(workload.gpu), "--gpu")
     if workload.on_ray:
         options = replace(options, kind="rayjob")
     elif options.kind == "rayjob":
@@ -61,8 +59,7 @@ def headless_service(workload: Workload, options: KubernetesOptions) -> dict[str
 
     Raises LaunchError for a name that begins with a digit: a Service's must not.
     """
-    if workload.name[0].isdigit():
-        raise LaunchError(f"--name {workload.name}: for several nodes the name must begin with a letter; give --name")
+    check_letter_first(workload.name, "several nodes")
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -87,7 +84,7 @@ def _owned(workload: Workload, options: KubernetesOptions) -> dict[str, Any]:
 def _job(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]:
     many = workload.nodes > 1
     head = f"{workload.name}-0.{workload.name}" if many else "localhost"
-    template = pod_template(workload, options, head, labels_of(workload, options), workload.name if many else "")
+    template = pod_template(workload, options, head, workload.name if many else "")
     job = {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -134,11 +131,5 @@ def _comment(workload: Workload, options: KubernetesOptions) -> str:
     ]
     if workload.log_dir and is_kept(workload, options):
         lines.append(f"A log file a rank lies in {workload.log_dir}; rank 0's is what kubectl logs shows.")
-    elif workload.log_dir:
-        warning = (
-            f"WARNING: {workload.log_dir} lies in the pod and goes with it, checkpoints too: mount a volume at {options.workdir}, "
-            "or at the run folder."
-        )
-        print(warning, file=sys.stderr)  # the manifest itself may go straight into kubectl
-        lines.append(warning)
+    lines += warning_lines(workload, options)
     return "\n".join(lines)

@@ -50,7 +50,7 @@ def render_cronjob(workload: Workload, cron: str, options: CronJobOptions) -> st
     """YAML for `kubectl apply -f -`. Raises LaunchError for what Kubernetes, or the job, cannot have."""
     many = workload.nodes > 1
     head = f"{JOB_NAME}-0.{workload.name}" if many else "localhost"
-    template = pod_template(workload, options, head, labels_of(workload, options), workload.name if many else "")
+    template = pod_template(workload, options, head, workload.name if many else "")
     spec = {
         "schedule": cron,
         **given(timeZone=options.time_zone),

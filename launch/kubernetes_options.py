@@ -6,26 +6,19 @@ import re
 from dataclasses import dataclass
 from typing import Optional
 
+from launch.network import NetworkOptions
 from launch.options import option
 from pipeline.runtime.errors import LaunchError, check_at_least, check_choice
 
 KINDS = ("job", "jobset", "volcano", "trainjob", "pytorchjob", "rayjob")
 PULL_POLICIES = ("Always", "IfNotPresent", "Never")
-# NCCL falls back to TCP where it finds nothing faster, and a job is slow without a word: with NCCL_NET it ends instead.
-# docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html (NCCL_NET, NCCL_IB_DISABLE); github.com/aws/aws-ofi-nccl
-NCCL_SETTINGS = {
-    "infiniband": {"NCCL_NET": "IB"},
-    "roce": {"NCCL_NET": "IB"},
-    "efa": {"NCCL_NET": "AWS Libfabric", "FI_PROVIDER": "efa"},
-    "tcp": {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"},
-}
 EFFECTS = ("", "NoSchedule", "PreferNoSchedule", "NoExecute")
 UID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
 
 @dataclass(frozen=True)
-class KubernetesOptions:
+class KubernetesOptions(NetworkOptions):
     """What Kubernetes takes beside the shape of the job."""
 
     kind: str = option(
@@ -35,16 +28,9 @@ class KubernetesOptions:
         "prepare with engine=ray always is",
     )
     namespace: Optional[str] = option(None, "namespace; else the one that kubectl is set to")
-    queue: Optional[str] = option(
-        None, "a LocalQueue of Kueue, which holds the job until all of its pods fit; a queue of Volcano"
-    )
-    attempt: Optional[str] = option(
-        None, "suffix of all names, so that a job is applied again beside its finished self; auto: made up each time"
-    )
-    owner: Optional[str] = option(
-        None,
-        "uid of the Job that its Service is to be deleted with: kubectl get job NAME -o jsonpath={.metadata.uid}",
-    )
+    queue: Optional[str] = option(None, "LocalQueue of Kueue, which waits until all pods fit; queue of Volcano")
+    attempt: Optional[str] = option(None, "suffix of all names, to run a finished job again; auto: made up each time")
+    owner: Optional[str] = option(None, "uid of the Job that its Service is deleted with: docs/cluster.md")
     workdir: str = option("/workspace", "folder that the job runs in; relative paths, run folders too, lie under it")
     secret: Optional[str] = option(None, "Secrets whose keys become environment variables, separated by commas")
     secret_mount: Optional[dict[str, str]] = option(None, "a Secret as files: NAME=/path; again for each")
@@ -52,26 +38,19 @@ class KubernetesOptions:
     service_account: Optional[str] = option(None, "service account of the pods")
     priority_class: Optional[str] = option(None, "priority class of the pods")
     node_selector: Optional[dict[str, str]] = option(None, "label that nodes must have: KEY=VALUE; again for each")
-    toleration: Optional[dict[str, str]] = option(None, "taint that may be there: KEY=VALUE:EFFECT, KEY=:EFFECT for any value")  # fmt: skip
+    toleration: Optional[dict[str, str]] = option(None, "taint that may be there: KEY=VALUE:EFFECT, or KEY=:EFFECT")
+    runtime_class: Optional[str] = option(None, "RuntimeClass of the pods, where nvidia is not the nodes' default")
+    read_only_root: bool = option(True, "nothing can be written but /tmp, volumes and the run folder")
     label: Optional[dict[str, str]] = option(None, "further label of all objects: KEY=VALUE; again for each")
     gpu_resource: str = option("nvidia.com/gpu", "name that the device plugin gives GPUs")
-    resource: Optional[dict[str, str]] = option(
-        None, "further resource of each pod: rdma/hca=8, vpc.amazonaws.com/efa=32; again for each"
-    )
+    resource: Optional[dict[str, str]] = option(None, "further resource of each pod: rdma/hca=8; again for each")
     ephemeral_mb: int = option(0, "local disk of each pod, beyond which it is evicted; 0: not said")
-    capability: Optional[str] = option(
-        None, "Linux capabilities, separated by commas: RDMA wants IPC_LOCK for its memory"
-    )
+    capability: Optional[str] = option(None, "Linux capabilities, by commas: RDMA wants IPC_LOCK for its memory")
     host_network: bool = option(False, "pods have their node's network: InfiniBand without a device plugin of its own")
-    network: Optional[str] = option(None, "what NCCL must talk over, else the job ends: infiniband, roce, efa or tcp")
-    together: Optional[str] = option(
-        None, "label of nodes that are near each other; pods prefer nodes with the same value"
-    )
+    together: Optional[str] = option(None, "label of near nodes: pods prefer nodes with the same value of it")
     annotation: Optional[dict[str, str]] = option(None, "annotation of the pods: KEY=VALUE; again for each")
     pull_policy: Optional[str] = option(None, "when the image is pulled: Always, IfNotPresent or Never")
-    patch: Optional[str] = option(
-        None, "YAML file that is merged into the objects of the same kind, for what no flag foresees"
-    )
+    patch: Optional[str] = option(None, "YAML file that is merged into the objects of the same kind")
     shm_mb: int = option(0, "size of /dev/shm, part of the memory; 0: half of the memory")
     run_as_user: Optional[int] = option(None, "user id of the pods; else the image's, which must not be root")
     fs_group: int = option(1000, "group that volumes are given to; -1: leave it to the cluster (OpenShift)")
@@ -81,16 +60,14 @@ class KubernetesOptions:
     meeting_timeout_s: int = option(600, "how long the nodes of a job wait for each other")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("--kind", self.kind, KINDS)
-        for name in ("shm_mb", "deadline_s", "keep_s"):
+        for name in ("shm_mb", "deadline_s", "keep_s", "ephemeral_mb"):
             check_at_least(_flag(name), getattr(self, name), 0)
         check_at_least("--meeting-timeout-s", self.meeting_timeout_s, 1)
         check_at_least("--grace-s", self.grace_s, 1, allow_none=True)
         check_at_least("--fs-group", self.fs_group, -1)
-        check_at_least("--ephemeral-mb", self.ephemeral_mb, 0)
         check_choice("--pull-policy", self.pull_policy or "Always", PULL_POLICIES)
-        if self.network is not None:
-            check_choice("--network", self.network, NCCL_SETTINGS)
         for name, amount in (self.resource or {}).items():
             if not re.fullmatch(r"[a-z0-9.-]+/[\w.-]+|hugepages-\w+", name) or not re.fullmatch(
                 r"\d+[A-Za-z]*", amount
@@ -111,7 +88,15 @@ class KubernetesOptions:
             raise LaunchError("--run-as-user 0 is root; give another number, or leave it to the image")
         if not self.workdir.startswith("/"):
             raise LaunchError(f"--workdir {self.workdir}: give a path that begins with /")
-        for name in ("namespace", "queue", "secret", "pull_secret", "service_account", "priority_class"):
+        for name in (
+            "namespace",
+            "queue",
+            "secret",
+            "pull_secret",
+            "service_account",
+            "priority_class",
+            "runtime_class",
+        ):
             _check_names(_flag(name), getattr(self, name))
         for name, path in (self.secret_mount or {}).items():
             _check_names("--secret-mount", name)

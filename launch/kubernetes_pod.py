@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import PurePosixPath
 from typing import Any
 
-from launch.kubernetes_options import NCCL_SETTINGS, KubernetesOptions
+from launch.kubernetes_options import KubernetesOptions
 from launch.manifest import given
+from launch.resources import on_cluster
 from launch.workload import ENDPOINT, Mount, Workload
 from pipeline.runtime.errors import LaunchError
 
@@ -35,16 +37,17 @@ def pod_template(
     workload: Workload,
     options: KubernetesOptions,
     head: str,
-    labels: dict[str, str],
     subdomain: str = "",
     node: str = NODE_INDEX,
 ) -> dict[str, Any]:
     """`head`: the first node's name as the others know it; `node`: the number of this one. Both may hold `$(VARIABLE)`.
 
     Raises:
-        LaunchError: the workload has no image, no size, or a mount that pods cannot have.
+        LaunchError: the workload has no image, no size, no hardware for its ranks, or a mount that pods cannot have.
     """
+    workload = on_cluster(workload)
     _check(workload)
+    tolerated = {options.gpu_resource: ":NoSchedule"} if workload.gpu else {}
     pod = given(
         restartPolicy="Never",  # the Job makes new pods, by its podFailurePolicy
         subdomain=subdomain,
@@ -54,7 +57,8 @@ def pod_template(
         dnsPolicy="ClusterFirstWithHostNet" if options.host_network else None,  # the nodes meet by a Service's name
         affinity=_near(workload, options.together) if options.together else None,
         nodeSelector=options.node_selector,
-        tolerations=[_toleration(key, effect) for key, effect in (options.toleration or {}).items()],
+        tolerations=[_toleration(key, effect) for key, effect in (tolerated | (options.toleration or {})).items()],
+        runtimeClassName=options.runtime_class,
         imagePullSecrets=[{"name": options.pull_secret}] if options.pull_secret else [],
         automountServiceAccountToken=False,
         enableServiceLinks=False,
@@ -64,7 +68,7 @@ def pod_template(
         containers=[_container(workload, options, head, node)],
         volumes=[volume for volume, _ in _volumes(workload, options)],
     )
-    return {"metadata": given(labels=labels, annotations=options.annotation), "spec": pod}
+    return {"metadata": given(labels=labels_of(workload, options), annotations=options.annotation), "spec": pod}
 
 
 def _near(workload: Workload, label: str) -> dict[str, Any]:
@@ -87,8 +91,30 @@ def grace_s(workload: Workload, options: KubernetesOptions) -> int:
 
 def is_kept(workload: Workload, options: KubernetesOptions) -> bool:
     """Whether the log files, and with them the run folder, lie on a volume that outlives the pod."""
-    folder = PurePosixPath(options.workdir, workload.log_dir)
-    return any(folder.is_relative_to(mount.target) for mount in workload.mounts if not mount.read_only)
+    return is_mounted(workload, options, workload.log_dir, for_writing=True)
+
+
+def is_mounted(workload: Workload, options: KubernetesOptions, path: str, for_writing: bool = False) -> bool:
+    folder = PurePosixPath(options.workdir, path)
+    mounts = (mount for mount in workload.mounts if not (for_writing and mount.read_only))
+    return any(folder.is_relative_to(mount.target) for mount in mounts)
+
+
+def warning_lines(workload: Workload, options: KubernetesOptions) -> list[str]:
+    """What the pods would not find, or not leave behind; said on stderr too, for a manifest may go straight into kubectl."""
+    mount = f"mount a volume at {options.workdir}"
+    lines = [
+        f"WARNING: {path} is read in the pod, and is on no volume: {mount}, unless the image has it."
+        for path in workload.reads
+        if path and "://" not in path and not path.startswith("/") and not is_mounted(workload, options, path)
+    ]
+    if workload.log_dir and not is_kept(workload, options):
+        lines.append(
+            f"WARNING: {workload.log_dir} lies in the pod and goes with it, checkpoints too: {mount}, or at the run folder."
+        )
+    for line in lines:
+        print(line, file=sys.stderr)
+    return lines
 
 
 def _check(workload: Workload) -> None:
@@ -101,9 +127,7 @@ def _check(workload: Workload) -> None:
 
 
 def _container(workload: Workload, options: KubernetesOptions, head: str, node: str) -> dict[str, Any]:
-    env = {**NCCL_SETTINGS.get(options.network or "", {}), **workload.env}
-    if workload.is_distributed:
-        env = {"OMP_NUM_THREADS": str(workload.threads(workload.cpu)), "LOGLEVEL": "WARNING", **env}
+    env = workload.whole_env(workload.cpu, options.network_env)
     variables: list[dict[str, Any]] = [{"name": name, "value": _literally(value)} for name, value in env.items()]
     if JOB_NAME in head:
         variables.insert(0, _of_label("JOB_NAME", "job-name"))
@@ -130,6 +154,7 @@ def _container(workload: Workload, options: KubernetesOptions, head: str, node: 
         volumeMounts=[mount for _, mount in _volumes(workload, options)],
         securityContext={
             "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": options.read_only_root,
             "capabilities": given(drop=["ALL"], add=options.capabilities),
         },
     )
@@ -157,7 +182,7 @@ def check_meeting(workload: Workload, options: KubernetesOptions) -> None:
     """Raises LaunchError where pods that come and go would not find each other."""
     if workload.is_elastic and not is_kept(workload, options):
         raise LaunchError(
-            f"-j {workload.least_nodes}:{workload.nodes}x{workload.ranks_per_node}: the pods meet in the run folder, and {workload.log_dir} is on no "
+            f"-j {workload.shape}: the pods meet in the run folder, and {workload.log_dir} is on no "
             f"volume that they share: mount one at {options.workdir}, or at the run folder"
         )
 
@@ -171,6 +196,12 @@ def _volumes(workload: Workload, options: KubernetesOptions) -> list[tuple[dict[
     # The container runtime's own /dev/shm has 64 MiB; loaders, gloo and NCCL need more. It counts as memory.
     shared = {"medium": "Memory", "sizeLimit": f"{options.shm_mb or workload.mem_mb // 2}Mi"}
     found = [({"name": "shm", "emptyDir": shared}, {"name": "shm", "mountPath": SHARED_MEMORY})]
+    if options.read_only_root:
+        # Of the pod's own: compiled kernels, sockets and spilled rows, and a run folder that goes with the pod.
+        written = {} if is_mounted(workload, options, "/tmp") else {"tmp": "/tmp"}
+        if workload.log_dir and not is_kept(workload, options):
+            written["run"] = str(PurePosixPath(options.workdir, workload.log_dir).parent)
+        found += [({"name": name, "emptyDir": {}}, {"name": name, "mountPath": path}) for name, path in written.items()]
     for number, mount in enumerate(workload.mounts):
         name = f"mount-{number}"
         mounted = given(name=name, mountPath=mount.target, readOnly=mount.read_only or None)

@@ -45,9 +45,8 @@ class KubernetesScheduler(TorchXKubernetesScheduler):
         known = dict(opts)
         for each in dataclasses.fields(KubernetesOptions):
             if each.name not in known and each.name not in NOT_HERE:
-                opts.add(
-                    each.name, type_=int if "int" in str(each.type) else str, default=None, help=each.metadata["help"]
-                )
+                kind = bool if each.type == "bool" else int if "int" in str(each.type) else str
+                opts.add(each.name, type_=kind, default=None, help=each.metadata["help"])
         return opts
 
     def build_workspace_and_update_role(self, role: Role, workspace: str, cfg: Any) -> None:

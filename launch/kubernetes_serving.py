@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.kubernetes_options import KubernetesOptions
-from launch.kubernetes_pod import INSTANCE, labels_of, pod_template
+from launch.kubernetes_pod import INSTANCE, labels_of, pod_template, warning_lines
 from launch.manifest import given, patched, to_yaml
 from launch.options import option
 from launch.workload import Workload
@@ -26,10 +26,7 @@ class ServingOptions(KubernetesOptions):
     replicas: int = option(2, "pods; with autoscaling, the fewest")
     max_replicas: int = option(0, "the most pods that autoscaling may start; 0: no autoscaling")
     cpu_percent: int = option(60, "share of the cores asked for that autoscaling aims at; latency grows above")
-    latency_ms: int = option(
-        0,
-        "95th percentile of a request that autoscaling aims at besides; needs launch/monitoring/prometheus_adapter.yml",
-    )
+    latency_ms: int = option(0, "95th percentile of a request that autoscaling aims at too; see docs/cluster.md")
     monitor: bool = option(False, "a ServiceMonitor, by which Prometheus' operator finds the metrics")
     scrape_s: int = option(15, "seconds between two looks at the metrics")
     service_port: int = option(80, "port of the Service")
@@ -57,6 +54,7 @@ class ServingOptions(KubernetesOptions):
 def render_serving(workload: Workload, options: ServingOptions) -> str:
     """YAML for `kubectl apply -f -`. Raises LaunchError for what Kubernetes, or the server, cannot have."""
     comment = f"{workload.verb}: {options.replicas} pods behind {workload.name}:{options.service_port}; it asks nobody who they are."
+    comment = "\n".join([comment, *warning_lines(workload, options)])
     return to_yaml(patched(serving_objects(workload, options), options.patch), comment)
 
 
@@ -92,7 +90,7 @@ def _deployment(workload: Workload, options: ServingOptions) -> dict[str, Any]:
 
 
 def _pod(workload: Workload, options: ServingOptions) -> dict[str, Any]:
-    template = pod_template(workload, options, "localhost", labels_of(workload, options))
+    template = pod_template(workload, options, "localhost")
     pod = template["spec"]
     pod["restartPolicy"] = "Always"  # the only one that a Deployment has
     spread = {

@@ -81,6 +81,12 @@ def _named(members: list[Any]) -> bool:
     return all(isinstance(each, dict) and "name" in each for each in members)
 
 
+def check_letter_first(name: str, whose: str) -> None:
+    """Raises LaunchError for a name that begins with a digit, which a Service's must not."""
+    if name[0].isdigit():
+        raise LaunchError(f"--name {name}: names of {whose} must begin with a letter; give --name")
+
+
 def given(**values: Any) -> dict[str, Any]:
     """The mapping without what is None, "", [] or {}; 0 and False stay."""
     return {key: value for key, value in values.items() if value not in (None, "", [], {})}

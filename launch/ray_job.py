@@ -11,20 +11,16 @@ from typing import Any
 
 from launch.indexed_job import metadata
 from launch.kubernetes_options import KubernetesOptions
-from launch.kubernetes_pod import labels_of, pod_template
-from launch.manifest import given
+from launch.kubernetes_pod import pod_template
+from launch.manifest import check_letter_first, given
 from launch.workload import Workload
-from pipeline.runtime.errors import LaunchError
 
 HEAD, WORKERS = "head", "workers"
 
 
 def ray_job(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]:
     """Raises LaunchError for what pods cannot have."""
-    if workload.name[0].isdigit():
-        raise LaunchError(
-            f"--name {workload.name}: names of Services, which KubeRay makes, begin with a letter; give --name"
-        )
+    check_letter_first(workload.name, "Services, which KubeRay makes,")
     words = workload.command[workload.command.index("--") + 1 :]
     job = {
         "apiVersion": "ray.io/v1",
@@ -61,11 +57,12 @@ def _workers(workload: Workload, options: KubernetesOptions) -> list[dict[str, A
 
 def _template(workload: Workload, options: KubernetesOptions, name: str) -> dict[str, Any]:
     """As every pod of ours, but for what KubeRay says of it: its command, and that it starts again."""
-    template = pod_template(workload, options, "localhost", labels_of(workload, options))
+    template = pod_template(workload, options, "localhost")
     pod = template["spec"]
     container = pod["containers"][0]
     for key in ("command", "ports"):
         container.pop(key, None)
     container["name"] = f"ray-{name.removesuffix('s')}"
+    container["securityContext"]["readOnlyRootFilesystem"] = False  # what Ray writes where was not looked at
     pod.pop("restartPolicy")
     return template

@@ -25,7 +25,7 @@ from launch.resources import this_host
 from launch.slurm import SlurmOptions, render_sbatch
 from launch.workload import SERVICES, WORKLOADS, Where, Workload, check_one_task, make_workload
 from pipeline.cli.command_line import print_user_errors
-from pipeline.runtime.errors import LaunchError, did_you_mean
+from pipeline.runtime.errors import LaunchError, check_choice
 from pipeline.runtime.process.stdout import write_out
 
 
@@ -33,40 +33,33 @@ from pipeline.runtime.process.stdout import write_out
 class TorchrunOptions:
     """What only the person who starts the nodes knows."""
 
-    head: str = option(
-        "localhost", "name or address of the first node, as the others know it; needed for several nodes"
-    )
+    head: str = option("localhost", "name of the first node, as the others know it; needed for several nodes")
 
 
 def render_torchrun(workload: Workload, options: TorchrunOptions) -> str:
     """The command of every node, the same for all."""
     check_one_task(workload, "torchrun")
     if workload.nodes > 1 and options.head == "localhost":
-        raise LaunchError(
-            f"-j {workload.nodes}x{workload.ranks_per_node} meets at the first node: say --head NAME, as the others know it"
-        )
-    env = dict(workload.env)
-    if workload.is_distributed:
-        env = {"OMP_NUM_THREADS": str(workload.threads(this_host().cpu)), **env}
+        raise LaunchError(f"-j {workload.shape} meets at the first node: say --head NAME, as the others know it")
+    env = workload.whole_env(this_host().cpu)
     lines = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
     if workload.nodes > 1:
         lines.insert(0, f"# The same on each of the {workload.nodes} nodes.")
     return "\n".join([*lines, workload.shell_line(options.head, workload.name)]) + "\n"
 
 
-def _targets() -> dict[str, tuple[type, Callable[[Workload, Any], str]]]:
-    """Each target's options, and what renders a workload with them."""
-    return {
-        "slurm": (SlurmOptions, render_sbatch),
-        "kubernetes": (KubernetesOptions, render_job),
-        "serving": (ServingOptions, render_serving),
-        "torchrun": (TorchrunOptions, render_torchrun),
-    }
+# Each target's options, and what renders a workload with them.
+TARGETS: dict[str, tuple[type, Callable[[Workload, Any], str]]] = {
+    "slurm": (SlurmOptions, render_sbatch),
+    "kubernetes": (KubernetesOptions, render_job),
+    "serving": (ServingOptions, render_serving),
+    "torchrun": (TorchrunOptions, render_torchrun),
+}
 
 
 def render(target: str, argv: list[str]) -> str:
     """The text for the words behind the target; --help and errors end the process as in every verb."""
-    kind, render_with = _targets()[target]
+    kind, render_with = TARGETS[target]
     parser = argparse.ArgumentParser(
         prog=f"python -m launch.render {target}", allow_abbrev=False,
         usage="%(prog)s VERB [flags] -- key=value ...", description=(__doc__ or "").splitlines()[0],
@@ -88,17 +81,14 @@ def render(target: str, argv: list[str]) -> str:
 
 def main() -> None:
     argv = sys.argv[1:]
-    if argv[:1] and argv[0] in _targets():
-        write_out(render(argv[0], argv[1:]).removesuffix("\n"))
-        return
-    if argv[:1] == ["chain"]:
-        write_out(render_chain(argv[1:]).removesuffix("\n"))
+    if argv[:1] == ["chain"] or (argv[:1] and argv[0] in TARGETS):
+        text = render_chain(argv[1:]) if argv[0] == "chain" else render(argv[0], argv[1:])
+        write_out(text.removesuffix("\n"))
         return
     asked = argv[:1] in (["-h"], ["--help"])
     if argv and not asked:
-        targets = [*_targets(), "chain"]
         with print_user_errors():
-            raise LaunchError(f"{argv[0]!r} is none of {', '.join(targets)}{did_you_mean(argv[0], targets)}")
+            check_choice("the target", argv[0], [*TARGETS, "chain"])
     print((__doc__ or "").strip(), file=sys.stdout if asked else sys.stderr)
     sys.exit(0 if asked else 2)
 

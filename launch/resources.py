@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, replace
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
+from pipeline.config.planner import HardwareConfig
 from pipeline.runtime.errors import LaunchError, did_you_mean
+
+if TYPE_CHECKING:
+    from launch.workload import Where, Workload
 
 
 @dataclass(frozen=True)
 class Host:
-    """0 cores or 0 MB: nobody has said, the place decides."""
+    """0 cores or 0 MB, and None for the GPUs: nobody has said, the place decides."""
 
     cpu: int = 0
-    gpu: int = 0
+    gpu: Optional[int] = None
     mem_mb: int = 0
 
 
@@ -28,6 +32,9 @@ CLOUD_HOSTS = {
     "h100_80gb_x8": {"p5.48xlarge": (192, 2_097_152), "a3-highgpu-8g": (208, 1_785_278), "ND96isr_H100_v5": (96, 1_945_600)},
     "h200_141gb_x8": {"p5en.48xlarge": (192, 2_097_152), "a3-ultragpu-8g": (224, 2_815_246), "ND96isr_H200_v5": (96, 1_894_400)},
 }  # fmt: skip
+# The hardware preset (conf/hardware) of a host's cards, as its name begins.
+PRESETS = {name: name.removesuffix("_x8").replace("h200_141gb", "h200") for name in CLOUD_HOSTS}
+CORES_A_RANK = 4  # of GPUs, where nobody has said: its reader, its collectives and itself
 KEPT_CORES, KEPT_SHARE = 6, 0.08  # of a host, for its system, its agents and daemon sets
 
 
@@ -38,8 +45,8 @@ def _on_every_cloud(name: str) -> Host:
 
 # TorchX's own names (gpu.small, aws_p4d.24xlarge) work too; --cpu, --gpu and --memMB change single numbers of a named one.
 NAMED_HOSTS = {
-    "cpu_8": Host(cpu=8, mem_mb=30_000),
-    "cpu_32": Host(cpu=32, mem_mb=120_000),
+    "cpu_8": Host(cpu=8, gpu=0, mem_mb=30_000),
+    "cpu_32": Host(cpu=32, gpu=0, mem_mb=120_000),
     **{name: _on_every_cloud(name) for name in CLOUD_HOSTS},
 }
 
@@ -105,3 +112,73 @@ def parse_elastic_shape(j: str) -> tuple[int, int, int]:
 def threads_per_rank(cpu: int, ranks_per_node: int) -> int:
     """OMP_NUM_THREADS: the host's cores shared evenly, for torch would otherwise start one a core in every rank."""
     return max(1, cpu // ranks_per_node)
+
+
+def with_hardware(words: list[str], where: Where) -> list[str]:
+    """The overrides with the preset that --h or --gpu 0 stands for, if they choose none."""
+    gpus = asked_host(where.cpu, where.gpu, where.memMB, where.h).gpu
+    preset = "cpu" if gpus == 0 else PRESETS.get(where.h or "")
+    chosen = any(word.lstrip("+").startswith("hardware=") for word in words)
+    return [f"hardware={preset}", *words] if preset and not chosen else words
+
+
+def on_hardware(workload: Workload, where: Where, hardware: HardwareConfig) -> Workload:
+    """Raises LaunchError if the ranks of a host do not fit its cards, or the preset is for other cards than the host's."""
+    ranks, card = workload.ranks_per_node, PRESETS.get(where.h or "")
+    on_gpus = hardware.compute_device == "cuda"
+    if on_gpus and card and hardware.name in {*PRESETS.values()} - {card}:
+        raise LaunchError(
+            f"--h {where.h} is a host of {card} cards, and the job's hardware is {hardware.name}: "
+            f"give hardware={card}, or another host"
+        )
+    if on_gpus and hardware.ranks_per_host and ranks > hardware.ranks_per_host:
+        raise LaunchError(
+            f"-j {workload.shape} starts {ranks} ranks on a host, and a host of {hardware.name} has "
+            f"{hardware.ranks_per_host} GPUs: give -j with at most {hardware.ranks_per_host}, or hardware.ranks_per_host"
+        )
+    if workload.gpu and hardware.compute_device != "cpu":
+        _check_ranks(workload, workload.gpu)
+    return replace(workload, device=hardware.compute_device, hardware=hardware.name)
+
+
+def _check_ranks(workload: Workload, gpus: int) -> None:
+    ranks = workload.ranks_per_node
+    if ranks > gpus:
+        raise LaunchError(
+            f"-j {workload.shape} starts {ranks} ranks on a host of {gpus} GPU(s), and each rank takes one: "
+            f"-j {-(-workload.nodes * ranks // gpus)}x{gpus}, or {ranks} GPUs a node (--gpu {ranks})"
+        )
+
+
+def on_cluster(workload: Workload, gpus: Optional[int] = None) -> Workload:
+    """The workload with the GPUs that a scheduler must be asked for. `gpus`: of a node, by the scheduler's own options.
+
+    Raises LaunchError if nothing says on which hardware several ranks run, or if it does not fit them.
+    """
+    ranks, gpu = workload.ranks_per_node, workload.gpu if gpus is None else gpus
+    if gpu is None and workload.device == "cuda":
+        gpu = ranks
+    if gpu is None and workload.device == "auto" and workload.nodes * ranks > 1:
+        raise LaunchError(
+            f"-j {workload.shape} starts {workload.nodes * ranks} ranks, and nothing says on which hardware: give --gpu {ranks} "
+            "(one GPU a rank), --h HOST (h100_80gb_x8, ...) or hardware=PRESET; for ranks on CPUs --gpu 0"
+        )
+    if workload.gpu is not None and gpu != workload.gpu:
+        raise LaunchError(
+            f"--gpu {workload.gpu}, and the scheduler's own options ask for {gpu} GPU(s) a node: leave one out"
+        )
+    if workload.device == "cpu" and gpu:
+        raise LaunchError(
+            f"{gpu} GPU(s) a node are asked for, and the job's hardware, {workload.hardware}, has none: leave them out (--gpu 0), or give hardware=PRESET"
+        )
+    if workload.device == "cuda" and not gpu:
+        raise LaunchError(
+            f"the job's hardware, {workload.hardware}, has GPUs, and none is asked for: give --gpu {ranks}, or hardware=cpu"
+        )
+    if gpu and workload.device:
+        _check_ranks(workload, gpu)
+    if workload.device and workload.cpu and workload.cpu < ranks:
+        raise LaunchError(
+            f"--cpu {workload.cpu} is less than a core for each of the {ranks} ranks of a node: give --cpu {ranks * CORES_A_RANK}"
+        )
+    return replace(workload, gpu=gpu)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from launch.options import option
-from launch.slurm import SlurmOptions, environment, meeting_lines, sbatch_lines, srun_words
+from launch.slurm import SlurmOptions, environment, meeting_lines, placed, sbatch_lines, srun_words
 from launch.workload import Workload
 from pipeline.runtime.errors import LaunchError
 
@@ -26,7 +26,7 @@ class ScrontabOptions(SlurmOptions):
 
 def render_scrontab(workload: Workload, cron: str, options: ScrontabOptions) -> str:
     """A comment, #SCRON lines and a line of the crontab. Raises LaunchError for what these cannot hold."""
-    folder = os.path.abspath(options.folder or ".")
+    workload, folder = placed(workload, options), os.path.abspath(options.folder or ".")
     wanted = [*sbatch_lines(workload, options), f"--chdir={folder}"]
     lines = [line for line in wanted if line not in NOT_OF_A_TICK]
     for line in lines:

@@ -5,6 +5,7 @@ The same script is what `torchx run -s slurm` submits and what `python -m launch
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import re
@@ -13,8 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Optional
 
+from launch import slurm_jobs
+from launch.network import NetworkOptions
 from launch.options import option
-from launch.workload import Workload, check_gpus_asked
+from launch.resources import CORES_A_RANK, PRESETS, on_cluster
+from launch.workload import Workload
 from pipeline.runtime.errors import LaunchError
 from pipeline.runtime.masking import find_secret
 from pipeline.runtime.process.exit_codes import DONE, FINAL, REQUEUE, USER_ERROR
@@ -29,7 +33,7 @@ _SIGNAL = re.compile(r"(?:(?:SIG)?TERM@)?(\d+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class SlurmOptions:
+class SlurmOptions(NetworkOptions):
     """What sbatch takes beside the shape of the job. Raises LaunchError for what it, or the script, could not use."""
 
     partition: Optional[str] = option(None, "partition to run in")
@@ -43,17 +47,13 @@ class SlurmOptions:
     mail_type: Optional[str] = option(None, "when to mail: BEGIN,END,FAIL,REQUEUE,TIME_LIMIT,...")
     signal: Optional[str] = option(None, "TERM@SECONDS before the time limit; by default the job's grace and half a minute")  # fmt: skip
     requeue: bool = option(True, "start the job again after a time limit, a pre-emption or the loss of a node")
-    output: str = option(
-        "%x-%j.out",
-        "file for the output, relative to where sbatch is called (arrays: %x-%A_%a.out); its folder must exist",
-    )
+    output: str = option("%x-%j.out", "file for the output (arrays: %x-%A_%a.out); its folder must exist")
     env_file: Optional[str] = option(None, "a shell file that the job reads first (modules, credentials); its text goes nowhere")  # fmt: skip
-    array: Optional[str] = option(
-        None, "tasks of an array: 0-3, or 0-99%4 for four at once; each reads SLURM_ARRAY_TASK_ID"
-    )
+    array: Optional[str] = option(None, "tasks: 0-3, or 0-99%4 for four at once; each reads SLURM_ARRAY_TASK_ID")
     sbatch: Optional[str] = option(None, "further options of sbatch, for instance '--reservation=r1 --exclusive'")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
             if isinstance(value, str) and not value.isprintable():
@@ -74,15 +74,15 @@ def render_sbatch(workload: Workload, options: SlurmOptions) -> str:
     """The whole script; `sbatch` of it, as it is, runs the job. Raises LaunchError for a job that could not get further."""
     if workload.is_elastic:
         options = _a_task_a_node(workload, options)
-    elif workload.tasks > 1 and options.array is None:
-        options = replace(options, array=f"0-{workload.tasks - 1}")
-    elif workload.tasks > 1 and options.array not in (f"0-{workload.tasks - 1}", *_at_once(workload, options)):
-        raise LaunchError(
-            f"array={options.array}, and num_shards={workload.tasks} has the tasks 0-{workload.tasks - 1}: leave array out, or give "
-            f"0-{workload.tasks - 1}%8 for eight at once"
-        )
-    asks_gpus = workload.gpu or "gpu" in f"{options.gres or ''} {options.sbatch or ''}"
-    check_gpus_asked(workload, bool(asks_gpus), "--gpu (or gres=gpu:...)")
+    elif workload.tasks > 1:
+        every = f"0-{workload.tasks - 1}"
+        if (options.array or every).partition("%")[0] != every:
+            raise LaunchError(
+                f"array={options.array}, and num_shards={workload.tasks} has the tasks {every}: leave array out, or give "
+                f"{every}%8 for eight at once"
+            )
+        options = replace(options, array=options.array or every)
+    workload = placed(workload, options)
     _check_time(workload, options)
     if options.array and workload.steps and not workload.is_elastic:
         raise LaunchError(
@@ -103,8 +103,7 @@ def _a_task_a_node(workload: Workload, options: SlurmOptions) -> SlurmOptions:
     """Slurm gives a job no node back that it has lost, but starts a task of an array again once there is a node for it."""
     if options.array is not None:
         raise LaunchError(
-            f"array={options.array}: -j {workload.least_nodes}:{workload.nodes}x{workload.ranks_per_node} is an array itself, a task a node; leave "
-            "array out"
+            f"array={options.array}: -j {workload.shape} is an array itself, a task a node; leave array out"
         )
     if not options.requeue:
         raise LaunchError(
@@ -113,18 +112,65 @@ def _a_task_a_node(workload: Workload, options: SlurmOptions) -> SlurmOptions:
     return replace(options, array=f"0-{workload.nodes - 1}")
 
 
-def _at_once(workload: Workload, options: SlurmOptions) -> list[str]:
-    """The array with the limit of tasks at once that is asked for."""
-    limit = (options.array or "").partition("%")[2]
-    return [f"0-{workload.tasks - 1}%{limit}"] if limit else []
+def placed(workload: Workload, options: SlurmOptions) -> Workload:
+    """The workload with the GPUs and cores that a node is asked for. Raises LaunchError for what does not fit its ranks."""
+    asked = _own_resources(options)
+    cards = asked.cards(1 if workload.is_elastic else workload.nodes)
+    workload = on_cluster(workload, sum(number for _, number in cards) if cards else None)
+    names = {preset.partition("_")[0] for preset in PRESETS.values()}
+    for kind, _ in cards:
+        card = kind.lower().partition("_")[0]
+        if card in names and workload.hardware.partition("_")[0] in names - {card}:
+            raise LaunchError(
+                f"{kind} GPUs are asked for, and the job's hardware is {workload.hardware}: give one of the two another"
+            )
+    if workload.gpu and not workload.cpu and not asked.cores and not slurm_jobs.gives_cores_by_gpu(options.partition):
+        return replace(workload, cpu=CORES_A_RANK * workload.ranks_per_node)
+    return workload
+
+
+class _Asked(argparse.Namespace):
+    """What of gres and sbatch's own options is about GPUs and cores, as it was typed."""
+
+    gres: list[str]
+    node: Optional[str]
+    job: Optional[str]
+    cores: Optional[str]
+
+    def cards(self, nodes: int) -> list[tuple[str, int]]:
+        """Type, if any, and number of a node's GPUs."""
+        listed = [each.partition(":") for text in self.gres for each in text.split(",")]
+        by_gres = [rest or "1" for name, _, rest in listed if name in ("gpu", "gres/gpu")]
+        found = [_card(text) for text in by_gres or (self.node or self.job or "").split(",") if text]
+        return [
+            (kind, -(-number // nodes) if self.job and not (by_gres or self.node) else number) for kind, number in found
+        ]
+
+
+def _card(text: str) -> tuple[str, int]:
+    """'h100:8', '8', 'h100' and '8(S:0-1)' as Slurm reads them."""
+    kind, _, number = text.partition("(")[0].rpartition(":")
+    return (kind, int(number)) if number.isdecimal() else (number, 1)
+
+
+def _own_resources(options: SlurmOptions) -> _Asked:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--gres", action="append", default=[options.gres] if options.gres else [])
+    parser.add_argument("--gpus-per-node", "--gpus-per-task", dest="node")  # there is a task a node
+    parser.add_argument("--gpus", "-G", dest="job")
+    parser.add_argument("--cpus-per-task", "-c", "--cpus-per-gpu", dest="cores")
+    try:
+        return parser.parse_known_args(shlex.split(options.sbatch or ""), _Asked())[0]
+    except (argparse.ArgumentError, ValueError) as error:
+        raise LaunchError(f"sbatch={options.sbatch}: {error}") from None
 
 
 def sbatch_lines(workload: Workload, options: SlurmOptions) -> Iterator[str]:
     shape = {"job-name": workload.name, "nodes": 1 if workload.is_elastic else workload.nodes, "ntasks-per-node": 1}
-    # With GPUs and no --cpu the cluster's own cores a GPU hold.
+    # With GPUs and no --cpu the cluster's own cores a GPU hold, or those of the further options.
     if cpus := workload.cpu or (0 if workload.gpu else workload.ranks_per_node):
         shape["cpus-per-task"] = cpus
-    if workload.gpu and not options.gres:
+    if workload.gpu and not _own_resources(options).cards(1):
         shape["gpus-per-node"] = workload.gpu
     if workload.mem_mb:
         shape["mem"] = f"{workload.mem_mb}M"
@@ -189,7 +235,13 @@ def environment(workload: Workload, options: SlurmOptions) -> Iterator[str]:
         else:
             cores = f"${{SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}} / {workload.ranks_per_node}"
             lines.append(f"threads=$(( {cores} ))\nexport OMP_NUM_THREADS=$(( threads > 0 ? threads : 1 ))")
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in workload.env.items()]
+    env = {**options.network_env, **workload.env}
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
+    if options.locks_memory:  # the limit of whoever submits holds in the job too, unless slurm.conf says otherwise
+        warning = (
+            "warning: ulimit -l is $(ulimit -l) KiB, and the network needs memory that is locked: see docs/cluster.md"
+        )
+        lines.append(f'ulimit -l "$(ulimit -H -l)"; [ "$(ulimit -l)" = unlimited ] || echo "{warning}" >&2')
     yield "\n".join(lines)
 
 

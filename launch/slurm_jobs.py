@@ -7,6 +7,7 @@ slurmctld is asked first, so no accounting is needed; where there is some, sacct
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,6 +56,20 @@ def cancel(job_id: str) -> None:
 def output_path(job_id: str) -> Optional[str]:
     """The file that the job's script writes to, as long as slurmctld remembers the job."""
     return _shown(job_id).get("StdOut")
+
+
+def gives_cores_by_gpu(partition: Optional[str]) -> bool:
+    """Whether a job in the partition (None: the default one) gets cores by its GPUs; False where there is no Slurm."""
+    if shutil.which("scontrol") is None:
+        return False
+    config, partitions = (_run(["scontrol", "show", what, "--oneliner"]).stdout for what in ("config", "partition"))
+    named = partition.split(",") if partition else []
+    lines = [
+        line
+        for line in partitions.splitlines()
+        if (line.partition(" ")[0].partition("=")[2] in named if named else " Default=YES" in line)
+    ]
+    return any("DefCpuPerGPU=" in line for line in [config, *lines])
 
 
 def _in_queue(job_id: str) -> Optional[SlurmJob]:

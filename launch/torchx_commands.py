@@ -31,6 +31,12 @@ from pipeline.runtime.masking import mask
 from pipeline.runtime.process.exit_codes import FAILED, INTERRUPTED, REQUEUE, USER_ERROR
 
 
+class _Lines:
+    def run(self, args: argparse.Namespace) -> None:
+        with errors_as_lines():
+            super().run(args)  # type: ignore[misc]
+
+
 class Run(CmdRun):
     def run(self, args: argparse.Namespace) -> None:
         with errors_as_lines("; what a cluster has been given runs on"):
@@ -54,10 +60,8 @@ class Run(CmdRun):
             _end(f"{app_handle} ended as {status.state.name}{hint}", _exit_code(app_handle) or FAILED)
 
 
-class Status(CmdStatus):
-    def run(self, args: argparse.Namespace) -> None:
-        with errors_as_lines():
-            super().run(args)
+class Status(_Lines, CmdStatus):
+    pass
 
 
 class Log(CmdLog):
@@ -74,10 +78,8 @@ class Log(CmdLog):
             super().run(args)
 
 
-class List(CmdList):
-    def run(self, args: argparse.Namespace) -> None:
-        with errors_as_lines():
-            super().run(args)
+class List(_Lines, CmdList):
+    pass
 
 
 class Cancel(CmdCancel):
@@ -87,10 +89,8 @@ class Cancel(CmdCancel):
             super().run(args)
 
 
-class Describe(CmdDescribe):
-    def run(self, args: argparse.Namespace) -> None:
-        with errors_as_lines():
-            super().run(args)
+class Describe(_Lines, CmdDescribe):
+    pass
 
 
 def _check_keys(scheduler: str, typed: str) -> None:

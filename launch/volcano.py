@@ -53,7 +53,7 @@ def _task(workload: Workload, options: KubernetesOptions, node: int) -> dict[str
     if len(workload.name) > longest:
         raise LaunchError(f"--name {workload.name}: Volcano's names leave {longest} characters; give a shorter --name")
     head = f"{workload.name}-{workload.verb}-0-0.{workload.name}" if workload.nodes > 1 else "localhost"
-    template = pod_template(workload, options, head, labels_of(workload, options), node=str(node))
+    template = pod_template(workload, options, head, node=str(node))
     return {"name": f"{workload.verb}-{node}", "replicas": 1, "template": template}
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Optional
 
 from launch.options import option
-from launch.resources import asked_host, parse_elastic_shape, parse_shape, threads_per_rank
+from launch.resources import asked_host, on_hardware, parse_elastic_shape, parse_shape, threads_per_rank, with_hardware
 from pipeline.cli.command_line import (
     has_dataset,
     parse_command_line,
@@ -30,6 +30,7 @@ from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.config.jobs.serve import ServeJob
 from pipeline.config.jobs.train import PlanJob, TrainJob
+from pipeline.config.planner import HardwareConfig
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.training import TrainerConfig
 from pipeline.runtime.errors import LaunchError, TrainingError
@@ -65,11 +66,9 @@ class Where:
 
     j: str = option("1x1", "NODESxRANKS_PER_NODE, for instance 2x8; train also LEAST:MOSTxRANKS, 2:4x8")
     cpu: Optional[int] = option(None, "cores a node")
-    gpu: Optional[int] = option(None, "GPUs a node")
+    gpu: Optional[int] = option(None, "GPUs a node; 0: the ranks run on CPUs")
     memMB: Optional[int] = option(None, "memory a node")
-    h: Optional[str] = option(
-        None, "a named host instead of cpu, gpu and memMB: h100_80gb_x8, ... (launch/resources.py)"
-    )
+    h: Optional[str] = option(None, "a named host instead of cpu, gpu and memMB: h100_80gb_x8, ...")
     env: Optional[dict[str, str]] = option(None, "environment of the job; again for each variable")
     image: Optional[str] = option(None, "container image; without one the job runs in this Python environment")
     mount: Optional[str] = option(None, "type=bind,src=/data,dst=/data,readonly; several after one another")
@@ -82,7 +81,7 @@ class Where:
 class Workload:
     """One process (a verb without ranks) or one agent a node that starts `ranks_per_node` ranks.
 
-    cpu and mem_mb are a node's, 0 where nobody has said: then the place decides, or its own default holds.
+    cpu, gpu and mem_mb are a node's. 0 cores, 0 MB, or None: nobody has said, and the place decides.
     """
 
     verb: str
@@ -92,14 +91,16 @@ class Workload:
     command: list[str]  # of one node, with ENDPOINT and JOB_ID to fill in: by argv() or shell_line()
     env: dict[str, str] = field(default_factory=dict)
     cpu: int = 0
-    gpu: int = 0
+    gpu: Optional[int] = None
     mem_mb: int = 0
     image: Optional[str] = None
     mounts: list[Mount] = field(default_factory=list)
     max_retries: int = 0
     grace_s: float = 0.0  # seconds from SIGTERM to the end that the ranks count on; 0: the verb saves nothing
     log_dir: str = ""  # a file a rank is written here; empty: there are no ranks, or no folder
-    on_gpus: bool = False  # the job's hardware has GPUs, one a rank
+    device: str = ""  # of the ranks: cuda, cpu, or auto, which only the node knows; empty: no ranks
+    hardware: str = ""  # the preset's name
+    reads: tuple[str, ...] = ()  # what a verb without ranks reads, as it was typed
     http_port: int = 0  # of a server
     tasks: int = 1  # of an array: the command runs so often, each time with another number
     steps: str = ""  # the local folder of its checkpoints; empty: none, or in an object store
@@ -110,6 +111,12 @@ class Workload:
     def is_distributed(self) -> bool:
         """Whether there are ranks that must meet, rather than one process."""
         return ENDPOINT in self.command or self.is_elastic
+
+    @property
+    def shape(self) -> str:
+        """As -j takes it."""
+        least = f"{self.least_nodes}:" if self.is_elastic else ""
+        return f"{least}{self.nodes}x{self.ranks_per_node}"
 
     @property
     def is_elastic(self) -> bool:
@@ -145,6 +152,11 @@ class Workload:
         """OMP_NUM_THREADS of a rank; `default_cpu` cores a node where the job does not say."""
         return threads_per_rank(self.cpu or default_cpu, self.ranks_per_node)
 
+    def whole_env(self, default_cpu: int, more: Optional[dict[str, str]] = None) -> dict[str, str]:
+        """The job's environment, with `more` of the place and the number of threads of each rank."""
+        ranks = {"OMP_NUM_THREADS": str(self.threads(default_cpu)), "LOGLEVEL": "WARNING"}
+        return {**(ranks if self.is_distributed else {}), **(more or {}), **self.env}
+
 
 def _validate_here(job: TrainJob) -> None:
     """Raises UserError; where the data set is not here, it says how to go without a look at it."""
@@ -166,6 +178,7 @@ def _validate_unseen(job: TrainJob) -> None:
 
 def train(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
     validate: Callable[[TrainJob], None] = _validate_here if check_data else _validate_unseen
+    words = with_hardware(words, where)
     least, nodes, ranks = parse_elastic_shape(where.j)
     where = replace(where, j=f"{nodes}x{ranks}")
     if least < nodes:
@@ -176,7 +189,7 @@ def train(doc: Optional[str], words: list[str], where: Where, check_data: bool =
         made = _elastic(made, least, f"{job.run_dir}/{MEETINGS}")
     # An array's tasks each have a run folder of their own, whose name is known when they run.
     varies = any("oc.env:" in word for word in words)
-    return _on_hardware(replace(made, steps="" if varies else _local_steps(job)), job)
+    return on_hardware(replace(made, steps="" if varies else _local_steps(job)), where, job.hardware)
 
 
 def _for_each_size(world_sizes: list[int], validate: Callable[[TrainJob], None]) -> Callable[[TrainJob], None]:
@@ -202,12 +215,13 @@ def _elastic(workload: Workload, least: int, folder: str) -> Workload:
 
 def evaluate(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
     job = parse_command_line(EvaluateJob, doc, _as_composed_by_ranks(words, where))
-    grace_s = TrainerConfig().grace_s
+    grace_s, trained = TrainerConfig().grace_s, None
     if check_data:
         trained = load_saved_job(TrainJob, f"{job.run}/config.yaml")
         validate_evaluation(job, trained, job.world_size)
         grace_s = trained.trainer.grace_s
-    return _ranks("evaluate", words, where, "evaluate", f"{job.run}/logs", grace_s)
+    made = _ranks("evaluate", words, where, "evaluate", f"{job.run}/logs", grace_s)
+    return on_hardware(made, where, trained.hardware if trained else HardwareConfig())
 
 
 def prepare(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
@@ -219,7 +233,7 @@ def prepare(doc: Optional[str], words: list[str], where: Where, check_data: bool
             raise LaunchError(
                 f"-j {where.j}: prepare is one process; leave -j out, or give engine=ray for many machines"
             )
-        return _single("prepare", words, where, name)
+        return _single("prepare", words, where, name, job.source or "")
     nodes, processes = parse_shape(where.j)
     if processes != 1:
         raise LaunchError(f"-j {where.j}: a node of engine=ray has as many tasks as fit it; give -j {nodes}x1")
@@ -240,7 +254,7 @@ def export(doc: Optional[str], words: list[str], where: Where, check_data: bool 
     job = parse_command_line(ExportJob, doc, words)
     if check_data:
         load_saved_job(TrainJob, f"{job.run}/config.yaml")
-    return _single("export", words, where, "export")
+    return _single("export", words, where, "export", job.run)
 
 
 # The number of this task: Slurm's arrays and Kubernetes' Indexed Jobs put it into the environment.
@@ -255,14 +269,15 @@ def predict(doc: Optional[str], words: list[str], where: Where, check_data: bool
             raise LaunchError("shard=... with num_shards: each task of the array is given its own; leave shard out")
         words = [*words, f'shard="{TASK_NUMBER}"']
     stem = job.output.rstrip("/").rpartition("/")[2].partition(".")[0]
-    return replace(_single("predict", words, where, f"predict-{stem}"), tasks=job.num_shards)
+    made = _single("predict", words, where, f"predict-{stem}", job.artifact, job.source)
+    return replace(made, tasks=job.num_shards)
 
 
 def check_one_task(workload: Workload, what: str) -> None:
     """Raises LaunchError for an array, or nodes that come and go, where there are none."""
     if workload.is_elastic:
         raise LaunchError(
-            f"-j {workload.least_nodes}:{workload.nodes}x{workload.ranks_per_node}: with {what} no node comes back by itself; give "
+            f"-j {workload.shape}: with {what} no node comes back by itself; give "
             f"-j {workload.nodes}x{workload.ranks_per_node}, or use Slurm, or Kubernetes with --kind job"
         )
     if workload.tasks > 1:
@@ -272,41 +287,22 @@ def check_one_task(workload: Workload, what: str) -> None:
 
 
 def retrain(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
+    words = with_hardware(words, where)
     job = parse_command_line(RetrainJob, doc, _as_composed_by_ranks(words, where))
     made = _ranks("retrain", words, where, f"retrain-{job.name}", f"{job.run_dir}/logs", job.trainer.grace_s)
-    return _on_hardware(made, job)
+    return on_hardware(made, where, job.hardware)
 
 
 def check_nodes(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
     job = parse_command_line(CheckNodesJob, doc, words)
     made = _ranks("check_nodes", words, where, "check-nodes", "", TrainerConfig().grace_s)
-    return replace(made, on_gpus=job.backend == "nccl")
+    device = {"nccl": "cuda", "auto": "auto"}.get(job.backend, "")  # gloo measures nodes with GPUs too
+    return replace(made, device=device, hardware=f"backend={job.backend}")
 
 
 def _local_steps(job: TrainJob) -> str:
     folder = job.checkpoint.folder or f"{job.run_dir}/checkpoints"
     return "" if "://" in folder else folder
-
-
-def _on_hardware(workload: Workload, job: TrainJob) -> Workload:
-    """Raises LaunchError for more ranks on a host than GPUs. Whether GPUs are asked for at all, the scheduler's part knows."""
-    on_gpus = job.hardware.compute_device == "cuda"
-    ranks, gpus = workload.ranks_per_node, workload.gpu
-    if gpus and job.hardware.compute_device != "cpu" and ranks > gpus:
-        raise LaunchError(
-            f"-j {workload.nodes}x{ranks} starts {ranks} ranks on a host of {gpus} GPU(s), and each rank takes one: "
-            f"-j {-(-workload.nodes * ranks // gpus)}x{gpus}, or --gpu {ranks}"
-        )
-    return replace(workload, on_gpus=on_gpus)
-
-
-def check_gpus_asked(workload: Workload, asked: bool, how: str) -> None:
-    """Raises LaunchError where the job's hardware has GPUs and nobody asks the cluster for any; `how` one does."""
-    if workload.on_gpus and not asked:
-        raise LaunchError(
-            f"the job's hardware has GPUs, and none is asked for: each of the {workload.nodes} node(s) needs "
-            f"{workload.ranks_per_node}; give {how}, or hardware=cpu"
-        )
 
 
 def serve(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
@@ -317,7 +313,7 @@ def serve(doc: Optional[str], words: list[str], where: Where, check_data: bool =
         defaults["threads"] = str(cores)  # torch would start one for each core of the node
     words = [*words, *(f"{key}={value}" for key, value in defaults.items() if key not in given)]
     job = parse_command_line(ServeJob, doc, words)
-    made = _single("serve", words, where, "serve-" + job.artifact.rstrip("/").rpartition("/")[2])
+    made = _single("serve", words, where, "serve-" + job.artifact.rstrip("/").rpartition("/")[2], job.artifact)
     grace_s = job.server.shutdown_delay_s + job.server.drain_s
     return replace(made, http_port=job.server.port, grace_s=grace_s)
 
@@ -329,6 +325,20 @@ WORKLOADS: dict[str, Callable[[Optional[str], list[str], Where, bool], Workload]
 
 
 SERVICES = {"serve": serve}  # verbs that run until they are stopped
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Of a chain: its name there, and the stages that must have ended well before it starts."""
+
+    name: str
+    workload: Workload
+    after: tuple[str, ...] = ()
+
+    @property
+    def is_service(self) -> bool:
+        """Whether it runs until it is stopped: nothing can wait for its end."""
+        return self.workload.verb in SERVICES
 
 
 def make_workload(
@@ -414,11 +424,11 @@ def _ranks(verb: str, words: list[str], where: Where, name: str, log_dir: str, g
     return _placed(made, where)
 
 
-def _single(verb: str, words: list[str], where: Where, name: str) -> Workload:
+def _single(verb: str, words: list[str], where: Where, name: str, *reads: str) -> Workload:
     if parse_shape(where.j) != (1, 1):
         raise LaunchError(f"-j {where.j}: {verb} is one process; leave -j out")
     command = [_python(where), "-u", "-m", f"pipeline.{verb}", *words]
-    return _placed(Workload(verb, _app_name(where.name or name), 1, 1, command), where)
+    return _placed(Workload(verb, _app_name(where.name or name), 1, 1, command, reads=reads), where)
 
 
 def _placed(workload: Workload, where: Where) -> Workload:

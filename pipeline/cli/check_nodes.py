@@ -1,4 +1,4 @@
-"""Check the nodes of a job before a long run:  torchx run -s slurm pipeline.doctor -j 2x1 -- folder=/shared/runs
+"""Check the nodes of a job before a long run:  torchx run -s slurm pipeline.doctor -j 2x1 --gpu 8 -- folder=/shared/runs
 
 Measured by the job's own process group: the links between each two nodes, an all-to-all, the clocks, versions and GPUs of all
 nodes, and whether `folder` is one file system on all of them that renames and creates as checkpoints need it. One rank a node

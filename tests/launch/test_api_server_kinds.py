@@ -39,7 +39,7 @@ PRINTED = {
     **{f"train {kind}, all flags": ["kubernetes", "train", *PLACE, *FULL, "--kind", kind, *TRAIN] for kind in KINDS},
     "train, nodes that come and go": ["kubernetes", "train", *PLACE, *VOLUME, "-j", "1:2x1", "--no-check-data", "--", "experiment=quickstart"],
     "train, owned and again": ["kubernetes", "train", *PLACE, *PLAIN, "--attempt", "2", "--owner", "7e4a1f6c-1111-2222-3333-444444444444", *TRAIN],
-    "check_nodes": ["kubernetes", "check_nodes", *PLACE, "-j", "2x1", "--", "folder=/shared/runs"],
+    "check_nodes": ["kubernetes", "check_nodes", *PLACE, "-j", "2x1", "--gpu", "8", "--", "folder=/shared/runs"],
     "predict in shards": ["kubernetes", "predict", *PLACE, "--", "artifact=a", "source=rows/", "output=o.parquet", "num_shards=8"],
     "prepare by Ray": ["kubernetes", "prepare", *PLACE, "-j", "3x1", "--max-retries", "2", "--", *JOB],
     "serve": ["serving", "serve", *PLACE, "--replicas", "1", "--", "artifact=/registry/clicks"],

@@ -23,7 +23,7 @@ EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "chain.yaml")
 STAGES = ["prepare", "plan", "train", "export", "serve"]
 TWO_NODES = """
 name: clicks
-defaults: {image: "ours:1", cpu: 8, memMB: 16000, max_retries: 2, env: {NOTE: 'it costs $5'}}
+defaults: {image: "ours:1", cpu: 8, gpu: 0, memMB: 16000, max_retries: 2, env: {NOTE: 'it costs $5'}}
 stages:
   prepare: {overrides: [data=quickstart, source=raw.tsv]}
   train: {j: 2x4, overrides: [experiment=quickstart]}
@@ -201,7 +201,7 @@ def test_a_dollar_is_none_of_composes_variables(tmp_path: Path) -> None:
         ("slurm", "stages: {Train: {verb: train}}", "Train"),
         ("argo", "stages: {train: {overrides: experiment=quickstart}}", "--image"),
         ("argo", "stages: {prepare: {image: a, cpu: 1, memMB: 9, env: {A: '{{b}}'}, overrides: data=quickstart source=a}}", "stages.prepare {{"),
-        ("compose", "stages: {train: {image: a, j: 2x1, overrides: experiment=quickstart}}", "stages.train 2x1"),
+        ("compose", "stages: {train: {image: a, j: 2x1, gpu: 0, overrides: experiment=quickstart}}", "stages.train 2x1"),
         ("compose", "stages: {train: {overrides: experiment=quickstart}}", "stages.train image"),
         ("airflow", "stages: {train: {overrides: experiment=quickstart}}", "--folder"),
         ("helm", "stages: {}", "slurm argo airflow compose"),

@@ -25,7 +25,7 @@ def data(tmp_path: Path) -> str:
 
 
 def _workload(data: str, mount: str) -> Workload:
-    where = Where(j="2:4x2", image="ours:1", cpu=8, memMB=16000, mount=mount, max_retries=3)
+    where = Where(j="2:4x2", image="ours:1", cpu=8, gpu=0, memMB=16000, mount=mount, max_retries=3)
     words = [
         "experiment=quickstart",
         data,
@@ -38,7 +38,7 @@ def _workload(data: str, mount: str) -> Workload:
 
 def test_on_slurm_each_node_is_a_task_that_comes_back_by_itself(data: str) -> None:
     words = ["experiment=quickstart", data, "run_dir=runs/a b", "trainer.evaluate_batch_size=512"]
-    script = render("slurm", ["train", "-j", "1:2x4", "--cpu", "8", "--", *words])
+    script = render("slurm", ["train", "-j", "1:2x4", "--cpu", "8", "--gpu", "0", "--", *words])
     lines = re.findall("(?m)^#SBATCH (.*)", script)
     assert {"--nodes=1", "--array=0-1", "--requeue", "--output=%x-%A_%a.out"} <= set(lines)
     command = re.sub(r"\s*\\\n\s*", " ", script)

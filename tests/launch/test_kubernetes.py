@@ -15,14 +15,14 @@ from launch.kubernetes import render_job
 from launch.kubernetes_options import KubernetesOptions
 from launch.manifest import to_yaml
 from launch.render import render
-from launch.workload import Where, Workload, make_workload
+from launch.workload import Mount, Where, Workload, make_workload
 from pipeline.runtime.errors import LaunchError
 from pipeline.runtime.process.exit_codes import FINAL
 from tests.launch.manifests import as_pod, assert_valid, expand, pod_templates, read
 from tests.support.datasets import described_dataset
 from tests.support.messages import mentions, names
 
-PLACE = ["--image", "ours:1", "--cpu", "8", "--memMB", "16000"]
+PLACE = ["--image", "ours:1", "--cpu", "8", "--gpu", "0", "--memMB", "16000"]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @functools.cache
 def _workload(data: str, j: str = "1x1", *words: str) -> Workload:
-    where = Where(j=j, image="ours:1", cpu=8, memMB=16000)
+    where = Where(j=j, image="ours:1", cpu=8, gpu=0, memMB=16000)
     return make_workload("train", None, ["experiment=quickstart", data, *words], where)
 
 
@@ -62,7 +62,7 @@ FULL = [
     "--shm-mb", "4000", "--run-as-user", "1234", "--fs-group", "1234", "--grace-s", "90",
     "--resource", "rdma/hca=8", "--resource", "hugepages-2Mi=5120Mi", "--ephemeral-mb", "50000", "--capability", "IPC_LOCK",
     "--host-network", "--network", "infiniband", "--together", "example.com/rack", "--pull-policy", "Always",
-    "--annotation", "sidecar.istio.io/inject=false", "--annotation", "k8s.v1.cni.cncf.io/networks=ib0",
+    "--runtime-class", "nvidia", "--annotation", "sidecar.istio.io/inject=false", "--annotation", "k8s.v1.cni.cncf.io/networks=ib0",
 ]  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def test_pods_meet_at_the_first_by_a_name_that_the_service_makes_known(data: str
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
     assert spec["backoffLimit"] == 6  # three times both
     words = [expand(word, {"JOB_COMPLETION_INDEX": "1"}) for word in _container(job)["command"]]
-    given = dict(zip(words[3:-4:2], words[4:-4:2], strict=True))
+    given = dict(zip(words[3:-5:2], words[4:-5:2], strict=True))
     assert words[:3] == ["python", "-m", "pipeline.agent"]  # no shell
     assert given["--rdzv-endpoint"] == "quickstart-0.quickstart:29500" and given["--node-rank"] == "1"
     assert given["--nnodes"] == "2" and given["--nproc-per-node"] == "4" and given["--rdzv-id"] == "quickstart"
@@ -212,7 +212,11 @@ def test_pods_are_not_root_and_get_what_they_ask_for(data: str) -> None:
     (template,) = pod_templates(job)
     spec, container = template["spec"], _container(job)
     assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] == 1234
-    rights = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}
+    rights = {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]},
+    }
     assert container["securityContext"] == rights
     assert container["resources"]["limits"] == {
         "cpu": "8", "memory": "16000Mi", "nvidia.com/gpu": "8", "ephemeral-storage": "50000Mi", "rdma/hca": "8",
@@ -220,7 +224,9 @@ def test_pods_are_not_root_and_get_what_they_ask_for(data: str) -> None:
     }  # fmt: skip
     assert container["resources"]["requests"] == container["resources"]["limits"]
     assert {"name": "NCCL_NET", "value": "IB"} in container["env"] and container["imagePullPolicy"] == "Always"
-    assert spec["hostNetwork"] and spec["dnsPolicy"] == "ClusterFirstWithHostNet"
+    assert (
+        spec["runtimeClassName"] == "nvidia" and spec["hostNetwork"] and spec["dnsPolicy"] == "ClusterFirstWithHostNet"
+    )
     (near,) = spec["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
     assert near["podAffinityTerm"]["topologyKey"] == "example.com/rack"
     assert template["metadata"]["annotations"]["sidecar.istio.io/inject"] == "false"
@@ -251,6 +257,24 @@ def test_a_run_folder_that_goes_with_its_pod_is_pointed_out(data: str) -> None:
     lost = render_job(_workload(data), KubernetesOptions())
     assert "# WARNING: runs/quickstart/logs lies in the pod and goes with it" in lost
     assert "# WARNING" not in _with_all_options(data, "job")
+
+
+def test_nothing_can_be_written_but_tmp_and_volumes(data: str) -> None:
+    def written(workload: Workload, **options: Any) -> dict[str, str]:
+        (job,) = _manifests(workload, **options)
+        assert_valid(job)
+        return {each["name"]: each["mountPath"] for each in _container(job)["volumeMounts"] if "readOnly" not in each}
+
+    assert written(_workload(data)) == {"shm": "/dev/shm", "tmp": "/tmp", "run": "/workspace/runs/quickstart"}
+    claim = Mount("volume", "claim", "/workspace")
+    assert written(replace(_workload(data), mounts=[claim])) == {
+        "shm": "/dev/shm", "tmp": "/tmp", "mount-0": "/workspace",
+    }  # fmt: skip
+    scratch = Mount("bind", "/scratch", "/tmp")
+    assert written(replace(_workload(data), mounts=[claim, scratch])).get("tmp") is None
+    (job,) = _manifests(_workload(data), read_only_root=False)
+    assert _container(job)["securityContext"]["readOnlyRootFilesystem"] is False
+    assert written(_workload(data), read_only_root=False) == {"shm": "/dev/shm"}
 
 
 UID = "0f2b9c1e-6f5b-4b7e-9a55-3c1d2e4f5a6b"

@@ -42,15 +42,20 @@ def test_two_pods_meet_at_the_first_before_its_name_is_known_and_train(prepared_
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n")
     lines = ["ip link set lo up", f"mount --bind {shlex.quote(str(hosts))} /etc/hosts", "hostname localhost"]
+    for folder in ("run", "tmp"):  # the pod's volumes; nothing else can be written
+        (tmp_path / folder).mkdir()
+        lines.append(f"mount --bind {tmp_path / folder} {tmp_path / folder}")
+    lines += ["mount -o remount,bind,ro /", f"! touch {tmp_path}/elsewhere 2> /dev/null || exit 99"]
     for node in (1, 0):  # the first pod is the last to start
         command = [expand(word, {"JOB_COMPLETION_INDEX": str(node)}) for word in container["command"]]
         command[0] = sys.executable  # the image's python
-        lines.append(f'{shlex.join(command)} > {tmp_path}/pod-{node}.log 2>&1 & pods="$pods $!"')
-    lines += [f"sleep {KNOWN_AFTER_S}", f"echo 127.0.0.1 pods-0.pods >> {shlex.quote(str(hosts))}"]
+        lines.append(f'{shlex.join(command)} > {tmp_path}/tmp/pod-{node}.log 2>&1 & pods="$pods $!"')
+    lines += [f"sleep {KNOWN_AFTER_S}", "echo 127.0.0.1 pods-0.pods >> /etc/hosts"]
     lines += ["code=0; for pod in $pods; do wait $pod || code=$?; done; exit $code"]
     environ = {
         **os.environ,
         "PYTHONPATH": str(REPOSITORY),
+        "TMPDIR": f"{tmp_path}/tmp",
         **{each["name"]: each["value"] for each in container["env"]},
     }
     done = subprocess.run(
@@ -61,6 +66,6 @@ def test_two_pods_meet_at_the_first_before_its_name_is_known_and_train(prepared_
         text=True,
         timeout=500,
     )
-    logs = "\n".join((tmp_path / f"pod-{node}.log").read_text()[-3000:] for node in (0, 1))
+    logs = "\n".join((tmp_path / "tmp" / f"pod-{node}.log").read_text()[-3000:] for node in (0, 1))
     assert done.returncode == 0, done.stderr + logs
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 5, logs

@@ -29,10 +29,10 @@ COMPONENTS = {
     "prepare": ["--", "data=criteo_kaggle", "source=/data/raw/*.gz"],
     "plan": [*NO_DATA, "experiment=mlperf_dlrmv2", "hardware=h200", "world_size=8"],
     "train": ["-j", "2x8", "--gpu", "8", *NO_DATA, "experiment=mlperf_dlrmv2", "data.path=/data"],
-    "evaluate": ["-j", "1x8", *NO_DATA, "run=/workspace/runs/mlperf", "split=validation"],
+    "evaluate": ["-j", "1x8", "--gpu", "8", *NO_DATA, "run=/workspace/runs/mlperf", "split=validation"],
     "export": [*NO_DATA, "run=/workspace/runs/mlperf"],
     "predict": ["--", "artifact=/a", "source=/rows", "output=/workspace/scores.parquet"],
-    "retrain": ["-j", "1x8", *NO_DATA, "experiment=criteo_kaggle_dlrm", "source=clicks"],
+    "retrain": ["-j", "1x8", "--gpu", "8", *NO_DATA, "experiment=criteo_kaggle_dlrm", "source=clicks"],
 }
 
 
@@ -120,7 +120,7 @@ class _Runner:
 def test_a_trial_of_a_sweep_is_a_job_of_volcano(tmp_path: Path) -> None:
     runner = _Runner()
     jobs = SchedulerJobs(
-        "kubernetes", {"namespace": "team", "queue": "ads"}, [*PLACE, "-j", "1x2", "--check_data", "False"], "rates", runner  # type: ignore[arg-type]
+        "kubernetes", {"namespace": "team", "queue": "ads"}, [*PLACE, "-j", "1x2", "--gpu", "2", "--check_data", "False"], "rates", runner  # type: ignore[arg-type]
     )  # fmt: skip
     words = [
         "experiment=mlperf_dlrmv2",

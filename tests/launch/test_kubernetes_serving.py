@@ -102,6 +102,24 @@ def test_pods_listen_are_asked_whether_they_are_ready_and_answer_while_they_are_
     assert "PodDisruptionBudget" not in _objects("--replicas", "1")  # it would hold up every drain of a node
 
 
+def test_what_pods_read_and_no_volume_brings_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """Pods of a server without its artifact can never become ready."""
+    mount = ["--mount", "type=volume,src=registry,dst=/workspace"]
+    words = ["--", "artifact=artifacts/clicks"]
+    text = render("serving", ["serve", *PLACE, *words])
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert mentions(warning, "WARNING artifacts/clicks /workspace") and f"# {warning}\n" in text
+    for flags in ([*mount, *words], ["--", "artifact=/models/clicks"], ["--", "artifact=s3://bucket/clicks"]):
+        assert "WARNING" not in render("serving", ["serve", *PLACE, *flags]) and capsys.readouterr().err == ""
+    for verb, reads in (
+        ("predict", ["artifact=a", "source=rows/", "output=/o.parquet"]),
+        ("export", ["run=runs/a"]),
+        ("prepare", ["data=quickstart", "source=raw.tsv"]),
+    ):
+        text = render("kubernetes", [verb, *PLACE, "--no-check-data", "--", *reads])
+        assert text.count("WARNING") == (2 if verb == "predict" else 1)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

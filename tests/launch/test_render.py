@@ -109,7 +109,7 @@ def test_what_a_script_cannot_hold_is_refused(
 
 def test_a_secret_of_the_environment_is_never_printed(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-print-me")
-    script = _slurm(data, "-j", "2x1", *CLUSTER)
+    script = _slurm(data, "-j", "2x1", "--gpu", "0", *CLUSTER)
     assert "do-not-print-me" not in script and "set -x" not in script and "set -ev" not in script
 
 
@@ -137,17 +137,6 @@ def test_only_what_goes_on_is_requeued_after_sigterm(data: str) -> None:
 )
 def test_a_time_limit_is_read_as_sbatch_reads_it(time: str | None, seconds: int | None) -> None:
     assert limit_seconds(time) == seconds
-
-
-def test_a_job_for_gpus_asks_for_them(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["-j", "2x8", "--no-check-data", "--", "experiment=mlperf_dlrmv2", "data.path=/cluster/alone"]
-    kubernetes = ["train", "--image", "ours:1", "--cpu", "8", "--memMB", "1000"]
-    for target, flags in (("slurm", ["train"]), ("kubernetes", kubernetes)):
-        with pytest.raises(SystemExit):
-            render(target, [*flags, *words, "hardware=h100_80gb"])
-        assert mentions(capsys.readouterr().err, "--gpu 8 hardware=cpu")
-        assert "gpu" in render(target, [*flags, "--gpu", "8", *words, "hardware=h100_80gb"])
-    assert "--gres=gpu:h100:8" in render("slurm", ["train", "--gres", "gpu:h100:8", *words, "hardware=h100_80gb"])
 
 
 SRUN = """#!/bin/bash
@@ -240,12 +229,12 @@ def test_a_data_set_in_a_store_is_read_from_there(
     folder = f"s3://{BUCKET}/clicks"
     storage.publish_text(f"{folder}/{FILE_NAME}", Path(data.removeprefix("data.path="), FILE_NAME).read_text())
     words = ["experiment=quickstart", f"data.path={folder}"]
-    assert "srun" in render("slurm", ["train", "-j", "1x4", "--", *words])
+    assert "srun" in render("slurm", ["train", "-j", "1x4", "--gpu", "4", "--", *words])
     with pytest.raises(SystemExit):
-        render("slurm", ["train", "-j", "1x4", "--", *words, "tables.cat_99.embedding_dim=8"])
+        render("slurm", ["train", "-j", "1x4", "--gpu", "4", "--", *words, "tables.cat_99.embedding_dim=8"])
     assert mentions(capsys.readouterr().err, "cat_99")
     with pytest.raises(SystemExit):
-        render("slurm", ["train", "-j", "1x4", "--", *words[:1], f"{words[1]}_none"])
+        render("slurm", ["train", "-j", "1x4", "--gpu", "4", "--", *words[:1], f"{words[1]}_none"])
     assert mentions(capsys.readouterr().err, f"{folder}_none")
 
 
@@ -254,9 +243,9 @@ def test_a_data_set_that_only_the_cluster_sees_needs_a_flag_and_what_needs_no_da
 ) -> None:
     words = ["experiment=quickstart", "data.path=/cluster/alone"]
     with pytest.raises(SystemExit):
-        render("slurm", ["train", "-j", "2x8", "--", *words])
+        render("slurm", ["train", "-j", "2x8", "--gpu", "8", "--", *words])
     assert mentions(capsys.readouterr().err, "/cluster/alone --no-check-data --check_data")
-    assert "srun" in render("slurm", ["train", "-j", "2x8", "--no-check-data", "--", *words])
+    assert "srun" in render("slurm", ["train", "-j", "2x8", "--gpu", "8", "--no-check-data", "--", *words])
     assert mentions(capsys.readouterr().err, "data.path=/cluster/alone not looked at")
     with pytest.raises(SystemExit):
         render("slurm", ["train", "-j", "4x8", "--no-check-data", "--", *words])

@@ -33,7 +33,9 @@ def tick() -> Workload:
 @pytest.fixture(scope="module")
 def contained() -> Workload:
     words = ["experiment=mlperf_dlrmv2", "data.path=/data"]
-    return make_workload("train", None, words, Where(j="2x4", image="ours:1", cpu=8, memMB=16000), check_data=False)
+    return make_workload(
+        "train", None, words, Where(j="2x4", image="ours:1", cpu=8, gpu=4, memMB=16000), check_data=False
+    )
 
 
 def _cronjob(workload: Workload, **options: Any) -> list[dict[str, Any]]:

@@ -80,13 +80,15 @@ def test_what_slurm_refuses_is_one_line(launch: Launch) -> None:
 @pytest.mark.campaign
 def test_the_links_between_two_nodes_are_measured_before_a_long_run(launch: Launch) -> None:
     words = [f"folder={launch.folder}", f"output={launch.folder}/nodes.json", "megabytes=8"]
-    job_id = launch.sbatch(launch.render("check_nodes", "-j", "2x1", "--", *words))
+    job_id = launch.sbatch(launch.render("check_nodes", "-j", "2x1", "--gpu", "0", "--", *words))
     assert launch.cluster.wait_for_state(job_id, "COMPLETED", timeout_s=START_S) == "COMPLETED", launch.output(job_id)
     told, found = launch.output(job_id), json.loads((launch.folder / "nodes.json").read_text())
     assert "2 node(s), 2 rank(s), gloo" in told and "all is well" in told
     assert [facts["host"] for facts in found["nodes"].values()] == ["node1", "node2"]
     assert [(link["source"], link["target"]) for link in found["links"]] == [(0, 1), (1, 0)]
     assert all(link["bytes_per_s"] > 0 for link in found["links"]) and found["problems"] == []
-    job_id = launch.sbatch(launch.render("check_nodes", "-j", "2x1", "--", "folder=/nowhere", "megabytes=1"))
+    job_id = launch.sbatch(
+        launch.render("check_nodes", "-j", "2x1", "--gpu", "0", "--", "folder=/nowhere", "megabytes=1")
+    )
     launch.cluster.wait_for_state(job_id, "FAILED", timeout_s=START_S)
     assert launch.cluster.job(job_id)["ExitCode"] == "2:0" and "FAIL /nowhere" in launch.output(job_id)
