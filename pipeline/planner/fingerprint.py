@@ -110,9 +110,9 @@ def differing_lines(
 
 
 def differing_libraries(plan: Fingerprint, job: Fingerprint) -> list[str]:
-    """`torch 2.11.0 (here 2.13.0)` for every version that differs.
+    """`torch 2.11.0 (here 2.14.1)` for every version that differs.
 
-    They do not make a plan wrong: a ShardingPlan means the same in TorchRec 1.6 to 1.8, and a plan for a cluster is
+    They do not make a plan wrong: a ShardingPlan means the same in TorchRec 1.6 to 1.9, and a plan for a cluster is
     made on a laptop with other builds. They can make it another than a fresh search would find.
     """
     versions = job["libraries"]

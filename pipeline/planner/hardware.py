@@ -145,7 +145,7 @@ def build_topology(hardware: Hardware) -> Topology:
             hbm_to_ddr_mem_bw=speed(hardware.hbm_to_ddr_gb_per_s or hardware.ddr_gb_per_s),
             ddr_mem_bw=speed(hardware.ddr_gb_per_s),
         ),
-        # Without the flag TorchRec 1.8 drops every bandwidth above for its own defaults; 1.6 never does.
+        # Without the flag TorchRec (1.8 and 1.9) uses its own defaults instead of every bandwidth above.
         torchrec_planner.KernelConfig(compute_device=hardware.compute_device, use_hardware_based_bandwidth=True),
     )
     for device in topology.devices:

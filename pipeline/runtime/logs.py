@@ -23,7 +23,9 @@ from pipeline.runtime.storage import storage
 QUIET_AFTER_S = 2.0  # what ends sooner needs no progress bar
 PLAIN_LINE_EVERY_S = 5.0  # without a terminal a bar becomes a line now and then
 
-# Messages that TorchRec 1.6 to 1.8 and torch print about their own insides; each was seen, none asks the user for anything.
+# Messages that TorchRec 1.6 to 1.9 and torch print about their own internals. Each was seen; none asks the user for
+# anything. "autograd kernel was not registered" is about FBGEMM's dense lookup on CPU, an autograd function below the
+# dispatcher's CPU key; its gradients equal torch's (tests/sharding/test_cpu_tables.py).
 NOISY_WARNINGS = (
     "broadcast_buffers", "reduce_scatter_tensor", "all_gather_into_tensor", "_all_gather_base", "_reduce_scatter_base",
     "ShardedTensor", "HeuristicalStorageReservation", "dense_embedding_codegen_lookup_function",

@@ -4,9 +4,8 @@ TorchRec and FBGEMM promise nothing about the names below, and a renamed one may
 longer read, a method that is overridden but no longer called. So pipeline.sharding.torchrec checks the versions when it is
 imported, and tests/sharding/test_private_names.py holds each name, with its parameters, to what is installed.
 
-Nothing but WRITTEN_FOR is allowed by default. torch 2.11 with torchrec 1.6 trained with the first version of the package
-only: what came after (checkpoint repair, kernels, compressed tables, export) was never run there, and torch 2.12 not at all.
-Who knows better says sharding.allow_untested_versions=true, and should run the tests first.
+Only WRITTEN_FOR is allowed by default. docs/getting_started.md, "Versions", lists what runs on torch 2.11 with torchrec
+1.6.1. To use other versions, set sharding.allow_untested_versions=true, and run the tests first.
 """
 
 from __future__ import annotations

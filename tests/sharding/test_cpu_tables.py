@@ -130,6 +130,22 @@ def test_a_mean_of_weighted_ids_is_divided_by_their_number_and_so_is_its_gradien
         torch.testing.assert_close(moved, expected)
 
 
+@pytest.mark.parametrize(("mode", "pooling"), [("sum", PoolingMode.SUM), ("mean", PoolingMode.MEAN)])
+def test_gradients_of_fbgemms_dense_lookup_are_torchs_although_torch_warns(mode: str, pooling: PoolingMode) -> None:
+    """TorchRec looks replicated tables up by it. `autograd kernel was not registered` is filtered (pipeline.runtime.logs)."""
+    lookup = DenseTableBatchedEmbeddingBagsCodegen([(6, 4)], use_cpu=True, pooling_mode=pooling)
+    expected = torch.nn.EmbeddingBag.from_pretrained(torch.rand(6, 4), freeze=False, mode=mode)
+    lookup.weights.data.copy_(expected.weight.data.view(-1))
+    ids, offsets = torch.tensor([2, 5, 5, 3]), torch.tensor([0, 3, 3, 4])
+    weights = torch.rand(3, 4)  # of the outputs in the loss
+    found = lookup(ids, offsets)
+    torch.testing.assert_close(found, expected(ids, offsets[:-1]))
+    with pytest.warns(UserWarning, match="autograd kernel was not registered"):
+        (found * weights).sum().backward()
+    (expected(ids, offsets[:-1]) * weights).sum().backward()
+    torch.testing.assert_close(lookup.weights.grad.view(6, 4), expected.weight.grad)
+
+
 @pytest.mark.parametrize("precision", [SparseType.FP32, SparseType.FP16])
 def test_any_number_of_threads_gives_the_same_bits(precision: SparseType) -> None:
     found = []

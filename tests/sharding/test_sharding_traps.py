@@ -1,4 +1,4 @@
-"""What TorchRec 1.8 does wrongly without an error: each test is named after what would go wrong."""
+"""What TorchRec 1.8 and 1.9 do wrongly without an error: each test is named after what would go wrong."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def train_through_pipeline(rank: int) -> bool:
     before = [(batch.sparse_features.values().clone(), batch.sparse_features.lengths().clone()) for batch in mine]
     model._dmp_wrapped_module = BatchModel(model.module)
     pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
-    pipeline._free_features_storage_early = True  # torchrec 1.8's free_features_storage_early=True; earlier has none
+    pipeline._free_features_storage_early = True  # free_features_storage_early=True, since torchrec 1.8
     stream = iter(mine)
     for _ in mine:
         pipeline.progress(stream)

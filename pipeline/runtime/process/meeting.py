@@ -117,7 +117,8 @@ class FolderMeeting(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Each round has a store of its own on its first node.
 
-        torch 2.13 keeps the address of the first round: where the first node changes twice, nodes would go to different ones.
+        torch (2.13 and 2.14) keeps the address of an earlier round on every node that is not first now. If the first
+        node changes, nodes would use different addresses.
         """
         self._bootstrap_store_info, self._shared_tcp_store_server = None, None
         try:

@@ -143,7 +143,7 @@ def _problem(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> str:
 def load_compiled(path: str) -> Program:
     """An AOTInductor package: native code, which its file's checksums must vouch for.
 
-    It holds Python's lock while it runs (torch 2.13: boxed_run has no gil_scoped_release).
+    It holds Python's lock while it runs (torch 2.13 and 2.14: boxed_run has no gil_scoped_release).
     """
     from torch._inductor import aoti_load_package
 

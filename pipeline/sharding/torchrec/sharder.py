@@ -1,6 +1,6 @@
 """Shard an EmbeddingBagCollection on meta, with TorchRec's silent traps fixed or refused.
 
-Each trap below was seen on torchrec 1.8; all but the optimizer ones concern every plan that a planner may make.
+Each trap below is in torchrec 1.8 and 1.9. All except the optimizer ones concern every plan that a planner may make.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Let FBGEMM's lookups on CPU take the mean of weighted rows, as a sum.
 
 Where ids have weights FBGEMM's mean is the sum of weight * row, divided by the number of ids. On CPU its forward divides and
-its backward does not (seen on fbgemm 1.8), so that a row of a bag of three
+its backward does not (seen on fbgemm 1.8 and 1.9), so that a row of a bag of three
 ids would learn three times too fast. A sum of rows whose weights were divided is the same number, and its gradient is right.
 """
 
