@@ -27,11 +27,12 @@ from pipeline.checkpoint.chains import link_after
 from pipeline.checkpoint.changes import CHECKPOINT, Differential, ShardRows
 from pipeline.checkpoint.collective_errors import Ranks
 from pipeline.checkpoint.free_space import shortage
+from pipeline.checkpoint.host_copies import PINNED_BYTES, HostCopy
 from pipeline.checkpoint.links import link_state
 from pipeline.checkpoint.owners import Owner
 from pipeline.checkpoint.replicas import Replicas, describe_replicas, state_to_save
 from pipeline.checkpoint.retention import Retention
-from pipeline.checkpoint.shards import HostCopy, ShardPlanner, bytes_to_write
+from pipeline.checkpoint.shards import ShardPlanner, bytes_to_write
 from pipeline.checkpoint.step_loader import StepLoader, Trained, newest_usable
 from pipeline.checkpoint.step_writer import Save, StepWriter
 from pipeline.checkpoint.steps import (
@@ -46,7 +47,9 @@ from pipeline.checkpoint.steps import (
     step_path,
 )
 from pipeline.checkpoint.tables import flatten
+from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.errors import CheckpointError, DamagedError, StepTakenError
+from pipeline.runtime.host_memory import free_host_bytes, used_by_this_process
 from pipeline.runtime.logs import fields, get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.storage import storage
@@ -205,14 +208,18 @@ class Checkpointer:
         self._ranks.close()
 
     def check_free_space(self, num_saves: int | None = None) -> None:
-        """Raises CheckpointError, with numbers, where the steps to be kept and one attempt do not fit.
+        """Raises CheckpointError, with numbers, where the steps to be kept and one attempt do not fit, or the copy that an
+        asynchronous save needs.
 
         `num_saves` are the saves to come, if they are fewer than the steps to be kept.
         """
         state = self._trained.state()
         whole = state_to_save(state, self._replicas, average=False) if self._replicas else state
         self._planners[False].plan(whole)
-        num_bytes = bytes_to_write(self._planners[False].tensors())
+        tensors = self._planners[False].tensors()
+        num_bytes = bytes_to_write(tensors)
+        if self.asynchronous:
+            self._check_host_memory(num_bytes, PINNED_BYTES if any(not one.is_cpu for one in tensors) else 0)
         kept = self._retention.most_steps if num_saves is None else min(self._retention.most_steps, num_saves)
         kept += -(-kept // 2) if self._differential else 0  # a chain's links hold half as much as its base
         copies = kept + 1 if self._is_local else 1
@@ -318,6 +325,21 @@ class Checkpointer:
                 f"{found}: free as much, lower checkpoint.keep_last_n, or set checkpoint.folder elsewhere; earlier "
                 "checkpoints are untouched"
             )
+
+    def _check_host_memory(self, copy_bytes: int, pinned_bytes: int) -> None:
+        """Both are of this rank."""
+        own = (platform.node(), copy_bytes + pinned_bytes, used_by_this_process())
+        here = [(needed, used) for host, needed, used in self._ranks.gather(own) if host == own[0]]
+        needed_bytes, free_bytes = sum(needed for needed, _ in here), free_host_bytes(sum(used for _, used in here))
+        problem = ""
+        if needed_bytes > free_bytes:
+            problem = (
+                f"an asynchronous save copies the state of the {len(here)} ranks on {own[0]} to host memory, which takes "
+                f"{show_bytes(needed_bytes)}, and {show_bytes(max(free_bytes, 0))} are free there; set "
+                "checkpoint.asynchronous=false, or spread the ranks over more hosts"
+            )
+        if found := next((text for text in self._ranks.gather(problem) if text), ""):
+            raise CheckpointError(found)
 
     def _held_bytes(self) -> int:
         """Of the steps that are there, which count among those to be kept."""

@@ -14,8 +14,8 @@ from torchrec.distributed.planner import types as torchrec_planner
 from torchrec.distributed.planner.types import Topology
 
 from pipeline.config.planner import HardwareConfig, PlannerConfig
-from pipeline.devices.cpu.memory import host_memory_bytes
 from pipeline.runtime.errors import PlanError
+from pipeline.runtime.host_memory import host_memory_bytes
 
 GIB = 1 << 30
 BYTES_PER_MS = 1e6  # in one GB/s

@@ -5,15 +5,18 @@ from __future__ import annotations
 import resource
 import shutil
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from pipeline.checkpoint import checkpointer as checkpointer_module
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.config.training import CheckpointConfig
 from pipeline.runtime.errors import CheckpointError
 from pipeline.training.hooks.saving import Saving
 from tests.faults.checkpoints import MIXED, load_once, save_steps
 from tests.faults.conftest import FaultRecorder
+from tests.support.messages import mentions
 from tests.support.ranks import RankPool
 from tests.support.sharded_models import build_sharded
 
@@ -70,6 +73,24 @@ def test_too_little_room_is_said_before_training_and_before_a_save(ranks: RankPo
         assert "1,234 bytes" in before_training and "room for 3 checkpoints" in before_training
         assert "1,234 bytes" in before_save and str(tmp_path) in before_save
     assert list(tmp_path.iterdir()) == []
+
+
+def _has_no_memory_for_a_copy(rank: int, folder: str) -> str:
+    _, model, optimizer, context = build_sharded(MIXED)
+    checkpointer = Checkpointer(folder, model, optimizer, context, asynchronous=True)
+    checkpointer.check_free_space()  # there is enough
+    with patch.object(checkpointer_module, "free_host_bytes", lambda used: 5 << 10):
+        with pytest.raises(CheckpointError) as error:
+            checkpointer.check_free_space()
+        Checkpointer(folder, model, optimizer, context).check_free_space()  # needs no copy
+    return str(error.value)
+
+
+def test_too_little_host_memory_for_an_asynchronous_save_is_said_before_training(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    for message in ranks.run(2, _has_no_memory_for_a_copy, str(tmp_path / "checkpoints")):
+        assert mentions(message, "2 ranks 5.00 KiB checkpoint.asynchronous=false"), message
 
 
 class _Failing:

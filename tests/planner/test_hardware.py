@@ -1,22 +1,15 @@
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.container import as_container
 from pipeline.config.planner import HardwareConfig
-from pipeline.devices.cpu import memory
-from pipeline.devices.cpu.memory import host_memory_bytes
 from pipeline.planner.collectives import links_of
 from pipeline.planner.hardware import GIB, build_topology, resolve_hardware
 from pipeline.runtime.errors import PlanError
+from pipeline.runtime.host_memory import host_memory_bytes
 from tests.planner.problems import HARDWARE, on, preset
 from tests.support.messages import names
 
@@ -51,58 +44,6 @@ def test_cpu_ranks_share_the_host_memory_and_have_no_hbm() -> None:
         assert device.storage.hbm == 0
         assert host_memory_bytes() // 2 - GIB // 4 < device.storage.ddr <= host_memory_bytes() // 2
         assert device.storage.ddr % (GIB // 4) == 0
-
-
-@pytest.mark.parametrize(
-    ("limited", "own"),
-    [
-        ("memory.max", "0::/"),
-        ("memory/memory.limit_in_bytes", ""),
-        ("slurm/job_7/memory.max", "0::/slurm/job_7/step_0"),  # a job's, from the outside
-        ("slurm/job_7/step_0/memory.max", "0::/slurm/job_7/step_0"),
-        ("memory/slurm/uid_4/memory.limit_in_bytes", "5:cpuset:/\n4:memory:/slurm/uid_4/job_7"),
-    ],
-)
-def test_a_limit_of_memory_below_the_hosts_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limited: str, own: str
-) -> None:
-    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(memory, "OWN_CGROUPS", tmp_path / "own")
-    for name in ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU"):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "own").write_text(own)
-    file = tmp_path / "cgroup" / limited
-    file.parent.mkdir(parents=True)
-    file.write_text("max\n")
-    assert host_memory_bytes() > GIB
-    file.write_text(f"{GIB}\n")
-    assert host_memory_bytes() == GIB
-    assert on("cpu", 4).ddr_cap_bytes == GIB // 4
-
-
-@pytest.mark.campaign
-def test_the_limit_of_a_real_container_counts(tmp_path: Path) -> None:
-    """RUNC=/usr/sbin/runc pytest -m campaign tests/planner/test_hardware.py, as root."""
-    runc = os.environ.get("RUNC") or shutil.which("runc")
-    if not runc or os.geteuid():
-        pytest.skip("no container can be started: RUNC names no runc and the PATH has none, or this is not root")
-    code = "from pipeline.devices.cpu.memory import host_memory_bytes; print(host_memory_bytes())"
-    command = as_container(runc, [sys.executable, "-c", code], dict(os.environ), tmp_path, memory_bytes=2 * GIB)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.stdout.split() == [str(2 * GIB)], done.stderr
-    assert host_memory_bytes() > 2 * GIB
-
-
-@pytest.mark.parametrize(
-    "given", [{"SLURM_MEM_PER_NODE": "2048"}, {"SLURM_MEM_PER_CPU": "512", "SLURM_CPUS_ON_NODE": "4"}]
-)
-def test_the_memory_of_a_slurm_job_counts(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    assert host_memory_bytes() == 2 * GIB
-    for name in given:
-        monkeypatch.setenv(name, "0")  # all of the node's
-    assert host_memory_bytes() > 2 * GIB
 
 
 def test_a_gpu_at_hand_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Read this host's memory, and keep the memory that a step has freed for the next step.
+"""Keep the memory that a step has freed for the next step.
 
 glibc returns blocks of some MB and more to the kernel at once. A training step on the CPU asks for the same activations and
 gradients again, page by page, each cleared by the kernel first: 2,000 to 8,000 page faults a step, a third of a DLRM's time.
@@ -7,11 +7,9 @@ gradients again, page by page, each cleared by the kernel first: 2,000 to 8,000 
 from __future__ import annotations
 
 import ctypes
-import os
-from pathlib import Path
 
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUPS = Path("/proc/self/cgroup")
+from pipeline.runtime.host_memory import host_memory_bytes
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 LARGEST_KEPT_BYTES = 64 << 20
 MOST_KEPT_BYTES = 512 << 20
@@ -20,36 +18,6 @@ MOST_KEPT_BYTES = 512 << 20
 ROOMY_BYTES = 8 << 30
 LARGEST_KEPT_IN_ROOM_BYTES = 256 << 20
 MOST_KEPT_IN_ROOM_BYTES = 2 << 30
-
-
-def host_memory_bytes() -> int:
-    """Memory of this host, or the lowest limit of the container, this process's cgroups and the Slurm job."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([total, *_cgroup_limits(), *_slurm_limits()])
-
-
-def _cgroup_limits() -> list[int]:
-    """Of this process's cgroups and those around them; Slurm and systemd give a job one without a namespace of its own.
-
-    /proc/self/cgroup has lines `0::/path` (version 2) and `4:memory:/path` (version 1).
-    """
-    files = [CGROUPS / "memory.max", CGROUPS / "memory" / "memory.limit_in_bytes"]
-    for line in OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            top, name = (CGROUPS, "memory.max") if not controllers else (CGROUPS / "memory", "memory.limit_in_bytes")
-            own = top / path.lstrip("/")
-            files += [folder / name for folder in (own, *own.parents) if folder.is_relative_to(top)]
-    texts = (file.read_text().strip() for file in files if file.exists())
-    return [int(text) for text in texts if text.isdigit()]
-
-
-def _slurm_limits() -> list[int]:
-    """Of the job on this node, in bytes; 0 asks for all of it."""
-    node, cpu = (os.environ.get(f"SLURM_MEM_PER_{part}", "") for part in ("NODE", "CPU"))
-    cpus = os.environ.get("SLURM_CPUS_ON_NODE", "")
-    limits = [int(node)] if node.isdigit() else [int(cpu) * int(cpus)] if cpu.isdigit() and cpus.isdigit() else []
-    return [limit << 20 for limit in limits if limit]
 
 
 def kept_bytes(memory_bytes: int) -> tuple[int, int]:

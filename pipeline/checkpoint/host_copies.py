@@ -1,0 +1,65 @@
+"""Copy the tensors of a GPU to host memory a block at a time, through two pinned buffers.
+
+A rank's tables may take hundreds of gigabytes. Pinning that much memory takes long and may fail, and a
+copy of a whole table that is not pinned is slow. Two pinned blocks give the speed at a fixed cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+BLOCK_BYTES = 256 << 20
+PINNED_BYTES = 2 * BLOCK_BYTES  # at most, of one save
+
+
+def host_blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the rows of a GPU's tensor in order, in pinned memory; a block is valid until the next is asked for.
+
+    While a block is used, the next one is copied.
+    """
+    rows = tensor.detach() if tensor.dim() else tensor.detach()[None]
+    rows_at_once = max(1, BLOCK_BYTES // max(1, rows[:1].nbytes))
+    parts = rows.split(rows_at_once) if len(rows) else ()
+    pinned = [
+        torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts[:2]
+    ]  # torch keeps pinned memory for the next save
+    coming: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+    for number, part in enumerate(parts):
+        block = pinned[number % 2][: len(part)]
+        block.copy_(part, non_blocking=True)
+        coming.append((block, torch.cuda.current_stream().record_event()))
+        if len(coming) == 2:
+            yield _arrived(*coming.pop(0))
+    for block, copied in coming:
+        yield _arrived(block, copied)
+
+
+def _arrived(block: torch.Tensor, copied: torch.cuda.Event) -> torch.Tensor:
+    copied.synchronize()
+    return block
+
+
+@dataclass
+class HostCopy:
+    """Copies of a state in host memory, for a save beside training; their memory is kept from save to save."""
+
+    buffers: list[torch.Tensor] = field(default_factory=list)
+
+    def fill(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of `tensors`; the copies of the last call are overwritten."""
+        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        if shapes != [(buffer.shape, buffer.dtype) for buffer in self.buffers]:
+            self.buffers = []  # freed before as much is allocated again
+            self.buffers = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+        for buffer, tensor in zip(self.buffers, tensors, strict=True):
+            if tensor.is_cpu:
+                buffer.copy_(tensor)
+                continue
+            rows, done = buffer if buffer.dim() else buffer[None], 0
+            for block in host_blocks(tensor):
+                rows[done : done + len(block)] = block
+                done += len(block)
+        return self.buffers
