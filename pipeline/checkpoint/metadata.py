@@ -33,6 +33,7 @@ from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage.checksums import VerifiedFile, read_verified
 
 IN_PLACE_BYTES = 1 << 20  # of a tensor; smaller ones are read by torch.load and copied
+BLOCK_BYTES = 64 << 20  # of one read for a GPU's tensor
 ALLOWED = {
     "pathlib": {"PosixPath"},
     "torch": {"Size", "float16", "bfloat16", "float32", "float64", "uint8", "int8", "int32", "int64", "bool"},
@@ -196,9 +197,12 @@ class TensorsOnlyReader(FileSystemReader):
         planner.commit_tensor(item, target)
 
     def _read_in_place(self, stream: io.IOBase, item: ReadItem, target: torch.Tensor) -> bool:
-        """Whether the values were whole rows, which lie in memory as they do in the file, and were read to where they belong."""
+        """Whether the values were whole rows, which lie in memory as they do in the file, and were read to where they belong.
+
+        A GPU's tensor gets them by blocks, so that host memory never holds a whole table.
+        """
         place, sizes = self.storage_data[item.storage_index], self._stored_sizes(item)
-        is_plain = type(target) is torch.Tensor and target.device.type == "cpu" and target.is_contiguous()
+        is_plain = not target.is_cpu or (type(target) is torch.Tensor and target.is_contiguous())
         if not is_plain or target.nbytes < IN_PLACE_BYTES or tuple(target.shape) != tuple(item.lengths):
             return False
         if not sizes or tuple(item.lengths[1:]) != sizes[1:]:
@@ -208,14 +212,18 @@ class TensorsOnlyReader(FileSystemReader):
             begin = place.offset + values_offset(view, sizes, target.dtype)
         except RuntimeError:
             return False
-        stream.seek(begin + item.storage_offsets[0] * (target.nbytes // len(target)))
-        values = memoryview(target.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-        while len(values):
-            count = stream.readinto(values)  # type: ignore[attr-defined]
-            if not count:
+        row_bytes = target.nbytes // len(target)
+        stream.seek(begin + item.storage_offsets[0] * row_bytes)
+        first_row, *others = _begins(item)
+        rows_at_once = len(target) if target.is_cpu else max(1, BLOCK_BYTES // row_bytes)
+        for first in range(0, len(target), rows_at_once):
+            own = target[first : first + rows_at_once]
+            rows = own if own.is_cpu else torch.empty(own.shape, dtype=own.dtype)
+            if not _fill(rows, stream):
                 raise DamagedError(f"{self.step_path}: {place.relative_path} ends within {item.storage_index.fqn}")
-            values = values[count:]
-        self.overlay(item.storage_index.fqn, _begins(item), target)
+            self.overlay(item.storage_index.fqn, [first_row + first, *others], rows)
+            if rows is not own:
+                own.copy_(rows)
         return True
 
     def _stored_sizes(self, item: ReadItem) -> tuple[int, ...]:
@@ -224,6 +232,17 @@ class TensorsOnlyReader(FileSystemReader):
         assert isinstance(entry, TensorStorageMetadata)
         offset = tuple(item.storage_index.offset or ())
         return next((tuple(one.sizes) for one in entry.chunks if tuple(one.offsets) == offset), ())
+
+
+def _fill(rows: torch.Tensor, stream: io.IOBase) -> bool:
+    """Read the values of `rows`, contiguous and on the CPU; False: the stream ends before."""
+    values = memoryview(rows.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    while len(values):
+        count = stream.readinto(values)  # type: ignore[attr-defined]
+        if not count:
+            return False
+        values = values[count:]
+    return True
 
 
 def _begins(item: ReadItem) -> list[int]:

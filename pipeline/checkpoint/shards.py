@@ -9,10 +9,11 @@ from __future__ import annotations
 import io
 import mmap
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from pipeline.checkpoint.direct_blocks import direct_blocks
 from pipeline.checkpoint.first_weights import SampledPiece, pack, rows_a_group
+from pipeline.checkpoint.host_copies import host_blocks
 from pipeline.checkpoint.owners import Owner, header_of_shard, shard_name, storage_meta
 from pipeline.checkpoint.packed import PackedWriter
 from pipeline.checkpoint.steps import METADATA
@@ -40,6 +42,8 @@ MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # of Linux; Python names
 Tensors = list[torch.Tensor]  # in the order of ShardPlan.items
 Places = dict[MetadataIndex, _StorageInfo]
 Sampled = list[dict[str, Any]]  # entries of first_weights.SampledPiece
+_Out = ChecksummedWriter | PackedWriter
+LEAST_BLOCKS_BYTES = 1 << 20  # a smaller tensor is copied from a GPU whole
 
 
 @dataclass
@@ -100,28 +104,6 @@ def _check_is_tensor(item: WriteItem) -> None:
         raise CheckpointError(f"{item.index.fqn} is no tensor, and pickled values are not loaded again")
 
 
-@dataclass
-class HostCopy:
-    """Buffers in host memory, kept from save to save; pinned where the state is on a GPU."""
-
-    buffers: Tensors = field(default_factory=list)
-
-    def fill(self, tensors: Tensors) -> Tensors:
-        """Copies of `tensors`; the ones of the last call are overwritten."""
-        if [(tensor.shape, tensor.dtype) for tensor in tensors] != [
-            (tensor.shape, tensor.dtype) for tensor in self.buffers
-        ]:
-            self.buffers = [
-                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
-                for tensor in tensors
-            ]
-        for buffer, tensor in zip(self.buffers, tensors, strict=True):
-            buffer.copy_(tensor, non_blocking=True)
-        if any(tensor.device.type == "cuda" for tensor in tensors):
-            torch.cuda.synchronize()
-        return self.buffers
-
-
 def write_shards(
     folder: str, owner: Owner, items: list[WriteItem], tensors: Tensors, read_back: bool, is_packed: bool = False
 ) -> tuple[dict[str, FileEntry], Places, Sampled]:
@@ -140,7 +122,7 @@ def write_shards(
     writer = ChecksummedWriter(storage.join(folder, name), read_back, direct_blocks)
     with writer, _without_zip_checksums():
         writer.write(header_of_shard(owner))
-        out: ChecksummedWriter | PackedWriter = PackedWriter(writer) if is_packed else writer
+        out: _Out = PackedWriter(writer) if is_packed else writer
         for item, tensor in zip(items, tensors, strict=True):
             begin = out.tell()
             try:
@@ -149,6 +131,8 @@ def write_shards(
                     held = _save_stored(tensor, writer)
                     if tensor.column == 0 and not held.all():
                         left_out.append((_sampled_piece(item, tensor, name), pack(held)))
+                elif not tensor.is_cpu and tensor.nbytes >= LEAST_BLOCKS_BYTES:
+                    _save_from_gpu(tensor, out)
                 else:
                     torch.save(_exact(tensor), out)  # type: ignore[arg-type]
             except RuntimeError:
@@ -196,13 +180,11 @@ def _without_zip_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-class _RowsWriter(io.RawIOBase):
-    """Hands on what torch.save writes; in place of the values of an empty tensor it writes the blocks of stored rows."""
+class _ValuesWriter(io.RawIOBase):
+    """Passes on what torch.save writes; for the values of an empty tensor it calls `write_values` instead."""
 
-    def __init__(
-        self, writer: ChecksummedWriter, rows: StoredRows, held: NDArray[np.bool_], empty: torch.Tensor
-    ) -> None:
-        self._writer, self._rows, self._held = writer, rows, held
+    def __init__(self, out: _Out, write_values: Callable[[], None], empty: torch.Tensor) -> None:
+        self._out, self._write_values = out, write_values
         self._address, self._num_bytes = empty.data_ptr(), empty.nbytes
         self.is_done = not empty.nbytes
         self.failure: UserError | None = None
@@ -214,54 +196,22 @@ class _RowsWriter(io.RawIOBase):
         view = memoryview(data)
         if view.nbytes == self._num_bytes and np.frombuffer(view, np.uint8).ctypes.data == self._address:
             try:
-                self._write_rows()
+                self._write_values()
             except UserError as error:  # torch.save would replace it by an error of its own
                 self.failure = error
                 raise
             self.is_done = True
             return view.nbytes
-        return self._writer.write(view)
-
-    def _write_rows(self) -> None:
-        """A block of rows is read at once, wherever they lie, while the block before it is written."""
-        rows, group, done = self._rows, rows_a_group(self._rows.row_bytes), 0
-        held = np.flatnonzero(self._held)
-        groups_a_block = max(1, rows.rows_a_block // group)
-        blocks = [held[first : first + groups_a_block] for first in range(0, len(held), groups_a_block)]
-        with ThreadPoolExecutor(1) as reader:
-            reads = (reader.submit(self._read, own) for own in blocks)
-            coming = next(reads, None)
-            for own in blocks:
-                assert coming is not None
-                values, coming = coming.result(), next(reads, None)
-                breaks = np.flatnonzero(np.diff(own) != 1) + 1
-                for begin, end in pairwise([0, *breaks.tolist(), len(own)]):
-                    first, last = int(own[begin]) * group, min(int(own[end - 1] + 1) * group, len(rows))
-                    if first > done:
-                        self._writer.write_zeros((first - done) * rows.row_bytes)
-                    self._writer.write(values[begin * group : begin * group + last - first])
-                    done = last
-        if done < len(rows):
-            self._writer.write_zeros((len(rows) - done) * rows.row_bytes)
-
-    def _read(self, groups: NDArray[np.int64]) -> NDArray[np.float32]:
-        group = rows_a_group(self._rows.row_bytes)
-        numbers = (groups[:, None] * group + np.arange(group)).reshape(-1)
-        values: NDArray[np.float32] = self._rows.read_rows(numbers[numbers < len(self._rows)]).contiguous().numpy()
-        return values
+        return self._out.write(view)
 
 
-def _save_stored(rows: StoredRows, writer: ChecksummedWriter) -> NDArray[np.bool_]:
-    """As torch.save would write them from memory, by blocks, with a hole for each group of rows that have not changed.
-
-    Returns which groups are there.
-    """
-    held = rows.held_groups()
-    num_bytes = rows.numel() * rows.element_size()
+def _save_by_blocks(shape: torch.Size, dtype: torch.dtype, out: _Out, write_values: Callable[[], None]) -> None:
+    """Write what torch.save would write of a tensor in memory; `write_values` writes its values to `out`."""
+    count = shape.numel()
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-    addresses = mmap.mmap(-1, max(num_bytes, 1), flags=flags)  # never touched, so it takes no memory
-    empty = torch.frombuffer(addresses, dtype=rows.dtype, count=rows.numel()).view(rows.shape)
-    target = _RowsWriter(writer, rows, held, empty)
+    addresses = mmap.mmap(-1, max(count * dtype.itemsize, 1), flags=flags)  # never touched, so it takes no memory
+    empty = torch.frombuffer(addresses, dtype=dtype, count=count).view(shape)
+    target = _ValuesWriter(out, write_values, empty)
     try:
         torch.save(empty, target)  # type: ignore[arg-type]
     except RuntimeError:
@@ -270,7 +220,54 @@ def _save_stored(rows: StoredRows, writer: ChecksummedWriter) -> NDArray[np.bool
         raise
     if not target.is_done:
         raise RuntimeError("torch.save did not write the values of a tensor as one piece")
+
+
+def _save_from_gpu(tensor: torch.Tensor, out: _Out) -> None:
+    def write_values() -> None:
+        for block in host_blocks(tensor):
+            out.write(memoryview(block.view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+
+    _save_by_blocks(tensor.shape, tensor.dtype, out, write_values)
+
+
+def _save_stored(rows: StoredRows, writer: ChecksummedWriter) -> NDArray[np.bool_]:
+    """As torch.save would write them from memory, by blocks, with a hole for each group of rows that have not changed.
+
+    Returns which groups are there.
+    """
+    held = rows.held_groups()
+    _save_by_blocks(rows.shape, rows.dtype, writer, partial(_write_rows, writer, rows, held))
     return held
+
+
+def _write_rows(writer: ChecksummedWriter, rows: StoredRows, is_held: NDArray[np.bool_]) -> None:
+    """A block of rows is read at once, wherever they lie, while the block before it is written."""
+    group, done = rows_a_group(rows.row_bytes), 0
+    held = np.flatnonzero(is_held)
+    groups_a_block = max(1, rows.rows_a_block // group)
+    blocks = [held[first : first + groups_a_block] for first in range(0, len(held), groups_a_block)]
+    with ThreadPoolExecutor(1) as reader:
+        reads = (reader.submit(_read_groups, rows, own) for own in blocks)
+        coming = next(reads, None)
+        for own in blocks:
+            assert coming is not None
+            values, coming = coming.result(), next(reads, None)
+            breaks = np.flatnonzero(np.diff(own) != 1) + 1
+            for begin, end in pairwise([0, *breaks.tolist(), len(own)]):
+                first, last = int(own[begin]) * group, min(int(own[end - 1] + 1) * group, len(rows))
+                if first > done:
+                    writer.write_zeros((first - done) * rows.row_bytes)
+                writer.write(values[begin * group : begin * group + last - first])
+                done = last
+    if done < len(rows):
+        writer.write_zeros((len(rows) - done) * rows.row_bytes)
+
+
+def _read_groups(rows: StoredRows, groups: NDArray[np.int64]) -> NDArray[np.float32]:
+    group = rows_a_group(rows.row_bytes)
+    numbers = (groups[:, None] * group + np.arange(group)).reshape(-1)
+    values: NDArray[np.float32] = rows.read_rows(numbers[numbers < len(rows)]).contiguous().numpy()
+    return values
 
 
 def _exact(tensor: torch.Tensor) -> torch.Tensor:
