@@ -7,8 +7,17 @@ SHELL := /bin/bash
 VENV ?= .venv
 EXPERIMENT ?= quickstart
 RANKS ?= 2
-# The CUDA set where the driver lists a GPU. `make STACK=cpu ...` decides otherwise.
-STACK ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+# The set that is installed in VENV, else the CUDA set if this host has an NVIDIA GPU. `make STACK=cpu ...` decides otherwise.
+INSTALLED := $(shell cat $(VENV)/installed 2>/dev/null)
+STACK ?= $(or $(INSTALLED),$(shell nvidia-smi -L >/dev/null 2>&1 || [ -e /dev/nvidia0 ] && echo gpu || echo cpu))
+# Who asks for the CPU on a GPU host gets it: training refuses to use the CPU there only because torch sees no GPU.
+ifeq ($(STACK) $(filter file,$(origin STACK)),cpu )
+export CUDA_VISIBLE_DEVICES :=
+endif
+# FBGEMM's builds for CPU and for CUDA have the same files: one goes before the other comes.
+OTHER_FBGEMM := $(if $(filter gpu,$(STACK)),fbgemm-gpu-cpu,fbgemm-gpu)
+# Where the tests of the GPU program run: VENV on a host that has the GPU set anyway.
+GPU_VENV ?= $(if $(filter gpu,$(STACK)),$(VENV),.venv-gpu)
 # Processes that share the test files out; each starts gloo ranks of its own.
 JOBS ?= 2
 # Tests start many processes: each would compile the package again where bytecode is not kept.
@@ -50,7 +59,12 @@ doctor: $(VENV)/installed  ## check versions, operations, GPU, shared memory and
 .PHONY: test
 test: $(VENV)/installed-dev  ## the default test suite, no GPU needed: at most 12 CPU minutes on a quiet machine
 	@TIMEFORMAT='CPU time %U s + %S s in system calls, %R s in all'; \
-		time OMP_NUM_THREADS=1 $(PY) -m pytest -m "not campaign" -n $(JOBS) --dist worksteal
+		time OMP_NUM_THREADS=1 $(PY) -m pytest -m "not campaign and not gpu" -n $(JOBS) --dist worksteal
+
+.PHONY: test-gpu
+test-gpu:  ## the tests of the GPU program, in .venv-gpu: on the shadow GPU where there is no GPU
+	@$(MAKE) --no-print-directory VENV=$(GPU_VENV) STACK=gpu $(GPU_VENV)/installed-dev
+	@OMP_NUM_THREADS=1 $(GPU_VENV)/bin/python -m pytest -m gpu tests/gpu -n $(JOBS) --dist worksteal
 
 .PHONY: test-busy
 test-busy: $(VENV)/installed-dev  ## the default test suite twice, while other processes keep two cores busy
@@ -84,21 +98,27 @@ gpu-report: $(VENV)/installed-dev  ## check and measure this machine's GPUs, ten
 	@PYTHONPATH=. $(PY) -m benchmarks.gpu_report
 
 .PHONY: clean
-clean:  ## remove .venv, builds and caches; data sets and runs stay
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+clean:  ## remove .venv, .venv-gpu, builds and caches; data sets and runs stay
+	rm -rf $(VENV) $(GPU_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torchrec without its dependencies: setup.cfg says why.
-$(VENV)/installed: setup.cfg pyproject.toml
+$(VENV)/installed: setup.cfg pyproject.toml $(if $(filter-out $(STACK),$(INSTALLED)),other-set)
 	@[ -n "$(PYTHON)" ] && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "Python 3.11 or newer is needed, found: $$($(or $(PYTHON),python3) --version 2>&1 | head -1)." \
 			"Install it (apt install python3.11 python3.11-venv), or say where it is: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	@echo "installing the $(STACK) set into $(VENV), once"
 	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
+	@! $(PY) -m pip show -qq $(OTHER_FBGEMM) 2>/dev/null || $(PY) -m pip uninstall -qq -y fbgemm-gpu fbgemm-gpu-cpu
 	@$(PIP_INSTALL) -e '.[$(STACK),serve]'
 	@$(PIP_INSTALL) --no-deps $(TORCHREC)
+	@$(PY) -m pipeline.doctor stack=$(STACK)
 	@$(PY) -m pipeline.precompile
-	@touch $@
+	@echo $(STACK) > $@
+
+# VENV holds another set than the one that is asked for.
+.PHONY: other-set
+other-set:
 
 $(VENV)/installed-dev: $(VENV)/installed
 	@$(PIP_INSTALL) -e '.[$(STACK),dev]'

@@ -45,7 +45,7 @@ STATES = {
 JOB_DIR = "job_dir"
 POLL_S = 0.5
 SEALS = {ord(sign): chr(0xE000 + number) for number, sign in enumerate("=,;")}
-NEVER_COPIED = (".git", ".venv", "venv", "__pycache__")
+NEVER_COPIED = (".git", ".venv", ".venv-gpu", "venv", "__pycache__")
 
 
 @dataclass

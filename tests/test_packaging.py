@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from pip._vendor.packaging.requirements import Requirement
 
 from pipeline.cli import doctor
 from tests.support.datasets import described_dataset
@@ -164,13 +165,31 @@ def test_a_copied_job_folder_uses_its_own_conf(elsewhere: Path) -> None:
 
 
 def test_versions_are_pinned_to_the_newest_set_that_doctor_knows() -> None:
+    extras, pins = _extras(), doctor.PINS
+    minor = {name: pin.rpartition(".")[0] for name, pin in pins.items()}
+    assert minor["torch"] == doctor.TESTED
+    assert doctor.RELEASED_TOGETHER[doctor.TESTED] == (minor["torchrec"], minor["fbgemm"])
+    assert f"torch =={pins['torch']}" in extras["cpu"] and f"fbgemm-gpu-cpu =={pins['fbgemm']}" in extras["cpu"]
+    assert f"torch ==={pins['torch']}" in extras["gpu"] and f"fbgemm-gpu =={pins['fbgemm']}" in extras["gpu"]
+    makefile = (REPOSITORY / "Makefile").read_text()
+    assert re.search(rf"^TORCHREC := torchrec=={re.escape(pins['torchrec'])}$", makefile, re.M)
+    command = doctor.stack_command(gpu=False).rpartition("uninstall")[2]
+    assert command.endswith(
+        f"pip install torch=={pins['torch']} fbgemm-gpu-cpu=={pins['fbgemm']} && "
+        f"pip install --no-deps torchrec=={pins['torchrec']}"
+    )
+
+
+def test_the_gpu_set_takes_no_cpu_build_of_torch() -> None:
+    """`==2.14.1` admits 2.14.1+cpu, which pip prefers where its configuration names an index of CPU builds."""
+    pinned = {name: next(line for line in text.split("\n") if line.startswith("torch ")) for name, text in _extras().items()
+              if name in ("cpu", "gpu")}  # fmt: skip
+    takes = {name: [Requirement(line).specifier.contains(build) for build in ("2.14.1", "2.14.1+cpu")]
+             for name, line in pinned.items()}  # fmt: skip
+    assert takes == {"cpu": [True, True], "gpu": [True, False]}
+
+
+def _extras() -> dict[str, str]:
     parser = configparser.ConfigParser(interpolation=None)
     parser.read(REPOSITORY / "setup.cfg")
-    extras = parser["options.extras_require"]
-    torch, (torchrec, fbgemm) = doctor.TESTED, doctor.RELEASED_TOGETHER[doctor.TESTED]
-    assert f"torch =={torch}.0" in extras["cpu"] and f"fbgemm-gpu-cpu =={fbgemm}.0" in extras["cpu"]
-    assert f"torch =={torch}.0" in extras["gpu"] and f"fbgemm-gpu =={fbgemm}.0" in extras["gpu"]
-    assert re.search(rf"^TORCHREC := torchrec=={re.escape(torchrec)}\.0$", (REPOSITORY / "Makefile").read_text(), re.M)
-    assert doctor.stack_command(gpu=False) == (
-        f"pip install torch=={torch}.0 fbgemm-gpu-cpu=={fbgemm}.0 && pip install --no-deps torchrec=={torchrec}.0"
-    )
+    return dict(parser["options.extras_require"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,11 +24,18 @@ from pipeline.sharding.compat import WRITTEN_FOR  # of the standard library alon
 # `operator ... does not exist` (pytorch/torchrec#551, #770, #2857).
 RELEASED_TOGETHER = {"2.14": ("1.9", "1.9"), "2.13": ("1.8", "1.8"), "2.12": ("1.7", "1.7"), "2.11": ("1.6", "1.6")}
 TESTED = WRITTEN_FOR["torch"]  # the one that this release's tests run on; training refuses others
+PINS = {"torch": "2.14.1", "torchrec": "1.9.2", "fbgemm": "1.9.0"}  # as in setup.cfg and the Makefile
+# fbgemm -> the sm_XY that its CUDA wheel holds machine code for, read from the .nv_fatbin sections of its libraries. It
+# holds no PTX, so a GPU of another generation (T4, V100, RTX 50) fails at the first lookup: "no kernel image".
+MACHINE_CODE = {"1.9": (80, 90, 100), "1.8": (80, 90, 100)}
+LEAST_DRIVER = {"12": 525, "13": 580}  # CUDA -> NVIDIA's driver for Linux (docs.nvidia.com/deploy/cuda-compatibility)
 FBGEMM = ("fbgemm-gpu-cpu", "fbgemm-gpu")
+DEVICE_FILE = Path("/dev/nvidia0")
 MODULES = {  # import name -> distribution
     "hydra": "hydra-core", "iopath": "iopath", "torchx": "torchx", "yaml": "PyYAML", "numpy": "numpy", "rich": "rich",
     "pyarrow": "pyarrow", "duckdb": "duckdb", "tensorboard": "tensorboard", "tensordict": "tensordict",
-    "torchmetrics": "torchmetrics", "tqdm": "tqdm", "pyre_extensions": "pyre-extensions",
+    "torchmetrics": "torchmetrics", "tqdm": "tqdm", "pyre_extensions": "pyre-extensions", "numba": "numba",
+    "scipy": "scipy", "psutil": "psutil",
 }  # fmt: skip
 LEAST_SHM_BYTES = 512 << 20  # Docker's default is 64 MiB; NCCL and pinned batches need more
 LEAST_DISK_BYTES = 5 << 30
@@ -47,23 +55,44 @@ class Finding:
 
 def diagnose() -> list[Finding]:
     """All findings, in the order of the report. Takes seconds: the probes run at the same time."""
-    gpus = _nvidia_gpus()
-    probes = ["lookup_cpu", "all_to_all_gloo"] + (["gpus", "lookup_cuda", "all_to_all_nccl"] if gpus else [])
+    has_gpu = bool(_nvidia_gpus()) or DEVICE_FILE.exists()
+    # The CUDA set is right on a host without GPUs too: a login node that shares its environment with GPU nodes.
+    gpu_set = has_gpu or set(_fbgemms()) == {"fbgemm-gpu"}
+    probes = ["lookup_cpu", "all_to_all_gloo"] + (["gpus", "lookup_cuda", "all_to_all_nccl"] if has_gpu else [])
     with ThreadPoolExecutor(len(probes)) as pool:
-        probed = [pool.submit(probe, name, bool(gpus)) for name in probes]
-        findings = [_python(), *_stack(bool(gpus)), _modules(bool(gpus))]
+        probed = [pool.submit(probe, name, gpu_set) for name in probes]
+        findings = [_python(), *_stack(gpu_set), *_builds(has_gpu), _modules(gpu_set)]
         findings += [future.result() for future in probed]
-    if not gpus:
+    if not has_gpu:
         findings.append(Finding("GPU", "none found: trains on CPU"))
     return [*findings, _shared_memory(), _disk(), _cores()]
 
 
 def stack_command(gpu: bool) -> str:
-    """The command that installs the tested set."""
-    torch = TESTED
-    torchrec, fbgemm = RELEASED_TOGETHER[torch]
-    package = "fbgemm-gpu" if gpu else "fbgemm-gpu-cpu"
-    return f"pip install torch=={torch}.0 {package}=={fbgemm}.0 && pip install --no-deps torchrec=={torchrec}.0"
+    """The command that installs the tested set, and removes the other build of FBGEMM, which has the same files."""
+    package, other = ("fbgemm-gpu", "fbgemm-gpu-cpu") if gpu else ("fbgemm-gpu-cpu", "fbgemm-gpu")
+    # === takes no 2.14.1+cpu, which pip prefers to 2.14.1 where it sees an index of CPU builds.
+    torch = f"'torch==={PINS['torch']}'" if gpu else f"torch=={PINS['torch']}"
+    remove = f"pip uninstall -y {' '.join(FBGEMM)} && " if _version(other) else ""
+    return (
+        f"{remove}pip install {torch} {package}=={PINS['fbgemm']} && pip install --no-deps torchrec=={PINS['torchrec']}"
+    )
+
+
+def why_not_the_set(name: str) -> str:
+    """Why the packages that are installed are not the `cpu` or the `gpu` set; "" if they are. `make` asks after it installed."""
+    both = _fbgemms()
+    if len(both) > 1:
+        return f"both {' and '.join(both)} are installed, and each overwrites the other's files"
+    variant, wanted = _fbgemm_variant(), "cuda" if name == "gpu" else "cpu"
+    if variant != wanted:
+        return f"fbgemm is its {variant or 'missing'} build, and STACK={name} needs its {wanted} build"
+    if name == "gpu" and not _torch_cuda():
+        return (
+            f"torch {_torch_version()} is a CPU build, and STACK=gpu needs the CUDA build torch {PINS['torch']}; "
+            "pip has seen an index or a folder of CPU builds: `pip config list`, PIP_FLAGS"
+        )
+    return ""
 
 
 def _python() -> Finding:
@@ -73,14 +102,15 @@ def _python() -> Finding:
 
 def _stack(gpu: bool) -> list[Finding]:
     """torch, torchrec and fbgemm: there, and a set that was tested together."""
-    torch, torchrec = _version("torch"), _version("torchrec")
-    fbgemms = {name: found for name in FBGEMM if (found := _version(name))}
+    torch, torchrec, fbgemms = _version("torch"), _version("torchrec"), _fbgemms()
     fix = stack_command(gpu)
     findings = [Finding(name, found or "missing", "" if found else fix) for name, found in
                 (("torch", torch), ("torchrec", torchrec))]  # fmt: skip
     if len(fbgemms) > 1:
-        both = ", ".join(f"{name} {found}" for name, found in fbgemms.items())
-        return [*findings, Finding("fbgemm", f"both {both}", f"pip uninstall -y {' '.join(FBGEMM)} && {fix}")]
+        return [
+            *findings,
+            Finding("fbgemm", f"both {', '.join(f'{name} {found}' for name, found in fbgemms.items())}", fix),
+        ]
     name, fbgemm = next(iter(fbgemms.items()), ("", ""))
     findings.append(Finding("fbgemm", f"{name} {fbgemm}" if fbgemm else "missing", "" if fbgemm else fix))
     if torch and torchrec and fbgemm:
@@ -94,6 +124,54 @@ def _stack(gpu: bool) -> list[Finding]:
         else:
             findings.append(Finding("tested set", together))
     return findings
+
+
+def _builds(has_gpu: bool) -> list[Finding]:
+    """Whether torch and fbgemm are builds that work together, and with this host's GPUs."""
+    cuda, variant = _torch_cuda(), _fbgemm_variant()
+    if not _torch_version() or not variant:
+        return []  # one is missing, and is another finding
+    torch = f"torch {_torch_version()} for {f'CUDA {cuda}' if cuda else 'CPU'}"
+    found = f"{torch}, fbgemm for {'CUDA' if variant == 'cuda' else 'CPU'}"
+    if variant == "cuda" and not cuda:
+        return [Finding("builds", f"{found}: fbgemm does not load", stack_command(gpu=True))]
+    if variant == "cpu" and has_gpu:
+        return [Finding("builds", f"{found}: no lookup runs on this host's GPU", stack_command(gpu=True))]
+    if variant == "cpu" and cuda:
+        return [Finding("builds", f"{found}: trains on CPU only, which works")]
+    return [Finding("builds", found)]
+
+
+def _fbgemms() -> dict[str, str]:
+    return {name: found for name in FBGEMM if (found := _version(name))}
+
+
+def _torch_version() -> str:
+    return _said_by("torch", "version.py", r"(?m)^__version__ = '(.*)'")
+
+
+def _torch_cuda() -> str:
+    """The CUDA version that torch is built for, "" for a CPU build. Its metadata on PyPI do not tell."""
+    return _said_by("torch", "version.py", r"(?m)^cuda\b.*= '(.*)'")
+
+
+def _fbgemm_variant() -> str:
+    """cpu or cuda, as the installed files say: two distributions have the same files."""
+    return _said_by("fbgemm_gpu", "docs/target.default.json.py", r'"variant": "(\w+)"')
+
+
+def _said_by(package: str, file: str, pattern: str) -> str:
+    """What a file of a package says, without an import, which may fail or crash."""
+    spec = importlib.util.find_spec(package)
+    path = Path(spec.origin).parent / file if spec is not None and spec.origin else None
+    found = re.search(pattern, path.read_text()) if path is not None and path.is_file() else None
+    return found[1] if found else ""
+
+
+def has_machine_code(capability: tuple[int, int], fbgemm: str) -> bool:
+    """Whether this fbgemm's kernels run on a GPU: sm_XY runs on X.Y and on later minors of X. True for an unknown fbgemm."""
+    codes = MACHINE_CODE.get(_minor(fbgemm))
+    return codes is None or any(code // 10 == capability[0] and code % 10 <= capability[1] for code in codes)
 
 
 def _version(distribution: str) -> str:
@@ -119,7 +197,7 @@ def _modules(gpu: bool) -> Finding:
 
 def probe(name: str, gpu: bool) -> Finding:
     """Run one of pipeline.cli.doctor_probes in a process of its own; a crash or a hang is a finding too."""
-    command = [sys.executable, "-W", "ignore", "-m", "pipeline.cli.doctor_probes", name]
+    command = [sys.executable, "-m", "pipeline.cli.doctor_probes", name]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*PROBE_PATH, os.environ.get("PYTHONPATH", "")]).rstrip(":")}
     try:
         done = subprocess.run(
@@ -132,7 +210,8 @@ def probe(name: str, gpu: bool) -> Finding:
     if done.returncode < 0:
         return Finding(name, f"crashed with {signal.Signals(-done.returncode).name}", _probe_mend(name, gpu))
     reason = _last_line(done.stderr) or f"exit code {done.returncode}"
-    return Finding(name, reason, stack_command(gpu) if "No module named" in reason else _probe_mend(name, gpu))
+    fix = stack_command(gpu) if "No module named" in reason else _probe_mend(name, gpu, reason)
+    return Finding(name, reason, fix)
 
 
 def _last_line(text: str) -> str:
@@ -140,11 +219,16 @@ def _last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
-def _probe_mend(name: str, gpu: bool) -> str:
+def _probe_mend(name: str, gpu: bool, reason: str = "") -> str:
     if name == "all_to_all_gloo":
         return "GLOO_SOCKET_IFNAME=lo python -m pipeline.cli.doctor_probes all_to_all_gloo"
     if name == "all_to_all_nccl":
         return "NCCL_DEBUG=INFO python -m pipeline.cli.doctor_probes all_to_all_nccl"
+    if "compute capability" in reason:
+        return "hardware=cpu  (or build FBGEMM for this GPU: docs/troubleshooting.md)"
+    if name in ("gpus", "lookup_cuda") and "driver" in reason:
+        cuda = _torch_cuda()
+        return f"install NVIDIA's driver {LEAST_DRIVER.get(cuda.split('.')[0], 580)} or newer: torch is for CUDA {cuda}"
     return stack_command(gpu)
 
 
@@ -192,6 +276,12 @@ def report(findings: list[Finding]) -> str:
 def main() -> None:
     if {"-h", "--help"} & set(sys.argv[1:]):
         write_out((__doc__ or "").strip())
+        return
+    asked = re.fullmatch("stack=(cpu|gpu)", " ".join(sys.argv[1:]))
+    if asked:
+        if why := why_not_the_set(asked[1]):
+            print(f"error: {why}; fix it with:\n  {stack_command(asked[1] == 'gpu')}", file=sys.stderr)
+            sys.exit(1)
         return
     if sys.argv[1:]:
         print(f"error: doctor takes no words: {' '.join(sys.argv[1:])}", file=sys.stderr)

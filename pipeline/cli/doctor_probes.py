@@ -75,12 +75,23 @@ def _exchange(rank: int, backend: str, store: str) -> None:
 
 
 def gpus() -> str:
-    """What torch sees of the GPUs that the driver lists."""
+    """What torch sees of the GPUs that the driver lists, and whether FBGEMM has kernels for each."""
     import torch
 
+    from pipeline.cli.doctor import MACHINE_CODE, _minor, _version, has_machine_code
+    from pipeline.runtime.process.gpu_choice import why_no_gpu
+
     if not torch.cuda.is_available():
-        raise RuntimeError(f"torch {torch.__version__} sees no GPU")
+        raise RuntimeError(f"torch {torch.__version__} sees no GPU: {why_no_gpu()}")
     seen = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    fbgemm = _version("fbgemm-gpu")
+    for gpu in seen:
+        if not has_machine_code((gpu.major, gpu.minor), fbgemm):
+            codes = ", ".join(f"sm_{code}" for code in MACHINE_CODE[_minor(fbgemm)])
+            raise RuntimeError(
+                f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, and fbgemm {fbgemm} has kernels "
+                f"for {codes} alone"
+            )
     return ", ".join(f"{gpu.name} {gpu.total_memory / 2**30:.0f} GiB" for gpu in seen)
 
 

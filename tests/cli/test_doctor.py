@@ -7,11 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from pipeline.cli import doctor
+from pipeline.cli import doctor, doctor_probes
 from pipeline.cli.doctor import Finding
+from tests.support.messages import mentions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -78,12 +81,13 @@ def test_a_crash_of_a_shared_library_is_a_line_with_its_fix(
 @pytest.mark.parametrize(
     ("installed", "name", "found", "fix"),
     [
-        ({"torch": "2.13.0+cpu", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}, "tested set", "torch 2.13", ""),
-        ({"torch": "2.13.0+cu130", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0+cu130"}, "tested set", "torch 2.13", ""),
-        ({"torch": "2.11.0+cu130", "torchrec": "1.6.0", "fbgemm-gpu": "1.6.0+cu130"}, "tested set", "tested on torch 2.13 alone", "pip install torch==2.13"),
+        ({"torch": "2.14.1+cpu", "torchrec": "1.9.2", "fbgemm-gpu-cpu": "1.9.0"}, "tested set", "torch 2.14", ""),
+        ({"torch": "2.14.1", "torchrec": "1.9.2", "fbgemm-gpu": "1.9.0"}, "tested set", "torch 2.14", ""),
+        ({"torch": "2.13.0+cu130", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0"}, "tested set", "tested on torch 2.14 alone",
+         "pip uninstall -y fbgemm-gpu-cpu fbgemm-gpu && pip install torch==2.14"),
         ({"torch": "2.12.0", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}, "tested set", "not made for each other", "pip install torch=="),
-        ({"torch": "2.13.0", "torchrec": "1.8.0"}, "fbgemm", "missing", "pip install torch=="),
-        ({"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}, "fbgemm", "both",
+        ({"torch": "2.14.1", "torchrec": "1.9.2"}, "fbgemm", "missing", "pip install torch=="),
+        ({"torch": "2.14.1", "torchrec": "1.9.2", "fbgemm-gpu": "1.9.0", "fbgemm-gpu-cpu": "1.9.0"}, "fbgemm", "both",
          "pip uninstall -y fbgemm-gpu-cpu fbgemm-gpu && pip install"),
     ],
 )  # fmt: skip
@@ -94,6 +98,106 @@ def test_versions_are_held_against_the_tested_sets(
     finding = next(finding for finding in doctor._stack(gpu=False) if finding.name == name)
     assert found in finding.found
     assert finding.fix.startswith(fix) and bool(finding.fix) == bool(fix)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes doctor find these builds, and the distributions of FBGEMM."""
+
+    def put(cuda: str, variant: str, *fbgemms: str) -> None:
+        monkeypatch.setattr(doctor, "_torch_cuda", lambda: cuda)
+        monkeypatch.setattr(doctor, "_torch_version", lambda: f"2.14.1+{f'cu{cuda}' if cuda else 'cpu'}")
+        monkeypatch.setattr(doctor, "_fbgemm_variant", lambda: variant)
+        monkeypatch.setattr(doctor, "_version", lambda name: "1.9.0" if name in fbgemms else "")
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("cuda", "fbgemm", "has_gpu", "found", "fix"),
+    [
+        ("", "fbgemm-gpu-cpu", False, "for CPU, fbgemm for CPU", ""),
+        ("13.0", "fbgemm-gpu", True, "CUDA 13.0, fbgemm for CUDA", ""),
+        ("13.0", "fbgemm-gpu", False, "CUDA 13.0, fbgemm for CUDA", ""),
+        ("13.0", "fbgemm-gpu-cpu", False, "CPU only, which works", ""),
+        ("13.0", "fbgemm-gpu-cpu", True, "no lookup runs", "pip uninstall -y fbgemm-gpu-cpu fbgemm-gpu && pip install 'torch==="),
+        ("", "fbgemm-gpu-cpu", True, "no lookup runs", "pip uninstall -y fbgemm-gpu-cpu fbgemm-gpu && pip install 'torch==="),
+        ("", "fbgemm-gpu", False, "does not load", "pip install 'torch==="),
+    ],
+)  # fmt: skip
+def test_builds_that_do_not_work_together_are_named(
+    installed: Callable[..., None], cuda: str, fbgemm: str, has_gpu: bool, found: str, fix: str
+) -> None:
+    installed(cuda, "cpu" if fbgemm.endswith("cpu") else "cuda", fbgemm)
+    (finding,) = doctor._builds(has_gpu)
+    assert found in finding.found
+    assert finding.fix.startswith(fix) and bool(finding.fix) == bool(fix)
+
+
+@pytest.mark.parametrize(
+    ("stack", "cuda", "variant", "fbgemms", "said"),
+    [
+        ("gpu", "13.0", "cuda", ["fbgemm-gpu"], ""),
+        ("cpu", "13.0", "cpu", ["fbgemm-gpu-cpu"], ""),
+        ("cpu", "", "cpu", ["fbgemm-gpu-cpu"], ""),
+        ("gpu", "", "cuda", ["fbgemm-gpu"], "2.14.1+cpu STACK=gpu PIP_FLAGS pip config list"),
+        ("gpu", "13.0", "cpu", ["fbgemm-gpu-cpu"], "cpu cuda STACK=gpu"),
+        ("cpu", "13.0", "cuda", ["fbgemm-gpu"], "cuda cpu STACK=cpu"),
+        ("cpu", "", "cpu", ["fbgemm-gpu", "fbgemm-gpu-cpu"], "both fbgemm-gpu fbgemm-gpu-cpu"),
+    ],
+)
+def test_make_stops_after_it_installed_another_build_than_it_was_asked_for(
+    installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    stack: str, cuda: str, variant: str, fbgemms: list[str], said: str,
+) -> None:  # fmt: skip
+    installed(cuda, variant, *fbgemms)
+    monkeypatch.setattr("sys.argv", ["doctor", f"stack={stack}"])
+    if not said:
+        doctor.main()
+        return
+    with pytest.raises(SystemExit) as stop:
+        doctor.main()
+    assert stop.value.code == 1 and mentions(capsys.readouterr().err, f"{said} pip install")
+
+
+@pytest.mark.parametrize(
+    ("capability", "runs"), [((7, 5), False), ((8, 0), True), ((8, 9), True), ((9, 0), True), ((10, 3), True), ((12, 0), False)]
+)  # fmt: skip
+def test_a_gpu_that_fbgemm_has_no_kernels_for_is_named(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], runs: bool
+) -> None:
+    gpu = SimpleNamespace(name="a GPU", major=capability[0], minor=capability[1], total_memory=16 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(doctor, "_version", lambda name: "1.9.0")
+    if runs:
+        assert doctor_probes.gpus() == "a GPU 16 GiB"
+        return
+    with pytest.raises(RuntimeError) as error:
+        doctor_probes.gpus()
+    version = ".".join(map(str, capability))
+    assert mentions(str(error.value), f"{version} fbgemm 1.9.0 sm_80 sm_90 sm_100")
+    assert "troubleshooting.md" in doctor._probe_mend("gpus", True, str(error.value))
+
+
+def test_a_driver_that_is_too_old_is_told_with_torchs_reason_and_the_driver_that_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reason = "The NVIDIA driver on your system is too old (found version 12040)."
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("pipeline.runtime.process.gpu_choice.why_no_gpu", lambda: reason)
+    with pytest.raises(RuntimeError, match=r"too old \(found version 12040\)"):
+        doctor_probes.gpus()
+    monkeypatch.setattr(doctor, "_torch_cuda", lambda: "13.0")
+    assert "driver 580 or newer" in doctor._probe_mend("gpus", True, reason)
+
+
+def test_what_the_installed_builds_are_is_read_from_their_files() -> None:
+    import fbgemm_gpu
+
+    assert doctor._torch_version() == torch.__version__ and doctor._torch_cuda() == (torch.version.cuda or "")
+    assert doctor._fbgemm_variant() == fbgemm_gpu.__variant__
 
 
 def test_a_command_that_fixes_two_findings_stands_once() -> None:

@@ -14,6 +14,8 @@ from numba.core import cgutils
 from numba.core.typing.templates import Signature
 from numba.extending import intrinsic
 
+from pipeline.devices.cpu import compiling  # noqa: F401  # says once that kernels are compiled
+
 LANES = 16
 FLOAT, HALF, INT32, INT16 = ir.FloatType(), ir.HalfType(), ir.IntType(32), ir.IntType(16)
 
