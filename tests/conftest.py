@@ -35,6 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "TESTS_GPU" not in os.environ:  # set for tests/gpu; all other tests run on the CPU of a GPU host too
+        os.environ["CUDA_VISIBLE_DEVICES"] = forks.ENVIRONMENT["CUDA_VISIBLE_DEVICES"] = ""
     path = config.getoption("--cpu-report")
     if path and not config.getoption("numprocesses", None):  # with -n the workers write it
         config.pluginmanager.register(CpuReport(path), "cpu-report")

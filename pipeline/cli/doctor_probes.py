@@ -79,7 +79,7 @@ def gpus() -> str:
     import torch
 
     from pipeline.cli.doctor import MACHINE_CODE, _minor, _version, has_machine_code
-    from pipeline.runtime.process.gpu_choice import why_no_gpu
+    from pipeline.devices.cuda import why_no_gpu
 
     if not torch.cuda.is_available():
         raise RuntimeError(f"torch {torch.__version__} sees no GPU: {why_no_gpu()}")

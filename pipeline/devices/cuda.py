@@ -15,8 +15,6 @@ from pipeline.runtime.errors import ConfigError
 
 DEVICE_FILE = Path("/dev/nvidia0")  # made by NVIDIA's driver for the first GPU of a host
 
-DEVICE_FILE = Path("/dev/nvidia0")  # made by NVIDIA's driver for the first GPU of a host
-
 
 @register("device", "cuda")
 class Cuda(Device):
