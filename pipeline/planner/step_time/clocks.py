@@ -35,7 +35,9 @@ class Span:
 class StepClocks(Protocol[Time]):
     """What a step is walked along: Clocks of one rank, or RankClocks of many."""
 
-    def compute(self, name: str, ms: Time, issue_ms: float = 0.0, after: Time | None = None) -> Time: ...
+    def issue(self, name: str, ms: float) -> None: ...
+
+    def compute(self, name: str, ms: Time, after: Time | None = None) -> Time: ...
 
     def communicate(self, name: str, ms: Time, after: Time) -> Time: ...
 
@@ -52,20 +54,15 @@ class Clocks:
     now: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLOCKS, 0.0))
     spans: list[Span] = field(default_factory=list)
 
-    def compute(self, name: str, ms: float, issue_ms: float = 0.0, after: float | None = None) -> float:
-        """Issue work of `ms` to the device, which takes the host `issue_ms`; when it ends."""
-        after = after or 0.0
-        if self.host_computes:
-            self._run(name, HOST, ms, after)
-            self.now[COMPUTE] = self.now[HOST]
-            return self.now[HOST]
-        started = self.now[HOST]
-        self._run(name, HOST, issue_ms, 0.0)
-        # The device follows the host operation by operation: it ends no sooner than the host has issued the last one.
-        start = max(self.now[COMPUTE], after, started)
-        span = max(ms, self.now[HOST] - start)
-        self.spans.append(Span(name, COMPUTE, start, span))
-        self.now[COMPUTE] = start + span
+    def issue(self, name: str, ms: float) -> None:
+        """The host's work of a whole step. It runs ahead of the device, by the step before too, so neither waits for the other."""
+        self._run(name, HOST, ms, 0.0)
+
+    def compute(self, name: str, ms: float, after: float | None = None) -> float:
+        """Work of `ms` on the device; when it ends."""
+        clock = HOST if self.host_computes else COMPUTE
+        self._run(name, clock, ms, after or 0.0)
+        self.now[COMPUTE] = self.now[clock]
         return self.now[COMPUTE]
 
     def communicate(self, name: str, ms: float, after: float, blocks: bool = False) -> float:

@@ -1,13 +1,22 @@
 """Predict operations from a data sheet's peaks, where a machine was not measured.
 
-The shares of a peak that arrive are assumptions for any machine, from the literature, and fitted to no result: 75 % of the
-peak of products is what torch.distributed._tools.runtime_estimator assumes, 79 % of the memory's bandwidth is what
-arXiv 2201.07821 measured of copies.
+The shares of a peak that arrive are assumptions for any machine, from the literature, and fitted
+to no result: 75 % of the peak of products is what torch.distributed._tools.runtime_estimator
+assumes, 79 % of the memory's bandwidth is what arXiv 2201.07821 measured of copies.
+
+The host's time is a count of calls, each at the time that the authors of arXiv 2201.07821 measured
+in eager DLRM training (github.com/owensgroup/ml_perf_model, commit 5b2522a0: the charts of
+analysis/notebooks/overheads_study.ipynb, and analysis/utils.py for T4). Of the five operations with
+one kernel in those charts, ReluBackward0 is the median.
+
+    it launches a kernel   T1 + T2 + T4 + T3 = 7.7 + 16.3 + 4 + 8.6 us   ReluBackward0
+    it launches none       T1 + T5 = 7.7 + 4.4 us                        aten::view
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from pipeline.planner.hardware import BYTES_PER_MS, Hardware
 from pipeline.planner.step_time.by_bytes import NOTHING
@@ -17,7 +26,11 @@ from pipeline.runtime.errors import ConfigError
 SHARE_OF_FLOPS, SHARE_OF_BANDWIDTH = 0.75, 0.79
 BLOCK = 64  # a product's rows and columns come in whole blocks of a GPU's tensor cores
 LEAST_GPU_US = 2.0  # of any kernel
-ISSUE_US = 8.0  # of an operation, by a host that runs PyTorch eagerly
+ISSUE_US = 37.0  # of a call that launches a kernel, by a host that runs PyTorch eagerly
+NO_KERNEL = 12.0 / ISSUE_US  # of a call that launches none: a view, an allocation, host tensors
+# (calls that launch, calls that do not) in a step of TorchRec's loop, besides those of the layers,
+# and of each kind of sharding. Counted by benchmarks.gpu_host on shadow GPUs.
+STEP_CALLS, SHARDING_CALLS = (36, 102), (28, 64)
 
 
 class DataSheetTimes:
@@ -36,17 +49,16 @@ class DataSheetTimes:
     def assumptions(self) -> str:
         return (
             f"assumed are {100 * SHARE_OF_FLOPS:.0f} % of peak products, {100 * SHARE_OF_BANDWIDTH:.0f} % of memory bandwidth"
-            + (
-                f", {ISSUE_US:g} us of the host an operation"
-                if self._is_gpu and self._hardware.issue_us is None
-                else ""
-            )
+            + (f", {ISSUE_US:g} us of the host a launch" if self._is_gpu and self._hardware.issue_us is None else "")
         )
 
-    def issue_ms(self, operations: float) -> float:
-        """Of the host, where it only issues: hardware.issue_us each; 0 under CUDA graphs."""
+    def host_ms(self, layers: Sequence[Operation], num_shardings: int) -> float:
+        """What the host of a GPU takes to issue a step: hardware.issue_us a launch; 0 under CUDA graphs."""
+        launched = sum(not each.is_view and each.name not in NOTHING for each in layers)
+        launches = launched + STEP_CALLS[0] + num_shardings * SHARDING_CALLS[0]
+        others = len(layers) - launched + STEP_CALLS[1] + num_shardings * SHARDING_CALLS[1]
         each = ISSUE_US if self._hardware.issue_us is None else self._hardware.issue_us
-        return operations * each / 1e3 if self._is_gpu else 0.0
+        return (launches + NO_KERNEL * others) * each / 1e3 if self._is_gpu else 0.0
 
     def operation_us(self, operation: Operation) -> float:
         if operation.is_view or operation.name in NOTHING:

@@ -35,11 +35,12 @@ class RankClocks:
         self.now: dict[str, Floats] = {clock: np.zeros(ranks) for clock in CLOCKS}
         self.slow = np.where(generator.random(ranks) < unevenness.slow_ranks, 1 + unevenness.slower_by, 1.0)
 
-    def compute(self, name: str, ms: Floats, issue_ms: float = 0.0, after: Floats | None = None) -> Floats:
-        host = self.now[HOST]
-        self.now[HOST] = host + self._varied(np.full(self._ranks, issue_ms))
-        start = np.maximum(self.now[COMPUTE], host if after is None else np.maximum(host, after))
-        self.now[COMPUTE] = np.maximum(start + self._varied(ms), self.now[HOST])
+    def issue(self, name: str, ms: float) -> None:
+        self.now[HOST] = self.now[HOST] + self._varied(np.full(self._ranks, ms))
+
+    def compute(self, name: str, ms: Floats, after: Floats | None = None) -> Floats:
+        start = self.now[COMPUTE] if after is None else np.maximum(self.now[COMPUTE], after)
+        self.now[COMPUTE] = start + self._varied(ms)
         return self.now[COMPUTE]
 
     def communicate(self, name: str, ms: Floats, after: Floats) -> Floats:

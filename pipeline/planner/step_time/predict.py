@@ -11,7 +11,7 @@ from pipeline.planner.cost_model import Wire
 from pipeline.planner.hardware import Hardware
 from pipeline.planner.record import PHASES, PlanRecord, RankLoad
 from pipeline.planner.step_time.by_bytes import NOTHING
-from pipeline.planner.step_time.clocks import COMMS, Clocks, Span, StepClocks, Time
+from pipeline.planner.step_time.clocks import COMMS, COMPUTE, Clocks, Span, StepClocks, Time
 from pipeline.planner.step_time.data_sheet import DataSheetTimes
 from pipeline.planner.step_time.host import HostModel, host_model
 from pipeline.planner.step_time.kernels import MeasuredTimes
@@ -256,8 +256,8 @@ def _data_sheet_step(request: StepRequest) -> StepPrediction:
 
 
 class SheetLayers:
-    """Layers by roofline and the host by an assumed time an operation; tables and their collectives by the planner's own cost
-    model, from the loads of a plan's ranks."""
+    """Layers by roofline, the host by the number of its calls; tables and their collectives by the planner's own cost model,
+    from the loads of a plan's ranks."""
 
     def __init__(self, request: StepRequest) -> None:
         """Raises ConfigError where the hardware does not say its peaks."""
@@ -267,37 +267,36 @@ class SheetLayers:
             name: sum(map(times.operation_us, request.dense.of(name))) / 1e3
             for name in ("forward", "backward", "optimizer")
         }
-        self._issue = {
-            name: times.issue_ms(sum(not each.is_view for each in request.dense.of(name))) for name in self._layers
-        }
+        self._placements = placements_of(request.plan.plan) if request.plan else []
 
-    def step(self, ranks: Sequence[RankLoad]) -> StepPrediction:
-        """Of the slowest rank in each phase."""
+    def step(self, ranks: Sequence[RankLoad], placements: Sequence[Placement] = ()) -> StepPrediction:
+        """Of the slowest rank in each phase. placements: of a plan that the request does not have."""
         slowest = {name: max(getattr(load, name) for load in ranks) for name in PHASES}
         clocks = Clocks(host_computes=self._request.hardware.compute_device == "cpu")
-        self.walk(clocks, slowest)
+        self.walk(clocks, slowest, placements)
         return self._prediction(clocks)
 
-    def walk(self, clocks: StepClocks[Time], phase: Mapping[str, Time]) -> None:
+    def walk(self, clocks: StepClocks[Time], phase: Mapping[str, Time], placements: Sequence[Placement] = ()) -> None:
         """One step along the clocks; `phase`: what the tables take, milliseconds of record.PHASES."""
-        request, layers, issue = self._request, self._layers, self._issue
+        request, layers = self._request, self._layers
+        kinds = {placed.kind for placed in placements or self._placements}
+        clocks.issue("host", self._times.host_ms(request.dense.operations, len(kinds)))
         nothing = 0.0 * phase["input_dist_ms"]
         average = self._average_ms()
         # The pipeline hands the next batch's ids round while this one's forward computes.
         clocks.communicate("ids exchange", phase["input_dist_ms"], nothing)
-        issue_tables = self._times.issue_ms(len(request.tables) > 0)
-        looked_up = clocks.compute("lookup", phase["forward_compute_ms"], issue_tables)
+        looked_up = clocks.compute("lookup", phase["forward_compute_ms"])
         clocks.wait(clocks.communicate("rows exchange", phase["forward_comms_ms"], looked_up))
-        clocks.compute("layers forward", nothing + layers["forward"], issue["forward"])
-        done = clocks.compute("layers backward", nothing + layers["backward"], issue["backward"])
+        clocks.compute("layers forward", nothing + layers["forward"])
+        done = clocks.compute("layers backward", nothing + layers["backward"])
         # Buckets are averaged while backward goes on; the last one is not.
         last = average * min(1.0, BUCKET_BYTES / max(request.dense.weight_bytes, 1))
         early = nothing + max(average - last, 0.0)
         overlapped = clocks.communicate("layers average", early, done - layers["backward"])
         clocks.wait(clocks.communicate("gradients exchange", phase["backward_comms_ms"], done))
-        clocks.compute("tables update", phase["backward_compute_ms"], issue_tables)
+        clocks.compute("tables update", phase["backward_compute_ms"])
         clocks.wait(clocks.communicate("last layers' average", nothing + last, clocks.later(done, overlapped)))
-        clocks.compute("layers update", nothing + layers["optimizer"], issue["optimizer"])
+        clocks.compute("layers update", nothing + layers["optimizer"])
 
     def _average_ms(self) -> float:
         """Of the layers' gradients over all ranks."""
@@ -312,12 +311,12 @@ class SheetLayers:
         request, step = self._request, clocks.end_ms
         parts: dict[str, float] = {}
         for span in clocks.spans:
-            if span.clock != "host" or clocks.host_computes:
-                parts[span.name] = parts.get(span.name, 0.0) + span.ms
-        computed = sum(span.ms for span in clocks.spans if span.clock == "compute")
+            parts[span.name] = parts.get(span.name, 0.0) + span.ms
+        computed = sum(span.ms for span in clocks.spans if span.clock == COMPUTE)
+        exposed = max(0.0, max(clocks.now[COMPUTE], clocks.now[COMMS]) - computed)
         source = f"data sheet of {request.hardware.name}: no calibration was given; {self._times.assumptions}"
         rate = request.batch_size * request.hardware.world_size / step * 1e3
-        return StepPrediction(step, rate, parts, clocks.spans, source, max(0.0, step - computed))
+        return StepPrediction(step, rate, parts, clocks.spans, source, exposed)
 
 
 class StepCost:
@@ -339,5 +338,5 @@ class StepCost:
 
     def ms(self, placements: Sequence[Placement], loads: Sequence[RankLoad] = ()) -> float:
         if self.needs_loads:
-            return self._sheet.step(loads).step_ms
+            return self._sheet.step(loads, placements).step_ms
         return self._host.step_us(self._layers | table_amounts(self._request, placements, self._measured)) / 1e3
