@@ -37,8 +37,6 @@ class Device:
     has_torchrec_layers: ClassVar[bool] = False
     # Tables. FBGEMM has every optimizer, bags of unequal number and the settings of an update.
     fbgemm_is_complete: ClassVar[bool] = True
-    # Sharding types whose collectives want as many bags of every feature.
-    equal_batches_only: ClassVar[tuple[str, ...]] = ("grid_shard",)
     # Planning: TorchRec's compute kernels, and whether tables are in memory of the device (HBM).
     table_kernels: ClassVar[tuple[str, ...]] = ("dense", "fused", "fused_uvm", "fused_uvm_caching")
     has_own_memory: ClassVar[bool] = True

@@ -121,7 +121,7 @@ PRIVATE_NAMES: list[PrivateName] = [
     *_names(COLLECTION, f"{SHARDER} {ORDER}", "_embedding_shardings", "_embedding_dims"),
     *_names(COLLECTION, f"{SHARDER} {ORDER} models/layers/dlrm.py planner/step_time/record.py", "_embedding_names"),
     *_names(COLLECTION, f"{ORDER} sharding/torchrec/table_init.py", "_embedding_bag_configs"),
-    *_names(COLLECTION, SHARDER, "_env", "_device", "_sharding_types", "_has_uninitialized_input_dist",
+    *_names(COLLECTION, SHARDER, "_env", "_device", "_has_uninitialized_input_dist",
             "_free_features_storage_early", "_has_mean_pooling_callback", "_pooling_type_to_rs_features"),
     *_names(COLLECTION, SHARDER, "_skip_missing_weight_key"),
     _call(COLLECTION, SHARDER, "_pre_load_state_dict_hook", "self state_dict prefix args"),
@@ -149,6 +149,9 @@ PRIVATE_NAMES: list[PrivateName] = [
     *_names(f"{TORCHREC}.sharding.tw_sharding:TwPooledEmbeddingDist", HOST_DISTS, "_dim_sum_per_rank", "_callbacks", "_codecs"),
     *_names(f"{TORCHREC}.sharding.rw_sharding:RwPooledEmbeddingDist", VARIABLE, "_dist", "_pg", "_codecs"),
     _call(f"{TORCHREC}.sharding.rw_sharding:RwPooledEmbeddingDist", VARIABLE, "_create_output_dist_module", "self sharding_ctx"),
+    *[each for owner in ("twrw_sharding:TwRwPooledEmbeddingDist", "grid_sharding:GridPooledEmbeddingDist")
+      for each in (*_names(f"{TORCHREC}.sharding.{owner}", VARIABLE, "_intra_pg", "_intra_codecs", "_variable_intra_dist"),
+                   _call(f"{TORCHREC}.sharding.{owner}", VARIABLE, "_create_output_dist_modules", "self sharding_ctx"))],
     *_names(f"{TORCHREC}.sharding.rw_sharding:RwSparseFeaturesDist", MANAGED, "_feature_block_sizes_tensor", "_world_size"),
     *_names(f"{TORCHREC}.embedding_lookup:GroupedPooledEmbeddingsLookup", VARIABLE, "grouped_configs"),
     *_names(f"{TORCHREC}.embedding_lookup:GroupedPooledEmbeddingsLookup", f"{MANAGED} sharding/torchrec/shard_tiers.py {CHANGED} {VARIABLE}", "_emb_modules"),

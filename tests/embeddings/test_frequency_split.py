@@ -155,10 +155,6 @@ def test_hashed_ids_have_no_head() -> None:
         physical_tables([hashed])
 
 
-def test_a_tail_that_may_only_be_cut_by_what_wants_even_batches_is_refused() -> None:
-    table = table_of("t", split(HEAD))
-    grid = replace(table, sharding=ConstraintConfig(["grid_shard"]))
-    with pytest.raises(ConfigError, match="skip_empty_bags=false"):
-        FrequencySplit(grid).parts()
-    both = replace(table, sharding=ConstraintConfig(["grid_shard", "row_wise"]))
-    assert FrequencySplit(both).parts()[1].sharding.sharding_types == ["row_wise"]
+def test_a_tail_is_sharded_as_its_table_may_be() -> None:
+    table = replace(table_of("t", split(HEAD)), sharding=ConstraintConfig(["grid_shard", "table_row_wise"]))
+    assert FrequencySplit(table).parts()[1].sharding.sharding_types == ["grid_shard", "table_row_wise"]

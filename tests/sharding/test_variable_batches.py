@@ -21,7 +21,6 @@ from pipeline.config.optimizers import all_optimizers
 from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.embeddings.bags import leave_out_empty_bags
 from pipeline.sharding.torchrec.variable_batches import takes_variable_batches
-from tests.support.messages import mentions
 from tests.support.ranks import RankPool
 from tests.training.tiny import TinyModel, TinyTable, batches, build, full_weights
 from tests.training.tiny_training import NUM_STEPS, SEED, distance, train_unsharded
@@ -73,17 +72,10 @@ def test_training_does_not_notice_that_empty_bags_are_left_out(ranks: RankPool) 
     assert 1e-6 < fp16_on_the_wire < 1e-2
 
 
-def refusal(rank: int) -> str:
-    config = OptimizerConfig(SparseOptimizerConfig("sgd"), DenseOptimizerConfig("sgd"))
-    tables = [TinyTable("t", "grid_shard", embedding_dim=16)]
-    model, _ = build(rank, tables, config, local_size=1)
-    with pytest.raises(ValueError) as error:
-        model(*next(without_empty(tables, 1, rank)))
-    return str(error.value)
-
-
-def test_sharding_types_that_cannot_leave_bags_out_are_refused(ranks: RankPool) -> None:
-    assert mentions(ranks.run(2, refusal, local_world_size=1)[0], "grid_shard")
+@pytest.mark.parametrize("kind", ["table_row_wise", "grid_shard"])
+def test_hosts_of_two_ranks_do_not_notice_that_empty_bags_are_left_out(ranks: RankPool, kind: str) -> None:
+    """TorchRec has had grid_shard's part of it since 1.9."""
+    assert ranks.run(4, difference, [kind, "table_wise"], "sgd", None, 2, local_world_size=2)[0] < 1e-6
 
 
 def fbgemm_refuses_variable_batches(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> bool:

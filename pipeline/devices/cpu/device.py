@@ -31,7 +31,6 @@ class PlainCpu(Device):
     copies_batches = False
     has_torchrec_layers = True
     fbgemm_is_complete = False
-    equal_batches_only = ("grid_shard", "table_row_wise")
     table_kernels = ("dense", "fused")  # dense serves data_parallel alone
     has_own_memory = False
     memory_figure = "growth of the resident set since before the tables"

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 HOT, COLD = "hot", "cold"
 FASTEST_KERNELS = ["fused"]  # host memory on cpu, HBM on a GPU
-UNEVEN = ("table_wise", "row_wise", "column_wise", "table_column_wise", "data_parallel")
 
 
 @register("compression", "frequency_split")
@@ -76,8 +75,6 @@ class FrequencySplit(CompressionKind):
         if self.head_rows >= table.num_embeddings:
             return None
         cold = replace(_block(table, COLD, self.head_rows, table.num_embeddings), compression=self.config.tail)
-        if self.config.skip_empty_bags and self.head_rows:
-            cold = replace(cold, sharding=_without_even_batches(table))
         return cold
 
     @cached_property
@@ -165,21 +162,6 @@ class FrequencySplit(CompressionKind):
 def has_auto_head(config: CompressionConfig | None) -> bool:
     """Whether the number of head rows is still to be chosen."""
     return config is not None and kind_of(config) is FrequencySplit and config.head_rows == AUTO
-
-
-def _without_even_batches(table: Table) -> ConstraintConfig:
-    """Sharding types whose collectives take fewer bags than there are samples."""
-    asked = table.sharding.sharding_types
-    if not asked:
-        return table.sharding  # the planner tries none of the others beside them, but for several hosts
-    kept = [name for name in asked if name in UNEVEN]
-    if not kept:
-        raise ConfigError(
-            f"tables.{table.config_name}.sharding.sharding_types={asked}: their collectives want as many bags of every feature, but "
-            f"kind=frequency_split leaves out bags without cold ids; allow one of {', '.join(UNEVEN)}, or set "
-            f"tables.{table.config_name}.compression.skip_empty_bags=false"
-        )
-    return replace(table.sharding, sharding_types=kept)
 
 
 def _block(table: Table, part: str, first: int, end: int) -> Table:

@@ -47,7 +47,6 @@ from pipeline.sharding.torchrec.sparse_optimizer import tell_fbgemm
 from pipeline.sharding.torchrec.update_rule import UpdateRule
 from pipeline.sharding.torchrec.variable_batches import (
     accept_variable_batches,
-    check_variable_batches,
     in_order_of,
     reduce_scatter_variable_batches,
 )
@@ -102,7 +101,6 @@ class ShardedTables(ShardedEmbeddingBagCollection):
             # A train pipeline may switch this on; on CPU it would free the caller's batch, not a copy of it.
             self._free_features_storage_early = False
         if features.variable_stride_per_key():
-            check_variable_batches(self._sharding_types, self._device or torch.device("cpu"))
             features = in_order_of(
                 features, [name for sharding in self._embedding_shardings for name in sharding.feature_names()]
             )

@@ -8,7 +8,7 @@ kernels see equal batches. TorchRec has nothing in this place, so sharding.fast_
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -21,15 +21,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
+from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingDist
 from torchrec.distributed.types import Awaitable, NoWait, QuantizedCommCodec, QuantizedCommCodecs
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.process.comms_wait import waiting
 
 # The optimizers of this package that FBGEMM's CUDA kernels combine with variable batches (_generate_vbe_metadata).
 WITH_VARIABLE_BATCHES = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM)
+
+# They reduce within a host, then exchange between hosts.
+WITHIN_HOSTS = (TwRwPooledEmbeddingDist, GridPooledEmbeddingDist)
 
 
 def accept_variable_batches(lookups: Iterable[nn.Module]) -> None:
@@ -137,22 +141,13 @@ def in_order_of(features: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTen
     )
 
 
-def check_variable_batches(sharding_types: Collection[str], device: torch.device) -> None:
-    """Raises ShardingError for sharding types whose collectives take equal batches only."""
-    unable = {"grid_shard"} if device.type == "cuda" else {"grid_shard", "table_row_wise"}
-    if found := sorted(unable & set(sharding_types)):
-        raise ShardingError(
-            f"a table is {found[0]}, whose collectives on {device.type} want as many bags of every feature, but a "
-            "frequency_split table leaves out bags without cold ids; leave that type out of the tables' "
-            "sharding.sharding_types, or set compression.skip_empty_bags=false"
-        )
-
-
 def reduce_scatter_variable_batches(output_dists: Iterable[nn.Module]) -> None:
-    """Let row_wise tables exchange such batches on gloo too, whose all-gather wants equal ones."""
+    """Let shards of rows exchange such batches on gloo too, whose all-gather wants equal ones."""
     for output_dist in output_dists:
         if isinstance(output_dist, RwPooledEmbeddingDist) and dist.get_backend(output_dist._pg) == "gloo":
             output_dist._create_output_dist_module = partial(_create_output_dist_module, output_dist)  # type: ignore[method-assign]
+        elif isinstance(output_dist, WITHIN_HOSTS) and dist.get_backend(output_dist._intra_pg) == "gloo":
+            output_dist._create_output_dist_modules = partial(_create_output_dist_modules, output_dist)  # type: ignore[method-assign]
 
 
 def _create_output_dist_module(rows: RwPooledEmbeddingDist, context: EmbeddingShardingContext | None = None) -> None:
@@ -160,6 +155,14 @@ def _create_output_dist_module(rows: RwPooledEmbeddingDist, context: EmbeddingSh
         rows._dist = _VariableReduceScatter(rows._pg, rows._codecs)
     else:
         RwPooledEmbeddingDist._create_output_dist_module(rows, context)
+
+
+def _create_output_dist_modules(
+    rows: TwRwPooledEmbeddingDist | GridPooledEmbeddingDist, context: EmbeddingShardingContext | None = None
+) -> None:
+    type(rows)._create_output_dist_modules(rows, context)  # type: ignore[arg-type]
+    if rows._variable_intra_dist is not None:
+        rows._variable_intra_dist = _VariableReduceScatter(rows._intra_pg, rows._intra_codecs)  # type: ignore[assignment]
 
 
 class _VariableReduceScatter(nn.Module):
@@ -179,7 +182,7 @@ class _VariableReduceScatter(nn.Module):
         sizes = [
             sum(count * dim for count, dim in zip(counts, embedding_dims, strict=True))
             for counts in batch_size_per_rank_per_feature
-        ]
+        ] or [0] * dist.get_world_size(self._group)  # a host without tables of this kind
         return NoWait(_SumScattered.apply(local_embs, sizes, self._group, self._codecs))  # type: ignore[no-untyped-call]
 
 
@@ -196,7 +199,7 @@ class _SumScattered(torch.autograd.Function):
         received = [sizes[dist.get_rank(group)]] * len(sizes)
         return (
             _exchange(partial_sums, sizes, received, group, codecs.forward if codecs else None)
-            .view(len(sizes), -1)
+            .view(len(sizes), received[0])
             .sum(0)
         )
 
