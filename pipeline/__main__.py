@@ -24,9 +24,9 @@ FIRST_STEPS = (
 
 
 def verbs(plugins: list[str]) -> dict[str, str]:
-    """Name -> what it does: every module of pipeline/cli that has a main, then those of installed packages and plugins."""
+    """Name -> what it does: modules of pipeline/cli and of extras that have a main, then installed packages and plugins."""
     found = {}
-    for file in sorted((Path(__file__).parent / "cli").glob("*.py")):
+    for file in _verb_files():
         tree = ast.parse(file.read_text())
         if "main" in {name for node in tree.body for name in _defined(node)}:
             found[file.stem] = _first_sentence(ast.get_docstring(tree))
@@ -34,6 +34,12 @@ def verbs(plugins: list[str]) -> dict[str, str]:
     for name, main_of in components("verb").items():
         found.setdefault(name, _first_sentence(main_of.verb.doc))
     return found
+
+
+def _verb_files() -> list[Path]:
+    """pipeline/cli/<verb>.py, then pipeline/extras/<extra>/cli/<verb>.py."""
+    root = Path(__file__).parent
+    return [*sorted((root / "cli").glob("*.py")), *sorted(root.glob("extras/*/cli/*.py"))]
 
 
 def _defined(node: ast.stmt) -> list[str]:
@@ -49,8 +55,12 @@ def _first_sentence(doc: str | None) -> str:
 
 
 def run(name: str) -> None:
-    own = Path(__file__).parent / "cli" / f"{name}.py"
-    main_of = importlib.import_module(f"pipeline.cli.{name}").main if own.is_file() else components("verb")[name]
+    own = next((file for file in _verb_files() if file.stem == name), None)
+    if own is None:
+        main_of = components("verb")[name]
+    else:
+        parts = own.relative_to(Path(__file__).parent).with_suffix("").parts
+        main_of = importlib.import_module(".".join(["pipeline", *parts])).main
     main_of()
 
 

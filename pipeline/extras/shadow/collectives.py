@@ -43,15 +43,18 @@ class CollectiveMismatch(RuntimeError):
 
 
 class _Group:
-    """One group of nccl: its twin, its stream, and how many collectives it has done."""
+    """One group of nccl: its twin, its stream, and how many collectives it has done.
 
-    def __init__(self, twin: dist.ProcessGroup, ranks: list[int]) -> None:
-        self.twin, self.ranks, self.done = twin, ranks, 0
+    takes_cpu: a group of gloo's, which is here because its only rank has no others (alone.py).
+    """
+
+    def __init__(self, twin: dist.ProcessGroup, ranks: list[int], takes_cpu: bool = False) -> None:
+        self.twin, self.ranks, self.done, self.takes_cpu = twin, ranks, 0, takes_cpu
         self.stream = streams.Stream()
         streams.name(self.stream, f"NCCL's stream of ranks {ranks}")
 
 
-_groups: dict[tuple[int, ...], list[_Group]] = {}
+answers: Any = None  # alone.Alone, where this rank runs without the others
 _by_group: weakref.WeakKeyDictionary[Any, _Group] = weakref.WeakKeyDictionary()
 _pending: list[tuple[Work, streams.Clock]] = []  # works that may still be waited for, newest last
 _init, _new, _backend = dist.init_process_group, dist.new_group, dist.get_backend
@@ -79,14 +82,14 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if on_gpu:
             raise RuntimeError(f"{rule.base}: gloo got tensors on {on_gpu[0].device}; nccl's groups take them")
         return func(*args, **kwargs)
-    if len(on_gpu) < len(given):
+    if len(on_gpu) < len(given) and not known.takes_cpu:
         cpu = next(each for each in given if not isinstance(each, Shadow))
         text = f"{rule.base}: nccl got a tensor of shape {list(cpu.shape)} on cpu (No backend type associated " \
                "with device type cpu)"  # fmt: skip
         report.current().find("device", text)
         raise RuntimeError(text)
     _note(rule.base, known, given)
-    if rule.base not in _POINT_TO_POINT:
+    if answers is None and rule.base not in _POINT_TO_POINT:
         _compare(rule.base, known, given, flat)
     return _on_twin(func, rule, known, (flat, spec), boxed, given)
 
@@ -97,7 +100,14 @@ def _on_twin(func: Any, rule: Any, known: _Group, call: tuple[Any, Any], boxed: 
     inner = [each.inner if isinstance(each, Shadow) else each for each in flat]
     inner = [known.twin.boxed() if each is boxed else each for each in inner]
     args, kwargs = tree_unflatten(inner, spec)
-    out = func(*args, **kwargs)
+    if answers is not None and rule.base == "alltoall_base_":
+        out = known.twin.barrier().boxed()  # it returns a work only, and torch refuses a rank that sends nothing
+    else:
+        out = func(*args, **kwargs)
+    if answers is not None:
+        answers.fill(func, args, kwargs, known.ranks)
+    if known.takes_cpu:
+        return out
     blocks = [(memory.block_of(each.inner, each.device.index), each.shape) for each in given]
     current = streams.current_stream()
     known.stream.follow(current)  # NCCL starts after what its stream was given before
@@ -222,10 +232,19 @@ def _missing(mine: Any, known: _Group, error: Exception) -> str:
 # ---- groups ----
 
 
-def _with_twin(group: Any, twin: Any, ranks: list[int]) -> Any:
+def _with_twin(group: Any, twin: Any, ranks: list[int], takes_cpu: bool = False) -> Any:
     if isinstance(group, dist.ProcessGroup):
-        _by_group[group] = _Group(twin, ranks)
+        _by_group[group] = _Group(twin, ranks, takes_cpu)
     return group
+
+
+def plain_new_group(ranks: Any, timeout: Any, backend: str) -> Any:
+    """torch's own new_group."""
+    return _new(ranks, timeout, backend)
+
+
+def _new_twin(ranks: Any, timeout: Any) -> Any:
+    return plain_new_group(ranks, timeout, "gloo") if answers is None else answers.new_group(ranks, timeout)
 
 
 def init_process_group(backend: str | None = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
@@ -238,22 +257,26 @@ def init_process_group(backend: str | None = None, *args: Any, device_id: Any = 
     _init(_GPU_ONLY, *args, **kwargs)
     ranks = list(range(dist.get_world_size()))
     timeout = kwargs.get("timeout")
-    _with_twin(dist.group.WORLD, _new(backend="gloo", timeout=timeout), ranks)
+    _with_twin(dist.group.WORLD, _new_twin(None, timeout), ranks)
 
 
 def new_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    if answers is not None and backend == "gloo":
+        group = answers.new_group(ranks, timeout)
+        return _with_twin(group, group, list(ranks or range(dist.get_world_size())), takes_cpu=True)
     world_is_gpu = dist.group.WORLD in _by_group
     if backend not in ("nccl", "cuda:nccl") and not (backend in (None, _GPU_ONLY) and world_is_gpu):
         return _new(ranks, timeout, backend, *args, **kwargs)
     kwargs.pop("device_id", None)
     group = _new(ranks, timeout, _GPU_ONLY, *args, **kwargs)
-    twin = _new(ranks, timeout, "gloo")
+    twin = _new_twin(ranks, timeout)
     members = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else []
     return _with_twin(group, twin, members)
 
 
 def get_backend(group: Any = None) -> str:
-    return "nccl" if (group or dist.group.WORLD) in _by_group else _backend(group)
+    known = _by_group.get(group or dist.group.WORLD)
+    return _backend(group) if known is None else "gloo" if known.takes_cpu else "nccl"
 
 
 def _make_fake(common: Any, options: Any) -> FakeProcessGroup:

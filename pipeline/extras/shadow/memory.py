@@ -99,6 +99,14 @@ def phase(name: str) -> Iterator[None]:
         _phase = before
 
 
+def enter_phase(name: str) -> None:
+    """Attribute peaks to `name` from now on."""
+    global _phase
+    _phase = name
+    peaks = report.current().peak_bytes
+    peaks[name] = max(peaks.get(name, 0), *live.values(), 0)
+
+
 def reset_peak() -> None:
     report.current().peak_bytes[_phase] = max([0, *live.values()])
 

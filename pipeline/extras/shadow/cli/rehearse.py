@@ -1,0 +1,17 @@
+"""Try a GPU job before it queues:  python -m pipeline rehearse experiment=quickstart hardware=h100_80gb world_size=16 ranks=[0,15]
+
+Trains two steps, evaluates and saves as each of these ranks would, on shadow GPUs of this machine, into a
+temporary folder. Prints whether each rank started, its memory by part, its collectives, and its host syncs and
+copies a step. Takes the keys of train. It needs the GPU packages and no GPU; the data set may be missing.
+"""
+
+from __future__ import annotations
+
+from pipeline.cli.verb import verb
+from pipeline.extras.shadow.rehearsal.job import RehearseJob
+from pipeline.extras.shadow.rehearsal.rehearse import check_job, describe, rehearse
+
+main = verb("rehearse", RehearseJob, describe=describe, validate=check_job)(rehearse)
+
+if __name__ == "__main__":
+    main()

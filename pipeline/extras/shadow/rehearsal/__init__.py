@@ -1,0 +1,1 @@
+"""Rehearse a training job: a few ranks of any world, one after the other, on shadow GPUs."""

@@ -1,0 +1,32 @@
+"""The config of `rehearse`: the train job, and which of its ranks are tried."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeline.config.jobs.names import CONFIG_NAMES
+from pipeline.config.jobs.train import PlanJob
+from pipeline.runtime.errors import ConfigError, check_at_least
+
+
+@dataclass
+class RehearseJob(PlanJob):
+    """A PlanJob needs no data set; that of a rehearsal is made up where there is none.
+
+    ranks: those that are tried; rank 0 always is, because the others get its plan. steps: trained by each.
+    output: a JSON file for what was counted.
+    """
+
+    ranks: list[int] = field(default_factory=lambda: [0])
+    steps: int = 2
+    output: str | None = None
+    timeout_s: float = 900.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("steps", self.steps, 2)  # the first step builds what later ones use
+        if bad := [rank for rank in self.ranks if not 0 <= rank < self.world_size]:
+            raise ConfigError(f"ranks={bad} of world_size={self.world_size}: ranks are 0 to {self.world_size - 1}")
+
+
+CONFIG_NAMES[RehearseJob] = "rehearse"  # conf/rehearse.yaml
