@@ -58,6 +58,7 @@ def _experiment(name: str) -> TrainJob:
 def test_every_experiment_trains_under_its_own_name(experiment: str) -> None:
     job = _experiment(experiment)
     assert (job.name, job.run_dir) == (experiment, f"runs/{experiment}")
+    assert job.hardware.compute_device == "auto"  # it trains on GPUs and on CPUs by the same command
 
 
 def test_a_plan_has_the_name_of_its_experiment_and_hardware() -> None:
