@@ -44,6 +44,7 @@ class Optimizer:
     counts_steps: ClassVar[bool] = False  # its update depends on the number of steps
     has_eps: ClassVar[bool] = True
     positive_eps: ClassVar[bool] = False  # eps 0 would divide zero by zero
+    keeps_rows: ClassVar[bool] = False  # without weight decay, a gradient of zero changes neither a row nor its state
     # Of data_parallel tables, which have a torch optimizer: FBGEMM's name of a state -> torch's. None: torch has none such.
     replicated_states: ClassVar[Mapping[str, str] | None] = None
 
@@ -63,7 +64,7 @@ class Optimizer:
 @register("optimizer", "sgd")
 class Sgd(Optimizer):
     fused, fbgemm, fused_on_cpu, cpu_kernel = "SGD", "EXACT_SGD", True, 0
-    has_eps = False
+    has_eps, keeps_rows = False, True
     replicated_states: ClassVar[Mapping[str, str]] = {}
 
     def dense(self, weights: list[Any], config: DenseOptimizerConfig) -> torch.optim.Optimizer:
@@ -78,7 +79,7 @@ class Sgd(Optimizer):
 @register("optimizer", "adagrad")
 class Adagrad(Optimizer):
     fused, fbgemm, fused_on_cpu, cpu_kernel = "Adagrad", "EXACT_ADAGRAD", True, 1
-    state_per_element, positive_eps = 1, True
+    state_per_element, positive_eps, keeps_rows = 1, True, True
     replicated_states: ClassVar[Mapping[str, str]] = {"momentum1": "sum"}
 
     def dense(self, weights: list[Any], config: DenseOptimizerConfig) -> torch.optim.Optimizer:
@@ -91,7 +92,7 @@ class Adagrad(Optimizer):
 @register("optimizer", "rowwise_adagrad")
 class RowWiseAdagrad(Optimizer):
     fused, fbgemm, fused_on_cpu, cpu_kernel = "RowWiseAdagrad", "EXACT_ROWWISE_ADAGRAD", True, 2
-    state_per_row, whole_rows, positive_eps = 1, True, True
+    state_per_row, whole_rows, positive_eps, keeps_rows = 1, True, True, True
     fbgemm_decays = ("l2", "decoupled")
     replicated_states: ClassVar[Mapping[str, str]] = {"momentum1": "sum"}
 

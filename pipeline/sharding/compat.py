@@ -96,6 +96,7 @@ SHARDER, CPU_TABLES = "sharding/torchrec/sharder.py", "sharding/torchrec/cpu_tab
 HOST_DISTS, MANAGED = "sharding/collectives/host_dists.py", "sharding/torchrec/managed_collision.py"
 CHANGED = "sharding/torchrec/changed_rows.py"
 ORDER, VARIABLE = "sharding/torchrec/feature_order.py", "sharding/torchrec/variable_batches.py"
+SKIPPED = "sharding/torchrec/skipped_updates.py"
 SYNC, ESTIMATOR = "sharding/torchrec/embedding_sync.py", "planner/estimator.py"
 COMMS_WAIT, AVERAGING = "runtime/process/comms_wait.py", "sharding/collectives/averaging.py"
 
@@ -117,7 +118,7 @@ PRIVATE_NAMES: list[PrivateName] = [
     _call(LOOKUP, CPU_TABLES, "split_optimizer_states", "self"),
     # TorchRec's sharded collection.
     *_names(COLLECTION, f"{SHARDER} {HOST_DISTS}", "_input_dists", "_output_dists"),
-    *_names(COLLECTION, f"{SHARDER} {CPU_TABLES} {MANAGED} {CHANGED}", "_lookups"),
+    *_names(COLLECTION, f"{SHARDER} {CPU_TABLES} {MANAGED} {CHANGED} {SKIPPED}", "_lookups"),
     *_names(COLLECTION, f"{SHARDER} {ORDER}", "_embedding_shardings", "_embedding_dims"),
     *_names(COLLECTION, f"{SHARDER} {ORDER} models/layers/dlrm.py planner/step_time/record.py", "_embedding_names"),
     *_names(COLLECTION, f"{ORDER} sharding/torchrec/table_init.py", "_embedding_bag_configs"),

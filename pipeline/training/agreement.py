@@ -44,8 +44,12 @@ class StepAgreement:
     skips none. A finite loss is multiplied by `loss_scale`.
     """
 
+    is_late = False  # the answers are about the last batch, not about the batch before it
+
     def __init__(self, max_in_a_row: int = 0, loss_scale: float = 1.0) -> None:
         self.max_in_a_row, self.loss_scale = max_in_a_row, loss_scale
+        self.was_skipped = False
+        self.num_batches_late = 0  # how many batches ago the batch was that an error is about
         self.stop_wanted = self.input_failed = self.input_ended = self.save_wanted = (
             False  # this rank's; a signal handler may set them
         )
@@ -71,12 +75,11 @@ class StepAgreement:
         if not task.training:
             return outputs
         loss, prediction = outputs
-        # Training batches have no padding. A sum of comparisons takes three times as long.
-        batch = inputs[0]
-        marks = batch.sample_weights if batch.present is None else batch.present
+        marks = marks_of(inputs[0])
+        # A sum of comparisons takes three times as long.
         num_marked = torch.count_nonzero(marks)
         failed_here = self.input_failed or (self.input_ended and int(num_marked) == 0)
-        if _is_alone():
+        if is_alone():
             flags = [not math.isfinite(loss.item()), self.stop_wanted, failed_here, self.save_wanted]
             non_finite, stop, failed, save, bad = (*map(int, flags), len(marks) - int(num_marked))
         else:
@@ -84,18 +87,34 @@ class StepAgreement:
             not_finite = ~loss.detach().isfinite()
             shared: list[torch.Tensor | bool] = [not_finite, self.stop_wanted, failed_here, self.save_wanted, bad_rows]
             non_finite, stop, failed, save, bad = _summed(shared, loss.device)
-        self.stop_agreed, self.input_failure_agreed, self.save_agreed = stop > 0, failed > 0, save > 0
-        if self.input_failure_agreed:
+        self._conclude((non_finite > 0, stop > 0, failed > 0, save > 0, bad), task, loss, prediction)
+        if self.was_skipped:
             return _nothing(loss)
-        self.num_bad_rows += bad
+        return loss if self.loss_scale == 1.0 else loss * self.loss_scale, prediction
+
+    def settle(self) -> None:
+        """Make sure that the answers are about the last batch."""
+
+    def forget(self) -> None:
+        """The next batch does not follow the last one."""
+        self.in_a_row = 0
+
+    def _conclude(
+        self, agreed: tuple[bool, bool, bool, bool, int], task: nn.Module, loss: torch.Tensor, prediction: Any
+    ) -> None:
+        """Keep what the ranks have agreed on for a batch. Raises NonFiniteLossError if it is one too many in a row."""
+        non_finite, self.stop_agreed, self.input_failure_agreed, self.save_agreed, num_bad_rows = agreed
+        self.was_skipped = non_finite or self.input_failure_agreed
+        if self.input_failure_agreed:
+            return
+        self.num_bad_rows += num_bad_rows
         if not non_finite:
             self.in_a_row = 0
-            return loss if self.loss_scale == 1.0 else loss * self.loss_scale, prediction
+            return
         self.in_a_row += 1
         if self.in_a_row > self.max_in_a_row:
             raise self._error(task, loss, prediction)
         self.num_skipped += 1
-        return _nothing(loss)
 
     def _error(self, task: nn.Module, loss: torch.Tensor, prediction: Any) -> NonFiniteLossError:
         message = (
@@ -114,11 +133,17 @@ class StepAgreement:
         return NonFiniteLossError(message, rows.tolist(), losses[rows].tolist(), len(at_fault), self.in_a_row)
 
 
+def marks_of(batch: Any) -> torch.Tensor:
+    """[batch], zero in quarantined rows; training batches have no padding."""
+    marks: torch.Tensor = batch.sample_weights if batch.present is None else batch.present
+    return marks
+
+
 def _nothing(loss: torch.Tensor) -> tuple[torch.Tensor, None]:
     return torch.zeros_like(loss.detach()).requires_grad_(), None
 
 
-def _is_alone() -> bool:
+def is_alone() -> bool:
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 

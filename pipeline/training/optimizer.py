@@ -20,6 +20,8 @@ from pipeline.sharding.torchrec.sharder import ShardedTables
 from pipeline.sharding.torchrec.sparse_optimizer import ReplicatedTablesOptimizer, materialize_state
 from pipeline.training.dense_step import FusedAdamStep, can_step_copies
 
+SKIPPING = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW)  # in their fused kernels
+
 
 class DenseOptimizer(KeyedOptimizerWrapper):
     """A torch optimizer by parameter name, whose state is there before the first step."""
@@ -65,6 +67,16 @@ class DenseOptimizer(KeyedOptimizerWrapper):
         else:
             self._optimizer.step(closure)
 
+    @property
+    def can_skip_on_device(self) -> bool:
+        """Whether torch's step takes `found_inf`."""
+        return type(self._optimizer) in SKIPPING and all(group["fused"] for group in self._optimizer.param_groups)
+
+    def skip_where(self, found_inf: torch.Tensor) -> None:
+        """From now on an update changes nothing if `found_inf`, a float32 on the device, is 1 when the device is there."""
+        self._optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # as torch.amp.GradScaler sets it
+        self._fused = None
+
     def _hand_gradients_on(self) -> None:
         """From copies to their weights, in fp32."""
         for copy in self._copies:
@@ -92,12 +104,14 @@ class TrainingOptimizer(CombinedOptimizer):
         dense: DenseOptimizer | None,
         config: OptimizerConfig,
         lookups: Sequence[FastLookup] = (),
+        keeps_rows: bool = False,
     ) -> None:
+        """keeps_rows: a gradient of zero changes nothing in a table."""
         parts = [fused, replicated, dense]
         super().__init__([part for part in parts if part is not None])
         self._fused, self._replicated, self._dense = fused, replicated, dense
         self._factors: tuple[float, float] | None = None  # of the rates that are set
-        self._config, self._lookups = config, lookups
+        self._config, self._lookups, self._keeps_rows = config, lookups, keeps_rows
         self.num_steps = 0
         for name, groups in (("sparse", self._sparse_groups()), ("dense", self._dense_groups())):
             for group in groups:
@@ -118,6 +132,16 @@ class TrainingOptimizer(CombinedOptimizer):
     def configured_rates(self) -> tuple[float, float]:
         """Of tables and of layers, before schedules."""
         return self._config.sparse.lr, self._config.dense.lr
+
+    @property
+    def can_skip_on_device(self) -> bool:
+        """Whether an update is left out exactly if tables get gradients of zero and skip_where's number is 1."""
+        return self._keeps_rows and (self._dense is None or self._dense.can_skip_on_device)
+
+    def skip_where(self, found_inf: torch.Tensor) -> None:
+        """As DenseOptimizer's."""
+        if self._dense is not None:
+            self._dense.skip_where(found_inf)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of what has gradients outside backward; the fused tables have none."""
@@ -193,7 +217,10 @@ def build_optimizer(model: DistributedModelParallel, config: OptimizerConfig, l2
     dense = DenseOptimizer(layers, config.dense, l2, bf16_copies(model.module)) if layers else None
     parts: list[KeyedOptimizer | None] = [model.fused_optimizer, replicated, dense]
     assert_every_parameter_has_one_optimizer(model, [part for part in parts if part is not None])
-    return TrainingOptimizer(model.fused_optimizer, replicated, dense, config, fast_lookups(model))
+    keeps_rows = find_optimizer(config.sparse.name).keeps_rows and not any(
+        rule.is_lazy or rule.extras for rule in rules.values()
+    )
+    return TrainingOptimizer(model.fused_optimizer, replicated, dense, config, fast_lookups(model), keeps_rows)
 
 
 def _make_dense(weights: list[Any], config: DenseOptimizerConfig) -> torch.optim.Optimizer:

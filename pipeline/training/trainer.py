@@ -11,6 +11,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase
 from torchrec.distributed.types import ShardedModule
 
 from pipeline.config.jobs.train import TrainJob
+from pipeline.config.training import TrainerConfig
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.endless import EndOfInputError, TablesFullError
 from pipeline.runtime.logs import get_logger
@@ -20,6 +21,8 @@ from pipeline.training.agreement import NonFiniteLossError, StepAgreement
 from pipeline.training.batch_order import BatchOrder
 from pipeline.training.hooks.base import Hook, HookList, TrainingParts, TrainingState
 from pipeline.training.input_watch import InputWatch
+from pipeline.training.late_agreement import LateAgreement
+from pipeline.training.optimizer import TrainingOptimizer
 from pipeline.training.plain_pipeline import PlainPipeline
 from pipeline.training.step_optimizer import StepOptimizer
 
@@ -47,8 +50,9 @@ class Trainer:
         config = job.trainer
         self._config, self._parts, self._hooks = config, parts, HookList(hooks)
         self._optimizer = StepOptimizer(parts.model, parts.optimizer, job.schedule, config)
-        allowed = config.max_non_finite_steps if config.non_finite_loss != "stop" else 0
-        agreement = StepAgreement(allowed, loss_scale=1.0 / config.gradient_accumulation_steps)
+        self._save_every = job.checkpoint.save_every_steps
+        self._held: Any = None  # a prediction, until it is certain that its batch was trained on
+        agreement = _make_agreement(config, parts, hooks)
         self._input = InputWatch(parts.reader, agreement, parts.context)
         self._state = TrainingState(BatchOrder(config, parts.reader), agreement, self._hooks)
 
@@ -95,6 +99,7 @@ class Trainer:
                 self._step(batches)
             except NonFiniteLossError as error:
                 batches.close()
+                self._step_back()
                 with watchdog.stage("going back"):
                     self._roll_back(error)
                 batches = self._begin()
@@ -111,6 +116,7 @@ class Trainer:
 
     def _begin(self) -> Generator[Batch, None, None]:
         """A new pipeline, and the batches for it from the state's step on."""
+        self._held = None
         self._state.pipeline = self._make_pipeline()
         return self._input.batches(self._state.order.batches(self._state.step))
 
@@ -122,12 +128,44 @@ class Trainer:
             for index in range(accumulation):
                 state.micro_step = state.step * accumulation + index
                 state.agreement.stop_wanted |= preemption.wanted()
-                self._hooks.call("on_batch_end", state, state.pipeline.progress(batches))
+                self._hand_on(state.pipeline.progress(batches))
+
+    def _hand_on(self, prediction: Any) -> None:
+        """Give hooks the predictions of which it is certain whether their batches were skipped."""
+        state, agreement = self._state, self._state.agreement
+        if agreement.is_late:
+            self._held, prediction = prediction, self._held
+        self._hooks.call("on_batch_end", state, None if agreement.was_skipped else prediction)
+        if agreement.is_late and self._must_settle():
+            agreement.settle()
+            prediction, self._held = self._held, None
+            self._hooks.call("on_batch_end", state, None if agreement.was_skipped else prediction)
+
+    def _must_settle(self) -> bool:
+        """Whether hooks act on the step that is being trained: it is logged, evaluated or saved, or it is the last."""
+        state, agreement = self._state, self._state.agreement
+        if agreement.input_failure_agreed:
+            return False
+        return (
+            agreement.stop_agreed
+            or agreement.save_agreed
+            or state.step + 1 >= state.total_steps
+            or state.is_due(self._config.log_every_steps, ahead=1)
+            or state.is_due(self._save_every, ahead=1)
+            or state.is_evaluation_due(self._config, ahead=1)
+        )
+
+    def _step_back(self) -> None:
+        """Stand at the batch that the agreement is about, which may have updated nothing although a step was counted."""
+        late = self._state.agreement.num_batches_late
+        self._state.micro_step -= late
+        self._state.step -= late
 
     def _has_ended(self) -> bool:
         """Whether a stream has, in place of a step. Collective after a failure, which it raises; the last whole step is saved
         where it can be told."""
         if failure := self._input.failure():
+            self._step_back()
             if isinstance(failure, EndOfInputError):
                 logger.info("step %d  %s", self._state.step, failure)
                 self._state.preempted, self._state.input_ended = preemption.wanted(), True
@@ -166,3 +204,17 @@ class Trainer:
         extra = {"execute_all_batches": True} if kind is ClockedSparseDist else {}
         self._parts.model.train()
         return kind(self._parts.model, self._optimizer, context.device, **extra)
+
+
+def _make_agreement(config: TrainerConfig, parts: TrainingParts, hooks: Sequence[Hook]) -> StepAgreement:
+    """One that never makes the host wait in a steady step, on a GPU, if the optimizers can leave out an update there."""
+    allowed = config.max_non_finite_steps if config.non_finite_loss != "stop" else 0
+    if (
+        parts.context.device.type == "cuda"
+        and isinstance(parts.optimizer, TrainingOptimizer)
+        and parts.optimizer.can_skip_on_device
+        and config.gradient_accumulation_steps == 1
+        and not any(hook.reads_every_step for hook in hooks)
+    ):
+        return LateAgreement(parts.model, parts.optimizer, parts.context.device, allowed)
+    return StepAgreement(allowed, loss_scale=1.0 / config.gradient_accumulation_steps)

@@ -46,6 +46,7 @@ def build_sharded(
     comms: CommsConfig | None = None,
     as_task: Callable[[nn.Module], nn.Module] | None = None,
     settings: dict[str, TableConfig] | None = None,
+    fast_cpu: bool = True,
 ) -> tuple[TaskModel, DistributedModelParallel, TrainingOptimizer, DistributedContext]:
     """Collective. `kinds` maps each table of CARDINALITIES to a sharding type. Without `comms` it is that of the test's path.
 
@@ -59,7 +60,7 @@ def build_sharded(
     model = build_model(config, tables, 2, seed=seed)
     task: TaskModel = as_task(model) if as_task else make_task(config, model, tables)  # type: ignore[assignment]
     apply_sparse_optimizer(task, optimizers.sparse)
-    sharders = make_sharders(comms, seed)
+    sharders = make_sharders(comms, seed, fast_cpu=fast_cpu)
     makers = {
         "table_wise": lambda: table_wise(rank=context.world_size - 1),
         "row_wise": row_wise,
@@ -74,7 +75,7 @@ def build_sharded(
         world_size=context.world_size,
         device_type="cpu",
     )
-    sharded = shard_model(task, ShardingPlan({PATH: plan}), comms, context, seed=seed)
+    sharded = shard_model(task, ShardingPlan({PATH: plan}), comms, context, seed=seed, fast_cpu=fast_cpu)
     return task, sharded, build_optimizer(sharded, optimizers), context
 
 

@@ -151,10 +151,11 @@ class DrawnReader:
 def fit_drawn(
     rank: int, world_size: int, folder: str, config: TrainerConfig = CONFIG, save_every: int = 0,
     optimizers: OptimizerConfig | None = None, nan_steps: tuple[int, ...] = (), profiled: tuple[int, int] | None = None,
+    fast_cpu: bool = True,
 ) -> tuple[str, FitResult]:  # fmt: skip
     """Resume from `folder` where it holds a step, train to the end; the model's digest and the result."""
     extra: dict[str, Any] = {"optimizers": optimizers} if optimizers else {}
-    task, model, optimizer, context = build_sharded(KINDS, **extra)
+    task, model, optimizer, context = build_sharded(KINDS, fast_cpu=fast_cpu, **extra)
     checkpointer = Checkpointer(f"{folder}/checkpoints", model, optimizer, context, keep_last_n=9)
     restored = checkpointer.restore_latest()
     micro_batch = config.global_batch_size // config.gradient_accumulation_steps

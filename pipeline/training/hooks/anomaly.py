@@ -25,6 +25,8 @@ class AnomalyError(TrainingError):
 
 @register("hook", "anomaly")
 class AnomalyWatch(Hook):
+    reads_every_step = True
+
     def on_train_start(self, state: TrainingState) -> None:
         self._found: list[str] = []
         self._handles: list[Any] = []

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -102,17 +102,18 @@ class TrainingState:
         """Whether it follows a stream without a last step."""
         return self.total_steps >= ENDLESS_STEPS
 
-    def is_due(self, every_steps: int) -> bool:
-        return every_steps > 0 and self.step % every_steps == 0
+    def is_due(self, every_steps: int, ahead: int = 0) -> bool:
+        """ahead: for a step that many steps after this one."""
+        return every_steps > 0 and (self.step + ahead) % every_steps == 0
 
-    def is_evaluation_due(self, config: TrainerConfig) -> bool:
+    def is_evaluation_due(self, config: TrainerConfig, ahead: int = 0) -> bool:
         """By steps or by epochs; the last step is evaluated besides."""
-        if self.is_due(config.evaluate_every_steps):
+        if self.is_due(config.evaluate_every_steps, ahead):
             return True
-        every = config.evaluate_every_epochs
-        if not every or not self.step:
+        step, every = self.step + ahead, config.evaluate_every_epochs
+        if not every or not step:
             return False
-        return self.order.epochs_done(self.step) // every > self.order.epochs_done(self.step - 1) // every
+        return self.order.epochs_done(step) // every > self.order.epochs_done(step - 1) // every
 
     def detach(self) -> None:
         """Give the model its own forward back: TorchRec's pipeline rewrites that of the tables, for its own batches."""
@@ -124,6 +125,7 @@ class Hook:
     """Something that happens around training steps. Every moment does nothing unless it is overridden."""
 
     name = ""  # as it is registered
+    reads_every_step: ClassVar[bool] = False  # its on_step_end must know whether the step was skipped, on a GPU too
 
     def __init__(self, job: TrainJob, parts: TrainingParts) -> None:
         self.job, self.parts = job, parts
@@ -141,7 +143,10 @@ class Hook:
         """Collective. Before the micro-batches of a step; it may be followed by on_rollback instead of on_step_end."""
 
     def on_batch_end(self, state: TrainingState, prediction: Any) -> None:
-        """Local. After a micro-batch's backward; the prediction is None where the batch has updated nothing."""
+        """Local. After a micro-batch's backward; the prediction is None where the batch has updated nothing.
+
+        On a GPU the prediction may be that of the batch before; none is missing when a step is logged, evaluated or saved.
+        """
 
     def on_step_end(self, state: TrainingState) -> None:
         """Collective. `state.step` is the step that has just been trained."""

@@ -43,7 +43,7 @@ class Rollback(Hook):
             raise error
         manifest: dict[str, Any] = checkpointer.restore(steps[-1])
         checkpointer.clear_after(steps[-1])
-        state.agreement.in_a_row = 0
+        state.agreement.forget()
         self._skipped = (steps[-1], last + 1 - steps[-1])
         logger.warning(
             "the loss was not finite %d times in a row (steps %d to %d): back to step %d, past the batches of %d steps. %s",

@@ -1,0 +1,49 @@
+"""Leave out the update of a batch in tables whose optimizer runs inside backward, decided on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    DenseTableBatchedEmbeddingBagsCodegen,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import nn
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+
+LOOKUPS = (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen)
+
+
+@contextmanager
+def without_updates(model: nn.Module, is_bad: torch.Tensor) -> Iterator[None]:
+    """Inside, FBGEMM's lookups of `model` get gradients of zero in a backward at which `is_bad` is True.
+
+    is_bad: [] bool on the model's device. It is read by the device during backward, so it may be written after forward.
+    A loss that is not finite has NaN in its gradients even if it is multiplied by zero, so these are replaced.
+    """
+    zeros: dict[torch.dtype, torch.Tensor] = {}
+
+    def mask(gradient: torch.Tensor) -> torch.Tensor:
+        zero = zeros.setdefault(gradient.dtype, torch.zeros((), dtype=gradient.dtype, device=gradient.device))
+        return torch.where(is_bad, zero, gradient)
+
+    def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(mask)
+
+    handles = [each.register_forward_hook(hook) for each in fbgemm_lookups(model)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def fbgemm_lookups(model: nn.Module) -> list[nn.Module]:
+    """Return FBGEMM's modules of all sharded tables. TorchRec keeps lookups in a list, which modules() does not enter."""
+    sharded = [each for each in model.modules() if isinstance(each, ShardedEmbeddingBagCollection)]
+    children = (child for each in sharded for lookup in each._lookups for child in lookup.modules())
+    return [child for child in children if isinstance(child, LOOKUPS)]

@@ -1,0 +1,117 @@
+"""Agree between ranks without making the host wait for the device in each step.
+
+StepAgreement reads its flags between forward and backward: the host waits there, and the device then waits for the
+launches of backward. Here the device itself leaves out the update of a batch that is to update nothing, and the host
+reads the flags of a batch during the next one, before that one updates anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipeline.devices.cpu.host_exchange import all_reduce
+from pipeline.sharding.torchrec.skipped_updates import without_updates
+from pipeline.training.agreement import StepAgreement, is_alone, marks_of
+from pipeline.training.optimizer import TrainingOptimizer
+
+# Sums over ranks: not zero if the loss is not finite; ranks that failed; stops and saves that are wanted; rows that count.
+LOSS, FAILED, STOP, SAVE, ROWS = range(5)
+
+
+class LateAgreement(StepAgreement):
+    """A StepAgreement whose answers are about the batch before the last one, until settle() is called.
+
+    `stop_agreed` and `save_agreed` may therefore come one step later. For a batch that is skipped:
+
+    - tables get gradients of zero, which change nothing under the optimizers that TrainingOptimizer.can_skip_on_device
+      accepts;
+    - the fused optimizer of the dense layers does nothing if its `found_inf` is 1, as under torch's GradScaler;
+    - `was_skipped` says that hooks must not see the prediction.
+    """
+
+    is_late = True
+
+    def __init__(
+        self, model: nn.Module, optimizer: TrainingOptimizer, device: torch.device, max_in_a_row: int = 0
+    ) -> None:
+        super().__init__(max_in_a_row)
+        self._model, self._optimizer = model, optimizer
+        self._sums = torch.zeros(5, dtype=torch.float64, device=device)
+        self._read = torch.zeros(5, dtype=torch.float64, pin_memory=device.type != "cpu")
+        self._event = torch.get_device_module(device).Event()
+        self._is_bad = torch.zeros((), dtype=torch.bool, device=device)
+        self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        self._said, self._said_on_device = (0.0, 0.0, 0.0), torch.zeros(3, dtype=torch.float64, device=device)
+        self._unread: Callable[[], None] | None = None
+
+    @contextmanager
+    def guarding(self, task: nn.Module) -> Iterator[None]:
+        self._optimizer.skip_where(self._found_inf)
+        with without_updates(self._model, self._is_bad), super().guarding(task):
+            yield
+
+    def settle(self) -> None:
+        """Wait for the flags of the last batch. What was agreed for the batch before it holds as well.
+
+        Raises:
+            NonFiniteLossError: as StepAgreement, about this batch.
+        """
+        stop, save, failed = self.stop_agreed, self.save_agreed, self.input_failure_agreed
+        self._settle_last()
+        self.stop_agreed |= stop
+        self.save_agreed |= save
+        self.input_failure_agreed |= failed
+
+    def forget(self) -> None:
+        super().forget()
+        self._unread = None
+
+    def _guard(self, task: nn.Module, inputs: tuple[Any, ...], outputs: tuple[torch.Tensor, Any]) -> Any:
+        """Collective in training mode."""
+        if not task.training:
+            return outputs
+        self.stop_agreed = self.save_agreed = self.input_failure_agreed = False
+        self.num_batches_late = 1
+        self._settle_last()
+        if not self.input_failure_agreed:
+            self.num_batches_late = 0
+        loss, prediction = outputs
+        marks = marks_of(inputs[0])
+        failed = self.input_failed or (self.input_ended and int(torch.count_nonzero(marks)) == 0)
+        self._send(loss.detach(), marks, (float(failed), float(self.stop_wanted), float(self.save_wanted)))
+        self._unread = partial(self._take, len(marks), task, loss.detach(), prediction)
+        return loss, prediction
+
+    def _send(self, loss: torch.Tensor, marks: torch.Tensor, said: tuple[float, float, float]) -> None:
+        """Collective: queue the sum of all ranks' flags, the decision by it, and its copy to the host."""
+        if said != self._said:
+            self._said = said
+            self._said_on_device.copy_(torch.tensor(said, dtype=torch.float64))
+        self._sums[LOSS].copy_(loss - loss)  # NaN unless the loss is finite, and so is a sum with it
+        self._sums[FAILED : SAVE + 1].copy_(self._said_on_device)
+        self._sums[ROWS].copy_(torch.count_nonzero(marks))
+        if not is_alone():
+            all_reduce(self._sums)
+        self._is_bad.copy_((self._sums[: FAILED + 1] != 0).any())
+        self._found_inf.copy_(self._is_bad)
+        self._read.copy_(self._sums, non_blocking=True)
+        self._event.record()
+
+    def _settle_last(self) -> None:
+        if (take := self._unread) is not None:
+            self._unread = None
+            if not self._event.query():
+                self._event.synchronize()
+            take()
+
+    def _take(self, num_rows: int, task: nn.Module, loss: torch.Tensor, prediction: Any) -> None:
+        not_finite, failed, stop, save, rows = self._read.tolist()
+        num_bad_rows = num_rows * (1 if is_alone() else dist.get_world_size()) - int(rows)
+        self._conclude((not_finite != 0, stop > 0, failed > 0, save > 0, num_bad_rows), task, loss, prediction)
