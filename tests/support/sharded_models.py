@@ -19,6 +19,7 @@ from torchrec.distributed.sharding_plan import (
 )
 from torchrec.distributed.types import ShardingPlan
 
+from pipeline import devices
 from pipeline.config.tables import TableConfig
 from pipeline.config.training import CommsConfig, OptimizerConfig
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
@@ -73,7 +74,7 @@ def build_sharded(
         sharder=sharders[0],
         local_size=context.local_world_size,
         world_size=context.world_size,
-        device_type="cpu",
+        device_type=context.device.type,
     )
     sharded = shard_model(task, ShardingPlan({PATH: plan}), comms, context, seed=seed, fast_cpu=fast_cpu)
     return task, sharded, build_optimizer(sharded, optimizers), context
@@ -114,12 +115,13 @@ def full_state(model: DistributedModelParallel) -> dict[str, torch.Tensor]:
     state = {}
     for name, value in model.state_dict().items():
         if isinstance(value, ShardedTensor):
-            whole = torch.empty(value.size(), dtype=value.dtype) if dist.get_rank() == 0 else None
+            device = devices.current().torch_device
+            whole = torch.empty(value.size(), dtype=value.dtype, device=device) if dist.get_rank() == 0 else None
             value.gather(dst=0, out=whole)
             if whole is not None:
-                state[name] = whole
+                state[name] = whole.cpu()
         else:
-            state[name] = value.detach().clone()
+            state[name] = value.detach().cpu().clone()
     return state
 
 

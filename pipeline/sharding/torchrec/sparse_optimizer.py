@@ -223,7 +223,7 @@ def materialize_state(optimizer: torch.optim.Optimizer) -> None:
                 # Kernels of these groups read the counter on the device. A CUDA kernel that is given a counter
                 # on the host reads a host address (torch/optim/adam.py, _init_group).
                 on_device = group["fused"] or group["capturable"]
-                state["step"] = torch.tensor(0.0, device=weight.device if on_device else "cpu")
+                state["step"] = torch.zeros((), device=weight.device if on_device else "cpu")
                 state["exp_avg"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
             elif isinstance(optimizer, torch.optim.SGD) and group["momentum"]:

@@ -1,0 +1,52 @@
+"""What a steady training step asks of a GPU, and what a skipped step leaves as it was."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from pipeline.devices.process_group import init_distributed
+from tests.gpu.conftest import Gpus
+from tests.support import sharded_models
+from tests.training.tiny_training import CONFIG, fit_drawn
+
+# TorchRec reads how many ids each rank sends.
+TORCHRECS_OWN = ("sparse/jagged_tensor.py:", "train_pipeline/runtime_forwards.py:", "distributed/dist_data.py:")
+SKIP = replace(CONFIG, non_finite_loss="skip", max_non_finite_steps=2)
+
+
+@pytest.mark.usefixtures("needs_shadow")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_host_waits_for_the_gpu_in_no_steady_step(
+    gpus: Gpus, prepared_clicks: str, tmp_path: Path, world_size: int
+) -> None:
+    words = ["experiment=quickstart", f"data.path={prepared_clicks}", "trainer.log_every_steps=100",
+             "tables.default.sharding.sharding_types=[table_wise,row_wise]"]  # fmt: skip
+    syncs = []
+    for steps in (4, 8):
+        job = gpus.train(world_size, [*words, f"trainer.max_steps={steps}"], tmp_path / str(steps))
+        assert job.reports[0].problems == []
+        syncs.append(job.reports[0].syncs)
+    in_steps: Counter[str] = syncs[1] - syncs[0]
+    assert [each for each in in_steps if not each.split()[-1].startswith(TORCHRECS_OWN)] == []
+
+
+def _metrics(rank: int, device: str, folder: str) -> dict[str, Any]:
+    here = partial(init_distributed, compute_device=device)
+    with patch.object(sharded_models, "init_distributed", here):
+        _, result = fit_drawn(rank, 2, folder, SKIP, nan_steps=(0, 3, 4, 9), fast_cpu=False)
+    return result.metrics
+
+
+def test_skipped_steps_change_nothing(gpus: Gpus, tmp_path: Path) -> None:
+    on_gpu, reports = gpus.run(2, _metrics, "auto", str(tmp_path / "gpu"))
+    on_cpu = gpus.run_on_cpu(2, _metrics, "cpu", str(tmp_path / "cpu"))
+    assert on_gpu[0] == pytest.approx(on_cpu[0], rel=1e-5)
+    for report in filter(None, reports):
+        assert report.problems == []
