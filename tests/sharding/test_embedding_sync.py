@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed import sharding_plan
 from torchrec.distributed.types import ShardingPlan
 
+from pipeline import devices
 from pipeline.checkpoint.tables import flatten
 from pipeline.config.training import (
     CommsConfig,
@@ -19,8 +21,10 @@ from pipeline.config.training import (
     ParallelConfig,
     SparseOptimizerConfig,
 )
+from pipeline.devices.base import Device
 from pipeline.devices.process_group import init_distributed
 from pipeline.runtime.errors import ConfigError
+from pipeline.sharding.torchrec import embedding_sync
 from pipeline.sharding.torchrec.embedding_sync import TableReplicas, average_in_place, replicates
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
@@ -150,6 +154,28 @@ def _averages(rank: int) -> list[float]:
 
 def test_many_tensors_of_several_dtypes_become_their_mean(ranks: RankPool) -> None:
     assert ranks.run(2, _averages) == [[0.5, 5.0]] * 2
+
+
+class Busy(Device):
+    """A device that works for a second after what it was last given, on a clock that stands still meanwhile."""
+
+    device_type, now = "cpu", 0.0
+
+    def synchronize(self) -> None:
+        self.now += 1.0
+
+
+def _seconds(rank: int) -> float:
+    replicas = TableReplicas.__new__(TableReplicas)
+    replicas._tensors, replicas._group, replicas.num_hosts = [torch.ones(3)], None, 2
+    replicas.num_syncs, replicas.payload_bytes, replicas.seconds = 0, 0, 0.0
+    with devices.using(busy := Busy()), patch.object(embedding_sync.time, "perf_counter", lambda: busy.now):
+        replicas.average()
+    return replicas.report()["embedding_sync_s"]
+
+
+def test_the_time_of_an_average_ends_when_a_gpu_has_done_it(ranks: RankPool) -> None:
+    assert ranks.run(2, _seconds) == [1.0] * 2
 
 
 @pytest.mark.parametrize("text", ["every_step", "every_1_steps", "every_100_steps", "never"])

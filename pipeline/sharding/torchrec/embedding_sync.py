@@ -22,6 +22,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import EnumerableShardingSpec, ShardingEnv2D, ShardingPlan
 from torchrec.optim.keyed import KeyedOptimizer
 
+from pipeline import devices
 from pipeline.checkpoint.tables import flatten
 from pipeline.config.tables import entry_name
 from pipeline.config.training import ParallelConfig
@@ -139,8 +140,11 @@ class TableReplicas:
     @torch.no_grad()
     def average(self) -> None:
         """Collective: weights and optimizer states of all hosts become their mean, the same bits on all."""
+        device = devices.current()
+        device.synchronize()  # a device may still work at the step, and then at the averages
         began = time.perf_counter()
         average_in_place(self._tensors, self._group, self.num_hosts)
+        device.synchronize()
         self.equal = True
         self.num_syncs += 1
         self.payload_bytes += self.num_bytes
