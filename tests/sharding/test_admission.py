@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from pipeline.config.compression import CompressionConfig
@@ -17,6 +15,7 @@ from pipeline.runtime.errors import ConfigError
 from pipeline.sharding.torchrec.managed_collision import LocalTable, ManagedTable, state_sizes
 from tests.embeddings.compressed import table_of
 from tests.support.messages import names
+from tests.support.waits import Waits
 
 BUCKETS, ROWS, INTERVAL = 2, 16, 4
 
@@ -48,22 +47,6 @@ def test_an_id_that_came_once_gets_no_row_where_two_times_are_asked_for(policy: 
     assert with_rows(table, list(range(1, 8))) == {1, 2}
     train(table, [[3, 7], [3], [], []])
     assert with_rows(table, list(range(1, 8))) == {1, 2, 3}, "those with a row keep it"
-
-
-class Waits(TorchDispatchMode):
-    """Lists operations whose result a program on a GPU would wait for: numbers read, masks counted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        by_mask = any(isinstance(one, torch.Tensor) and one.dtype == torch.bool for one in tree_leaves(arguments[1:2]))
-        is_index = operation in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
-        reads = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount", "is_nonzero")
-        if operation.overloadpacket.__name__ in reads or (is_index and by_mask):
-            self.found.append(str(operation))
-        return operation(*arguments, **(keywords or {}))
 
 
 @pytest.mark.parametrize("options", [{}, {"admit_probability": 0.5, "max_idle_steps": 3}])

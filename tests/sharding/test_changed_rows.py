@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from pipeline.checkpoint.changes import CHECKPOINT, ShardPlace
@@ -21,7 +27,7 @@ from pipeline.checkpoint.tables import (
 )
 from pipeline.config.compression import CompressionConfig
 from pipeline.config.training import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
-from pipeline.sharding.torchrec.changed_rows import TrackedRows
+from pipeline.sharding.torchrec.changed_rows import TrackedRows, _MarkingForward
 from pipeline.sharding.torchrec.cpu_tables import fast_lookups
 from pipeline.training.optimizer import TrainingOptimizer
 from tests.embeddings.compressed import table_of
@@ -31,6 +37,7 @@ from tests.sharding.test_managed_collision import make_tables as managed_tables
 from tests.sharding.test_managed_collision import train as train_managed
 from tests.support.ranks import RankPool
 from tests.support.sharded_models import build_sharded, draw_batches, train_steps
+from tests.support.waits import Waits
 
 KINDS = {"a": "table_wise", "b": "row_wise", "c": "column_wise", "d": "data_parallel"}
 SMALL = dict.fromkeys(KINDS, "row_wise")
@@ -200,3 +207,25 @@ def _by_fbgemm(rank: int) -> list[int]:
 
 def test_rows_that_fbgemm_updates_are_tracked_by_their_ids(ranks: RankPool) -> None:
     assert all(totals[0] for totals in ranks.run(2, _by_fbgemm))
+
+
+def test_a_looked_up_row_takes_one_bit_and_marking_it_waits_for_no_gpu() -> None:
+    rows = [13, 8, 21]
+    lookup = SplitTableBatchedEmbeddingBagsCodegen(
+        [(count, 4, EmbeddingLocation.HOST, ComputeDevice.CPU) for count in rows], feature_table_map=[0, 1, 2, 2]
+    )
+    forward = _MarkingForward(lookup)
+    assert [len(bits) for bits in forward.bitmaps()] == [2, 1, 3]
+    marked: list[set[int]] = [set(), set(), set()]
+    for step in range(3):
+        ids = [[12, 3, 3], [7, step], [20, 8, 1000], [step + 2, 20]]  # the third feature has one out of range
+        lengths = torch.tensor([[2, 1], [1, 1], [0, 3], [2, 0]])  # 2 bags of each feature
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)])
+        indices = torch.tensor([one for each in ids for one in each])
+        with Waits() as waits:
+            forward._mark(indices, offsets, None)
+        assert not waits.found
+        for table, own in zip(lookup.feature_table_map, ids, strict=True):
+            marked[table] |= {one if one < rows[table] else 0 for one in own}
+    found = [np.unpackbits(bits.numpy(), bitorder="little").nonzero()[0] for bits in forward.bitmaps()]
+    assert [set(each.tolist()) for each in found] == marked

@@ -87,6 +87,15 @@ def _of_bits(num_rows: int, bits: Bits) -> _Shard:
     return _Shard(num_rows, read_and_clear)
 
 
+def _of_device_bits(num_rows: int, bits: torch.Tensor) -> _Shard:
+    def read_and_clear() -> Bits:
+        found = bits.to("cpu", copy=True).numpy()
+        bits.zero_()
+        return found
+
+    return _Shard(num_rows, read_and_clear)
+
+
 def _of_numbers(numbers: torch.Tensor) -> _Shard:
     """`numbers`: [rows], not 0 where a row was updated."""
 
@@ -153,20 +162,30 @@ def _track(fbgemm: SplitTableBatchedEmbeddingBagsCodegen, rows: list[int]) -> li
         return [_of_bits(count, bits) for count, bits in zip(rows, fbgemm.forward.track_rows(), strict=True)]
     if not isinstance(fbgemm.forward, _MarkingForward):
         fbgemm.forward = _MarkingForward(fbgemm)  # type: ignore[method-assign]
-    return [_of_numbers(numbers) for numbers in fbgemm.forward.numbers.split(rows)]
+    return [_of_device_bits(count, bits) for count, bits in zip(rows, fbgemm.forward.bitmaps(), strict=True)]
 
 
 class _MarkingForward:
-    """In place of the module's forward: in training it marks the rows that are looked up, for backward will update them."""
+    """In place of the module's forward: in training it marks the rows that are looked up, for backward will update them.
+
+    A row takes one bit of the device's memory, and marking does not wait for the device.
+    """
 
     def __init__(self, fbgemm: SplitTableBatchedEmbeddingBagsCodegen) -> None:
         self._forward, self._fbgemm = fbgemm.forward, fbgemm
         rows = torch.tensor([spec[0] for spec in fbgemm.embedding_specs])
         device = fbgemm.current_device
-        self.numbers = torch.zeros(int(rows.sum()), dtype=torch.uint8, device=device)
+        self._sizes = -(-rows // 8)  # bytes of each table
+        self._bits = torch.zeros(int(self._sizes.sum()), dtype=torch.uint8, device=device)
         tables = torch.tensor(fbgemm.feature_table_map)
-        self._first_rows = (rows.cumsum(0) - rows)[tables].to(device)  # of each feature's table
+        self._first_bits = 8 * (self._sizes.cumsum(0) - self._sizes)[tables].to(device)  # of each feature's table
         self._num_rows = rows[tables].to(device)
+        self._bags: list[int] = []
+        self._ends = torch.empty(0, device=device)
+
+    def bitmaps(self) -> list[torch.Tensor]:
+        """Of each table, the first row in the lowest bit."""
+        return list(self._bits.split(self._sizes.tolist()))
 
     def __call__(self, indices: torch.Tensor, offsets: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
         if torch.is_grad_enabled():
@@ -177,8 +196,19 @@ class _MarkingForward:
         """Ids out of range become row 0 where FBGEMM does not raise."""
         num_features = len(self._num_rows)
         bags = [(len(offsets) - 1) // num_features] * num_features if sizes is None else [sum(one) for one in sizes]
-        ends = offsets[torch.tensor([0, *bags]).cumsum(0).to(offsets.device)]
-        counts = ends.diff()
-        first_rows, num_rows = (each.repeat_interleave(counts) for each in (self._first_rows, self._num_rows))
-        own = indices[: len(first_rows)]
-        self.numbers[first_rows + torch.where((own >= 0) & (own < num_rows), own, 0)] = 1
+        if bags != self._bags:
+            self._bags, self._ends = bags, torch.tensor(bags).cumsum(0).to(offsets.device)
+        places = torch.arange(len(indices), device=indices.device)
+        ends = offsets[self._ends]
+        features = torch.searchsorted(ends, places, right=True).clamp_(max=num_features - 1)
+        is_row = (indices >= 0) & (indices < self._num_rows[features]) & (places < ends[-1])
+        self._set(self._first_bits[features] + torch.where(is_row, indices, 0))
+
+    def _set(self, bits: torch.Tensor) -> None:
+        """Adding is as setting, because each bit that is not set yet is added once."""
+        bits = bits.sort().values
+        is_first = torch.ones_like(bits, dtype=torch.bool)
+        is_first[1:] = bits[1:] != bits[:-1]
+        places, within = bits >> 3, bits & 7
+        is_new = is_first & ((self._bits[places] >> within) & 1 == 0)
+        self._bits.index_add_(0, places, (is_new.long() << within).to(torch.uint8))
