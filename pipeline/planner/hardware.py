@@ -14,6 +14,7 @@ from torchrec.distributed.planner import types as torchrec_planner
 from torchrec.distributed.planner.types import Topology
 
 from pipeline.config.planner import HardwareConfig, PlannerConfig
+from pipeline.planner.cards import PCIE, Card, find_card, is_mig_slice
 from pipeline.runtime.errors import PlanError
 from pipeline.runtime.host_memory import host_memory_bytes
 
@@ -103,14 +104,14 @@ def resolve_hardware(
         ddr_cap_bytes=_bytes(config, "ddr_cap_gb", lambda: host_memory_bytes() // local),
         hbm_gb_per_s=_bandwidth(config, "hbm_gb_per_s", _probe_hbm_gb_per_s) if cuda else 0.0,
         ddr_gb_per_s=_bandwidth(config, "ddr_gb_per_s"),
-        hbm_to_ddr_gb_per_s=_bandwidth(config, "hbm_to_ddr_gb_per_s") if cuda else 0.0,
-        intra_host_gb_per_s=_bandwidth(config, "intra_host_gb_per_s"),
+        hbm_to_ddr_gb_per_s=_link(config, "hbm_to_ddr_gb_per_s", cuda) if cuda else 0.0,
+        intra_host_gb_per_s=_link(config, "intra_host_gb_per_s", cuda),
         inter_host_gb_per_s=_bandwidth(config, "inter_host_gb_per_s"),
         ssd_cap_bytes=int(config.ssd_cap_gb * GIB) if cuda else 0,
         ssd_gb_per_s=config.ssd_gb_per_s if cuda else 0.0,
         **{name: _latency(config, name, device) for name in LATENCIES_US[device]},
-        tflops_fp32=config.tflops_fp32,
-        tflops_bf16=config.tflops_bf16,
+        tflops_fp32=_peak(config, "tflops_fp32", cuda),
+        tflops_bf16=_peak(config, "tflops_bf16", cuda),
         issue_us=config.issue_us,
         hosts_per_nvlink_domain=joined,
     )
@@ -196,13 +197,45 @@ def _latency(config: HardwareConfig, name: str, device: str) -> float:
     return float(LATENCIES_US[device][name] if value is None else value)
 
 
+def _link(config: HardwareConfig, name: str, cuda: bool) -> float:
+    """Of hardware=auto: what the card at hand has, else PCIe's."""
+    card = _card_at_hand(config) if cuda and getattr(config, name) is None else None
+    if card is not None:
+        return float(getattr(card, name))
+    return _bandwidth(config, name, (lambda: PCIE) if config.compute_device == "auto" else None)
+
+
+def _peak(config: HardwareConfig, name: str, cuda: bool) -> float | None:
+    given: float | None = getattr(config, name)
+    card = _card_at_hand(config) if cuda and given is None else None
+    return given if card is None else float(getattr(card, name))
+
+
+def _card_at_hand(config: HardwareConfig) -> Card | None:
+    """Of hardware=auto; a preset says all by itself."""
+    if config.compute_device != "auto" or not torch.cuda.is_available():
+        return None
+    return find_card(torch.cuda.get_device_properties(torch.cuda.current_device()).name)
+
+
 def _probe_hbm_bytes() -> int:
     return int(torch.cuda.get_device_properties(_probed_gpu("hbm_cap_gb")).total_memory)
 
 
 def _probe_hbm_gb_per_s() -> float:
-    """Peak: two transfers a clock over the whole bus; clock rates are in kHz."""
+    """By the card's data sheet; of an unknown card the peak: two transfers a clock (in kHz) over the whole bus.
+
+    Raises:
+        PlanError: a MIG slice has a part of the bus, and torch reports the card's.
+    """
     properties = torch.cuda.get_device_properties(_probed_gpu("hbm_gb_per_s"))
+    if is_mig_slice(properties.name):
+        raise PlanError(
+            f"this GPU is a part of a card ({properties.name}), whose bandwidth cannot be probed; set "
+            "hardware.hbm_gb_per_s=<GB/s>: the card's, times the part of its memory that the slice has"
+        )
+    if (card := find_card(properties.name)) is not None:
+        return card.hbm_gb_per_s
     return float(2 * properties.memory_clock_rate * 1e3 * properties.memory_bus_width / 8 / 1e9)
 
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pipeline.config.planner import HardwareConfig
+from pipeline.planner.cards import Card, find_card
 from pipeline.planner.collectives import links_of
 from pipeline.planner.hardware import GIB, build_topology, resolve_hardware
 from pipeline.runtime.errors import PlanError
@@ -46,18 +48,59 @@ def test_cpu_ranks_share_the_host_memory_and_have_no_hbm() -> None:
         assert device.storage.ddr % (GIB // 4) == 0
 
 
-def test_a_gpu_at_hand_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+def give_gpus(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Two of them."""
     properties = SimpleNamespace(
-        total_memory=int(139.81 * GIB), memory_clock_rate=3_201_000, memory_bus_width=6144, name="NVIDIA H200"
+        total_memory=int(139.81 * GIB), memory_clock_rate=3_201_000, memory_bus_width=6144, name=name
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+
+
+FIGURES = [field.name for field in fields(Card)]
+NAMES = {
+    "NVIDIA A100-SXM4-40GB": "a100_40gb",
+    "NVIDIA A100-SXM4-80GB": "a100_80gb",
+    "NVIDIA H100 80GB HBM3": "h100_80gb",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "NVIDIA GB300": "gb300",
+    "NVIDIA L40S": "l40s",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_known_card_at_hand_has_its_presets_figures(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    give_gpus(monkeypatch, name)
+    probed, stated = on("auto", 2), preset(NAMES[name])
+    assert {key: getattr(probed, key) for key in FIGURES} == {key: getattr(stated, key) for key in FIGURES}
+    assert on("auto", 2, intra_host_gb_per_s=7.0).intra_host_gb_per_s == 7.0
+
+
+def test_cards_whose_names_begin_alike_are_told_apart() -> None:
+    bandwidths = {"NVIDIA H200 NVL": 25.0, "NVIDIA L4": 25.0, "NVIDIA H100 PCIe": 25.0, "NVIDIA H200": 450.0}
+    for name, expected in bandwidths.items():
+        card = find_card(name)
+        assert card is not None and card.intra_host_gb_per_s == expected
+    assert find_card("NVIDIA L40") is None and find_card("NVIDIA GH200 480GB") is None
+
+
+def test_the_bandwidth_of_a_mig_slice_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_gpus(monkeypatch, "NVIDIA A100-SXM4-40GB MIG 1g.5gb")
+    with pytest.raises(PlanError, match=names("MIG hardware.hbm_gb_per_s")):
+        on("auto", 1)
+    assert on("auto", 1, hbm_gb_per_s=194.0).hbm_gb_per_s == 194.0
+
+
+def test_a_gpu_at_hand_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_gpus(monkeypatch, "NVIDIA of tomorrow")
     probed = on("auto", 4)
     assert probed.compute_device == "cuda"
     assert probed.hbm_cap_bytes == 139.75 * GIB  # a driver update that moves some MiB leaves plan files valid
     assert probed.hbm_gb_per_s == pytest.approx(4917, abs=1)
+    assert probed.intra_host_gb_per_s == probed.hbm_to_ddr_gb_per_s == 25.0
     assert (probed.local_world_size, probed.num_hosts) == (2, 2)
     assert on("auto", 4, hbm_cap_gb=10.0).hbm_cap_bytes == 10 * GIB
 
