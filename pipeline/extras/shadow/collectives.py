@@ -35,6 +35,7 @@ _GPU_ONLY = "cuda:fake"  # a backend for GPU tensors alone, as NCCL is, which mo
 # What must be the same on all ranks; the sizes of all-to-all are compared pairwise.
 _SAME_SHAPE = {"allreduce_", "broadcast_", "reduce_", "_allgather_base_", "_reduce_scatter_base_", "allgather_",
                "reduce_scatter_", "allreduce_coalesced_", "allgather_into_tensor_coalesced_"}  # fmt: skip
+_ALSO_READ = {"allreduce_", "broadcast_", "reduce_", "allreduce_coalesced_", "send"}
 _POINT_TO_POINT = {"send", "recv_", "recv_any_source_"}
 
 
@@ -111,9 +112,12 @@ def _on_twin(func: Any, rule: Any, known: _Group, call: tuple[Any, Any], boxed: 
     blocks = [(memory.block_of(each.inner, each.device.index), each.shape) for each in given]
     current = streams.current_stream()
     known.stream.follow(current)  # NCCL starts after what its stream was given before
-    written = {id(e) for e in tree_flatten(rule.written(*tree_unflatten(flat, spec)))[0]}
-    streams.operation(f"c10d::{rule.base}", [b for b, t in zip(blocks, given, strict=True) if id(t) not in written],
-                      [b for b, t in zip(blocks, given, strict=True) if id(t) in written], known.stream.number)  # fmt: skip
+    # The first argument of each operation of c10d is what it writes into; their schemas do not say so.
+    outputs = {id(each) for each in tree_flatten(tree_unflatten(flat, spec)[0][0])[0]}
+    pairs = list(zip(blocks, given, strict=True))
+    reads = [block for block, tensor in pairs if id(tensor) not in outputs or rule.base in _ALSO_READ]
+    writes = [block for block, tensor in pairs if id(tensor) in outputs and rule.base != "send"]
+    streams.operation(f"c10d::{rule.base}", reads, writes, known.stream.number)
     for block, _ in blocks:
         block.recorded.add(known.stream.number)  # the group keeps its tensors until the work is done
     works = [each for each in tree_flatten(out)[0] if isinstance(each, torch.ScriptObject)]

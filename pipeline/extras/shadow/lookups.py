@@ -210,7 +210,7 @@ def weight_gradients(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tens
     out = torch.zeros(len(call["indices"]))
     wanted = call["feature_requires_grad"]
     for feature in _features(call):
-        if feature.is_empty() or (wanted.numel() and not wanted[feature.number]):
+        if feature.is_empty() or not (wanted is None or wanted.numel() == 0 or wanted[feature.number]):
             continue
         rows = _Rows(call, feature.table, feature.dim).read(feature.ids, _locations(call, feature.ids_at))
         out[feature.ids_at] = (rows * _row_gradients(call, feature)).sum(1)
