@@ -206,6 +206,8 @@ def verb_of(command: Command) -> tuple[str, list[str]] | None:
         module, rest = modules[-1], words[words.index(modules[-1]) + 1 :]
         if module == "pipeline" and rest and not rest[0].startswith("-"):
             return rest[0], rest[1:]
+        if module == "pipeline.extras.shadow":  # it runs the verb that follows
+            return None if rest[:1] == ["--patches"] else (rest[0], rest[1:])
         if module.startswith("pipeline."):
             return module.removeprefix("pipeline."), rest
         if module == "launch.render" and rest[:1] == ["chain"]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -257,7 +258,10 @@ def _learn(known: Clock, clock: Clock) -> None:
 
 
 def operation(
-    name: str, reads: list[tuple[Tracked, Any]], writes: list[tuple[Tracked, Any]], stream: int | None = None
+    name: str,
+    reads: Sequence[tuple[Tracked, Any]],
+    writes: Sequence[tuple[Tracked, Any]],
+    stream: int | None = None,
 ) -> None:
     """Put an operation on the current stream, or another one, and look for races; pairs are (block, shape)."""
     me = current_stream().number if stream is None else stream

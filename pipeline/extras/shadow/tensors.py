@@ -335,7 +335,7 @@ def _order(rule: Rule, flat: list[Any], outputs: list[Any], target: torch.device
             writes.append((memory.block_of(each.inner, each.device.index), each.shape))
         elif isinstance(each, torch.Tensor) and target.type == "cuda" and each.numel():
             writes.append((memory.block_of(each, target.index), each.shape))
-    streams.operation(rule.name, reads, writes)  # type: ignore[arg-type]
+    streams.operation(rule.name, reads, writes)
 
 
 # ---- changes to torch ----
