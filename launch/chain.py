@@ -24,7 +24,7 @@ from launch.argo import render_workflow
 from launch.compose import ComposeOptions, render_compose
 from launch.kubernetes_options import KubernetesOptions
 from launch.options import add_flags, from_flags
-from launch.slurm import SlurmOptions, render_sbatch
+from launch.slurm import HAS_CONTAINERS, SlurmOptions, render_sbatch
 from launch.workload import SERVICES, WORKLOADS, Stage, Where, make_workload
 from pipeline.cli.command_line import print_user_errors
 from pipeline.runtime.errors import LaunchError, check_choice
@@ -118,6 +118,8 @@ def render_slurm(chain: Chain, options: SlurmOptions) -> str:
         f"#!/bin/bash\n# {chain.name}: {' -> '.join(stage.name for stage in chain.stages)}. Run it by bash; it prints a job id a stage.\n"
         "set -euo pipefail"
     ]
+    if any(stage.workload.image for stage in chain.stages):
+        parts.append(HAS_CONTAINERS)
     for stage in chain.stages:
         variable, mark = _variable(stage.name), f"END_OF_{_variable(stage.name).upper()}"
         ids = ":".join(f"${{{_variable(name)}%%;*}}" for name in stage.after)

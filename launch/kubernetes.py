@@ -1,5 +1,5 @@
 """Render a Workload as manifests for Kubernetes: an Indexed Job with a headless Service, which needs no operator, a JobSet,
-a Job of Volcano (launch.volcano), or a TrainJob or PyTorchJob of Kubeflow (launch.kubeflow).
+or the kind of an operator (launch.operators).
 
 A pod a node. They meet at the pod with index 0, whose name the Service makes known. What becomes of a failed pod, its exit
 code says (pipeline.runtime.process.exit_codes).
@@ -13,12 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from launch.indexed_job import STAYS_SO, job_spec, jobset_spec, metadata
-from launch.kubeflow import pytorch_job, train_job
 from launch.kubernetes_options import KubernetesOptions
 from launch.kubernetes_pod import INSTANCE, check_meeting, is_kept, pod_template, warning_lines
 from launch.manifest import check_letter_first, given, patched, to_yaml
-from launch.ray_job import ray_job
-from launch.volcano import volcano_job
+from launch.operators import pytorch_job, ray_job, train_job, volcano_job
 from launch.workload import Workload, check_one_task
 from pipeline.runtime.errors import LaunchError
 from pipeline.runtime.process.exit_codes import REQUEUE

@@ -19,7 +19,7 @@ from torchx.util.strings import normalize_str
 from launch.appdef import WORKLOAD
 from launch.kubernetes_options import KubernetesOptions
 from launch.manifest import to_yaml
-from launch.volcano import longest_name, volcano_job
+from launch.operators import longest_name, volcano_job
 from launch.workload import Workload, check_env
 from pipeline.runtime.errors import LaunchError
 

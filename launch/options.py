@@ -43,10 +43,16 @@ def from_flags(kind: type[Options], typed: argparse.Namespace) -> Options:
     return kind(**values)
 
 
-def split_words(argv: list[str]) -> tuple[list[str], list[str]]:
-    """What stands before `--`, and behind it."""
+def parse_job(
+    parser: argparse.ArgumentParser, argv: list[str], kinds: dict[str, type]
+) -> tuple[argparse.Namespace, list[str]]:
+    """The flags of these kinds and --check-data, and the overrides behind `--`."""
+    for title, kind in kinds.items():
+        add_flags(parser, kind, title)
+    text = "read here what the job reads, and validate the job against it"
+    parser.add_argument("--check-data", action=argparse.BooleanOptionalAction, default=True, help=text)
     middle = argv.index("--") if "--" in argv else len(argv)
-    return argv[:middle], argv[middle + 1 :]
+    return parser.parse_args(argv[:middle]), argv[middle + 1 :]
 
 
 def _fields(kind: type) -> list[tuple["dataclasses.Field[Any]", Any]]:

@@ -20,7 +20,7 @@ from launch.chain import render_chain
 from launch.kubernetes import render_job
 from launch.kubernetes_options import KubernetesOptions
 from launch.kubernetes_serving import ServingOptions, render_serving
-from launch.options import add_flags, from_flags, option, split_words
+from launch.options import from_flags, option, parse_job
 from launch.resources import this_host
 from launch.slurm import SlurmOptions, render_sbatch
 from launch.workload import SERVICES, WORKLOADS, Where, Workload, check_one_task, make_workload
@@ -66,11 +66,7 @@ def render(target: str, argv: list[str]) -> str:
     )  # fmt: skip
     verbs = SERVICES if target == "serving" else WORKLOADS
     parser.add_argument("verb", choices=sorted(verbs), metavar="VERB", help=", ".join(verbs))
-    add_flags(parser, Where, "the job")
-    add_flags(parser, kind, target)
-    parser.add_argument("--check-data", action=argparse.BooleanOptionalAction, default=True, help="read here what the job reads, and validate the job against it")  # fmt: skip
-    flags, overrides = split_words(argv)
-    typed = parser.parse_args(flags)
+    typed, overrides = parse_job(parser, argv, {"the job": Where, target: kind})
     with print_user_errors():
         options: Any = from_flags(kind, typed)
         where = from_flags(Where, typed)

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.cron import parse_cron
-from launch.crontab import CrontabOptions, render_crontab
+from launch.crontab import CrontabOptions, ScrontabOptions, render_crontab, render_scrontab
 from launch.kubernetes_cronjob import CronJobOptions, render_cronjob
-from launch.options import add_flags, from_flags, option, split_words
-from launch.scrontab import ScrontabOptions, render_scrontab
+from launch.options import from_flags, option, parse_job
 from launch.workload import WORKLOADS, Where, Workload, check_one_task, make_workload
 from pipeline.cli.command_line import print_user_errors
 from pipeline.runtime.errors import LaunchError, check_choice
@@ -50,12 +49,7 @@ def schedule(target: str, argv: list[str]) -> str:
         prog=f"python -m launch.schedule {target}", allow_abbrev=False,
         usage='%(prog)s --cron "0 * * * *" [flags] -- key=value ...', description=(__doc__ or "").splitlines()[0],
     )  # fmt: skip
-    add_flags(parser, Tick, "the tick")
-    add_flags(parser, Where, "the job")
-    add_flags(parser, kind, target)
-    parser.add_argument("--check-data", action=argparse.BooleanOptionalAction, default=True, help="read here what the job reads, and validate the job against it")  # fmt: skip
-    flags, overrides = split_words(argv)
-    typed = parser.parse_args(flags)
+    typed, overrides = parse_job(parser, argv, {"the tick": Tick, "the job": Where, target: kind})
     with print_user_errors():
         tick = from_flags(Tick, typed)
         options: Any = from_flags(kind, typed)

@@ -27,6 +27,11 @@ LINE_WIDTH = 110
 AFTER_GRACE_S = 30  # between the end of the grace and the time limit, for what the batch script does then
 MOST_REQUEUES = 100  # of a job that is stopped by its time limit again and again
 EMPTY_STARTS = 3  # that may be stopped before they have saved anything, however few retries there are
+# srun lists the options of its plugins. A container that cannot start would be tried again.
+HAS_CONTAINERS = (
+    "srun --help 2>&1 | grep -e --container-image > /dev/null || "  # all is read: pipefail
+    f'{{ echo "error: an image needs Slurm\'s plugin pyxis, which is not here: leave image out" >&2; exit {USER_ERROR}; }}'
+)
 _TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}|UNLIMITED|infinite", re.IGNORECASE)
 _ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
 _SIGNAL = re.compile(r"(?:(?:SIG)?TERM@)?(\d+)", re.IGNORECASE)
@@ -259,6 +264,8 @@ def _start(workload: Workload, options: SlurmOptions) -> Iterator[str]:
         newest = f"find {shlex.quote(workload.steps)} -maxdepth 1 -name 'step_*' 2> /dev/null | sort | tail -n 1"
         yield f"newest_step() {{ {newest}; }}"
         yield "before=$(newest_step)"
+    if workload.image:
+        yield HAS_CONTAINERS
     yield "code=0"
     words = srun_words(workload)
     yield _folded(_of_task(words) if options.array and not workload.is_elastic else words) + " || code=$?"

@@ -10,12 +10,14 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 from pipeline.runtime.errors import LaunchError
 
 FIELDS = "%i|%T|%j|%N|%R"  # job id, state, name, nodes, why it waits
+# The state of an array: it goes on while one of its tasks does, has failed if one has, and only then has ended well.
+GOES_ON = ("RUNNING", "COMPLETING", "PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED")
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,23 @@ def find_job(job_id: str) -> Optional[SlurmJob]:
     """None where neither slurmctld nor accounting knows it."""
     if not re.fullmatch(r"\d+(_\d+)?", job_id):  # 14_3: task 3 of an array
         raise LaunchError(f"{job_id} is no number of a Slurm job, or of an array's task; `squeue --me` lists yours")
-    return _in_queue(job_id) or _in_accounting(job_id)
+    tasks = {task.job_id: task for task in _in_queue(job_id)}
+    if not tasks or (any("_" in task for task in tasks) and "_" not in job_id):  # slurmctld forgets tasks one by one
+        ended = (task for task in _accounted(["--jobs", job_id]) if not tasks or "[" not in task.job_id)
+        tasks = {task.job_id: task for task in ended} | tasks
+    return _whole(job_id, list(tasks.values()))
+
+
+def _whole(job_id: str, tasks: list[SlurmJob]) -> Optional[SlurmJob]:
+    """The job of these tasks, of an array or the only one; None of none."""
+    order = [*GOES_ON, "", "CANCELLED", "COMPLETED"]
+    first = min(tasks, key=lambda task: order.index(task.state if task.state in order else ""), default=None)
+    if first is None or len(tasks) == 1:
+        return first and replace(first, job_id=job_id)
+    alike = [task.job_id for task in tasks if task.state == first.state]
+    nodes = sorted({node for task in tasks for node in task.nodes})
+    reason = f"{len(alike)} of {len(tasks)} tasks, {', '.join(alike[:5])}{', ...' if alike[5:] else ''}"
+    return replace(first, job_id=job_id, nodes=nodes, reason=reason, exit_code=max(task.exit_code for task in tasks))
 
 
 def list_jobs() -> list[SlurmJob]:
@@ -53,9 +71,9 @@ def cancel(job_id: str) -> None:
     _ask(["scancel", job_id])
 
 
-def output_path(job_id: str) -> Optional[str]:
-    """The file that the job's script writes to, as long as slurmctld remembers the job."""
-    return _shown(job_id).get("StdOut")
+def output_paths(job_id: str) -> list[str]:
+    """The files that the job's tasks write to, as long as slurmctld remembers them."""
+    return [shown["StdOut"] for shown in _shown(job_id) if "StdOut" in shown]
 
 
 def gives_cores_by_gpu(partition: Optional[str]) -> bool:
@@ -72,29 +90,28 @@ def gives_cores_by_gpu(partition: Optional[str]) -> bool:
     return any("DefCpuPerGPU=" in line for line in [config, *lines])
 
 
-def _in_queue(job_id: str) -> Optional[SlurmJob]:
-    shown = _shown(job_id)
-    if "JobState" not in shown:
-        return None
+def _in_queue(job_id: str) -> list[SlurmJob]:
+    """The job, or each task of an array; nothing if slurmctld does not know it."""
+    return [_queued(job_id, shown) for shown in _shown(job_id) if "JobState" in shown]
+
+
+def _queued(job_id: str, shown: dict[str, str]) -> SlurmJob:
+    task = f"{shown['ArrayJobId']}_{shown['ArrayTaskId']}" if "ArrayTaskId" in shown else job_id
     reason = shown.get("Reason", "").replace("None", "")
     nodes = _expanded(shown.get("NodeList", ""))
     restarts, code = int(shown.get("Restarts", 0)), int(shown.get("ExitCode", "0:0").partition(":")[0])
-    return SlurmJob(job_id, shown["JobState"], shown.get("JobName", ""), nodes, reason, restarts, code)
+    return SlurmJob(task, shown["JobState"], shown.get("JobName", ""), nodes, reason, restarts, code)
 
 
-def _shown(job_id: str) -> dict[str, str]:
-    """What slurmctld says of a job, by key; empty where it does not know the job."""
+def _shown(job_id: str) -> list[dict[str, str]]:
+    """What slurmctld says of a job, or of each task of an array, by key; empty if it does not know the job."""
     words = ["scontrol", "show", "job", "--oneliner", job_id]
     done = _run(words)
     if done.returncode and "Invalid job id" not in done.stderr:
         raise LaunchError(_refusal(words, done.stderr))
-    keys = "JobState|JobName|NodeList|Reason|Restarts|StdOut|ExitCode"
-    found = re.findall(rf"(?:^| )({keys})=(\S*)", done.stdout.splitlines()[0] if done.stdout else "")
-    return dict(reversed(found))  # the first of each name: a comment, further behind, may hold anything
-
-
-def _in_accounting(job_id: str) -> Optional[SlurmJob]:
-    return next(iter(_accounted(["--jobs", job_id])), None)
+    keys = "JobState|JobName|NodeList|Reason|Restarts|StdOut|ExitCode|ArrayJobId|ArrayTaskId"
+    found = (re.findall(rf"(?:^| )({keys})=(\S*)", line) for line in done.stdout.splitlines())
+    return [dict(reversed(pairs)) for pairs in found if pairs]  # the first of each: a comment may hold anything
 
 
 def _accounted(flags: list[str]) -> list[SlurmJob]:

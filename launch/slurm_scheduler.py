@@ -119,19 +119,22 @@ class SlurmScheduler(TorchXSlurmScheduler):
             roles_statuses=[RoleStatus(name, replicas)],
             state=state,
             num_restarts=job.restarts,
-            msg=f"{job.state}: {job.reason}" if state == AppState.PENDING and job.reason else job.state,
+            msg=f"{job.state}: {job.reason}" if job.reason else job.state,
         )
 
     def log_iter(
         self, app_id: str, role_name: str, k: int = 0, regex: Optional[str] = None, since: Optional[datetime] = None,
         until: Optional[datetime] = None, should_tail: bool = False, streams: Optional[Stream] = None,
     ) -> Iterable[str]:  # fmt: skip
-        """The lines of the job's one file: the script's, the agents' and rank 0's, over all requeues."""
-        path = slurm_jobs.output_path(app_id) or output_nearby(app_id)
-        if path is None:
+        """The lines of the job's file, or those of an array's tasks: the script's, the agents' and rank 0's, over all requeues."""
+        paths = slurm_jobs.output_paths(app_id) or outputs_nearby(app_id)
+        if not paths:
             # Not one of ours, or long ago.
             return super().log_iter(app_id, role_name, k, regex, since, until, should_tail, streams)
-        lines = _lines(self._pieces(app_id, path, should_tail))
+        if len(paths) > 1 and should_tail:
+            raise LaunchError(f"job {app_id} is an array of tasks: follow one of them, for instance {app_id}_0")
+        there = [path for path in paths if os.path.exists(path)] or paths[:1]
+        lines = _lines(piece for path in there for piece in self._pieces(app_id, path, should_tail))
         return filter_regex(regex, lines) if regex else lines
 
     def _pieces(self, app_id: str, path: str, should_tail: bool) -> Iterator[str]:
@@ -208,10 +211,16 @@ def _check_output(output: str, folder: str) -> None:
         raise LaunchError(f"output={output}: there is no folder {where}; make it first, for Slurm does not")
 
 
-def output_nearby(app_id: str) -> Optional[str]:
+def outputs_nearby(app_id: str) -> list[str]:
+    """The output of a job that Slurm has forgotten, or the outputs of an array's tasks."""
     folders = [".", *filter(None, [_get_job_dirs().get(app_id)])]
-    found = [path for folder in folders for path in glob.glob(os.path.join(glob.escape(folder), f"*-{app_id}.out"))]
-    return found[0] if found else None
+    names = (f"*-{app_id}.out", f"*-{app_id}_[0-9]*.out")
+    return [
+        path
+        for folder in folders
+        for name in names
+        for path in sorted(glob.glob(os.path.join(glob.escape(folder), name)))
+    ]
 
 
 def _lines(pieces: Iterable[str]) -> Iterable[str]:

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn, Optional
+from typing import NoReturn
 
 from torchx.cli.cmd_cancel import CmdCancel
 from torchx.cli.cmd_describe import CmdDescribe
@@ -69,10 +69,12 @@ class Log(CmdLog):
         with errors_as_lines("; the job runs on"):
             # TorchX would wait for ever for a job that nobody knows.
             handle = "/".join(args.identifier.split("/")[:4])
-            if not _is_known(handle) and (path := _file_nearby(handle)):
+            job_id = _slurm_id(handle)
+            if not _is_known(handle) and job_id and (paths := slurm_scheduler.outputs_nearby(job_id)):
                 # slurmctld forgets a job minutes after its end; what it wrote is there.
-                with open(path, errors="replace") as file:
-                    sys.stdout.writelines(line for line in file if not args.regex or re.search(args.regex, line))
+                for path in paths:
+                    with open(path, errors="replace") as file:
+                        sys.stdout.writelines(line for line in file if not args.regex or re.search(args.regex, line))
                 return
             _check_known(handle)
             super().run(args)
@@ -118,11 +120,6 @@ def _is_known(handle: str) -> bool:
 def _slurm_id(handle: str) -> str:
     """Empty for jobs of other schedulers."""
     return handle.rpartition("/")[2] if handle.startswith("slurm://") else ""
-
-
-def _file_nearby(handle: str) -> Optional[str]:
-    job_id = _slurm_id(handle)
-    return slurm_scheduler.output_nearby(job_id) if job_id else None
 
 
 def _exit_code(handle: str) -> int:

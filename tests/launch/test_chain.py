@@ -48,7 +48,13 @@ def test_slurm_gets_each_stage_once_those_before_have_ended_well(two_nodes: str,
         'echo "$@" > "$number.flags"; cat > "$number.script"; echo "$number;cluster"\n'
     )
     fake.chmod(0o755)
+    srun = fake.with_name("srun")
+    srun.write_text("#!/bin/bash\n[ -e pyxis ] && echo '      --container-image=IMAGE'\n")
+    srun.chmod(0o755)
     env = {**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash"], input=script, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and mentions(done.stderr, "pyxis") and not (tmp_path / "count").exists()
+    (tmp_path / "pyxis").touch()
     done = subprocess.run(["bash"], input=script, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said = [line.partition(" ")[0] for line in done.stdout.splitlines()]

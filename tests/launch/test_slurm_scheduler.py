@@ -64,6 +64,60 @@ def test_a_copy_of_the_sources_holds_no_environment_no_data_and_no_run(tmp_path:
     assert {path.name for path in (tmp_path / "other").iterdir()} == {"pipeline", "conf", "link", ".torchxignore"}
 
 
+ARRAY = """JobId=50 ArrayJobId=49 ArrayTaskId=2 JobName=predict JobState=COMPLETED Reason=None ExitCode=0:0 NodeList=n2 StdOut={0}/p-49_2.out
+JobId=49 ArrayJobId=49 ArrayTaskId=1 JobName=predict JobState={1} Reason=None ExitCode=0:0 NodeList=n1 StdOut={0}/p-49_1.out
+"""
+
+
+def _array(monkeypatch: pytest.MonkeyPatch, shown: str, accounted: str) -> None:
+    def run(words: Sequence[str], stdin: str = "") -> subprocess.CompletedProcess[str]:
+        text = {"scontrol": shown, "sacct": accounted}[words[0]]
+        code = 0 if text else 1
+        return subprocess.CompletedProcess(words, code, text, "" if text else "Invalid job id specified")
+
+    monkeypatch.setattr(slurm_jobs, "_run", run)
+
+
+@pytest.mark.parametrize(
+    ("last", "accounted", "state", "reason"),
+    [
+        ("COMPLETED", "", "COMPLETED", "2 of 2 tasks, 49_2, 49_1"),
+        ("RUNNING", "49_0|FAILED|predict|n1\n49_[3-4]|PENDING|predict|\n", "RUNNING", "1 of 3 tasks, 49_1"),
+        ("COMPLETED", "49_0|FAILED|predict|n1\n49_1|RUNNING|predict|n1\n", "FAILED", "1 of 3 tasks, 49_0"),
+        ("CANCELLED", "", "CANCELLED", "1 of 2 tasks, 49_1"),
+    ],
+)
+def test_the_status_of_an_array_is_that_of_all_its_tasks(
+    last: str, accounted: str, state: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One task of four had failed, and the array was SUCCEEDED; Slurm forgets tasks one by one."""
+    _array(monkeypatch, ARRAY.format("", last), accounted)
+    job = slurm_jobs.find_job("49")
+    assert job is not None and (job.job_id, job.state, job.reason) == ("49", state, reason)
+    assert {"n1", "n2"} >= set(job.nodes)
+    described = create_scheduler("test").describe("49")
+    assert described is not None and described.msg == f"{state}: {reason}"
+    _array(monkeypatch, "", "49_0|COMPLETED|predict|n1\n49_1|FAILED|predict|n1\n")
+    forgotten = slurm_jobs.find_job("49")
+    assert forgotten is not None and forgotten.state == "FAILED"
+
+
+def test_the_log_of_an_array_is_that_of_all_its_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for task in (1, 2):
+        (tmp_path / f"p-49_{task}.out").write_text(f"of {task}\n")
+    _array(monkeypatch, ARRAY.format(tmp_path, "RUNNING"), "")
+    scheduler = create_scheduler("test")
+    assert list(scheduler.log_iter("49", "predict")) == ["of 2\n", "of 1\n"]
+    with pytest.raises(LaunchError, match=names("49_0")):
+        scheduler.log_iter("49", "predict", should_tail=True)
+    monkeypatch.setattr(slurm_jobs, "_run", _forgotten)
+    torchx_commands.Log().run(argparse.Namespace(identifier="slurm://torchx/49", regex=None))
+    assert capsys.readouterr().out == "of 1\nof 2\n"
+
+
 def _forgotten(words: Sequence[str], stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(words, 1, "", "slurm_load_jobs error: Invalid job id specified")
 

@@ -1,0 +1,198 @@
+"""Render a Workload for operators of Kubernetes: a Job of Volcano, a TrainJob or PyTorchJob of Kubeflow, a RayJob of KubeRay.
+
+Volcano starts all pods of a job or none; `torchx run -s kubernetes` submits its Job. A task a node, as TorchX has it, so that its
+status and log find them. A TrainJob (Trainer v2) has a runtime of its own; its pods are a JobSet's, so they meet and end as those
+do. A PyTorchJob (Training Operator v1) has a master and workers, numbered by the operator, and knows no exit codes. A RayJob is a
+preparation with engine=ray: a head, on which the verb runs, and workers, whose command KubeRay gives (rayjob_types.go,
+raycluster_types.go).
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from typing import Any
+
+from launch.indexed_job import NODES, jobset_spec, metadata
+from launch.kubernetes_options import KubernetesOptions
+from launch.kubernetes_pod import CONTAINER, labels_of, pod_template
+from launch.manifest import check_letter_first, given
+from launch.workload import Workload, check_one_task
+from pipeline.runtime.errors import LaunchError
+from pipeline.runtime.process.exit_codes import FINAL, REQUEUE
+
+LONGEST_HOST_NAME = 63
+# For jobs without retries of their own: Volcano takes 0 for 3, and counts evictions as retries.
+MOST_EVICTIONS = 3
+
+
+def volcano_job(workload: Workload, options: KubernetesOptions) -> dict[str, Any]:
+    """Raises LaunchError for what Kubernetes, or the job, cannot have."""
+    check_one_task(workload, "Volcano")
+    if options.deadline_s:
+        raise LaunchError(f"--deadline-s {options.deadline_s}: Volcano ends no job by the clock; leave it out")
+    return {
+        "apiVersion": "batch.volcano.sh/v1alpha1",
+        "kind": "Job",
+        "metadata": given(name=workload.name, namespace=options.namespace, labels=labels_of(workload, options)),
+        "spec": {
+            "schedulerName": "volcano",
+            "queue": options.queue or "default",
+            "minAvailable": workload.nodes,
+            "maxRetry": workload.max_retries or MOST_EVICTIONS,
+            "ttlSecondsAfterFinished": options.keep_s,
+            **given(priorityClassName=options.priority_class),
+            # Names are known before a pod is ready: the nodes have to meet in order to become so.
+            "plugins": {"svc": ["--publish-not-ready-addresses"], "env": []},
+            "policies": _policies(workload),
+            "tasks": [_task(workload, options, node) for node in range(workload.nodes)],
+        },
+    }
+
+
+def longest_name(verb: str, nodes: int) -> int:
+    """Characters that leave room for the host name of the last pod, <name>-<verb>-<node>-0."""
+    return LONGEST_HOST_NAME - len(f"-{verb}-{nodes - 1}-0")
+
+
+def _task(workload: Workload, options: KubernetesOptions, node: int) -> dict[str, Any]:
+    longest = longest_name(workload.verb, workload.nodes)
+    if len(workload.name) > longest:
+        raise LaunchError(f"--name {workload.name}: Volcano's names leave {longest} characters; give a shorter --name")
+    head = f"{workload.name}-{workload.verb}-0-0.{workload.name}" if workload.nodes > 1 else "localhost"
+    template = pod_template(workload, options, head, node=str(node))
+    return {"name": f"{workload.verb}-{node}", "replicas": 1, "template": template}
+
+
+def _policies(workload: Workload) -> list[dict[str, Any]]:
+    """What the agents' exit codes mean; the first that fits counts. All pods start again together."""
+    return [
+        *({"exitCode": code, "action": "TerminateJob"} for code in sorted(FINAL - {REQUEUE})),
+        {"exitCode": REQUEUE, "action": "RestartJob"},
+        {"event": "PodEvicted", "action": "RestartJob"},
+        {"event": "PodFailed", "action": "RestartJob" if workload.max_retries else "TerminateJob"},
+    ]
+
+
+TRAINER_GROUP = "trainer.kubeflow.org"
+STEP = f"{TRAINER_GROUP}/trainjob-ancestor-step"  # says which job of a runtime is the training itself
+# The names by which the Training Operator finds its container and its port, and the variable in which it numbers the pods.
+PYTORCH_CONTAINER, PYTORCH_PORT, NODE_RANK = "pytorch", "pytorchjob-port", "$(RANK)"
+
+
+def train_job(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]:
+    """A TrainingRuntime and the TrainJob that runs it once. Raises LaunchError for what Kubernetes cannot have."""
+    check_letter_first(workload.name, "Kubeflow")
+    template = jobset_spec(workload, replace(options, deadline_s=0))
+    (nodes,) = template["replicatedJobs"]
+    nodes["template"] = {"metadata": {"labels": {STEP: "trainer"}}, **nodes["template"]}
+    (container,) = nodes["template"]["spec"]["template"]["spec"]["containers"]
+    container["name"] = NODES  # where Trainer looks for the training's container
+    for rule in nodes["template"]["spec"]["podFailurePolicy"]["rules"]:
+        if "onExitCodes" in rule:
+            rule["onExitCodes"]["containerName"] = NODES
+    runtime = {
+        "apiVersion": f"{TRAINER_GROUP}/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": metadata(workload, options),
+        "spec": {"mlPolicy": {"numNodes": workload.nodes}, "template": {"spec": template}},
+    }
+    job = {
+        "apiVersion": f"{TRAINER_GROUP}/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": metadata(workload, options, queued=True),
+        "spec": given(
+            runtimeRef={"apiGroup": TRAINER_GROUP, "kind": "TrainingRuntime", "name": workload.name},
+            suspend=True if options.queue else None,
+            activeDeadlineSeconds=options.deadline_s or None,
+        ),
+    }
+    return [runtime, job]
+
+
+def pytorch_job(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]:
+    """Raises LaunchError for what Kubernetes cannot have."""
+    check_letter_first(workload.name, "Kubeflow")
+    head = f"{workload.name}-master-0" if workload.nodes > 1 else "localhost"
+    replicas = {"Master": _replica(workload, options, head, "0", 1)}
+    if workload.nodes > 1:
+        replicas["Worker"] = _replica(workload, options, head, NODE_RANK, workload.nodes - 1)
+    policy = given(
+        cleanPodPolicy="Running",
+        ttlSecondsAfterFinished=options.keep_s,
+        activeDeadlineSeconds=options.deadline_s or None,
+        backoffLimit=workload.max_retries * workload.nodes,  # the end of one pod ends the others
+        suspend=True if options.queue else None,
+    )
+    job = {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": metadata(workload, options, queued=True),
+        "spec": {"runPolicy": policy, "pytorchReplicaSpecs": replicas},
+    }
+    return [job]
+
+
+def _replica(workload: Workload, options: KubernetesOptions, head: str, node: str, number: int) -> dict[str, Any]:
+    template = pod_template(workload, options, head, node=node)
+    (container,) = template["spec"]["containers"]
+    assert container["name"] == CONTAINER
+    container["name"] = PYTORCH_CONTAINER
+    for port in container.get("ports", []):
+        port["name"] = PYTORCH_PORT  # of the Service that the operator makes for the master
+    del template["spec"]["restartPolicy"]  # the operator overwrites it with that of the replica
+    policy = "OnFailure" if workload.max_retries else "Never"
+    return {"replicas": number, "restartPolicy": policy, "template": template}
+
+
+HEAD, WORKERS = "head", "workers"
+
+
+def ray_job(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]:
+    """Raises LaunchError for what pods cannot have."""
+    check_letter_first(workload.name, "Services, which KubeRay makes,")
+    words = workload.command[workload.command.index("--") + 1 :]
+    job = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": metadata(workload, options, queued=True),
+        "spec": given(
+            suspend=True if options.queue else None,
+            entrypoint=shlex.join(["python", "-u", "-m", "pipeline.prepare", *words]),
+            submissionMode="HTTPMode",  # without a further pod that submits
+            backoffLimit=workload.max_retries or None,
+            activeDeadlineSeconds=options.deadline_s or None,
+            shutdownAfterJobFinishes=True,
+            ttlSecondsAfterFinished=options.keep_s,
+            rayClusterSpec=given(
+                headGroupSpec={
+                    "rayStartParams": {"dashboard-host": "0.0.0.0"},
+                    "template": _template(workload, options, HEAD),
+                },
+                workerGroupSpecs=_workers(workload, options),
+            ),
+        ),
+    }
+    return [job]
+
+
+def _workers(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]:
+    """All nodes but the head, which runs tasks as well."""
+    count = workload.nodes - 1
+    if not count:
+        return []
+    group = {"groupName": WORKERS, "replicas": count, "minReplicas": count, "maxReplicas": count, "rayStartParams": {}}
+    return [{**group, "template": _template(workload, options, WORKERS)}]
+
+
+def _template(workload: Workload, options: KubernetesOptions, name: str) -> dict[str, Any]:
+    """As every pod of ours, but for what KubeRay says of it: its command, and that it starts again."""
+    template = pod_template(workload, options, "localhost")
+    pod = template["spec"]
+    container = pod["containers"][0]
+    for key in ("command", "ports"):
+        container.pop(key, None)
+    container["name"] = f"ray-{name.removesuffix('s')}"
+    container["securityContext"]["readOnlyRootFilesystem"] = False  # what Ray writes where was not looked at
+    pod.pop("restartPolicy")
+    return template
