@@ -170,7 +170,10 @@ def test_versions_are_pinned_to_the_newest_set_that_doctor_knows() -> None:
     assert minor["torch"] == doctor.TESTED
     assert doctor.RELEASED_TOGETHER[doctor.TESTED] == (minor["torchrec"], minor["fbgemm"])
     assert f"torch =={pins['torch']}" in extras["cpu"] and f"fbgemm-gpu-cpu =={pins['fbgemm']}" in extras["cpu"]
-    assert f"torch ==={pins['torch']}" in extras["gpu"] and f"fbgemm-gpu =={pins['fbgemm']}" in extras["gpu"]
+    assert (
+        f"torch =={pins['torch']}, !={pins['torch']}+cpu" in extras["gpu"]
+        and f"fbgemm-gpu =={pins['fbgemm']}" in extras["gpu"]
+    )
     makefile = (REPOSITORY / "Makefile").read_text()
     assert re.search(rf"^TORCHREC := torchrec=={re.escape(pins['torchrec'])}$", makefile, re.M)
     command = doctor.stack_command(gpu=False).rpartition("uninstall")[2]
@@ -184,9 +187,10 @@ def test_the_gpu_set_takes_no_cpu_build_of_torch() -> None:
     """`==2.14.1` admits 2.14.1+cpu, which pip prefers where its configuration names an index of CPU builds."""
     pinned = {name: next(line for line in text.split("\n") if line.startswith("torch ")) for name, text in _extras().items()
               if name in ("cpu", "gpu")}  # fmt: skip
-    takes = {name: [Requirement(line).specifier.contains(build) for build in ("2.14.1", "2.14.1+cpu")]
+    takes = {name: [Requirement(line).specifier.contains(build) for build in ("2.14.1", "2.14.1+cu130", "2.14.1+cpu")]
              for name, line in pinned.items()}  # fmt: skip
-    assert takes == {"cpu": [True, True], "gpu": [True, False]}
+    assert takes == {"cpu": [True, True, True], "gpu": [True, True, False]}
+    assert not [text for text in _extras().values() if "===" in text]  # which pip 24.0 cannot read in an extra
 
 
 def _extras() -> dict[str, str]:

@@ -71,8 +71,8 @@ def diagnose() -> list[Finding]:
 def stack_command(gpu: bool) -> str:
     """The command that installs the tested set, and removes the other build of FBGEMM, which has the same files."""
     package, other = ("fbgemm-gpu", "fbgemm-gpu-cpu") if gpu else ("fbgemm-gpu-cpu", "fbgemm-gpu")
-    # === takes no 2.14.1+cpu, which pip prefers to 2.14.1 where it sees an index of CPU builds.
-    torch = f"'torch==={PINS['torch']}'" if gpu else f"torch=={PINS['torch']}"
+    # pip prefers 2.14.1+cpu to 2.14.1 where it sees an index of CPU builds.
+    torch = f"'torch=={PINS['torch']},!={PINS['torch']}+cpu'" if gpu else f"torch=={PINS['torch']}"
     remove = f"pip uninstall -y {' '.join(FBGEMM)} && " if _version(other) else ""
     return (
         f"{remove}pip install {torch} {package}=={PINS['fbgemm']} && pip install --no-deps torchrec=={PINS['torchrec']}"
@@ -92,6 +92,8 @@ def why_not_the_set(name: str) -> str:
             f"torch {_torch_version()} is a CPU build, and STACK=gpu needs the CUDA build torch {PINS['torch']}; "
             "pip has seen an index or a folder of CPU builds: `pip config list`, PIP_FLAGS"
         )
+    if name == "gpu" and (why := _other_cuda()):
+        return why
     return ""
 
 
@@ -135,6 +137,8 @@ def _builds(has_gpu: bool) -> list[Finding]:
     found = f"{torch}, fbgemm for {'CUDA' if variant == 'cuda' else 'CPU'}"
     if variant == "cuda" and not cuda:
         return [Finding("builds", f"{found}: fbgemm does not load", stack_command(gpu=True))]
+    if variant == "cuda" and (why := _other_cuda()):
+        return [Finding("builds", why, stack_command(gpu=True))]
     if variant == "cpu" and has_gpu:
         return [Finding("builds", f"{found}: no lookup runs on this host's GPU", stack_command(gpu=True))]
     if variant == "cpu" and cuda:
@@ -160,11 +164,20 @@ def _fbgemm_variant() -> str:
     return _said_by("fbgemm_gpu", "docs/target.default.json.py", r'"variant": "(\w+)"')
 
 
+def _other_cuda() -> str:
+    """Says it if FBGEMM links the runtime of another CUDA than torch is built for."""
+    cuda = _torch_cuda()
+    linked = _said_by("fbgemm_gpu", "fbgemm_gpu_embedding_inplace_ops.so", r"libcudart\.so\.(\d+)")
+    if not linked or linked == cuda.split(".")[0]:
+        return ""
+    return f"torch {_torch_version()} is for CUDA {cuda}, and fbgemm for CUDA {linked}: fbgemm does not load"
+
+
 def _said_by(package: str, file: str, pattern: str) -> str:
     """What a file of a package says, without an import, which may fail or crash."""
     spec = importlib.util.find_spec(package)
     path = Path(spec.origin).parent / file if spec is not None and spec.origin else None
-    found = re.search(pattern, path.read_text()) if path is not None and path.is_file() else None
+    found = re.search(pattern, path.read_text("latin-1")) if path is not None and path.is_file() else None
     return found[1] if found else ""
 
 

@@ -16,7 +16,6 @@ from omegaconf import DictConfig
 
 from pipeline.cli import compose
 from pipeline.cli.command_line import load_config
-from pipeline.cli.compose import group_options
 from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob, PredictJob
 from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.config.jobs.retrain import RetrainJob
@@ -25,9 +24,10 @@ from pipeline.config.jobs.train import PlanJob, SweepJob, TrainJob
 from pipeline.config.reader import check_batch_geometry
 from pipeline.models.dlrm import DLRMConfig, DLRMDCNConfig
 from pipeline.runtime.errors import ConfigError
+from tests.support.sources import shipped_options
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-GROUPS = group_options([CONF])
+GROUPS = shipped_options()
 
 # mlcommons/training, recommendation_v2/torchrec_dlrm/README.MD
 MLPERF_ROWS = [

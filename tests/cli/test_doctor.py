@@ -120,9 +120,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ("13.0", "fbgemm-gpu", True, "CUDA 13.0, fbgemm for CUDA", ""),
         ("13.0", "fbgemm-gpu", False, "CUDA 13.0, fbgemm for CUDA", ""),
         ("13.0", "fbgemm-gpu-cpu", False, "CPU only, which works", ""),
-        ("13.0", "fbgemm-gpu-cpu", True, "no lookup runs", "pip uninstall -y fbgemm-gpu-cpu fbgemm-gpu && pip install 'torch==="),
-        ("", "fbgemm-gpu-cpu", True, "no lookup runs", "pip uninstall -y fbgemm-gpu-cpu fbgemm-gpu && pip install 'torch==="),
-        ("", "fbgemm-gpu", False, "does not load", "pip install 'torch==="),
+        ("13.0", "fbgemm-gpu-cpu", True, "no lookup runs", "pip uninstall -y fbgemm-gpu-cpu fbgemm-gpu && pip install 'torch=="),
+        ("", "fbgemm-gpu-cpu", True, "no lookup runs", "pip uninstall -y fbgemm-gpu-cpu fbgemm-gpu && pip install 'torch=="),
+        ("", "fbgemm-gpu", False, "does not load", "pip install 'torch=="),
     ],
 )  # fmt: skip
 def test_builds_that_do_not_work_together_are_named(
@@ -198,6 +198,16 @@ def test_what_the_installed_builds_are_is_read_from_their_files() -> None:
 
     assert doctor._torch_version() == torch.__version__ and doctor._torch_cuda() == (torch.version.cuda or "")
     assert doctor._fbgemm_variant() == fbgemm_gpu.__variant__
+
+
+def test_a_torch_for_another_cuda_than_fbgemms_is_named(
+    installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed("12.6", "cuda", "fbgemm-gpu")
+    monkeypatch.setattr(doctor, "_said_by", lambda package, file, pattern: "13")
+    (finding,) = doctor._builds(has_gpu=False)
+    assert mentions(finding.found, "CUDA 12.6 CUDA 13 does not load") and finding.fix
+    assert doctor.why_not_the_set("gpu") == finding.found
 
 
 def test_a_command_that_fixes_two_findings_stands_once() -> None:

@@ -20,34 +20,34 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def overlay(tmp_path: Path) -> Path:
     """A user's conf folder with a data set and an experiment."""
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "shop.yaml").write_text("name: shop\nformat: csv\n")
+    (tmp_path / "data" / "my_own_shop.yaml").write_text("name: my_own_shop\nformat: csv\n")
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "shop.yaml").write_text(
-        "# @package _global_\ndefaults:\n  - override /data: shop\nname: shop\ntrainer:\n  global_batch_size: 64\n"
+    (tmp_path / "experiment" / "my_own_shop.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /data: my_own_shop\nname: my_own_shop\ntrainer:\n  global_batch_size: 64\n"
     )
     return tmp_path
 
 
 def test_a_users_own_folder_adds_options(overlay: Path) -> None:
-    job = load_config(TrainJob, ["experiment=shop", "--config-dir", str(overlay), "model=deepfm"])
-    assert (job.data.format, job.trainer.global_batch_size, job.run_dir) == ("csv", 64, "runs/shop")
+    job = load_config(TrainJob, ["experiment=my_own_shop", "--config-dir", str(overlay), "model=deepfm"])
+    assert (job.data.format, job.trainer.global_batch_size, job.run_dir) == ("csv", 64, "runs/my_own_shop")
     assert load_config(TrainJob, [f"--config-dir={overlay}", QUICKSTART]).name == "quickstart"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("trainer:\n  globl_batch_size: 64\n", "experiment/shop globl_batch_size global_batch_size"),
-        ("defaults:\n  - override /dta: shop\n", "'dta' 'data'"),
-        ("defaults:\n  - override /data: shp\n", "data/shp 'shop'"),
-        ("trainer:\n  seed: zero\n", "experiment/shop 'zero'"),
-        ("defaults: [\n", "shop.yaml"),
+        ("trainer:\n  globl_batch_size: 64\n", "experiment/my_own_shop globl_batch_size global_batch_size"),
+        ("defaults:\n  - override /dta: my_own_shop\n", "'dta' 'data'"),
+        ("defaults:\n  - override /data: my_own_shp\n", "data/my_own_shp 'my_own_shop'"),
+        ("trainer:\n  seed: zero\n", "experiment/my_own_shop 'zero'"),
+        ("defaults: [\n", "my_own_shop.yaml"),
     ],
 )  # fmt: skip
 def test_a_typo_in_a_users_file_names_file_and_key(overlay: Path, text: str, message: str) -> None:
-    (overlay / "experiment" / "shop.yaml").write_text(f"# @package _global_\n{text}")
+    (overlay / "experiment" / "my_own_shop.yaml").write_text(f"# @package _global_\n{text}")
     with pytest.raises(ConfigError, match=names(message)):
-        load_config(TrainJob, ["experiment=shop", f"--config-dir={overlay}"])
+        load_config(TrainJob, ["experiment=my_own_shop", f"--config-dir={overlay}"])
 
 
 def test_an_experiment_takes_another_model_without_the_keys_that_this_one_lacks(overlay: Path) -> None:
@@ -58,17 +58,17 @@ def test_an_experiment_takes_another_model_without_the_keys_that_this_one_lacks(
         32,
         16,
     ]  # has them
-    text = "# @package _global_\ndefaults:\n  - override /data: shop\nmodel:\n  over_arch_layer_sizes: [8, 1]\n"
-    (overlay / "experiment" / "shop.yaml").write_text(text)
-    words = ["experiment=shop", f"--config-dir={overlay}"]
+    text = "# @package _global_\ndefaults:\n  - override /data: my_own_shop\nmodel:\n  over_arch_layer_sizes: [8, 1]\n"
+    (overlay / "experiment" / "my_own_shop.yaml").write_text(text)
+    words = ["experiment=my_own_shop", f"--config-dir={overlay}"]
     assert load_config(TrainJob, [*words, "model=fm"]).model.kind == "fm"
     assert load_config(TrainJob, words).model.over_arch_layer_sizes == [8, 1]
 
 
 def test_what_newcomers_type_is_understood_or_told_the_cause(overlay: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (overlay / "experiment" / "shop.yaml").write_text("trainer:\n  seed: 1\n")
+    (overlay / "experiment" / "my_own_shop.yaml").write_text("trainer:\n  seed: 1\n")
     with pytest.raises(ConfigError, match=names("# @package _global_")):
-        load_config(TrainJob, ["experiment=shop", f"--config-dir={overlay}"])
+        load_config(TrainJob, ["experiment=my_own_shop", f"--config-dir={overlay}"])
     with pytest.raises(ConfigError, match=names("data=my_clicks --config-dir")):
         load_config(TrainJob, ["data=my_clicks"])
     for name in ("user id", "user_id:token", "цена", "a*b", "c(d)"):

@@ -1,13 +1,28 @@
-"""The syntax trees of the package's files, parsed once for all tests that read them."""
+"""The package's files as tests read them: their syntax trees, and which options of conf/ ship."""
 
 from __future__ import annotations
 
 import ast
+import subprocess
 from functools import cache
 from pathlib import Path
+
+from pipeline.cli.compose import group_options
+from tests.support.own_folder import REPOSITORY
 
 
 @cache
 def nodes_of(file: Path) -> list[ast.AST]:
     """All nodes of a file, the module first."""
     return list(ast.walk(ast.parse(file.read_text())))
+
+
+@cache
+def shipped_options() -> dict[str, list[str]]:
+    """The options of conf/'s groups that belong to the repository: people keep options of their own there too."""
+    options = group_options([REPOSITORY / "conf"])
+    listed = subprocess.run(["git", "ls-files", "conf"], cwd=REPOSITORY, capture_output=True, text=True)
+    known = set(listed.stdout.split())
+    if not known:  # no checkout
+        return options
+    return {group: [name for name in names if f"conf/{group}/{name}.yaml" in known] for group, names in options.items()}
