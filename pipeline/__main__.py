@@ -54,13 +54,16 @@ def _first_sentence(doc: str | None) -> str:
     return (doc or "").strip().partition("\n")[0].partition(":  ")[0]
 
 
+def module_of(verb: str) -> str | None:
+    """The module that defines a verb of this package or of its extras."""
+    root = Path(__file__).parent
+    found = next((file for file in _verb_files() if file.stem == verb), None)
+    return None if found is None else ".".join(["pipeline", *found.relative_to(root).with_suffix("").parts])
+
+
 def run(name: str) -> None:
-    own = next((file for file in _verb_files() if file.stem == name), None)
-    if own is None:
-        main_of = components("verb")[name]
-    else:
-        parts = own.relative_to(Path(__file__).parent).with_suffix("").parts
-        main_of = importlib.import_module(".".join(["pipeline", *parts])).main
+    module = module_of(name)
+    main_of = importlib.import_module(module).main if module else components("verb")[name]
     main_of()
 
 

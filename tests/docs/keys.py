@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import pkgutil
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from pipeline import cli
+from pipeline.__main__ import module_of
+from pipeline.__main__ import verbs as all_verbs
 from pipeline.cli.compose import config_folders, group_options
 from pipeline.cli.verb import Verb
 from pipeline.config.jobs.train import TrainJob
@@ -20,8 +20,9 @@ PLAIN = {"completion", "doctor", "precompile", "agent"}  # verbs with arguments 
 
 @functools.cache
 def verbs() -> dict[str, Verb[Any, Any]]:
-    for module in pkgutil.iter_modules(cli.__path__):
-        importlib.import_module(f"pipeline.cli.{module.name}")
+    for verb in all_verbs([]):
+        if module := module_of(verb):
+            importlib.import_module(module)
     return {name: main.verb for name, main in components("verb").items()}
 
 
