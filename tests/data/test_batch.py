@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.embeddings.bags import leave_out_empty_bags
 
 KEYS = ["a", "b"]
 VALUES = torch.tensor([5, 6, 7, 1, 2], dtype=torch.int32)
@@ -44,6 +48,18 @@ def test_sizes_are_known_on_a_device_that_cannot_be_asked() -> None:
     parts = (moved.dense_features, moved.sparse_features.values(), moved.labels, moved.sample_weights)
     assert {part.device.type for part in parts} == {"meta"}
     assert moved.batch_size == 3
+
+
+def test_every_tensor_that_moves_tells_the_allocator_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor))
+    weighted = keyed_jagged_tensor(KEYS, VALUES, LENGTHS, 3, [3, 2], weights=torch.ones(5))
+    batch = Batch(torch.ones(3, 4), leave_out_empty_bags(weighted, KEYS), torch.zeros(3), torch.ones(3))
+    moved = replace(batch, present=torch.ones(3, dtype=torch.bool)).to(torch.device("meta"))
+    moved.record_stream(torch.Stream("cpu"))
+    parts = tree_leaves([vars(moved), moved.sparse_features])
+    expected = {id(part) for part in parts if isinstance(part, torch.Tensor) and part.device.type == "meta"}
+    assert {id(tensor) for tensor in recorded} == expected and len(expected) == 8
 
 
 def test_padding_rows_pool_to_zero_and_leave_tables_alone() -> None:

@@ -10,8 +10,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch.utils._pytree import tree_leaves
 
+from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.devices.process_group import init_distributed
+from pipeline.embeddings.bags import leave_out_empty_bags
 from tests.gpu.conftest import Gpus
 from tests.support import sharded_models
 from tests.training.tiny_training import CONFIG, fit_drawn
@@ -50,3 +54,27 @@ def test_skipped_steps_change_nothing(gpus: Gpus, tmp_path: Path) -> None:
     assert on_gpu[0] == pytest.approx(on_cpu[0], rel=1e-5)
     for report in filter(None, reports):
         assert report.problems == []
+
+
+def _copied_beside_a_step(rank: int) -> None:
+    """Copy two batches on a stream beside the current one, which uses the first when the second is allocated."""
+    lengths = torch.tensor([1, 2, 0, 0, 1, 1])
+    ids = keyed_jagged_tensor(["a", "b"], torch.arange(5), lengths, 3, [3, 2])
+    batch = Batch(torch.ones(3, 4), leave_out_empty_bags(ids, ["a", "b"]), torch.zeros(3), torch.ones(3)).pin_memory()
+    beside, device = torch.cuda.Stream(), torch.device("cuda", torch.cuda.current_device())
+    for _ in range(2):
+        with torch.cuda.stream(beside):
+            moved = batch.to(device, non_blocking=True)
+        torch.cuda.current_stream().wait_stream(beside)
+        moved.record_stream(torch.cuda.current_stream())
+        parts = [part for part in tree_leaves([vars(moved), moved.sparse_features]) if torch.is_tensor(part)]
+        for part in parts:
+            if part.device == device:
+                part.sum()
+        del moved, part, parts
+
+
+@pytest.mark.usefixtures("needs_shadow")
+def test_a_batchs_memory_is_not_given_away_while_it_is_read(gpus: Gpus) -> None:
+    _, [report] = gpus.run(1, _copied_beside_a_step)
+    assert report.problems == [] and report.record_streams >= 12

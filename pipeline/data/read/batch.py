@@ -56,8 +56,12 @@ class Batch(Pipelineable):
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
+        """Of all that to() has moved. A KeyedJaggedTensor's strides stay on the host."""
         self.dense_features.record_stream(stream)
         self.sparse_features.record_stream(stream)
+        inverse = self.sparse_features.inverse_indices_or_none()  # TorchRec leaves these out
+        if inverse is not None:
+            inverse[1].record_stream(stream)
         self.labels.record_stream(stream)
         self.sample_weights.record_stream(stream)
         if self.present is not None:
