@@ -145,8 +145,13 @@ class Device:
         return [ProfilerActivity.CPU, getattr(ProfilerActivity, self.device_type.upper())]
 
     def own_time_us(self, event: FunctionEventAvg) -> float:
-        """Of an event of the profiler, without what it calls."""
-        return float(event.self_device_time_total)
+        """Of an event of the profiler, without what it calls.
+
+        A kernel is an event of the device. The operation that launches it has the kernel's time as well, and
+        so has a range that the user names: both are left out.
+        """
+        is_kernel = event.device_type.name == self.device_type.upper() and not event.is_user_annotation
+        return float(event.self_device_time_total) if is_kernel else 0.0
 
 
 def in_host_memory(tensors: torch.Tensor | Iterable[torch.Tensor]) -> bool:

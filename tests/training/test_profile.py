@@ -5,14 +5,18 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
+from pipeline import devices
 from pipeline.config.training import profiled_steps
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.training.hooks.profile import StepProfiler, kind_of
+from pipeline.training.hooks.profile import StepProfiler, kind_of, summarize
 
 CONTEXT = DistributedContext(0, 1, 0, 1, torch.device("cpu"), "gloo")
 
@@ -51,6 +55,31 @@ def test_operations_are_sorted_into_what_a_reader_knows() -> None:
     assert kind_of("All2All_Pooled_Wait") == kind_of("All2All_Pooled_ReqBackward") == "collectives"
     assert kind_of("Optimizer.step#Adam.step") == "optimizer"
     assert kind_of("## forward 3 ##") == "other"
+
+
+def _event(key: str, device: DeviceType, device_us: float, is_range: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(
+        key=key,
+        device_type=device,
+        self_device_time_total=device_us,
+        self_cpu_time_total=900.0,
+        is_user_annotation=is_range,
+    )
+
+
+def test_a_gpus_time_is_that_of_its_kernels_counted_once() -> None:
+    """The profiler gives a kernel's time to the operation that launched it too, and to the range of the step."""
+    events = [
+        _event("aten::mm", DeviceType.CPU, 600.0),
+        _event("ampere_sgemm_128x64_tn", DeviceType.CUDA, 600.0),
+        _event("nccl:all_to_all", DeviceType.CPU, 200.0),
+        _event("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", DeviceType.CUDA, 200.0),
+        _event("ProfilerStep#3", DeviceType.CUDA, 1000.0, is_range=True),
+        _event("## forward ##", DeviceType.CPU, 0.0, is_range=True),
+    ]
+    recorded: Any = SimpleNamespace(key_averages=lambda: events)
+    shares = summarize(recorded, 2, devices.named("cuda"))
+    assert [(share.kind, share.ms_a_step) for share in shares] == [("matrix products", 0.3), ("collectives", 0.1)]
 
 
 @pytest.mark.parametrize("text", ["50-60", "steps:60-50", "steps:0-3", "steps:a-b", "steps:5", "epochs:1-2"])

@@ -6,17 +6,19 @@ import os
 import time
 from dataclasses import dataclass
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
+from pipeline import devices
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import register
 from pipeline.config.training import profiled_steps
+from pipeline.devices.base import Device
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
-# What an operation counts as, by the first of these that its name holds; "other" is all else, Python's own time included.
+# What an operation, or a GPU's kernel, counts as, by the first of these that its name holds; "other" is all else, Python's
+# own time included.
 KINDS = {
     "collectives": (
         "c10d::",
@@ -27,13 +29,13 @@ KINDS = {
         "AllGather",
     ),  # TorchRec waits in the last three
     "tables forward": ("split_embedding_codegen_forward", "bounds_check_indices", "_Pooled", "dense_embedding_codegen"),
-    "tables backward": ("_PooledBackward", "split_embedding_backward"),
-    "ids handed round": ("fbgemm::", "torchrec::"),
-    "optimizer": ("_fused_", "_foreach_", "Optimizer.", "addcdiv", "addcmul", "lerp"),
-    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "gemm", "mkldnn", "_Stack", "_Linear"),
+    "tables backward": ("_PooledBackward", "split_embedding_backward", "linearize_index", "RadixSort"),
+    "ids handed round": ("fbgemm::", "fbgemm_gpu::", "torchrec::"),
+    "optimizer": ("_fused_", "_foreach_", "Optimizer.", "addcdiv", "addcmul", "lerp", "multi_tensor_apply"),
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "gemm", "cutlass", "mkldnn", "_Stack", "_Linear"),
     "interaction": ("_Dots",),
-    "copies and casts": ("aten::copy_", "aten::cat", "aten::clone", "aten::index", "memcpy"),
-    "other layers": ("aten::",),
+    "copies and casts": ("aten::copy_", "aten::cat", "aten::clone", "aten::index", "memcpy", "Memcpy", "CatArray"),
+    "other layers": ("aten::", "at::native"),
 }
 ORDER = ("tables backward", *(kind for kind in KINDS if kind != "tables backward"))  # _PooledBackward holds _Pooled
 logger = get_logger(__name__)
@@ -61,9 +63,7 @@ class StepProfiler:
 
     def begin(self, number: int) -> None:
         if self._profile is None and self._first <= number <= self._last:
-            activities = [ProfilerActivity.CPU]
-            if self._context.device.type == "cuda":
-                activities.append(ProfilerActivity.CUDA)
+            activities = devices.current().profiler_activities()
             self._profile, self._first = profile(activities=activities), number
             self._profile.start()
             self._started = time.perf_counter()
@@ -76,11 +76,11 @@ class StepProfiler:
         """Write what was recorded up to step `number`; nothing where nothing is being recorded."""
         if self._profile is None:
             return
-        if self._context.device.type == "cuda":
-            torch.cuda.synchronize(self._context.device)
+        device = devices.current()
+        device.synchronize()
         seconds, num_steps = time.perf_counter() - self._started, number - self._first + 1
         self._profile.stop()
-        shares = summarize(self._profile, num_steps, self._context.device.type)
+        shares = summarize(self._profile, num_steps, device)
         name = f"rank{self._context.rank}.steps_{self._first}-{number}"
         os.makedirs(self._folder, exist_ok=True)
         self._profile.export_chrome_trace(f"{self._folder}/{name}.pt.trace.json.gz")
@@ -90,7 +90,7 @@ class StepProfiler:
         if self._context.is_main:
             logger.info(
                 "steps %d-%d, %s: open %s/%s.pt.trace.json.gz at ui.perfetto.dev\n%s",
-                self._first, number, "device time" if self._context.device.type == "cuda" else "CPU time",
+                self._first, number, device.profiled_time,
                 self._folder, name, table,
             )  # fmt: skip
         self._profile = None
@@ -119,11 +119,11 @@ class ProfileSteps(Hook):
             self._profiler.close(state.step)
 
 
-def summarize(recorded: profile, num_steps: int, device_type: str) -> list[Share]:
+def summarize(recorded: profile, num_steps: int, device: Device) -> list[Share]:
     """Shares, the largest first; own time alone, so that no time is counted twice."""
     times: dict[str, dict[str, float]] = {}
     for event in recorded.key_averages():
-        own = event.self_device_time_total if device_type == "cuda" else event.self_cpu_time_total
+        own = device.own_time_us(event)
         if own > 0:
             operations = times.setdefault(kind_of(event.key), {})
             operations[event.key] = operations.get(event.key, 0.0) + own / 1e3 / num_steps
