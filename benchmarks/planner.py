@@ -41,7 +41,7 @@ from pipeline.config.planner import PlannerConfig
 from pipeline.planner.collectives import links_of
 from pipeline.planner.constraints import build_constraints, place_tables
 from pipeline.planner.cost_model import CostModel, wire_of
-from pipeline.planner.estimator import KeepFree, SortedEnumerator, dense_part_bytes, usable_bytes
+from pipeline.planner.estimator import CostedEnumerator, KeepFree, dense_part_bytes, usable_bytes
 from pipeline.planner.found_plan import rank_loads
 from pipeline.planner.hardware import Hardware, build_topology
 from pipeline.planner.planner import make_plan
@@ -119,9 +119,9 @@ class Ready:
         self.costs = CostModel(hardware, request.tables, wire_of(request.sharders))
         self.usable = usable_bytes(device, hbm, ddr, fraction, self.dense_bytes)[0]
 
-    def enumerator(self) -> SortedEnumerator:
+    def enumerator(self) -> CostedEnumerator:
         request = self.request
-        return SortedEnumerator(self.topology, request.batch_size, self.constraints, request.optimizer.name, self.costs)
+        return CostedEnumerator(self.topology, request.batch_size, self.constraints, request.optimizer.name, self.costs)
 
     def options(self, *sharding_types: str) -> dict[tuple[str, str], ShardingOption]:
         """(table, sharding type) -> its option in HBM."""
