@@ -1,6 +1,7 @@
 """Measure what this machine's operations take, for plan to predict steps by:  python -m pipeline.calibrate name=my_machine
 
-Takes job.seconds (240), and wants the machine for itself. Writes conf/hardware/<name>.yaml and the table of measurements;
+Takes job.seconds (240), and wants the machine for itself. It measures CPU ranks; a step on GPUs is predicted from their
+data sheet. Writes conf/hardware/<name>.yaml and the table of measurements;
 then:  python -m pipeline.plan experiment=quickstart hardware=my_machine
 """
 

@@ -18,7 +18,7 @@ PASSES = 3  # over all that is measured: what other guests of the same processor
 LEAST_REPEATS, MOST_REPEATS = 3, 200
 LONG_S = 0.01  # such a call needs no more repeats: other passes measure it again
 LEAST_TIMED_S = 2e-4  # shorter calls are timed several at once
-COLLECTIVES = ("shared_", "gloo_", "nccl_")  # begin their kinds
+COLLECTIVES = ("shared_", "gloo_")  # begin their kinds
 REFERENCE_SIZE = 384  # of the square product that is repeated throughout
 Item = TypeVar("Item")
 

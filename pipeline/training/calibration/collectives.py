@@ -1,4 +1,4 @@
-"""Time collectives by size between the ranks of a calibration: through shared memory on one host, by gloo or NCCL."""
+"""Time collectives by size between the CPU ranks of a calibration: through shared memory on one host, and by gloo."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ def measure_collectives(bench: Bench, context: DistributedContext) -> None:
 
 
 def _calls(context: DistributedContext, exchange: HostExchange | None, size: int) -> dict[str, Callable[[], object]]:
-    world, device = context.world_size, context.device
+    world = context.world_size
     count = max(size // 4 // world, 1) * world
-    whole, part = torch.ones(count, device=device), torch.ones(count // world, device=device)
+    whole, part = torch.ones(count), torch.ones(count // world)
     into = torch.empty_like(whole)
-    name = context.backend
     calls: dict[str, Callable[[], object]] = {
-        f"{name}_all_to_all": lambda: dist.all_to_all_single(into, whole),
-        f"{name}_reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
-        f"{name}_all_gather": lambda: dist.all_gather_into_tensor(into, part),
-        f"{name}_all_reduce": lambda: dist.all_reduce(into),
+        "gloo_all_to_all": lambda: dist.all_to_all_single(into, whole),
+        "gloo_reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+        "gloo_all_gather": lambda: dist.all_gather_into_tensor(into, part),
+        "gloo_all_reduce": lambda: dist.all_reduce(into),
     }
     if exchange is not None:
         calls["shared_all_to_all"] = lambda: _exchange(exchange, list(whole.split(count // world)))
@@ -66,8 +65,6 @@ def _time(bench: Bench, kind: str, size: int, ranks: int, call: Callable[[], obj
     for _ in range(rounds + 2):
         started = time.perf_counter()
         call()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
     ordered = sorted(times[2:])
     kept = ordered[: len(ordered) - len(ordered) // OUTLIERS]

@@ -17,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, TypeAlias
 
 from pipeline.config.jobs.machine import CalibrateJob
+from pipeline.devices import named
 from pipeline.planner.step_time.measurements import (
     Conditions,
     Measurement,
@@ -75,6 +76,10 @@ class Found:
 
 def calibrate(job: CalibrateJob) -> Measurements:
     """About job.seconds. Raises TrainingError where the machine was too busy for the numbers to be of use, or a rank ended."""
+    if named("cuda").is_available():
+        logger.warning(
+            "calibrate measures CPU ranks only: steps on this host's GPUs are predicted from their data sheet"
+        )
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         found = run_in_turns(calibration_works(job, folder))
