@@ -22,12 +22,14 @@ import yaml
 
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.training import LoggerConfig, TrainerConfig
+from pipeline.devices.process_group import init_distributed
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.logs import MetricsWriter, configure_logging, fields, get_logger
 from pipeline.training.hooks.monitor import Monitor
-from pipeline.training.hooks.throughput import straggler_scores
+from pipeline.training.hooks.throughput import of_ranks, straggler_scores
 from pipeline.training.hooks.tracker import Forwarder, Track
 from tests.support.messages import names
+from tests.support.ranks import RankPool
 
 MONITORING = Path(__file__).resolve().parents[2] / "launch" / "monitoring"
 
@@ -341,3 +343,15 @@ def test_at_the_end_a_prometheus_that_has_asked_twice_is_answered_once_more(moni
     monitor.on_fit_end(state)
     third.join()
     assert 'pipeline_training_finished{run="clicks"} 1.0' in heard[0]
+
+
+def _scores(rank: int) -> tuple[list[Any], list[Any]]:
+    context, step = init_distributed(), {"step_seconds": 0.5}
+    known, unknown = of_ranks(context, {**step, "comms_seconds": 0.2 - 0.1 * rank}), of_ranks(context, step)
+    return [each["straggler_score"] for each in known], [each.get("straggler_score") for each in unknown]
+
+
+def test_no_rank_gets_a_score_where_waits_are_not_known(ranks: RankPool) -> None:
+    """As with NCCL: step times are equal there however slow a rank is."""
+    known, unknown = ranks.run(2, _scores)[0]
+    assert known == pytest.approx([0.3 / 0.35, 0.4 / 0.35]) and unknown == [None, None]

@@ -104,8 +104,8 @@ class ServedGauges:
 @register("hook", "monitor")
 class Monitor(Hook):
     """Gauges: what ABOUT names, pipeline_training_metric{run,split,name} for all that a line of metrics.jsonl holds, and
-    pipeline_training_rank{run,rank,name} of every rank at the last log line: step_seconds, input_stall_seconds, comms_seconds,
-    peak_memory_bytes and straggler_score. They end with the training; a Prometheus that asked at least twice is answered once more,
+    pipeline_training_rank{run,rank,name} of every rank at the last log line: step_seconds, input_stall_seconds and
+    peak_memory_bytes, with gloo comms_seconds and straggler_score. They end with the training; a Prometheus that asked at least twice is answered once more,
     so that it can tell a training that has finished from one that is gone.
     """
 

@@ -205,12 +205,17 @@ def own_peak_memory_gb(context: DistributedContext) -> float:
 
 
 def of_ranks(context: DistributedContext, values: dict[str, float]) -> list[dict[str, float]]:
-    """Collective: each rank's values, which have the same names, and its straggler_score; by rank."""
+    """Collective: each rank's values, which have the same names, by rank; with its straggler_score if comms_seconds is known.
+
+    Collectives make the step times of all ranks equal, so without it a score would be 1 however slow a rank is.
+    """
     own = torch.tensor(list(values.values()), dtype=torch.float64, device=context.device)
     gathered = [torch.empty_like(own) for _ in range(context.world_size)]
     dist.all_gather(gathered, own)
     ranks = [dict(zip(values, each.tolist(), strict=True)) for each in gathered]
-    scores = straggler_scores([each["step_seconds"] - each.get("comms_seconds", 0.0) for each in ranks])
+    if "comms_seconds" not in values:
+        return ranks
+    scores = straggler_scores([each["step_seconds"] - each["comms_seconds"] for each in ranks])
     return [{**each, "straggler_score": score} for each, score in zip(ranks, scores, strict=True)]
 
 
