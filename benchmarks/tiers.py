@@ -68,7 +68,7 @@ def build(way: str, rows: int, slots: float, folder: str, sparse: bool, head: fl
     slots_of, heads = dict.fromkeys(names, slots), dict.fromkeys(names, head)
     settings = TierSettings(slots_of, folder, heads=heads) if way == "tiers" else None
     more = {"preallocated_host_buffers": mapped(rows, folder)} if way == "mapped" else {}
-    with tables_with_moments(torch.device("cpu"), settings):
+    with tables_with_moments(settings):
         lookup = TablesWithMoments(
             embedding_specs=[(rows, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU)] * NUM_TABLES,
             optimizer=EmbOptimType.EXACT_ADAGRAD, learning_rate=0.05, eps=1e-8, table_names=names,

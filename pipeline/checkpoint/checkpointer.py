@@ -161,7 +161,7 @@ class Checkpointer:
             self._steps.begin(step_name(step), owner.save_id[:8]),
             plan,
             self._host_copies[chain is not None].fill(tensors) if self.asynchronous else tensors,
-            random_state.capture_owned(asdict(owner), self._context.device),
+            random_state.capture_owned(asdict(owner)),
             manifest,
             files,
         )
@@ -357,7 +357,7 @@ class Checkpointer:
         path, began = step_path(self.folder, step), time.monotonic()
         loaded = self._loader.load(step, manifest, self._grow)
         if self._trained.optimizer is not None and loaded.random is not None:
-            random_state.restore_random_state(loaded.random, self._context.device)
+            random_state.restore_random_state(loaded.random)
         self._writer.mark_verified(step)
         if self._differential is not None:  # averages of row-wise states are those of no step
             self._differential.rows.take(CHECKPOINT)

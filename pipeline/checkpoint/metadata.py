@@ -29,6 +29,7 @@ from pipeline.checkpoint.first_weights import Mask, SampledPiece
 from pipeline.checkpoint.owners import HEADER_BYTES, check_metadata, check_shard
 from pipeline.checkpoint.packed import PackedFile
 from pipeline.checkpoint.steps import METADATA, file_path, is_packed, read_manifest
+from pipeline.devices.base import in_host_memory
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage.checksums import VerifiedFile, read_verified
 
@@ -202,7 +203,7 @@ class TensorsOnlyReader(FileSystemReader):
         A GPU's tensor gets them by blocks, so that host memory never holds a whole table.
         """
         place, sizes = self.storage_data[item.storage_index], self._stored_sizes(item)
-        is_plain = not target.is_cpu or (type(target) is torch.Tensor and target.is_contiguous())
+        is_plain = not in_host_memory(target) or (type(target) is torch.Tensor and target.is_contiguous())
         if not is_plain or target.nbytes < IN_PLACE_BYTES or tuple(target.shape) != tuple(item.lengths):
             return False
         if not sizes or tuple(item.lengths[1:]) != sizes[1:]:

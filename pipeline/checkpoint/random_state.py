@@ -13,6 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline import devices
+
+DEVICE = "cuda"  # of the file: the generator of an accelerator, whichever
+
 
 def file_name(rank: int) -> str:
     return f"random_{rank:05d}.json"
@@ -32,24 +36,25 @@ def seed_random_state(seed: int, rank: int) -> None:
     torch.manual_seed(own)  # on all devices
 
 
-def capture_random_state(device: torch.device) -> bytes:
+def capture_random_state() -> bytes:
+    of_device = devices.current().random_state()
     version, words, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
     state = {
         "python": [version, list(words), gauss],
         "numpy": {**legacy, "state": {"key": _encode(legacy["state"]["key"]), "pos": int(legacy["state"]["pos"])}},
         "torch": _encode(torch.get_rng_state().numpy()),
-        "cuda": _encode(torch.cuda.get_rng_state(device).numpy()) if device.type == "cuda" else None,
+        DEVICE: None if of_device is None else _encode(of_device.numpy()),
     }
     return json.dumps(state).encode()
 
 
-def capture_owned(owner: Mapping[str, Any], device: torch.device) -> bytes:
+def capture_owned(owner: Mapping[str, Any]) -> bytes:
     """The state, and whose it is: that of another save, step or rank is no state of this one (see owners.py)."""
-    return json.dumps({**owner, **json.loads(capture_random_state(device))}).encode()
+    return json.dumps({**owner, **json.loads(capture_random_state())}).encode()
 
 
-def restore_random_state(content: bytes, device: torch.device) -> None:
+def restore_random_state(content: bytes) -> None:
     state = json.loads(content)
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
@@ -57,16 +62,16 @@ def restore_random_state(content: bytes, device: torch.device) -> None:
     legacy["state"]["key"] = np.frombuffer(_decode(legacy["state"]["key"]), dtype=np.uint32)
     np.random.set_state(legacy)
     torch.set_rng_state(_tensor(state["torch"]))
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(_tensor(state["cuda"]), device)
+    if state[DEVICE] is not None:
+        devices.current().restore_random_state(_tensor(state[DEVICE]))
 
 
 @contextmanager
-def kept_random_state(device: torch.device) -> Iterator[None]:
+def kept_random_state() -> Iterator[None]:
     """What is drawn within leaves the generators as they were: some libraries draw while they are imported (rich does)."""
-    before = capture_random_state(device)
+    before = capture_random_state()
     yield
-    restore_random_state(before, device)
+    restore_random_state(before)
 
 
 def _encode(array: np.ndarray[Any, Any]) -> str:

@@ -379,12 +379,6 @@ class TrainerConfig:
     lease_ttl_s: float = 120.0  # without a heartbeat for so long, a run on another host counts as dead
     grace_s: float = 30.0  # between the scheduler's SIGTERM and its SIGKILL
 
-    def pipeline_of(self, world_size: int, device_type: str) -> str:
-        """sparse_dist or base."""
-        if self.pipeline != "auto":
-            return self.pipeline
-        return "base" if world_size == 1 and device_type == "cpu" else "sparse_dist"
-
     def limits(self) -> Limits:
         return Limits(self.startup_timeout_s, self.hang_timeout_s, self.save_timeout_s, self.grace_s)
 

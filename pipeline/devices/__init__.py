@@ -42,7 +42,7 @@ def using(device: Device) -> Iterator[Device]:
 
 
 def named(name: str, index: int = 0, plain: bool = False) -> Device:
-    """The device of this kind; `plain`: without this package's kernels (sharding.fast_cpu=false).
+    """The device of this kind, or the current one for auto; `plain`: without this package's kernels (sharding.fast_cpu=false).
 
     The device need not be here: a plan is made for hardware that is somewhere else.
 
@@ -51,6 +51,8 @@ def named(name: str, index: int = 0, plain: bool = False) -> Device:
     """
     from pipeline.config.registry import find
 
+    if name == "auto":
+        return current()
     kinds()
     kind: type[Device] = find("device", name, "hardware.compute_device")
     return (kind.plain or kind)(index) if plain else kind(index)

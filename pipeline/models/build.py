@@ -34,10 +34,11 @@ def build_model(
     """
     import torch  # here, for the models' configs lie beside this file and are composed without torch
 
+    from pipeline import devices
     from pipeline.models.layers.mlp import initialize_linear_layers
 
     config.check_tables(tables, num_dense_features)
-    with torch.random.fork_rng(devices=[]):
+    with devices.current().fork_rng():
         torch.manual_seed(seed)
         learnt = list(targets or [Target("label")])
         model = config.build_for(used_tables(config, tables), num_dense_features, learnt)

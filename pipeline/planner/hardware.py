@@ -13,7 +13,9 @@ import torch
 from torchrec.distributed.planner import types as torchrec_planner
 from torchrec.distributed.planner.types import Topology
 
+from pipeline import devices
 from pipeline.config.planner import HardwareConfig, PlannerConfig
+from pipeline.devices.base import Device
 from pipeline.planner.cards import PCIE, Card, find_card, is_mig_slice
 from pipeline.runtime.errors import PlanError
 from pipeline.runtime.host_memory import host_memory_bytes
@@ -59,6 +61,10 @@ class Hardware:
     tflops_bf16: float | None = None
     issue_us: float | None = None
     hosts_per_nvlink_domain: int = 1
+
+    @property
+    def device(self) -> Device:
+        return devices.named(self.compute_device)
 
     @property
     def num_hosts(self) -> int:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from pipeline import devices
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.planner import PlannerConfig
 from pipeline.config.saved_jobs import load_saved_job
@@ -75,7 +76,7 @@ def resolve(
             job.hardware,
             context.world_size,
             local_world_size=context.local_world_size,
-            device_type=context.device.type,
+            device_type=devices.current().device_type,
         )
 
     def choose(tables: list[Table], auto: list[Table]) -> dict[str, int]:
@@ -114,7 +115,7 @@ def slots_for(whole: ResolvedJob, hardware: Hardware) -> SlotChoice:
         PlanError: GPU ranks, or memory that does not hold the fewest slots.
     """
     job = whole.job
-    if hardware.compute_device != "cpu":
+    if hardware.device.has_own_memory:
         raise PlanError(
             f"sharding.tiers=auto is for CPU ranks, and these are {hardware.compute_device}: leave it out, and use "
             "tables.default.sharding.compute_kernels=[fused_uvm_caching]"
@@ -126,14 +127,15 @@ def slots_for(whole: ResolvedJob, hardware: Hardware) -> SlotChoice:
     return choose_slots(job, whole.tables, room, hardware.world_size)
 
 
-def build_task(resolved: ResolvedJob, device_type: str) -> TaskModel:
-    """The model with its loss, tables on meta, the sparse optimizer attached to them."""
+def build_task(resolved: ResolvedJob, compute_device: str) -> TaskModel:
+    """The model with its loss, tables on meta, the sparse optimizer attached to them. compute_device may be auto."""
     job, trainer = resolved.job, resolved.job.trainer
+    device = devices.named(compute_device, plain=not job.sharding.fast_cpu)
     num_dense = len(resolved.dataset.dense_features)
     model = build_model(job.model, resolved.tables, num_dense, seed=trainer.seed, targets=resolved.targets)
-    if not job.sharding.fast_cpu:
+    if device.has_torchrec_layers:
         use_torchrec_layers(model)
-    elif device_type == "cpu":
+    elif device.has_kernels:
         speed_up_stacks(model, in_bf16=trainer.precision == "bf16")
         speed_up_crosses(model)
         if trainer.precision == "fp32":
@@ -146,7 +148,7 @@ def build_task(resolved: ResolvedJob, device_type: str) -> TaskModel:
         precision=trainer.precision,
     )
     l2s = {table.name: table.l2 for table in resolved.plain_tables if table.l2}
-    apply_sparse_optimizer(task, table_optimizer_of(job, device_type), l2s)
+    apply_sparse_optimizer(task, table_optimizer_of(job, compute_device), l2s)
     return task
 
 
@@ -169,7 +171,7 @@ def assemble(resolved: ResolvedJob, context: DistributedContext, initialize: boo
     replicated = replicates(job.parallel, context)
     batch_size = job.trainer.micro_batch_size // context.world_size
     check_batch_fits_comms(job.comms, batch_size, plain)
-    task = build_task(resolved, context.device.type)
+    task = build_task(resolved, devices.current().device_type)
     if any(isinstance(module.forward, FastLinear) for module in task.modules()):
         logger.info("layers      fp32 products by oneDNN, for MKL multiplies at half of this CPU's rate")
     sharders = make_sharders(job.comms, job.trainer.seed)
@@ -196,11 +198,10 @@ def assemble(resolved: ResolvedJob, context: DistributedContext, initialize: boo
         seed=job.trainer.seed,
         tables=plain,
         replicated=replicated,
-        fast_cpu=job.sharding.fast_cpu,
         initialize=initialize,
         tier_folder=_tier_folder(job, plain, replicated),
     )
-    if context.world_size == 1 and context.device.type == "cpu":
+    if context.world_size == 1 and devices.current().has_kernels:
         join_lookups_to_products(model)
         if takes_bf16_weights(job):
             keep_bf16_weights(model)
@@ -290,7 +291,7 @@ def open_reader(
         multi_hot=job.data.synthetic_multi_hot,
         drop_last=training and not every_row,
         with_groups=not training or every_row,
-        pin_memory=context.device.type == "cuda",
+        pin_memory=devices.current().copies_batches,
         split_ids=IdSplitter(resolved.all_tables, skip_empty_bags=context.world_size > 1),
         targets=resolved.targets,
         quarantine_path=f"{job.run_dir}/quarantine/{split}.rank{context.rank}.jsonl",

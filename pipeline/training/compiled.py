@@ -15,6 +15,7 @@ from torch import nn
 from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from pipeline import devices
 from pipeline.runtime.logs import get_logger
 
 logger = get_logger(__name__)
@@ -29,10 +30,7 @@ class DenseCompiler:
     def compile(self, model: nn.Module) -> list[str]:
         """The names of the children that compile on their first step."""
         layers = {name: child for name, child in model.named_children() if _is_dense(child)}
-        if all(not weight.is_cuda for layer in layers.values() for weight in layer.parameters()):
-            import torch._inductor.config as inductor
-
-            inductor.compile_threads = 1  # no pool of compiler processes beside the rank, for a few small graphs
+        devices.current().limit_compiler()
         for name, layer in layers.items():
             layer.forward = self._compiled(name, layer.forward)
         logger.info("trainer.compile: %s compile on the first step", ", ".join(layers) or "no layers")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.devices.base import in_host_memory
 from pipeline.devices.cpu.kernel_pool import kernels, on_all_threads
 from pipeline.models.layers.bf16_weights import Bf16Copy
 
@@ -40,7 +41,7 @@ class FusedAdamStep:
         (group,) = optimizer.param_groups
         plain = group["fused"] and not any(group[name] for name in ("amsgrad", "maximize", "differentiable"))
         hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        on_cpu = all(weight.device.type == "cpu" and weight.dtype == torch.float32 for weight in group["params"])
+        on_cpu = in_host_memory(group["params"]) and all(weight.dtype == torch.float32 for weight in group["params"])
         return bool(plain and on_cpu and not hooks)
 
     @torch.no_grad()

@@ -211,9 +211,8 @@ def build_optimizer(model: DistributedModelParallel, config: OptimizerConfig, l2
             "SGD at 0.01; call apply_sparse_optimizer before shard_model"
         )
     tables, layers = replicated_tables(model), dense_parameters(model)
-    fast_cpu = all(sharded.fast_cpu for sharded in _sharded_tables(model))
     rules = {name: rule for sharded in _sharded_tables(model) for name, rule in sharded.update_rules.items()}
-    replicated = ReplicatedTablesOptimizer(tables, config.sparse, fast_cpu, rules) if tables else None
+    replicated = ReplicatedTablesOptimizer(tables, config.sparse, rules) if tables else None
     dense = DenseOptimizer(layers, config.dense, l2, bf16_copies(model.module)) if layers else None
     parts: list[KeyedOptimizer | None] = [model.fused_optimizer, replicated, dense]
     assert_every_parameter_has_one_optimizer(model, [part for part in parts if part is not None])

@@ -19,7 +19,6 @@ class PlainPipeline:
     """
 
     def __init__(self, model: nn.Module, optimizer: StepOptimizer, device: torch.device) -> None:
-        assert device.type == "cpu"
         self._model, self._optimizer = model, optimizer
         self._next: Batch | None = None
         self._is_started = False

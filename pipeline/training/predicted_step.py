@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from pipeline import devices
 from pipeline.models.layers.bf16_weights import bf16_copies, keep_bf16_weights
 from pipeline.planner.cost_model import wire_of
 from pipeline.planner.hardware import Hardware
@@ -16,10 +17,11 @@ from pipeline.sharding.torchrec.sharding import make_sharders
 from pipeline.training.assembly import build_task, takes_bf16_weights
 
 
-def record_layers(resolved: ResolvedJob, batch_size: int, world_size: int, device_type: str) -> DensePart:
+def record_layers(resolved: ResolvedJob, batch_size: int, world_size: int, compute_device: str) -> DensePart:
     """The job's layers as one rank runs them on `batch_size` samples. Raises PlanError for a model that fake tensors cannot run."""
     job, tables = resolved.job, resolved.plain_tables
-    on_cpu = device_type == "cpu"
+    device = devices.named(compute_device, plain=not job.sharding.fast_cpu)
+    alone = device.has_kernels and world_size == 1
     features = [name for table in tables for name in table.feature_names]
     pooling = [factor for table in tables for factor in table.pooling_factors]
     learns_several = job.model.learns_all and len(resolved.targets) > 1
@@ -29,12 +31,15 @@ def record_layers(resolved: ResolvedJob, batch_size: int, world_size: int, devic
         features=features,
         pooling=pooling,
         num_targets=len(resolved.targets) if learns_several else 1,
-        in_place_rows=on_cpu and world_size == 1 and job.sharding.fast_cpu,
-        on_cpu=on_cpu,
+        in_place_rows=alone,
+        on_cpu=not device.has_own_memory,
     )
-    takes_copies = on_cpu and world_size == 1 and takes_bf16_weights(job)
+    takes_copies = alone and takes_bf16_weights(job)
     return record_dense(
-        build_task(resolved, device_type), inputs, job.optimizer.dense, prepare=_copy_weights if takes_copies else None
+        build_task(resolved, compute_device),
+        inputs,
+        job.optimizer.dense,
+        prepare=_copy_weights if takes_copies else None,
     )
 
 

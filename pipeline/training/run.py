@@ -126,9 +126,9 @@ def _train(
 ) -> tuple[FitResult, TrainSummary]:
     """Collective: train() within a run folder that is held."""
     with none_while_importing():
+        from pipeline import devices
         from pipeline.checkpoint.random_state import kept_random_state, seed_random_state
         from pipeline.data.dataset import load_dataset
-        from pipeline.devices.cpu.memory import keep_freed_memory
         from pipeline.sharding.torchrec.embedding_sync import TableReplicas
         from pipeline.training.assembly import assemble, open_reader, resolve
         from pipeline.training.compiled import DenseCompiler
@@ -147,8 +147,7 @@ def _train(
     # Before memory is allocated: a missing shard shows here.
     reader = on_all_ranks(partial(open_input or _open_training_split, resolved, context), context)
     validation_reader = on_all_ranks(partial(open_reader, resolved, "validation", context), context)
-    if context.device.type == "cpu" and job.sharding.fast_cpu:
-        keep_freed_memory(context.local_world_size)
+    devices.current().keep_freed_memory(context.local_world_size)
     memory = MemoryWatch(context)
     assembly = assemble(resolved, context, initialize=False)
     savings = _log_plan(assembly, context)
@@ -159,7 +158,7 @@ def _train(
     checkpointer, restored = _resume(job, dataset, assembly, optimizer, context, fence, replicas, reader)
     if restored is None:  # again: the first step must not depend on what the start has drawn
         seed_random_state(job.trainer.seed, context.rank)
-    with kept_random_state(context.device):
+    with kept_random_state():
         writer = _open_writer(job, restored) if context.is_main else None
         parts = TrainingParts(
             assembly.model, assembly.task, optimizer, reader, checkpointer, context, validation_reader, writer,

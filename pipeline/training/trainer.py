@@ -10,6 +10,7 @@ from typing import Any
 from torchrec.distributed.train_pipeline import TrainPipelineBase
 from torchrec.distributed.types import ShardedModule
 
+from pipeline import devices
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.training import TrainerConfig
 from pipeline.data.read.batch import Batch
@@ -26,7 +27,7 @@ from pipeline.training.optimizer import TrainingOptimizer
 from pipeline.training.plain_pipeline import PlainPipeline
 from pipeline.training.step_optimizer import StepOptimizer
 
-PIPELINES = {"sparse_dist": ClockedSparseDist, "base": TrainPipelineBase}
+PIPELINES = {"sparse_dist": ClockedSparseDist, "base": TrainPipelineBase, "plain": PlainPipeline}
 logger = get_logger(__name__)
 
 
@@ -196,11 +197,10 @@ class Trainer:
 
     def _make_pipeline(self) -> Any:
         context = self._parts.context
-        kind = PIPELINES[self._config.pipeline_of(context.world_size, context.device.type)]
-        if not any(isinstance(module, ShardedModule) for module in self._parts.model.modules()):
-            kind = TrainPipelineBase  # no tables, no exchange to overlap; TorchRec's would trace the layers themselves
-        if kind is TrainPipelineBase and context.device.type == "cpu":
-            kind = PlainPipeline
+        has_tables = any(isinstance(module, ShardedModule) for module in self._parts.model.modules())
+        # Without tables there is no exchange to overlap, and TorchRec's pipeline would trace the layers themselves.
+        asked = self._config.pipeline if has_tables else "base"
+        kind = PIPELINES[devices.current().pipeline(asked, context.world_size)]
         extra = {"execute_all_batches": True} if kind is ClockedSparseDist else {}
         self._parts.model.train()
         return kind(self._parts.model, self._optimizer, context.device, **extra)

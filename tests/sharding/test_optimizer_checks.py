@@ -13,6 +13,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec import optim
 from torchrec.modules.embedding_configs import DataType
 
+from pipeline import devices
 from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.config.training import CommsConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.embeddings.collection import Managed
@@ -79,8 +80,8 @@ def refusal_of(rank: int, sparse: SparseOptimizerConfig) -> str:
     model = TinyModel(tables)
     apply_sparse_optimizer(model, sparse)
     plan: Any = tiny.plan_of(model, tables).plan[TABLES]
-    with pytest.raises(ShardingError) as error:
-        sharding_checks.check_sharding(model.embedding_bag_collection, plan, torch.device("cpu"), fast_cpu=False)
+    with pytest.raises(ShardingError) as error, devices.using(devices.named("cpu", plain=True)):
+        sharding_checks.check_sharding(model.embedding_bag_collection, plan)
     return str(error.value)
 
 
@@ -89,8 +90,8 @@ def refusal_of_cached_managed_rows(rank: int) -> str:
     model = TinyModel([TinyTable("a", init=rows)])
     plan: Any = tiny.plan_of(model, [TinyTable("a")]).plan[TABLES]
     plan["a"].compute_kernel = "fused_uvm_caching"
-    with pytest.raises(ShardingError) as error:
-        sharding_checks.check_sharding(model.embedding_bag_collection, plan, torch.device("cuda"))
+    with pytest.raises(ShardingError) as error, devices.using(devices.named("cuda")):
+        sharding_checks.check_sharding(model.embedding_bag_collection, plan)
     return str(error.value)
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torchrec.distributed.dist_data import KJTAllToAll
 
+from pipeline import devices
 from pipeline.config.tables import TableConfig
-from pipeline.config.training import TrainerConfig
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.models.layers.dlrm import join_lookups_to_products
 from pipeline.models.layers.interaction import DotInteraction
@@ -164,11 +164,12 @@ def test_an_evaluation_scores_alike(ranks: RankPool) -> None:
 
 
 def test_the_pipeline_overlaps_where_there_is_something_to_overlap() -> None:
-    config = TrainerConfig()
-    assert [config.pipeline_of(1, "cpu"), config.pipeline_of(2, "cpu"), config.pipeline_of(1, "cuda")] == [
-        "base", "sparse_dist", "sparse_dist",
+    cpu, cuda = devices.named("cpu"), devices.named("cuda")
+    assert [cpu.pipeline("auto", 1), cpu.pipeline("auto", 2), cuda.pipeline("auto", 1)] == [
+        "plain", "sparse_dist", "sparse_dist",
     ]  # fmt: skip
-    assert TrainerConfig(pipeline="sparse_dist").pipeline_of(1, "cpu") == "sparse_dist"
+    assert cpu.pipeline("sparse_dist", 1) == cuda.pipeline("sparse_dist", 1) == "sparse_dist"
+    assert (cpu.pipeline("base", 2), cuda.pipeline("base", 2)) == ("plain", "base")
 
 
 def test_a_block_that_is_not_the_lookups_own_is_left_alone() -> None:

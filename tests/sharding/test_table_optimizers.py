@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim import RowWiseAdagrad
 
+from pipeline import devices
 from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.planner.limits import COLUMN_SHARDING_TYPES
 from pipeline.sharding.torchrec.sharding import shard_model
@@ -114,8 +115,9 @@ def trained(
     model = TinyModel(tables)
     apply_sparse_optimizer(model, sparse, {table.name: l2 for table in tables})
     plan = plan_of(model, tables, local_size)
-    sharded = shard_model(model, plan, CommsConfig(), context(rank), seed=SEED, fast_cpu=fast)
-    optimizer = build_optimizer(sharded, config)
+    with devices.using(devices.named("cpu", plain=not fast)):
+        sharded = shard_model(model, plan, CommsConfig(), context(rank), seed=SEED)
+        optimizer = build_optimizer(sharded, config)
     for features, labels in batches(tables, NUM_STEPS, rank, dist.get_world_size()):
         optimizer.zero_grad()
         sharded(features, labels)[0].backward()

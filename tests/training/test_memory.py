@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from pipeline import devices
 from pipeline.devices.process_group import init_distributed
 from pipeline.training.hooks.memory import MemoryWatch, describe_memory
 from tests.planner.plans import drawn_plan
@@ -56,7 +57,7 @@ def test_predictions_add_the_dense_part_to_the_tables(device: str, how: str) -> 
     plan, _ = drawn_plan(4, 2, device=device)
     load = replace(plan.ranks[0], hbm_bytes=100 * MIB if device == "cuda" else 0, ddr_bytes=100 * MIB)
     plan = replace(plan, ranks=[load, plan.ranks[1]], dense_bytes=28 * MIB)
-    text = describe_memory(plan, [200 * MIB, 7 * MIB], device)
+    text = describe_memory(plan, [200 * MIB, 7 * MIB], devices.named(device).memory_figure)
     assert how in text[0]
     assert text[1] == "  rank 0: predicted 0.12 GiB (tables 100.00 MiB, dense part 28.00 MiB), measured 0.20 GiB"
     assert text[2].startswith("  rank 1: ") and text[2].endswith("7.00 MiB")

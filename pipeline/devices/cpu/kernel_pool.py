@@ -22,6 +22,16 @@ _recorded: Collection[str] = ()
 _is_forked = False
 
 
+def can_read(tensor: torch.Tensor, recorded: str = "") -> bool:
+    """Whether a kernel can read this tensor, or is recorded under this name where it is a fake one.
+
+    Not while torch.export, torch.compile or torch.fx traces: numpy sees no tensors there.
+    """
+    if torch.compiler.is_compiling() or (type(tensor) is not torch.Tensor and not is_recorded(recorded)):
+        return False
+    return tensor.device.type == "cpu"
+
+
 @cache
 def kernels(module: str) -> ModuleType | None:
     """The module of this name; None without Numba, with which torch's own operations do the work."""

@@ -74,6 +74,7 @@ def is_for_onednn(first: torch.Tensor, second: torch.Tensor, inner: int) -> bool
     """Whether these are multiplied by it. `inner`: the dimension that is summed over, of both."""
     return (
         first.dtype == second.dtype == torch.float32
+        and first.device.type == second.device.type == "cpu"
         and min(*first.shape, *second.shape) >= LEAST_WIDTH
         and first.numel() * second.numel() >= LEAST_PRODUCTS * inner
         and onednn_multiplies_faster()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pipeline.devices.cpu.host_exchange import all_reduce, num_exchanging_ranks
-from pipeline.devices.cpu.kernel_pool import kernels, on_all_threads
+from pipeline.devices.cpu.kernel_pool import can_read, kernels, on_all_threads
 from pipeline.models.layers.batch_norm import BatchNorm, gather_statistics
 
 
@@ -127,10 +127,12 @@ def _array(values: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _fits_kernels(rows: torch.Tensor, alpha: torch.Tensor) -> bool:
-    """Not while torch.export or torch.compile traces: numpy sees no tensors there."""
-    if torch.compiler.is_compiling() or type(rows) is not torch.Tensor or rows.device.type != "cpu":
-        return False
-    return rows.dtype == alpha.dtype == torch.float32 and rows.is_contiguous() and _kernels() is not None
+    return (
+        can_read(rows)
+        and rows.dtype == alpha.dtype == torch.float32
+        and rows.is_contiguous()
+        and _kernels() is not None
+    )
 
 
 def _kernels() -> ModuleType | None:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from pipeline.devices.cpu.kernel_pool import is_recorded, kernels, on_all_threads, record
+from pipeline.devices.base import autocast_dtype, in_host_memory
+from pipeline.devices.cpu.kernel_pool import can_read, is_recorded, kernels, on_all_threads, record
 
 AS_BITS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16}  # what the kernel moves
 WIDEST_BF16 = 16  # columns of rows whose products in bf16 are computed in fp32; those of wider ones in pairs
@@ -68,9 +69,7 @@ class DotInteraction(nn.Module):
         self.uses_kernel = True
 
     def forward(self, dense: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-        device_type = rows.device.type
-        own = rows.dtype if dense is None else dense.dtype
-        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else own
+        dtype = autocast_dtype(rows) or (rows.dtype if dense is None else dense.dtype)
         return _Dots.apply(dense, rows, dtype, self.rows_have_room, self.uses_kernel)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -154,7 +153,7 @@ def _combined(dense: torch.Tensor | None, rows: torch.Tensor, dtype: torch.dtype
     """[B, D] and [B, F, D] -> [B, F + 1, D], cast on the way; without dense the rows."""
     if dense is None:
         return rows.to(dtype).contiguous()
-    if torch.compiler.is_compiling() or dense.is_cuda:
+    if torch.compiler.is_compiling() or not in_host_memory(dense):
         return torch.cat([dense.to(dtype).unsqueeze(1), rows.to(dtype)], dim=1)
     combined = dense.new_empty(len(dense), rows.shape[1] + 1, rows.shape[2], dtype=dtype)
     combined[:, 0], combined[:, 1:] = dense, rows
@@ -238,10 +237,7 @@ def _flat(values: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _fits_kernel(rows: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Not while torch.export or torch.compile traces: numpy sees no tensors there."""
-    if torch.compiler.is_compiling() or (type(rows) is not torch.Tensor and not is_recorded("take")):
-        return False
-    return rows.device.type == "cpu" and dtype in AS_BITS
+    return can_read(rows, "take") and dtype in AS_BITS
 
 
 def _kernel() -> Callable[..., None] | None:

@@ -11,7 +11,8 @@ from torch import nn
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.mlp import Perceptron
 
-from pipeline.devices.cpu.kernel_pool import is_recorded, kernels, on_all_threads
+from pipeline.devices.base import autocast_dtype
+from pipeline.devices.cpu.kernel_pool import can_read, kernels, on_all_threads
 from pipeline.devices.cpu.products import (
     RECORDED,
     gradient_of_inputs,
@@ -89,11 +90,9 @@ def linear(
 
 
 def _is_for_us(inputs: torch.Tensor) -> bool:
-    """Not while torch.export, torch.compile or torch.fx traces, nor under autocast, whose products are oneDNN's already."""
-    is_plain = type(inputs) is torch.Tensor
-    if torch.compiler.is_compiling() or not (is_plain or is_recorded(RECORDED)) or inputs.device.type != "cpu":
-        return False
-    return inputs.dtype == torch.float32 and not torch.is_autocast_enabled("cpu") and onednn_multiplies_faster()
+    """Not under autocast, whose products are oneDNN's already."""
+    is_fp32 = can_read(inputs, RECORDED) and inputs.dtype == torch.float32
+    return is_fp32 and autocast_dtype(inputs) is None and onednn_multiplies_faster()
 
 
 class FastLinear:
@@ -124,7 +123,7 @@ class FastCross:
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         network, crossed = self.network, input
-        in_one_type = input.dtype == torch.float32 and not torch.is_autocast_enabled(input.device.type)
+        in_one_type = input.dtype == torch.float32 and autocast_dtype(input) is None
         for (down, up), bias in zip(self.factors(input), network.bias, strict=True):
             inner = linear(crossed, down)
             if in_one_type:

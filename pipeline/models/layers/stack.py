@@ -11,7 +11,7 @@ import torch
 import torchrec.modules.mlp
 from torch import nn
 
-from pipeline.devices.cpu.kernel_pool import is_recorded, kernels, on_all_threads, record
+from pipeline.devices.cpu.kernel_pool import can_read, kernels, on_all_threads, record
 from pipeline.models.layers.mlp import MLP
 
 KERNELS = "pipeline.devices.cpu.kernels.stack"
@@ -178,12 +178,11 @@ def _is_bf16() -> bool:
 
 
 def _takes_part(inputs: torch.Tensor, in_bf16: bool) -> bool:
-    """Not while torch.export, torch.compile or torch.fx traces, nor where nothing is trained."""
-    is_plain = type(inputs) is torch.Tensor or is_recorded("layer_stack")
-    if torch.compiler.is_compiling() or not is_plain or not torch.is_grad_enabled():
+    """Not where nothing is trained."""
+    if not torch.is_grad_enabled() or not can_read(inputs, "layer_stack"):
         return False
     kinds = (torch.float32, torch.bfloat16) if in_bf16 else (torch.float32,)
-    return inputs.device.type == "cpu" and inputs.dtype in kinds and inputs.dim() == 2 and len(inputs) > 0
+    return inputs.dtype in kinds and inputs.dim() == 2 and len(inputs) > 0
 
 
 def runs_here(in_bf16: bool) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from pipeline import devices
 from pipeline.config.model import ModelConfig
 from pipeline.config.registry import find
 from pipeline.data.read.batch import Batch
@@ -78,8 +79,7 @@ class TaskModel(nn.Module):
     def forward(self, batch: Batch) -> tuple[torch.Tensor, Any]:
         # Two branches, not a flag to autocast: TorchRec traces this with torch.fx, where batch has no device yet.
         if self._bf16:
-            device_type = "cuda" if next(self.model.parameters()).is_cuda else "cpu"
-            with torch.autocast(device_type, dtype=torch.bfloat16):
+            with devices.current().autocast(torch.bfloat16):
                 outputs = self.model(batch.dense_features, batch.sparse_features)
         else:
             outputs = self.model(batch.dense_features, batch.sparse_features)

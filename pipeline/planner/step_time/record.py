@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from pipeline import devices
 from pipeline.config.optimizers import find_optimizer
 from pipeline.config.training import DenseOptimizerConfig
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
@@ -131,7 +132,7 @@ def record_dense(
     num_modules = sum(1 for _ in model.modules())
     fake, recorder = FakeTensorMode(), _Recorder()
     try:
-        with fake:
+        with devices.using(devices.named("cpu")), fake:  # where fake tensors are
             _fake_parameters(model, fake)
             _make_room(model, inputs)
             if prepare is not None:

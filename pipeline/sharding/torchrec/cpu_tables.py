@@ -24,6 +24,7 @@ from torch import nn
 from torchrec.distributed import batched_embedding_kernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
+from pipeline import devices
 from pipeline.config.optimizers import all_optimizers
 from pipeline.devices.cpu.kernel_pool import LEAST_SHARE, on_all_threads
 from pipeline.runtime.errors import ShardingError
@@ -109,10 +110,10 @@ _tiers: TierSettings | None = None  # of the tables that are being built
 
 
 @contextmanager
-def tables_with_moments(device: torch.device, tiers: TierSettings | None = None) -> Iterator[None]:
-    """Inside, TorchRec builds TablesWithMoments for tables, where `device` is a CPU; those that `tiers` names in tiers."""
+def tables_with_moments(tiers: TierSettings | None = None) -> Iterator[None]:
+    """Inside, TorchRec builds TablesWithMoments where FBGEMM lacks optimizers; the tables that `tiers` names in tiers."""
     global _tiers
-    if device.type != "cpu":
+    if devices.current().fbgemm_is_complete:
         yield
         return
     _tiers = tiers

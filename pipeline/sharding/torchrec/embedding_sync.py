@@ -63,7 +63,7 @@ def host_environment(context: DistributedContext) -> ShardingEnv2D:
     assert world is not None, "init_distributed comes first"
     size = context.local_world_size
     hosts = [list(range(first, first + size)) for first in range(0, context.world_size, size)]
-    mesh = DeviceMesh(context.device.type, hosts, mesh_dim_names=("replicate", "shard"))
+    mesh = DeviceMesh(devices.current().device_type, hosts, mesh_dim_names=("replicate", "shard"))
     environment = ShardingEnv2D(
         sharding_pg=mesh.get_group("shard"),
         replica_pg=mesh.get_group("replicate"),
@@ -97,8 +97,7 @@ def plan_for_host(plan: ShardingPlan, context: DistributedContext) -> ShardingPl
             assert isinstance(sharding.sharding_spec, EnumerableShardingSpec)
             for shard in sharding.sharding_spec.shards:
                 rank = shard.placement.rank()
-                device = "cpu" if context.device.type == "cpu" else f"{context.device.type}:{rank}"
-                shard.placement = _remote_device(f"rank:{first + rank}/{device}")
+                shard.placement = _remote_device(f"rank:{first + rank}/{devices.current().at(rank)}")
     return local
 
 

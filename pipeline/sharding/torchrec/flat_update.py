@@ -16,6 +16,7 @@ from torch import nn
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from torchrec.optim import RowWiseAdagrad
 
+from pipeline.devices.base import in_host_memory
 from pipeline.sharding.torchrec.touched_rows import STATES, TouchedRows
 from pipeline.sharding.torchrec.update_rule import ADAGRAD, ROWWISE_ADAGRAD, SGD, UpdateRule
 
@@ -116,7 +117,7 @@ def _is_whole(tables: list[TableBatchedEmbeddingSlice]) -> bool:
     flat = tables[0]._original_tensor
     ends = [0, *(table._end_offset for table in tables)]
     return (
-        flat.device.type == "cpu"
+        in_host_memory(flat)
         and flat.dtype == torch.float32
         and all(table._start_offset == end for table, end in zip(tables, ends, strict=False))
         and ends[-1] == flat.numel()

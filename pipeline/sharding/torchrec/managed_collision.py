@@ -35,6 +35,7 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from pipeline import devices
 from pipeline.checkpoint.changes import ShardPlace
 from pipeline.embeddings.collection import Managed
 from pipeline.embeddings.compression.managed_collision import IDS_A_BUCKET, MANAGED, STATE
@@ -260,7 +261,7 @@ class ManagedTable:
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
         init_fn = self._config.init_fn
         assert init_fn is not None
-        with torch.random.fork_rng(devices=[self._weight.device] if self._weight.is_cuda else []):
+        with devices.current().fork_rng():
             torch.manual_seed(seed)
             values = torch.empty(len(rows), self._weight.shape[1], device=self._weight.device)
             init_fn(values)

@@ -31,6 +31,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from pipeline import devices
 from pipeline.checkpoint.stored_rows import StoredRows
 from pipeline.data.read.batch import ID_DTYPE, LENGTH_DTYPE
 from pipeline.devices.cpu.host_exchange import HostExchange
@@ -66,8 +67,8 @@ class ShardedTables(ShardedEmbeddingBagCollection):
     has_tiers: bool = False  # of any table, on whatever rank its rows are
     whole_lookup: WholeLookup | None = None  # of all tables, where one rank has them
 
-    def __init__(self, *, exchange: HostExchange | None = None, fast_cpu: bool = True, **arguments: Any) -> None:
-        self.exchange, self.fast_cpu = exchange, fast_cpu  # first: TorchRec's constructor calls init_data_parallel
+    def __init__(self, *, exchange: HostExchange | None = None, **arguments: Any) -> None:
+        self.exchange = exchange  # first: TorchRec's constructor calls init_data_parallel
         super().__init__(**arguments)
         self._groups_of_lookups = [tiered_groups(lookup) for lookup in self._lookups]
         order = FeatureOrder(self) if self.exchange is not None else None
@@ -97,8 +98,8 @@ class ShardedTables(ShardedEmbeddingBagCollection):
             ShardingError: ids or lengths of another dtype than the one that all ranks have agreed on.
         """
         _check_dtypes(features)
-        if self._device is not None and self._device.type == "cpu":
-            # A train pipeline may switch this on; on CPU it would free the caller's batch, not a copy of it.
+        if not devices.current().copies_batches:
+            # A train pipeline may switch this on; it would free the caller's batch, not a copy of it.
             self._free_features_storage_early = False
         if features.variable_stride_per_key():
             features = in_order_of(
@@ -166,7 +167,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         for sharding, input_dist in zip(self._embedding_shardings, self._input_dists, strict=True):
             if isinstance(input_dist, RwSparseFeaturesDist):
                 partition_hashed_ids(input_dist, sharding.feature_names(), self.managed)
-        if self._env.world_size == 1 and self.fast_cpu:
+        if self._env.world_size == 1 and devices.current().has_kernels:
             skip_id_exchange(self._input_dists)
         if self.exchange is not None:
             exchange_on_host(self, self.exchange)
@@ -254,15 +255,14 @@ class TableSharder(EmbeddingBagCollectionSharder):
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         seed: int = 0,
         exchange: HostExchange | None = None,
-        fast_cpu: bool = True,
         tiers: TierSettings | None = None,
     ) -> None:
         super().__init__(qcomm_codecs_registry=qcomm_codecs_registry)
-        self._seed, self._exchange, self._fast_cpu, self._tiers = seed, exchange, fast_cpu, tiers
+        self._seed, self._exchange, self._tiers = seed, exchange, tiers
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        # On cpu TorchRec leaves out what needs a reduce-scatter, which gloo has had since torch 2.8.
-        return super().sharding_types("cuda" if compute_device_type == "cpu" else compute_device_type)
+        # Every device has what TorchRec offers on GPUs: on cpu it leaves out what needs a reduce-scatter, which gloo has.
+        return super().sharding_types("cuda")
 
     def shard(
         self,
@@ -277,12 +277,12 @@ class TableSharder(EmbeddingBagCollectionSharder):
         Raises:
             ShardingError: the plan asks for what TorchRec would do wrongly without saying so.
         """
-        device = device or torch.device("cpu")
-        check_sharding(module, params, device, self._fast_cpu)
+        here = devices.current()
+        check_sharding(module, params)
         if self._tiers is not None:
-            check_tiers(module, params, device, self._fast_cpu, self._tiers)
+            check_tiers(module, params, self._tiers)
         _give_each_parameter_its_own_kwargs(module)
-        if device.type != "cpu":
+        if here.fbgemm_is_complete:
             for name, weight in self.shardable_parameters(module).items():
                 tell_fbgemm(name, weight)
         configs = module.embedding_bag_configs()
@@ -291,17 +291,16 @@ class TableSharder(EmbeddingBagCollectionSharder):
             for config in configs
             if config.pooling == PoolingType.MEAN and params[config.name].sharding_type == "grid_shard"
         ]
-        with _pooled_as_sum(grid_means), _not_initialized(configs), tables_with_moments(device, self._tiers):
+        with _pooled_as_sum(grid_means), _not_initialized(configs), tables_with_moments(self._tiers):
             sharded = ShardedTables(
                 module=module,
                 table_name_to_parameter_sharding=params,
                 env=env,
                 fused_params=self.fused_params,
-                device=device,
+                device=device or here.torch_device,
                 qcomm_codecs_registry=self.qcomm_codecs_registry,
                 module_fqn=module_fqn,
                 exchange=self._exchange,
-                fast_cpu=self._fast_cpu,
             )
         _fix_mean_pooling(sharded, configs, grid_means, params)
         sharded.tables_without_optimizer = [
@@ -311,14 +310,13 @@ class TableSharder(EmbeddingBagCollectionSharder):
         sharded.update_rules = {name: weight.update_rule for name, weight in weights if hasattr(weight, "update_rule")}
         sharded.has_tiers = self._tiers is not None and any(config.name in self._tiers.slots for config in configs)
         sharded.managed = add_managed_tables(sharded, configs, env, self._seed)
-        if device.type == "cpu":
+        if not here.fbgemm_is_complete:
             divide_weights_of_means(sharded._lookups)
-        if self._fast_cpu:
+        if here.has_kernels:
             speed_up_cpu_tables(sharded._lookups, sharded.update_rules)  # a plain list: modules() does not go by them
         accept_variable_batches(sharded._lookups)
-        if device.type == "cpu":
-            reduce_scatter_variable_batches(sharded._output_dists)
-        if device.type == "cpu" and env.world_size == 1:
+        reduce_scatter_variable_batches(sharded._output_dists)
+        if here.has_kernels and env.world_size == 1:
             sharded.whole_lookup = _lookup_of_all(sharded)
         return sharded
 

@@ -11,8 +11,10 @@ from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.types import CommOp, ModuleSharder, QuantizedCommCodecs, ShardingEnv, ShardingPlan
 
+from pipeline import devices
 from pipeline.config.training import CommsConfig
-from pipeline.devices.cpu.host_exchange import HostExchange, connect
+from pipeline.devices.base import Device
+from pipeline.devices.cpu.host_exchange import HostExchange
 from pipeline.embeddings.table import Table
 from pipeline.planner.limits import describe_comms, precisions
 from pipeline.runtime.logs import get_logger
@@ -63,11 +65,10 @@ def make_sharders(
     comms: CommsConfig,
     seed: int = 0,
     exchange: HostExchange | None = None,
-    fast_cpu: bool = True,
     tiers: TierSettings | None = None,
 ) -> list[ModuleSharder[nn.Module]]:
     """What a planner enumerates sharding types with, and shard_model shards with."""
-    return [TableSharder(make_codecs(comms), seed, exchange, fast_cpu, tiers)]  # type: ignore[list-item]  # TorchRec's own annotation is invariant
+    return [TableSharder(make_codecs(comms), seed, exchange, tiers)]  # type: ignore[list-item]  # TorchRec's own annotation is invariant
 
 
 def shard_model(
@@ -79,7 +80,6 @@ def shard_model(
     seed: int = 0,
     tables: list[Table] | None = None,
     replicated: bool = False,
-    fast_cpu: bool = True,
     initialize: bool = True,
     tier_folder: str | None = None,
 ) -> DistributedModelParallel:
@@ -87,8 +87,7 @@ def shard_model(
 
     Every rank passes the same seed; the first weights do not depend on plan or world size. With `tables`, column
     shards under a row-wise optimizer are refused unless the table's config names them. `replicated`: the plan is for the
-    ranks of one host, and every host has its tables by it (training.embedding_sync). `fast_cpu`: ShardingConfig says what
-    it turns off. `tier_folder`: where the rows of `tables` with tiers lie; None: all tables are in memory. `initialize=False`: tables are as allocated, for initialize_tables or a checkpoint to fill. The
+    ranks of one host, and every host has its tables by it (training.embedding_sync). `tier_folder`: where the rows of `tables` with tiers lie; None: all tables are in memory. `initialize=False`: tables are as allocated, for initialize_tables or a checkpoint to fill. The
     caller's random state is kept.
 
     Raises:
@@ -100,15 +99,16 @@ def shard_model(
         check_plan_is_exact(model, plan, tables)
     world = dist.GroupMember.WORLD
     assert world is not None, "init_distributed comes first"
-    exchange = connect(context, comms.timeout_s) if comms.shared_memory and fast_cpu else None
+    device = devices.current()
+    exchange = device.exchange(context, comms.timeout_s) if comms.shared_memory else None
     environment = host_environment(context) if replicated else ShardingEnv.from_process_group(world)
-    with torch.random.fork_rng(devices=[context.device] if context.device.type == "cuda" else []):
+    with device.fork_rng():
         sharded = DistributedModelParallel(
             model,
             env=environment,
             device=context.device,
             plan=plan_for_host(plan, context) if replicated else plan,
-            sharders=make_sharders(comms, seed, exchange, fast_cpu, _tier_settings(tables or [], tier_folder)),
+            sharders=make_sharders(comms, seed, exchange, _tier_settings(tables or [], tier_folder)),
             init_data_parallel=False,
             init_parameters=False,
             # Every step runs the same graph: DDP then needs no search for unused parameters, and overlaps more.
@@ -121,7 +121,7 @@ def shard_model(
     keep_small_pages(sharded)
     if initialize:
         initialize_tables(sharded, seed)
-    _log(comms, exchange, fast_cpu)
+    _log(comms, exchange, device)
     return sharded
 
 
@@ -157,10 +157,10 @@ class _AverageOverRanks(DefaultDataParallelWrapper):
             super()._ddp_wrap(dmp, env, device, ddp_ignore_param_names)
 
 
-def _log(comms: CommsConfig, exchange: HostExchange | None, fast_cpu: bool) -> None:
-    if fast_cpu and dist.get_world_size() == 1:
+def _log(comms: CommsConfig, exchange: HostExchange | None, device: Device) -> None:
+    if not device.has_torchrec_layers and dist.get_world_size() == 1:
         return  # nothing is exchanged
     how = "; ranks of this host exchange through shared memory" if exchange else ""
-    if not fast_cpu:
+    if device.has_torchrec_layers:
         how = "; sharding.fast_cpu=false: kernels and exchanges are TorchRec's, FBGEMM's and DDP's own"
     logger.info("comms: %s%s", ", ".join(f"{name} {what}" for name, what in describe_comms(comms).items()), how)

@@ -11,6 +11,7 @@ from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from pipeline import devices
 from pipeline.config.optimizers import Optimizer, all_optimizers
 from pipeline.config.tables import entry_name
 from pipeline.embeddings.collection import Managed
@@ -33,10 +34,8 @@ def _entry(fused: type) -> type[Optimizer]:
     return next(entry for entry in all_optimizers().values() if entry.fused == fused.__name__)
 
 
-def check_sharding(
-    module: EmbeddingBagCollection, params: dict[str, ParameterSharding], device: torch.device, fast_cpu: bool = True
-) -> None:
-    """Raises ShardingError for the first table whose plan, optimizer and device do not go together."""
+def check_sharding(module: EmbeddingBagCollection, params: dict[str, ParameterSharding]) -> None:
+    """Raises ShardingError for the first table whose plan and optimizer do not go together on this device."""
     for config in module.embedding_bag_configs():
         weight = module.embedding_bags[config.name].weight
         sharding = params[config.name]
@@ -55,21 +54,19 @@ def check_sharding(
                 "state checkpoints mix up between ranks; use compute_kernel fused, or data_parallel"
             )
         _check_managed(config, sharding)
-        if device.type == "cpu":
-            _check_fused_on_cpu(config.name, weight, config.data_type, fast_cpu)
+        if not devices.current().fbgemm_is_complete:
+            _check_fused_on_cpu(config.name, weight, config.data_type)
         _warn_of_row_state(config.name, weight, sharding.sharding_type)
 
 
 def check_tiers(
     module: EmbeddingBagCollection,
     params: dict[str, ParameterSharding],
-    device: torch.device,
-    fast_cpu: bool,
     tiers: TierSettings,
 ) -> None:
     """Raises ShardingError for the first table with tiers that would not train exactly, or not at all."""
     for config in module.embedding_bag_configs():
-        if config.name in tiers.slots and (problem := _tiers_problem(config, module, params, device, fast_cpu)):
+        if config.name in tiers.slots and (problem := _tiers_problem(config, module, params)):
             raise ShardingError(
                 f"table {entry_name(config.name)!r} has tiers.slots={tiers.slots[config.name]:g}, and {problem}"
             )
@@ -79,15 +76,13 @@ def _tiers_problem(
     config: EmbeddingBagConfig,
     module: EmbeddingBagCollection,
     params: dict[str, ParameterSharding],
-    device: torch.device,
-    fast_cpu: bool,
 ) -> str:
     """What stands in the way of tiers, and the way out; empty: nothing."""
     weight = module.embedding_bags[config.name].weight
     rule, optimizer = getattr(weight, "update_rule", None), optimizer_class_of(weight)
-    if device.type != "cpu":
+    if devices.current().has_own_memory:
         return "tiers are for CPU ranks; on GPUs use sharding.compute_kernels=[fused_uvm_caching]"
-    if not fast_cpu or find_spec("numba") is None:
+    if not devices.current().has_kernels or find_spec("numba") is None:
         return "tiers need Numba and sharding.fast_cpu=true"
     if params[config.name].sharding_type == "data_parallel":
         return "a replicated table lies in memory whole; leave data_parallel out of its sharding.sharding_types"
@@ -132,11 +127,11 @@ def _check_replicated(name: str, weight: torch.Tensor, data_type: DataType) -> N
         )
 
 
-def _check_fused_on_cpu(name: str, weight: torch.Tensor, data_type: DataType, fast_cpu: bool) -> None:
+def _check_fused_on_cpu(name: str, weight: torch.Tensor, data_type: DataType) -> None:
     optimizer = optimizer_class_of(weight)
     if optimizer is None:
         return
-    has_kernels = fast_cpu and find_spec("numba") is not None
+    has_kernels = devices.current().has_kernels and find_spec("numba") is not None
     on_cpu = _entry(optimizer)
     if not on_cpu.fused_on_cpu and (on_cpu.cpu_kernel is None or not has_kernels):
         known = "SGD, Adagrad and row-wise Adagrad"

@@ -17,6 +17,7 @@ from torchrec import optim
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizer
 
+from pipeline import devices
 from pipeline.config.optimizers import all_optimizers, find_optimizer
 from pipeline.config.tables import entry_name
 from pipeline.config.training import SparseOptimizerConfig
@@ -121,13 +122,12 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
         self,
         params: dict[str, nn.Parameter],
         config: SparseOptimizerConfig,
-        fast_cpu: bool = True,
         rules: Mapping[str, UpdateRule] | None = None,
     ) -> None:
         """`rules`: by table, where they are more than `config` says."""
         by_weight = {weight: (rules or {}).get(key.split(".")[-2]) for key, weight in params.items()}
         self._optimizer = _make_replicated(by_weight, config)
-        self._flat = flat_update(params, self._optimizer) if fast_cpu else None
+        self._flat = flat_update(params, self._optimizer) if devices.current().has_kernels else None
         self._marks: dict[nn.Parameter, torch.Tensor] = {}
         states = find_optimizer(config.name).replicated_states or {}
         state = {}

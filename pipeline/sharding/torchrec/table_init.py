@@ -19,8 +19,10 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from pipeline import devices
 from pipeline.checkpoint.first_weights import NORMAL, UNIFORM, FirstWeights
 from pipeline.checkpoint.stored_rows import StoredRows
+from pipeline.devices.base import in_host_memory
 from pipeline.devices.cpu.process import use_small_pages
 from pipeline.devices.philox import fill_normal, fill_uniform
 from pipeline.embeddings.collection import Managed, Normal, RowsOf, Uniform, Zeros
@@ -59,7 +61,7 @@ def keep_small_pages(module: nn.Module) -> None:
     """Of tables inside `module` that lie in this host's memory, before they are filled."""
     for _, parts in _tables(module):
         for part in parts:
-            if part.values.device.type == "cpu" and not isinstance(part.values, StoredRows):
+            if in_host_memory(part.values) and not isinstance(part.values, StoredRows):
                 use_small_pages(part.values.data_ptr(), part.values.nbytes)
 
 
@@ -149,7 +151,7 @@ def _sample_numbers(out: torch.Tensor, distribution: Uniform | Normal, key: int,
 def _fill_by_blocks(part: _Part, config: EmbeddingBagConfig, seed: int) -> None:
     piece, end = part.values, part.row + len(part.values)
     assert config.init_fn is not None
-    with torch.random.fork_rng(devices=[piece.device] if piece.is_cuda else []):
+    with devices.current().fork_rng():
         for block in range(part.row // BLOCK_ROWS, -(-end // BLOCK_ROWS)):
             first = block * BLOCK_ROWS
             values = torch.empty(

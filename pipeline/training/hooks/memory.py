@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import resource
 from dataclasses import replace
 
-import psutil
 import torch
 import torch.distributed as dist
 
+from pipeline import devices
 from pipeline.config.registry import register
 from pipeline.planner.record import PlanDescription, RankLoad
 from pipeline.runtime.byte_counts import show_bytes
@@ -26,23 +25,14 @@ class MemoryWatch:
 
     def __init__(self, context: DistributedContext) -> None:
         self._context = context
-        self._resident = psutil.Process().memory_info().rss
-        self._peak = _peak_resident()
-
-    def peak_bytes(self) -> int:
-        """Of this rank so far: allocated on its GPU, or what its resident set has grown by."""
-        if self._context.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._context.device)
-        # An earlier peak, of loading data say, is none of training's; one that was higher hides what came and went since.
-        peak = now if (now := _peak_resident()) > self._peak else psutil.Process().memory_info().rss
-        return max(0, peak - self._resident)
+        self.peak_bytes = devices.current().watch_memory()
 
     def report(self, plan: PlanDescription) -> None:
         """Collective: rank 0 logs all ranks' figures."""
         local = torch.tensor([self.peak_bytes()], dtype=torch.int64, device=self._context.device)
         measured = [torch.zeros_like(local) for _ in range(self._context.world_size)]
         dist.all_gather(measured, local)
-        for line in describe_memory(plan, [int(each) for each in measured], self._context.device.type):
+        for line in describe_memory(plan, [int(each) for each in measured], devices.current().memory_figure):
             logger.info("%s", line)
 
 
@@ -57,9 +47,8 @@ class MemoryReport(Hook):
         self._is_reported = True
 
 
-def describe_memory(plan: PlanDescription, measured_bytes: list[int], device_type: str) -> list[str]:
-    """`measured_bytes` by rank. What was not predicted is activations, workspace and libraries: the plan's reserve."""
-    what = "max_memory_allocated" if device_type == "cuda" else "growth of the resident set since before the tables"
+def describe_memory(plan: PlanDescription, measured_bytes: list[int], what: str) -> list[str]:
+    """`measured_bytes` by rank, which are `what`. What was not predicted is activations, workspace and libraries: the plan's reserve."""
     # A plan for the ranks of one host holds for those of every other.
     loads = [replace(plan.ranks[rank % len(plan.ranks)], rank=rank) for rank in range(len(measured_bytes))]
     ranks = sorted(zip(loads, measured_bytes, strict=True), key=lambda pair: -pair[1])
@@ -77,7 +66,3 @@ def _line(plan: PlanDescription, load: RankLoad, measured: int) -> str:
         f"  rank {load.rank}: predicted {show_bytes(tables + plan.dense_bytes)} (tables {show_bytes(tables)}, "
         f"dense part {show_bytes(plan.dense_bytes)}), measured {show_bytes(measured) if measured else 'no growth'}"
     )
-
-
-def _peak_resident() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB

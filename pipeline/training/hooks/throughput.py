@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
 import time
 from contextlib import ExitStack
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeline import devices
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import register
 from pipeline.models.tasks.task import Measure
@@ -140,7 +140,7 @@ class StepLog(Hook):
         steps = max(1, self._num_steps - self._num_logged)
         values = {"step_seconds": seconds / steps, "input_stall_seconds": stall / steps}
         values |= {"comms_seconds": comms / steps} if self._comms else {}
-        return {**values, "peak_memory_bytes": own_peak_memory_gb(self.parts.context) * 2**30}
+        return {**values, "peak_memory_bytes": own_peak_memory_gb() * 2**30}
 
     def _learning_rates(self) -> dict[str, float]:
         groups = self.parts.optimizer.param_groups
@@ -192,16 +192,14 @@ def describe_comms_wait(rates: dict[str, float]) -> str:
 
 def peak_memory_gb(context: DistributedContext) -> float:
     """Collective: GiB of the rank that needed most; see own_peak_memory_gb."""
-    value = torch.tensor(own_peak_memory_gb(context), device=context.device)
+    value = torch.tensor(own_peak_memory_gb(), device=context.device)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value)
 
 
-def own_peak_memory_gb(context: DistributedContext) -> float:
+def own_peak_memory_gb() -> float:
     """GiB of this rank at its most: device memory on GPUs, resident memory elsewhere."""
-    if context.device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(context.device)) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+    return devices.current().peak_memory_bytes() / 2**30
 
 
 def of_ranks(context: DistributedContext, values: dict[str, float]) -> list[dict[str, float]]:

@@ -50,7 +50,7 @@ def build(
     specs = [
         (rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows, dim in zip(shape.rows, shape.dims, strict=True)
     ]
-    with tables_with_moments(torch.device("cpu"), settings):
+    with tables_with_moments(settings):
         lookup = TablesWithMoments(
             embedding_specs=specs, feature_table_map=list(FEATURES), optimizer=OPTIMIZERS[optimizer],
             pooling_mode=PoolingMode.SUM, learning_rate=0.3, eps=1e-8, table_names=names,
