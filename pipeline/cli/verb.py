@@ -27,7 +27,7 @@ from pipeline.cli.words import Command, read_words
 from pipeline.config.jobs.names import CONFIG_NAMES
 from pipeline.config.registry import register
 from pipeline.config.training import LoggerConfig, TrainerConfig
-from pipeline.devices.cpu.process import find_kernel_cache, use_huge_pages, wait_briefly
+from pipeline.devices.cpu.process import computes_here, find_kernel_cache, use_huge_pages, wait_briefly
 from pipeline.runtime.logs import configure_logging
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.exit_codes import FAILED, INTERRUPTED
@@ -116,9 +116,10 @@ class Verb(Generic[Job, Result]):
 
     def _prepare_process(self) -> None:
         if self.runs_kernels:
-            wait_briefly()
-            use_huge_pages()
             find_kernel_cache()
+            if not self.runs_on_ranks or computes_here(sys.argv[1:]):
+                wait_briefly()
+                use_huge_pages()
         if self.handles_sigterm:
             preemption.listen()
         # A rank does not outlive its agent, unless the agent is ending it already.

@@ -58,6 +58,11 @@ def named(name: str, index: int = 0, plain: bool = False) -> Device:
     return (kind.plain or kind)(index) if plain else kind(index)
 
 
+def best_here() -> str:
+    """The name of the first accelerator that is here, else cpu."""
+    return next((name for name, kind in kinds().items() if kind.has_own_memory and kind.is_available()), "cpu")
+
+
 def kinds() -> Mapping[str, type[Device]]:
     """By name."""
     import pipeline.devices.cpu.device  # noqa: F401  the registry imports the modules of a package, not its folders

@@ -6,7 +6,7 @@ the device go through torch's module for it (torch.cuda, torch.xpu), so a subcla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -40,6 +40,13 @@ class Device:
     # Planning: TorchRec's compute kernels, and whether tables are in memory of the device (HBM).
     table_kernels: ClassVar[tuple[str, ...]] = ("dense", "fused", "fused_uvm", "fused_uvm_caching")
     has_own_memory: ClassVar[bool] = True
+    # Of collectives, where a hardware's config does not say them. NCCL's tuner (NVIDIA/nccl src/graph/tuning.cc), Ring
+    # with LL128: base, a step over NVLink, over the network.
+    latencies_us: ClassVar[Mapping[str, float]] = {
+        "collective_launch_us": 10.0,
+        "intra_host_latency_us": 1.9,
+        "inter_host_latency_us": 4.0,
+    }
     # What memory figures measure, and what the profiler's times are.
     memory_figure: ClassVar[str] = "max_memory_allocated"
     profiled_time: ClassVar[str] = "device time"
@@ -111,6 +118,24 @@ class Device:
         return None
 
     # Memory
+
+    def count_here(self) -> int:
+        """How many of them torch sees on this host; 0: ranks are not bound to one each."""
+        return int(self._module.device_count())
+
+    def memory_bytes(self) -> int:
+        """Of one of them that is here."""
+        return int(self._module.get_device_properties(self._module.current_device()).total_memory)
+
+    def memory_gb_per_s(self) -> float:
+        """The peak of one of them that is here; 0.0: torch cannot tell."""
+        return 0.0
+
+    def card_name(self) -> str:
+        """torch's name of the one that is here; empty: there is none."""
+        return (
+            str(self._module.get_device_properties(self._module.current_device()).name) if self.is_available() else ""
+        )
 
     def keep_freed_memory(self, num_ranks: int) -> None:
         """Keep what a step has freed for the next one. num_ranks: on this host."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from pipeline.config.registry import register
 from pipeline.devices.base import Device
+from pipeline.devices.cpu.process import GPU_FILE
 from pipeline.runtime.errors import ConfigError
 
-DEVICE_FILE = Path("/dev/nvidia0")  # made by NVIDIA's driver for the first GPU of a host
+DEVICE_FILE = GPU_FILE
 
 
 @register("device", "cuda")
@@ -33,6 +33,11 @@ class Cuda(Device):
     @classmethod
     def check_absence(cls) -> None:
         check_cpu_is_meant()
+
+    def memory_gb_per_s(self) -> float:
+        """Peak: two transfers a clock over the whole bus; clock rates are in kHz."""
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return float(2 * properties.memory_clock_rate * 1e3 * properties.memory_bus_width / 8 / 1e9)
 
     def needs_claim(self, num_ranks: int) -> bool:
         return num_ranks > 1 and torch.cuda.device_count() == 1

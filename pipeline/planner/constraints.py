@@ -15,8 +15,6 @@ from pipeline.planner.hardware import Hardware
 from pipeline.planner.limits import COLUMN_SHARDING_TYPES, KERNELS_OF_MANAGED_ROWS, allowed_sharding_types
 from pipeline.runtime.errors import PlanError
 
-# Without a limit of the table's own. On cpu only these two exist, and dense serves data_parallel alone.
-KERNELS = {"cpu": ("dense", "fused"), "cuda": ("dense", "fused", "fused_uvm", "fused_uvm_caching")}
 COLUMN_STEP = 4  # FBGEMM wants dims divisible by it
 TORCHREC_MIN_PARTITION = 128
 
@@ -114,7 +112,7 @@ def _worth_trying(table: Table, hardware: Hardware, optimizer: TableOptimizer) -
 
 
 def _compute_kernels(entry: PlacedTable, hardware: Hardware) -> list[str]:
-    table, there = entry.table, KERNELS[hardware.compute_device]
+    table, there = entry.table, hardware.device.table_kernels
     if table.managed is not None:
         there = tuple(kernel for kernel in there if kernel in KERNELS_OF_MANAGED_ROWS)
     kernels = [kernel for kernel in table.sharding.compute_kernels or there if kernel in there]

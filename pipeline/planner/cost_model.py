@@ -203,8 +203,7 @@ class CostModel:
 
     def _fast_memory(self) -> float:
         """Bytes/ms of what a rank computes in."""
-        hardware = self._hardware
-        return (hardware.hbm_gb_per_s if hardware.compute_device == "cuda" else hardware.ddr_gb_per_s) * BYTES_PER_MS
+        return self._hardware.memory_gb_per_s * BYTES_PER_MS
 
     def _kernel_speed(self, option: ShardingOption) -> float:
         """Bytes/ms by TorchRec's table, which makes an average of bandwidths where a cache serves a part."""

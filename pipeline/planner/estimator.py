@@ -24,6 +24,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder
 
+from pipeline import devices
 from pipeline.config.optimizers import find_optimizer
 from pipeline.planner.cost_model import KEY_VALUE, CostModel, cache_load_factor
 from pipeline.planner.tiers import memory_bytes
@@ -94,9 +95,10 @@ class CostedEnumerator(EmbeddingEnumerator):
             if option.compute_kernel == KEY_VALUE:
                 extra += self._key_value_cache_bytes(option, shard)
             # The state of a table in host memory stays there, cached or not; that of one on SSD stays in HBM.
-            in_hbm = self._compute_device == "cuda" and option.compute_kernel in ("dense", "fused", KEY_VALUE)
+            has_hbm = devices.named(self._compute_device).has_own_memory
+            in_hbm = has_hbm and option.compute_kernel in ("dense", "fused", KEY_VALUE)
             assert shard.storage is not None  # just estimated
-            if self._compute_device == "cuda":
+            if has_hbm:
                 shard.storage.hbm += math.ceil(of_weights)
             else:
                 shard.storage.ddr += math.ceil(of_weights)
@@ -169,7 +171,8 @@ def usable_bytes(
 ) -> tuple[int, int]:
     """HBM and host memory that tables may take on a rank; below 0 where the dense part alone is too large."""
     hbm, ddr = int((1 - fraction) * hbm_cap_bytes), int((1 - fraction) * ddr_cap_bytes)
-    return (hbm - dense_bytes, ddr) if compute_device == "cuda" else (0, ddr - dense_bytes)
+    has_hbm = devices.named(compute_device).has_own_memory
+    return (hbm - dense_bytes, ddr) if has_hbm else (0, ddr - dense_bytes)
 
 
 def dense_part_bytes(model: nn.Module, table_parameters: list[nn.Parameter]) -> int:

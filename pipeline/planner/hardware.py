@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 
-import torch
 from torchrec.distributed.planner import types as torchrec_planner
 from torchrec.distributed.planner.types import Topology
 
@@ -23,13 +23,6 @@ from pipeline.runtime.host_memory import host_memory_bytes
 GIB = 1 << 30
 BYTES_PER_MS = 1e6  # in one GB/s
 PROBE_STEP_BYTES = GIB // 4
-# Of a config that does not say them. cuda: NCCL's tuner, NVIDIA/nccl src/graph/tuning.cc, Ring with LL128: base, a step
-# over NVLink, over the network. cpu: gloo all_to_all_single of 128 bytes between 2 ranks, 95 us at the median and 74 at
-# the tenth percentile, taken for launch and hop; between hosts a round trip of 50 us by TCP in a rack is assumed.
-LATENCIES_US = {
-    "cuda": {"collective_launch_us": 10.0, "intra_host_latency_us": 1.9, "inter_host_latency_us": 4.0},
-    "cpu": {"collective_launch_us": 74.0, "intra_host_latency_us": 21.0, "inter_host_latency_us": 50.0},
-}
 
 
 @dataclass(frozen=True)
@@ -62,9 +55,22 @@ class Hardware:
     issue_us: float | None = None
     hosts_per_nvlink_domain: int = 1
 
-    @property
+    @cached_property
     def device(self) -> Device:
         return devices.named(self.compute_device)
+
+    @property
+    def on_cpu(self) -> bool:
+        return not self.device.has_own_memory
+
+    @property
+    def memory_gb_per_s(self) -> float:
+        """Of the memory that a rank computes in."""
+        return self.ddr_gb_per_s if self.on_cpu else self.hbm_gb_per_s
+
+    def fastest_bytes(self, hbm_bytes: int, ddr_bytes: int) -> int:
+        """What of a rank's memory it computes in."""
+        return ddr_bytes if self.on_cpu else hbm_bytes
 
     @property
     def num_hosts(self) -> int:
@@ -87,8 +93,9 @@ def resolve_hardware(
         PlanError: a value that is neither given nor to be probed, ranks that do not fill whole hosts, or
             hardware of another kind than the running rank's.
     """
-    device = _compute_device(config, device_type)
-    local = local_world_size or min(world_size, config.ranks_per_host or _ranks_at_hand(device, world_size))
+    compute_device = _compute_device(config, device_type)
+    device = devices.named(compute_device)
+    local = local_world_size or min(world_size, config.ranks_per_host or device.count_here() or world_size)
     if world_size % local:
         raise PlanError(
             f"world_size={world_size} does not fill hosts of {local} ranks; "
@@ -100,24 +107,25 @@ def resolve_hardware(
             f"world_size={world_size} does not fill NVLink domains of {joined * local} ranks ({joined} hosts of "
             f"{local}); use a multiple of {joined * local}, or set hardware.hosts_per_nvlink_domain"
         )
-    cuda = device == "cuda"
+    has_hbm = device.has_own_memory
+
     return Hardware(
         name=config.name,
-        compute_device=device,
+        compute_device=compute_device,
         world_size=world_size,
         local_world_size=joined * local,
-        hbm_cap_bytes=_bytes(config, "hbm_cap_gb", _probe_hbm_bytes) if cuda else 0,
+        hbm_cap_bytes=_bytes(config, "hbm_cap_gb", partial(_probe_hbm_bytes, device)) if has_hbm else 0,
         ddr_cap_bytes=_bytes(config, "ddr_cap_gb", lambda: host_memory_bytes() // local),
-        hbm_gb_per_s=_bandwidth(config, "hbm_gb_per_s", _probe_hbm_gb_per_s) if cuda else 0.0,
+        hbm_gb_per_s=_bandwidth(config, "hbm_gb_per_s", partial(_probe_hbm_gb_per_s, device)) if has_hbm else 0.0,
         ddr_gb_per_s=_bandwidth(config, "ddr_gb_per_s"),
-        hbm_to_ddr_gb_per_s=_link(config, "hbm_to_ddr_gb_per_s", cuda) if cuda else 0.0,
-        intra_host_gb_per_s=_link(config, "intra_host_gb_per_s", cuda),
+        hbm_to_ddr_gb_per_s=_link(config, "hbm_to_ddr_gb_per_s", device) if has_hbm else 0.0,
+        intra_host_gb_per_s=_link(config, "intra_host_gb_per_s", device),
         inter_host_gb_per_s=_bandwidth(config, "inter_host_gb_per_s"),
-        ssd_cap_bytes=int(config.ssd_cap_gb * GIB) if cuda else 0,
-        ssd_gb_per_s=config.ssd_gb_per_s if cuda else 0.0,
-        **{name: _latency(config, name, device) for name in LATENCIES_US[device]},
-        tflops_fp32=_peak(config, "tflops_fp32", cuda),
-        tflops_bf16=_peak(config, "tflops_bf16", cuda),
+        ssd_cap_bytes=int(config.ssd_cap_gb * GIB) if has_hbm else 0,
+        ssd_gb_per_s=config.ssd_gb_per_s if has_hbm else 0.0,
+        **{name: _latency(config, name, default) for name, default in device.latencies_us.items()},
+        tflops_fp32=_peak(config, "tflops_fp32", device),
+        tflops_bf16=_peak(config, "tflops_bf16", device),
         issue_us=config.issue_us,
         hosts_per_nvlink_domain=joined,
     )
@@ -125,7 +133,7 @@ def resolve_hardware(
 
 def room_for_tables(config: PlannerConfig, hardware: Hardware) -> float:
     """Bytes of a rank's fastest memory that are not kept free; the dense part's are still to come off."""
-    capacity = hardware.hbm_cap_bytes if hardware.compute_device == "cuda" else hardware.ddr_cap_bytes
+    capacity = hardware.fastest_bytes(hardware.hbm_cap_bytes, hardware.ddr_cap_bytes)
     return capacity * (1 - config.reserved_memory_fraction)
 
 
@@ -165,17 +173,13 @@ def build_topology(hardware: Hardware) -> Topology:
 
 def _compute_device(config: HardwareConfig, device_type: str | None) -> str:
     if config.compute_device == "auto":
-        return device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+        return device_type or devices.best_here()
     if device_type is not None and config.compute_device != device_type:
         raise PlanError(
             f"hardware={config.name} is for {config.compute_device} but this rank runs on {device_type}; "
             "use hardware=auto, or a preset of this device"
         )
     return config.compute_device
-
-
-def _ranks_at_hand(device: str, world_size: int) -> int:
-    return torch.cuda.device_count() or world_size if device == "cuda" else world_size
 
 
 def _bytes(config: HardwareConfig, name: str, probe: Callable[[], int]) -> int:
@@ -198,57 +202,55 @@ def _bandwidth(config: HardwareConfig, name: str, probe: Callable[[], float] | N
     return float(value)
 
 
-def _latency(config: HardwareConfig, name: str, device: str) -> float:
+def _latency(config: HardwareConfig, name: str, default: float) -> float:
     value = getattr(config, name)
-    return float(LATENCIES_US[device][name] if value is None else value)
+    return float(default if value is None else value)
 
 
-def _link(config: HardwareConfig, name: str, cuda: bool) -> float:
+def _link(config: HardwareConfig, name: str, device: Device) -> float:
     """Of hardware=auto: what the card at hand has, else PCIe's."""
-    card = _card_at_hand(config) if cuda and getattr(config, name) is None else None
+    card = _card_at_hand(config, device) if getattr(config, name) is None else None
     if card is not None:
         return float(getattr(card, name))
     return _bandwidth(config, name, (lambda: PCIE) if config.compute_device == "auto" else None)
 
 
-def _peak(config: HardwareConfig, name: str, cuda: bool) -> float | None:
+def _peak(config: HardwareConfig, name: str, device: Device) -> float | None:
     given: float | None = getattr(config, name)
-    card = _card_at_hand(config) if cuda and given is None else None
+    card = _card_at_hand(config, device) if given is None else None
     return given if card is None else float(getattr(card, name))
 
 
-def _card_at_hand(config: HardwareConfig) -> Card | None:
+def _card_at_hand(config: HardwareConfig, device: Device) -> Card | None:
     """Of hardware=auto; a preset says all by itself."""
-    if config.compute_device != "auto" or not torch.cuda.is_available():
-        return None
-    return find_card(torch.cuda.get_device_properties(torch.cuda.current_device()).name)
+    return find_card(device.card_name()) if config.compute_device == "auto" else None
 
 
-def _probe_hbm_bytes() -> int:
-    return int(torch.cuda.get_device_properties(_probed_gpu("hbm_cap_gb")).total_memory)
+def _probe_hbm_bytes(device: Device) -> int:
+    return _here(device, "hbm_cap_gb").memory_bytes()
 
 
-def _probe_hbm_gb_per_s() -> float:
-    """By the card's data sheet; of an unknown card the peak: two transfers a clock (in kHz) over the whole bus.
+def _probe_hbm_gb_per_s(device: Device) -> float:
+    """By the card's data sheet; of an unknown card the peak.
 
     Raises:
         PlanError: a MIG slice has a part of the bus, and torch reports the card's.
     """
-    properties = torch.cuda.get_device_properties(_probed_gpu("hbm_gb_per_s"))
-    if is_mig_slice(properties.name):
+    name = _here(device, "hbm_gb_per_s").card_name()
+    if is_mig_slice(name):
         raise PlanError(
-            f"this GPU is a part of a card ({properties.name}), whose bandwidth cannot be probed; set "
+            f"this GPU is a part of a card ({name}), whose bandwidth cannot be probed; set "
             "hardware.hbm_gb_per_s=<GB/s>: the card's, times the part of its memory that the slice has"
         )
-    if (card := find_card(properties.name)) is not None:
-        return card.hbm_gb_per_s
-    return float(2 * properties.memory_clock_rate * 1e3 * properties.memory_bus_width / 8 / 1e9)
+    card = find_card(name)
+    return device.memory_gb_per_s() if card is None else card.hbm_gb_per_s
 
 
-def _probed_gpu(name: str) -> int:
-    if not torch.cuda.is_available():
+def _here(device: Device, name: str) -> Device:
+    """`device`, which is to be asked for `name`. Raises PlanError where there is none on this host."""
+    if not device.is_available():
         raise PlanError(
             f"hardware.{name} is not set and torch sees no GPU to probe it from; "
             "use a preset (hardware=h100_80gb), or hardware=cpu"
         )
-    return torch.cuda.current_device()
+    return device

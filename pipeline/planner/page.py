@@ -13,6 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from pipeline import devices
 from pipeline.planner.charts import Cell, Column, MapRow, column_chart, rank_map
 from pipeline.planner.explain import show_ranks
 from pipeline.planner.fingerprint import describe_hosts
@@ -146,11 +147,11 @@ def _memory(plan: PlanDescription, shares: dict[str, dict[int, TableShare]]) -> 
         "part of the model: a dashed line where it is on the chart.</p>"
     )
     yield legend(SERIES.items())
-    cuda = plan.fingerprint["topology"]["compute_device"] == "cuda"
-    in_hbm = {choice.name for choice in plan.tables if cuda and choice.compute_kernel in IN_HBM}
-    tiers = [("HBM", "hbm_bytes", plan.usable_hbm_bytes, in_hbm)] if cuda else []
+    has_hbm = devices.named(plan.fingerprint["topology"]["compute_device"]).has_own_memory
+    in_hbm = {choice.name for choice in plan.tables if has_hbm and choice.compute_kernel in IN_HBM}
+    tiers = [("HBM", "hbm_bytes", plan.usable_hbm_bytes, in_hbm)] if has_hbm else []
     on_ssd = {choice.name for choice in plan.tables if choice.compute_kernel == "key_value"}
-    if not cuda or any(load.ddr_bytes for load in plan.ranks):
+    if not has_hbm or any(load.ddr_bytes for load in plan.ranks):
         in_host = {choice.name for choice in plan.tables} - in_hbm - on_ssd
         tiers.append(("host memory", "ddr_bytes", plan.usable_ddr_bytes, in_host))
     if on_ssd:

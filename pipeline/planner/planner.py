@@ -18,6 +18,7 @@ from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
+from pipeline import devices
 from pipeline.config.planner import HardwareConfig, PlannerConfig
 from pipeline.embeddings.table import Table
 from pipeline.planner.constraints import TableOptimizer
@@ -78,7 +79,7 @@ def load_or_search_plan(
                 hardware,
                 num_ranks or context.world_size,
                 local_world_size=context.local_world_size,
-                device_type=context.device.type,
+                device_type=devices.current().device_type,
             )
             cost = None if step_cost is None else partial(step_cost, here)
             request = PlanRequest(
@@ -247,7 +248,7 @@ def _step_cost(config: PlannerConfig, request: PlanRequest) -> StepCost | None:
             raise PlanError(f"planner.objective={STEP_TIME} is not for this verb: use critical_path or max_rank")
         return request.step_cost()
     hardware = request.hardware
-    may_be_measured = request.calibration is not None and hardware.compute_device == "cpu" and hardware.world_size > 1
+    may_be_measured = request.calibration is not None and hardware.on_cpu and hardware.world_size > 1
     if config.objective != AUTO or request.step_cost is None or not may_be_measured or not config.predict_step:
         return None
     try:

@@ -71,7 +71,7 @@ def build_problem(config: PlannerConfig, request: PlanRequest) -> Problem:
     usable = usable_bytes(
         hardware.compute_device, hardware.hbm_cap_bytes, hardware.ddr_cap_bytes, fraction, dense_bytes
     )
-    if (usable[0] if hardware.compute_device == "cuda" else usable[1]) <= 0:
+    if hardware.fastest_bytes(*usable) <= 0:
         raise PlanError(
             f"the dense part takes {show_bytes(dense_bytes)} in training, and of a rank of {hardware.name} "
             f"({show_bytes(hardware.hbm_cap_bytes or hardware.ddr_cap_bytes)}) {100 * fraction:g} % are kept free: nothing "

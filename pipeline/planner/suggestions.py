@@ -62,7 +62,7 @@ def _changes(
         yield _relaxed_limits(
             unchanged, unsplit, "sharding_types", lambda table: [*table.sharding.sharding_types, "row_wise"]
         )
-    if unchanged.request.hardware.compute_device == "cuda":
+    if "fused_uvm_caching" in unchanged.request.hardware.device.table_kernels:
         unspilled = [table for table in by_size if _lacks_host_memory(table)]
         yield _relaxed_limits(unchanged, unspilled, "compute_kernels", lambda table: ["fused_uvm_caching"])
     rowwise = replace(

@@ -115,7 +115,7 @@ def slots_for(whole: ResolvedJob, hardware: Hardware) -> SlotChoice:
         PlanError: GPU ranks, or memory that does not hold the fewest slots.
     """
     job = whole.job
-    if hardware.device.has_own_memory:
+    if not hardware.on_cpu:
         raise PlanError(
             f"sharding.tiers=auto is for CPU ranks, and these are {hardware.compute_device}: leave it out, and use "
             "tables.default.sharding.compute_kernels=[fused_uvm_caching]"

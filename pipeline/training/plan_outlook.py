@@ -85,7 +85,7 @@ def _around(
         max(loads),
         max(loads) * hardware.ranks_per_host,
     )
-    computing = hardware.ranks_per_host * (request.threads if hardware.compute_device == "cpu" else 1)
+    computing = hardware.ranks_per_host * (request.threads if hardware.on_cpu else 1)
     spare = measurements.machine.cores - computing
     has_core = spare >= hardware.ranks_per_host
     return around_step(step_ms, request.batch_size, speeds, saves, reader_has_core=has_core)

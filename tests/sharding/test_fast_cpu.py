@@ -17,8 +17,8 @@ from torchrec.modules.mlp import Perceptron
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.train import TrainJob
+from pipeline.devices.cpu import device as cpu_device
 from pipeline.devices.cpu import host_exchange
-from pipeline.devices.cpu import process as allocator
 from pipeline.models.layers.interaction import DotInteraction
 from pipeline.models.layers.linear_products import FastLinear, onednn_multiplies_faster
 from pipeline.models.layers.stack import FastStack
@@ -85,7 +85,7 @@ def _train(rank: int, num_ranks: int, overrides: list[str]) -> set[str]:
     with (
         patch.object(DistributedModelParallel, "init_data_parallel", keep_model),
         patch.object(ReplicatedTablesOptimizer, "__init__", keep_optimizer),
-        patch.object(allocator, "keep_freed_memory") as kept,
+        patch.object(cpu_device, "keep_freed_memory") as kept,
     ):
         train(load_config(TrainJob, overrides))
         return _replaced(models[-1], optimizers, num_ranks) | ({"allocator"} if kept.called else set())

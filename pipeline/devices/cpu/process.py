@@ -11,12 +11,21 @@ import mmap
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pipeline
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 KERNEL_CACHE = "NUMBA_CACHE_DIR"
+GPU_FILE = Path("/dev/nvidia0")  # made by NVIDIA's driver for the first GPU of a host
+
+
+def computes_here(overrides: Sequence[str]) -> bool:
+    """Whether a training computes on this host's CPU, as far as can be told before torch is imported."""
+    asked = {"hardware=cpu", "comms.backend=gloo"} & set(overrides)
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return bool(asked) or hidden or not GPU_FILE.exists()
 
 
 def wait_briefly() -> None:

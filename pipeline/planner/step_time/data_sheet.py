@@ -37,7 +37,7 @@ class DataSheetTimes:
     """Raises ConfigError where the hardware's config does not say its peak of products."""
 
     def __init__(self, hardware: Hardware) -> None:
-        self._hardware, self._is_gpu = hardware, hardware.compute_device == "cuda"
+        self._hardware, self._is_gpu = hardware, not hardware.on_cpu
         for name in ("tflops_fp32", "tflops_bf16"):
             if not getattr(hardware, name):
                 raise ConfigError(
@@ -64,7 +64,7 @@ class DataSheetTimes:
         if operation.is_view or operation.name in NOTHING:
             return 0.0
         hardware = self._hardware
-        memory = (hardware.hbm_gb_per_s if self._is_gpu else hardware.ddr_gb_per_s) * BYTES_PER_MS * SHARE_OF_BANDWIDTH
+        memory = hardware.memory_gb_per_s * BYTES_PER_MS * SHARE_OF_BANDWIDTH
         moved = operation.in_bytes + operation.out_bytes
         if operation.name.startswith("optimizer:"):
             moved = 7 * operation.in_bytes  # weights, gradients and two states are read, all but gradients written

@@ -79,7 +79,7 @@ def predict_step(
     Raises:
         ConfigError: the measurements lack the setup.
     """
-    if measurements is not None and request.hardware.compute_device == "cpu":
+    if measurements is not None and request.hardware.on_cpu:
         return _measured_step(request, measurements, beside or {})
     return _data_sheet_step(request)
 
@@ -272,7 +272,7 @@ class SheetLayers:
     def step(self, ranks: Sequence[RankLoad], placements: Sequence[Placement] = ()) -> StepPrediction:
         """Of the slowest rank in each phase. placements: of a plan that the request does not have."""
         slowest = {name: max(getattr(load, name) for load in ranks) for name in PHASES}
-        clocks = Clocks(host_computes=self._request.hardware.compute_device == "cpu")
+        clocks = Clocks(host_computes=self._request.hardware.on_cpu)
         self.walk(clocks, slowest, placements)
         return self._prediction(clocks)
 
@@ -328,7 +328,7 @@ class StepCost:
     def __init__(self, request: StepRequest, measurements: Measurements | None = None) -> None:
         """Raises ConfigError where neither the measurements nor the data sheet suffice."""
         self._request = request
-        self.needs_loads = measurements is None or request.hardware.compute_device != "cpu"
+        self.needs_loads = measurements is None or not request.hardware.on_cpu
         if measurements is None or self.needs_loads:
             self._sheet = SheetLayers(request)
             return
