@@ -26,7 +26,7 @@ class Device:
 
     device_type: ClassVar[str]  # torch's name: torch.device(device_type, index)
     backend: ClassVar[str]  # of the process group
-    description: ClassVar[str]  # for errors: "an NVIDIA GPU"
+    not_here: ClassVar[str]  # an error, for the backend without the device
     plain: type[Device] | None = None  # the same device without this package's kernels
 
     # Step. A batch is pinned in host memory, and copied to the device by a stream of its own.

@@ -20,7 +20,7 @@ DEVICE_FILE = GPU_FILE
 class Cuda(Device):
     device_type = "cuda"
     backend = "nccl"
-    description = "an NVIDIA GPU"
+    not_here = "comms.backend=nccl needs an NVIDIA GPU and torch sees none"
 
     @classmethod
     def index_of(cls, local_rank: int) -> int:

@@ -85,10 +85,7 @@ def _choose_device(backend: str, compute_device: str, local_rank: int, fast_cpu:
         elif kind.is_available():
             return devices.named(name, kind.index_of(local_rank))
         elif backend != "auto":
-            raise ConfigError(
-                f"comms.backend={backend} needs {kind.description} and torch sees none ({kind.why_absent()}); "
-                "use comms.backend=gloo"
-            )
+            raise ConfigError(f"{kind.not_here} ({kind.why_absent()}); use comms.backend=gloo")
         else:
             kind.check_absence()
     return host

@@ -27,7 +27,6 @@ class PlainCpu(Device):
 
     device_type = "cpu"
     backend = "gloo"
-    description = "a CPU"
     copies_batches = False
     has_torchrec_layers = True
     fbgemm_is_complete = False

@@ -10,5 +10,5 @@ from pipeline.devices.base import Device
 class SampleAccelerator(Device):
     device_type = "xpu"
     backend = "xccl"
-    description = "an accelerator of another maker"
+    not_here = "comms.backend=xccl needs an accelerator of another maker"
     table_kernels = ("dense", "fused")
