@@ -47,6 +47,7 @@ from pipeline.checkpoint.steps import (
     step_path,
 )
 from pipeline.checkpoint.tables import flatten
+from pipeline.devices.base import in_host_memory
 from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.errors import CheckpointError, DamagedError, StepTakenError
 from pipeline.runtime.host_memory import free_host_bytes, used_by_this_process
@@ -219,7 +220,7 @@ class Checkpointer:
         tensors = self._planners[False].tensors()
         num_bytes = bytes_to_write(tensors)
         if self.asynchronous:
-            self._check_host_memory(num_bytes, PINNED_BYTES if any(not one.is_cpu for one in tensors) else 0)
+            self._check_host_memory(num_bytes, PINNED_BYTES if any(not in_host_memory(one) for one in tensors) else 0)
         kept = self._retention.most_steps if num_saves is None else min(self._retention.most_steps, num_saves)
         kept += -(-kept // 2) if self._differential else 0  # a chain's links hold half as much as its base
         copies = kept + 1 if self._is_local else 1

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pipeline import devices
+from pipeline.devices.base import in_host_memory
+
 BLOCK_BYTES = 256 << 20
 PINNED_BYTES = 2 * BLOCK_BYTES  # at most, of one save
 
@@ -26,18 +29,18 @@ def host_blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     pinned = [
         torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts[:2]
     ]  # torch keeps pinned memory for the next save
-    coming: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+    coming: list[tuple[torch.Tensor, torch.Event]] = []
     for number, part in enumerate(parts):
         block = pinned[number % 2][: len(part)]
         block.copy_(part, non_blocking=True)
-        coming.append((block, torch.cuda.current_stream().record_event()))
+        coming.append((block, devices.current().record_event()))
         if len(coming) == 2:
             yield _arrived(*coming.pop(0))
     for block, copied in coming:
         yield _arrived(block, copied)
 
 
-def _arrived(block: torch.Tensor, copied: torch.cuda.Event) -> torch.Tensor:
+def _arrived(block: torch.Tensor, copied: torch.Event) -> torch.Tensor:
     copied.synchronize()
     return block
 
@@ -55,7 +58,7 @@ class HostCopy:
             self.buffers = []  # freed before as much is allocated again
             self.buffers = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
         for buffer, tensor in zip(self.buffers, tensors, strict=True):
-            if tensor.is_cpu:
+            if in_host_memory(tensor):
                 buffer.copy_(tensor)
                 continue
             rows, done = buffer if buffer.dim() else buffer[None], 0

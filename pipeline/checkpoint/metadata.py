@@ -216,10 +216,10 @@ class TensorsOnlyReader(FileSystemReader):
         row_bytes = target.nbytes // len(target)
         stream.seek(begin + item.storage_offsets[0] * row_bytes)
         first_row, *others = _begins(item)
-        rows_at_once = len(target) if target.is_cpu else max(1, BLOCK_BYTES // row_bytes)
+        rows_at_once = len(target) if in_host_memory(target) else max(1, BLOCK_BYTES // row_bytes)
         for first in range(0, len(target), rows_at_once):
             own = target[first : first + rows_at_once]
-            rows = own if own.is_cpu else torch.empty(own.shape, dtype=own.dtype)
+            rows = own if in_host_memory(own) else torch.empty(own.shape, dtype=own.dtype)
             if not _fill(rows, stream):
                 raise DamagedError(f"{self.step_path}: {place.relative_path} ends within {item.storage_index.fqn}")
             self.overlay(item.storage_index.fqn, [first_row + first, *others], rows)

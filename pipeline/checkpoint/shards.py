@@ -33,6 +33,7 @@ from pipeline.checkpoint.owners import Owner, header_of_shard, shard_name, stora
 from pipeline.checkpoint.packed import PackedWriter
 from pipeline.checkpoint.steps import METADATA
 from pipeline.checkpoint.stored_rows import StoredRows
+from pipeline.devices.base import in_host_memory
 from pipeline.runtime.errors import CheckpointError, UserError
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.storage import storage
@@ -131,7 +132,7 @@ def write_shards(
                     held = _save_stored(tensor, writer)
                     if tensor.column == 0 and not held.all():
                         left_out.append((_sampled_piece(item, tensor, name), pack(held)))
-                elif not tensor.is_cpu and tensor.nbytes >= LEAST_BLOCKS_BYTES:
+                elif not in_host_memory(tensor) and tensor.nbytes >= LEAST_BLOCKS_BYTES:
                     _save_from_gpu(tensor, out)
                 else:
                     torch.save(_exact(tensor), out)  # type: ignore[arg-type]

@@ -99,6 +99,11 @@ class Device:
         """Wait until the device has done all that it was given."""
         self._module.synchronize(self.torch_device)
 
+    def record_event(self) -> torch.Event:
+        """An event that is done when the device has done what it was given so far; of the current stream."""
+        event: torch.Event = self._module.current_stream().record_event()
+        return event
+
     # The step
 
     def pipeline(self, asked: str, world_size: int) -> str:
