@@ -31,6 +31,8 @@ class Device:
 
     # Step. A batch is pinned in host memory, and copied to the device by a stream of its own.
     copies_batches: ClassVar[bool] = True
+    # The host issues operations and goes on: reading a number of the device waits for all of them.
+    is_asynchronous: ClassVar[bool] = True
     # Layers, lookups and exchanges of this package replace those of TorchRec, FBGEMM and DDP.
     has_kernels: ClassVar[bool] = False
     # DLRM's own layers are TorchRec's: nothing of this package is left to compare with.

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipeline.devices.base import in_host_memory
 from pipeline.devices.cpu.host_exchange import all_reduce
 from pipeline.sharding.torchrec.skipped_updates import without_updates
 from pipeline.training.agreement import StepAgreement, is_alone, marks_of
@@ -44,7 +45,7 @@ class LateAgreement(StepAgreement):
         super().__init__(max_in_a_row)
         self._model, self._optimizer = model, optimizer
         self._sums = torch.zeros(5, dtype=torch.float64, device=device)
-        self._read = torch.zeros(5, dtype=torch.float64, pin_memory=device.type != "cpu")
+        self._read = torch.zeros(5, dtype=torch.float64, pin_memory=not in_host_memory(self._sums))
         self._event = torch.get_device_module(device).Event()
         self._is_bad = torch.zeros((), dtype=torch.bool, device=device)
         self._found_inf = torch.zeros((), dtype=torch.float32, device=device)

@@ -210,7 +210,7 @@ def _make_agreement(config: TrainerConfig, parts: TrainingParts, hooks: Sequence
     """One that never makes the host wait in a steady step, on a GPU, if the optimizers can leave out an update there."""
     allowed = config.max_non_finite_steps if config.non_finite_loss != "stop" else 0
     if (
-        parts.context.device.type == "cuda"
+        devices.current().is_asynchronous
         and isinstance(parts.optimizer, TrainingOptimizer)
         and parts.optimizer.can_skip_on_device
         and config.gradient_accumulation_steps == 1

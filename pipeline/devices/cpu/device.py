@@ -28,6 +28,7 @@ class PlainCpu(Device):
     device_type = "cpu"
     backend = "gloo"
     copies_batches = False
+    is_asynchronous = False
     has_torchrec_layers = True
     fbgemm_is_complete = False
     table_kernels = ("dense", "fused")  # dense serves data_parallel alone
