@@ -54,14 +54,14 @@ def build_sharded(
     `as_task` makes the task of a DLRM that it keeps as its `model`; None: the click task. `settings`: of single tables.
     """
     comms = comms or default_comms()
-    context = init_distributed()
+    context = init_distributed(fast_cpu=fast_cpu)
     given = {"default": TableConfig(embedding_dim=8), **(settings or {})}
     tables = resolve_tables(given, described_dataset(CARDINALITIES))
     config = DLRMConfig(dense_arch_layer_sizes=[16, 8], over_arch_layer_sizes=[16, 1])
     model = build_model(config, tables, 2, seed=seed)
     task: TaskModel = as_task(model) if as_task else make_task(config, model, tables)  # type: ignore[assignment]
     apply_sparse_optimizer(task, optimizers.sparse)
-    sharders = make_sharders(comms, seed, fast_cpu=fast_cpu)
+    sharders = make_sharders(comms, seed)
     makers = {
         "table_wise": lambda: table_wise(rank=context.world_size - 1),
         "row_wise": row_wise,
@@ -76,7 +76,7 @@ def build_sharded(
         world_size=context.world_size,
         device_type=context.device.type,
     )
-    sharded = shard_model(task, ShardingPlan({PATH: plan}), comms, context, seed=seed, fast_cpu=fast_cpu)
+    sharded = shard_model(task, ShardingPlan({PATH: plan}), comms, context, seed=seed)
     return task, sharded, build_optimizer(sharded, optimizers), context
 
 
