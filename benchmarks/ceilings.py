@@ -1,14 +1,17 @@
-"""Measure what this machine can do, and compute what one training step needs at least:
+"""Measure how fast this machine does each operation of a training step, and add these times up:
 
     python -m benchmarks.ceilings [--presets quickstart kaggle_64] [--threads 2] [--output ceilings.json]
 
-The machine: matrix products in fp32 and bf16 of a DLRM's shapes, copying, rows gathered at random from a table that
-no cache holds (into a block that is there already: making one takes longer than the rows), and copying as much as each preset's
-layers and their two moments are. A step: floating-point operations of the dense part (forward, and twice that backward), bytes of the
-tables (each looked-up row read, its gradient read, each distinct row and its optimizer state read and written once), and of
-Adam over the layers (weights and both moments read and written once).
-`limit` is their time one after the other at those rates: nothing here is slower than it, and what overlaps, caches hold
-or lower precision saves would go below it.
+`reference` is the time of a step if each of its operations took as long as the fastest method that we know takes, one
+operation after the other:
+
+- each product of the layers (forward, and the two of backward) at its own shape, and the dot products of DLRM's rows, by
+  torch, by oneDNN and by our kernels. In bf16 the methods of fp32 count too: a CPU without bf16 instructions is faster so.
+- the tables' bytes: each looked-up row read, its gradient read, each distinct row and its optimizer state read and written
+  once, at the rate of rows gathered at random from a table that no cache holds (into a block that is there already);
+- Adam over the layers: weights and both moments read and written once, at the rate of copying as much.
+
+It is not a limit. Kernels that join operations, and rows that a cache holds, can be faster.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import torch
 
 from benchmarks.reader import cpu_name
 from benchmarks.step_models import NUM_DENSE, PRESETS, Preset, draw
-from pipeline.devices.cpu.products import gradient_of_inputs
+from pipeline.models.layers.interaction import dots_kernels
 
 STATE_BYTES = 4  # row-wise Adagrad, a row
 FLOAT_BYTES = 4
@@ -36,16 +39,14 @@ ADAM_NUMBERS = 3  # of each weight of the layers: itself and its two moments
 
 @dataclass
 class Machine:
-    fp32_gflops: float  # as our layers multiply
-    torch_fp32_gflops: float  # as torch does by itself
-    bf16_gflops: float
     copy_gb_per_s: float  # read and written bytes together
     gather_gb_per_s: dict[int, float]  # by embedding dimension
     adam_gb_per_s: dict[str, float]  # by preset: copying as much as Adam reads and writes there
+    dense_ms: dict[str, dict[str, float]]  # by preset: products and dots, in fp32 and bf16
 
 
 @dataclass
-class Limit:
+class Reference:
     preset: str
     dense_gflop: float
     table_mb: float
@@ -60,7 +61,7 @@ class Limit:
 
 
 def best_seconds(work: Callable[[], object], repeats: int = 15) -> float:
-    """Of many: what others on the machine take away is no ceiling."""
+    """The least of many: what other programs take away does not count."""
     for _ in range(3):
         work()
     times = []
@@ -72,12 +73,6 @@ def best_seconds(work: Callable[[], object], repeats: int = 15) -> float:
 
 
 def measure_machine(presets: list[str]) -> Machine:
-    gflops = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        left, right = torch.randn(2048, 512).to(dtype), torch.randn(512, 512).to(dtype)
-        gflops[dtype] = 2 * 2048 * 512 * 512 / best_seconds(lambda a=left, b=right: gradient_of_inputs(a, b)) / 1e9
-    left, right = torch.randn(2048, 512), torch.randn(512, 512)
-    by_torch = 2 * 2048 * 512 * 512 / best_seconds(lambda: left @ right) / 1e9
     gathered = {}
     for dim in sorted({PRESETS[name].dim for name in presets}):
         table = torch.ones((512 << 20) // FLOAT_BYTES // dim, dim)
@@ -86,9 +81,42 @@ def measure_machine(presets: list[str]) -> Machine:
         seconds = best_seconds(lambda t=table, i=ids, r=rows: torch.index_select(t, 0, i, out=r))
         gathered[dim] = rows.nbytes / seconds / 1e9
     adam = {name: copy_rate(int(adam_bytes(PRESETS[name])) // 2) for name in presets}
-    return Machine(
-        gflops[torch.float32], by_torch, gflops[torch.bfloat16], copy_rate(256 << 20, repeats=5), gathered, adam
-    )
+    dense = {name: dense_ms(PRESETS[name]) for name in presets}
+    return Machine(copy_rate(256 << 20, repeats=5), gathered, adam, dense)
+
+
+def dense_ms(preset: Preset) -> dict[str, float]:
+    """Milliseconds of a step's products by their fastest methods. bf16 is never longer: it may take fp32's methods."""
+    fp32 = bf16 = 0.0
+    for index, (inputs, outputs) in enumerate(layers(preset)):
+        batch = preset.batch_size
+        shapes = [(batch, inputs, outputs), (inputs, batch, outputs)]  # forward, the weight's gradient
+        shapes += [(batch, outputs, inputs)] if index else []  # the first layer has no gradient to hand on
+        for shape in shapes:
+            plain, half = (product_ms(*shape, dtype) for dtype in (torch.float32, torch.bfloat16))
+            fp32, bf16 = fp32 + plain, bf16 + min(plain, half)
+    if not preset.dcn:
+        plain, half = (dots_ms(preset, dtype) for dtype in (torch.float32, torch.bfloat16))
+        fp32, bf16 = fp32 + plain, bf16 + min(plain, half)
+    return {"fp32": fp32, "bf16": bf16}
+
+
+def product_ms(rows: int, inner: int, columns: int, dtype: torch.dtype) -> float:
+    left, right = torch.randn(rows, inner).to(dtype), torch.randn(inner, columns).to(dtype)
+    turned = right.t().contiguous()
+    methods: list[Callable[[], object]] = [lambda: left @ right, lambda: left @ turned.t()]
+    if torch.backends.mkldnn.is_available():
+        methods.append(lambda: torch.ops.mkldnn._linear_pointwise(left, turned, None, "none", [], ""))
+    return 1e3 * min(map(best_seconds, methods))
+
+
+def dots_ms(preset: Preset, dtype: torch.dtype) -> float:
+    """Of each sample's rows with each other, and of their gradient."""
+    rows = torch.randn(preset.batch_size, len(preset.num_embeddings) + 1, preset.dim).to(dtype)
+    products = rows @ rows.mT
+    by_torch = best_seconds(lambda: rows @ rows.mT) + 2 * best_seconds(lambda: products @ rows)
+    by_kernels = [best_seconds(kernel) for kernel in dots_kernels(rows).values()]
+    return 1e3 * min(by_torch, sum(by_kernels) or by_torch)
 
 
 def copy_rate(num_bytes: int, repeats: int = 15) -> float:
@@ -134,11 +162,11 @@ def table_bytes(preset: Preset) -> float:
     return total
 
 
-def limit_of(name: str, machine: Machine) -> Limit:
+def reference_of(name: str, machine: Machine) -> Reference:
     preset = PRESETS[name]
-    flop, moved, adam = dense_flop(preset), table_bytes(preset), adam_bytes(preset)
-    return Limit(
-        name, flop / 1e9, moved / 1e6, flop / machine.fp32_gflops / 1e6, flop / machine.bf16_gflops / 1e6,
+    moved, adam, dense = table_bytes(preset), adam_bytes(preset), machine.dense_ms[name]
+    return Reference(
+        name, dense_flop(preset) / 1e9, moved / 1e6, dense["fp32"], dense["bf16"],
         moved / machine.gather_gb_per_s[preset.dim] / 1e6, adam / 1e6, adam / machine.adam_gb_per_s[name] / 1e6,
     )  # fmt: skip
 
@@ -152,22 +180,18 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     machine = measure_machine(options.presets)
     print(f"{cpu_name()}, {options.threads} thread(s), torch {torch.__version__}")
-    print(
-        f"matrix products  {machine.fp32_gflops:,.0f} GFLOP/s fp32 (torch's own {machine.torch_fp32_gflops:,.0f}), "
-        f"{machine.bf16_gflops:,.0f} bf16"
-    )
     gathers = ", ".join(f"{rate:.1f} GB/s at dim {dim}" for dim, rate in machine.gather_gb_per_s.items())
     print(f"memory           copy {machine.copy_gb_per_s:.1f} GB/s, rows at random {gathers}")
-    limits = [limit_of(name, machine) for name in options.presets]
-    for one in limits:
+    references = [reference_of(name, machine) for name in options.presets]
+    for one in references:
         print(
             f"{one.preset:<12}{one.dense_gflop:>7.2f} GFLOP {one.dense_ms_fp32:>7.1f} ms fp32 {one.dense_ms_bf16:>6.1f} bf16"
             f"{one.table_mb:>8.1f} MB of tables {one.table_ms:>6.1f} ms{one.adam_mb:>8.1f} MB of Adam {one.adam_ms:>5.1f} ms"
-            f"   limit {one.total_ms(one.dense_ms_fp32):>6.1f} ms fp32{one.total_ms(one.dense_ms_bf16):>7.1f} bf16"
+            f"   reference {one.total_ms(one.dense_ms_fp32):>6.1f} ms fp32{one.total_ms(one.dense_ms_bf16):>7.1f} bf16"
         )
     if options.output:
         about = {"date": datetime.now(UTC).isoformat(), "cpu": cpu_name(), "threads": options.threads}
-        found = {"about": about, "machine": asdict(machine), "limits": [asdict(one) for one in limits]}
+        found = {"about": about, "machine": asdict(machine), "references": [asdict(one) for one in references]}
         options.output.write_text(json.dumps(found, indent=1))
 
 

@@ -7,8 +7,9 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import growth, quality
+from benchmarks import ceilings, growth, quality
 from benchmarks.comms import promised
 from benchmarks.compression import Row, report
 from benchmarks.startup import show, timed
@@ -23,6 +24,15 @@ def test_a_stage_counts_from_the_end_of_the_one_before() -> None:
     assert set(found.cpu.values()) == {0.5}
     assert found.total == pytest.approx(2.0 * len(STAGES))
     assert f"{found.total:.2f} s" in show([found]).splitlines()[-1]
+
+
+def test_a_bf16_step_may_take_the_methods_of_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without bf16 instructions multiplies bf16 slowly; its steps are faster than such products."""
+    monkeypatch.setattr(ceilings, "product_ms", lambda *shape: 5.0 if shape[-1] == torch.bfloat16 else 1.0)
+    monkeypatch.setattr(ceilings, "dots_ms", lambda preset, dtype: 5.0 if dtype == torch.bfloat16 else 1.0)
+    preset = ceilings.PRESETS["kaggle_16"]
+    num_products = 3 * len(ceilings.layers(preset)) - 1
+    assert ceilings.dense_ms(preset) == {"fp32": num_products + 1, "bf16": num_products + 1}
 
 
 def test_a_launch_is_timed_over_what_a_training_imports() -> None:
