@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -409,6 +410,7 @@ def swap_tensors(one: Any, other: Any) -> None:
 
 
 def patches() -> list[Patch]:
+    optimizers = import_module("torch.optim.optimizer")  # torch.optim hides the module behind its class
     return [
         Patch(threading.Thread, "run", _run_in_mode, "a dispatch mode, a stream and a device belong to a thread"),
         Patch(torch.Tensor, "pin_memory", _pin_memory, "pinned memory is memory with a mark"),
@@ -421,4 +423,10 @@ def patches() -> list[Patch]:
         ),
         Patch(torch.nn.Module, "_apply", _apply_to_module, "a wrapper cannot be given another tensor's data"),
         Patch(torch.utils, "swap_tensors", swap_tensors, "it would lose the attributes of a weight"),
+        Patch(
+            optimizers,
+            "_foreach_supported_types",
+            [*optimizers._foreach_supported_types, Shadow],
+            "an optimizer asks by type whether it may update all weights in one call",
+        ),
     ]

@@ -25,7 +25,7 @@ class PooledRows(nn.Module):
     def __init__(self, feature_names: list[str]) -> None:
         super().__init__()
         self.feature_names = feature_names
-        self._orders: dict[tuple[str, ...], torch.Tensor | None] = {}
+        self._orders: dict[tuple[str, ...], tuple[torch.Tensor, torch.Tensor] | None] = {}
 
     def forward(self, pooled: KeyedTensor) -> torch.Tensor:
         values = pooled.values()
@@ -34,23 +34,27 @@ class PooledRows(nn.Module):
         if keys not in self._orders:
             order = [keys.index(name) for name in self.feature_names]
             is_same = order == list(range(len(order)))
-            self._orders[keys] = None if is_same else torch.tensor(order, device=values.device)
+            both_ways = [order, [self.feature_names.index(name) for name in keys]]
+            there, back = (torch.tensor(each, device=values.device) for each in both_ways)
+            self._orders[keys] = None if is_same else (there, back)
         order_here = self._orders[keys]
-        return rows if order_here is None else _Reordered.apply(rows, order_here)  # type: ignore[no-untyped-call]
+        return rows if order_here is None else _Reordered.apply(rows, *order_here)  # type: ignore[no-untyped-call]
 
 
 class _Reordered(torch.autograd.Function):
     """index_select along dimension 1 by a permutation: its backward is one too, where torch's adds up from zeros."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.save_for_backward(order)
-        return rows.index_select(1, order)
+    def forward(  # type: ignore[override]
+        ctx: Any, rows: torch.Tensor, there: torch.Tensor, back: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(back)
+        return rows.index_select(1, there)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        (order,) = ctx.saved_tensors
-        return gradient.index_select(1, torch.argsort(order)), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        (back,) = ctx.saved_tensors
+        return gradient.index_select(1, back), None, None
 
 
 class DotInteraction(nn.Module):
@@ -67,10 +71,24 @@ class DotInteraction(nn.Module):
         self.out_features = num_sparse_features * (num_sparse_features - 1) // 2  # beside those of dense
         self.rows_have_room = False  # for `dense` ahead of each sample's rows, in one block of memory
         self.uses_kernel = True
+        self._positions: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def forward(self, dense: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
         dtype = autocast_dtype(rows) or (rows.dtype if dense is None else dense.dtype)
-        return _Dots.apply(dense, rows, dtype, self.rows_have_room, self.uses_kernel)  # type: ignore[no-any-return,no-untyped-call]
+        by_kernel = self.uses_kernel and _fits_kernel(rows, dtype) and _kernel() is not None
+        positions = None if by_kernel else self._positions_on(rows.device, rows.shape[1] + (dense is not None))
+        return _Dots.apply(dense, rows, dtype, self.rows_have_room, positions)  # type: ignore[no-any-return,no-untyped-call]
+
+    def _positions_on(self, device: torch.device, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the pairs lie in a flat [n, n], and where each of a flat [n, n] lies in the pairs and a zero.
+
+        By them torch gathers the pairs in one call, where slices of rows are a call of the host each.
+        """
+        if torch.compiler.is_compiling():  # what is traced is not kept
+            return _positions(device, num_rows)
+        if device not in self._positions:
+            self._positions[device] = _positions(device, num_rows)
+        return self._positions[device]
 
 
 class _Dots(torch.autograd.Function):
@@ -81,22 +99,23 @@ class _Dots(torch.autograd.Function):
         rows: torch.Tensor,
         dtype: torch.dtype,
         rows_have_room: bool,
-        uses_kernel: bool,
+        positions: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
+        """positions: None where our kernels take the pairs."""
         ctx.dtypes = None if dense is None else dense.dtype, rows.dtype
-        ctx.take = _kernel() if uses_kernel and _fits_kernel(rows, dtype) else None
+        ctx.take = _kernel() if positions is None else None
         ctx.by_kernel = ctx.take is not None and _suits_kernel(rows, dtype)
         combined = _in_place(dense, rows, dtype) if dense is not None and rows_have_room else None
         if combined is None:
             combined = _combined(dense, rows, dtype)
-        ctx.save_for_backward(combined)
+        ctx.save_for_backward(combined, *(positions or ())[1:])
         if ctx.by_kernel:
             return _dots(combined, 0 if dense is None else combined.shape[2])
         products = torch.bmm(combined, combined.transpose(1, 2))
         num_rows, dim = combined.shape[1:]
         first = [] if dense is None else [combined[:, 0]]
-        if ctx.take is None:
-            return torch.cat([*first, *(products[:, row, row + 1 :] for row in range(num_rows - 1))], dim=1)
+        if positions is not None:
+            return torch.cat([*first, products.flatten(1).index_select(1, positions[0])], dim=1)
         pairs, lead = _pairs(num_rows), len(first) * dim
         out = combined.new_empty(len(combined), lead + len(pairs))
         if first:
@@ -108,7 +127,7 @@ class _Dots(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, gradient: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor, None, None, None]:
-        (combined,) = ctx.saved_tensors
+        combined, *positions = ctx.saved_tensors
         num_rows, dim = combined.shape[1:]
         to_dense, to_rows_type = ctx.dtypes
         lead = 0 if to_dense is None else dim
@@ -116,7 +135,7 @@ class _Dots(torch.autograd.Function):
             both = _dots_backward(gradient, combined, lead)
             return _split(both, None if to_dense is None else both[:, 0], to_dense, to_rows_type)
         if ctx.take is None:
-            products = symmetric(gradient[:, lead:], combined)
+            products = _symmetric(gradient[:, lead:], positions[0], num_rows)
         else:
             products = combined.new_empty(len(combined), num_rows, num_rows)
             positions, diagonal = _pairs_both_ways(num_rows, lead)
@@ -160,13 +179,18 @@ def _combined(dense: torch.Tensor | None, rows: torch.Tensor, dtype: torch.dtype
     return combined
 
 
-def symmetric(gradient: torch.Tensor, combined: torch.Tensor) -> torch.Tensor:
+def _symmetric(gradient: torch.Tensor, both_ways: torch.Tensor, num_rows: int) -> torch.Tensor:
     """[B, P] -> G + G^T [B, n, n], where the upper triangle of G holds the columns, row by row."""
-    batch, num_rows, _ = combined.shape
-    products = combined.new_zeros(batch, num_rows, num_rows)
-    first, second = torch.triu_indices(num_rows, num_rows, offset=1, device=combined.device)
-    products[:, first, second] = products[:, second, first] = gradient
-    return products
+    with_zero = torch.nn.functional.pad(gradient, (0, 1))
+    return with_zero.index_select(1, both_ways).view(len(gradient), num_rows, num_rows)
+
+
+def _positions(device: torch.device, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    pairs = _pairs(num_rows).astype(np.int64)
+    both_ways, diagonal = _pairs_both_ways(num_rows, 0)
+    places = both_ways.astype(np.int64)
+    places[diagonal.astype(np.int64)] = len(pairs)
+    return torch.tensor(pairs.tolist(), device=device), torch.tensor(places.tolist(), device=device)
 
 
 @cache
