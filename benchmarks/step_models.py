@@ -159,7 +159,7 @@ def torchrec_side(
 ) -> tuple[DistributedModelParallel, Callable[[], torch.Tensor]]:
     """Return the sharded model and a function that trains it on the next batch and returns the loss.
 
-    With `sharding_types` TorchRec's planner chooses among them. Without, it may choose data_parallel,
+    With `sharding_types` the tables take them in turn. Without, TorchRec's planner may choose data_parallel,
     whose tables the loop of the documentation trains by the optimizer of the dense layers.
     """
     from torchrec.models.dlrm import DLRM_DCN
@@ -180,9 +180,11 @@ def torchrec_side(
         topology = Topology(
             world_size=context.world_size, local_world_size=context.local_world_size, compute_device=context.device.type
         )
-        constraint = ParameterConstraints(sharding_types=sharding_types)
-        constraints = {f"t_{name}": constraint for name in preset.names} if sharding_types else None
-        planner = EmbeddingShardingPlanner(topology, preset.batch_size, constraints=constraints)
+        constraints = {
+            f"t_{name}": ParameterConstraints(sharding_types=[kind])
+            for name, kind in zip(preset.names, itertools.cycle(sharding_types or []), strict=False)
+        }
+        planner = EmbeddingShardingPlanner(topology, preset.batch_size, constraints=constraints or None)
         from torchrec.distributed.model_parallel import get_default_sharders
 
         plan = planner.collective_plan(model, get_default_sharders(), dist.GroupMember.WORLD)
@@ -196,6 +198,8 @@ def torchrec_side(
         TorchRecBatch(one.dense, KeyedJaggedTensor(preset.names, one.ids, lengths=_lengths(preset)), one.labels)
         for one in raw
     ]
+    if context.device.type == "cuda":  # as its DataLoader does
+        batches = [batch.pin_memory() for batch in batches]
     sharded.train()
     train = TrainPipelineSparseDist(sharded, optimizer, context.device, execute_all_batches=True)
     endless = itertools.cycle(batches)
@@ -253,6 +257,8 @@ def our_side(
         )
         for one in raw
     ]
+    if context.device.type == "cuda":  # as the reader does
+        batches = [batch.pin_memory() for batch in batches]
 
     def run(num_steps: int) -> Timed:
         # The trainer's own rate leaves out the first step alone, which builds: the warm-up is a fit of its own.
