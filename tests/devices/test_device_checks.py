@@ -22,7 +22,6 @@ EXCEPTIONS = {
     "runtime/nodes/facts.py": (1, "it reports the version of CUDA that torch was built for"),
     "sharding/torchrec/sharder.py": (1, "TorchRec's list of sharding types for GPUs, on every device"),
     "sharding/torchrec/sharding.py": (1, "TorchRec's codecs for GPUs, on every device"),
-    "training/calibration/clock.py": (1, "the name of a kind of measurement"),
     "training/hooks/profile.py": (1, "a part of the names of operations that count as collectives"),
     "training/preflight.py": (2, "it checks a job without torch; hardware may be somewhere else"),
 }

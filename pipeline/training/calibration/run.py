@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, TypeAlias
 
 from pipeline.config.jobs.machine import CalibrateJob
-from pipeline.devices import named
+from pipeline.devices import best_here
 from pipeline.planner.step_time.measurements import (
     Conditions,
     Measurement,
@@ -76,7 +76,7 @@ class Found:
 
 def calibrate(job: CalibrateJob) -> Measurements:
     """About job.seconds. Raises TrainingError where the machine was too busy for the numbers to be of use, or a rank ended."""
-    if named("cuda").is_available():
+    if best_here() != "cpu":
         logger.warning(
             "calibrate measures CPU ranks only: steps on this host's GPUs are predicted from their data sheet"
         )
