@@ -21,8 +21,10 @@ from pipeline import devices
 from pipeline.config.optimizers import all_optimizers, find_optimizer
 from pipeline.config.tables import entry_name
 from pipeline.config.training import SparseOptimizerConfig
+from pipeline.devices.base import in_host_memory
 from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.torchrec.flat_update import flat_update
+from pipeline.sharding.torchrec.replicated_adagrad import RowWiseAdagradAtOnce
 from pipeline.sharding.torchrec.touched_rows import TouchedRows
 from pipeline.sharding.torchrec.update_rule import UpdateRule
 
@@ -205,7 +207,10 @@ def _make_replicated(
         kwargs["eps"] = config.eps
     if entry.counts_steps:
         kwargs["betas"] = (config.beta1, config.beta2)
-    optimizer = entry.replicated()(list(params), **kwargs)
+    kind = entry.replicated()
+    if kind is optim.RowWiseAdagrad and not in_host_memory(params):
+        kind = RowWiseAdagradAtOnce
+    optimizer = kind(list(params), **kwargs)
     materialize_state(optimizer)
     return optimizer
 
