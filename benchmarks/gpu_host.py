@@ -80,8 +80,10 @@ def run_rank(rank: int, presets: list[str], rounds: int, folder: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.autograd.set_multithreading_enabled(False)  # backward is then in this thread's CPU time
+    from pipeline import devices
     from pipeline.extras.shadow.meter import Meter
 
+    devices.use(devices.named("cuda", rank))
     with shadow.running(rank) as report:
         torch.cuda.set_device(rank)
         dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
