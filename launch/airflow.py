@@ -65,13 +65,9 @@ class AirflowOptions(SlurmOptions):
 def render_dag(name: str, stages: list[Stage], options: AirflowOptions) -> str:
     """A Python file for Airflow's dags folder. Raises LaunchError for what a worker cannot run."""
     title = f"{name}: {' -> '.join(stage.name for stage in stages)}"
-    head = HEAD.format(
-        title=title, title_text=json.dumps(title), dag_id=json.dumps(name), schedule=_literal(options.cron)
-    )
+    head = HEAD.format(title=title, title_text=json.dumps(title), dag_id=json.dumps(name), schedule=repr(options.cron))
     tasks = [_task(stage, options) for stage in stages]
-    arrows = [
-        f"    tasks[{_literal(name)}] >> tasks[{_literal(stage.name)}]\n" for stage in stages for name in stage.after
-    ]
+    arrows = [f"    tasks[{name!r}] >> tasks[{stage.name!r}]\n" for stage in stages for name in stage.after]
     return head + "".join(tasks) + "".join(arrows)
 
 
@@ -79,7 +75,7 @@ def _task(stage: Stage, options: AirflowOptions) -> str:
     # Slurm tries again itself. Jinja would read braces in a command: raw keeps them.
     retries = stage.workload.max_retries if options.by == "worker" else 0
     command = "{% raw %}" + _command(stage, options) + "{% endraw %}"
-    return TASK.format(name=_literal(stage.name), command=_literal(command), retries=retries)
+    return TASK.format(name=repr(stage.name), command=repr(command), retries=retries)
 
 
 def _command(stage: Stage, options: AirflowOptions) -> str:
@@ -94,7 +90,3 @@ def _command(stage: Stage, options: AirflowOptions) -> str:
         )
     exports = [f"export {key}={shlex.quote(value)}\n" for key, value in workload.env.items()]
     return f"{enter}{''.join(exports)}exec {workload.shell_line('localhost', workload.name)}\n"
-
-
-def _literal(value: Optional[str]) -> str:
-    return repr(value)

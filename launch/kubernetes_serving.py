@@ -74,14 +74,10 @@ def _metadata(workload: Workload, options: ServingOptions) -> dict[str, Any]:
     return given(name=workload.name, namespace=options.namespace, labels=labels_of(workload, options))
 
 
-def _selector(workload: Workload) -> dict[str, str]:
-    return {INSTANCE: workload.name}
-
-
 def _deployment(workload: Workload, options: ServingOptions) -> dict[str, Any]:
     spec = {
         **({} if options.max_replicas else {"replicas": options.replicas}),  # else each apply would undo autoscaling
-        "selector": {"matchLabels": _selector(workload)},
+        "selector": {"matchLabels": {INSTANCE: workload.name}},
         "progressDeadlineSeconds": options.load_s + 60,
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
         "template": _pod(workload, options),
@@ -97,7 +93,7 @@ def _pod(workload: Workload, options: ServingOptions) -> dict[str, Any]:
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",
         "whenUnsatisfiable": "ScheduleAnyway",
-        "labelSelector": {"matchLabels": _selector(workload)},
+        "labelSelector": {"matchLabels": {INSTANCE: workload.name}},
     }
     pod["topologySpreadConstraints"] = [spread]
     (container,) = pod["containers"]
@@ -127,13 +123,13 @@ def _probe(path: str, period_s: int, failures: int) -> dict[str, Any]:
 
 def _service(workload: Workload, options: ServingOptions) -> dict[str, Any]:
     port = {"name": "http", "port": options.service_port, "targetPort": "http"}
-    spec = {"selector": _selector(workload), "ports": [port]}
+    spec = {"selector": {INSTANCE: workload.name}, "ports": [port]}
     return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(workload, options), "spec": spec}
 
 
 def _disruption_budget(workload: Workload, options: ServingOptions) -> dict[str, Any]:
     """Nodes that are drained take one pod at a time."""
-    spec = {"maxUnavailable": 1, "selector": {"matchLabels": _selector(workload)}}
+    spec = {"maxUnavailable": 1, "selector": {"matchLabels": {INSTANCE: workload.name}}}
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
@@ -170,5 +166,5 @@ def _monitor(workload: Workload, options: ServingOptions) -> dict[str, Any]:
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "ServiceMonitor",
         "metadata": _metadata(workload, options),
-        "spec": {"selector": {"matchLabels": _selector(workload)}, "endpoints": [endpoint]},
+        "spec": {"selector": {"matchLabels": {INSTANCE: workload.name}}, "endpoints": [endpoint]},
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,6 +58,19 @@ TARGETS: dict[str, tuple[type, Callable[[Workload, Any], str]]] = {
 }
 
 
+def rehearse(workload: Workload) -> None:
+    """Try the first and the last rank on shadow GPUs, and end with the rehearsal's code if it fails."""
+    if workload.verb != "train":
+        raise LaunchError(f"--rehearse tries a training, and {workload.verb} is none: leave it out")
+    last = workload.nodes * workload.ranks_per_node - 1
+    overrides = workload.command[workload.command.index("pipeline.train") + 1 :]
+    ranks = ",".join(map(str, sorted({0, last})))
+    words = ["-m", "pipeline", "rehearse", *overrides, f"world_size={last + 1}", f"ranks=[{ranks}]"]
+    done = subprocess.run([sys.executable, *words], stdout=sys.stderr)
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
 def render(target: str, argv: list[str]) -> str:
     """The text for the words behind the target; --help and errors end the process as in every verb."""
     kind, render_with = TARGETS[target]
@@ -66,13 +80,19 @@ def render(target: str, argv: list[str]) -> str:
     )  # fmt: skip
     verbs = SERVICES if target == "serving" else WORKLOADS
     parser.add_argument("verb", choices=sorted(verbs), metavar="VERB", help=", ".join(verbs))
+    parser.add_argument(
+        "--rehearse", action="store_true", help="try a training's first and last rank on shadow GPUs before"
+    )
     typed, overrides = parse_job(parser, argv, {"the job": Where, target: kind})
     with print_user_errors():
         options: Any = from_flags(kind, typed)
         where = from_flags(Where, typed)
     workload = make_workload(typed.verb, __doc__, overrides, where, typed.check_data)
     with print_user_errors():
-        return render_with(workload, options)
+        text = render_with(workload, options)
+        if typed.rehearse:
+            rehearse(workload)
+        return text
 
 
 def main() -> None:

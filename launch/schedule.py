@@ -9,17 +9,76 @@ from __future__ import annotations
 
 import argparse
 import sys
+import zoneinfo
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 from launch.cron import parse_cron
 from launch.crontab import CrontabOptions, ScrontabOptions, render_crontab, render_scrontab
-from launch.kubernetes_cronjob import CronJobOptions, render_cronjob
+from launch.indexed_job import job_spec, metadata, queue_label
+from launch.kubernetes import headless_service
+from launch.kubernetes_options import KubernetesOptions
+from launch.kubernetes_pod import JOB_NAME, labels_of, pod_template
+from launch.manifest import given, patched, to_yaml
 from launch.options import from_flags, option, parse_job
 from launch.workload import WORKLOADS, Where, Workload, check_one_task, make_workload
 from pipeline.cli.command_line import print_user_errors
-from pipeline.runtime.errors import LaunchError, check_choice
+from pipeline.runtime.errors import LaunchError, check_at_least, check_choice, check_within, did_you_mean
+
+CONCURRENCY = ("Forbid", "Replace")
+# The controller looks every 10 s; with 100 missed ticks in this time it would start none ever again.
+START_WITHIN_S = (10, 5940)
+
+
+@dataclass(frozen=True)
+class CronJobOptions(KubernetesOptions):
+    """What a CronJob takes beside what its Jobs do."""
+
+    time_zone: Optional[str] = option(None, "time zone of the expression, as Europe/Berlin; else the control plane's, often UTC")  # fmt: skip
+    concurrency: str = option("Forbid", "Forbid: a tick waits for the one before; Replace: it ends that one")
+    start_within_s: int = option(600, "seconds that a tick may come late, while another runs or the cluster is down")
+    keep_succeeded: int = option(3, "how many finished ticks stay to be looked at")
+    keep_failed: int = option(3, "how many failed ticks stay to be looked at")
+    deadline_s: int = option(86400, "seconds after which a tick is ended, for it holds up all others; 0: never")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("--concurrency", self.concurrency, CONCURRENCY)
+        check_within("--start-within-s", self.start_within_s, *START_WITHIN_S)
+        check_at_least("--keep-succeeded", self.keep_succeeded, 0)
+        check_at_least("--keep-failed", self.keep_failed, 0)
+        known = zoneinfo.available_timezones()  # empty where the system has no list
+        if self.time_zone is not None and known and self.time_zone not in known:
+            raise LaunchError(f"--time-zone {self.time_zone} is no time zone{did_you_mean(self.time_zone, known)}")
+        if self.attempt or self.owner:
+            raise LaunchError("a CronJob names its Jobs and stays itself: leave --attempt and --owner out")
+        if self.kind != "job":
+            raise LaunchError(f"--kind {self.kind}: a CronJob makes Jobs, nothing else; leave --kind out")
+
+
+def render_cronjob(workload: Workload, cron: str, options: CronJobOptions) -> str:
+    """YAML for `kubectl apply -f -`. Raises LaunchError for what Kubernetes, or the job, cannot have."""
+    many = workload.nodes > 1
+    head = f"{JOB_NAME}-0.{workload.name}" if many else "localhost"
+    template = pod_template(workload, options, head, workload.name if many else "")
+    spec = {
+        "schedule": cron,
+        **given(timeZone=options.time_zone),
+        "concurrencyPolicy": options.concurrency,
+        "startingDeadlineSeconds": options.start_within_s,
+        "successfulJobsHistoryLimit": options.keep_succeeded,
+        "failedJobsHistoryLimit": options.keep_failed,
+        "jobTemplate": {
+            "metadata": {"labels": {**labels_of(workload, options), **queue_label(options)}},
+            "spec": job_spec(workload, options, template),
+        },
+    }
+    job: dict[str, Any] = {"apiVersion": "batch/v1", "kind": "CronJob", "metadata": metadata(workload, options), "spec": spec}  # fmt: skip
+    comment = f"{workload.verb} at {cron}, {options.time_zone or 'in the time zone of the control plane'}."
+    objects = [headless_service(workload, options), job] if many else [job]
+    return to_yaml(patched(objects, options.patch), comment)
+
 
 TARGETS: dict[str, tuple[type, Callable[[Workload, str, Any], str]]] = {
     "kubernetes": (CronJobOptions, render_cronjob),

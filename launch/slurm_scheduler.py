@@ -70,7 +70,7 @@ class SlurmScheduler(TorchXSlurmScheduler):
         opts = super()._run_opts()
         known = dict(opts)
         for each in dataclasses.fields(SlurmOptions):
-            name = _cfg_name(each.name)
+            name = each.name.replace("_", "-")
             if name not in known:
                 opts.add(name, type_=bool if each.type == "bool" else str, default=None, help=each.metadata["help"])
         return opts
@@ -80,7 +80,7 @@ class SlurmScheduler(TorchXSlurmScheduler):
         if workload is None:
             return super()._submit_dryrun(app, cfg)
         check_env(app.roles[0].env)
-        typed = {each.name: cfg.get(_cfg_name(each.name)) for each in dataclasses.fields(SlurmOptions)}
+        typed = {each.name: cfg.get(each.name.replace("_", "-")) for each in dataclasses.fields(SlurmOptions)}
         options: dict[str, Any] = {
             name: unsealed(value) if isinstance(value, str) else value
             for name, value in typed.items()
@@ -165,11 +165,6 @@ class SlurmScheduler(TorchXSlurmScheduler):
 
 def create_scheduler(session_name: str, **kwargs: Any) -> SlurmScheduler:
     return SlurmScheduler(session_name=session_name)
-
-
-def _cfg_name(field: str) -> str:
-    """`mail_user` is `-cfg mail-user=`, as TorchX and sbatch write it."""
-    return field.replace("_", "-")
 
 
 def sealed(typed: str, known: Iterable[str]) -> str:

@@ -37,6 +37,11 @@ class _Lines:
             super().run(args)  # type: ignore[misc]
 
 
+Status = type("Status", (_Lines, CmdStatus), {})
+List = type("List", (_Lines, CmdList), {})
+Describe = type("Describe", (_Lines, CmdDescribe), {})
+
+
 class Run(CmdRun):
     def run(self, args: argparse.Namespace) -> None:
         with errors_as_lines("; what a cluster has been given runs on"):
@@ -60,10 +65,6 @@ class Run(CmdRun):
             _end(f"{app_handle} ended as {status.state.name}{hint}", _exit_code(app_handle) or FAILED)
 
 
-class Status(_Lines, CmdStatus):
-    pass
-
-
 class Log(CmdLog):
     def run(self, args: argparse.Namespace) -> None:
         with errors_as_lines("; the job runs on"):
@@ -80,19 +81,11 @@ class Log(CmdLog):
             super().run(args)
 
 
-class List(_Lines, CmdList):
-    pass
-
-
 class Cancel(CmdCancel):
     def run(self, args: argparse.Namespace) -> None:
         with errors_as_lines():
             _check_known(args.app_handle)
             super().run(args)
-
-
-class Describe(_Lines, CmdDescribe):
-    pass
 
 
 def _check_keys(scheduler: str, typed: str) -> None:

@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 from launch.kubernetes import render_job
-from launch.kubernetes_cronjob import CronJobOptions, render_cronjob
 from launch.kubernetes_options import KubernetesOptions
+from launch.schedule import CronJobOptions, render_cronjob
 from launch.workload import Where, Workload, make_workload
 from tests.launch.api_server import ApiServer, assert_accepted, left_out
 from tests.launch.manifests import as_pod, pod_templates, read

@@ -250,3 +250,36 @@ def test_a_data_set_that_only_the_cluster_sees_needs_a_flag_and_what_needs_no_da
     with pytest.raises(SystemExit):
         render("slurm", ["train", "-j", "4x8", "--no-check-data", "--", *words])
     assert mentions(capsys.readouterr().err, "data.reader.num_streams=16 32")
+
+
+def test_a_rehearsal_tries_the_jobs_own_ranks_first_and_stops_what_would_fail(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "rehearsed $*"\nexit $(cat {tmp_path}/code)\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    words = [
+        "train",
+        "-j",
+        "2x8",
+        "--h",
+        "h100_80gb_x8",
+        "--rehearse",
+        "--no-check-data",
+        "--",
+        "experiment=mlperf_dlrmv2",
+    ]
+    (tmp_path / "code").write_text("0")
+    assert "--gpus-per-node=8" in render("slurm", words)
+    said = capfd.readouterr()
+    assert mentions(
+        said.err, "pipeline rehearse hardware=h100_80gb experiment=mlperf_dlrmv2 world_size=16 ranks=[0,15]"
+    )
+    (tmp_path / "code").write_text("2")
+    with pytest.raises(SystemExit) as stop:
+        render("slurm", words)
+    assert stop.value.code == 2 and capfd.readouterr().out == ""
+    with pytest.raises(SystemExit):
+        render("slurm", ["plan", "--rehearse", "--no-check-data", "--", "experiment=quickstart"])
+    assert mentions(capfd.readouterr().err, "--rehearse plan")

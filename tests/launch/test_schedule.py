@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from launch.crontab import CrontabOptions, ScrontabOptions, render_crontab, render_scrontab
-from launch.kubernetes_cronjob import CronJobOptions, render_cronjob
-from launch.schedule import main, schedule
+from launch.schedule import CronJobOptions, main, render_cronjob, schedule
 from launch.workload import Where, Workload, make_workload
 from tests.launch.manifests import assert_valid, expand, pod_templates, read
 from tests.support.messages import mentions
