@@ -39,7 +39,7 @@ MODULES = {  # import name -> distribution
 }  # fmt: skip
 LEAST_SHM_BYTES = 512 << 20  # Docker's default is 64 MiB; NCCL and pinned batches need more
 LEAST_DISK_BYTES = 5 << 30
-PROBE_TIMEOUT_S = 60
+PROBE_TIMEOUT_S = 180  # a machine with ten times as many processes as cores takes a minute to import torch
 PROBE_PATH = [str(Path(__file__).parents[2])]  # so that a probe imports this very package, from any folder
 GIB = 2**30
 
