@@ -21,7 +21,6 @@ from pipeline.runtime.process.watchdog import Limits
 SCHEDULES = ("constant", "poly", "cosine", "step")
 COMM_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 PRECISIONS = ("fp32", "bf16")
-MATMUL_PRECISIONS = ("highest", "high", "medium")  # torch.set_float32_matmul_precision
 TRAIN_PIPELINES = ("auto", "sparse_dist", "base")
 NON_FINITE_POLICIES = ("stop", "skip", "rollback")
 ROW_STATE_POLICIES = ("refuse", "average")
@@ -356,7 +355,6 @@ class TrainerConfig:
     max_steps: int | None = None
     seed: int = 0
     precision: str = "fp32"
-    float32_matmul_precision: str = "highest"
     compile: bool = False  # the dense layers by torch.compile; where it fails they run as they are
     pipeline: str = "auto"  # base on one CPU rank, which has nothing to overlap; sparse_dist else
     gradient_clip_norm: float | None = None  # of all dense layers together
@@ -422,13 +420,6 @@ class TrainerConfig:
         for name in self.metrics:
             find("metric", name, "trainer.metrics")
         check_choice("trainer.precision", self.precision, PRECISIONS)
-        check_choice("trainer.float32_matmul_precision", self.float32_matmul_precision, MATMUL_PRECISIONS)
-        if self.pipeline == "prefetch":
-            raise ConfigError(
-                "trainer.pipeline=prefetch is not safe: in TorchRec 1.9 its copy stream may be given memory that its "
-                "prefetch stream still reads (https://github.com/meta-pytorch/torchrec/pull/4191 is open); use "
-                "trainer.pipeline=sparse_dist, where FBGEMM fetches the rows of fused_uvm_caching tables within the step"
-            )
         check_choice("trainer.pipeline", self.pipeline, TRAIN_PIPELINES)
         check_choice("trainer.non_finite_loss", self.non_finite_loss, NON_FINITE_POLICIES)
         _check_limit("trainer.gradient_clip_norm", self.gradient_clip_norm)

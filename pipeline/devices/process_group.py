@@ -60,8 +60,7 @@ def init_distributed(
 
 
 def init_for(job: TrainJob) -> DistributedContext:
-    """Collective: init_distributed, as the job says; torch's precision of products too."""
-    torch.set_float32_matmul_precision(job.trainer.float32_matmul_precision)
+    """Collective: init_distributed, as the job says."""
     comms = job.comms
     return init_distributed(comms.backend, comms.timeout_s, job.hardware.compute_device, job.sharding.fast_cpu)
 

@@ -21,11 +21,8 @@ from pipeline.config.sequences import HistoriesConfig, SequenceConfig
 from pipeline.config.sweep import KnobConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig, TableConfig, TiersConfig
 from pipeline.config.tags import TagsConfig
-from pipeline.config.training import TrainerConfig
 from pipeline.config.warm_start import WarmStartConfig
 from pipeline.embeddings.tables import LAST_RESORT
-from pipeline.runtime.errors import ConfigError
-from tests.support.messages import names
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 JOBS = {name: job for job, name in CONFIG_NAMES.items() if job.__module__.startswith("pipeline.")}
@@ -167,16 +164,3 @@ def test_every_optional_section_is_among_those_that_an_option_shows() -> None:
         if dataclasses.is_dataclass(part)
     }
     assert optional - {InitConfig, ConstraintConfig} <= {kind for kind, _, _ in OPTIONAL}
-
-
-def test_the_prefetching_pipeline_is_refused_with_its_reason() -> None:
-    with pytest.raises(
-        ConfigError, match=names("trainer.pipeline=prefetch torchrec/pull/4191 trainer.pipeline=sparse_dist")
-    ):
-        TrainerConfig(pipeline="prefetch")
-
-
-def test_the_precision_of_products_is_one_of_torchs() -> None:
-    assert TrainerConfig(float32_matmul_precision="high").float32_matmul_precision == "high"
-    with pytest.raises(ConfigError, match=names("trainer.float32_matmul_precision highest medium")):
-        TrainerConfig(float32_matmul_precision="tf32")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest.mock import patch
 
 from tests.gpu import preloaded
 from tests.support.forks import PASSED
@@ -30,7 +31,8 @@ def _do(
     on_cpu, *args = args
     try:
         if on_cpu:
-            result = _in_group("gloo", rank, world_size, store, function, args), None
+            with patch("torch.cuda.is_available", lambda: False):  # a job that leaves the choice takes the CPU
+                result = _in_group("gloo", rank, world_size, store, function, args), None
         elif preloaded.IS_REAL:
             result = _in_group("nccl", rank, world_size, store, function, args), None
         else:

@@ -41,6 +41,9 @@ EXACT = ["optimizer=adagrad", "optimizer.sparse.eps=0.01", "optimizer.dense.eps=
 
 NO_DROPOUT = ["model.dropout=0"]  # a GPU draws from a generator of its own
 
+# Sums of another order move a unit of its ReLUs across 0: one weight of thousands by 3e-5.
+TOLERANCES = {"finalmlp": 1e-4}
+
 
 def cases() -> Iterator[tuple[str, list[str], str, int]]:
     """Name, words, data, and the first of LAYOUTS that its tables take."""
@@ -111,7 +114,7 @@ def test_a_models_tables_may_be_anywhere(
     if model not in _on_cpu:
         _on_cpu[model] = gpus.train(1, words, tmp_path_factory.mktemp("cpu") / "run", on="cpu")
     gpu = gpus.train(2, [*words, *words_of_layouts(data, first)], tmp_path / "gpu")
-    assert_same(gpu, _on_cpu[model])
+    assert_same(gpu, _on_cpu[model], TOLERANCES.get(model, 1e-5))
 
 
 def test_all_pairs_occur() -> None:

@@ -13,7 +13,7 @@ import torch
 from pipeline.training.run import TrainSummary
 from tests.gpu.conftest import BASE, Gpus
 from tests.gpu.data import HASHED, prepared
-from tests.gpu.jobs import evaluate_on_rank, train_on_rank
+from tests.gpu.jobs import train_on_rank
 from tests.gpu.test_matrix import EXACT, assert_same
 from tests.support.stored_tensors import step_tensors
 
@@ -39,11 +39,12 @@ def assert_same_steps(one: Path, other: Path, step: int, tolerance: float = 0.0)
 
 
 OPTIMIZERS = ["sgd", "rowwise_adagrad", "adam", "adamw", "rowwise_adam"]  # the matrix is trained by adagrad
+TOUCHED = "optimizer.sparse.update_rows=touched"  # all rows at every step: the CPU only
+OURS = "sharding.fast_cpu=true"  # FBGEMM's CPU kernels cannot do it, and this package's can
 JOBS: dict[str, list[str]] = {
-    **{name: [f"optimizer={name}", "optimizer.sparse.eps=0.01", "optimizer.dense.eps=0.01"] for name in OPTIMIZERS},
+    **{name: [f"optimizer={name}", "optimizer.sparse.eps=0.01", "optimizer.dense.eps=0.01", TOUCHED, OURS] for name in OPTIMIZERS},
     "accumulation": ["trainer.gradient_accumulation_steps=2", "trainer.gradient_clip_norm=0.5"],
-    "clipped_rows": ["optimizer.sparse.gradient_clip_value=0.001"],
-    "weight_decay": ["optimizer=rowwise_adagrad", "optimizer.sparse.eps=0.01", "optimizer.sparse.weight_decay=0.1"],
+    "weight_decay": ["optimizer=rowwise_adagrad", "optimizer.sparse.eps=0.01", "optimizer.sparse.weight_decay=0.1", OURS],
     "early_stop": ["trainer.evaluate_every_steps=1", "trainer.early_stop.patience=1", "trainer.early_stop.min_delta=9"],
     "asynchronous": ["checkpoint.asynchronous=true", "checkpoint.save_every_steps=1"],
     "differential": ["checkpoint.differential=true", "checkpoint.save_every_steps=1"],
@@ -92,13 +93,6 @@ def test_managed_collision_equals_the_cpus(
     words += [f"{table}.kind=managed_collision", f"{table}.num_rows=64", f"{table}.eviction_interval=1",
               f"{table}.buckets=2", "tables.default.sharding.sharding_types=[row_wise]"]  # fmt: skip
     assert_as_on_the_cpu(gpus, words, tmp_path)
-
-
-def test_frequency_split_equals_the_cpus(gpus: Gpus, clicks: list[str], tmp_path: Path) -> None:
-    """Its bags without a rare id are left out, so batch sizes vary by feature: FBGEMM's VBE."""
-    table = "tables.default.compression"
-    words = [*clicks, f"{table}.kind=frequency_split", f"{table}.min_rows=500", f"{table}.head_rows=16"]
-    assert_as_on_the_cpu(gpus, [*words, "optimizer=rowwise_adagrad", "optimizer.sparse.eps=0.01"], tmp_path)
 
 
 def test_tables_of_two_hosts_equal_the_cpus(gpus: Gpus, clicks: list[str], tmp_path: Path) -> None:
@@ -161,7 +155,8 @@ def assert_same_models(one: Path, other: Path, step: int) -> None:
 def whole(gpus: Gpus, clicks: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps on two GPUs in one go, saved at steps 2 and 4."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    gpus.train(2, [*clicks, "trainer.max_steps=4", "checkpoint.save_every_steps=2"], folder)
+    # hardware=auto: a run that names a GPU as its hardware is evaluated on GPUs only.
+    gpus.train(2, [*clicks, "hardware=auto", "trainer.max_steps=4", "checkpoint.save_every_steps=2"], folder)
     return folder
 
 
@@ -179,7 +174,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     gpus: Gpus, clicks: list[str], whole: Path, tmp_path: Path
 ) -> None:  # fmt: skip
     folder = _until_step_2(whole, tmp_path / "run")
-    job = gpus.train(2, [*clicks, "trainer.max_steps=4", "checkpoint.save_every_steps=2"], folder)
+    words = [*clicks, "hardware=auto", "trainer.max_steps=4", "checkpoint.save_every_steps=2"]
+    job = gpus.train(2, words, folder)
     assert job.summary.step == 4
     assert_same_steps(folder, whole, 4)
 
@@ -187,21 +183,12 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
 def test_a_run_goes_on_on_fewer_and_on_more_gpus(
     gpus: Gpus, clicks: list[str], whole: Path, tmp_path: Path
 ) -> None:  # fmt: skip
-    words = [*clicks, "trainer.max_steps=4", "checkpoint.save_every_steps=2"]
+    words = [*clicks, "hardware=auto", "trainer.max_steps=4", "checkpoint.save_every_steps=2"]
     gpus.train(1, words, _until_step_2(whole, tmp_path / "fewer"))
     assert_same_steps(tmp_path / "fewer", whole, 4, 1e-5)
     gpus.train(1, [*words, "trainer.max_steps=2"], tmp_path / "more")
     gpus.train(2, words, tmp_path / "more")
     assert_same_models(tmp_path / "more", whole, 4)
-
-
-def test_an_evaluation_equals_the_cpus(gpus: Gpus, whole: Path) -> None:
-    words = [f"run={whole}", "split=test", "max_batches=3"]
-    results, reports = gpus.run(2, evaluate_on_rank, words)
-    found = dict(results[0].metrics)
-    [cpu] = gpus.run_on_cpu(1, evaluate_on_rank, [*words, "hardware=cpu"])
-    assert found == pytest.approx(cpu.metrics, rel=1e-5)
-    assert all(report.problems == [] for report in filter(None, reports))
 
 
 def test_a_run_of_gpus_is_exported(whole: Path, tmp_path: Path) -> None:
@@ -211,4 +198,4 @@ def test_a_run_of_gpus_is_exported(whole: Path, tmp_path: Path) -> None:
     summary = run_export(whole, tmp_path / "artifact", "precision=fp32")
     assert summary.step == 4
     for split in summary.parity.values():
-        assert split["artifact_ne"] == pytest.approx(split["model_ne"], rel=1e-5), split
+        assert abs(split["ne_delta"]) < 1e-5 and split["max_score_difference"] < 1e-5, split

@@ -16,8 +16,6 @@ from torch.utils._pytree import tree_leaves
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.bags import leave_out_empty_bags
-from pipeline.extras.shadow import report as shadow_report
-from pipeline.models.layers.interaction import DotInteraction
 from tests.gpu.conftest import Gpus
 from tests.support import sharded_models
 from tests.training.tiny_training import CONFIG, fit_drawn
@@ -80,25 +78,3 @@ def _copied_beside_a_step(rank: int) -> None:
 def test_a_batchs_memory_is_not_given_away_while_it_is_read(gpus: Gpus) -> None:
     _, [report] = gpus.run(1, _copied_beside_a_step)
     assert report.problems == [] and report.record_streams >= 12
-
-
-def _dots(rank: int, device: str) -> tuple[list[torch.Tensor], int]:
-    """The interaction's output and gradients, and the operations of one forward, views included."""
-    generator = torch.Generator().manual_seed(0)
-    results = []
-    for has_dense in (True, False):
-        rows = torch.randn(4, 9, 8, generator=generator).to(device).requires_grad_()
-        dense = torch.randn(4, 8, generator=generator).to(device).requires_grad_()
-        module = DotInteraction(9, has_dense)
-        before = shadow_report.current().operations.total()
-        out = module(dense if has_dense else None, rows)
-        operations = shadow_report.current().operations.total() - before
-        results += [out, *torch.autograd.grad(out.square().sum(), [rows, dense] if has_dense else [rows])]
-    return [each.detach().cpu() for each in results], operations
-
-
-def test_pairs_of_products_are_one_gather(gpus: Gpus) -> None:
-    [(on_gpu, operations)], [report] = gpus.run(1, _dots, "cuda")
-    [(on_cpu, _)] = gpus.run_on_cpu(1, _dots, "cpu")
-    torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-6, atol=1e-6)
-    assert report is None or operations <= 9, operations  # a slice a row were as many more

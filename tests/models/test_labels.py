@@ -20,11 +20,9 @@ from pipeline.data.read.batch import Batch
 from pipeline.data.targets import Target
 from pipeline.devices.process_group import init_distributed
 from pipeline.models.build import build_model
-from pipeline.models.tasks.label_kinds import TargetPrediction, training_measure
 from pipeline.models.tasks.labels import LabelsTask
 from pipeline.models.tasks.task import TaskModel, make_task
 from pipeline.runtime.errors import ConfigError
-from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.serving.artifact.dense_export import export_layers, program_bytes, take_collection
 from pipeline.serving.artifact.served_tasks import ServedTask, scores_of
 from pipeline.serving.scoring.dense_program import load_program
@@ -294,13 +292,3 @@ def test_one_number_a_row_learns_a_regression() -> None:
     loss, prediction = task.eval()(rows)
     wanted = (prediction.outputs[:, 0] - 2.0).square().mean()
     assert loss.item() == pytest.approx(wanted.item()) and not math.isnan(loss.item())
-
-
-@pytest.mark.parametrize("target", [STARS, SECONDS])
-def test_training_metrics_do_not_ask_the_device(target: Target) -> None:
-    """A number, or a choice of rows, of tensors on meta cannot be read."""
-    context = DistributedContext(0, 1, 0, 1, torch.device("meta"), "gloo")
-    rows = torch.ones(4, device="meta")
-    measure = training_measure(target, context, 4, 8)
-    for _ in range(2):
-        measure.update(TargetPrediction(rows.sum(), torch.ones(4, target.width, device="meta"), rows, rows))

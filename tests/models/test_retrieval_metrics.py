@@ -10,8 +10,7 @@ import torch
 from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.models.tasks.retrieval import LogFrequency, RetrievalPrediction, hardest_cross_entropy
-from pipeline.models.tasks.retrieval_metrics import RetrievalLossWindow, RetrievalMetrics
-from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.models.tasks.retrieval_metrics import RetrievalMetrics
 from tests.support.ranks import RankPool
 
 NUM_BATCHES, BATCH, NUM_ITEMS, DIM = 4, 32, 40, 3
@@ -102,10 +101,3 @@ def test_hard_negatives_are_those_that_score_highest_and_all_of_them_are_the_sof
         wanted = torch.cat([positive, others[:, :count]], dim=1).log_softmax(dim=1)[:, 0]
         torch.testing.assert_close(hardest_cross_entropy(scores, own, count), -wanted)
     assert hardest_cross_entropy(scores[:1, :1], torch.tensor([0]), 4).tolist() == [0.0]
-
-
-def test_the_training_loss_is_added_up_without_asking_the_device() -> None:
-    """A number of a tensor on meta cannot be read."""
-    window = RetrievalLossWindow(DistributedContext(0, 1, 0, 1, torch.device("meta"), "gloo"))
-    for one in _predictions():
-        window.update(RetrievalPrediction(*(part.to("meta") for part in one)))

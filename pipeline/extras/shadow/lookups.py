@@ -86,6 +86,9 @@ def _dims_and_outputs(call: dict[str, Any], num_features: int) -> tuple[list[int
 
 def _bags(call: dict[str, Any], num_features: int) -> list[tuple[int, int]]:
     """Return the first bag, and the one after the last, of each feature."""
+    if call.get("B_offsets") is not None:
+        begins = call["B_offsets"].tolist()
+        return list(pairwise(begins))
     if "vbe_b_t_map" in call:
         feature_of_bag = call["vbe_b_t_map"].long() >> int(call["info_B_num_bits"])
         ends = torch.searchsorted(feature_of_bag, torch.arange(num_features), right=True).tolist()
@@ -237,6 +240,51 @@ def _jagged_positions(begins: torch.Tensor, lengths: torch.Tensor) -> torch.Tens
     return torch.repeat_interleave(begins - (ends - lengths), lengths) + torch.arange(int(lengths.sum()))
 
 
+def select_rows(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """batch_index_select_dim0: rows of several flat matrices by index, and what the backward pass wants to know."""
+    call = named(func, args, kwargs)
+    rows, dims, counts = (torch.tensor([int(each) for each in call[name]])
+                          for name in ("input_rows", "input_columns", "input_num_indices"))  # fmt: skip
+    begins, permuted = _complete_cumsum(rows * dims), bool(call["permute_output_dim_0_1"])
+    source, into = _selected(call["indices"], begins[:-1], dims, counts, permuted)
+    out = torch.empty(len(into), dtype=call["inputs"].dtype)
+    out[into] = call["inputs"].reshape(-1)[source]
+    output_begins = torch.empty(0, dtype=torch.int64) if permuted else _complete_cumsum(counts * dims)
+    saved = torch.tensor([int(dims.max()), 0, 1, int(counts.max())])
+    return [out, begins[:-1], _complete_cumsum(rows), _complete_cumsum(dims).int(), output_begins,
+            _complete_cumsum(counts), saved]  # fmt: skip
+
+
+def select_rows_backward(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    call = named(func, args, kwargs)
+    dims, counts = call["D_offsets"].long().diff(), call["total_L_offsets"].long().diff()
+    permuted = bool(call["permute_output_dim_0_1"])
+    source, into = _selected(call["indices"], call["weights_offsets"], dims, counts, permuted)
+    gradient = torch.zeros(call["dev_weights"].numel(), dtype=call["dev_weights"].dtype)
+    return gradient.index_add_(0, source, call["grad_output"].reshape(-1)[into]).view(call["dev_weights"].shape)
+
+
+def _complete_cumsum(counts: torch.Tensor) -> torch.Tensor:
+    return torch.cat([torch.zeros(1, dtype=counts.dtype), counts.cumsum(0)])
+
+
+def _selected(
+    indices: torch.Tensor, begins: torch.Tensor, dims: torch.Tensor, counts: torch.Tensor, permuted: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions of all selected numbers in the flat input, and in the flat output."""
+    source, into, columns, used = [], [], 0, 0
+    parts = indices.long().split(counts.tolist())
+    for own, begin, dim in zip(parts, begins.tolist(), dims.tolist(), strict=True):
+        source.append((begin + own.unsqueeze(1) * dim + torch.arange(dim)).reshape(-1))
+        if permuted:  # a row of the output has a part of every input
+            at = torch.arange(len(own)).unsqueeze(1) * int(dims.sum()) + columns + torch.arange(dim)
+        else:
+            at = used + torch.arange(len(own) * dim)
+        into.append(at.reshape(-1))
+        columns, used = columns + dim, used + len(own) * dim
+    return torch.cat(source), torch.cat(into)
+
+
 def patches() -> list[Patch]:
     """None, but the kernels are put where operations look for them."""
     tensors.KERNELS[:] = [
@@ -245,6 +293,8 @@ def patches() -> list[Patch]:
         (r"fbgemm::split_embedding_(nobag_)?backward_codegen_.*_exact_cuda", backward),
         (r"fbgemm::(split|dense)_embedding_codegen_grad_indice_weights(_vbe)?_cuda", weight_gradients),
         (r"fbgemm::keyed_jagged_index_select_dim1_forward", select_forward),
+        (r"fbgemm::batch_index_select_dim0_forward_cuda_impl", select_rows),
+        (r"fbgemm::batch_index_select_dim0_backward_cuda_impl", select_rows_backward),
         *uvm_cache.KERNELS,
     ]
     return []

@@ -43,7 +43,6 @@ class Report:
     collectives: list[dict[str, Any]] = field(default_factory=list)  # in order, see collectives.py
     findings: dict[tuple[str, str, str], int] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)  # live tensors, by phase
-    first_device_error: str = ""
 
     def find(self, kind: str, text: str) -> None:
         """Note a fault at the caller's place."""

@@ -90,6 +90,12 @@ class Shadow(torch.Tensor):
             raise RuntimeError(f"cannot set .data of {self!r} to {other!r}: another device or shape")
         self.inner = other.inner
 
+    def resize_(self, *sizes: Any, **_: Any) -> Any:  # type: ignore[override]
+        """Give this tensor other memory: a wrapper cannot change its shape, so it changes places with another."""
+        shape = tuple(sizes[0]) if isinstance(sizes[0], (tuple, list)) else sizes
+        _swap(self, Shadow(self.inner.clone().resize_(shape), self.device))
+        return self
+
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
 
@@ -208,6 +214,15 @@ def _check_host_reads(rule: Rule, flat: list[Any]) -> None:
                 del _in_flight[key]
 
 
+def _remember(storage: Any) -> None:
+    """Note that the current stream still fills this memory of the host; forget what has been filled."""
+    for key, (_, stream, tick, _) in list(_in_flight.items()):
+        if streams.host_knows(stream, tick):
+            del _in_flight[key]
+    stream = streams.current_stream().number
+    _in_flight[id(storage)] = (storage, stream, streams.tick_of(stream), report.place())
+
+
 # ---- one operation on GPU tensors ----
 
 
@@ -250,8 +265,7 @@ def _finish_copy(copied: _Copied, result: torch.Tensor) -> None:
         report.copy("device_to_host", copied.num_bytes)
         waits = not (copied.non_blocking and memory.is_kind(result, "pinned"))
         if not waits:
-            storage, stream = result.untyped_storage(), streams.current_stream().number
-            _in_flight[id(storage)] = (storage, stream, streams.tick_of(stream), report.place())
+            _remember(result.untyped_storage())
     else:
         report.copy("on_device" if copied.is_near else "device_to_device", copied.num_bytes)
         waits = False
@@ -312,6 +326,8 @@ def _returned(
         outputs = [] if rule.returns_written else tree_flatten(out)[0]
         _order(rule, flat, [*written, *outputs], target)
     if rule.returns_written:
+        if isinstance(written[0], Shadow) and written[0].shape != written[0].inner.shape:
+            raise RuntimeError(f"{rule.name} changes the shape of {written[0]!r}, which the shadow GPU cannot follow")
         return written[0] if rule.num_returns == 1 else tuple(written[: rule.num_returns])
     if rule.returns_value:
         return out

@@ -73,24 +73,25 @@ class SumsMeasure:
     ) -> None:
         """`sums` of a batch are [n]; `metrics` of those of all batches. starts_anew: after each compute()."""
         self._context, self._sums_of, self._metrics, self._starts_anew = context, sums, metrics, starts_anew
-        self._sums: torch.Tensor | None = None  # on the device, then the number of samples
+        self._sums: torch.Tensor | None = None
+        self._num_samples = 0
 
     def update(self, prediction: TargetPrediction) -> None:
-        """Without a wait for the device: it is called in each training step."""
-        left_out = prediction.sample_weights <= 0
-        kept = (part.double().masked_fill(left_out.view(-1, *[1] * (part.dim() - 1)), 0.0) for part in prediction[1:])
-        num_samples = (~left_out).sum().double().view(1)
-        sums = torch.cat([self._sums_of(TargetPrediction(prediction.loss, *kept)), num_samples])
+        rows = prediction.sample_weights > 0
+        self._num_samples += int(rows.sum())
+        kept = (part.double()[rows] for part in prediction[1:])
+        sums = self._sums_of(TargetPrediction(prediction.loss, *kept)).cpu()
         self._sums = sums if self._sums is None else self._sums + sums
 
     def compute(self) -> dict[str, float]:
         """Collective."""
         assert self._sums is not None, "no batch was measured"
-        total = self._sums.clone()
+        total = torch.cat([self._sums, torch.tensor([float(self._num_samples)], dtype=torch.float64)])
+        total = total.to(self._context.device)
         if self._context.world_size > 1:
             dist.all_reduce(total)
         if self._starts_anew:
-            self._sums = torch.zeros_like(self._sums)
+            self._sums, self._num_samples = torch.zeros_like(self._sums), 0
         *sums, num_samples = total.tolist()
         return {**self._metrics(sums), "num_samples": int(num_samples)}
 

@@ -26,19 +26,19 @@ class RetrievalLossWindow:
 
     def __init__(self, context: DistributedContext) -> None:
         self._context = context
-        self._sums = torch.zeros(3, dtype=torch.float64, device=context.device)  # losses, positives, rows
+        self._sums = torch.zeros(3, dtype=torch.float64)  # losses, positives, rows
 
     def update(self, prediction: RetrievalPrediction) -> None:
-        """Without a wait for the device: it is called in each training step."""
         weights = prediction.sample_weights
         parts = [prediction.losses.sum(), (prediction.labels * weights).sum(), weights.sum()]
-        self._sums += torch.stack([part.double() for part in parts])
+        self._sums += torch.stack([part.double() for part in parts]).cpu()
 
     def compute(self) -> dict[str, float]:
         """Collective."""
-        sums, self._sums = self._sums, torch.zeros_like(self._sums)
+        sums = self._sums.to(self._context.device)
         if self._context.world_size > 1:
             dist.all_reduce(sums)
+        self._sums = torch.zeros(3, dtype=torch.float64)
         loss, positives, rows = sums.tolist()
         return {
             "loss": loss / positives if positives else math.nan,
@@ -59,10 +59,10 @@ class RetrievalMetrics:
         self._num_samples = 0
 
     def update(self, prediction: RetrievalPrediction) -> None:
-        real = prediction.sample_weights.cpu() > 0
-        ids, items = prediction.item_ids.cpu()[real], prediction.items.cpu()[real]
-        clicked = prediction.labels.cpu()[real] > 0
-        self._users.append(prediction.users.cpu()[real][clicked])
+        real = prediction.sample_weights > 0
+        ids, items = prediction.item_ids[real].cpu(), prediction.items[real].cpu()
+        clicked = prediction.labels[real].cpu() > 0
+        self._users.append(prediction.users[real].cpu()[clicked])
         self._wanted.append(ids[clicked])
         self._num_samples += len(ids)
         self._add_items(ids, items)
