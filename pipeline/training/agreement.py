@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipeline.data.read.batch import Batch
 from pipeline.devices.cpu.host_exchange import all_reduce
 from pipeline.runtime.errors import TrainingError
 
@@ -133,10 +134,9 @@ class StepAgreement:
         return NonFiniteLossError(message, rows.tolist(), losses[rows].tolist(), len(at_fault), self.in_a_row)
 
 
-def marks_of(batch: Any) -> torch.Tensor:
+def marks_of(batch: Batch) -> torch.Tensor:
     """[batch], zero in quarantined rows; training batches have no padding."""
-    marks: torch.Tensor = batch.sample_weights if batch.present is None else batch.present
-    return marks
+    return batch.sample_weights if batch.present is None else batch.present
 
 
 def _nothing(loss: torch.Tensor) -> tuple[torch.Tensor, None]:
