@@ -85,7 +85,7 @@ def test_hardware_that_does_not_say_its_peak_is_planned_for_without_a_prediction
 
 def test_a_laptop_plans_for_absent_gpus(planned: PlanSummary) -> None:
     record = read_plan(planned.plan_file)
-    assert (planned.world_size, planned.local_world_size, len(record.ranks)) == (16, 8, 16)
+    assert (planned.world_size, planned.ranks_per_host, len(record.ranks)) == (16, 8, 16)
     assert list(record.plan.plan) == ["model.sparse_arch.embedding_bag_collection"]  # as in training
     assert [choice.num_embeddings for choice in record.tables] == KAGGLE_ROWS
     assert record.fingerprint["batch_size"] == 4096
