@@ -13,7 +13,7 @@ import torch
 from pipeline.training.run import TrainSummary
 from tests.gpu.conftest import BASE, Gpus
 from tests.gpu.data import HASHED, prepared
-from tests.gpu.jobs import train_on_rank
+from tests.gpu.jobs import evaluate_on_rank, train_on_rank
 from tests.gpu.test_matrix import EXACT, assert_same
 from tests.support.stored_tensors import step_tensors
 
@@ -189,6 +189,15 @@ def test_a_run_goes_on_on_fewer_and_on_more_gpus(
     gpus.train(1, [*words, "trainer.max_steps=2"], tmp_path / "more")
     gpus.train(2, words, tmp_path / "more")
     assert_same_models(tmp_path / "more", whole, 4)
+
+
+def test_an_evaluation_equals_the_cpus(gpus: Gpus, whole: Path) -> None:
+    words = [f"run={whole}", "split=test", "max_batches=3"]
+    results, reports = gpus.run(2, evaluate_on_rank, words)
+    found = dict(results[0].metrics)
+    [cpu] = gpus.run_on_cpu(1, evaluate_on_rank, words)
+    assert found == pytest.approx(cpu.metrics, rel=1e-5)
+    assert all(report.problems == [] for report in filter(None, reports))
 
 
 def test_a_run_of_gpus_is_exported(whole: Path, tmp_path: Path) -> None:
