@@ -36,8 +36,6 @@ OTHERWISE = {
     "high": 0.2,
     "log": True,
     "hardware.ddr_gb_per_s": 20.0,
-    "hardware.hbm_to_ddr_gb_per_s": 25.0,
-    "hardware.intra_host_gb_per_s": 25.0,
     "hardware.inter_host_gb_per_s": 12.5,
 }
 NOT_IN_YAML = {"plugins"}  # must be given on the command line, for they are loaded before any YAML is read

@@ -25,6 +25,7 @@ def test_a_job_that_an_earlier_release_saved_means_what_it_meant() -> None:
         "planner.objective=critical_path",
     ]
     composed = load_config(TrainJob, ["experiment=quickstart_dlrm_dcn", *words])
+    composed.hardware.hbm_to_ddr_gb_per_s = composed.hardware.intra_host_gb_per_s = 25.0  # of auto, at that time
     for part in (
         "name",
         "run_dir",
