@@ -26,10 +26,17 @@ BASE = [
 
 
 def test_two_ranks_of_sixteen_start_and_have_the_same_collectives(prepared_clicks: str, tmp_path: Path) -> None:
-    words = [*BASE, "ranks=[15]", f"data.path={prepared_clicks}", f"output={tmp_path / 'found.json'}"]
+    words = [
+        *BASE,
+        "ranks=[15]",
+        f"data.path={prepared_clicks}",
+        "planner=torchrec",
+        f"output={tmp_path / 'found.json'}",
+    ]
     result = rehearse(load_config(RehearseJob, words))
     first, last = result.ranks
     assert (first["rank"], last["rank"]) == (0, 15) and first["order"] == last["order"]
+    assert first["problems"] == last["problems"] == []
     assert first["step"]["launches"] > 50 and first["step"]["copied_bytes"] > 0
     assert {each["op"] for each in first["collectives"]} >= {"alltoall_base_", "allreduce_"}
     assert 0 < first["memory"]["tables, layers and their state"] < first["peak_bytes"] < first["card_bytes"]

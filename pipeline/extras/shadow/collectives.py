@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup, Work
+from torch._C._distributed_c10d import FakeProcessGroup, FakeWork, Work
 from torch.distributed import device_mesh
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -299,5 +299,6 @@ def patches() -> list[Patch]:
             Patch(module, "new_group", new_group, why),
             Patch(module, "get_backend", get_backend, why),
         ]
-    made.append(Patch(Work, "wait", _wait, "the stream that waits for a collective learns its clock"))
+    why = "the stream that waits for a collective learns its clock"
+    made += [Patch(kind, "wait", _wait, why) for kind in (Work, FakeWork)]
     return made
