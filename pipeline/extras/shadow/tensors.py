@@ -274,6 +274,9 @@ def _finish_copy(copied: _Copied, result: torch.Tensor) -> None:
         streams.wait_for_host_copy()
 
 
+_FILLS = frozenset(("uniform_", "normal_", "fill_", "zero_", "random_"))  # the whole of their first argument
+
+
 def _on_inner(
     func: Any, rule: Rule, flat: list[Any], spec: Any, target: torch.device, copied: _Copied | None
 ) -> Any:  # fmt: skip
@@ -285,7 +288,12 @@ def _on_inner(
         kwargs.pop("non_blocking", None)
         # As torch does: the host's side of a non-blocking copy is pinned where torch allocates it.
         pinned = rule.base == "_to_copy" and copied.to_host and copied.non_blocking
-    if rule.is_factory and settings.untouched_above_bytes < 1 << 62 and target.type == "cuda":
+    if settings.untouched_above_bytes < 1 << 62:
+        # What fills reserved memory as a whole, TorchRec's first weights for instance, leaves it zeros.
+        filled = kwargs.get("out", args[0] if args and rule.base in _FILLS else None)
+        if isinstance(filled, torch.Tensor) and memory.is_untouched(filled) and rule.base in (*_FILLS, "zeros"):
+            return filled
+    if rule.is_factory and settings.untouched_above_bytes < 1 << 62 and target.type == "cuda" and "out" not in kwargs:
         shaped = func(*args, **{**kwargs, "device": torch.device("meta")})
         if shaped.numel() * shaped.element_size() > settings.untouched_above_bytes:
             return memory.untouched(tuple(shaped.shape), shaped.dtype)
