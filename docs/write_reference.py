@@ -37,7 +37,8 @@ def render() -> str:
         f"model={kind}": keys for kind, keys in model_keys(conf).items() if _is_ours(components("model")[kind])
     }
     known = {key.name for key in trained}
-    for job, verb in CONFIG_NAMES.items():
+    # By name: which verbs were imported first does not change the page.
+    for job, verb in sorted(CONFIG_NAMES.items(), key=lambda pair: pair[1]):
         if job not in (TrainJob, PlanJob) and _is_ours(job):
             own = [key for key in keys_of(job, verb, conf) if key.name not in known or "." not in key.name]
             sections[verb] = [key for key in own if not key.name.startswith("model.")]

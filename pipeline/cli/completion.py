@@ -16,7 +16,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 
-from pipeline.__main__ import verbs
+from pipeline.__main__ import module_of, verbs
 from pipeline.cli.command_line import print_user_errors, split_flags
 from pipeline.cli.compose import config_folders, group_options, with_registered_models
 from pipeline.cli.reference import NAME, keys_of, model_keys
@@ -100,7 +100,8 @@ def words_of_verbs(config_dir: str | None = None) -> dict[str, list[str]]:
     """Verb -> commands, keys as `key=` and options as `group=option`; "" -> the verbs. Raises ConfigError for no such folder."""
     known = verbs([])
     for verb in known:
-        importlib.import_module(f"pipeline.cli.{verb}")
+        if module := module_of(verb):
+            importlib.import_module(module)
     folders = config_folders(config_dir)
     options = with_registered_models(group_options(folders))
     jobs = {name: job for job, name in CONFIG_NAMES.items()}

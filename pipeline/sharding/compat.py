@@ -173,6 +173,7 @@ PRIVATE_NAMES: list[PrivateName] = [
     *_names(f"{TORCHREC}.model_parallel:DistributedModelParallel", SYNC, "_env"),
     *_names("torch.distributed", AVERAGING, "_broadcast_coalesced"),
     *_names("torch", AVERAGING, "_foreach_copy_"),
+    *_names("torch", "sharding/torchrec/replicated_adagrad.py", "_foreach_add_"),
     *_names("torch:Tensor", "models/layers/bf16_weights.py", "_version"),
     *_names("torch.autograd:Variable", f"{AVERAGING} {COMMS_WAIT}", "_execution_engine"),
     *_names(SLICE, "sharding/torchrec/flat_update.py", "_original_tensor", "_start_offset", "_end_offset"),

@@ -144,9 +144,9 @@ def in_order_of(features: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTen
 def reduce_scatter_variable_batches(output_dists: Iterable[nn.Module]) -> None:
     """Let shards of rows exchange such batches on gloo too, whose all-gather wants equal ones."""
     for output_dist in output_dists:
-        if isinstance(output_dist, RwPooledEmbeddingDist) and dist.get_backend(output_dist._pg) == "gloo":
+        if isinstance(output_dist, RwPooledEmbeddingDist) and output_dist._pg.name() == "gloo":
             output_dist._create_output_dist_module = partial(_create_output_dist_module, output_dist)  # type: ignore[method-assign]
-        elif isinstance(output_dist, WITHIN_HOSTS) and dist.get_backend(output_dist._intra_pg) == "gloo":
+        elif isinstance(output_dist, WITHIN_HOSTS) and output_dist._intra_pg.name() == "gloo":
             output_dist._create_output_dist_modules = partial(_create_output_dist_modules, output_dist)  # type: ignore[method-assign]
 
 
