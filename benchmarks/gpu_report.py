@@ -80,7 +80,7 @@ class Machine:
         """Run a module and return what it printed. `ranks`: under torchrun. Raises CommandError."""
         module = list(words)
         if on_gpu and self.shadow:
-            module = ["pipeline.extras.shadow", *module]
+            module = ["pipeline.extras.shadow", *(words[1:] if words[0] == "pipeline" else words)]
         launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}"] if ranks else []
         environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1" if ranks else "4"}
         done = subprocess.run(

@@ -1,5 +1,6 @@
 """Run a verb of the pipeline on shadow GPUs:  python -m pipeline.extras.shadow train experiment=quickstart
 
+Any other module:  python -m pipeline.extras.shadow benchmarks.gpu_sides losses --output losses.json
 On several ranks:  torchrun --nproc_per_node 2 -m pipeline.extras.shadow train experiment=quickstart
 SHADOW_GPU_CARD names the card (h100_80gb), SHADOW_GPU_REPORT a folder for rank<r>.json with all counts.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -31,7 +33,11 @@ def main(argv: list[str]) -> None:
     rank = int(os.environ.get("RANK", "0"))
     with shadow.running(rank) as report:
         try:
-            run_verb(argv)
+            if argv and "." in argv[0]:
+                sys.argv = argv
+                runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+            else:
+                run_verb(argv)
         finally:
             print(report.summary(), file=sys.stderr)
             for problem in report.problems:
