@@ -288,11 +288,11 @@ def _on_inner(
         kwargs.pop("non_blocking", None)
         # As torch does: the host's side of a non-blocking copy is pinned where torch allocates it.
         pinned = rule.base == "_to_copy" and copied.to_host and copied.non_blocking
-    if settings.untouched_above_bytes < 1 << 62:
-        # What fills reserved memory as a whole, TorchRec's first weights for instance, leaves it zeros.
-        filled = kwargs.get("out", args[0] if args and rule.base in _FILLS else None)
-        if isinstance(filled, torch.Tensor) and memory.is_untouched(filled) and rule.base in (*_FILLS, "zeros"):
-            return filled
+    # What fills reserved memory as a whole, TorchRec's first weights for instance, leaves it zeros.
+    filled = kwargs.get("out") if rule.base == "zeros" else args[0] if rule.base in _FILLS else None
+    is_large = isinstance(filled, torch.Tensor) and filled.nbytes > settings.untouched_above_bytes
+    if filled is not None and is_large and memory.is_untouched(filled):
+        return filled
     if rule.is_factory and settings.untouched_above_bytes < 1 << 62 and target.type == "cuda" and "out" not in kwargs:
         shaped = func(*args, **{**kwargs, "device": torch.device("meta")})
         if shaped.numel() * shaped.element_size() > settings.untouched_above_bytes:
