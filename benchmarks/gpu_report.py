@@ -27,14 +27,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_report_page import render
+from pipeline.planner.cards import CARDS, find_card
 
 ROOT = Path(__file__).resolve().parents[1]
 SECTION_TIMEOUT_S = 240
 # Relative differences of losses that rounding explains: fp32 sums in another order, then shorter formats.
 SAME, HALF, INT8 = 1e-4, 2e-2, 5e-2
-# TorchRec states memory by max_memory_allocated; a plan predicts tables, their state and the layers.
-MEMORY_FACTOR, STEP_FACTOR = 2.0, 2.0
-CARDS = {"H100": "h100_80gb", "H200": "h200", "B200": "b200", "L40S": "l40s", "A100": "a100_80gb"}
+STEP_FACTOR = 2.0  # between a measured and a predicted step
+# Options of conf/hardware by the names in planner.cards.
+PRESETS = {
+    "A100-SXM4-40GB": "a100_40gb", "A100-SXM4-80GB": "a100_80gb", "H100 80GB HBM3": "h100_80gb", "H200": "h200",
+    "B200": "b200", "GB300": "gb300", "L40S": "l40s",
+}  # fmt: skip
 
 
 @dataclass
@@ -74,7 +78,8 @@ class Machine:
     @property
     def preset(self) -> str:
         """The planner's preset of this card; empty if there is none."""
-        return next((preset for card, preset in CARDS.items() if card in self.gpu_name), "")
+        card = find_card(self.gpu_name)
+        return next((preset for name, preset in PRESETS.items() if CARDS[name] == card), "")
 
     def run(self, *words: str, ranks: int = 0, on_gpu: bool = True, timeout_s: float = SECTION_TIMEOUT_S) -> str:
         """Run a module and return what it printed. `ranks`: under torchrun. Raises CommandError."""
@@ -191,6 +196,8 @@ def resume(machine: Machine) -> Iterator[Check]:
 
 def tensors_of(run: Path) -> dict[str, str]:
     """Return the SHA-256 of each tensor in the run's last step."""
+    import torch
+
     from pipeline.checkpoint.tensors import StepTensors
 
     step = max((run / "checkpoints").glob("step_*"))
@@ -199,14 +206,8 @@ def tensors_of(run: Path) -> dict[str, str]:
     for key in tensors.entries:
         shape = list(tensors.shape(key))
         bits = tensors.read(key, [0] * len(shape), shape).contiguous().flatten()
-        digests[key] = hashlib.sha256(bits.view(dtype=_bytes()).numpy().tobytes()).hexdigest()
+        digests[key] = hashlib.sha256(bits.view(torch.uint8).numpy().tobytes()).hexdigest()
     return digests
-
-
-def _bytes() -> Any:
-    import torch
-
-    return torch.uint8
 
 
 def precision(machine: Machine) -> Iterator[Check]:

@@ -76,3 +76,8 @@ def test_the_bundle_holds_what_the_gpu_extra_needs_and_not_torch() -> None:
     names = [line.split("==")[0] for line in requirements()]
     assert {"numba", "llvmlite", "pyarrow", "hydra-core", "omegaconf", "tensordict"} <= set(names)
     assert not any(name.startswith(("torch=", "nvidia")) or name in ("torch", "triton") for name in names)
+
+
+def test_each_card_with_a_preset_is_found_by_the_name_that_torch_gives_it(tmp_path: Path) -> None:
+    names = ["NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB", "NVIDIA H100 PCIe", "Tesla T4"]
+    assert [Machine(tmp_path, False, gpu_name=name).preset for name in names] == ["h100_80gb", "a100_40gb", "", ""]
