@@ -41,7 +41,7 @@ def activate(
     untouched_above_bytes: larger tensors are zeros in memory that is reserved and not touched.
 
     Raises:
-        ConfigError: torch is imported, is a CPU build, or the card is not known.
+        ConfigError: torch or FBGEMM is a CPU build, or the card is not known.
     """
     if name not in CARDS:
         raise ConfigError(f"there is no card {name!r}{did_you_mean(name, CARDS)}; there are {', '.join(CARDS)}")
@@ -55,16 +55,24 @@ def activate(
     shim = load_libraries()
     import torch
 
-    if torch.version.cuda is None:
+    build = f"torch {torch.__version__}" if torch.version.cuda is None else _cpu_build_of_fbgemm()
+    if build:
         raise ConfigError(
-            f"the shadow GPU needs the CUDA build of torch, and this is {torch.__version__}; "
-            "`make install STACK=gpu` installs it, with or without a GPU"
+            f"the shadow GPU needs the CUDA builds of torch and FBGEMM, and {build} is a CPU build; "
+            "`make install STACK=gpu VENV=.venv-gpu` installs them, with or without a GPU"
         )
     from pipeline.extras.shadow import device, patches
 
     device.let_autograd_run(shim)
     patches.apply()
     settings.is_active = True
+
+
+def _cpu_build_of_fbgemm() -> str:
+    """Name FBGEMM if it is its CPU build, which has no lookups for GPUs; empty otherwise."""
+    import fbgemm_gpu
+
+    return "" if fbgemm_gpu.__variant__ == "cuda" else f"fbgemm {fbgemm_gpu.__version__}"
 
 
 @contextmanager
