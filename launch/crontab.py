@@ -65,7 +65,7 @@ NOT_OF_A_TICK = ("--requeue", "--no-requeue")  # a tick that fails is followed b
 
 @dataclass(frozen=True)
 class ScrontabOptions(SlurmOptions):
-    """What scrontab takes beside what sbatch does."""
+    """Options of scrontab in addition to those of sbatch."""
 
     folder: Optional[str] = option(None, "folder to run in, on every node; else this one")
 

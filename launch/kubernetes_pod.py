@@ -101,7 +101,7 @@ def is_mounted(workload: Workload, options: KubernetesOptions, path: str, for_wr
 
 
 def warning_lines(workload: Workload, options: KubernetesOptions) -> list[str]:
-    """What the pods would not find, or not leave behind; said on stderr too, for a manifest may go straight into kubectl."""
+    """What the pods would not find, or not leave behind; said on stderr too, because a manifest may go straight into kubectl."""
     mount = f"mount a volume at {options.workdir}"
     lines = [
         f"WARNING: {path} is read in the pod, and is on no volume: {mount}, unless the image has it."

@@ -186,7 +186,7 @@ def _workers(workload: Workload, options: KubernetesOptions) -> list[dict[str, A
 
 
 def _template(workload: Workload, options: KubernetesOptions, name: str) -> dict[str, Any]:
-    """As every pod of ours, but for what KubeRay says of it: its command, and that it starts again."""
+    """As every other pod, except for what KubeRay sets: the command and the restart policy."""
     template = pod_template(workload, options, "localhost")
     pod = template["spec"]
     container = pod["containers"][0]

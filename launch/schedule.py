@@ -33,14 +33,14 @@ START_WITHIN_S = (10, 5940)
 
 @dataclass(frozen=True)
 class CronJobOptions(KubernetesOptions):
-    """What a CronJob takes beside what its Jobs do."""
+    """Options of a CronJob in addition to those of its Jobs."""
 
     time_zone: Optional[str] = option(None, "time zone of the expression, as Europe/Berlin; else the control plane's, often UTC")  # fmt: skip
     concurrency: str = option("Forbid", "Forbid: a tick waits for the one before; Replace: it ends that one")
     start_within_s: int = option(600, "seconds that a tick may come late, while another runs or the cluster is down")
     keep_succeeded: int = option(3, "how many finished ticks stay to be looked at")
     keep_failed: int = option(3, "how many failed ticks stay to be looked at")
-    deadline_s: int = option(86400, "seconds after which a tick is ended, for it holds up all others; 0: never")
+    deadline_s: int = option(86400, "seconds after which a tick is ended, because it delays all others; 0: never")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,7 +16,7 @@ from typing import Optional
 from pipeline.runtime.errors import LaunchError
 
 FIELDS = "%i|%T|%j|%N|%R"  # job id, state, name, nodes, why it waits
-# The state of an array: it goes on while one of its tasks does, has failed if one has, and only then has ended well.
+# The state of an array: it runs while one of its tasks runs, and has failed if one of them has failed.
 GOES_ON = ("RUNNING", "COMPLETING", "PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED")
 
 

@@ -47,7 +47,7 @@ def _arrived(block: torch.Tensor, copied: torch.Event) -> torch.Tensor:
 
 @dataclass
 class HostCopy:
-    """Copies of a state in host memory, for a save beside training; their memory is kept from save to save."""
+    """Copy a state to host memory for a save that runs during training. The memory is kept from save to save."""
 
     buffers: list[torch.Tensor] = field(default_factory=list)
 

@@ -31,7 +31,7 @@ class Device:
 
     # Step. A batch is pinned in host memory, and copied to the device by a stream of its own.
     copies_batches: ClassVar[bool] = True
-    # The host issues operations and goes on: reading a number of the device waits for all of them.
+    # The host issues operations without waiting: reading a number of the device waits for all of them.
     is_asynchronous: ClassVar[bool] = True
     # Layers, lookups and exchanges of this package replace those of TorchRec, FBGEMM and DDP.
     has_kernels: ClassVar[bool] = False
@@ -162,7 +162,7 @@ class Device:
         return torch.random.fork_rng(devices=[self.index], device_type=self.device_type)
 
     def random_state(self) -> torch.Tensor | None:
-        """Of the device's own generator; None: it has none beside the host's."""
+        """Return the state of the device's own generator, None if it has only the host's."""
         state: torch.Tensor = self._module.get_rng_state(self.torch_device)
         return state
 

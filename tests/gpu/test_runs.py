@@ -74,7 +74,7 @@ def test_bf16_layers_stay_close_to_the_cpus(gpus: Gpus, clicks: list[str], tmp_p
 
 
 def test_half_precision_tables_stay_close_to_the_cpus(gpus: Gpus, clicks: list[str], tmp_path: Path) -> None:
-    # A GPU rounds stochastically: to one of the two numbers of fp16 beside the exact one.
+    # A GPU rounds stochastically: to one of the two numbers of fp16 next to the exact one.
     assert_as_on_the_cpu(gpus, [*clicks, "tables.default.data_type=fp16"], tmp_path, 5e-3)
 
 

@@ -57,7 +57,7 @@ def test_skipped_steps_change_nothing(gpus: Gpus, tmp_path: Path) -> None:
 
 
 def _copied_beside_a_step(rank: int) -> None:
-    """Copy two batches on a stream beside the current one, which uses the first when the second is allocated."""
+    """Copy two batches on another stream than the current one, which uses the first when the second is allocated."""
     lengths = torch.tensor([1, 2, 0, 0, 1, 1])
     ids = keyed_jagged_tensor(["a", "b"], torch.arange(5), lengths, 3, [3, 2])
     batch = Batch(torch.ones(3, 4), leave_out_empty_bags(ids, ["a", "b"]), torch.zeros(3), torch.ones(3)).pin_memory()

@@ -232,7 +232,7 @@ def _is_mask(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Copied:
-    """One copy: from and to the host or a GPU, and whether the host goes on without waiting."""
+    """One copy: from and to the host or a GPU, and whether the host continues without waiting."""
 
     from_host: bool
     to_host: bool
