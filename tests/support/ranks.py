@@ -65,6 +65,10 @@ class RankPool:
     def __init__(self, module: str = "tests.support.ranks") -> None:
         self._module = module  # what a rank runs: it calls serve()
         self._workers: list[tuple[WarmCommand, Connection]] = []
+        # Of the stores that ranks meet by. It is there as long as the ranks are: a group that the garbage collector ends
+        # late opens its store's file once more, and ends the process if the folder is gone.
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._num_tasks = 0
 
     def run(
         self, world_size: int, function: Callable[..., Any], *args: Any, local_world_size: int | None = None
@@ -76,28 +80,30 @@ class RankPool:
                 process = WarmCommand(self._module, output=(1, 2), passed=theirs.fileno())
             self._workers.append((process, ours))
             self.pids.add(process.pid)
-        with tempfile.TemporaryDirectory() as folder:
-            workers = self._workers[:world_size]
-            for rank, (_, pipe) in enumerate(workers):
-                sizes = rank, world_size, local_world_size or world_size
-                pipe.send((function, args, *sizes, f"{folder}/store", os.getcwd()))
-            results: dict[int, Any] = {}
-            failures: dict[int, str] = {}
-            lost = False
-            waiting = {pipe: rank for rank, (_, pipe) in enumerate(workers)}
-            while waiting:
-                # Once a rank has failed, the others may wait for it in vain.
-                answered = wait_for_any(list(waiting), 5 if failures else TIMEOUT_S + 20)
-                if not answered:
-                    failures |= dict.fromkeys(waiting.values(), "no answer: hangs, probably in a collective\n")
-                    lost = True
-                    break
-                for pipe in answered:
-                    try:
-                        passed, value = pipe.recv()
-                    except EOFError:
-                        passed, value, lost = False, "the process died\n", True
-                    (results if passed else failures)[waiting.pop(pipe)] = value
+        self._folder = self._folder or tempfile.TemporaryDirectory()
+        self._num_tasks += 1
+        store = f"{self._folder.name}/store{self._num_tasks}"
+        workers = self._workers[:world_size]
+        for rank, (_, pipe) in enumerate(workers):
+            sizes = rank, world_size, local_world_size or world_size
+            pipe.send((function, args, *sizes, store, os.getcwd()))
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        lost = False
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(workers)}
+        while waiting:
+            # Once a rank has failed, the others may wait for it in vain.
+            answered = wait_for_any(list(waiting), 5 if failures else TIMEOUT_S + 20)
+            if not answered:
+                failures |= dict.fromkeys(waiting.values(), "no answer: hangs, probably in a collective\n")
+                lost = True
+                break
+            for pipe in answered:
+                try:
+                    passed, value = pipe.recv()
+                except (EOFError, ConnectionError):
+                    passed, value, lost = False, "the process died\n", True
+                (results if passed else failures)[waiting.pop(pipe)] = value
         if lost:
             self.close()
         if failures:
@@ -110,6 +116,9 @@ class RankPool:
             process.wait()
             pipe.close()
         self._workers.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
 
 if __name__ == "__main__":
