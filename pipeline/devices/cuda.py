@@ -13,8 +13,6 @@ from pipeline.devices.base import Device
 from pipeline.devices.cpu.process import GPU_FILE
 from pipeline.runtime.errors import ConfigError
 
-DEVICE_FILE = GPU_FILE
-
 
 @register("device", "cuda")
 class Cuda(Device):
@@ -72,10 +70,10 @@ def check_cpu_is_meant() -> None:
     Raises:
         ConfigError: with torch's own reason.
     """
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not DEVICE_FILE.exists():
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not GPU_FILE.exists():
         return
     raise ConfigError(
-        f"this host has an NVIDIA GPU ({DEVICE_FILE}) but torch {torch.__version__} sees none{_visible()}: "
+        f"this host has an NVIDIA GPU ({GPU_FILE}) but torch {torch.__version__} sees none{_visible()}: "
         f"{why_no_gpu()}; `python -m pipeline.doctor` shows the fix. To train on the CPU, set hardware=cpu "
         "(or comms.backend=gloo)"
     )

@@ -72,7 +72,7 @@ def test_a_task_that_sees_one_gpu_uses_it_unless_another_rank_has_it(monkeypatch
 def unseen_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The host has a GPU whose driver is too old for torch."""
     (tmp_path / "nvidia0").touch()
-    monkeypatch.setattr(cuda, "DEVICE_FILE", tmp_path / "nvidia0")
+    monkeypatch.setattr(cuda, "GPU_FILE", tmp_path / "nvidia0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 

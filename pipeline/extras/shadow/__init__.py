@@ -78,9 +78,9 @@ def _cpu_build_of_fbgemm() -> str:
 @contextmanager
 def running(rank: int = 0) -> Iterator[Report]:
     """Run what is within on the shadow GPUs, threads that it starts included; gives its report."""
-    from pipeline.extras.shadow import collectives, device, memory, report, streams, tensors
+    from pipeline.extras.shadow import collectives, copies, device, memory, report, streams, tensors
 
-    for module in (streams, collectives, device):
+    for module in (streams, copies, collectives, device):
         module.reset()
     made = report.start(rank)
     made.peak_bytes["start"] = max([0, *memory.live.values()])

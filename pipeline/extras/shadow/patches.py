@@ -22,9 +22,9 @@ class Patch:
 
 def all_patches() -> list[Patch]:
     """The modules' lists, in the order in which they are applied. Imports torch, TorchRec, FBGEMM."""
-    from pipeline.extras.shadow import collectives, device, lookups, replication, tensors
+    from pipeline.extras.shadow import collectives, device, lookups, replication, torch_changes
 
-    return [each for module in (device, tensors, lookups, collectives, replication) for each in module.patches()]
+    return [each for module in (device, torch_changes, lookups, collectives, replication) for each in module.patches()]
 
 
 def apply() -> None:

@@ -10,19 +10,16 @@ What a kernel for GPUs would refuse is refused with torch's own message: see rul
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from pipeline.extras.shadow import device, memory, report, streams
-from pipeline.extras.shadow.patches import Patch
+from pipeline.extras.shadow import copies, device, memory, report, streams
+from pipeline.extras.shadow.copies import Copy
 from pipeline.extras.shadow.rules import INDEXED, Rule, check_devices, rule_of
 from pipeline.extras.shadow.state import settings
 
@@ -32,6 +29,7 @@ Handler = Callable[[Any, Any, dict[str, Any]], Any]
 KERNELS: list[tuple[str, Handler]] = []
 # What handles all operations of a namespace, Shadows included.
 HANDLERS: dict[str, Handler] = {}
+torch_swap = torch.utils.swap_tensors  # before it is replaced
 CUDA_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
 
@@ -93,7 +91,7 @@ class Shadow(torch.Tensor):
     def resize_(self, *sizes: Any, **_: Any) -> Any:  # type: ignore[override]
         """Give this tensor other memory: a wrapper cannot change its shape, so it changes places with another."""
         shape = tuple(sizes[0]) if isinstance(sizes[0], (tuple, list)) else sizes
-        _swap(self, Shadow(self.inner.clone().resize_(shape), self.device))
+        torch_swap(self, Shadow(self.inner.clone().resize_(shape), self.device))
         return self
 
     def data_ptr(self) -> int:
@@ -145,6 +143,9 @@ class ShadowMode(TorchDispatchMode):
         return super().__enter__()  # type: ignore[no-any-return]
 
 
+entered: list[ShadowMode] = []  # of the main thread: whether threads that start enter it too
+
+
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Do one operation of the program: all that a dispatch mode, or a Shadow, is asked."""
     rule = rule_of(func)
@@ -167,11 +168,11 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     counted = report.current()
     counted.operations[rule.name] += 1
     counted.launches += rule.is_kernel
-    copied = _what_is_copied(rule, flat, args, kwargs, target) if rule.is_copy else None
+    copied = copies.described(rule, args, kwargs, target) if rule.is_copy else None
     out = _on_inner(func, rule, flat, spec, target, copied)
     result = _returned(func, rule, args, kwargs, flat, out, target)
     if copied is not None:
-        _finish_copy(copied, result)
+        copies.finish(copied, result)
     elif rule.syncs or (rule.base in INDEXED and any(_is_mask(each) for each in flat[1:])):
         report.sync(rule.base)
         streams.wait_for_host_copy()
@@ -185,42 +186,17 @@ def streams_must_have(asked: torch.device) -> None:
 
 def _on_the_host(func: Any, rule: Rule, args: Any, kwargs: dict[str, Any], flat: list[Any]) -> Any:
     """An operation without GPU tensors. Pinned memory is ordinary memory with a mark."""
-    if _in_flight:
-        _check_host_reads(rule, flat)
+    copies.check_host_reads(rule, flat)
     pinned = kwargs.pop("pin_memory", None) if kwargs.get("pin_memory") else None
     if rule.is_about_pinning:
         is_pinned = memory.is_kind(args[0], "pinned")
-        return is_pinned if rule.base == "is_pinned" else _pin_memory(args[0])
+        return is_pinned if rule.base == "is_pinned" else pin_memory(args[0])
     out = func(*args, **kwargs)
     return memory.in_host_memory(out, "pinned") if pinned else out
 
 
-# ---- copies from the device that the host has not waited for ----
-
-_in_flight: dict[int, tuple[Any, int, int, str]] = {}  # id of a storage -> storage, stream, tick, place
-
-
-def _check_host_reads(rule: Rule, flat: list[Any]) -> None:
-    for each in flat:
-        if isinstance(each, torch.Tensor) and (key := id(each.untyped_storage())) in _in_flight:
-            _, stream, tick, since = _in_flight[key]
-            if not streams.host_knows(stream, tick) and rule.touches_data:
-                report.current().find(
-                    "host_read",
-                    f"{rule.name} on the host uses a tensor of shape {list(each.shape)} that a non-blocking "
-                    f"copy at {since} still fills: synchronize first",
-                )
-            if streams.host_knows(stream, tick):
-                del _in_flight[key]
-
-
-def _remember(storage: Any) -> None:
-    """Note that the current stream still fills this memory of the host; forget what has been filled."""
-    for key, (_, stream, tick, _) in list(_in_flight.items()):
-        if streams.host_knows(stream, tick):
-            del _in_flight[key]
-    stream = streams.current_stream().number
-    _in_flight[id(storage)] = (storage, stream, streams.tick_of(stream), report.place())
+def pin_memory(self: torch.Tensor, *_: Any) -> torch.Tensor:
+    return self if memory.is_kind(self, "pinned") else memory.in_host_memory(self.clone(), "pinned")
 
 
 # ---- one operation on GPU tensors ----
@@ -230,55 +206,11 @@ def _is_mask(value: Any) -> bool:
     return isinstance(value, Shadow) and value.dtype in (torch.bool, torch.uint8)
 
 
-@dataclass(frozen=True)
-class _Copied:
-    """One copy: from and to the host or a GPU, and whether the host continues without waiting."""
-
-    from_host: bool
-    to_host: bool
-    is_near: bool  # within one device
-    non_blocking: bool
-    from_pinned: bool
-    num_bytes: int
-
-
-def _what_is_copied(rule: Rule, flat: list[Any], args: Any, kwargs: Any, target: torch.device) -> _Copied:
-    source, into = (args[1], args[0].device) if rule.base == "copy_" else (args[0], target)
-    non_blocking = kwargs.get("non_blocking", args[2] if rule.base == "copy_" and len(args) > 2 else False)
-    from_host = source.device.type == "cpu"
-    return _Copied(
-        from_host=from_host,
-        to_host=into.type == "cpu",
-        is_near=source.device == into,
-        non_blocking=bool(non_blocking),
-        from_pinned=from_host and memory.is_kind(source, "pinned"),
-        num_bytes=source.numel() * source.element_size(),
-    )
-
-
-def _finish_copy(copied: _Copied, result: torch.Tensor) -> None:
-    """Count the copy; the host waits for it unless it is non-blocking and its memory is pinned."""
-    if copied.from_host:
-        report.copy("host_to_device" if copied.from_pinned else "pageable_host_to_device", copied.num_bytes)
-        waits = not copied.non_blocking and copied.num_bytes > 0
-    elif copied.to_host:
-        report.copy("device_to_host", copied.num_bytes)
-        waits = not (copied.non_blocking and memory.is_kind(result, "pinned"))
-        if not waits:
-            _remember(result.untyped_storage())
-    else:
-        report.copy("on_device" if copied.is_near else "device_to_device", copied.num_bytes)
-        waits = False
-    if waits:
-        report.sync("host_to_device" if copied.from_host else "device_to_host")
-        streams.wait_for_host_copy()
-
-
 _FILLS = frozenset(("uniform_", "normal_", "fill_", "zero_", "random_"))  # the whole of their first argument
 
 
 def _on_inner(
-    func: Any, rule: Rule, flat: list[Any], spec: Any, target: torch.device, copied: _Copied | None
+    func: Any, rule: Rule, flat: list[Any], spec: Any, target: torch.device, copied: Copy | None
 ) -> Any:  # fmt: skip
     args, kwargs = tree_unflatten([each.inner if isinstance(each, Shadow) else each for each in flat], spec)
     if kwargs.get("device") is not None and target.type == "cuda":
@@ -361,96 +293,3 @@ def _order(rule: Rule, flat: list[Any], outputs: list[Any], target: torch.device
         elif isinstance(each, torch.Tensor) and target.type == "cuda" and each.numel():
             writes.append((memory.block_of(each, target.index), each.shape))
     streams.operation(rule.name, reads, writes)
-
-
-# ---- changes to torch ----
-
-_thread_run = threading.Thread.run
-
-
-def _run_in_mode(self: threading.Thread) -> None:
-    streams.enter_thread()
-    if not entered:
-        _thread_run(self)
-        return
-    with ShadowMode():
-        _thread_run(self)
-
-
-entered: list[ShadowMode] = []  # of the main thread: whether threads that start enter it too
-
-
-def _pin_memory(self: torch.Tensor, *_: Any) -> torch.Tensor:
-    return self if memory.is_kind(self, "pinned") else memory.in_host_memory(self.clone(), "pinned")
-
-
-def _is_pinned(self: torch.Tensor, *_: Any) -> bool:
-    return memory.is_kind(self, "pinned")
-
-
-def _attention(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> Any:  # fmt: skip
-    """scaled_dot_product_attention by its formula."""
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, float("-inf"))
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    weights = torch.softmax(scores, -1)
-    return (torch.dropout(weights, dropout_p, True) if dropout_p else weights) @ value
-
-
-_apply = torch.nn.Module._apply
-
-
-def _apply_to_module(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
-    """module.to(...): a Shadow that stays where it is stays the same object."""
-    own: dict[str, Any] = {name: each for name, each in self._parameters.items() if isinstance(each, Shadow)}
-    for name in own:
-        self._parameters[name] = None
-    try:
-        return _apply(self, fn, recurse)
-    finally:
-        for name, weight in own.items():
-            with torch.no_grad():
-                moved = fn(weight)
-            if moved is not weight and (moved.dtype != weight.dtype or moved.device != weight.device):
-                swap_tensors(weight, torch.nn.Parameter(moved, weight.requires_grad))
-            self._parameters[name] = weight
-
-
-_swap = torch.utils.swap_tensors
-
-
-def swap_tensors(one: Any, other: Any) -> None:
-    """A weight that moves keeps its attributes, TorchRec's _in_backward_optimizers among them."""
-    kept = {name: value for name, value in one.__dict__.items() if name != "inner"}
-    _swap(one, other)
-    one.__dict__.update(kept)
-
-
-def patches() -> list[Patch]:
-    optimizers = import_module("torch.optim.optimizer")  # torch.optim hides the module behind its class
-    return [
-        Patch(threading.Thread, "run", _run_in_mode, "a dispatch mode, a stream and a device belong to a thread"),
-        Patch(torch.Tensor, "pin_memory", _pin_memory, "pinned memory is memory with a mark"),
-        Patch(torch.Tensor, "is_pinned", _is_pinned, "pinned memory is memory with a mark"),
-        Patch(
-            torch.nn.functional,
-            "scaled_dot_product_attention",
-            _attention,
-            "C++ asks the device which of its kernels fits",
-        ),
-        Patch(torch.nn.Module, "_apply", _apply_to_module, "a wrapper cannot be given another tensor's data"),
-        Patch(torch.utils, "swap_tensors", swap_tensors, "it would lose the attributes of a weight"),
-        Patch(
-            optimizers,
-            "_foreach_supported_types",
-            [*optimizers._foreach_supported_types, Shadow],
-            "an optimizer asks by type whether it may update all weights in one call",
-        ),
-    ]
