@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
-from pipeline.__main__ import module_of, verbs
 from pipeline.cli.reference import Key, keys_of, model_keys
+from pipeline.cli.verbs import import_verbs
 from pipeline.config.jobs.names import CONFIG_NAMES
 from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.config.registry import components
@@ -24,9 +23,7 @@ a pattern such as `cat_*`. [Config](config.md) says how options and values are s
 
 
 def render() -> str:
-    for verb in verbs([]):
-        if module := module_of(verb):
-            importlib.import_module(module)
+    import_verbs()
     conf = ROOT / "conf"
     trained = keys_of(TrainJob, "train", conf)
     sections: dict[str, list[Key]] = {"train and plan": [key for key in trained if "." not in key.name]}

@@ -11,15 +11,14 @@ the options of a conf folder of your own.
 
 from __future__ import annotations
 
-import importlib
 import shlex
 import sys
 from collections.abc import Iterator
 
-from pipeline.__main__ import module_of, verbs
 from pipeline.cli.command_line import print_user_errors, split_flags
 from pipeline.cli.compose import config_folders, group_options, with_registered_models
 from pipeline.cli.reference import NAME, keys_of, model_keys
+from pipeline.cli.verbs import import_verbs
 from pipeline.config.jobs.names import CONFIG_NAMES
 from pipeline.config.registry import components
 from pipeline.runtime.errors import ConfigError, did_you_mean
@@ -98,10 +97,7 @@ end
 
 def words_of_verbs(config_dir: str | None = None) -> dict[str, list[str]]:
     """Verb -> commands, keys as `key=` and options as `group=option`; "" -> the verbs. Raises ConfigError for no such folder."""
-    known = verbs([])
-    for verb in known:
-        if module := module_of(verb):
-            importlib.import_module(module)
+    known = import_verbs()
     folders = config_folders(config_dir)
     options = with_registered_models(group_options(folders))
     jobs = {name: job for job, name in CONFIG_NAMES.items()}

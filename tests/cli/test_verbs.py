@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -70,6 +71,11 @@ def test_all_verbs_are_listed_with_what_they_do(capsys: pytest.CaptureFixture[st
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     assert {name for name, _ in lines} >= VERBS
     assert all(text and not text.startswith("Turn") for _, text in lines)
+
+
+def test_the_list_takes_no_torch() -> None:
+    text = "import sys; from pipeline.__main__ import main; main([]); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", text], stdout=subprocess.DEVNULL).returncode == 0
 
 
 def test_the_list_ends_with_commands_of_a_first_model_that_compose() -> None:

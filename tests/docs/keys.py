@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from pipeline.__main__ import module_of
-from pipeline.__main__ import verbs as all_verbs
 from pipeline.cli.compose import config_folders, group_options
 from pipeline.cli.verb import Verb
+from pipeline.cli.verbs import import_verbs
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import components
 
@@ -20,9 +18,7 @@ PLAIN = {"completion", "doctor", "precompile", "agent"}  # verbs with arguments 
 
 @functools.cache
 def verbs() -> dict[str, Verb[Any, Any]]:
-    for verb in all_verbs([]):
-        if module := module_of(verb):
-            importlib.import_module(module)
+    import_verbs()
     return {name: main.verb for name, main in components("verb").items()}
 
 
