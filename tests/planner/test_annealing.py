@@ -7,16 +7,53 @@ import numpy as np
 import pytest
 
 from pipeline.planner.search import exact, restarts
-from pipeline.planner.search.annealing import EVEN_LOADS, MANY_RANKS, NEAREST, Annealing, pack
+from pipeline.planner.search.annealing import (
+    EVEN_LOADS,
+    FULL_RANKS,
+    MANY_RANKS,
+    NEAREST,
+    Annealing,
+    improve_by_annealing,
+    pack,
+)
 from pipeline.planner.search.incumbent import SearchConfig
 from pipeline.planner.search.portfolio import search
-from pipeline.planner.search.problem import Rule, SearchProblem, loads, score, violations
+from pipeline.planner.search.problem import Assignment, Rule, SearchProblem, loads, score, violations
 from pipeline.planner.search.ranks import RankState, fill
-from tests.planner.test_neighbourhoods import GIB, on_ranks, problem_of, single, spread
-from tests.planner.test_overfull_starts import anneal as run
+from tests.planner.small_problems import GIB, on_ranks, problem_of, single, spread
 from tests.planner.test_search import draw_problem
 
 pytest.importorskip("numba")
+
+
+def run(problem: SearchProblem, start: Assignment, moves: int = 60_000, seed: int = 0) -> Assignment | None:
+    return improve_by_annealing(
+        problem, start, "critical_path", schedule=FULL_RANKS, moves=moves, seed=seed,
+        scale_ms=score(problem, start).critical_path_ms, stop=lambda: False,
+    )  # fmt: skip
+
+
+def test_an_overfull_start_is_packed_until_it_fits_even_if_each_rank_must_be_full() -> None:
+    sizes = [9, 8, 7, 6, 4, 3, 2, 1]  # only 9 + 1, 8 + 2, 7 + 3 and 6 + 4 fill four ranks of 10
+    problem = problem_of([[single([1.0, 2.0], size)] for size in sizes], ranks=4, room=10.0)
+    found = run(problem, on_ranks(0, 0, 1, 1, 2, 2, 3, 3))
+    assert found is not None and not violations(problem, found)
+    assert score(problem, found).critical_path_ms == pytest.approx(6.0)
+
+
+def test_if_nothing_fits_annealing_returns_none() -> None:
+    problem = problem_of([[single([1.0], 6)] for _ in range(3)], ranks=2, room=10.0)
+    assert run(problem, on_ranks(0, 0, 1)) is None
+
+
+def test_without_a_plan_the_search_anneals_the_cheapest_overfull_choice() -> None:
+    """No greedy placement fits these sizes, and integer programs are switched off."""
+    sizes = [9, 8, 7, 6, 4, 3, 2, 1]
+    tables = [[single([float(size), 1.0], size)] for size in sizes]
+    problem = problem_of(tables, ranks=4, room=10.0)
+    config = SearchConfig(local_steps=(), start_steps=0, exact_variables=0, anneal_moves=60_000)
+    found = search(problem, config)
+    assert not violations(problem, found.assignment)
 
 
 @pytest.mark.parametrize("rule", [Rule.EVERY_RANK, Rule.ONE_HOST], ids=["every_rank", "one_host"])
@@ -87,7 +124,7 @@ def uneven(tightness: float = 1.02) -> SearchProblem:
     return problem_of(tables, ranks=4, room=tightness * total / 4)
 
 
-WITHOUT = SearchConfig(local_steps=(), start_steps=0, exact_variables=0, program_rounds=0, anneal_moves=0)
+WITHOUT = SearchConfig(local_steps=(), start_steps=0, exact_variables=0, anneal_moves=0)
 
 
 def test_the_search_takes_what_annealing_finds() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.planner.search.problem import OBJECTIVES, Rule
 from pipeline.planner.search.relaxation import LinearProgram
-from tests.planner.test_neighbourhoods import problem_of, single, spread
+from tests.planner.small_problems import problem_of, single, spread
 from tests.planner.test_search import best_by_brute_force, draw_problem, seeds
 
 

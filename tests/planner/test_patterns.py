@@ -12,7 +12,7 @@ from pipeline.planner.search.patterns import PatternBound, Work, can_bound
 from pipeline.planner.search.portfolio import search
 from pipeline.planner.search.problem import OBJECTIVES, Rule, SearchProblem, score
 from pipeline.planner.search.relaxation import LinearProgram
-from tests.planner.test_neighbourhoods import problem_of, single, spread
+from tests.planner.small_problems import problem_of, single, spread
 from tests.planner.test_search import best_by_brute_force, draw_problem, seeds
 
 pytest.importorskip("numba")
@@ -90,7 +90,7 @@ def test_work_is_counted_and_ends() -> None:
     assert not PatternBound(problem, "critical_path").proves(2.99, Work(3000, lambda: True))
 
 
-WITHOUT = SearchConfig(local_steps=(), start_steps=0, exact_variables=0, program_rounds=0, anneal_moves=0)
+WITHOUT = SearchConfig(local_steps=(), start_steps=0, exact_variables=0, anneal_moves=0)
 
 
 def test_a_search_takes_the_higher_bound_and_only_where_tables_are_equal() -> None:

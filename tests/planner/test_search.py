@@ -28,7 +28,7 @@ from pipeline.planner.search.proposals import try_proposals
 from pipeline.planner.search.relaxation import LinearProgram
 from tests.support.examples import examples
 
-QUICK = SearchConfig(local_steps=(60, 60), program_rounds=0, anneal_moves=0)
+QUICK = SearchConfig(local_steps=(60, 60), anneal_moves=0)
 GIB = float(1 << 30)
 
 
@@ -189,7 +189,7 @@ def test_capacities_and_rules_are_always_kept(
 ) -> None:
     problem = draw_problem(seed, num_tables, hosts * local, local, tightness, num_phases=num_phases, latency=latency)
     try:
-        result = search(problem, replace(QUICK, objective=objective, program_rounds=1, exact_work=20_000))
+        result = search(problem, replace(QUICK, objective=objective, exact_work=20_000))
     except Infeasible:
         return
     cost, memory = loads(problem, result.assignment)
@@ -271,7 +271,7 @@ def test_a_seed_gives_one_result() -> None:
 def test_a_warm_start_is_never_lost() -> None:
     problem = draw_problem(11, 12, 4, 2, tightness=2.0)
     best = search(problem, replace(QUICK, exact_variables=0))
-    lazy = SearchConfig(local_steps=(), exact_variables=0, program_rounds=0, anneal_moves=0, proposal_placements=1)
+    lazy = SearchConfig(local_steps=(), exact_variables=0, anneal_moves=0, proposal_placements=1)
     assert search(problem, lazy).score.critical_path_ms > best.score.critical_path_ms
     result = search(problem, lazy, warm_starts=[best.assignment])
     assert result.score.critical_path_ms <= best.score.critical_path_ms

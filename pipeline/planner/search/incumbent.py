@@ -42,7 +42,6 @@ class SearchConfig:
     bound_options: int = 120  # of groups of equal tables: with more, patterns of a rank do not bound
     bound_patterns: int = 2500  # that are looked for at most
     anneal_moves: int = 40_000_000  # at most, each time that annealing begins
-    program_rounds: int = 250  # of integer programs over a few ranks, from each start
     choice_nodes: int = 300  # of the integer program that chooses options
     easy_variables: int = 1200  # of an integer program that is mostly solved in seconds
     exact_variables: int = 8000  # a larger one is not tried

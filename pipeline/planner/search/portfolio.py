@@ -30,7 +30,7 @@ from pipeline.planner.search.problem import (
 from pipeline.planner.search.proposals import try_proposals
 from pipeline.planner.search.ranks import RankState, fill
 from pipeline.planner.search.relaxation import Choice, LinearProgram, Mask, Relaxation
-from pipeline.planner.search.restarts import WORTH_PROGRAMS, Restarts
+from pipeline.planner.search.restarts import MIN_GAP, Restarts
 from pipeline.runtime.logs import progress
 
 MEMORY_WEIGHTS = (0.0, 0.3, 3.0, 10.0)  # in units of the bound: what filling a rank's memory counts beside time
@@ -59,7 +59,7 @@ NUM_CLIMBED = 3  # starts, the best, that are improved further
 # Whether there is a plan at all, and little else.
 FIRST_PLAN = SearchConfig(
     objective="max_rank", proposal_placements=20_000, start_steps=0, local_steps=(), anneal_moves=0,
-    program_rounds=0,     exact_variables=3000, exact_work=100_000,
+    exact_variables=3000, exact_work=100_000,
 )  # fmt: skip
 
 
@@ -130,7 +130,6 @@ class _Search:
                 relaxation, anyhow, partial(self._solve_exactly, config.exact_work, GLANCE_SHARE)
             )
             bar.advance(1)
-            self.restarts.improve_by_programs(anyhow)
             self._bound_by_patterns()
             bar.advance(1)
             self._solve_exactly(config.exact_work)
@@ -312,7 +311,7 @@ class _Search:
     def _bound_by_patterns(self) -> None:
         """Raise the bound step by step towards the best plan, where few options are left for that and the gap is worth it."""
         state, lowest = self.state, self.state.bound
-        is_near = state.best_value <= lowest * (1 + WORTH_PROGRAMS)
+        is_near = state.best_value <= lowest * (1 + MIN_GAP)
         if is_near or state.best is None or not state.has_patterns or (state.late and not self.bounds_by_kinds):
             return
         work = Work(state.config.bound_patterns, partial(state.used, 1.0))

@@ -1,4 +1,4 @@
-"""Begin annealing, or programs over a few ranks, again and again: from the best plan, or from a choice that overfills ranks."""
+"""Start annealing several times: from the best plan, or from the cheapest choice of options, which may overfill ranks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,14 @@ from pipeline.planner.search.annealing import (
     improve_by_annealing,
 )
 from pipeline.planner.search.incumbent import HOPE, Incumbent
-from pipeline.planner.search.local_search import PROVEN
-from pipeline.planner.search.neighbourhoods import improve_by_programs
 from pipeline.planner.search.problem import (
     Assignment,
     narrow,
     violations,
 )
-from pipeline.planner.search.ranks import RankState
 from pipeline.planner.search.relaxation import Relaxation
 
-WORTH_PROGRAMS = 0.02  # a gap from which on programs over a few ranks are tried
-PROGRAMS_ANYHOW = 3  # times that they begin from a choice that does not fit, each by another seed, until one fits
+MIN_GAP = 0.02  # smaller gaps are not worth the seconds that annealing takes
 MOVES_EACH = 60_000  # of annealing, for each table and rank; twice as many for even loads after a time in vain
 ALL_MOVES = 128  # ranks; with more, a table that goes to every rank takes so long that fewer moves are made
 ANNEALINGS = 8  # times that annealing begins at most
@@ -35,7 +31,6 @@ ENOUGH_IN_VAIN = 3  # of them in a row: then it ends; one where the integer prog
 ANNEALED_SHARE = 0.9  # of all seconds, until when
 ANNEALED_SHARE_OF_FEW_OPTIONS = 0.6  # where patterns of a rank bound plans afterwards
 LEAST_GAIN = 1e-4  # of the value: less counts as in vain
-ANYHOW_SHARE = 0.6  # of the seconds that are left, for those
 
 
 class Restarts:
@@ -100,7 +95,7 @@ class Restarts:
             self.state.offer("annealing", Assignment(choices, found.ranks))
 
     def _is_near(self) -> bool:
-        return self.state.done() or self.state.best_value <= self.state.bound * (1 + WORTH_PROGRAMS)
+        return self.state.done() or self.state.best_value <= self.state.bound * (1 + MIN_GAP)
 
     def _of_kinds_in_use(self, kept: list[list[int]], using: Assignment) -> list[list[int]]:
         """Of the options `kept` those whose kind has no latency, or that other tables bring anyway."""
@@ -109,37 +104,3 @@ class Restarts:
             [index for index in indices if options[index].kind in used or options[index].kind not in self.state.late]
             for options, indices in zip(self.state.problem.tables, kept, strict=True)
         ]
-
-    def improve_by_programs(self, anyhow: Assignment | None) -> None:
-        """From the cheapest choice, even if it overfills ranks, then from the best plan: what exchanges of two shards cannot do.
-
-        Where the gap is small the programs are left out, for they take seconds.
-        """
-        if not self.state.config.program_rounds or self._is_near() or (self.annealed and self.state.best is not None):
-            return
-        reserved = (1 - ANYHOW_SHARE) * self.state.clock.remaining_s
-        overfull = anyhow is not None and bool(violations(self.state.problem, anyhow))
-        for attempt in range(PROGRAMS_ANYHOW if overfull else 0):
-            if anyhow is None or self.state.done() or self._run_programs(anyhow, attempt, reserved):
-                break
-        if self.state.best is not None and not self.state.done():
-            self._run_programs(self.state.best, PROGRAMS_ANYHOW, 0.0)
-
-    def _run_programs(self, start: Assignment, attempt: int, reserved_s: float) -> bool:
-        """Whether they found a plan that fits."""
-        config, small = self.state.config, narrow(self.state.problem, self.state.worthwhile)
-        found = improve_by_programs(
-            RankState(small, config.objective, min(self.state.best_value, 2 * self.state.bound)),
-            Assignment(self.state.within(self.state.worthwhile, start), start.ranks),
-            rounds=config.program_rounds,
-            seed=config.seed + attempt,
-            enough=self.state.bound * (1 + max(PROVEN, config.gap_tolerance)),
-            remaining_s=partial(self._remaining_beyond, reserved_s),
-        )
-        if found is not None:
-            choices = [indices[choice] for indices, choice in zip(self.state.worthwhile, found.choices, strict=True)]
-            self.state.offer("programs", Assignment(choices, found.ranks))
-        return found is not None
-
-    def _remaining_beyond(self, reserved_s: float) -> float:
-        return 0.0 if self.state.out_of_time() else self.state.clock.remaining_s - reserved_s
