@@ -4,7 +4,7 @@
 #   docker build --target gpu -t torchrec-pipeline:gpu .
 #
 # Both hold the wheel of this tree in /opt/venv and run as user 1000 or any other, in /workspace. There is no entry point:
-# what is to run is the command (TorchX's local_docker needs it so). docs/cluster.md says what was built and tried.
+# what is to run is the command (TorchX's local_docker needs it so). docs/do/cluster.md says what was built and tried.
 #
 # The digest is that of the index of debian:12.11-slim, for all platforms. Another: docker buildx imagetools inspect TAG
 ARG BASE=debian:12.11-slim@sha256:b1a741487078b369e78119849663d7f1a5341ef2768798f7b7406c4240f86aef

@@ -77,10 +77,10 @@ campaigns: $(VENV)/installed-dev  ## the tests that take minutes each
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -m "hypothesis and not campaign" --hypothesis-profile=all
 
 .PHONY: faults
-faults: $(VENV)/installed-dev  ## plant every fault of tests/faults and write what happened to docs/reliability.md
+faults: $(VENV)/installed-dev  ## plant every fault of tests/faults and write what happened to docs/do/reliability.md
 	@rm -f faults.jsonl
 	@OMP_NUM_THREADS=1 FAULT_RECORDS=$(CURDIR)/faults.jsonl $(PY) -m pytest tests/faults; status=$$?; \
-		$(PY) -m tests.faults.report faults.jsonl docs/reliability.md; exit $$status
+		$(PY) -m tests.faults.report faults.jsonl docs/do/reliability.md; exit $$status
 
 .PHONY: check
 check: $(VENV)/installed-dev  ## lint, format, types, import contracts

@@ -2,7 +2,7 @@
 
     python -m benchmarks.compression [--quick] [--output compression.jsonl] [--data FOLDER] [--seeds 3] [--kinds hash ...]
     python -m benchmarks.compression --report [--output compression.jsonl]
-    python -m benchmarks.compression --picture docs/compression.svg [--output compression.jsonl]
+    python -m benchmarks.compression --picture docs/measurements/compression.svg [--output compression.jsonl]
 
 Twelve of 26 features have large vocabularies, whose rare ids say as much of a click as the hot ones, so that it matters who
 shares a row with whom. Each of their tables is made 4, 16 and 64 times smaller by each kind; the other tables stay. Partitions are two, and three at 1/64 where their

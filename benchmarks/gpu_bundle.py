@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_bundle --output bundle.tar.xz [--python 3.12] [--arch 90] [--fbgemm 1.9.0 --torchrec 1.9.2]
 
-torch is not packed, because GPU images bring it; fbgemm and torchrec must be the releases for that torch (docs/gpu.md).
+torch is not packed, because GPU images bring it; fbgemm and torchrec must be the releases for that torch (docs/do/gpu.md).
 On the GPU machine:
 
     mkdir site && tar xJf bundle.tar.xz -C site && export PYTHONPATH=$PWD/site && python -m pipeline doctor

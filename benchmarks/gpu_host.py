@@ -1,7 +1,7 @@
 """Count what the host of a GPU does in a step, for this trainer and for TorchRec's documented loop, without a GPU:
 
     python -m benchmarks.gpu_host --output benchmarks/gpu_host.json    # measure; needs `make install STACK=gpu`
-    python -m benchmarks.gpu_host --docs docs/gpu.md                   # write that JSON's table into the page
+    python -m benchmarks.gpu_host --docs docs/do/gpu.md                   # write that JSON's table into the page
 
 Two ranks run both loops of benchmarks.step_models on shadow GPUs (pipeline.extras.shadow), with the same layers, batches and
 sharding types. Table rows and the batch are small, because neither changes what the host does. A figure is the difference

@@ -1,4 +1,4 @@
-"""Write the rows of the planner benchmark to a JSON-lines file and back, as text, and as Markdown for docs/planning.md."""
+"""Write the rows of the planner benchmark to a JSON-lines file and back, as text, and as Markdown for docs/do/planning.md."""
 
 from __future__ import annotations
 

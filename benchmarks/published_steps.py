@@ -92,7 +92,7 @@ def compare(run: PublishedRun, seconds: float) -> Comparison:
 
 
 def describe(found: Comparison) -> str:
-    """A row of the table in docs/planning.md."""
+    """A row of the table in docs/do/planning.md."""
     outlook, run = found.outlook, found.run
     parts = sorted(outlook.parts.items(), key=lambda part: -part[1])[:SHOWN_PARTS]
     shown = ", ".join(f"{name} {ms:.2f}" for name, ms in parts)

@@ -34,7 +34,7 @@ from pipeline.runtime.errors import UserError
 from pipeline.training.predicted_step import step_request
 
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
-ROW_US = 0.695  # of a row with 26 ids and 13 numbers on one core of an AMD EPYC, measured by pipeline.calibrate (docs/planning.md)
+ROW_US = 0.695  # of a row with 26 ids and 13 numbers on one core of an AMD EPYC, measured by pipeline.calibrate (docs/do/planning.md)
 SETTINGS = [
     "experiment=mlperf_dlrmv2",
     "hardware=h100_80gb",

@@ -1,4 +1,4 @@
-"""Write docs/reference.md, every key of every verb:  python docs/write_reference.py"""
+"""Write the reference of every key of every verb, a page a config group:  python docs/write_reference.py"""
 
 from __future__ import annotations
 
@@ -11,35 +11,75 @@ from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.config.registry import components
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "reference.md"
-HEAD = """# Every key
+FOLDER = ROOT / "docs" / "reference"
+WRITTEN = "<!-- written by python docs/write_reference.py from the schemas and the comments of conf/ -->"
+INDEX = f"""# Reference
 
-<!-- written by python docs/write_reference.py from the schemas and the comments of conf/ -->
+{WRITTEN}
 
-`-h KEY` behind a verb prints what this page says of a key or a section: `python -m pipeline.train -h trainer.seed`. A default is that
-of the group's default option; `--cfg` prints the job that a command line makes. `<name>` stands for a table, feature or column, or
-a pattern such as `cat_*`. [Config](config.md) says how options and values are set.
+- [Commands](commands.md): every verb
+- [Troubleshooting](troubleshooting.md): the message, its cause, the fix
+- [Glossary](glossary.md)
+
+The pages below list every key with its type, its default and its meaning. A verb's `-h KEY` prints the same for
+one key or section: `python -m pipeline train -h trainer.seed`. The default is the default of the group's default
+option. `--cfg` prints the job that a command line makes. `<name>` stands for a table, a feature or a column, or for
+a pattern such as `cat_*`. [Config](../do/config.md) explains how to set options and values.
 """
 
 
-def render() -> str:
+def render() -> dict[str, str]:
+    """Return the text of each page by its path below docs/reference/."""
     import_verbs()
     conf = ROOT / "conf"
     trained = keys_of(TrainJob, "train", conf)
-    sections: dict[str, list[Key]] = {"train and plan": [key for key in trained if "." not in key.name]}
+    groups: dict[str, list[Key]] = {"job": [key for key in trained if "." not in key.name]}
     for key in trained:
         if "." in key.name and not key.name.startswith("model."):
-            sections.setdefault(key.name.partition(".")[0], []).append(key)
-    sections |= {
-        f"model={kind}": keys for kind, keys in model_keys(conf).items() if _is_ours(components("model")[kind])
-    }
+            groups.setdefault(key.name.partition(".")[0], []).append(key)
     known = {key.name for key in trained}
-    # By name: which verbs were imported first does not change the page.
+    of_verbs: dict[str, list[Key]] = {}
+    # Sorted by name, because the order in which verbs were imported must not change the pages.
     for job, verb in sorted(CONFIG_NAMES.items(), key=lambda pair: pair[1]):
         if job not in (TrainJob, PlanJob) and _is_ours(job):
             own = [key for key in keys_of(job, verb, conf) if key.name not in known or "." not in key.name]
-            sections[verb] = [key for key in own if not key.name.startswith("model.")]
-    return HEAD + "".join(f"\n## {name}\n\n{_table(keys)}" for name, keys in sections.items() if keys)
+            of_verbs[verb] = [key for key in own if not key.name.startswith("model.")]
+    models = {f"model={kind}": keys for kind, keys in model_keys(conf).items() if _is_ours(components("model")[kind])}
+    pages = {f"keys/{name}.md": _page(TITLES.get(name, name), keys) for name, keys in groups.items()}
+    pages["keys/model.md"] = _page("model", []) + "".join(
+        f"\n## {name}\n\n{_table(keys)}" for name, keys in models.items()
+    )
+    pages |= {f"verbs/{name}.md": _page(name, keys) for name, keys in of_verbs.items() if keys}
+    return {"README.md": INDEX + _lists(list(pages))} | pages
+
+
+TITLES = {"job": "The job of train and plan"}
+
+
+def _page(title: str, keys: list[Key]) -> str:
+    return f"# {title}\n\n{WRITTEN}\n" + (f"\n{_table(keys)}" if keys else "")
+
+
+def _lists(paths: list[str]) -> str:
+    """The links of the index: first groups of keys, then verbs."""
+    heads = {"keys/": "Groups of a training job", "verbs/": "Keys of the other verbs"}
+    lines = []
+    for folder, head in heads.items():
+        mine = sorted(path for path in paths if path.startswith(folder))
+        links = ", ".join(f"[{Path(path).stem}]({path})" for path in mine)
+        lines.append(f"\n## {head}\n\n{links}\n")
+    return "".join(lines)
+
+
+def write() -> None:
+    pages = render()
+    for folder in ("keys", "verbs"):
+        (FOLDER / folder).mkdir(exist_ok=True)
+        for file in (FOLDER / folder).glob("*.md"):
+            if f"{folder}/{file.name}" not in pages:
+                file.unlink()
+    for path, text in pages.items():
+        (FOLDER / path).write_text(text)
 
 
 def _is_ours(kind: type) -> bool:
@@ -60,4 +100,4 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render())
+    write()

@@ -77,7 +77,7 @@ def _service(stage: Stage, options: ComposeOptions) -> dict[str, Any]:
     check_one_task(workload, "Compose")
     if workload.image is None:
         raise LaunchError(
-            f"stages.{stage.name}: image is needed (defaults: image: ...); docs/cluster.md says how to build it"
+            f"stages.{stage.name}: image is needed (defaults: image: ...); docs/do/cluster.md says how to build it"
         )
     if workload.nodes > 1:
         raise LaunchError(f"stages.{stage.name}: j={workload.shape}, and compose has one host")

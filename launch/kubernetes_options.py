@@ -30,7 +30,7 @@ class KubernetesOptions(NetworkOptions):
     namespace: Optional[str] = option(None, "namespace; else the one that kubectl is set to")
     queue: Optional[str] = option(None, "LocalQueue of Kueue, which waits until all pods fit; queue of Volcano")
     attempt: Optional[str] = option(None, "suffix of all names, to run a finished job again; auto: made up each time")
-    owner: Optional[str] = option(None, "uid of the Job that its Service is deleted with: docs/cluster.md")
+    owner: Optional[str] = option(None, "uid of the Job that its Service is deleted with: docs/do/cluster.md")
     workdir: str = option("/workspace", "folder that the job runs in; relative paths, run folders too, lie under it")
     secret: Optional[str] = option(None, "Secrets whose keys become environment variables, separated by commas")
     secret_mount: Optional[dict[str, str]] = option(None, "a Secret as files: NAME=/path; again for each")

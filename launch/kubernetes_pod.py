@@ -119,7 +119,7 @@ def warning_lines(workload: Workload, options: KubernetesOptions) -> list[str]:
 
 def _check(workload: Workload) -> None:
     if workload.image is None:
-        raise LaunchError("--image is needed: a pod runs in an image; docs/cluster.md says how to build it")
+        raise LaunchError("--image is needed: a pod runs in an image; docs/do/cluster.md says how to build it")
     if not workload.cpu or not workload.mem_mb:
         raise LaunchError(
             "--cpu and --memMB are needed (or --h): a pod that asks for nothing is put anywhere and evicted first"

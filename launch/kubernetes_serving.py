@@ -26,7 +26,7 @@ class ServingOptions(KubernetesOptions):
     replicas: int = option(2, "pods; with autoscaling, the fewest")
     max_replicas: int = option(0, "the most pods that autoscaling may start; 0: no autoscaling")
     cpu_percent: int = option(60, "share of the cores asked for that autoscaling aims at; latency grows above")
-    latency_ms: int = option(0, "95th percentile of a request that autoscaling aims at too; see docs/cluster.md")
+    latency_ms: int = option(0, "95th percentile of a request that autoscaling aims at too; see docs/do/cluster.md")
     monitor: bool = option(False, "a ServiceMonitor, by which Prometheus' operator finds the metrics")
     scrape_s: int = option(15, "seconds between two looks at the metrics")
     service_port: int = option(80, "port of the Service")

@@ -243,9 +243,7 @@ def environment(workload: Workload, options: SlurmOptions) -> Iterator[str]:
     env = {**options.network_env, **workload.env}
     lines += [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
     if options.locks_memory:  # the limit of whoever submits holds in the job too, unless slurm.conf says otherwise
-        warning = (
-            "warning: ulimit -l is $(ulimit -l) KiB, and the network needs memory that is locked: see docs/cluster.md"
-        )
+        warning = "warning: ulimit -l is $(ulimit -l) KiB, and the network needs memory that is locked: see docs/do/cluster.md"
         lines.append(f'ulimit -l "$(ulimit -H -l)"; [ "$(ulimit -l)" = unlimited ] || echo "{warning}" >&2')
     yield "\n".join(lines)
 

@@ -361,7 +361,7 @@ def check_env(env: dict[str, str]) -> None:
         if SECRET_NAME.search(name) or mask(value) != value:
             raise LaunchError(
                 f"env: {name} looks like a credential, and the job's environment is written into what is submitted; "
-                "docs/cluster.md says how credentials reach a job (Slurm: from your shell or env_file, Kubernetes: a Secret)"
+                "docs/do/cluster.md says how credentials reach a job (Slurm: from your shell or env_file, Kubernetes: a Secret)"
             )
 
 

@@ -141,7 +141,7 @@ def test_what_a_second_thread_does_not_shorten_is_serial() -> None:
 
 
 def test_the_page_on_gpus_has_the_figures_of_their_file() -> None:
-    page = Path(__file__).parents[1] / "docs" / "gpu.md"
+    page = Path(__file__).parents[1] / "docs" / "do" / "gpu.md"
     assert gpu_host.table(json.loads(gpu_host.RESULTS.read_text())) in page.read_text()
 
 

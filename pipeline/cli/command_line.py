@@ -198,7 +198,7 @@ def help_text(job_type: type, doc: str, config_dir: str | None = None) -> str:
     lines += [
         "",
         "flags:",
-        "  -h KEY              what a key or a section is: type, default and meaning (docs/reference.md has all)",
+        "  -h KEY              what a key or a section is: type, default and meaning (docs/reference/ has all)",
         "  --cfg [job]         print the job that the command line makes, as YAML, and stop",
         "  --config-dir DIR    a conf folder whose options are added to the package's",
     ]

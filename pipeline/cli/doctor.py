@@ -238,7 +238,7 @@ def _probe_mend(name: str, gpu: bool, reason: str = "") -> str:
     if name == "all_to_all_nccl":
         return "NCCL_DEBUG=INFO python -m pipeline.cli.doctor_probes all_to_all_nccl"
     if "compute capability" in reason:
-        return "hardware=cpu  (or build FBGEMM for this GPU: docs/troubleshooting.md)"
+        return "hardware=cpu  (or build FBGEMM for this GPU: docs/reference/troubleshooting.md)"
     if name in ("gpus", "lookup_cuda") and "driver" in reason:
         cuda = _torch_cuda()
         return f"install NVIDIA's driver {LEAST_DRIVER.get(cuda.split('.')[0], 580)} or newer: torch is for CUDA {cuda}"

@@ -104,7 +104,7 @@ export:
 	$(PYTHON) -m pipeline.export run=runs/{name} output=artifacts/{name}
 serve:
 	$(PYTHON) -m pipeline.serve artifact=artifacts/{name}
-# On windows of new rows, a folder each (docs/retraining.md): make retrain WINDOWS=windows
+# On windows of new rows, a folder each (docs/do/retraining.md): make retrain WINDOWS=windows
 WINDOWS ?= windows
 AT = $(if $(findstring ://,$(WINDOWS))$(filter /%,$(WINDOWS)),$(WINDOWS),$(CURDIR)/$(WINDOWS))
 WHEN ?= @hourly

@@ -1,6 +1,6 @@
 """List every key of every verb with type, default and meaning: from the schemas, and from the comments of conf/*.yaml.
 
-`python docs/write_reference.py` writes docs/reference.md by it, and `-h KEY` prints what it says of one key.
+`python docs/write_reference.py` writes docs/reference/ by it, and `-h KEY` prints what it says of one key.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 One call is one tick: it takes the oldest windows of new data (max_catchup of them), and for each prepares it, trains a
 challenger from the champion, holds both to the next window, and promotes or rejects. A tick that finds nothing to do,
-or another one at work, ends with exit code 0; it may be run as often as a scheduler likes (docs/retraining.md).
+or another one at work, ends with exit code 0; it may be run as often as a scheduler likes (docs/do/retraining.md).
 
 With follow=true it is one training that goes on: it reads the source's files as they are added and grow, or a Kafka topic, and publishes
 deltas of an artifact by publishing.when=every_5_minutes.

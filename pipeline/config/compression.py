@@ -1,6 +1,6 @@
 """Define the schema of `tables.<name>.compression`: one kind of smaller table with its settings (stdlib and OmegaConf only).
 
-docs/embeddings.md says which kind when. A kind is a registered component: it says which of these settings it takes and checks
+docs/do/embeddings.md says which kind when. A kind is a registered component: it says which of these settings it takes and checks
 them. A kind from a plugin may take any of them, and brings further ones as `options`.
 """
 

@@ -24,7 +24,7 @@ AUTO = "auto"
 BATCHES_IN_FLIGHT = 4  # one that trains, two that are looked ahead at, and one of room
 POINTS = 40  # shares that are tried of a table
 FEW_TABLES, BUCKETS = 40, 1000  # of bytes, to one of which a table's are rounded up
-PROCESS_BYTES = 768 << 20  # of a rank beside tables and layers: libraries, batches, kernels (docs/tiers.md)
+PROCESS_BYTES = 768 << 20  # of a rank beside tables and layers: libraries, batches, kernels (docs/do/tiers.md)
 SPREAD = 0.9  # of the memory of several ranks, for tables do not fill them evenly
 BYTES_A_NUMBER = {"fp32": 4, "fp16": 2}
 

@@ -2,7 +2,7 @@
 
 One call is one tick: it takes the oldest windows of new data (max_catchup of them), and for each prepares it, trains a
 challenger from the champion, holds both to the next window, and promotes or rejects. A tick that finds nothing to do,
-or another one at work, ends with exit code 0; it may be run as often as a scheduler likes (docs/retraining.md).
+or another one at work, ends with exit code 0; it may be run as often as a scheduler likes (docs/do/retraining.md).
 """
 
 from __future__ import annotations

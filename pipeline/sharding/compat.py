@@ -4,7 +4,7 @@ TorchRec and FBGEMM promise nothing about the names below, and a renamed one may
 longer read, a method that is overridden but no longer called. So pipeline.sharding.torchrec checks the versions when it is
 imported, and tests/sharding/test_private_names.py holds each name, with its parameters, to what is installed.
 
-Only WRITTEN_FOR is allowed by default. docs/getting_started.md, "Versions", lists what runs on torch 2.11 with torchrec
+Only WRITTEN_FOR is allowed by default. docs/learn/getting_started.md, "Versions", lists what runs on torch 2.11 with torchrec
 1.6.1. To use other versions, set sharding.allow_untested_versions=true, and run the tests first.
 """
 

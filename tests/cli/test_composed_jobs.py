@@ -145,7 +145,7 @@ def test_text_need_not_be_quoted_for_signs_that_a_parser_knows(text: str) -> Non
 
 
 def test_an_entry_of_a_list_may_have_an_equals_sign() -> None:
-    """docs/retraining.md has `retry=[dt=2026-11-20]`, which Hydra does not read."""
+    """docs/do/retraining.md has `retry=[dt=2026-11-20]`, which Hydra does not read."""
     job = load_config(RetrainJob, [QUICKSTART, "source=clicks", "retry=[dt=2026-11-20, dt=2026-11-21/hour=03,last]"])
     assert job.retry == ["dt=2026-11-20", "dt=2026-11-21/hour=03", "last"]
 

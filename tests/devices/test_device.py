@@ -129,6 +129,6 @@ def test_a_training_on_gpus_keeps_the_process_as_it_is(
 
 
 def test_the_page_states_the_kernels_of_each_device() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "gpu.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "do" / "gpu.md").read_text()
     kinds = devices.named("cpu"), devices.named("cpu", plain=True), devices.named("cuda")
     assert f"| `compute_kernels` | {' | '.join(', '.join(kind.table_kernels) for kind in kinds)} |" in page

@@ -18,7 +18,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     [REPOSITORY / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "sharding_plans/README.md")]
-    + list((REPOSITORY / "docs").glob("*.md"))
+    + [path for path in (REPOSITORY / "docs").rglob("*.md") if path.parent.name != "adr"]
 )
 SHELL = ("bash", "console")  # commands; commands after `$ ` with what they print
 OTHER = ("text", "python", "yaml", "json", "toml", "protobuf", "svg")

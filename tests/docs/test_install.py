@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.docs.pages import REPOSITORY
 
-PAGE = (REPOSITORY / "docs" / "getting_started.md").read_text()
+PAGE = (REPOSITORY / "docs" / "learn" / "getting_started.md").read_text()
 MAKEFILE = (REPOSITORY / "Makefile").read_text()
 
 

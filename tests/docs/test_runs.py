@@ -88,4 +88,4 @@ def test_a_line_that_is_not_printed_in_its_order_is_found() -> None:
 
 
 def test_pages_that_run_are_the_ones_that_teach() -> None:
-    assert {"README.md", "docs/tutorial.md", "docs/commands.md"} <= set(map(name_of, MARKED))
+    assert {"README.md", "docs/learn/tutorial.md", "docs/reference/commands.md"} <= set(map(name_of, MARKED))

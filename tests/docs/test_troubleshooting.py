@@ -1,4 +1,4 @@
-"""Each message of docs/troubleshooting.md is one that the program prints, up to a few words."""
+"""Each message of docs/reference/troubleshooting.md is one that the program prints, up to a few words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.docs.pages import REPOSITORY
 from tests.support.sources import nodes_of
 
-PAGE = REPOSITORY / "docs" / "troubleshooting.md"
+PAGE = REPOSITORY / "docs" / "reference" / "troubleshooting.md"
 OTHERS = {"undefined symbol", "operator … does not exist", "Killed", "CUDA out of memory", "No space left on device"}
 MESSAGES = [
     message

@@ -1,4 +1,4 @@
-"""Turn what the campaign reached into the table of docs/reliability.md:  python -m tests.faults.report RECORDS PAGE"""
+"""Turn what the campaign reached into the table of docs/do/reliability.md:  python -m tests.faults.report RECORDS PAGE"""
 
 from __future__ import annotations
 

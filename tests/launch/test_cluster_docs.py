@@ -1,4 +1,4 @@
-"""What docs/cluster.md shows is what the command beside it prints."""
+"""What docs/do/cluster.md shows is what the command beside it prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from launch.render import render
 from launch.schedule import schedule
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "cluster.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "do" / "cluster.md"
 PYTHON = "/opt/venv/bin/python"  # the environment of the page
 PRINT = {"render": render, "schedule": schedule}
 SHOWN = re.findall(r"(?ms)^```console\n\$ python -m launch\.((?:render|schedule) .*?)\n(.*?)^```", DOCS.read_text())

@@ -1,6 +1,6 @@
 """What retraining is for, and what its gate must stop: drift followed, equals let through, planted faults rejected.
 
-Each test has a small size for every run and the full one as a campaign, whose figures stand in docs/retraining.md.
+Each test has a small size for every run and the full one as a campaign, whose figures stand in docs/do/retraining.md.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
     python -m pipeline.extras.shadow train experiment=quickstart hardware=h100_80gb
 
 It needs the CUDA builds of torch and FBGEMM, and no driver. What it proves, and what only a GPU
-proves, is in docs/gpu.md; what it changes in torch is listed by `python -m pipeline.extras.shadow
+proves, is in docs/do/gpu.md; what it changes in torch is listed by `python -m pipeline.extras.shadow
 --patches`.
 """
 

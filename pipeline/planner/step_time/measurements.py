@@ -22,7 +22,7 @@ LIBRARIES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numba")
 MOST_BUSY = 0.1  # of a core by each of ours: what other programs may take before a measurement is called busy
 MOST_NOISE = 0.15  # spread of the reference operation over a calibration
 LEAST_JOBS = 4  # of a setup, for quartiles
-STEADY_NOISE = 0.1  # up to which steps are predicted as closely as docs/planning.md says
+STEADY_NOISE = 0.1  # up to which steps are predicted as closely as docs/do/planning.md says
 MEMORY_STEP_GIB = 1.0  # a kernel's update moves the total by some MiB
 
 Number = float | int | str

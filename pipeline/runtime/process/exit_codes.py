@@ -1,6 +1,6 @@
 """Exit codes of a verb, as schedulers and the launcher's agent read them (stdlib only).
 
-docs/reliability.md has the table for people.
+docs/do/reliability.md has the table for people.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def _public_key(path: str) -> Ed25519PublicKey:
 
 def _content(path: str) -> bytes:
     if not storage.is_file(path):
-        raise ConfigError(f"there is no key at {path}: give the path of a PEM file (docs/serving.md makes a pair)")
+        raise ConfigError(f"there is no key at {path}: give the path of a PEM file (docs/do/serving.md makes a pair)")
     with storage.open_file(path, "rb") as file:
         content: bytes = file.read()
     return content
