@@ -1,7 +1,7 @@
 """Count what the host of a GPU does in a step, for this trainer and for TorchRec's documented loop, without a GPU:
 
-    python -m benchmarks.gpu_host --output benchmarks/gpu_host.json    # measure; needs `make install STACK=gpu`
-    python -m benchmarks.gpu_host --docs docs/do/gpu.md                   # write that JSON's table into the page
+    python -m benchmarks.gpu_host --output docs/measurements/gpu_host.json    # needs `make install STACK=gpu`
+    python docs/write_measurements.py
 
 Two ranks run both loops of benchmarks.step_models on shadow GPUs (pipeline.extras.shadow), with the same layers, batches and
 sharding types. Table rows and the batch are small, because neither changes what the host does. A figure is the difference
@@ -21,22 +21,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from benchmarks.about import about
 
 PRESETS = ("quickstart", "kaggle_64", "dlrmv2")
 KINDS = {"table_wise": ["table_wise"], "table_wise and row_wise": ["table_wise", "row_wise"]}
 RANKS, MOST_ROWS, BATCH = 2, 2000, 128
 SHORT, LONG = 5, 25
 COUNTS = ("launches", "calls", "collectives", "copies", "syncs")
-RESULTS = Path(__file__).with_suffix(".json")
-BEGIN, END = "<!-- gpu_host: begin -->", "<!-- gpu_host: end -->"
+RESULTS = Path(__file__).parents[1] / "docs" / "measurements" / "gpu_host.json"
 
 
 def a_step(run: Callable[[int], object], meter: Any, report: Any) -> tuple[dict[str, float], dict[str, float]]:
@@ -140,8 +139,6 @@ def _both_loops(name: str, kinds: str, rounds: int, meter: Any, report: Any) -> 
 def measure(presets: list[str], rounds: int) -> dict[str, Any]:
     import multiprocessing
 
-    from pipeline.planner.step_time.measurements import this_machine
-
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [context.Process(target=run_rank, args=(rank, presets, rounds, folder)) for rank in range(RANKS)]
@@ -152,8 +149,7 @@ def measure(presets: list[str], rounds: int) -> dict[str, Any]:
         if any(each.exitcode for each in ranks):
             raise SystemExit("a rank failed; its error is above")
         rows = json.loads(Path(folder, "rows.json").read_text())
-    about = {"date": datetime.now(UTC).isoformat(timespec="minutes"), "cpu": this_machine().cpu}
-    return {"about": {**about, "ranks": RANKS, "rounds": rounds}, "rows": rows}
+    return {"about": about(ranks=RANKS, rounds=rounds), "rows": rows}
 
 
 def table(found: dict[str, Any]) -> str:
@@ -170,21 +166,7 @@ def table(found: dict[str, Any]) -> str:
             lines.append(
                 f"| {row['preset']} | {row['kinds']} | {row['side']} | {counts} | {row['host_ms']:.1f} | {ratios} |"
             )
-    about = found["about"]
-    lines += [
-        "",
-        f"Measured on {about['cpu']}, {about['ranks']} ranks, {about['date']}, least of {about['rounds']} rounds.",
-    ]
     return "\n".join(lines)
-
-
-def write_docs(page: Path, found: dict[str, Any]) -> None:
-    """Put the table between its marks in the page."""
-    text = page.read_text()
-    written = re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n{table(found)}\n{END}", text, flags=re.DOTALL)
-    if BEGIN not in text or END not in text:
-        raise SystemExit(f"{page} has no lines {BEGIN} and {END}, between which the table goes; add them")
-    page.write_text(written)
 
 
 def main() -> None:
@@ -192,11 +174,7 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", default=list(PRESETS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, help="measure, and write the figures there")
-    parser.add_argument("--docs", type=Path, help="write the table of benchmarks/gpu_host.json into this page")
     options = parser.parse_args()
-    if options.docs:
-        write_docs(options.docs, json.loads(RESULTS.read_text()))
-        return
     found = measure(options.presets, options.rounds)
     print(table(found))
     if options.output:

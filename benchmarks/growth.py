@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.about import about
 from benchmarks.growth_stages import STAGES, Stage
 from pipeline.devices.cpu.process import use_huge_pages
 
@@ -37,7 +38,7 @@ class Point:
 
 
 def read_points(path: Path) -> list[Point]:
-    return [Point(**one) for one in json.loads(path.read_text())] if path.exists() else []
+    return [Point(**one) for one in json.loads(path.read_text())["points"]] if path.exists() else []
 
 
 def run_point(stage: str, size: int, folder: Path) -> Point:
@@ -61,7 +62,8 @@ def run(stages: list[str], folder: Path, output: Path, most: int | None, repeats
                     print(f"{name:16}{size:>14,}  ended with {error.returncode}", flush=True)
                     break
                 points = merged(read_points(output), found)
-                output.write_text(json.dumps([asdict(one) for one in points], indent=1))
+                found_points = [asdict(one) for one in points]
+                output.write_text(json.dumps({"about": about(), "points": found_points}, indent=1))
                 print(f"{name:16}{size:>14,}{found.cpu_seconds:>12.3g} s{found.peak_mib:>10,.0f} MiB", flush=True)
 
 

@@ -17,7 +17,6 @@ import argparse
 import json
 import logging
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -25,7 +24,6 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import patch
@@ -34,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from benchmarks.about import about
 from benchmarks.reader import cpu_name
 from pipeline.devices.cpu.process import use_huge_pages, wait_briefly
 
@@ -205,9 +204,8 @@ def main() -> None:
         print("\n".join(map(show, found)), flush=True)
         figures += found
     if options.output:
-        about = {"date": datetime.now(UTC).isoformat(), "host": platform.machine(), "cpu": cpu_name(), **vars(options)}
-        about["output"] = str(options.output)
-        options.output.write_text(json.dumps({"about": about, "figures": [asdict(one) for one in figures]}, indent=1))
+        found = {"about": about(), "figures": [asdict(one) for one in figures]}
+        options.output.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

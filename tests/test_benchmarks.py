@@ -140,11 +140,6 @@ def test_what_a_second_thread_does_not_shorten_is_serial() -> None:
     assert section_of("autograd::engine::evaluate_function: _StackBackward") == "_StackBackward"
 
 
-def test_the_page_on_gpus_has_the_figures_of_their_file() -> None:
-    page = Path(__file__).parents[1] / "docs" / "do" / "gpu.md"
-    assert gpu_host.table(json.loads(gpu_host.RESULTS.read_text())) in page.read_text()
-
-
 def test_calls_of_a_step_by_torchrec_are_those_that_the_planner_assumes() -> None:
     """They were counted on an earlier state, and are up to 10 % too few, and 21 % of the calls without a kernel."""
     rows = [row for row in json.loads(gpu_host.RESULTS.read_text())["rows"] if row["side"] == "torchrec"]

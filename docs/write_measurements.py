@@ -1,0 +1,106 @@
+"""Write docs/measurements/ from the JSON files that benchmarks wrote there:  python docs/write_measurements.py
+
+A benchmark's `--output docs/measurements/NAME.json` writes {"about": {...}, "figures": [{...}, ...]}. Each such file becomes
+a page with the command, the machine, the commit and a table. So nobody types a figure.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import gpu_host, growth  # noqa: E402
+from tests.faults.report import render as faults_table  # noqa: E402
+
+FOLDER = ROOT / "docs" / "measurements"
+WRITTEN = "<!-- written by python docs/write_measurements.py from {} -->"
+# Title and what the figures say, by the name of the file. A file that is not listed here gets its name as the title.
+PAGES = {
+    "step": (
+        "Time of a training step",
+        "Each preset trains by this package and by TorchRec's documented loop, in turns, each in processes of its own. "
+        "The ratios are to the first side of the preset. If the machine was shared, read the CPU time.",
+    ),
+    "growth": (
+        "How costs grow",
+        "Each point is a process. The exponent is the slope between the last two sizes, after the cost of the cheapest "
+        "size is subtracted. `flat` means that the cost grew by less than a quarter. "
+        "For `save`, `load`, `draw`, `plan` and `step` the memory is the growth of the process.\n\n"
+        "![CPU-seconds and memory of each stage](growth.svg)",
+    ),
+    "gpu_host": (
+        "Host time and launches of a GPU step",
+        "Two ranks ran this package and TorchRec's documented loop on shadow GPUs, with equal layers, batches and kinds of "
+        "sharding. [GPUs](../do/gpu.md#host-time-and-launches) explains the columns.",
+    ),
+    "faults": (
+        "Planted faults",
+        "`make faults` plants every fault of `tests/faults` and writes this table. The log of a run that meets one of them "
+        "is explained in [reliability](../do/reliability.md).",
+    ),
+}
+BY_HAND = {"quality.md": "Quality of the models next to FuxiCTR's, and against the best possible AUC (copied by hand)"}
+NAMES = {"cpu": "processor", "load": "load at the end", "commit": "commit"}
+
+
+def render() -> dict[str, str]:
+    """Return the text of each page by its file name."""
+    pages, lines = {}, []
+    for file in sorted([*FOLDER.glob("*.json"), *FOLDER.glob("*.jsonl")]):
+        title, text = PAGES.get(file.stem, (file.stem, ""))
+        about, table = read(file)
+        head = "\n".join(f"- {NAMES.get(key, key)}: {_shown(key, value)}" for key, value in about.items())
+        parts = [f"# {title}", WRITTEN.format(file.name), text, head, table]
+        pages[f"{file.stem}.md"] = "\n\n".join(part for part in parts if part) + "\n"
+        lines.append(f"- [{title}]({file.stem}.md): {about.get('date', '')}")
+    lines += [f"- [{text}]({name})" for name, text in BY_HAND.items()]
+    intro = (
+        "Each page is written from the JSON file that a benchmark wrote, with the command, the machine and the commit. "
+        "Measure again with `--output docs/measurements/NAME.json`, then run `python docs/write_measurements.py`."
+    )
+    pages["README.md"] = "\n\n".join(["# Measurements", WRITTEN.format("*.json"), intro, "\n".join(lines)]) + "\n"
+    return pages
+
+
+def read(file: Path) -> tuple[dict[str, Any], str]:
+    """Return how a file's figures were measured, and their table in Markdown."""
+    if file.suffix == ".jsonl":
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        dates = sorted({record["date"] for record in records})
+        return {"command": "make faults", "date": " to ".join(dict.fromkeys([dates[0], dates[-1]]))}, faults_table(
+            records
+        )
+    found = json.loads(file.read_text())
+    if file.stem == "growth":
+        return found["about"], growth.report(growth.read_points(file))
+    if file.stem == "gpu_host":
+        return found["about"], gpu_host.table(found)
+    return found["about"], table_of(found["figures"])
+
+
+def table_of(figures: list[dict[str, Any]]) -> str:
+    """A row a figure, a column a key. Keys that hold lists or records are left out."""
+    columns = [key for key, value in figures[0].items() if not isinstance(value, (dict, list))]
+    rows = [[_cell(figure[column]) for column in columns] for figure in figures]
+    heads = [column.replace("_", " ") for column in columns]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [heads, ["---"] * len(columns), *rows])
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _shown(key: str, value: object) -> str:
+    return f"`{value}`" if key == "command" else str(value)
+
+
+if __name__ == "__main__":
+    for name, text in render().items():
+        (FOLDER / name).write_text(text)
