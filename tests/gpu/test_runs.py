@@ -73,6 +73,15 @@ def test_bf16_layers_stay_close_to_the_cpus(gpus: Gpus, clicks: list[str], tmp_p
     assert_as_on_the_cpu(gpus, [*clicks, "trainer.precision=bf16"], tmp_path, 2e-2)
 
 
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
+def test_frequency_split_equals_the_cpus(gpus: Gpus, clicks: list[str], tmp_path: Path, kind: str) -> None:
+    """Bags without a rare id are left out, so batch sizes differ by feature: FBGEMM's VBE."""
+    table = "tables.default.compression"
+    words = [*clicks, f"{table}.kind=frequency_split", f"{table}.min_rows=500", f"{table}.head_rows=16",
+             f"tables.default.sharding.sharding_types=[{kind}]"]  # fmt: skip
+    assert_as_on_the_cpu(gpus, [*words, "optimizer=rowwise_adagrad", "optimizer.sparse.eps=0.01"], tmp_path)
+
+
 def test_half_precision_tables_stay_close_to_the_cpus(gpus: Gpus, clicks: list[str], tmp_path: Path) -> None:
     # A GPU rounds stochastically: to one of the two numbers of fp16 next to the exact one.
     assert_as_on_the_cpu(gpus, [*clicks, "tables.default.data_type=fp16"], tmp_path, 5e-3)

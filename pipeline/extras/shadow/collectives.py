@@ -33,8 +33,9 @@ FOLDER = "SHADOW_GPU_FOLDER"  # environment variable: where ranks write what the
 _GPU_ONLY = "cuda:fake"  # a backend for GPU tensors alone, as NCCL is, which moves nothing
 
 # What must be the same on all ranks; the sizes of all-to-all are compared pairwise.
-_SAME_SHAPE = {"allreduce_", "broadcast_", "reduce_", "_allgather_base_", "_reduce_scatter_base_", "allgather_",
-               "reduce_scatter_", "allreduce_coalesced_", "allgather_into_tensor_coalesced_"}  # fmt: skip
+_SAME_SHAPE = {"allreduce_", "broadcast_", "reduce_", "_allgather_base_", "_reduce_scatter_base_",
+               "allreduce_coalesced_", "allgather_into_tensor_coalesced_"}  # fmt: skip
+_OWN_PART = {"allgather_", "reduce_scatter_"}  # a list of all ranks' tensors, and this rank's own
 _ALSO_READ = {"allreduce_", "broadcast_", "reduce_", "allreduce_coalesced_", "send"}
 _POINT_TO_POINT = {"send", "recv_", "recv_any_source_"}
 
@@ -97,12 +98,15 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _on_twin(func: Any, rule: Any, known: _Group, call: tuple[Any, Any], boxed: Any, given: list[Any]) -> Any:
     flat, spec = call
+    out: Any
     # gloo takes no bf16 sums everywhere, and no GPU: the numbers as they are otherwise.
     inner = [each.inner if isinstance(each, Shadow) else each for each in flat]
     inner = [known.twin.boxed() if each is boxed else each for each in inner]
     args, kwargs = tree_unflatten(inner, spec)
     if answers is not None and rule.base == "alltoall_base_":
         out = known.twin.barrier().boxed()  # it returns a work only, and torch refuses a rank that sends nothing
+    elif answers is None and rule.base in _OWN_PART and _is_uneven(args[:2]):
+        out = _uneven(rule.base, args[0], args[1], known.twin)
     else:
         out = func(*args, **kwargs)
     if answers is not None:
@@ -130,6 +134,28 @@ def _on_twin(func: Any, rule: Any, known: _Group, call: tuple[Any, Any], boxed: 
         return by_data.get((value.data_ptr(), value.shape), value) if isinstance(value, torch.Tensor) else value
 
     return tree_map(as_given, out)
+
+
+def _is_uneven(lists: Any) -> bool:
+    return len({each.numel() for each in tree_flatten(lists)[0]}) > 1
+
+
+def _uneven(base: str, outputs: Any, inputs: Any, twin: dist.ProcessGroup) -> tuple[Any, Any]:
+    """Gather, or sum and scatter, parts of different sizes: NCCL does it by one operation a rank, gloo does not."""
+    if base == "allgather_":
+        parts, own = outputs[0], inputs[0].reshape(-1)
+        everyone = own.new_zeros(len(parts), max(each.numel() for each in parts))
+        padded = torch.zeros_like(everyone[0])
+        padded[: len(own)] = own
+        dist.all_gather(list(everyone), padded, group=twin)
+        for part, received in zip(parts, everyone, strict=True):
+            part.copy_(received[: part.numel()].view_as(part))
+    else:
+        sums = torch.cat([each.reshape(-1) for each in inputs[0]])
+        dist.all_reduce(sums, group=twin)
+        own = sums.split([each.numel() for each in inputs[0]])[dist.get_rank(twin)]
+        outputs[0].copy_(own.view_as(outputs[0]))
+    return outputs, twin.barrier().boxed()
 
 
 def _wait(self: Work, *args: Any, **kwargs: Any) -> Any:
@@ -211,8 +237,11 @@ def _splits(base: str, given: list[Any], flat: list[Any], size: int) -> tuple[li
 
 
 def _digest(base: str, shapes: list[Any]) -> int:
-    """A number that is the same where ranks may do this together."""
-    parts = shapes if base in _SAME_SHAPE else sorted({dtype for _, dtype in shapes})
+    """Return a number that is equal on ranks which may do this together."""
+    if base in _OWN_PART:  # the list says each rank's size; NCCL takes sizes that differ
+        parts = shapes[:-1] if base == "allgather_" else shapes[1:]
+    else:
+        parts = shapes if base in _SAME_SHAPE else sorted({dtype for _, dtype in shapes})
     return int.from_bytes(repr((base, parts)).encode(), "big") % (2**61 - 1)
 
 

@@ -90,7 +90,8 @@ def _bags(call: dict[str, Any], num_features: int) -> list[tuple[int, int]]:
         begins = call["B_offsets"].tolist()
         return list(pairwise(begins))
     if "vbe_b_t_map" in call:
-        feature_of_bag = call["vbe_b_t_map"].long() >> int(call["info_B_num_bits"])
+        # FBGEMM reads the map as unsigned: the feature's number takes the highest bits, the sign's too.
+        feature_of_bag = (call["vbe_b_t_map"].long() & 0xFFFFFFFF) >> int(call["info_B_num_bits"])
         ends = torch.searchsorted(feature_of_bag, torch.arange(num_features), right=True).tolist()
         return list(zip([0, *ends[:-1]], ends, strict=True))
     batch_size = (len(call["offsets"]) - 1) // num_features
