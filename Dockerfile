@@ -70,7 +70,7 @@ ENV HOME=/workspace USER=pipeline TORCHINDUCTOR_CACHE_DIR=/tmp/torchinductor NUM
 RUN useradd --uid 1000 --gid 0 --no-create-home --home-dir /workspace pipeline \
     && mkdir /workspace && chmod 1777 /workspace
 WORKDIR /workspace
-CMD ["python", "-m", "pipeline.doctor"]
+CMD ["python", "-m", "pipeline", "doctor"]
 
 
 FROM runtime AS gpu
@@ -96,7 +96,7 @@ ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY --from=gpu-venv /opt/venv /opt/venv
 # Planning, evaluating and serving use CPU kernels here too; a host without a driver compiles them all the same.
 ENV NUMBA_CACHE_DIR=/opt/numba
-RUN python -m pipeline.precompile && chmod -R a+rwX /opt/numba
+RUN python -m pipeline precompile && chmod -R a+rwX /opt/numba
 USER 1000
 
 
@@ -104,5 +104,5 @@ FROM runtime AS cpu
 COPY --from=cpu-venv /opt/venv /opt/venv
 # A fresh container would compile for half a minute, in every rank at once. On another kind of CPU it compiles anew, as any user.
 ENV NUMBA_CACHE_DIR=/opt/numba
-RUN python -m pipeline.precompile && chmod -R a+rwX /opt/numba
+RUN python -m pipeline precompile && chmod -R a+rwX /opt/numba
 USER 1000

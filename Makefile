@@ -41,11 +41,11 @@ help:  ## this list
 
 .PHONY: train
 train: $(VENV)/installed  ## install, make a data set with a known best AUC, prepare, plan, train on 2 ranks, evaluate
-	@[ -e datasets/quickstart/dataset.json ] || [ -e $(RAW) ] || $(PY) -m pipeline.generate data=quickstart output=$(RAW)
-	@[ -e datasets/quickstart/dataset.json ] || $(PY) -m pipeline.prepare data=quickstart source=$(RAW)
-	@$(PY) -m pipeline.plan experiment=$(EXPERIMENT) world_size=$(RANKS) brief=true
+	@[ -e datasets/quickstart/dataset.json ] || [ -e $(RAW) ] || $(PY) -m pipeline generate data=quickstart output=$(RAW)
+	@[ -e datasets/quickstart/dataset.json ] || $(PY) -m pipeline prepare data=quickstart source=$(RAW)
+	@$(PY) -m pipeline plan experiment=$(EXPERIMENT) world_size=$(RANKS) brief=true
 	@$(TORCHX) run -s local_cwd pipeline.train -j 1x$(RANKS) -- experiment=$(EXPERIMENT) planner=file
-	@$(PY) -m pipeline.evaluate run=$(RUN) split=test importance_rows=4096
+	@$(PY) -m pipeline evaluate run=$(RUN) split=test importance_rows=4096
 	@echo "picture     $(RUN)/report.html, all of it as one page: open it in a browser"
 	@echo "next        $(TORCHX) run -s local_cwd pipeline.train -j 1x$(RANKS) -- experiment=$(NEXT)"
 
@@ -54,7 +54,7 @@ install: $(VENV)/installed  ## make .venv with the GPU set where there is an NVI
 
 .PHONY: doctor
 doctor: $(VENV)/installed  ## check versions, operations, GPU, shared memory and disk
-	@$(PY) -m pipeline.doctor
+	@$(PY) -m pipeline doctor
 
 .PHONY: test
 test: $(VENV)/installed-dev  ## the default test suite, no GPU needed: at most 12 CPU minutes on a quiet machine
@@ -112,8 +112,8 @@ $(VENV)/installed: setup.cfg pyproject.toml $(if $(filter-out $(STACK),$(INSTALL
 	@! $(PY) -m pip show -qq $(OTHER_FBGEMM) 2>/dev/null || $(PY) -m pip uninstall -qq -y fbgemm-gpu fbgemm-gpu-cpu
 	@$(PIP_INSTALL) -e '.[$(STACK),serve]'
 	@$(PIP_INSTALL) --no-deps $(TORCHREC)
-	@$(PY) -m pipeline.doctor stack=$(STACK)
-	@$(PY) -m pipeline.precompile
+	@$(PY) -m pipeline doctor stack=$(STACK)
+	@$(PY) -m pipeline precompile
 	@echo $(STACK) > $@
 
 # VENV holds another set than the one that is asked for.

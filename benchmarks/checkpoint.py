@@ -163,14 +163,14 @@ def throughput(folder: str, gib: float, rounds: int, ranks: int) -> list[Timing]
 def seconds_to_first_step(words: list[str]) -> float:
     """Of the train verb, from its start to the end of its first training step, as its log says."""
     began = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", "pipeline.train", *words], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-m", "pipeline", "train", *words], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     found = 0.0
     for line in process.stderr:
         if not found and re.search(r"step (1|21)/2", line):
             found = time.perf_counter() - began
     if process.wait() or not found:
-        raise SystemExit(f"python -m pipeline.train {' '.join(words)} ended with {process.returncode}")
+        raise SystemExit(f"python -m pipeline train {' '.join(words)} ended with {process.returncode}")
     return found
 
 

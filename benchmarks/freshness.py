@@ -27,7 +27,7 @@ ROWS, CONNECTIONS, PAUSE_S = 16, 4, 0.02
 
 
 def pipeline(verb: str, *words: str, **options: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", f"pipeline.{verb}", *words]
+    command = [sys.executable, "-m", "pipeline", verb, *words]
     return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)  # type: ignore[call-overload,no-any-return]
 
 

@@ -1,6 +1,6 @@
 """Measure how long a row of a stream takes from being written to its effect on an answer, under load:
 
-    python -m pipeline.generate data=quickstart data.synthetic.num_rows=8000000 output=stream.tsv
+    python -m pipeline generate data=quickstart data.synthetic.num_rows=8000000 output=stream.tsv
     python -m benchmarks.freshness_stream --data datasets/quickstart --rows stream.tsv [--rate 50000] [--seconds 90]
         [--every every_10_seconds] [--batch 8192] [--nice 5] [--folder DIR] [--kept WORD ...]
 

@@ -330,7 +330,7 @@ def main() -> None:
         machine = Machine(Path(folder), options.shadow)
         facts = machine.json("benchmarks.gpu_sides", "facts")
         if not facts["gpus"]:
-            sys.exit("error: torch sees no GPU here; `python -m pipeline.doctor` says why, --shadow needs none")
+            sys.exit("error: torch sees no GPU here; `python -m pipeline doctor` says why, --shadow needs none")
         machine.num_gpus, machine.gpu_name = len(facts["gpus"]), facts["gpus"][0]["name"]
         prepare_data(machine)
         sections = [run_section(name, machine) for name in options.sections]

@@ -97,7 +97,7 @@ def _cpu_s() -> float:
 
 
 def verb(name: str, *words: str) -> Cost:
-    used = measure([sys.executable, "-m", f"pipeline.{name}", *words])
+    used = measure([sys.executable, "-m", "pipeline", name, *words])
     return Cost(used.cpu_seconds, used.peak_mib)
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.precision [--data datasets/quickstart] [--seeds 3] [--output precision.json]
 
-Each run is `python -m pipeline.train experiment=quickstart trainer.precision=... trainer.seed=...` on one rank, in turns.
+Each run is `python -m pipeline train experiment=quickstart trainer.precision=... trainer.seed=...` on one rank, in turns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def train(data: str, precision: str, seed: int, folder: str) -> dict[str, float]
     """The validation metrics, with samples_per_s beside them."""
     run = f"{folder}/{precision}.{seed}"
     job = ["experiment=quickstart", f"data.path={data}", f"trainer.precision={precision}", f"trainer.seed={seed}"]
-    command = [sys.executable, "-m", "pipeline.train", *job, f"run_dir={run}", "name=precision"]
+    command = [sys.executable, "-m", "pipeline", "train", *job, f"run_dir={run}", "name=precision"]
     subprocess.run(command, check=True, capture_output=True)
     summary: dict[str, Any] = json.loads(Path(run, "summary.json").read_text())
     return {**summary["validation"], "samples_per_s": summary["throughput"]["samples_per_s"]}

@@ -4,7 +4,7 @@
 
 Criteo's shape with the Kaggle set's cardinalities, ids by a power law, in 24 day files, for TorchRec's scripts want 24.
 Both sides end with ids by frequency, those seen fewer than 3 times in one: TorchRec by npy_preproc_criteo (one day in
-memory at a time) and then contiguous_preproc_criteo (all days in memory); ours by `pipeline.prepare`, which counts the
+memory at a time) and then contiguous_preproc_criteo (all days in memory); ours by `pipeline prepare`, which counts the
 training days only and writes checksummed, split Parquet, at its default limit of 2 GiB and at the least it takes. Each is a process of its own, its start and imports included.
 """
 
@@ -83,7 +83,7 @@ def write_days(folder: Path, num_rows: int) -> None:
 
 
 def run_ours(days: Path, work: Path) -> dict[str, Usage]:
-    command = [sys.executable, "-m", "pipeline.prepare", "data=criteo_1tb", f"source={days}"]
+    command = [sys.executable, "-m", "pipeline", "prepare", "data=criteo_1tb", f"source={days}"]
     command += [f"data.ids.min_frequency={MIN_FREQUENCY}"]
     return {
         "prepare": measure([*command, f"data.path={work}/ours"]),

@@ -34,7 +34,7 @@ KINDS = {"rows.arrow": "rows", "entries.parquet": "entries", "run.parquet": "run
 ROLES = (("gcs_server", "head"), ("raylet/raylet", "raylet"), ("dashboard/dashboard.py", "dashboard"), ("ray-dashboard-", "dashboard"),
          ("dashboard/agent.py", "agents"), ("runtime_env/agent", "agents"), ("log_monitor.py", "log monitor"), ("autoscaler", "monitor"),
          ("ray.scripts.scripts", "ray start"), ("ray_node", "ray start"), ("default_worker.py", "workers"), ("ray::", "workers"),
-         ("pipeline.prepare", "driver"))  # fmt: skip
+         ("pipeline prepare", "driver"))  # fmt: skip
 
 
 @dataclass
@@ -61,7 +61,7 @@ def command_of(name: str, words: list[str], source: str, path: Path, workers: in
         node = "pipeline.data.prepare.distributed.ray_node"
         node_words = ["--address", "127.0.0.1:0", "--memory-mb", "16000", "--"]
         return [sys.executable, "-m", node, *node_words, *words, "engine=ray"]
-    return [sys.executable, "-m", "pipeline.prepare", *words]
+    return [sys.executable, "-m", "pipeline", "prepare", *words]
 
 
 def run(command: list[str], workers: int, folder: Path) -> Run:
@@ -96,7 +96,7 @@ def _watch(pid: int, folder: Path, found: Run, ended: threading.Event) -> None:
                     title = " ".join(each.cmdline())
                     role = found.cpu[each.pid][0] if each.pid in found.cpu else _role_of(title)
                     found.cpu[each.pid] = role, sum(each.cpu_times()[:2])
-                    if title.startswith("ray::") or "pipeline.prepare" in title:
+                    if title.startswith("ray::") or "pipeline prepare" in title:
                         found.worker_mb = max(found.worker_mb, each.memory_full_info().uss / 2**20)
         sizes: Counter[str] = Counter()
         for parent, _, names in os.walk(folder):

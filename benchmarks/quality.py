@@ -146,7 +146,7 @@ def prepare(job: dict[str, Any]) -> None:
         settings = f"{{max_length: {history['length']}, shares: {history['target']}}}"
         columns.append(f"data.columns.sequence={{{name}: {settings}}}")
     words = [f"data.name={spec['name']}", "data.format=csv", "data.split.kind=given", *splits, *columns]
-    run([sys.executable, "-m", "pipeline.prepare", *words, *prepare_overrides(spec)], work)
+    run([sys.executable, "-m", "pipeline", "prepare", *words, *prepare_overrides(spec)], work)
 
 
 def prepare_overrides(spec: dict[str, Any]) -> list[str]:
@@ -170,8 +170,8 @@ def run_ours(job: dict[str, Any]) -> dict[str, Any]:
         words += [f"model.sequences=[{','.join(spec['histories'])}]", f"model.targets=[{','.join(targets)}]"]
     else:
         words += [f"tables.{target}.pooling=mean" for target in dict.fromkeys(targets)]
-    run([sys.executable, "-m", "pipeline.train", *words], work)
-    run([sys.executable, "-m", "pipeline.evaluate", f"run={run_dir}", "split=test"], work)
+    run([sys.executable, "-m", "pipeline", "train", *words], work)
+    run([sys.executable, "-m", "pipeline", "evaluate", f"run={run_dir}", "split=test"], work)
     return read_run(run_dir, job)
 
 

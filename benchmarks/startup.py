@@ -2,7 +2,7 @@
 
     python -m benchmarks.startup [--ranks 1 2] [--rounds 3] [--cold] [--resume] [--runc RUNC] [--output startup.json]
 
-One rank is `python -m pipeline.train`, more are what the launcher starts: the agent and its ranks. Each rank runs the
+One rank is `python -m pipeline train`, more are what the launcher starts: the agent and its ranks. Each rank runs the
 verb itself, with a clock around its stages (benchmarks/startup_rank.py); a stage counts from the end of the one before.
 Shown is the rank that came last. `cpu` is CPU-seconds of that rank: it tells more than the clock on a machine that others
 use too. A cold launch finds no compiled kernels (Numba's cache) and no page of the environment's files in memory, as far
@@ -81,7 +81,7 @@ def launch(data: str, folder: Path, ranks: int, kind: str, way: Way, step: int =
         )  # the image has one of its own, filled when it is built
     command = [sys.executable]
     if ranks > 1 or way.runc:
-        command += ["-m", "pipeline.agent", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
+        command += ["-m", "pipeline", "agent", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", "localhost:0"]
     command += ["-m", "benchmarks.startup_rank", str(folder / "marks"), "experiment=quickstart", f"data.path={data}"]
     run = folder.parent / f"run-{ranks}" if way.resume else folder / "run"

@@ -1,4 +1,4 @@
-"""Run one rank of benchmarks/startup.py: `pipeline.train` with a clock around its stages.
+"""Run one rank of benchmarks/startup.py: `pipeline train` with a clock around its stages.
 
     python -m benchmarks.startup_rank MARKS key=value ...
 

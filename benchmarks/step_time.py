@@ -378,7 +378,7 @@ def main() -> None:
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--report", nargs="+", type=Path, help="files that --measure has written")
     parser.add_argument("--again", nargs=2, type=Path, help="two such files of the same jobs")
-    parser.add_argument("--calibration", help="the .json of python -m pipeline.calibrate")
+    parser.add_argument("--calibration", help="the .json of python -m pipeline calibrate")
     options = parser.parse_args()
     if options.measure:
         os.environ.pop("OMP_NUM_THREADS", None)

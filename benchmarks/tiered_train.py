@@ -1,4 +1,4 @@
-"""Train, save and resume a model whose tables are larger than memory by `pipeline.train` itself, under a cgroup:
+"""Train, save and resume a model whose tables are larger than memory by `pipeline train` itself, under a cgroup:
 
     python -m benchmarks.tiered_train --gib 6 --limit-gib 1.5                the rows of a step lie anywhere in the tables
     python -m benchmarks.tiered_train --gib 100 --limit-gib 3 --ids 1        few rows are touched
@@ -33,7 +33,7 @@ ROW_BYTES = 2 * 4 * DIM
 
 def command(arguments: argparse.Namespace, folder: Path, way: str, steps: int) -> list[str]:
     words = [
-        sys.executable, "-m", "pipeline.train", "experiment=quickstart", f"data.path={folder / 'data'}", f"run_dir={folder / way}",
+        sys.executable, "-m", "pipeline", "train", "experiment=quickstart", f"data.path={folder / 'data'}", f"run_dir={folder / way}",
         f"trainer.global_batch_size={arguments.batch}", f"trainer.max_steps={steps}", "trainer.log_every_steps=10",
         f"tables.default.embedding_dim={DIM}", f"model.dense_arch_layer_sizes=[64,{DIM}]",
         "trainer.evaluate_max_batches=1", "optimizer.sparse.name=adagrad", "hardware=cpu", "logger.tensorboard=false",
@@ -88,7 +88,7 @@ def main() -> None:
             ["prepare", f"source={folder}/rows.tsv", f"data.path={folder}/data", *hashed],
         ):
             subprocess.run(
-                [sys.executable, "-m", f"pipeline.{verb}", "data=quickstart", *words],
+                [sys.executable, "-m", "pipeline", verb, "data=quickstart", *words],
                 check=True,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""Ask a server for items; `python -m pipeline.serve artifact=<a two-tower's artifact>` runs, and its /docs has the columns:
+"""Ask a server for items; `python -m pipeline serve artifact=<a two-tower's artifact>` runs, and its /docs has the columns:
 
 python -m examples.retrieve http://127.0.0.1:8000 user_id=7 user_group=3
 """

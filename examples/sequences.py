@@ -24,7 +24,7 @@ def write_rows(path: Path, count: int = 6000) -> None:
 
 
 def run(verb: str, *words: str) -> None:
-    subprocess.run([sys.executable, "-m", f"pipeline.{verb}", *words], check=True)
+    subprocess.run([sys.executable, "-m", "pipeline", verb, *words], check=True)
 
 
 def main(folder: Path) -> None:

@@ -25,7 +25,7 @@ def write_rows(path: Path, count: int = 4000) -> None:
 
 
 def run(verb: str, *words: str) -> None:
-    subprocess.run([sys.executable, "-m", f"pipeline.{verb}", *words], check=True)
+    subprocess.run([sys.executable, "-m", "pipeline", verb, *words], check=True)
 
 
 def main(folder: Path) -> None:

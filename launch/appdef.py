@@ -50,7 +50,7 @@ def app_of(workload: Workload) -> specs.AppDef:
 
 
 COMMON = ("cpu", "memMB", "h", "env", "image", "mount", "name")  # parameters of every component
-OVERRIDES = "as for `python -m pipeline.{verb}`; `-- --help` lists them"
+OVERRIDES = "as for `python -m pipeline {verb}`; `-- --help` lists them"
 CHECK_DATA = "read here what the job reads, and validate the job against it; False where this machine cannot see it"
 
 

@@ -62,7 +62,7 @@ def jobset_spec(workload: Workload, options: KubernetesOptions, subdomain: str =
 
 
 def _failure_policy() -> dict[str, Any]:
-    """The exit codes of pipeline.agent; what no rule names counts towards the retries."""
+    """The exit codes of pipeline agent; what no rule names counts towards the retries."""
 
     def on_codes(action: str, codes: list[int]) -> dict[str, Any]:
         return {"action": action, "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": codes}}

@@ -158,7 +158,7 @@ def ray_job(workload: Workload, options: KubernetesOptions) -> list[dict[str, An
         "metadata": metadata(workload, options, queued=True),
         "spec": given(
             suspend=True if options.queue else None,
-            entrypoint=shlex.join(["python", "-u", "-m", "pipeline.prepare", *words]),
+            entrypoint=shlex.join(["python", "-u", "-m", "pipeline", "prepare", *words]),
             submissionMode="HTTPMode",  # without a further pod that submits
             backoffLimit=workload.max_retries or None,
             activeDeadlineSeconds=options.deadline_s or None,

@@ -63,7 +63,7 @@ def rehearse(workload: Workload) -> None:
     if workload.verb != "train":
         raise LaunchError(f"--rehearse tries a training, and {workload.verb} is none: leave it out")
     last = workload.nodes * workload.ranks_per_node - 1
-    overrides = workload.command[workload.command.index("pipeline.train") + 1 :]
+    overrides = workload.command[workload.command.index(workload.verb) + 1 :]
     ranks = ",".join(map(str, sorted({0, last})))
     words = ["-m", "pipeline", "rehearse", *overrides, f"world_size={last + 1}", f"ranks=[{ranks}]"]
     done = subprocess.run([sys.executable, *words], stdout=sys.stderr)

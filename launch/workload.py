@@ -408,7 +408,8 @@ def _ranks(verb: str, words: list[str], where: Where, name: str, log_dir: str, g
         *(
             _python(where),
             "-m",
-            "pipeline.agent",
+            "pipeline",
+            "agent",
             "--grace-s",
             f"{grace_s:g}",
             "--rdzv-endpoint",
@@ -418,7 +419,7 @@ def _ranks(verb: str, words: list[str], where: Where, name: str, log_dir: str, g
         *("--rdzv-backend", "c10d", "--rdzv-id", JOB_ID),
         # Rank 0's output goes to the console, every rank's to its file.
         *("--tee", "3", "--local-ranks-filter", "0", *(["--log-dir", logs] if logs else []), "--role", ""),
-        *("-m", f"pipeline.{verb}", *words),
+        *("-m", "pipeline", verb, *words),
     ]
     made = Workload(verb, _app_name(where.name or name), nodes, ranks, command, grace_s=grace_s, log_dir=logs)
     return _placed(made, where)
@@ -427,7 +428,7 @@ def _ranks(verb: str, words: list[str], where: Where, name: str, log_dir: str, g
 def _single(verb: str, words: list[str], where: Where, name: str, *reads: str) -> Workload:
     if parse_shape(where.j) != (1, 1):
         raise LaunchError(f"-j {where.j}: {verb} is one process; leave -j out")
-    command = [_python(where), "-u", "-m", f"pipeline.{verb}", *words]
+    command = [_python(where), "-u", "-m", "pipeline", verb, *words]
     return _placed(Workload(verb, _app_name(where.name or name), 1, 1, command, reads=reads), where)
 
 

@@ -72,7 +72,7 @@ def test_a_verb_opens_with_its_command_and_imports_nothing_heavy() -> None:
         "import importlib, sys\n"
         f"for name in {VERBS!r}:\n"
         "    verb = importlib.import_module(f'pipeline.cli.{name}')\n"
-        "    assert f'python -m pipeline.{name} ' in verb.__doc__, verb.__doc__\n"
+        "    assert f'python -m pipeline {name} ' in verb.__doc__, verb.__doc__\n"
         "    heavy = {'torch', 'torchrec', 'pyarrow', 'duckdb'} & set(sys.modules)\n"
         "    assert not heavy, (name, heavy)\n"
     )

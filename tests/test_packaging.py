@@ -119,7 +119,7 @@ def test_an_installed_wheel_takes_a_users_own_conf_folder(python: Path, elsewher
     (elsewhere / "my" / "experiment" / "mine.yaml").write_text(
         "# @package _global_\ndefaults:\n  - quickstart\nname: mine\ntrainer:\n  global_batch_size: 512\n"
     )
-    done = _run(python, elsewhere, "-m", "pipeline.train", "--config-dir", "my", "experiment=mine", "--cfg")
+    done = _run(python, elsewhere, "-m", "pipeline", "train", "--config-dir", "my", "experiment=mine", "--cfg")
     assert done.returncode == 0, done.stderr
     assert "name: mine" in done.stdout and "global_batch_size: 512" in done.stdout
 
@@ -148,7 +148,7 @@ def test_torchx_finds_our_components_beside_its_own_and_submits_only_what_compos
     ):
         assert component in listed.out
     assert shown.code == 0, shown.err
-    assert "pipeline.agent" in shown.out and "pipeline.train" in shown.out
+    assert "agent" in shown.out and "train" in shown.out
     assert (refused.code, refused.out) == (2, "")
     assert refused.err == "error: unknown key 'trainer.sed'; did you mean 'trainer.seed'?\n"
 
@@ -159,7 +159,7 @@ def test_a_copied_job_folder_uses_its_own_conf(elsewhere: Path) -> None:
         shutil.copytree(REPOSITORY / name, elsewhere / name, ignore=CACHES)
     shutil.copy(REPOSITORY / "setup.cfg", elsewhere)
     (elsewhere / "conf" / "data" / "only_here.yaml").write_text("name: only_here\n")
-    done = _run(Path(sys.executable), elsewhere, "-m", "pipeline.train", "data=only_here", "--cfg")
+    done = _run(Path(sys.executable), elsewhere, "-m", "pipeline", "train", "data=only_here", "--cfg")
     assert done.returncode == 0, done.stderr
     assert "name: only_here_dlrm" in done.stdout
 

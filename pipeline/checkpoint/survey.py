@@ -87,7 +87,7 @@ def open_step(folder: str, step: int | None) -> tuple[int, dict[str, Any], StepT
     """
     steps = list_steps(folder)
     if not steps:
-        raise CheckpointError(f"{folder} holds no checkpoint; train first: python -m pipeline.train run_dir=... ...")
+        raise CheckpointError(f"{folder} holds no checkpoint; train first: python -m pipeline train run_dir=... ...")
     chosen = steps[-1] if step is None else step
     if chosen not in steps:
         raise CheckpointError(

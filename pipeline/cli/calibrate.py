@@ -1,8 +1,8 @@
-"""Measure what this machine's operations take, for plan to predict steps by:  python -m pipeline.calibrate name=my_machine
+"""Measure what this machine's operations take, for plan to predict steps by:  python -m pipeline calibrate name=my_machine
 
 Takes job.seconds (240), and wants the machine for itself. It measures CPU ranks; a step on GPUs is predicted from their
 data sheet. Writes conf/hardware/<name>.yaml and the table of measurements;
-then:  python -m pipeline.plan experiment=quickstart hardware=my_machine
+then:  python -m pipeline plan experiment=quickstart hardware=my_machine
 """
 
 from __future__ import annotations
@@ -28,6 +28,3 @@ def run(job: CalibrateJob) -> str:
 main = verb(
     "calibrate", CalibrateJob, describe=str, written_to=lambda job: job.output or "conf/hardware", runs_kernels=True
 )(run)
-
-if __name__ == "__main__":
-    main()

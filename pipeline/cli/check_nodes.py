@@ -36,6 +36,3 @@ def check(job: CheckNodesJob) -> NodesReport:
 
 
 main = verb("check_nodes", CheckNodesJob, describe=describe, runs_on_ranks=True)(check)
-
-if __name__ == "__main__":
-    main()

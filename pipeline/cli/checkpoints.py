@@ -1,8 +1,8 @@
-"""List the checkpoints of a run:  python -m pipeline.checkpoints runs/quickstart
+"""List the checkpoints of a run:  python -m pipeline checkpoints runs/quickstart
 
-    python -m pipeline.checkpoints verify RUN [STEP]            read every byte (exit code 0, or 1 where a step is damaged)
-    python -m pipeline.checkpoints show RUN [STEP]              tables, plan, config and data set of a step (the newest)
-    python -m pipeline.checkpoints export RUN [STEP] table=cat_3 output=cat_3.parquet
+    python -m pipeline checkpoints verify RUN [STEP]            read every byte (exit code 0, or 1 where a step is damaged)
+    python -m pipeline checkpoints show RUN [STEP]              tables, plan, config and data set of a step (the newest)
+    python -m pipeline checkpoints export RUN [STEP] table=cat_3 output=cat_3.parquet
                                                                 one table as Parquet: row, value, vector
                                                                 (optimizer_state=true: its state too)
 
@@ -103,7 +103,7 @@ def export_checkpoint(job: CheckpointsJob) -> list[str]:
         )
     if problem := verify_step(folder, step):
         raise ConfigError(
-            f"step {step} is damaged: {problem}; export another: python -m pipeline.checkpoints {job.run}"
+            f"step {step} is damaged: {problem}; export another: python -m pipeline checkpoints {job.run}"
         )
     dataset, where = trained_dataset(manifest, job.data_path)
     vocabulary, without_values = None, where
@@ -143,6 +143,3 @@ def run(job: CheckpointsJob) -> list[str]:
 
 COMMANDS = tuple(Command(name, ("run", "step"), {"step": r"\d+"}) for name in CHECKPOINT_COMMANDS)
 main = verb("checkpoints", CheckpointsJob, describe="\n".join, commands=COMMANDS, default="list")(run)
-
-if __name__ == "__main__":
-    main()

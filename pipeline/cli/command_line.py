@@ -153,7 +153,7 @@ def split_flags(argv: Iterable[str]) -> tuple[list[str], dict[str, str]]:
         elif name not in FLAGS:
             hint = f"; overrides take no dashes: {word.lstrip('-')}" if equals else did_you_mean(name, FLAGS)
             if name in MULTIRUN:
-                hint = "; `python -m pipeline.sweep` tries several values"
+                hint = "; `python -m pipeline sweep` tries several values"
             raise ConfigError(f"unknown flag {name} (there are {', '.join(FLAGS)}){hint}")
         elif name == "--config-dir" and not equals:
             flags[name] = waiting.popleft() if waiting else ""

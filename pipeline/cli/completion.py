@@ -1,10 +1,10 @@
-"""Print what completes verbs, keys and options at TAB:  python -m pipeline.completion bash
+"""Print what completes verbs, keys and options at TAB:  python -m pipeline completion bash
 
     source <(python -m pipeline completion bash)                     bash: into ~/.bashrc
     source <(python -m pipeline completion zsh)                      zsh: into ~/.zshrc
     python -m pipeline completion fish | source                      fish: into ~/.config/fish/config.fish
 
-It completes `python -m pipeline <verb>` and `python -m pipeline.<verb>`: keys up to their next dot, options of groups, and files.
+It completes `python -m pipeline <verb>`: keys up to their next dot, options of groups, and files.
 The words are written into what is printed, so that TAB starts no Python; print it again after an update. --config-dir DIR adds
 the options of a conf folder of your own.
 """
@@ -167,7 +167,3 @@ def main() -> None:
             print((__doc__ or "").strip())
             return
         print(completion(words[0] if words else "", flags.get("--config-dir")), end="")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Check whether this machine can train, and what fixes it if not:  python -m pipeline.doctor
+"""Check whether this machine can train, and what fixes it if not:  python -m pipeline doctor
 
 Needs nothing but Python itself: what is missing or broken is what it is here to find.
 """
@@ -302,7 +302,3 @@ def main() -> None:
     findings = diagnose()
     write_out(report(findings))
     sys.exit(1 if any(finding.fix for finding in findings) else 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Evaluate a trained model:  python -m pipeline.evaluate run=runs/quickstart split=test
+"""Evaluate a trained model:  python -m pipeline evaluate run=runs/quickstart split=test
 
 Any step of the run (step=300), any split, on any number of ranks:
 torchx run -s local_cwd pipeline.evaluate -j 1x2 -- run=runs/quickstart split=validation
@@ -13,6 +13,3 @@ from pipeline.training.evaluate_run import describe, evaluate
 main = verb("evaluate", EvaluateJob, describe=describe, runs_on_ranks=True, handles_sigterm=True, runs_kernels=True)(
     evaluate
 )
-
-if __name__ == "__main__":
-    main()

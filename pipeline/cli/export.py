@@ -1,4 +1,4 @@
-"""Export a checkpoint as an artifact that scores raw rows:  python -m pipeline.export run=runs/quickstart precision=int8
+"""Export a checkpoint as an artifact that scores raw rows:  python -m pipeline export run=runs/quickstart precision=int8
 
 Tables in fp32, fp16, int8, int4 or int2, one by one too (tables.cat_3=fp16), or precision=auto for the smallest mix within
 ne_budget; rows left out by pruning.kind=untrained or frequency; layers in fp32, bf16 or int8 (dense=bf16), and compiled
@@ -14,6 +14,3 @@ from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.serving.artifact.export_run import describe, export
 
 main = verb("export", ExportJob, describe=describe, handles_sigterm=True, runs_kernels=True)(export)
-
-if __name__ == "__main__":
-    main()

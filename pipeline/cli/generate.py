@@ -1,4 +1,4 @@
-"""Generate raw rows whose best possible AUC is known, in Criteo's format or with named columns:  python -m pipeline.generate data=quickstart"""
+"""Generate raw rows whose best possible AUC is known, in Criteo's format or with named columns:  python -m pipeline generate data=quickstart"""
 
 from __future__ import annotations
 
@@ -53,7 +53,3 @@ def describe(summary: GenerateSummary) -> str:
 
 
 main = verb("generate", GenerateJob, describe=describe)(generate)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
-"""Make a project of your own:  python -m pipeline.init my_project data=clicks.yaml source=clicks.csv
+"""Make a project of your own:  python -m pipeline init my_project data=clicks.yaml source=clicks.csv
 
-    python -m pipeline.inspect source=clicks.csv     writes clicks.yaml, which this copies
-    python -m pipeline.init                          on a terminal: asks for what is missing, and inspects the file
+    python -m pipeline inspect source=clicks.csv     writes clicks.yaml, which this copies
+    python -m pipeline init                          on a terminal: asks for what is missing, and inspects the file
 
 The folder has a conf/ whose options are added to the package's, a Makefile (prepare, train, report, sweep, export, serve), and a model
 of your own to change. Nothing that is there is overwritten.
@@ -28,7 +28,7 @@ from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.exit_codes import INTERRUPTED
 
 EXPERIMENT = """# @package _global_
-# make train, or: python -m pipeline.train --config-dir conf experiment={name}
+# make train, or: python -m pipeline train --config-dir conf experiment={name}
 defaults:
   - override /data: {name}
   - override /model: {model}
@@ -92,24 +92,24 @@ WORDS ?=
 
 .PHONY: prepare train report sweep export serve retrain schedule
 prepare:
-	$(PYTHON) -m pipeline.prepare $(CONF) data={name} source=$(SOURCE) $(WORDS)
+	$(PYTHON) -m pipeline prepare $(CONF) data={name} source=$(SOURCE) $(WORDS)
 train:
-	PYTHONPATH=.:$(PYTHONPATH) $(PYTHON) -m pipeline.train $(CONF) experiment={name} $(WORDS)
-	$(PYTHON) -m pipeline.evaluate run=runs/{name} split=test importance_rows=4096
+	PYTHONPATH=.:$(PYTHONPATH) $(PYTHON) -m pipeline train $(CONF) experiment={name} $(WORDS)
+	$(PYTHON) -m pipeline evaluate run=runs/{name} split=test importance_rows=4096
 report:
-	$(PYTHON) -m pipeline.report run=runs/{name}
+	$(PYTHON) -m pipeline report run=runs/{name}
 sweep:
-	$(PYTHON) -m pipeline.sweep $(CONF) experiment={name} sweep=rates $(WORDS)
+	$(PYTHON) -m pipeline sweep $(CONF) experiment={name} sweep=rates $(WORDS)
 export:
-	$(PYTHON) -m pipeline.export run=runs/{name} output=artifacts/{name}
+	$(PYTHON) -m pipeline export run=runs/{name} output=artifacts/{name}
 serve:
-	$(PYTHON) -m pipeline.serve artifact=artifacts/{name}
+	$(PYTHON) -m pipeline serve artifact=artifacts/{name}
 # On windows of new rows, a folder each (docs/do/retraining.md): make retrain WINDOWS=windows
 WINDOWS ?= windows
 AT = $(if $(findstring ://,$(WINDOWS))$(filter /%,$(WINDOWS)),$(WINDOWS),$(CURDIR)/$(WINDOWS))
 WHEN ?= @hourly
 retrain:
-	$(PYTHON) -m pipeline.retrain $(CONF) experiment={name} source=$(WINDOWS) $(WORDS)
+	$(PYTHON) -m pipeline retrain $(CONF) experiment={name} source=$(WINDOWS) $(WORDS)
 # A crontab line that does it: (crontab -l; make -s schedule WHEN='*/30 * * * *') | crontab -   (Slurm, Kubernetes: python -m launch.schedule --help)
 schedule:
 	@$(PYTHON) -m launch.schedule cron --cron "$(WHEN)" --no-check-data -- --config-dir "$(CURDIR)/conf" experiment={name} 'source="$(AT)"' $(WORDS)
@@ -123,13 +123,13 @@ def init(job: InitJob) -> str:
         raise ConfigError(f"{folder} is not empty: give a folder that is not there yet")
     if not data.is_file():
         raise ConfigError(
-            f"data={data} is no file: `python -m pipeline.inspect {shell_words.word('source', job.source)}` writes one"
+            f"data={data} is no file: `python -m pipeline inspect {shell_words.word('source', job.source)}` writes one"
         )
     content = data.read_text()
     values = yaml.safe_load(content)
     if not isinstance(values, dict) or not {"name", "format"} <= values.keys():
         raise ConfigError(
-            f"data={data} is no data config: it wants name and format, as `python -m pipeline.inspect` writes them"
+            f"data={data} is no data config: it wants name and format, as `python -m pipeline inspect` writes them"
         )
     name, source = str(values["name"]), os.path.abspath(job.source)
     files = {
@@ -222,7 +222,3 @@ def main() -> None:
             print("\nnothing was written", file=sys.stderr)
             sys.exit(INTERRUPTED)
     _main()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Look at raw rows, and write the data config that reads them:  python -m pipeline.inspect source=clicks.csv
+"""Look at raw rows, and write the data config that reads them:  python -m pipeline inspect source=clicks.csv
 
 It says of each column what it is, what is missing, how many values it has, and how far it alone tells the label: a column that
 tells it almost always is left out, for it may be known only afterwards. Look the written file through before you prepare.
@@ -25,10 +25,7 @@ def inspect(job: InspectJob) -> str:
     proposal = propose(found, name)
     path = job.output or f"{name}.yaml"
     storage.publish_text(path, as_yaml(proposal, found))
-    return f"{as_text(proposal, found)}\nwritten to  {path}\nnext        python -m pipeline.init my_project {word('data', path)} {word('source', job.source)}"
+    return f"{as_text(proposal, found)}\nwritten to  {path}\nnext        python -m pipeline init my_project {word('data', path)} {word('source', job.source)}"
 
 
 main = verb("inspect", InspectJob, describe=str)(inspect)
-
-if __name__ == "__main__":
-    main()

@@ -40,7 +40,7 @@ def parse_overrides(argv: Iterable[str], keys: Iterable[str] = ()) -> list[Overr
         override = _parse_word(parser, word, keys)
         if override.is_sweep_override():
             raise ConfigError(
-                f"{word!r} names several values: a list is key=[a,b]; `python -m pipeline.sweep` tries several values"
+                f"{word!r} names several values: a list is key=[a,b]; `python -m pipeline sweep` tries several values"
             )
         overrides.append(override)
     return overrides

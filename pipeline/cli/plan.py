@@ -1,15 +1,15 @@
-"""Plan how embedding tables are sharded:  python -m pipeline.plan experiment=quickstart world_size=2
+"""Plan how embedding tables are sharded:  python -m pipeline plan experiment=quickstart world_size=2
 
-The hardware need not be at hand:  python -m pipeline.plan experiment=... hardware=h100_80gb world_size=64
-With its step predicted for more ranks:   python -m pipeline.plan experiment=... hardware=h100_80gb world_size=[8,16,32,64]
-With settings changed one by one:         python -m pipeline.plan experiment=... what_if=true
-The smallest of conf/hardware for a rate:  python -m pipeline.plan experiment=... target.epochs_per_day=1
+The hardware need not be at hand:  python -m pipeline plan experiment=... hardware=h100_80gb world_size=64
+With its step predicted for more ranks:   python -m pipeline plan experiment=... hardware=h100_80gb world_size=[8,16,32,64]
+With settings changed one by one:         python -m pipeline plan experiment=... what_if=true
+The smallest of conf/hardware for a rate:  python -m pipeline plan experiment=... target.epochs_per_day=1
 The plan goes to planner.plan_file, a page with its pictures beside it, and training with planner=file uses it.
 Where the data set is absent, tables that say their num_embeddings are enough.
 
-    python -m pipeline.plan show FILE                  what a plan file says
-    python -m pipeline.plan diff A B                   what moved from plan A to plan B, and what it costs
-    python -m pipeline.plan check FILE experiment=...  whether it still holds for a job (exit code 0, else 1)
+    python -m pipeline plan show FILE                  what a plan file says
+    python -m pipeline plan diff A B                   what moved from plan A to plan B, and what it costs
+    python -m pipeline plan check FILE experiment=...  whether it still holds for a job (exit code 0, else 1)
 """
 
 from __future__ import annotations
@@ -324,7 +324,7 @@ def train_command(summary: PlanSummary, overrides: list[str]) -> str:
         kept.append(f"hardware={summary.hardware}")
     arguments = " ".join([*kept, "planner=file"])
     if summary.world_size == 1:
-        return f"python -m pipeline.train {arguments}"
+        return f"python -m pipeline train {arguments}"
     hosts = summary.world_size // summary.ranks_per_host
     scheduler = "local_cwd" if hosts == 1 else "<scheduler>"
     return f"torchx run -s {scheduler} pipeline.train -j {hosts}x{summary.ranks_per_host} -- {arguments}"
@@ -392,6 +392,3 @@ def main() -> None:
 
 
 main.verb = _main.verb  # type: ignore[attr-defined]
-
-if __name__ == "__main__":
-    main()

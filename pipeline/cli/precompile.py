@@ -1,4 +1,4 @@
-"""Compile the CPU kernels ahead of the first run:  python -m pipeline.precompile
+"""Compile the CPU kernels ahead of the first run:  python -m pipeline precompile
 
 A first run on a machine would else take seconds longer. `make install` and the image do this; what is compiled lies beside
 the modules, or where NUMBA_CACHE_DIR says, for this kind of CPU.
@@ -164,7 +164,3 @@ def main() -> None:
         print(f"CPU kernels compiled in {time.monotonic() - started:.1f} s")
     else:
         print("no Numba here: tables and dot products run on torch's and FBGEMM's own kernels", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Score raw rows with an exported artifact:  python -m pipeline.predict artifact=artifacts/quickstart source=rows.parquet output=scores.parquet
+"""Score raw rows with an exported artifact:  python -m pipeline predict artifact=artifacts/quickstart source=rows.parquet output=scores.parquet
 
 With a two-tower's artifact, find the best items of each row (retrieve.k=100), or give its vector (retrieve.vectors=true).
 A killed run goes on where it was when the same command is given again.
@@ -21,6 +21,3 @@ def predict_with_registry(job: PredictJob) -> PredictSummary:
 main = verb("predict", PredictJob, describe=describe, handles_sigterm=True, when_interrupted=goes_on)(
     predict_with_registry
 )
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Prepare a data set from raw click logs:  python -m pipeline.prepare data=criteo_kaggle source=train.txt"""
+"""Prepare a data set from raw click logs:  python -m pipeline prepare data=criteo_kaggle source=train.txt"""
 
 from __future__ import annotations
 
@@ -9,6 +9,3 @@ from pipeline.data.prepare.run import describe, prepare
 main = verb("prepare", PrepareJob, describe=describe, when_interrupted=goes_on, written_to=lambda job: job.data.path)(
     prepare
 )
-
-if __name__ == "__main__":
-    main()

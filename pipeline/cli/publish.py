@@ -1,10 +1,10 @@
-"""Publish a delta of an artifact, which servers take in place:  python -m pipeline.publish artifact=runs/quickstart/artifacts/step_00000300.int8
+"""Publish a delta of an artifact, which servers take in place:  python -m pipeline publish artifact=runs/quickstart/artifacts/step_00000300.int8
 
 It holds the rows that changed since, in the artifact's own precision, and the layers. With follow=true it goes on beside a
 training and publishes every step that is saved; with checkpoint.differential=true it reads the changed rows alone.
 
-    python -m pipeline.publish artifact=A pin=41     servers go back to delta 41 and stay there
-    python -m pipeline.publish artifact=A unpin=true
+    python -m pipeline publish artifact=A pin=41     servers go back to delta 41 and stay there
+    python -m pipeline publish artifact=A unpin=true
 """
 
 from __future__ import annotations
@@ -20,6 +20,3 @@ def publish_with_registry(job: PublishJob) -> list[str]:
 
 
 main = verb("publish", PublishJob, describe="\n".join, when_interrupted=goes_on)(publish_with_registry)
-
-if __name__ == "__main__":
-    main()

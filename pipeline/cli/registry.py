@@ -1,11 +1,11 @@
-"""List the versions of a registry:  python -m pipeline.registry list registry/quickstart
+"""List the versions of a registry:  python -m pipeline registry list registry/quickstart
 
-    python -m pipeline.registry history REGISTRY [html=PAGE]   what was promoted, rejected, skipped, rolled back, and why
-    python -m pipeline.registry verify REGISTRY [VERSION]      read every byte (exit code 0, or 1 where one is damaged)
-    python -m pipeline.registry rollback REGISTRY [VERSION] [reason=...]
+    python -m pipeline registry history REGISTRY [html=PAGE]   what was promoted, rejected, skipped, rolled back, and why
+    python -m pipeline registry verify REGISTRY [VERSION]      read every byte (exit code 0, or 1 where one is damaged)
+    python -m pipeline registry rollback REGISTRY [VERSION] [reason=...]
                                                                back to the version before; retrain then waits
-    python -m pipeline.registry unpin REGISTRY                 let retrain promote again
-    python -m pipeline.registry add REGISTRY run=RUN           begin with a model that was trained by hand
+    python -m pipeline registry unpin REGISTRY                 let retrain promote again
+    python -m pipeline registry add REGISTRY run=RUN           begin with a model that was trained by hand
 
 REGISTRY may also be given as registry=..., VERSION as version=v000012.
 """
@@ -102,7 +102,7 @@ def rollback(job: RegistryJob) -> list[str]:
     lines = [
         f"champion    {name}, was {was or 'none'}; checksums of {checked / 2**20:,.1f} of {version.size_bytes / 2**20:,.1f} MiB "
         "hold, and the sizes of all files",
-        f"pinned      retrain promotes nothing until `python -m pipeline.registry unpin {job.registry}`",
+        f"pinned      retrain promotes nothing until `python -m pipeline registry unpin {job.registry}`",
     ]
     if name == was:
         lines[0] = f"champion    {name}, as before; it is now pinned"
@@ -147,6 +147,3 @@ COMMANDS = tuple(
     Command(name, ("registry", "version"), {"version": VERSION_NAME.pattern}) for name in REGISTRY_COMMANDS
 )
 main = verb("registry", RegistryJob, describe="\n".join, commands=COMMANDS, default="list")(run)
-
-if __name__ == "__main__":
-    main()

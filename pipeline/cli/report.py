@@ -1,7 +1,7 @@
-"""Show a run as one HTML page:  python -m pipeline.report run=runs/quickstart
+"""Show a run as one HTML page:  python -m pipeline report run=runs/quickstart
 
 The page opens from disk, prints, and loads nothing: curves, calibration, features, worst slices, plan, data set, config.
-Training writes it at the end of each run (logger.report). Several runs: python -m pipeline.runs compare RUN RUN html=PAGE
+Training writes it at the end of each run (logger.report). Several runs: python -m pipeline runs compare RUN RUN html=PAGE
 """
 
 from __future__ import annotations
@@ -19,6 +19,3 @@ def report(job: ReportJob) -> str:
 
 
 main = verb("report", ReportJob, describe=str)(report)
-
-if __name__ == "__main__":
-    main()

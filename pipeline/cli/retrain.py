@@ -1,4 +1,4 @@
-"""Retrain on new windows of data, and promote the model if it is better:  python -m pipeline.retrain experiment=quickstart source=clicks/
+"""Retrain on new windows of data, and promote the model if it is better:  python -m pipeline retrain experiment=quickstart source=clicks/
 
 One call is one tick: it takes the oldest windows of new data (max_catchup of them), and for each prepares it, trains a
 challenger from the champion, holds both to the next window, and promotes or rejects. A tick that finds nothing to do,
@@ -32,6 +32,3 @@ main = verb(
     when_interrupted=goes_on,
     runs_kernels=True,
 )(retrain_or_follow)
-
-if __name__ == "__main__":
-    main()

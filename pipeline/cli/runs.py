@@ -1,11 +1,11 @@
-"""List, compare, show, tag, clean and remove runs:  python -m pipeline.runs list
+"""List, compare, show, tag, clean and remove runs:  python -m pipeline runs list
 
-    python -m pipeline.runs list [ROOT] [sort=ne] [output=runs.parquet]
-    python -m pipeline.runs compare RUN RUN... [html=page.html]      is one better, and how sure is that?
-    python -m pipeline.runs show RUN                                 what it is, and all that was measured
-    python -m pipeline.runs tag RUN TAG... [note='...']              a tag with a leading - is taken away: 'tags=[-old]'
-    python -m pipeline.runs clean RUN [keep_days=30]                old starts' rank logs, and checkpoints set aside as damaged
-    python -m pipeline.runs remove RUN [force=true]                  the folder, checkpoints included
+    python -m pipeline runs list [ROOT] [sort=ne] [output=runs.parquet]
+    python -m pipeline runs compare RUN RUN... [html=page.html]      is one better, and how sure is that?
+    python -m pipeline runs show RUN                                 what it is, and all that was measured
+    python -m pipeline runs tag RUN TAG... [note='...']              a tag with a leading - is taken away: 'tags=[-old]'
+    python -m pipeline runs clean RUN [keep_days=30]                old starts' rank logs, and checkpoints set aside as damaged
+    python -m pipeline runs remove RUN [force=true]                  the folder, checkpoints included
 
 Everything is read from the run folders alone. Runs that differ in nothing but trainer.seed are compared as one variant.
 """
@@ -97,6 +97,3 @@ COMMANDS = (
     Command("remove", ("run",)),
 )
 main = verb("runs", RunsJob, describe=str, commands=COMMANDS, default="list")(run)
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Serve an artifact's scores over HTTP:  python -m pipeline.serve artifact=artifacts/quickstart
+"""Serve an artifact's scores over HTTP:  python -m pipeline serve artifact=artifacts/quickstart
 
 It listens on loopback, and asks nobody who they are: put a proxy in front (docs/do/serving.md). A newer artifact behind the
 same link, or a registry's new champion, is taken up between two requests.
@@ -19,6 +19,3 @@ def serve_with_registry(job: ServeJob) -> None:
 
 
 main = verb("serve", ServeJob, when_interrupted=lambda job: "no longer served")(serve_with_registry)
-
-if __name__ == "__main__":
-    main()

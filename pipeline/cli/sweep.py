@@ -1,7 +1,7 @@
-"""Search values of a training:  python -m pipeline.sweep experiment=quickstart sweep=lr
+"""Search values of a training:  python -m pipeline sweep experiment=quickstart sweep=lr
 
-    python -m pipeline.sweep experiment=quickstart sweep=lr sweep.prune=asha trainer.evaluate_max_batches=20
-    python -m pipeline.sweep experiment=quickstart sweep=lr sweep.sampler=random sweep.trials=40 sweep.parallel=2
+    python -m pipeline sweep experiment=quickstart sweep=lr sweep.prune=asha trainer.evaluate_max_batches=20
+    python -m pipeline sweep experiment=quickstart sweep=lr sweep.sampler=random sweep.trials=40 sweep.parallel=2
 
 Every trial is an ordinary run in <run_dir>/trials. What was killed goes on by the same command. Needs the extra `sweep` (Optuna).
 """
@@ -42,6 +42,3 @@ def run(job: SweepJob) -> str:
 
 
 main = verb("sweep", SweepJob, describe=str, validate=validate_train, when_interrupted=goes_on)(run)
-
-if __name__ == "__main__":
-    main()

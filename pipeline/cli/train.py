@@ -1,4 +1,4 @@
-"""Train one model:  python -m pipeline.train experiment=quickstart
+"""Train one model:  python -m pipeline train experiment=quickstart
 
 On several ranks:  torchx run -s local_cwd pipeline.train -j 1x2 -- experiment=quickstart
 A run folder that holds a checkpoint is resumed; another run_dir starts a new run.
@@ -23,6 +23,3 @@ main = verb(
     handles_sigterm=True,
     runs_kernels=True,
 )(train)
-
-if __name__ == "__main__":
-    main()

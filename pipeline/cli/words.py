@@ -1,7 +1,7 @@
 """Read the words of a command line that stand without `key=`: a command, then what it is about.
 
-    python -m pipeline.checkpoints show runs/quickstart 300        is   command=show run=runs/quickstart step=300
-    python -m pipeline.registry rollback registry/q v000012        is   command=rollback registry=registry/q version=v000012
+    python -m pipeline checkpoints show runs/quickstart 300        is   command=show run=runs/quickstart step=300
+    python -m pipeline registry rollback registry/q v000012        is   command=rollback registry=registry/q version=v000012
 
 Flags and key=value words may stand anywhere among them.
 """

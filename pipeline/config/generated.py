@@ -9,7 +9,7 @@ from pipeline.runtime.errors import ConfigError, check_above, check_at_least, ch
 
 @dataclass
 class SyntheticConfig:
-    """A generated data set with a planted teacher, for `python -m pipeline.generate`: Criteo's format, or tsv with a header.
+    """A generated data set with a planted teacher, for `python -m pipeline generate`: Criteo's format, or tsv with a header.
 
     Ids have probability ~ rank^-zipf_exponent among the feature's `cardinalities` (26 in Criteo's format, which has 13
     dense features; else as many as data.columns names). The teacher's logits have standard deviation `teacher_scale`; `num_interactions` pairs of the smallest features interact.
@@ -54,7 +54,7 @@ class SyntheticConfig:
 
 @dataclass
 class UserItemConfig:
-    """A generated data set of users' clicks on items, for `python -m pipeline.generate`: a TSV with a header.
+    """A generated data set of users' clicks on items, for `python -m pipeline generate`: a TSV with a header.
 
     Users and items have probability ~ rank^-exponent. Logits are dot products of planted vectors of `latent_dim` and have
     standard deviation `teacher_scale`.
@@ -83,7 +83,7 @@ class UserItemConfig:
 
 @dataclass
 class ConversionsConfig:
-    """A generated data set of clicks and of conversions that follow on them, for `python -m pipeline.generate`: a TSV with a header.
+    """A generated data set of clicks and of conversions that follow on them, for `python -m pipeline generate`: a TSV with a header.
 
     click_rate is the mean over impressions, conversion_rate that of the probability to convert after a click, whether there is
     one or not. dependence: the correlation of both logits, which have standard deviation `teacher_scale`.

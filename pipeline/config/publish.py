@@ -73,7 +73,7 @@ class PublishingConfig:
 
     A step that is due is saved and then published. One is in work and one waits, the newest; what would wait besides is left out. The
     last step of the training is published, and waited for `finish_s` at most. A delta that does not pass `gate` stops the chain, which
-    servers stay at, until `python -m pipeline.publish artifact=A unpin=true`; the training goes on.
+    servers stay at, until `python -m pipeline publish artifact=A unpin=true`; the training goes on.
     """
 
     when: str | None = None  # None: nothing is published

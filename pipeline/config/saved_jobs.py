@@ -172,7 +172,7 @@ def _explain_missing(keys: list[str], config_name: str) -> str:
             if config_name in ("generate", "prepare")
             else "choose experiment=<option> or data=<option>"
         )
-        return f"no data set is chosen: {hint}; `python -m pipeline.{config_name} --help` lists them"
+        return f"no data set is chosen: {hint}; `python -m pipeline {config_name} --help` lists them"
     if keys == ["model.kind"]:
         return "no model is chosen: choose model=<option>"
     return f"{', '.join(keys)} must be given: {' '.join(f'{key}=<value>' for key in keys)}"

@@ -71,7 +71,7 @@ def resolve_sequences(sequences: Mapping[str, SequenceConfig], features: Iterabl
 
 @dataclass
 class HistoriesConfig:
-    """A generated data set of users' histories, for `python -m pipeline.generate`: a TSV with a header.
+    """A generated data set of users' histories, for `python -m pipeline generate`: a TSV with a header.
 
     A click goes by the dwell time of the last item of the history that has the target's category, and by the target itself.
     Lengths are drawn evenly from 0 to max_length. match_rate: of the targets, whose category is one of a history that has any.

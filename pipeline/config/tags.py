@@ -9,7 +9,7 @@ from pipeline.runtime.errors import ConfigError, check_above, check_at_least, ch
 
 @dataclass
 class TagsConfig:
-    """Generated items with weighted tags, for `python -m pipeline.generate`: a TSV with a header.
+    """Generated items with weighted tags, for `python -m pipeline generate`: a TSV with a header.
 
     A click goes by the sum of the effects of the row's tags, each times its weight, and by the item. A row has from none to
     max_tags different tags, of weights of mean 1 from an exponential distribution; `plain_rate` of them have no weight, and count

@@ -191,16 +191,16 @@ class Dataset:
             raw = json.loads(text)
             version = raw.get("format_version")
         except (json.JSONDecodeError, AttributeError) as error:
-            raise DataError(f"{FILE_NAME} is damaged ({error}): run `python -m pipeline.prepare` again") from None
+            raise DataError(f"{FILE_NAME} is damaged ({error}): run `python -m pipeline prepare` again") from None
         if version != FORMAT_VERSION:
             raise DataError(
                 f"{FILE_NAME} has format_version {version}, this release reads {FORMAT_VERSION}: "
-                "run `python -m pipeline.prepare` again"
+                "run `python -m pipeline prepare` again"
             )
         try:
             return cls(**{**raw, **_decode_parts(raw)})
         except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{FILE_NAME} is damaged ({error!r}): run `python -m pipeline.prepare` again") from None
+            raise DataError(f"{FILE_NAME} is damaged ({error!r}): run `python -m pipeline prepare` again") from None
 
 
 def _decode_parts(raw: Dict[str, Any]) -> Dict[str, Any]:

@@ -74,7 +74,7 @@ def check_cpu_is_meant() -> None:
         return
     raise ConfigError(
         f"this host has an NVIDIA GPU ({GPU_FILE}) but torch {torch.__version__} sees none{_visible()}: "
-        f"{why_no_gpu()}; `python -m pipeline.doctor` shows the fix. To train on the CPU, set hardware=cpu "
+        f"{why_no_gpu()}; `python -m pipeline doctor` shows the fix. To train on the CPU, set hardware=cpu "
         "(or comms.backend=gloo)"
     )
 

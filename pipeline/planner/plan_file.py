@@ -20,7 +20,7 @@ FOLDER = "sharding_plans"
 OF_THIS_MACHINE = ".autox"  # in the name of a plan for hardware=auto: it is never one of the plans that ship
 PACKAGE = Path(__file__).resolve().parents[1]
 FORMAT_VERSION = 2
-COMMAND = "python -m pipeline.plan experiment=<name> hardware=<preset> world_size=<ranks>"
+COMMAND = "python -m pipeline plan experiment=<name> hardware=<preset> world_size=<ranks>"
 # What decoding a damaged file raises; torch checks shards with ValueErrors.
 DAMAGE = (KeyError, TypeError, AttributeError, ValueError)
 

@@ -93,7 +93,7 @@ def load_or_search_plan(
                 and context.world_size > 1
             ):
                 logger.info(
-                    "plan        found in %.0f s, for which %d ranks waited; plan ahead: python -m pipeline.plan <this job's "
+                    "plan        found in %.0f s, for which %d ranks waited; plan ahead: python -m pipeline plan <this job's "
                     "overrides> world_size=%d, and train with planner=file",
                     seconds, context.world_size, context.world_size,
                 )  # fmt: skip
@@ -121,7 +121,7 @@ def make_plan(config: PlannerConfig, request: PlanRequest, earlier: str | None =
     if config.kind != "file":
         return (_earlier_plan(earlier, config, problem) if earlier else None) or search_plan(config, problem)
     hardware = request.hardware
-    command = f"python -m pipeline.plan <this job's overrides> world_size={hardware.world_size} planner.plan_file={config.plan_file}"
+    command = f"python -m pipeline plan <this job's overrides> world_size={hardware.world_size} planner.plan_file={config.plan_file}"
     expected = fingerprint_of(problem)
     record = load_plan(config.plan_file, expected, command)
     _check_fits(record, problem.usable, f"plan file {config.plan_file}", command)

@@ -123,7 +123,7 @@ class Registry:
             return Pointer(**json.loads(text)), text
         except (TypeError, ValueError) as error:
             raise DamagedError(
-                f"{self._pointer} is damaged ({error}): `python -m pipeline.registry rollback {self.path} VERSION` writes it anew; "
+                f"{self._pointer} is damaged ({error}): `python -m pipeline registry rollback {self.path} VERSION` writes it anew; "
                 f"there are {', '.join(self.names()[-10:]) or 'no versions'}"
             ) from None
 

@@ -1,4 +1,4 @@
-"""Train on what is new, and promote it if it is better:  python -m pipeline.retrain experiment=quickstart source=clicks/
+"""Train on what is new, and promote it if it is better:  python -m pipeline retrain experiment=quickstart source=clicks/
 
 One call is one tick: it takes the oldest windows of new data (max_catchup of them), and for each prepares it, trains a
 challenger from the champion, holds both to the next window, and promotes or rejects. A tick that finds nothing to do,
@@ -101,7 +101,7 @@ class Tick:
             if not self._is_of_champion(error):
                 raise
             raise DamagedError(
-                f"{str(error).rstrip('.?')}. It is the champion: `python -m pipeline.registry rollback {self.registry.path}` goes back to the version "
+                f"{str(error).rstrip('.?')}. It is the champion: `python -m pipeline registry rollback {self.registry.path}` goes back to the version "
                 f"before it, and then `unpin` lets ticks go on"
             ) from error
 
@@ -122,7 +122,7 @@ class Tick:
             pointer = self.registry.pointer()
             worked = sum(record.state != SKIPPED for record in self._records)
             if pointer is not None and pointer.pinned:
-                note = f"{pointer.version} is pinned ({pointer.reason}): `python -m pipeline.registry unpin {self.registry.path}`"
+                note = f"{pointer.version} is pinned ({pointer.reason}): `python -m pipeline registry unpin {self.registry.path}`"
             elif worked >= self.job.max_catchup:
                 note = f"max_catchup={self.job.max_catchup} windows done; the next tick goes on"
             else:
@@ -159,7 +159,7 @@ class Tick:
         for name in self.job.retry:
             if name not in states.keys() | waiting:
                 raise RetrainingError(
-                    f"retry names {name!r}, and no window of that name was rejected or skipped; `python -m pipeline.registry "
+                    f"retry names {name!r}, and no window of that name was rejected or skipped; `python -m pipeline registry "
                     f"history {self.registry.path}` has the names{did_you_mean(name, states.keys() | waiting)}"
                 )
             if states.get(name) == PROMOTED:

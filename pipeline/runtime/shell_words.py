@@ -15,7 +15,7 @@ def word(key: str, value: object) -> str:
 
 
 def command(verb: str, words: Sequence[str] | None = None) -> str:
-    """`python -m pipeline.<verb>` with the --config-dir of this process' command line, without which a user's own options are
+    """`python -m pipeline <verb>` with the --config-dir of this process' command line, without which a user's own options are
     not found. `words`: those of the command line."""
     given = list(sys.argv[1:] if words is None else words)
     flag: list[str] = []
@@ -24,7 +24,7 @@ def command(verb: str, words: Sequence[str] | None = None) -> str:
             flag = given[number : number + 2]
         elif each.startswith("--config-dir="):
             flag = [each]
-    return shlex.join(["python", "-m", f"pipeline.{verb}", *flag])
+    return shlex.join(["python", "-m", "pipeline", verb, *flag])
 
 
 def quoted(text: str) -> str:

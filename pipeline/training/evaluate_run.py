@@ -1,4 +1,4 @@
-"""Evaluate a trained model:  python -m pipeline.evaluate run=runs/quickstart split=test
+"""Evaluate a trained model:  python -m pipeline evaluate run=runs/quickstart split=test
 
 Any step of the run (step=300), any split, on any number of ranks:
 torchx run -s local_cwd pipeline.evaluate -j 1x2 -- run=runs/quickstart split=validation
@@ -96,7 +96,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         restored = checkpointer.restore_latest() if chosen is None else checkpointer.restore(chosen)
     if restored is None:
         raise TrainingError(
-            f"{job.run} holds no checkpoint yet; train first: python -m pipeline.train {word('run_dir', job.run)} ..."
+            f"{job.run} holds no checkpoint yet; train first: python -m pipeline train {word('run_dir', job.run)} ..."
         )
     tables = describe_tables(job, restored, context.world_size // context.local_world_size)
     is_other_data = restored["data_order"]["dataset"] != dataset.fingerprint()

@@ -63,7 +63,7 @@ def check_resolved(resolved: ResolvedJob) -> None:
     if job.hardware.compute_device == "cpu":
         check_optimizer_on_cpu(job.optimizer.sparse, plain, job.sharding.fast_cpu)
     if job.planner.kind == "file":
-        find_plan_file(job.planner.plan_file, f"python -m pipeline.plan <this job's overrides> world_size={world_size}")
+        find_plan_file(job.planner.plan_file, f"python -m pipeline plan <this job's overrides> world_size={world_size}")
 
 
 def load_or_describe(job: TrainJob) -> Dataset:

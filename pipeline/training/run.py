@@ -1,4 +1,4 @@
-"""Train one model:  python -m pipeline.train experiment=quickstart
+"""Train one model:  python -m pipeline train experiment=quickstart
 
 On several ranks:  torchx run -s local_cwd pipeline.train -j 1x2 -- experiment=quickstart
 A run folder that holds a checkpoint is resumed; another run_dir starts anew.
@@ -285,7 +285,7 @@ def describe(summary: TrainSummary) -> str:
     lines += describe_run(summary.run_dir, summary.checkpoint, summary.throughput)
     if summary.report:
         lines.append(f"report      {summary.report}")
-    lines.append(f"next        python -m pipeline.evaluate {word('run', summary.run_dir)} split=test")
+    lines.append(f"next        python -m pipeline evaluate {word('run', summary.run_dir)} split=test")
     return "\n".join(lines)
 
 

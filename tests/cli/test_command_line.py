@@ -32,7 +32,7 @@ def _run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *a
     with pytest.raises(SystemExit) as stop:
         command_line.parse_command_line(
             TrainJob,
-            "Train one model:  python -m pipeline.train experiment=quickstart",
+            "Train one model:  python -m pipeline train experiment=quickstart",
             validate=command_line.validate_train,
         )
     captured = capsys.readouterr()
@@ -69,7 +69,7 @@ def test_an_error_is_one_line_and_exit_code_2(
     assert (code, out) == (2, "")
     assert mentions(err, "error: experiment=quickstrat") and err.count("\n") == 1
     code, _, err = _run(capsys, monkeypatch, QUICKSTART, "data.path=/nowhere/at/all")
-    assert code == 2 and "python -m pipeline.prepare data=quickstart" in err
+    assert code == 2 and "python -m pipeline prepare data=quickstart" in err
 
 
 def test_only_rank_0_says_the_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,10 +79,10 @@ def test_only_rank_0_says_the_error(capsys: pytest.CaptureFixture[str], monkeypa
 
 @pytest.mark.parametrize("words", [["--help"], ["--cfg", QUICKSTART]], ids=["help", "cfg"])
 def test_a_reader_that_has_seen_enough_is_no_error(words: list[str]) -> None:
-    """As `python -m pipeline.train --help | head -1`, of a reader that is gone before the first line."""
+    """As `python -m pipeline train --help | head -1`, of a reader that is gone before the first line."""
     reader, writer = os.pipe()
     os.close(reader)
-    process = WarmCommand("pipeline.train", words, output=(writer, (errors := os.memfd_create("errors"))))
+    process = WarmCommand("pipeline train", words, output=(writer, (errors := os.memfd_create("errors"))))
     os.close(writer)
     assert process.wait(60) == 0
     assert os.pread(errors, 4000, 0) == b""
@@ -156,11 +156,11 @@ def test_a_librarys_value_error_keeps_its_traceback() -> None:
 def test_a_wrong_command_fails_in_every_verb_before_torch_is_imported() -> None:
     """One process for all verbs: sys.modules would show what any of them imported."""
     code = (
-        "import runpy, sys\n"
+        "import sys\n"
+        "from pipeline.__main__ import main\n"
         "for verb in ('generate', 'prepare', 'plan', 'train', 'evaluate'):\n"
-        "    sys.argv = [verb, 'nothing.like.this=1']\n"
         "    try:\n"
-        "        runpy.run_module(f'pipeline.{verb}', run_name='__main__')\n"
+        "        main([verb, 'nothing.like.this=1'])\n"
         "    except SystemExit as stop:\n"
         "        assert stop.code == 2, stop.code\n"
         "    else:\n"

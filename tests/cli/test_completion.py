@@ -39,10 +39,9 @@ def _tab(shell: str, script: str, line: str) -> list[str]:
 
 @pytest.mark.parametrize(("line", "found"), [
     ("python -m pipeline tra", ["train"]),
-    ("python -m pipeline.swe", ["pipeline.sweep"]),
     ("python -m pipeline train optimizer.sparse.lr", ["optimizer.sparse.lr="]),
     ("python -m pipeline train optimizer.sp", ["optimizer.sparse."]),
-    ("python3 -m pipeline.train experiment=quickstart model=dlrm", ["dlrm", "dlrm_dcn"]),
+    ("python3 -m pipeline train experiment=quickstart model=dlrm", ["dlrm", "dlrm_dcn"]),
     ("python -m pipeline train debug=an", ["anomaly"]),
     ("python -m pipeline train trainer.compile=", ["true", "false"]),
     ("python -m pipeline runs com", ["compare"]),
@@ -60,7 +59,7 @@ def test_another_module_of_python_gets_files_in_bash(scripts: dict[str, str]) ->
 @pytest.mark.parametrize(("line", "found"), [
     ("python -m pipeline tra", {"train"}),
     ("python -m pipeline train model=dlrm", {"model=dlrm", "model=dlrm_dcn"}),
-    ("python3 -m pipeline.runs com", {"compare"}),
+    ("python3 -m pipeline runs com", {"compare"}),
 ])  # fmt: skip
 def test_fish_completes(scripts: dict[str, str], line: str, found: set[str]) -> None:
     assert set(_tab("fish", scripts["fish"], line)) == found

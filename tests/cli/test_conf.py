@@ -70,7 +70,7 @@ def test_a_plan_has_the_name_of_its_experiment_and_hardware() -> None:
 def test_every_experiment_begins_with_the_command_that_runs_it(experiment: str) -> None:
     package, command, *_ = (CONF / "experiment" / f"{experiment}.yaml").read_text().splitlines()
     assert package == "# @package _global_"  # Hydra reads it from the first line only
-    assert command == f"# python -m pipeline.train experiment={experiment}"
+    assert command == f"# python -m pipeline train experiment={experiment}"
 
 
 # The groups that a train job lacks, or that want more words, with a job that has them.

@@ -38,7 +38,7 @@ def test_doctor_runs_where_nothing_is_installed(tmp_path: Path) -> None:
     """-S: without site-packages; the probes, which are other processes, find a torch that is none."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")
     done = subprocess.run(
-        [sys.executable, "-S", "-m", "pipeline.doctor"],
+        [sys.executable, "-S", "-m", "pipeline", "doctor"],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}, capture_output=True, text=True,
     )  # fmt: skip
     lines = done.stdout.splitlines()

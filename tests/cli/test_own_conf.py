@@ -80,7 +80,7 @@ def test_what_newcomers_type_is_understood_or_told_the_cause(overlay: Path, caps
     with pytest.raises(ConfigError, match=names("step=best which=best")):
         load_config(EvaluateJob, ["run=x", "step=best"])
     for flag in ("-m", "--multirun"):
-        with pytest.raises(ConfigError, match=names(f"{flag} pipeline.sweep")):
+        with pytest.raises(ConfigError, match=names(f"{flag} pipeline sweep")):
             split_flags([flag, "model=dlrm,dcn"])
     with pytest.raises(ConfigError, match=names("--cfg hydra")):
         split_flags(["--cfg", "hydra"])

@@ -135,7 +135,7 @@ def test_the_next_command_trains_with_the_plan(planned: PlanSummary) -> None:
     rack = replace(planned, world_size=72, ranks_per_host=4)
     assert "-j 18x4 --" in train_command(rack, [])
     one = replace(planned, world_size=1, ranks_per_host=1)
-    assert train_command(one, ["experiment=kaggle"]) == "python -m pipeline.train experiment=kaggle planner=file"
+    assert train_command(one, ["experiment=kaggle"]) == "python -m pipeline train experiment=kaggle planner=file"
 
 
 def test_the_next_command_has_no_key_that_training_does_not_know() -> None:
@@ -171,9 +171,9 @@ def test_the_config_alone_gives_the_tables_that_prepared_data_give(prepared_clic
 
 
 SHIPPED = [
-    line.split()[3:]
+    line.split()[4:]
     for line in (Path(__file__).resolve().parents[2] / "sharding_plans" / "README.md").read_text().splitlines()
-    if line.startswith("python -m pipeline.plan ")
+    if line.startswith("python -m pipeline plan ")
 ]
 
 
@@ -189,7 +189,7 @@ def test_without_the_data_what_only_the_data_can_tell_is_asked_for(job: PlanJob)
     shutil.rmtree(job.data.path)
     with pytest.raises(DataError, match=names("cat_0 25")) as caught:
         plan(job)
-    assert mentions(str(caught.value), "pipeline.prepare data=kaggle")
+    assert mentions(str(caught.value), "pipeline prepare data=kaggle")
     job.data.ids = IdsConfig(kind="hash", hash_size=1000)
     assert {table.num_embeddings for table in validate_job(job, 16)} == {1000}
     job.data = DataConfig("mine", job.data.path, "csv", ColumnsConfig(sparse=["a"], multi_hot=["words"]))
@@ -249,7 +249,7 @@ def test_check_exits_with_0_or_1(plan_files: tuple[str, str], job: PlanJob, caps
         (["diff", "a.json"], "diff A B"),
         (["show", "a.json", "b.json"], "b.json FILE"),
         (["check", "experiment=quickstart"], "FILE"),
-        (["show", "/absent/a.json"], "/absent/a.json pipeline.plan"),
+        (["show", "/absent/a.json"], "/absent/a.json pipeline plan"),
         (["check", "/absent/a.json", "data=criteo_kaggle"], "/absent/a.json"),
         (["check", "a.json", "hardware=h100"], "hardware=h100 a100_40gb"),
         (["hardwear=h200"], "hardware"),
@@ -289,5 +289,5 @@ def test_help_names_the_commands(words: list[str], capsys: pytest.CaptureFixture
         _run(words)
     told = capsys.readouterr().out
     assert ended.value.code == 0 and all(
-        mentions(told, f"pipeline.plan {command}") for command in ("show", "diff", "check")
+        mentions(told, f"pipeline plan {command}") for command in ("show", "diff", "check")
     )

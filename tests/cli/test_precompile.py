@@ -31,7 +31,7 @@ def _compiled(folder: Path) -> set[str]:
 def test_training_compiles_nothing_after_it(prepared_clicks: str, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
-    subprocess.run([sys.executable, "-m", "pipeline.precompile"], env=environment, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "pipeline", "precompile"], env=environment, check=True, capture_output=True)
     before = _compiled(cache)
     assert before
     overrides = [

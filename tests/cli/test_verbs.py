@@ -26,6 +26,7 @@ from pipeline.runtime.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 VERBS = {
+    "agent",
     "calibrate",
     "check_nodes",
     "checkpoints",
@@ -87,12 +88,10 @@ def test_the_list_ends_with_commands_of_a_first_model_that_compose() -> None:
     assert (made["train"].data.name, made["evaluate"].run) == ("quickstart", made["train"].run_dir)
 
 
-def test_every_verb_has_the_name_that_schedulers_know() -> None:
-    for name in VERBS | {"agent"}:
-        alias = REPOSITORY / "pipeline" / f"{name}.py"
-        assert len(alias.read_text().splitlines()) < 8, f"{alias} is more than an alias"
-    loose = {file.stem for file in (REPOSITORY / "pipeline").glob("*.py")}
-    assert loose == {*VERBS, "agent", "__init__", "__main__"}
+def test_the_form_of_earlier_releases_names_the_new_one() -> None:
+    done = subprocess.run([sys.executable, "-m", "pipeline.train", "experiment=q"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and "type `python -m pipeline train`" in done.stderr
+    assert {file.stem for file in (REPOSITORY / "pipeline").glob("*.py")} == {"__init__", "__main__"}
 
 
 @pytest.mark.usefixtures("echo")

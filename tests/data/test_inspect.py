@@ -95,7 +95,7 @@ def test_the_written_file_is_a_data_config_and_says_what_it_left_out(tmp_path: P
     said = inspect(load_config(InspectJob, [f"source='{source}'", f"output={tmp_path}/c.yaml"]))
     text = (tmp_path / "c.yaml").read_text()
     assert yaml.safe_load(text)["name"] == "my_clicks" and "# Left out: dwell" in text
-    assert "next        python -m pipeline.init" in said
+    assert "next        python -m pipeline init" in said
 
 
 def test_a_file_without_a_clear_label_asks_for_it(tmp_path: Path) -> None:

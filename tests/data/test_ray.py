@@ -35,7 +35,7 @@ def expected(raw: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
 
 def start(cluster: RayCluster, raw: Path | str, path: Path | str, *words: str) -> subprocess.Popen[str]:
     command = [
-        sys.executable, "-m", "pipeline.prepare", "data=criteo_kaggle", f"source={raw}", f"data.path={path}", "engine=ray",
+        sys.executable, "-m", "pipeline", "prepare", "data=criteo_kaggle", f"source={raw}", f"data.path={path}", "engine=ray",
         "data.rows_per_shard=1500", "data.rows_per_row_group=500", "ray.num_partitions=6", "ray.max_retries=40", *words,
         "data.split.validation_fraction=0.1", "data.split.test_fraction=0.1",
     ]  # fmt: skip

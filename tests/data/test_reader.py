@@ -181,7 +181,7 @@ def test_values_that_would_train_wrong_are_refused_by_name(tmp_path: Path, case:
     with pytest.raises(DataError, match=names(message)) as error:
         epoch_of(make_reader(data))
     assert "part-0.parquet" in str(error.value)
-    assert "python -m pipeline.prepare" in str(error.value)
+    assert "python -m pipeline prepare" in str(error.value)
 
 
 def test_batches_before_the_bad_row_group_still_arrive(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_generate_names_the_command_that_comes_next(tmp_path: Path) -> None:
     data = DataConfig(name="tiny", synthetic=SyntheticConfig(num_rows=200))
     summary = generate(GenerateJob(data=data, output=str(tmp_path / "new" / "tiny.tsv")))
     assert (tmp_path / "new" / "tiny.tsv").read_text().count("\n") == summary.num_rows == 200
-    assert summary.next_command == f"python -m pipeline.prepare data=tiny source={tmp_path}/new/tiny.tsv"
+    assert summary.next_command == f"python -m pipeline prepare data=tiny source={tmp_path}/new/tiny.tsv"
     with pytest.raises(ConfigError, match=names("user_item data=tags")):
         GenerateJob(data=DataConfig(name="criteo_kaggle"))
 

@@ -25,7 +25,7 @@ def test_a_job_that_compiles_kernels_says_so_once(
     assert some_kernels.own(1) == 1 and caplog.messages == []  # in each process: nobody waits for it
     assert (some_kernels.kept(1), some_kernels.kept(2.0)) == (1, 2.0)  # for each type
     (message,) = caplog.messages
-    assert mentions(message, "compiling CPU pipeline.precompile")
+    assert mentions(message, "compiling CPU pipeline precompile")
 
 
 def test_modules_of_kernels_report_what_they_compile() -> None:

@@ -87,7 +87,7 @@ def unseen_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_gpu_that_torch_does_not_see_stops_the_job_with_torchs_reason(device: str) -> None:
     with pytest.raises(ConfigError) as error:
         _choose_device("auto", device, 0, fast_cpu=True)
-    assert mentions(str(error.value), "nvidia0 driver too old 12040 hardware=cpu comms.backend=gloo pipeline.doctor")
+    assert mentions(str(error.value), "nvidia0 driver too old 12040 hardware=cpu comms.backend=gloo pipeline doctor")
 
 
 @pytest.mark.usefixtures("unseen_gpu")

@@ -210,8 +210,6 @@ def verb_of(command: Command) -> tuple[str, list[str]] | None:
             return rest[0], rest[1:]
         if module == "pipeline.extras.shadow":  # it runs the verb that follows
             return None if rest[:1] == ["--patches"] else (rest[0], rest[1:])
-        if module.startswith("pipeline."):
-            return module.removeprefix("pipeline."), rest
         if module == "launch.render" and rest[:1] == ["chain"]:
             return None
         if module in ("launch.render", "launch.schedule"):
@@ -248,7 +246,7 @@ def problem_of(command: Command) -> str:
         return "" if (REPOSITORY / words[1]).exists() else f"there is no {words[1]}"
     found = verb_of(command)
     if found is None or found[0] in PLAIN:
-        return "" if found is None or (REPOSITORY / "pipeline" / f"{found[0]}.py").exists() else f"no verb {found[0]}"
+        return ""
     if found[0] not in verbs():
         return f"there is no verb {found[0]!r}; there are {', '.join(verbs())}"
     try:

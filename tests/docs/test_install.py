@@ -27,7 +27,7 @@ def test_by_hand_the_same_is_installed_as_by_make() -> None:
     wanted = [line.replace("$(STACK)", "cpu").replace("$(TORCHREC)", own["TORCHREC"]) for line in by_make]
     by_hand = [line.replace(" -c constraints.txt", "") for line in re.findall(r"(?m)^pip install (.*)$", PAGE)]
     assert by_hand == wanted
-    assert "-m pipeline.precompile" in recipe[0] and "python -m pipeline.precompile" in PAGE
+    assert "-m pipeline precompile" in recipe[0] and "python -m pipeline precompile" in PAGE
 
 
 def test_an_environment_keeps_its_set_until_make_is_asked_for_the_other(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_an_environment_keeps_its_set_until_make_is_asked_for_the_other(tmp_path
     switched = asked("STACK=cpu")
     first, *_, last = [line for line in switched.splitlines() if "-m p" in line]
     assert "pip show -qq fbgemm-gpu " in first and "pip uninstall -qq -y fbgemm-gpu fbgemm-gpu-cpu" in first
-    assert "'.[cpu,serve]'" in switched and "pipeline.doctor stack=cpu" in switched and "precompile" in last
+    assert "'.[cpu,serve]'" in switched and "pipeline doctor stack=cpu" in switched and "precompile" in last
 
 
 def test_the_extras_that_are_named_are_those_that_there_are() -> None:

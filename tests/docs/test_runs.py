@@ -19,9 +19,9 @@ from tests.docs.pages import PAGES, Block, blocks_of, name_of, script_of
 
 MARKED = [page for page in PAGES if any(block.mark == "run" for block in blocks_of(page))]
 FIRST = """
-python -m pipeline.generate data=quickstart data.synthetic.num_rows=60000
-python -m pipeline.prepare data=quickstart source=datasets/raw/quickstart.tsv
-python -m pipeline.train experiment=quickstart
+python -m pipeline generate data=quickstart data.synthetic.num_rows=60000
+python -m pipeline prepare data=quickstart source=datasets/raw/quickstart.tsv
+python -m pipeline train experiment=quickstart
 """
 
 

@@ -50,7 +50,7 @@ def test_a_project_composes_and_nothing_in_it_is_overwritten(tmp_path: Path) -> 
     assert (job.name, job.data.columns.sparse, job.model.kind) == (name, ["item"], "dlrm_dcn")
     assert list(load_config(SweepJob, [conf, f"experiment={name}", "sweep=rates"]).sweep.params)
     makefile = (project / "Makefile").read_text()
-    assert f"SOURCE ?= {source}" in makefile and "\tPYTHONPATH=.:$(PYTHONPATH) $(PYTHON) -m pipeline.train" in makefile
+    assert f"SOURCE ?= {source}" in makefile and "\tPYTHONPATH=.:$(PYTHONPATH) $(PYTHON) -m pipeline train" in makefile
     compile((project / "my_model.py").read_text(), "my_model.py", "exec")
     with pytest.raises(ConfigError, match=names("not empty")):
         _project(source, tmp_path)

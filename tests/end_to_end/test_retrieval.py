@@ -89,7 +89,7 @@ def files(exported: ExportSummary, raw: list[dict[str, str]], tmp_path_factory: 
 
 @pytest.fixture(scope="module")
 def server(exported: ExportSummary) -> Iterator[Server]:
-    with running("pipeline.serve", f"artifact={exported.artifact}", "server.port=0", "limits.k=50") as server:
+    with running("pipeline serve", f"artifact={exported.artifact}", "server.port=0", "limits.k=50") as server:
         yield server
 
 
@@ -185,7 +185,7 @@ def test_another_artifact_is_taken_up_without_a_lost_request(
 ) -> None:
     link, versions, failures, done = tmp_path / "current", [], [], threading.Event()
     point(link, Path(exported.artifact))
-    with running("pipeline.serve", f"artifact={link}", "server.port=0", "server.watch_s=0.05") as server:
+    with running("pipeline serve", f"artifact={link}", "server.port=0", "server.watch_s=0.05") as server:
 
         def ask() -> None:
             with httpx.Client(timeout=120) as client:

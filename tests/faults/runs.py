@@ -49,7 +49,7 @@ class Run:
         planted = [{"attempt": 0, "rank": 0, **fault} for fault in faults]
         plan.write_text(json.dumps({"folder": str(self.folder), "faults": planted, "verb": verb}))
         agent = [
-            "-m", "pipeline.agent", "--grace-s", "30", "--standalone", f"--nproc-per-node={ranks}",
+            "-m", "pipeline", "agent", "--grace-s", "30", "--standalone", f"--nproc-per-node={ranks}",
             f"--max-restarts={max_restarts}", "--redirects=3", f"--log-dir={self.folder}/logs",
         ]  # fmt: skip
         words = self.words if verb == "train" else [f"run={self.run_dir}"]

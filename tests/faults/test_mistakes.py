@@ -69,7 +69,7 @@ def test_a_secret_gets_nowhere(prepared_clicks: str, tmp_path: Path, fault: Faul
     assert "RuntimeError: 403 for https://***@store/key" in output  # what happened is told
     assert "RuntimeError: 403 for" in run.log(0, 0)
     refused = Run(prepared_clicks, tmp_path / "refused", (f"data.path=s3://me:{canary}@bucket/data",))
-    words = [sys.executable, "-m", "pipeline.train", *refused.words]
+    words = [sys.executable, "-m", "pipeline", "train", *refused.words]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, env={**os.environ, **env})
     code, text = done.returncode, done.stdout + done.stderr
     assert code == USER_ERROR and "holds a credential" in text and not refused.run_dir.exists()

@@ -143,7 +143,7 @@ def test_empty_files_among_others_add_nothing_and_are_said(tmp_path: Path, caplo
 
 
 def _prepare_command(source: object, path: str) -> list[str]:
-    return [sys.executable, "-m", "pipeline.prepare", "data=criteo_kaggle", f"source={source}", f"data.path={path}"]
+    return [sys.executable, "-m", "pipeline", "prepare", "data=criteo_kaggle", f"source={source}", f"data.path={path}"]
 
 
 def _limit_file_size() -> None:

@@ -144,7 +144,7 @@ def test_airflow_runs_stages_on_its_worker(tmp_path: Path) -> None:
     (tmp_path / "chain.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     source = render_chain(["airflow", str(tmp_path / "chain.yaml"), "--by", "worker", "--folder", str(tmp_path)])
     train = _operators(source)["train"]
-    assert train["retries"] == 2 and "exec python -m pipeline.agent" in train["bash_command"]
+    assert train["retries"] == 2 and "exec python -m pipeline agent" in train["bash_command"]
     prepare = _operators(source)["prepare"]["bash_command"].removeprefix("{% raw %}").removesuffix("{% endraw %}")
     shown = prepare.replace("exec python", 'echo "$NOTE" && pwd && exec echo')
     done = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, check=True)

@@ -45,13 +45,13 @@ def _command(app: specs.AppDef) -> list[str]:
 def test_train_runs_an_agent_with_logs_in_the_run_folder(data: str) -> None:
     app = components.train("experiment=quickstart", data, j="1x2", cpu=8)
     words = _command(app)
-    assert words[:6] == ["exec", sys.executable, "-m", "pipeline.agent", "--grace-s", "30"]
-    torchrun = dict(zip(words[6:-4:2], words[7:-4:2], strict=True))
+    assert words[:7] == ["exec", sys.executable, "-m", "pipeline", "agent", "--grace-s", "30"]
+    torchrun = dict(zip(words[7:-5:2], words[8:-5:2], strict=True))
     assert torchrun == {
         "--rdzv-endpoint": "localhost:0", "--nnodes": "1", "--nproc-per-node": "2", "--max-restarts": "3", "--rdzv-backend": "c10d",
         "--rdzv-id": "job-1", "--tee": "3", "--local-ranks-filter": "0", "--log-dir": "runs/quickstart/logs", "--role": "",
     }  # fmt: skip
-    assert words[-4:] == ["-m", "pipeline.train", "experiment=quickstart", data]
+    assert words[-5:] == ["-m", "pipeline", "train", "experiment=quickstart", data]
     (role,) = app.roles
     assert (app.name, role.num_replicas, role.env["OMP_NUM_THREADS"]) == ("quickstart", 1, "4")
 
@@ -85,7 +85,7 @@ def test_an_override_reaches_the_verb_as_it_was_typed(data: str, word: str) -> N
     ("overrides", "j", "message"),
     [
         (["experiment=quickstrat"], "1x2", "quickstart"),
-        (["experiment=quickstart", "data.path=/nowhere"], "1x2", "python -m pipeline.prepare data=quickstart"),
+        (["experiment=quickstart", "data.path=/nowhere"], "1x2", "python -m pipeline prepare data=quickstart"),
         (["experiment=quickstart"], "1x3", "3 ranks"),
         (["experiment=quickstart", "world_size=4"], "1x2", "world_size=4 1x2"),
         (["experiment=quickstart"], "1y2", "1y2 NODESxRANKS_PER_NODE"),
@@ -111,13 +111,13 @@ def test_data_that_only_the_cluster_sees_are_not_asked_for() -> None:
 def test_the_other_components(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (prepare,) = components.prepare("data=criteo_kaggle", "source=raw/*.gz").roles
     assert [prepare.entrypoint, *prepare.args] == [
-        sys.executable, "-u", "-m", "pipeline.prepare", "data=criteo_kaggle", "source=raw/*.gz",
+        sys.executable, "-u", "-m", "pipeline", "prepare", "data=criteo_kaggle", "source=raw/*.gz",
     ]  # fmt: skip
     (plan,) = components.plan("experiment=quickstart", data, "world_size=8", "hardware=h200").roles
-    assert plan.args[2:] == ["pipeline.plan", "experiment=quickstart", data, "world_size=8", "hardware=h200"]
+    assert plan.args[2:] == ["pipeline", "plan", "experiment=quickstart", data, "world_size=8", "hardware=h200"]
     save_job(load_config(TrainJob, ["experiment=quickstart", data]), str(tmp_path / "config.yaml"))
     evaluate = components.evaluate(f"run={tmp_path}", "split=validation", j="1x4")
-    assert _command(evaluate)[-3:] == ["pipeline.evaluate", f"run={tmp_path}", "split=validation"]
+    assert _command(evaluate)[-3:] == ["evaluate", f"run={tmp_path}", "split=validation"]
     with pytest.raises(SystemExit):
         components.evaluate("run=/nowhere")
     assert "is that a run folder?" in capsys.readouterr().err
@@ -179,7 +179,7 @@ def test_shards_of_a_prediction_are_tasks_of_an_array(capsys: pytest.CaptureFixt
 def test_a_server_is_a_component() -> None:
     (role,) = components.serve("artifact=artifacts/clicks", cpu=4, memMB=1000).roles
     assert role.args[2:] == [
-        "pipeline.serve", "artifact=artifacts/clicks", "server.host=0.0.0.0", "server.shutdown_delay_s=5", "threads=4",
+        "pipeline", "serve", "artifact=artifacts/clicks", "server.host=0.0.0.0", "server.shutdown_delay_s=5", "threads=4",
     ]  # fmt: skip
 
 
@@ -233,6 +233,6 @@ def test_a_job_is_composed_and_validated_without_torch(data: str) -> None:
 def test_doctor_checks_the_nodes_on_ranks_and_is_not_restarted() -> None:
     app = components.doctor("folder=/shared/runs", j="2x1", cpu=4)
     words = _command(app)
-    assert words[-3:] == ["-m", "pipeline.check_nodes", "folder=/shared/runs"]
+    assert words[-4:] == ["-m", "pipeline", "check_nodes", "folder=/shared/runs"]
     assert words[words.index("--max-restarts") + 1] == "0" and app.roles[0].num_replicas == 2
     assert validate(str(REPOSITORY / "launch" / "components.py"), "doctor") == []

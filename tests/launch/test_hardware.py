@@ -65,7 +65,7 @@ def test_ranks_without_hardware_are_refused_wherever_a_cluster_is_asked(
         assert mentions(capsys.readouterr().err, "1x2 --gpu 2")
     # Nobody is asked for a machine here.
     assert components.train(*JOB[2:], j="1x8", check_data=False).roles[0].resource.gpu == 0
-    assert "pipeline.agent" in render("torchrun", ["train", "-j", "2x8", "--head", "n1", *JOB])
+    assert "pipeline agent" in render("torchrun", ["train", "-j", "2x8", "--head", "n1", *JOB])
 
 
 @pytest.mark.parametrize("scheduler", [slurm_scheduler, kubernetes_scheduler])
@@ -83,7 +83,7 @@ def test_torchx_refuses_ranks_without_hardware(scheduler: ModuleType) -> None:
 def test_one_flag_says_the_hardware_and_the_rest_follows() -> None:
     shape, script = _slurm("-j", "2x8", "--h", "h100_80gb_x8")
     assert (shape["gpus-per-node"], shape["cpus-per-task"], shape["mem"]) == ("8", "90", "1642000M")
-    assert f"pipeline.train {H100} experiment=" in " ".join(script.replace("\\\n", "").split())
+    assert f"pipeline train {H100} experiment=" in " ".join(script.replace("\\\n", "").split())
     shape, script = _slurm("-j", "2x8", words=(H100,))
     assert (shape["gpus-per-node"], shape["cpus-per-task"]) == ("8", "32")  # a GPU and four cores a rank
     shape, script = _slurm("-j", "2x8", "--gpu", "8")

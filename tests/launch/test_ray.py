@@ -32,7 +32,7 @@ def test_kubernetes_gets_a_ray_job_of_a_head_and_workers() -> None:
     (job,) = read(render("kubernetes", ["prepare", "-j", "3x1", *POD, "--max-retries", "2", "--", *JOB]))
     assert_valid(job)
     cluster = job["spec"]["rayClusterSpec"]
-    assert job["spec"]["entrypoint"] == "python -u -m pipeline.prepare data=criteo_kaggle 'source=raw/day_*' engine=ray"
+    assert job["spec"]["entrypoint"] == "python -u -m pipeline prepare data=criteo_kaggle 'source=raw/day_*' engine=ray"
     assert job["spec"]["shutdownAfterJobFinishes"] is True and job["spec"]["backoffLimit"] == 2
     assert cluster["workerGroupSpecs"][0]["replicas"] == 2
     head = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]

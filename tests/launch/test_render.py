@@ -189,7 +189,7 @@ def test_containers_are_those_of_pyxis(data: str) -> None:
     script = _slurm(
         data, "--image", "ours:1", "--mount", "type=bind,src=/data,dst=/data,readonly,type=bind,src=/runs,dst=/r"
     )
-    assert "--container-image=ours:1 --container-mounts=/data:/data:ro,/runs:/r python -m pipeline.agent" in script.replace(" \\\n    ", " ")  # fmt: skip
+    assert "--container-image=ours:1 --container-mounts=/data:/data:ro,/runs:/r python -m pipeline agent" in script.replace(" \\\n    ", " ")  # fmt: skip
     assert [mount.read_only for mount in parse_mounts("type=bind,src=/a,dst=/b,readonly,type=volume,src=v,dst=/v")] == [True, False]  # fmt: skip
 
 

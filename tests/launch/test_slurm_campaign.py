@@ -75,7 +75,7 @@ def test_every_component_runs_on_slurm(launch: Launch, tmp_path: Path) -> None:
     """Each through `torchx run -s slurm --wait`: raw rows to a data set, a plan, a run, an evaluation, an artifact."""
     raw = str(tmp_path / "raw.tsv")
     launch.says(
-        *launch.python("-m", "pipeline.generate"), "data=quickstart", f"output={raw}", "data.synthetic.num_rows=8000"
+        *launch.python("-m", "pipeline", "generate"), "data=quickstart", f"output={raw}", "data.synthetic.num_rows=8000"
     )
     data, run = f"data.path={tmp_path}/set", f"run_dir={tmp_path}/small"
     train = ["experiment=quickstart", "hardware=cpu", "hardware.ranks_per_host=1", data, run, *launch.overrides[5:8], "trainer.max_steps=10"]  # fmt: skip

@@ -26,7 +26,10 @@ PORT = 8123
 def _raw_rows(launch: Launch, rows: int = 8000) -> Path:
     raw = launch.folder / "raw.tsv"
     launch.says(
-        *launch.python("-m", "pipeline.generate"), "data=quickstart", f"output={raw}", f"data.synthetic.num_rows={rows}"
+        *launch.python("-m", "pipeline", "generate"),
+        "data=quickstart",
+        f"output={raw}",
+        f"data.synthetic.num_rows={rows}",
     )
     return raw
 
@@ -95,7 +98,7 @@ def _predict_by_an_array(launch: Launch, raw: Path) -> None:
         (rows / f"part-{number}.tsv").write_text("".join(lines[number * 500 : (number + 1) * 500]))
     words = [f"artifact={launch.folder}/artifact", f"source={rows}"]
     whole = launch.folder / "whole.parquet"
-    launch.says(*launch.python("-m", "pipeline.predict"), *words, f"output={whole}")
+    launch.says(*launch.python("-m", "pipeline", "predict"), *words, f"output={whole}")
     shared = launch.folder / "shared.parquet"
     handle = launch.torchx(
         "run", "-s", "slurm", "pipeline.predict", "--cpu", "2", "--", *words, f"output={shared}", "num_shards=4"

@@ -24,10 +24,10 @@ NUM_TRIALS = 20
 
 
 class Driver:
-    """`python -m pipeline.sweep` at the cluster's login node, which ends with this object's kill()."""
+    """`python -m pipeline sweep` at the cluster's login node, which ends with this object's kill()."""
 
     def __init__(self, launch: Launch, words: list[str], log: Path) -> None:
-        command = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "pipeline.sweep", *words]
+        command = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "pipeline", "sweep", *words]
         environment = {**os.environ, **launch.cluster.env, **launch.env}
         self._log = open(log, "wb")  # noqa: SIM115 - open as long as the process
         self.process = subprocess.Popen(

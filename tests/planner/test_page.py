@@ -133,7 +133,7 @@ def test_both_objectives_gap_and_torchrecs_result_are_told_where_they_are_known(
 
 def test_the_head_says_time_memory_and_gap_and_the_foot_when_and_by_what() -> None:
     plan, shardings = drawn_plan(5, 2)
-    page = render_page("p", plan, shardings, "2026-11-22 10:00 UTC by `python -m pipeline.plan a<b`")
+    page = render_page("p", plan, shardings, "2026-11-22 10:00 UTC by `python -m pipeline plan a<b`")
     assert len(re.findall("<li><b>", page.split("<h2>")[0])) == 3
     other = plan.torchrec_objective
     assert other is not None

@@ -53,7 +53,7 @@ from tests.planner.problems import TinyModel, make_tables, on, request
 from tests.support.messages import mentions, names
 
 CONFIG = PlannerConfig(kind="torchrec", plan_file="unused.json")
-COMMAND = "python -m pipeline.plan experiment=e"
+COMMAND = "python -m pipeline plan experiment=e"
 
 
 def through_json(plan: ShardingPlan) -> ShardingPlan:
@@ -180,7 +180,7 @@ def test_a_plan_for_other_hardware_is_refused_to_the_byte(tmp_path: Path) -> Non
     by_a_byte = request(TABLES, replace(hardware, hbm_cap_bytes=hardware.hbm_cap_bytes - 1))
     with pytest.raises(PlanError, match=names("topology.hbm_cap_bytes 84825604096 84825604095")):
         make_plan(PlannerConfig(kind="file", plan_file=path), by_a_byte)
-    with pytest.raises(PlanError, match=names("pipeline.plan world_size=2")):
+    with pytest.raises(PlanError, match=names("pipeline plan world_size=2")):
         make_plan(PlannerConfig(kind="file", plan_file=path), request(TABLES, on("cpu", 2)))
     relabelled = request(TABLES, replace(hardware, name="my_h100"))
     assert len(make_plan(PlannerConfig(kind="file", plan_file=path), relabelled).tables) == 3

@@ -249,7 +249,7 @@ def test_a_table_of_measurements_is_read_as_it_was_written(tmp_path: Path) -> No
     written = measured([Measurement("add", "1x1", {"dtype": "fp32", "bytes": 1000}, 1.5, 0.01)])
     (tmp_path / "made_up.json").write_text(written.to_json())
     assert read_measurements(str(tmp_path / "made_up.json")) == written
-    with pytest.raises(ConfigError, match=names("absent.json python -m pipeline.calibrate")):
+    with pytest.raises(ConfigError, match=names("absent.json python -m pipeline calibrate")):
         read_measurements(str(tmp_path / "absent.json"))
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ConfigError, match=names("other.json format")):
@@ -378,7 +378,7 @@ def test_a_data_sheet_is_said_to_be_one_and_must_say_its_peak() -> None:
     record = make_plan(replace(resolved.job.planner, kind="torchrec"), request)
     step = step_request(resolved, record, hardware, 1)
     assert mentions(predict_step(step).source, "data sheet 75 % 79 %")
-    with pytest.raises(ConfigError, match=names("tflops_fp32 hardware.tflops_fp32 python -m pipeline.calibrate")):
+    with pytest.raises(ConfigError, match=names("tflops_fp32 hardware.tflops_fp32 python -m pipeline calibrate")):
         predict_step(replace(step, hardware=replace(hardware, tflops_fp32=None)))
 
 

@@ -33,9 +33,7 @@ def test_the_example_trains_by_its_command(
     small = ["hardware=cpu", "trainer.global_batch_size=256", "trainer.max_steps=3", "tables.default.embedding_dim=8",
              "trainer.evaluate_batch_size=512", "trainer.evaluate_max_batches=1"]  # fmt: skip
     assert command[0] == "pipeline"
-    done = run_warm(
-        "pipeline.__main__", *command[1:], *small, f"data.path={prepared_clicks}", f"run_dir={tmp_path}/run"
-    )
+    done = run_warm("pipeline", *command[1:], *small, f"data.path={prepared_clicks}", f"run_dir={tmp_path}/run")
     assert done.returncode == 0, done.stderr[-4000:]
     assert named in (tmp_path / "run" / file).read_text()
 

@@ -65,11 +65,11 @@ def wait_until(done: Callable[[], bool], process: WarmCommand, seconds: float = 
 
 
 def start_retrain(words: list[str], num_ranks: int = 1, max_restarts: int = 0) -> WarmCommand:
-    """`pipeline.retrain` on so many ranks, whose output is the test's own."""
+    """`pipeline retrain` on so many ranks, whose output is the test's own."""
     if num_ranks == 1:
-        return WarmCommand("pipeline.retrain", words, output=(1, 2))
-    agent = ["--nproc-per-node", str(num_ranks), "--max-restarts", str(max_restarts), "-m", "pipeline.retrain"]
-    return WarmCommand("pipeline.agent", [*agent, *words], output=(1, 2))
+        return WarmCommand("pipeline retrain", words, output=(1, 2))
+    agent = ["--nproc-per-node", str(num_ranks), "--max-restarts", str(max_restarts), "-m", "pipeline", "retrain"]
+    return WarmCommand("pipeline agent", [*agent, *words], output=(1, 2))
 
 
 def copy_journal(run: Path, into: Path) -> str:

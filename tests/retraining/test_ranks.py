@@ -24,11 +24,13 @@ def _start(folder: Path, log: Path) -> subprocess.Popen[bytes]:
     command = [
         sys.executable,
         "-m",
-        "pipeline.agent",
+        "pipeline",
+        "agent",
         "--nproc-per-node",
         "2",
         "-m",
-        "pipeline.retrain",
+        "pipeline",
+        "retrain",
     ]
     with open(log, "wb") as file:
         return subprocess.Popen([*command, *words, *JOB_WORDS, *LOOSE], stdout=file, stderr=file, env=dict(os.environ))

@@ -26,7 +26,7 @@ def _launch(tmp_path: Path, codes: str, max_restarts: int = 2, ranks: int = 2) -
     script = tmp_path / "rank.py"
     script.write_text(RANK.replace("CODES", codes))
     words = ["--grace-s", "12", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}", script]
-    return WarmCommand("pipeline.agent", words, {"PYTHONPATH": str(Path(__file__).resolve().parents[2])})
+    return WarmCommand("pipeline agent", words, {"PYTHONPATH": str(Path(__file__).resolve().parents[2])})
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_the_first_node_hosts_the_meeting_whatever_names_say(flags: list[str], c
     from pipeline.runtime.process.agent import parse
 
     nodes = ["--nnodes", "4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "head:29500"]
-    assert parse([*nodes, *flags, "-m", "pipeline.train"]).rdzv_conf == conf
+    assert parse([*nodes, *flags, "-m", "pipeline", "train"]).rdzv_conf == conf
 
 
 @pytest.mark.parametrize(

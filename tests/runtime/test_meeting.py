@@ -49,7 +49,7 @@ class Node:
             "--role", "", "--local-addr", "localhost", *flags, str(folder / "rank.py"),
         ]  # fmt: skip
         environment = {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "FOLDER": str(folder)}
-        self.folder, self.process = folder / name, WarmCommand("pipeline.agent", words, environment)
+        self.folder, self.process = folder / name, WarmCommand("pipeline agent", words, environment)
 
     def said(self) -> str:
         """By the ranks of all attempts, in order."""

@@ -24,7 +24,7 @@ def test_a_plain_path_stays_as_it_is() -> None:
 
 
 def test_a_command_has_the_config_folder_of_the_one_that_names_it() -> None:
-    assert command("prepare", ["data=shop"]) == "python -m pipeline.prepare"
+    assert command("prepare", ["data=shop"]) == "python -m pipeline prepare"
     for words in (["--config-dir", "my conf", "data=shop"], ["data=shop", "--config-dir", "my conf"]):
-        assert command("prepare", words) == "python -m pipeline.prepare --config-dir 'my conf'"
-    assert command("train", ["--config-dir=conf"]) == "python -m pipeline.train --config-dir=conf"
+        assert command("prepare", words) == "python -m pipeline prepare --config-dir 'my conf'"
+    assert command("train", ["--config-dir=conf"]) == "python -m pipeline train --config-dir=conf"

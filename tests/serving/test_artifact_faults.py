@@ -166,7 +166,7 @@ def test_an_export_that_is_stopped_puts_its_folder_away(
     small_run: Path, tmp_path: Path, sent: signal.Signals, code: int
 ) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipeline.export", f"run={small_run}", f"output={tmp_path / 'artifact'}"],
+        [sys.executable, "-m", "pipeline", "export", f"run={small_run}", f"output={tmp_path / 'artifact'}"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a background shell ignores it
     )  # fmt: skip

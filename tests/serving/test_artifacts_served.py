@@ -122,7 +122,7 @@ def test_a_flipped_byte_in_a_table_is_refused_with_tables_on_ssd_too(artifact: s
 @pytest.fixture(scope="module")
 def server(artifact: str) -> Iterator[Server]:
     words = [f"artifact={artifact}", "server.port=0", "memory=ssd", "ssd.cache_gb=0.0001"]
-    with running("pipeline.serve", *words) as server:
+    with running("pipeline serve", *words) as server:
         yield server
 
 
@@ -144,7 +144,7 @@ def test_compiled_layers_are_served_and_predicted_by(small_run: Path, clicks: Pa
     rows = raw_rows(clicks, 300)
     wanted = Predictor.load(path).score(rows).scores
     np.testing.assert_allclose(Predictor.load(path, compiled=True).score(rows).scores, wanted, atol=1e-6)
-    with running("pipeline.serve", f"artifact={path}", "server.port=0", "compiled=true") as server:
+    with running("pipeline serve", f"artifact={path}", "server.port=0", "compiled=true") as server:
         answer = server.client.post(f"{server.url}/score", json={"rows": rows.to_pylist()})
         assert answer.json()["scores"] == pytest.approx(wanted.tolist(), abs=1e-6)
     source = tmp_path / "rows.tsv"
@@ -186,7 +186,7 @@ def test_a_damaged_artifact_keeps_the_server_from_starting_with_one_line(artifac
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["step"] = 1
     (copy / "manifest.json").write_text(json.dumps(manifest))
-    done = run_warm("pipeline.serve", f"artifact={copy}", "server.port=0")
+    done = run_warm("pipeline serve", f"artifact={copy}", "server.port=0")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "manifest.json" in done.stderr
 
 

@@ -66,7 +66,7 @@ def test_a_server_follows_the_champion_under_load_and_drops_nothing(tmp_path: Pa
     registry = Registry(str(tmp_path / "registry"))
     versions = [publish(registry, artifact) for artifact in artifacts]
     pointer = registry.promote(versions[0], None)
-    with running("pipeline.serve", f"artifact={registry.path}", "server.port=0", "server.watch_s=0.1") as server:
+    with running("pipeline serve", f"artifact={registry.path}", "server.port=0", "server.watch_s=0.1") as server:
         wait_for(server, expected.versions[0])
         with Load(server.url, draw, expected.are, num_threads=3) as load:
             for move in range(1, moves + 1):

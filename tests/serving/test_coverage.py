@@ -73,7 +73,7 @@ def test_a_server_counts_unknown_values(small_artifact: ExportSummary) -> None:
         pa.table({**{key: [1.0] for key in predictor.columns.dense}, **{key: ["nothing"] for key in names}})
     )
     assert few.row_zero == {key: [1, 1] for key in names}
-    with running("pipeline.serve", f"artifact={small_artifact.artifact}", "server.port=0") as server:
+    with running("pipeline serve", f"artifact={small_artifact.artifact}", "server.port=0") as server:
         server.client.post(f"{server.url}/score", json={"rows": [{"cat_0": "nothing"}] * 3}).raise_for_status()
         assert server.metric('values_total{feature="cat_0"}') == 3
         assert server.metric('unknown_values_total{feature="cat_0"}') == 3

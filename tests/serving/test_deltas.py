@@ -243,7 +243,7 @@ def test_a_server_takes_a_delta_while_it_answers_and_goes_back_to_a_pinned_one(
         Predictor.load(path).score(rows.slice(0, 40)).scores.tolist() for path in (artifact, small_artifact.artifact)
     )
     version, asked = read_manifest(artifact).version, {"rows": rows.slice(0, 40).to_pylist()}
-    with running("pipeline.serve", f"artifact={artifact}", "server.port=0", "server.watch_s=0.05") as server:
+    with running("pipeline serve", f"artifact={artifact}", "server.port=0", "server.watch_s=0.05") as server:
 
         def answers(expected: list[float], name: str) -> bool:
             answer = server.client.post(f"{server.url}/score", json=asked)

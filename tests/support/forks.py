@@ -71,7 +71,7 @@ def end_server() -> None:
 
 
 class WarmCommand:
-    """`python -m MODULE WORDS`, used as a subprocess.Popen is. Output goes to the file descriptors given, else to pipes."""
+    """`python -m MODULE WORDS`, where MODULE may be `pipeline VERB`; used as a subprocess.Popen is. Output goes to the file descriptors given, else to pipes."""
 
     def __init__(
         self, module: str, words: Sequence[object] = (), env: dict[str, str] | None = None,
@@ -82,8 +82,9 @@ class WarmCommand:
         ends = output or tuple(end for _, end in pipes)  # type: ignore[union-attr]
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server.connect(address)
+        module, *first = module.split()
         request = {
-            "module": module, "words": [str(word) for word in words], "env": {**os.environ, **(env or {})},
+            "module": module, "words": [*first, *map(str, words)], "env": {**os.environ, **(env or {})},
             "folder": os.getcwd(), "authkey": process.current_process().authkey.hex(),
         }  # fmt: skip
         socket.send_fds(self._server, [json.dumps(request).encode()], [*ends, *([] if passed is None else [passed])])
@@ -241,8 +242,9 @@ def _become(request: dict, fds: list[int]) -> None:
     process.current_process().authkey = bytes.fromhex(request["authkey"])
     np.random.seed()  # Python's generator is seeded anew in every child
     sys.argv = [request["module"], *request["words"]]
-    sys.modules.pop(request["module"], None)
-    code = _code_of(request["module"])
+    main_module = "pipeline.__main__" if request["module"] == "pipeline" else request["module"]
+    sys.modules.pop(main_module, None)
+    code = _code_of(main_module)
     atexit._run_exitfuncs()
     os._exit(code)  # the interpreter's own end takes half a second
 

@@ -3,4 +3,4 @@
 from tests.support.forks import run_as_this_process
 
 if __name__ == "__main__":
-    run_as_this_process("pipeline.train")
+    run_as_this_process("pipeline train")

@@ -115,7 +115,7 @@ def test_what_changes_no_result_is_no_difference(prepared_clicks: str, finished:
 
 def test_ctrl_c_saves_the_next_step_and_says_what_there_is(prepared_clicks: str, tmp_path: Path) -> None:
     words = _job(prepared_clicks, tmp_path / "run", "trainer.epochs=9", "trainer.log_every_steps=1")
-    process = WarmCommand("pipeline.train", words)
+    process = WarmCommand("pipeline train", words)
     for line in process.stderr:
         if "step 3/" in line:
             break
@@ -127,7 +127,7 @@ def test_ctrl_c_saves_the_next_step_and_says_what_there_is(prepared_clicks: str,
 
 
 def test_ctrl_c_before_the_first_step_says_that_nothing_is_saved(prepared_clicks: str, tmp_path: Path) -> None:
-    process = WarmCommand("pipeline.train", _job(prepared_clicks, tmp_path / "run", "trainer.epochs=9"))
+    process = WarmCommand("pipeline train", _job(prepared_clicks, tmp_path / "run", "trainer.epochs=9"))
     for line in process.stderr:
         if "rank(s) on this host" in line:
             break

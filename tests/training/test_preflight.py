@@ -40,7 +40,7 @@ def test_a_job_that_fits_gives_its_tables(data: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "world_size", "message"),
     [
-        (["data.path=/nowhere"], 2, "dataset.json /nowhere pipeline.prepare data=quickstart source"),
+        (["data.path=/nowhere"], 2, "dataset.json /nowhere pipeline prepare data=quickstart source"),
         (["trainer.global_batch_size=1000"], 2, "1000 992 1008"),
         ([], 3, "num_streams=16 16"),
         (["trainer.global_batch_size=8192"], 2, "4096 8192 train"),
@@ -54,7 +54,7 @@ def test_a_job_that_fits_gives_its_tables(data: str) -> None:
         (["comms=int8", "trainer.global_batch_size=2064"], 4, "batch_size=516 32"),
         (["tables.default.embedding_dim=15", "model.dense_arch_layer_sizes=[32,15]"], 2,
          "embedding_dim=15 16"),
-        (["planner=file", "planner.plan_file=plans/none.json"], 2, "plans/none.json pipeline.plan"),
+        (["planner=file", "planner.plan_file=plans/none.json"], 2, "plans/none.json pipeline plan"),
         (["hardware=cpu", "optimizer=adam", "sharding.fast_cpu=false"], 2,
          "optimizer.sparse.name=adam CPU sharding.fast_cpu=true"),
         (["hardware=cpu", "optimizer.sparse.weight_decay=0.01", "sharding.fast_cpu=false"], 2, "weight_decay=0.01 CPU FBGEMM"),

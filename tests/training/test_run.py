@@ -74,7 +74,7 @@ def test_a_run_leaves_all_that_its_summary_names(trained: TrainSummary) -> None:
               "peak_memory_gb", "lr_sparse", "lr_dense"}  # fmt: skip
     assert all(needed <= line.keys() for line in lines if line["kind"] == "train")
     text = train_module.describe(trained)
-    for name in (trained.checkpoint, "plan.json", "metrics.jsonl", "tensorboard", "samples/s", "pipeline.evaluate"):
+    for name in (trained.checkpoint, "plan.json", "metrics.jsonl", "tensorboard", "samples/s", "pipeline evaluate"):
         assert name in text
 
 
@@ -306,7 +306,7 @@ def test_the_command_line_trains_on_ranks_without_noise(prepared_clicks: str, tm
     overrides = _job(prepared_clicks, tmp_path / "run", "trainer.max_steps=10", "comms=fp16")
     launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}", "-m"] if num_ranks > 1 else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *launcher, "pipeline.train", *overrides]
+    command = [sys.executable, "-m", *launcher, "pipeline", "train", *overrides]
     finished = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.startswith("trained to step 10\n")
@@ -316,9 +316,9 @@ def test_the_command_line_trains_on_ranks_without_noise(prepared_clicks: str, tm
 
 def test_a_wrong_run_on_ranks_prints_one_error_and_no_traceback(prepared_clicks: str, tmp_path: Path) -> None:
     overrides = _job(prepared_clicks, tmp_path / "run", "data.path=nowhere")
-    finished = run_warm("pipeline.train", *overrides)
+    finished = run_warm("pipeline train", *overrides)
     assert finished.returncode == 2
-    assert "nowhere" in finished.stderr and "pipeline.prepare" in finished.stderr
+    assert "nowhere" in finished.stderr and "pipeline prepare" in finished.stderr
     assert "Traceback" not in finished.stderr
 
 
@@ -326,7 +326,7 @@ def test_sigterm_saves_at_the_next_step_and_the_same_command_goes_on(
     prepared_clicks: str, trained: TrainSummary, ranks: RankPool, tmp_path: Path
 ) -> None:
     overrides = _job(prepared_clicks, tmp_path / "run", "checkpoint.keep_last_n=9", "trainer.log_every_steps=1")
-    process = WarmCommand("pipeline.train", overrides)
+    process = WarmCommand("pipeline train", overrides)
     for line in process.stderr:
         if f"step 12/{STEPS}" in line:
             break
@@ -344,7 +344,7 @@ def test_sigterm_saves_at_the_next_step_and_the_same_command_goes_on(
 @pytest.mark.campaign
 def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(prepared_clicks: str, tmp_path: Path) -> None:
     overrides = _job(prepared_clicks, tmp_path / "run", "trainer.epochs=30", "checkpoint.save_every_steps=5")
-    process = WarmCommand("pipeline.train", overrides)
+    process = WarmCommand("pipeline train", overrides)
     for line in process.stderr:
         if "saved" in line:
             break

@@ -249,7 +249,7 @@ def _points(folder: Path) -> list[tuple[str, float]]:
 @pytest.mark.campaign
 @pytest.mark.usefixtures("warm")
 def test_twenty_trials_killed_twice_end_with_the_same_study(prepared_clicks: str, tmp_path: Path) -> None:
-    whole = forks.WarmCommand("pipeline.sweep", _words(prepared_clicks, tmp_path / "whole"))
+    whole = forks.WarmCommand("pipeline sweep", _words(prepared_clicks, tmp_path / "whole"))
     out, err = whole.communicate(600)
     assert whole.returncode == 0, err
     words = _words(prepared_clicks, tmp_path / "killed")
@@ -261,11 +261,11 @@ def test_twenty_trials_killed_twice_end_with_the_same_study(prepared_clicks: str
             time.sleep(0.05)
         return int(re.search(r"process (\d+)", held_by(str(run), 60.0))[1])  # type: ignore[index]
 
-    killed = forks.WarmCommand("pipeline.sweep", words)
+    killed = forks.WarmCommand("pipeline sweep", words)
     until_trial(3)
     killed.kill()
     killed.wait(60)
-    again = forks.WarmCommand("pipeline.sweep", words)
+    again = forks.WarmCommand("pipeline sweep", words)
     os.kill(until_trial(7), signal.SIGKILL)
     out, err = again.communicate(600)
     assert again.returncode == 0, err

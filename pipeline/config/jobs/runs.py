@@ -48,9 +48,9 @@ class RunsJob(Job):
         if self.command in ("show", "tag", "clean", "remove"):
             check_given("run", self.run)
         if self.command == "compare" and len(self.runs) < 2:
-            raise ConfigError("compare takes two runs at least: python -m pipeline.runs compare RUN RUN")
+            raise ConfigError("compare takes two runs at least: python -m pipeline runs compare RUN RUN")
         if self.command == "tag" and not self.tags and self.note is None:
-            raise ConfigError("tag takes tags, or a note: python -m pipeline.runs tag RUN TAG..., or note='...'")
+            raise ConfigError("tag takes tags, or a note: python -m pipeline runs tag RUN TAG..., or note='...'")
 
 
 @dataclass

@@ -136,7 +136,7 @@ def _remarks(profile: Profile, roles: dict[str, tuple[str, str]]) -> list[str]:
 def as_yaml(proposal: Proposal, profile: Profile) -> str:
     """A file of conf/data, with what was left out as comments."""
     lines = [
-        f"# Proposed by `python -m pipeline.inspect {word('source', profile.path)}` from {profile.rows:,} rows: look it through."
+        f"# Proposed by `python -m pipeline inspect {word('source', profile.path)}` from {profile.rows:,} rows: look it through."
     ]
     left_out = [(name, why) for name, (role, why) in proposal.roles.items() if role == "left out"]
     lines += [f"# Left out: {name or '(no name)'}, {why}." for name, why in left_out]

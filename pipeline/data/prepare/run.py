@@ -1,4 +1,4 @@
-"""Prepare raw click logs:  python -m pipeline.prepare data=criteo_kaggle source=train.txt"""
+"""Prepare raw click logs:  python -m pipeline prepare data=criteo_kaggle source=train.txt"""
 
 from __future__ import annotations
 

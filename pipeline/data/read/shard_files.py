@@ -14,7 +14,7 @@ from pipeline.runtime.errors import DataError
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.storage import storage
 
-WAY_OUT = f"compare the file's checksum with {FILE_NAME}, copy it again, or remove the folder and run `python -m pipeline.prepare`"
+WAY_OUT = f"compare the file's checksum with {FILE_NAME}, copy it again, or remove the folder and run `python -m pipeline prepare`"
 logger = get_logger(__name__)
 
 
@@ -113,7 +113,7 @@ class ShardFiles:
             return []
         return [
             f"{len(missing)} of {len(self._files)} shards are missing from {self._folder}, the first is {missing[0]}; "
-            "copy them again, or remove the folder and run `python -m pipeline.prepare`"
+            "copy them again, or remove the folder and run `python -m pipeline prepare`"
         ]
 
     def _stamp_all(self) -> list[str]:

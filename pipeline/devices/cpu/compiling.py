@@ -20,7 +20,7 @@ class _SayOnce(event.Listener):  # type: ignore[misc]
             self.said = True
             get_logger(__name__).info(
                 "compiling the CPU kernels that this job uses: a minute or two, once for this checkout and kind of CPU; "
-                "`python -m pipeline.precompile` compiles them ahead of a job"
+                "`python -m pipeline precompile` compiles them ahead of a job"
             )
 
     def on_end(self, event: event.Event) -> None:

@@ -11,7 +11,7 @@
             return sums[1] / sums[0]
 
 `trainer.metrics=[accuracy]` measures it at each evaluation of a training, and early stopping, plateaus and best steps may go by
-it. `python -m pipeline.evaluate run=... metrics=[accuracy]` measures it once.
+it. `python -m pipeline evaluate run=... metrics=[accuracy]` measures it once.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class DataSheetTimes:
             if not getattr(hardware, name):
                 raise ConfigError(
                     f"hardware={hardware.name} does not say {name}, so the layers' time cannot be predicted; set hardware.{name}=<TFLOPS "
-                    "of the data sheet, dense>, calibrate it (python -m pipeline.calibrate), or set planner.predict_step=false"
+                    "of the data sheet, dense>, calibrate it (python -m pipeline calibrate), or set planner.predict_step=false"
                 )
 
     @property

@@ -15,7 +15,7 @@ def hardware_yaml(measured: Measurements, path: str) -> str:
     machine, conditions = measured.machine, measured.conditions
     link, latency = _link(measured)
     lines = [
-        f"# {machine.cores} x {machine.cpu}, {machine.memory_gib:g} GiB, measured by python -m pipeline.calibrate on {conditions.date}",
+        f"# {machine.cores} x {machine.cpu}, {machine.memory_gib:g} GiB, measured by python -m pipeline calibrate on {conditions.date}",
         f"# in {conditions.seconds:g} s; other programs took {conditions.busy_cores:g} cores, an operation repeated throughout varied by "
         f"{100 * conditions.noise:.1f} %.",
         f"name: {measured.name}",

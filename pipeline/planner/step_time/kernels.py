@@ -37,7 +37,7 @@ class MeasuredTimes:
         if setup not in measurements.setups:
             raise ConfigError(
                 f"calibration {measurements.name!r} has measured {', '.join(measurements.setups)} (ranks x threads) and not "
-                f"{setup}; measure it too: python -m pipeline.calibrate setups=[{setup}]"
+                f"{setup}; measure it too: python -m pipeline calibrate setups=[{setup}]"
             )
 
     def _rows(self, kind: str) -> list[Measurement]:

@@ -89,7 +89,7 @@ def read_measurements(path: str) -> Measurements:
     """Raises ConfigError where there is no such file, or none that this release can read."""
     if not storage.is_file(path):
         raise ConfigError(
-            f"hardware.calibration={path} is not there; make it with python -m pipeline.calibrate, or set "
+            f"hardware.calibration={path} is not there; make it with python -m pipeline calibrate, or set "
             "hardware.calibration=null to predict from the data sheet's values"
         )
     try:
@@ -106,7 +106,7 @@ def read_measurements(path: str) -> Measurements:
         )
     except (KeyError, TypeError, ValueError, DataError) as error:
         raise ConfigError(
-            f"{path} is no table of measurements ({error}); make it with python -m pipeline.calibrate"
+            f"{path} is no table of measurements ({error}); make it with python -m pipeline calibrate"
         ) from error
 
 

@@ -173,7 +173,7 @@ def _comms_us(request: StepRequest, planned: PlannedTables, times: MeasuredTimes
             if (found := times.collective_us(name, num_bytes)) is not None:
                 return found
         raise ConfigError(
-            f"the calibration has no collectives between ranks; measure them: python -m pipeline.calibrate setups=[{times.setup}]"
+            f"the calibration has no collectives between ranks; measure them: python -m pipeline calibrate setups=[{times.setup}]"
         )
 
     def gloo_us(kind: str, num_bytes: float) -> float:

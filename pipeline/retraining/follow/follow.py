@@ -1,4 +1,4 @@
-"""Train on a stream in one process that goes on:  python -m pipeline.retrain experiment=quickstart source=clicks/ follow=true
+"""Train on a stream in one process that goes on:  python -m pipeline retrain experiment=quickstart source=clicks/ follow=true
 
 Model, tables and optimizer stay between windows of minutes. Ids are those of the prepared data set `data.path`; the first weights are
 the champion's, where the registry has one. Values that are new since (stream.new_values) have rows of their own; where a table is

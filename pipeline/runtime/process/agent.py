@@ -1,6 +1,6 @@
 """Start the ranks of a verb, and start them again when one fails.
 
-python -m pipeline.agent --nproc-per-node 2 -m pipeline.train experiment=quickstart
+python -m pipeline agent --nproc-per-node 2 -m pipeline train experiment=quickstart
 
 torchrun, whose flags are taken as they are, with an exit code that a scheduler can act on: ranks that end with a
 final code (pipeline.runtime.process.exit_codes) are not started again; SIGTERM and SIGINT reach the ranks, which have the grace to
@@ -228,7 +228,3 @@ def main() -> None:
             if name.startswith("torch.distributed"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
     sys.exit(run(_take_grace(sys.argv[1:])))
-
-
-if __name__ == "__main__":
-    main()

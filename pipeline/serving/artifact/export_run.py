@@ -1,4 +1,4 @@
-"""Export a checkpoint as an artifact that scores raw rows:  python -m pipeline.export run=runs/quickstart precision=int8
+"""Export a checkpoint as an artifact that scores raw rows:  python -m pipeline export run=runs/quickstart precision=int8
 
 Tables in fp32, fp16, int8, int4 or int2, one by one too (tables.cat_3=fp16), or precision=auto for the smallest mix within
 ne_budget; rows left out by pruning.kind=untrained or frequency; layers in fp32, bf16 or int8 (dense=bf16), and compiled
@@ -184,4 +184,4 @@ def _ending(summary: ExportSummary) -> list[str]:
         lines.append(f"already exported to {summary.artifact}: nothing to do")
     else:
         lines.append(f"written to  {summary.artifact} ({show_size(sizes['artifact'])}) in {summary.seconds:.1f} s")
-    return [*lines, f"next        python -m pipeline.serve {word('artifact', summary.artifact)}"]
+    return [*lines, f"next        python -m pipeline serve {word('artifact', summary.artifact)}"]

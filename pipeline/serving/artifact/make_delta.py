@@ -278,7 +278,7 @@ class Publisher:
         if self._job.follow:
             pin(self._folder, delta.sequence - 1, refusal)
             refusal += (
-                f". The chain stops there until `python -m pipeline.publish artifact={self._artifact} unpin=true`"
+                f". The chain stops there until `python -m pipeline publish artifact={self._artifact} unpin=true`"
             )
         raise DeltaRefusedError(refusal)
 

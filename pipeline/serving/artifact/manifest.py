@@ -154,7 +154,7 @@ def read_manifest(path: str) -> Manifest:
         raise ArtifactError(f"{path} is no artifact: its export was not finished; export again")
     if not storage.is_file(file):
         raise ArtifactError(
-            f"{path} is no artifact: it has no {MANIFEST}; make one: python -m pipeline.export run=<run>"
+            f"{path} is no artifact: it has no {MANIFEST}; make one: python -m pipeline export run=<run>"
         )
     if storage.size_bytes(file) > MAX_MANIFEST_BYTES:
         raise ArtifactError(f"{file} has more than {MAX_MANIFEST_BYTES} bytes: it is no manifest")

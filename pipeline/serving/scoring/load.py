@@ -35,7 +35,7 @@ def find_folder(artifact: str) -> FoundArtifact:
     if not storage.is_file(manifest):
         raise ServingError(
             f"artifact={artifact} is neither an artifact nor a registry with a champion: {manifest} is missing; "
-            "make one by python -m pipeline.export run=<run>"
+            "make one by python -m pipeline export run=<run>"
         )
     return FoundArtifact(path, hashlib.sha256(storage.read_text(manifest).encode()).hexdigest())
 

@@ -1,4 +1,4 @@
-"""Score raw rows with an exported artifact:  python -m pipeline.predict artifact=artifacts/quickstart source=rows.parquet output=scores.parquet
+"""Score raw rows with an exported artifact:  python -m pipeline predict artifact=artifacts/quickstart source=rows.parquet output=scores.parquet
 
 With a two-tower's artifact, find the best items of each row (retrieve.k=100), or give its vector (retrieve.vectors=true).
 

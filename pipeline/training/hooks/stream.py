@@ -31,7 +31,7 @@ class StreamOffsets(Hook):
         if self._reader is None and place is not None:
             raise TrainingError(
                 f"{self.job.run_dir} holds step {manifest['step']} of a training that followed {place['name']}: go on with "
-                "python -m pipeline.retrain ... follow=true, or choose another run_dir"
+                "python -m pipeline retrain ... follow=true, or choose another run_dir"
             )
         if self._reader is not None and place is not None:
             self._reader.go_to(int(place["batch"]), place)

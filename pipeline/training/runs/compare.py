@@ -107,14 +107,14 @@ class Comparison:
 def compare(runs: Sequence[Run], split: str | None = None, confidence: float = 0.98) -> Comparison:
     """Raises ConfigError for fewer than two runs, one run twice, and a split on which no run was measured."""
     if len(runs) < 2:
-        raise ConfigError("compare takes two runs at least: python -m pipeline.runs compare RUN RUN")
+        raise ConfigError("compare takes two runs at least: python -m pipeline runs compare RUN RUN")
     if len({run.path for run in runs}) < len(runs):
         raise ConfigError(f"a run is named twice among {', '.join(run.path for run in runs)}: name each once")
     variants, split = group(runs), split or choose_split(runs)
     found = {run.path: run.metrics(split) for run in runs}
     if not any(metrics for _, metrics in found.values()):
         raise ConfigError(
-            f"none of these runs was measured on the {split} split: python -m pipeline.evaluate run=... split={split}"
+            f"none of these runs was measured on the {split} split: python -m pipeline evaluate run=... split={split}"
         )
     details, notes = read_all_details(runs, split, {path: step for path, (step, _) in found.items()})
     names = dict.fromkeys(
@@ -174,7 +174,7 @@ def read_all_details(
     """Path -> what the run's evaluation saw, of all runs or of none; and why none."""
     missing = [run.path for run in runs if (split, steps[run.path]) not in run.details]
     if missing:
-        how = f"python -m pipeline.evaluate {word('run', missing[0])} split={split} step={steps[missing[0]]}"
+        how = f"python -m pipeline evaluate {word('run', missing[0])} split={split} step={steps[missing[0]]}"
         return {}, [f"no intervals: {missing[0]} keeps nothing of the rows that it was measured on; {how}"]
     found = {run.path: read_details(run.details[split, steps[run.path]]) for run in runs}
     first = found[runs[0].path]

@@ -212,7 +212,7 @@ def open_run(path: str) -> Run:
     path = path.rstrip("/")
     if not storage.is_file(storage.join(path, CONFIG)):
         raise ConfigError(
-            f"{path} is no run folder: it has no {CONFIG}; `python -m pipeline.runs list FOLDER` finds those below a folder"
+            f"{path} is no run folder: it has no {CONFIG}; `python -m pipeline runs list FOLDER` finds those below a folder"
         )
     return Run(path)
 

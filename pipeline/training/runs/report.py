@@ -40,7 +40,7 @@ def try_report(path: str) -> str:
         return write_report(Run(path))
     except Exception as error:
         logger.warning(
-            "no report (%s: %s); `python -m pipeline.report run=%s` tries again", type(error).__name__, error, path
+            "no report (%s: %s); `python -m pipeline report run=%s` tries again", type(error).__name__, error, path
         )
         return ""
 

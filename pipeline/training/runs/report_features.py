@@ -32,7 +32,7 @@ def features_section(dataset: Dataset | None, details: EvaluationDetails | None,
             "Lines are two standard errors. Of features that say the same each looks less important than it is alone.</p>"
         )
     else:
-        yield f'<p class="faint">By how much NE rises without each: <code>python -m pipeline.evaluate run={escape(run.path)} importance_rows=20000</code></p>'
+        yield f'<p class="faint">By how much NE rises without each: <code>python -m pipeline evaluate run={escape(run.path)} importance_rows=20000</code></p>'
     headings, cells = _feature_rows(dataset, details, run)
     yield (
         '<p class="faint">Ids, and the share of lookups that the top id and the top 1 % of them take, are of the training split; coverage, '

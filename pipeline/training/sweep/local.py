@@ -17,12 +17,12 @@ GRACE_S = 35.0  # for trainings that are asked to save and end
 
 
 class LocalProcesses:
-    """`launch`: the words before a training's own; None: this Python's `-m pipeline.train`. Each gets its share of the cores."""
+    """`launch`: the words before a training's own; None: this Python's `-m pipeline train`. Each gets its share of the cores."""
 
     poll_s = 0.2
 
     def __init__(self, parallel: int, launch: Sequence[str] | None) -> None:
-        self._launch = list(launch or [sys.executable, "-m", "pipeline.train"])
+        self._launch = list(launch or [sys.executable, "-m", "pipeline", "train"])
         threads = str(max(1, len(os.sched_getaffinity(0)) // parallel))
         self._environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}  # by run folder

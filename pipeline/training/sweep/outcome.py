@@ -69,13 +69,13 @@ def winner_words(result: SweepResult) -> list[str]:
 
 def winner_command(result: SweepResult) -> str:
     words = [*winner_words(result), f"run_dir={result.run_dir}/winner"]
-    return f"python -m pipeline.train {' '.join(map(shlex.quote, words))}"
+    return f"python -m pipeline train {' '.join(map(shlex.quote, words))}"
 
 
 def _in_lines(result: SweepResult) -> str:
     """The winner's command, a word a line."""
     words = [*winner_words(result), f"run_dir={result.run_dir}/winner"]
-    return " \\\n    ".join(["python -m pipeline.train", *map(shlex.quote, words)]) + "\n"
+    return " \\\n    ".join(["python -m pipeline train", *map(shlex.quote, words)]) + "\n"
 
 
 def describe(result: SweepResult) -> str:

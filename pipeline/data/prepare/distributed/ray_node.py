@@ -58,7 +58,7 @@ def run_head(host: str, port: int, flags: list[str], words: list[str]) -> int:
         if not _answers(host, port, node) or not _has_started(node, log):
             print(f"error: Ray did not start:\n{log.read_text()[-2000:]}", file=sys.stderr, flush=True)
             return FAILED
-        command = [sys.executable, "-u", "-m", "pipeline.prepare", *words]
+        command = [sys.executable, "-u", "-m", "pipeline", "prepare", *words]
         verb = subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": address})
         _pass_on_signals(verb)
         return verb.wait()

@@ -12,6 +12,3 @@ from pipeline.extras.shadow.rehearsal.job import RehearseJob
 from pipeline.extras.shadow.rehearsal.rehearse import check_job, describe, rehearse
 
 main = verb("rehearse", RehearseJob, describe=describe, validate=check_job)(rehearse)
-
-if __name__ == "__main__":
-    main()
