@@ -19,7 +19,6 @@ EXCEPTIONS = {
     "config/planner.py": (1, "the values of a key; config is checked without torch"),
     "config/training.py": (1, "the values of a key; config is checked without torch"),
     "planner/head_rows.py": (1, "it resolves a job without torch; hardware may be somewhere else"),
-    "runtime/nodes/facts.py": (1, "it reports the version of CUDA that torch was built for"),
     "sharding/torchrec/sharder.py": (1, "TorchRec's list of sharding types for GPUs, on every device"),
     "sharding/torchrec/sharding.py": (1, "TorchRec's codecs for GPUs, on every device"),
     "training/hooks/profile.py": (1, "a part of the names of operations that count as collectives"),

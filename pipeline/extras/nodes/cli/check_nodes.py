@@ -12,11 +12,8 @@ from pathlib import Path
 from pipeline.cli.verb import verb
 from pipeline.config.jobs.machine import CheckNodesJob
 from pipeline.devices.process_group import init_distributed
+from pipeline.extras.nodes.check import Limits, NodesReport, check_nodes, describe
 from pipeline.runtime.errors import LaunchError
-from pipeline.runtime.logs import get_logger
-from pipeline.runtime.nodes.check import Limits, NodesReport, check_nodes, describe
-
-logger = get_logger(__name__)
 
 
 def check(job: CheckNodesJob) -> NodesReport:

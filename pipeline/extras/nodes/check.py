@@ -1,0 +1,154 @@
+"""Run all checks of a job's nodes, and report what they found."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field
+
+from pipeline.extras.nodes.links import Link, clock_offsets, gather, measure_all_to_all, measure_links
+from pipeline.extras.nodes.shared_folder import REPLACES, FolderFacts, check_folder
+from pipeline.extras.nodes.software import NodeFacts, gpu_problems, node_facts
+from pipeline.runtime.process.distributed import DistributedContext
+
+SLOW_LINK = 0.5  # of the median
+SHOWN_NODES = 16  # for more nodes, the slowest links are listed instead of the matrix
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Limits:
+    """min_gb_per_s: of every link; 0: not known. max_clock_skew_s: between any two nodes."""
+
+    min_gb_per_s: float = 0.0
+    max_clock_skew_s: float = 1.0
+
+
+@dataclass
+class NodesReport:
+    """nodes: by the lowest rank of each. clocks: seconds ahead of the first node, and the bound of that estimate."""
+
+    world_size: int
+    backend: str
+    megabytes: float
+    nodes: dict[int, NodeFacts]
+    links: list[Link]
+    all_to_all_bytes_per_s: float
+    clocks: dict[int, tuple[float, float]]
+    folder: FolderFacts | None = None
+    problems: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def check_nodes(context: DistributedContext, folder: str, megabytes: float, limits: Limits) -> NodesReport:
+    """Collective: the same report on all ranks. `folder`: a shared one; empty: none is checked."""
+    gathered = gather(context, node_facts())
+    # Agents that share a host, as when a cluster is tried on one machine, count as nodes of their own.
+    places = [f"{facts.host}/{rank // context.local_world_size}" for rank, facts in enumerate(gathered)]
+    members = sorted(places.index(place) for place in set(places))
+    num_bytes = int(megabytes * 1e6)
+    report = NodesReport(
+        context.world_size,
+        context.backend,
+        megabytes,
+        {rank: gathered[rank] for rank in members},
+        measure_links(context, members, num_bytes),
+        measure_all_to_all(context, num_bytes),
+        clock_offsets(context, members),
+        check_folder(context, folder) if folder else None,
+    )
+    report.problems = find_problems(report, limits)
+    return report
+
+
+def find_problems(report: NodesReport, limits: Limits) -> list[str]:
+    """Return what would end, slow down or spoil a run, each with what to do."""
+    found = []
+    for package in sorted({package for facts in report.nodes.values() for package in facts.versions}):
+        hosts = defaultdict(list)
+        for facts in report.nodes.values():
+            hosts[facts.versions.get(package, "missing")].append(facts.host)
+        if len(hosts) > 1:
+            seen = "; ".join(f"{version} on {_some(hosts[version])}" for version in sorted(hosts))
+            found.append(f"{package} differs: {seen}; start all nodes from one image or environment")
+    found += [f"{facts.host}: {text}" for facts in report.nodes.values() for text in gpu_problems(facts)]
+    most = max(len(facts.gpus) for facts in report.nodes.values())
+    if short := [facts.host for facts in report.nodes.values() if len(facts.gpus) < most]:
+        advice = "drain it, or ask for nodes of one kind"
+        found.append(f"{_some(short)}: fewer GPUs than the {most} of other nodes; {advice}")
+    found += [*_link_problems(report, limits), *_clock_problems(report, limits)]
+    return [*found, *(report.folder.problems if report.folder else [])]
+
+
+def _link_problems(report: NodesReport, limits: Limits) -> list[str]:
+    speeds = {link: link.bytes_per_s / GB for link in report.links}
+    median = statistics.median(speeds.values()) if speeds else 0.0
+    floor = max(SLOW_LINK * median if len(speeds) > 2 else 0.0, limits.min_gb_per_s)
+    slow = sorted((link for link in speeds if speeds[link] < floor), key=speeds.__getitem__)
+    if not slow:
+        return []
+    hosts = {rank: facts.host for rank, facts in report.nodes.items()}
+    named = _some([f"{hosts[each.source]} -> {hosts[each.target]} {speeds[each]:.2f}" for each in slow])
+    return [
+        f"{len(slow)} of {len(speeds)} links are under {floor:.2f} GB/s (median {median:.2f}): {named}; "
+        "the slowest link sets every step's pace: leave out a node that is in most of them"
+    ]
+
+
+def _clock_problems(report: NodesReport, limits: Limits) -> list[str]:
+    ahead = {report.nodes[rank].host: offset for rank, (offset, _) in report.clocks.items()}
+    early, late = min(ahead, key=ahead.__getitem__), max(ahead, key=ahead.__getitem__)
+    skew = ahead[late] - ahead[early]
+    if skew <= limits.max_clock_skew_s:
+        return []
+    return [
+        f"the clock of {late} is {skew:.2f} s ahead of the clock of {early}, more than {limits.max_clock_skew_s:g} s: "
+        "logs and events cannot be put in order; start chrony or ntpd there"
+    ]
+
+
+def _some(names: list[str], count: int = 4) -> str:
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
+
+
+def describe(report: NodesReport) -> str:
+    """Return the matrix of links, one line a measure, and the problems."""
+    lines = [f"{len(report.nodes)} node(s), {report.world_size} rank(s), {report.backend}"]
+    for rank, facts in report.nodes.items():
+        gpus = f", {len(facts.gpus)} x {facts.gpus[0]['name']}" if facts.gpus else ", no GPU"
+        offset, bound = report.clocks[rank]
+        clock = f", clock {offset * 1e3:+.2f} ms (within {bound * 1e3:.2f})" if rank else ""
+        lines.append(f"  rank {rank}: {facts.host}, {facts.cores} cores, {facts.memory_gib:.0f} GiB{gpus}{clock}")
+    lines += _describe_links(report)
+    if report.world_size > 1:
+        speed = report.all_to_all_bytes_per_s / GB
+        lines.append(f"all-to-all of {report.megabytes:g} MB a rank: {speed:.2f} GB/s sent by each rank")
+    if report.folder:
+        found = report.folder
+        lines.append(
+            f"shared folder: a renamed file is seen after {found.visible_after_s * 1e3:.0f} ms, {found.replaces_seen} of "
+            f"{REPLACES} replacements were seen by a reader, writes {found.write_bytes_per_s / GB:.2f} GB/s with fsync, "
+            f"{found.free_bytes / 2**30:.0f} GiB free"
+        )
+    lines += [f"FAIL {problem}" for problem in report.problems]
+    return "\n".join(lines if report.problems else [*lines, "all is well"])
+
+
+def _describe_links(report: NodesReport) -> list[str]:
+    if not report.links:
+        return ["one node: no link between nodes to measure"]
+    speeds = {(link.source, link.target): link.bytes_per_s / GB for link in report.links}
+    latencies = [link.latency_s * 1e6 for link in report.links]
+    title = f"links, GB/s of {report.megabytes:g} MB messages (latency {min(latencies):.0f} to {max(latencies):.0f} us)"
+    if len(report.nodes) > SHOWN_NODES:
+        slowest = sorted(speeds, key=speeds.__getitem__)[:8]
+        listed = [f"  rank {source} -> {target}: {speeds[source, target]:.2f}" for source, target in slowest]
+        return [f"{title}: median {statistics.median(speeds.values()):.2f}, the slowest:", *listed]
+    lines = ["  from \\ to " + "".join(f"{rank:>8}" for rank in report.nodes)]
+    for source in report.nodes:
+        row = (f"{speeds[source, target]:>8.2f}" if source != target else f"{'-':>8}" for target in report.nodes)
+        lines.append(f"  {source:>9} " + "".join(row))
+    return [f"{title}:", *lines]
