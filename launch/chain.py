@@ -13,18 +13,14 @@ import argparse
 import dataclasses
 import re
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 import yaml
 
-from launch.airflow import AirflowOptions, render_dag
-from launch.argo import render_workflow
-from launch.compose import ComposeOptions, render_compose
-from launch.kubernetes_options import KubernetesOptions
 from launch.options import add_flags, from_flags
 from launch.slurm import HAS_CONTAINERS, SlurmOptions, render_sbatch
+from launch.targets import Target, register, registered
 from launch.workload import SERVICES, WORKLOADS, Stage, Where, make_workload
 from pipeline.cli.command_line import print_user_errors
 from pipeline.runtime.errors import LaunchError, check_choice
@@ -112,15 +108,15 @@ def _entry(chain: str, name: str, stage: Any, defaults: dict[str, Any], before: 
     return _Entry(name, verb, where, overrides, tuple(after))
 
 
-def render_slurm(chain: Chain, options: SlurmOptions) -> str:
+def render_slurm(name: str, stages: list[Stage], options: SlurmOptions) -> str:
     """A script that submits all stages at once; each waits for those before, and goes when one of them fails."""
     parts = [
-        f"#!/bin/bash\n# {chain.name}: {' -> '.join(stage.name for stage in chain.stages)}. Run it by bash; it prints a job id a stage.\n"
+        f"#!/bin/bash\n# {name}: {' -> '.join(stage.name for stage in stages)}. Run it by bash; it prints a job id a stage.\n"
         "set -euo pipefail"
     ]
-    if any(stage.workload.image for stage in chain.stages):
+    if any(stage.workload.image for stage in stages):
         parts.append(HAS_CONTAINERS)
-    for stage in chain.stages:
+    for stage in stages:
         variable, mark = _variable(stage.name), f"END_OF_{_variable(stage.name).upper()}"
         ids = ":".join(f"${{{_variable(name)}%%;*}}" for name in stage.after)
         waits = f' --dependency="afterok:{ids}" --kill-on-invalid-dep=yes' if ids else ""
@@ -135,27 +131,23 @@ def _variable(name: str) -> str:
     return "job_" + name.replace("-", "_")
 
 
-TARGETS: dict[str, tuple[type, Callable[[Chain, Any], str]]] = {
-    "slurm": (SlurmOptions, render_slurm),
-    "argo": (KubernetesOptions, lambda chain, options: render_workflow(chain.name, chain.stages, options)),
-    "airflow": (AirflowOptions, lambda chain, options: render_dag(chain.name, chain.stages, options)),
-    "compose": (ComposeOptions, lambda chain, options: render_compose(chain.name, chain.stages, options)),
-}
+register("chain", "slurm", Target(SlurmOptions, render_slurm))
 
 
 def render_chain(argv: list[str]) -> str:
     """The text for the words behind `chain`; --help and errors end the process as in every verb."""
     usage = "python -m launch.render chain TARGET CHAIN.yaml [flags]"
     with print_user_errors():
-        if not argv or argv[0] not in TARGETS:
-            raise LaunchError(f"{usage}: TARGET is one of {', '.join(TARGETS)}")
-    kind, render_with = TARGETS[argv[0]]
+        targets = registered("chain")
+        if not argv or argv[0] not in targets:
+            raise LaunchError(f"{usage}: TARGET is one of {', '.join(targets)}")
+    target: Target = targets[argv[0]]
     parser = argparse.ArgumentParser(usage=usage, allow_abbrev=False, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", metavar="CHAIN.yaml", help="name, defaults and stages")
-    add_flags(parser, kind, argv[0])
+    add_flags(parser, target.options, argv[0])
     typed = parser.parse_args(argv[1:])
     with print_user_errors():
-        options: Any = from_flags(kind, typed)
+        options: Any = from_flags(target.options, typed)
     chain = read_chain(typed.file)
     with print_user_errors():
-        return render_with(chain, options)
+        return target.render(chain.name, chain.stages, options)

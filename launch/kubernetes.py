@@ -1,5 +1,5 @@
 """Render a Workload as manifests for Kubernetes: an Indexed Job with a headless Service, which needs no operator, a JobSet,
-or the kind of an operator (launch.operators).
+or the kind of an operator (launch.extras).
 
 A pod a node. They meet at the pod with index 0, whose name the Service makes known. What becomes of a failed pod, its exit
 code says (pipeline.runtime.process.exit_codes).
@@ -8,25 +8,18 @@ code says (pipeline.runtime.process.exit_codes).
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from launch.indexed_job import STAYS_SO, job_spec, jobset_spec, metadata
 from launch.kubernetes_options import KubernetesOptions
 from launch.kubernetes_pod import INSTANCE, check_meeting, is_kept, pod_template, warning_lines
-from launch.manifest import check_letter_first, given, patched, to_yaml
-from launch.operators import pytorch_job, ray_job, train_job, volcano_job
+from launch.manifest import check_letter_first, given, of_kind, patched, to_yaml
+from launch.targets import START_AGAIN, Kind, register, registered
 from launch.workload import Workload, check_one_task
 from pipeline.runtime.errors import LaunchError
 from pipeline.runtime.process.exit_codes import REQUEUE
 
-AGAIN = {
-    "job": "start a pod again, uncounted",
-    "jobset": "start a pod again, uncounted",
-    "volcano": "start all pods again, which Volcano counts",
-    "trainjob": "start a pod again, uncounted",
-}
 LONGEST_NAME = 50  # of a workload
 
 
@@ -40,7 +33,7 @@ def render_job(workload: Workload, options: KubernetesOptions) -> str:
         check_one_task(workload, f"--kind {options.kind}")
     check_meeting(workload, options)
     workload = named_for_attempt(workload, options)
-    objects = KINDS[options.kind](workload, options)
+    objects = registered("kind")[options.kind].render(workload, options)
     return to_yaml(patched(objects, options.patch), _comment(workload, options))
 
 
@@ -58,17 +51,13 @@ def headless_service(workload: Workload, options: KubernetesOptions) -> dict[str
     Raises LaunchError for a name that begins with a digit: a Service's must not.
     """
     check_letter_first(workload.name, "several nodes")
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {**metadata(workload, options), **_owned(workload, options)},
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {INSTANCE: workload.name},
-            "ports": [{"name": "c10d", "port": workload.port}],
-        },
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {INSTANCE: workload.name},
+        "ports": [{"name": "c10d", "port": workload.port}],
     }
+    return of_kind("v1", "Service", {**metadata(workload, options), **_owned(workload, options)}, spec)
 
 
 def _owned(workload: Workload, options: KubernetesOptions) -> dict[str, Any]:
@@ -79,37 +68,26 @@ def _owned(workload: Workload, options: KubernetesOptions) -> dict[str, Any]:
     return {"ownerReferences": [owner]}
 
 
-def _job(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]:
+def render_indexed_job(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]:
     many = workload.nodes > 1
     head = f"{workload.name}-0.{workload.name}" if many else "localhost"
     template = pod_template(workload, options, head, workload.name if many else "")
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": metadata(workload, options, queued=True),
-        "spec": {**job_spec(workload, options, template), "ttlSecondsAfterFinished": options.keep_s},
-    }
+    spec = {**job_spec(workload, options, template), "ttlSecondsAfterFinished": options.keep_s}
+    job = of_kind("batch/v1", "Job", metadata(workload, options, queued=True), spec)
     return [headless_service(workload, options), job] if many else [job]
 
 
-def _jobset(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]:
-    jobset = {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": metadata(workload, options, queued=True),
-        "spec": given(
-            suspend=True if options.queue else None,
-            ttlSecondsAfterFinished=options.keep_s,
-            **jobset_spec(workload, options, subdomain=workload.name),
-        ),
-    }
-    return [jobset]
+def render_jobset(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]:
+    spec = given(
+        suspend=True if options.queue else None,
+        ttlSecondsAfterFinished=options.keep_s,
+        **jobset_spec(workload, options, subdomain=workload.name),
+    )
+    return [of_kind("jobset.x-k8s.io/v1alpha2", "JobSet", metadata(workload, options, queued=True), spec)]
 
 
-KINDS: dict[str, Callable[[Workload, KubernetesOptions], list[dict[str, Any]]]] = {
-    "job": _job, "jobset": _jobset, "volcano": lambda workload, options: [volcano_job(workload, options)],
-    "trainjob": train_job, "pytorchjob": pytorch_job, "rayjob": ray_job,
-}  # fmt: skip
+register("kind", "job", Kind(render_indexed_job, START_AGAIN))
+register("kind", "jobset", Kind(render_jobset, START_AGAIN))
 
 
 def _comment(workload: Workload, options: KubernetesOptions) -> str:
@@ -118,13 +96,14 @@ def _comment(workload: Workload, options: KubernetesOptions) -> str:
             f"{workload.verb}: a Ray cluster of {workload.nodes} pods, for KubeRay 1.3 or newer, which ends with the job.\n"
             "A pod that is lost is replaced, and its tasks run again; when the head is lost, --max-retries starts anew and goes on."
         )
+    again = registered("kind")[options.kind].again
     where = "." if workload.nodes == 1 else f", {workload.nodes} pods that meet at the first."
     if workload.is_elastic:
-        where = f", {workload.least_nodes} to {workload.nodes} pods that meet in the run folder: one that is lost comes back when there is a node for it."
+        where = f", {workload.min_nodes} to {workload.nodes} pods that meet in the run folder: one that is lost comes back when there is a node for it."
     lines = [
         f"{workload.verb}: {workload.nodes} x {workload.ranks_per_node} rank(s){where}",
-        f"Exit codes {', '.join(map(str, STAYS_SO))} (mistakes) fail the job at once; {REQUEUE} (asked to stop) and evictions {AGAIN[options.kind]}."
-        if options.kind in AGAIN
+        f"Exit codes {', '.join(map(str, STAYS_SO))} (mistakes) fail the job at once; {REQUEUE} (asked to stop) and evictions {again}."
+        if again
         else "A PyTorchJob knows no exit codes: whatever ends a pod, a mistake too, counts towards --max-retries.",
     ]
     if workload.log_dir and is_kept(workload, options):

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Optional
 
 from launch.network import NetworkOptions
-from launch.options import option
+from launch.options import flag_of, option
+from launch.targets import registered
 from pipeline.runtime.errors import LaunchError, check_at_least, check_choice
 
-KINDS = ("job", "jobset", "volcano", "trainjob", "pytorchjob", "rayjob")
 PULL_POLICIES = ("Always", "IfNotPresent", "Never")
 EFFECTS = ("", "NoSchedule", "PreferNoSchedule", "NoExecute")
+NAMES = ("namespace", "queue", "secret", "pull_secret", "service_account", "priority_class", "runtime_class")
+RESOURCE = re.compile(r"([a-z0-9.-]+/[\w.-]+|hugepages-\w+)=\d+[A-Za-z]*")
 UID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
@@ -61,17 +63,15 @@ class KubernetesOptions(NetworkOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("--kind", self.kind, KINDS)
+        check_choice("--kind", self.kind, registered("kind"))
         for name in ("shm_mb", "deadline_s", "keep_s", "ephemeral_mb"):
-            check_at_least(_flag(name), getattr(self, name), 0)
+            check_at_least(flag_of(name), getattr(self, name), 0)
         check_at_least("--meeting-timeout-s", self.meeting_timeout_s, 1)
         check_at_least("--grace-s", self.grace_s, 1, allow_none=True)
         check_at_least("--fs-group", self.fs_group, -1)
         check_choice("--pull-policy", self.pull_policy or "Always", PULL_POLICIES)
         for name, amount in (self.resource or {}).items():
-            if not re.fullmatch(r"[a-z0-9.-]+/[\w.-]+|hugepages-\w+", name) or not re.fullmatch(
-                r"\d+[A-Za-z]*", amount
-            ):
+            if not RESOURCE.fullmatch(f"{name}={amount}"):
                 raise LaunchError(f"--resource {name}={amount}: give DOMAIN/NAME=NUMBER, for instance rdma/hca=8")
         if unknown := [name for name in self.capabilities if not re.fullmatch("[A-Z_]+", name)]:
             raise LaunchError(
@@ -88,16 +88,8 @@ class KubernetesOptions(NetworkOptions):
             raise LaunchError("--run-as-user 0 is root; give another number, or leave it to the image")
         if not self.workdir.startswith("/"):
             raise LaunchError(f"--workdir {self.workdir}: give a path that begins with /")
-        for name in (
-            "namespace",
-            "queue",
-            "secret",
-            "pull_secret",
-            "service_account",
-            "priority_class",
-            "runtime_class",
-        ):
-            _check_names(_flag(name), getattr(self, name))
+        for name in NAMES:
+            _check_names(flag_of(name), getattr(self, name))
         for name, path in (self.secret_mount or {}).items():
             _check_names("--secret-mount", name)
             if not path.startswith("/"):
@@ -118,7 +110,3 @@ def _check_names(flag: str, names: Optional[str]) -> None:
     for name in (names or "").split(","):
         if name and not all(DNS_LABEL.fullmatch(part) for part in name.split(".")):
             raise LaunchError(f"{flag} {name}: names in Kubernetes are lower-case letters, digits and dashes")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from launch.indexed_job import metadata
 from launch.kubernetes_options import KubernetesOptions
-from launch.kubernetes_pod import INSTANCE, labels_of, pod_template, warning_lines
-from launch.manifest import given, patched, to_yaml
+from launch.kubernetes_pod import INSTANCE, pod_template, warning_lines
+from launch.manifest import of_kind, patched, to_yaml
 from launch.options import option
 from launch.workload import Workload
 from pipeline.runtime.errors import LaunchError, check_at_least, check_within
@@ -70,10 +71,6 @@ def serving_objects(workload: Workload, options: ServingOptions) -> list[dict[st
     return objects
 
 
-def _metadata(workload: Workload, options: ServingOptions) -> dict[str, Any]:
-    return given(name=workload.name, namespace=options.namespace, labels=labels_of(workload, options))
-
-
 def _deployment(workload: Workload, options: ServingOptions) -> dict[str, Any]:
     spec = {
         **({} if options.max_replicas else {"replicas": options.replicas}),  # else each apply would undo autoscaling
@@ -82,7 +79,7 @@ def _deployment(workload: Workload, options: ServingOptions) -> dict[str, Any]:
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
         "template": _pod(workload, options),
     }
-    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": _metadata(workload, options), "spec": spec}
+    return of_kind("apps/v1", "Deployment", metadata(workload, options), spec)
 
 
 def _pod(workload: Workload, options: ServingOptions) -> dict[str, Any]:
@@ -113,29 +110,20 @@ def _pod(workload: Workload, options: ServingOptions) -> dict[str, Any]:
 
 
 def _probe(path: str, period_s: int, failures: int) -> dict[str, Any]:
-    return {
-        "httpGet": {"path": path, "port": "http"},
-        "periodSeconds": period_s,
-        "timeoutSeconds": 3,
-        "failureThreshold": failures,
-    }
+    asked = {"httpGet": {"path": path, "port": "http"}, "periodSeconds": period_s}
+    return {**asked, "timeoutSeconds": 3, "failureThreshold": failures}
 
 
 def _service(workload: Workload, options: ServingOptions) -> dict[str, Any]:
     port = {"name": "http", "port": options.service_port, "targetPort": "http"}
     spec = {"selector": {INSTANCE: workload.name}, "ports": [port]}
-    return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(workload, options), "spec": spec}
+    return of_kind("v1", "Service", metadata(workload, options), spec)
 
 
 def _disruption_budget(workload: Workload, options: ServingOptions) -> dict[str, Any]:
     """Nodes that are drained take one pod at a time."""
     spec = {"maxUnavailable": 1, "selector": {"matchLabels": {INSTANCE: workload.name}}}
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": _metadata(workload, options),
-        "spec": spec,
-    }
+    return of_kind("policy/v1", "PodDisruptionBudget", metadata(workload, options), spec)
 
 
 def _autoscaler(workload: Workload, options: ServingOptions) -> dict[str, Any]:
@@ -152,19 +140,10 @@ def _autoscaler(workload: Workload, options: ServingOptions) -> dict[str, Any]:
         "metrics": metrics,
         "behavior": {"scaleDown": {"stabilizationWindowSeconds": 300}},
     }
-    return {
-        "apiVersion": "autoscaling/v2",
-        "kind": "HorizontalPodAutoscaler",
-        "metadata": _metadata(workload, options),
-        "spec": spec,
-    }
+    return of_kind("autoscaling/v2", "HorizontalPodAutoscaler", metadata(workload, options), spec)
 
 
 def _monitor(workload: Workload, options: ServingOptions) -> dict[str, Any]:
     endpoint = {"port": "http", "path": "/metrics", "interval": f"{options.scrape_s}s"}
-    return {
-        "apiVersion": "monitoring.coreos.com/v1",
-        "kind": "ServiceMonitor",
-        "metadata": _metadata(workload, options),
-        "spec": {"selector": {"matchLabels": {INSTANCE: workload.name}}, "endpoints": [endpoint]},
-    }
+    spec = {"selector": {"matchLabels": {INSTANCE: workload.name}}, "endpoints": [endpoint]}
+    return of_kind("monitoring.coreos.com/v1", "ServiceMonitor", metadata(workload, options), spec)

@@ -87,6 +87,10 @@ def check_letter_first(name: str, whose: str) -> None:
         raise LaunchError(f"--name {name}: names of {whose} must begin with a letter; give --name")
 
 
+def of_kind(api_version: str, kind: str, metadata: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata, "spec": spec}
+
+
 def given(**values: Any) -> dict[str, Any]:
     """The mapping without what is None, "", [] or {}; 0 and False stay."""
     return {key: value for key, value in values.items() if value not in (None, "", [], {})}

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pipeline.runtime.errors import LaunchError
+from pipeline.cli.command_line import print_user_errors
+from pipeline.runtime.errors import LaunchError, check_choice
+from pipeline.runtime.process.stdout import write_out
 
 Options = TypeVar("Options")
 
@@ -22,7 +26,7 @@ def option(default: Any, text: str) -> Any:
 def add_flags(parser: argparse.ArgumentParser, kind: type, title: str) -> None:
     group = parser.add_argument_group(title)
     for each, plain in _fields(kind):
-        flag, text = _flag(each.name), each.metadata.get("help", "").replace("%", "%%")
+        flag, text = flag_of(each.name), each.metadata.get("help", "").replace("%", "%%")
         if plain is bool:
             group.add_argument(
                 flag, action=argparse.BooleanOptionalAction, default=each.default, help=text, dest=each.name
@@ -39,20 +43,36 @@ def from_flags(kind: type[Options], typed: argparse.Namespace) -> Options:
     values = {each.name: getattr(typed, each.name) for each, _ in _fields(kind)}
     for each, plain in _fields(kind):
         if get_origin(plain) is dict:
-            values[each.name] = _pairs(_flag(each.name), values[each.name])
+            values[each.name] = _pairs(flag_of(each.name), values[each.name])
     return kind(**values)
 
 
 def parse_job(
     parser: argparse.ArgumentParser, argv: list[str], kinds: dict[str, type]
-) -> tuple[argparse.Namespace, list[str]]:
-    """The flags of these kinds and --check-data, and the overrides behind `--`."""
+) -> tuple[argparse.Namespace, list[str], list[Any]]:
+    """Read the flags of these kinds and --check-data. Returns the flags, the overrides behind `--`, and an object a kind."""
     for title, kind in kinds.items():
         add_flags(parser, kind, title)
     text = "read here what the job reads, and validate the job against it"
     parser.add_argument("--check-data", action=argparse.BooleanOptionalAction, default=True, help=text)
     middle = argv.index("--") if "--" in argv else len(argv)
-    return parser.parse_args(argv[:middle]), argv[middle + 1 :]
+    typed = parser.parse_args(argv[:middle])
+    with print_user_errors():
+        return typed, argv[middle + 1 :], [from_flags(kind, typed) for kind in kinds.values()]
+
+
+def main_of(doc: str, what: str, targets: Collection[str], render: Callable[[str, list[str]], str]) -> None:
+    """Print what `render` makes of the words behind a target; without a target, the usage and exit code 2."""
+    argv = sys.argv[1:]
+    if argv[:1] and argv[0] in targets:
+        write_out(render(argv[0], argv[1:]).removesuffix("\n"))
+        return
+    asked = argv[:1] in (["-h"], ["--help"])
+    if argv and not asked:
+        with print_user_errors():
+            check_choice(what, argv[0], targets)
+    print(doc.strip(), file=sys.stdout if asked else sys.stderr)
+    sys.exit(0 if asked else 2)
 
 
 def _fields(kind: type) -> list[tuple["dataclasses.Field[Any]", Any]]:
@@ -67,7 +87,7 @@ def _without_none(hint: Any) -> Any:
     return hint
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 

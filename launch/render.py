@@ -21,13 +21,12 @@ from launch.chain import render_chain
 from launch.kubernetes import render_job
 from launch.kubernetes_options import KubernetesOptions
 from launch.kubernetes_serving import ServingOptions, render_serving
-from launch.options import from_flags, option, parse_job
+from launch.options import main_of, option, parse_job
 from launch.resources import this_host
 from launch.slurm import SlurmOptions, render_sbatch
 from launch.workload import SERVICES, WORKLOADS, Where, Workload, check_one_task, make_workload
 from pipeline.cli.command_line import print_user_errors
-from pipeline.runtime.errors import LaunchError, check_choice
-from pipeline.runtime.process.stdout import write_out
+from pipeline.runtime.errors import LaunchError
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,7 @@ def render(target: str, argv: list[str]) -> str:
     parser.add_argument(
         "--rehearse", action="store_true", help="try a training's first and last rank on shadow GPUs before"
     )
-    typed, overrides = parse_job(parser, argv, {"the job": Where, target: kind})
-    with print_user_errors():
-        options: Any = from_flags(kind, typed)
-        where = from_flags(Where, typed)
+    typed, overrides, (where, options) = parse_job(parser, argv, {"the job": Where, target: kind})
     workload = make_workload(typed.verb, __doc__, overrides, where, typed.check_data)
     with print_user_errors():
         text = render_with(workload, options)
@@ -96,17 +92,10 @@ def render(target: str, argv: list[str]) -> str:
 
 
 def main() -> None:
-    argv = sys.argv[1:]
-    if argv[:1] == ["chain"] or (argv[:1] and argv[0] in TARGETS):
-        text = render_chain(argv[1:]) if argv[0] == "chain" else render(argv[0], argv[1:])
-        write_out(text.removesuffix("\n"))
-        return
-    asked = argv[:1] in (["-h"], ["--help"])
-    if argv and not asked:
-        with print_user_errors():
-            check_choice("the target", argv[0], [*TARGETS, "chain"])
-    print((__doc__ or "").strip(), file=sys.stdout if asked else sys.stderr)
-    sys.exit(0 if asked else 2)
+    def text_of(target: str, argv: list[str]) -> str:
+        return render_chain(argv) if target == "chain" else render(target, argv)
+
+    main_of(__doc__ or "", "the target", [*TARGETS, "chain"], text_of)
 
 
 if __name__ == "__main__":

@@ -8,20 +8,18 @@ The job is `retrain` unless --verb says otherwise; it is composed and validated 
 from __future__ import annotations
 
 import argparse
-import sys
 import zoneinfo
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Optional
 
 from launch.cron import parse_cron
-from launch.crontab import CrontabOptions, ScrontabOptions, render_crontab, render_scrontab
 from launch.indexed_job import job_spec, metadata, queue_label
 from launch.kubernetes import headless_service
 from launch.kubernetes_options import KubernetesOptions
 from launch.kubernetes_pod import JOB_NAME, labels_of, pod_template
-from launch.manifest import given, patched, to_yaml
-from launch.options import from_flags, option, parse_job
+from launch.manifest import given, of_kind, patched, to_yaml
+from launch.options import main_of, option, parse_job
+from launch.targets import Target, register, registered
 from launch.workload import WORKLOADS, Where, Workload, check_one_task, make_workload
 from pipeline.cli.command_line import print_user_errors
 from pipeline.runtime.errors import LaunchError, check_at_least, check_choice, check_within, did_you_mean
@@ -74,17 +72,13 @@ def render_cronjob(workload: Workload, cron: str, options: CronJobOptions) -> st
             "spec": job_spec(workload, options, template),
         },
     }
-    job: dict[str, Any] = {"apiVersion": "batch/v1", "kind": "CronJob", "metadata": metadata(workload, options), "spec": spec}  # fmt: skip
+    job = of_kind("batch/v1", "CronJob", metadata(workload, options), spec)
     comment = f"{workload.verb} at {cron}, {options.time_zone or 'in the time zone of the control plane'}."
     objects = [headless_service(workload, options), job] if many else [job]
     return to_yaml(patched(objects, options.patch), comment)
 
 
-TARGETS: dict[str, tuple[type, Callable[[Workload, str, Any], str]]] = {
-    "kubernetes": (CronJobOptions, render_cronjob),
-    "slurm": (ScrontabOptions, render_scrontab),
-    "cron": (CrontabOptions, render_crontab),
-}
+register("schedule", "kubernetes", Target(CronJobOptions, render_cronjob))
 
 
 @dataclass(frozen=True)
@@ -103,34 +97,22 @@ class Tick:
 
 def schedule(target: str, argv: list[str]) -> str:
     """The text for the words behind the target; --help and errors end the process as in every verb."""
-    kind, render_with = TARGETS[target]
+    kind = registered("schedule")[target].options
     parser = argparse.ArgumentParser(
         prog=f"python -m launch.schedule {target}", allow_abbrev=False,
         usage='%(prog)s --cron "0 * * * *" [flags] -- key=value ...', description=(__doc__ or "").splitlines()[0],
     )  # fmt: skip
-    typed, overrides = parse_job(parser, argv, {"the tick": Tick, "the job": Where, target: kind})
-    with print_user_errors():
-        tick = from_flags(Tick, typed)
-        options: Any = from_flags(kind, typed)
-        where = from_flags(Where, typed)
+    kinds = {"the tick": Tick, "the job": Where, target: kind}
+    typed, overrides, (tick, where, options) = parse_job(parser, argv, kinds)
     workload = make_workload(tick.verb, __doc__, overrides, where, typed.check_data)
     with print_user_errors():
         if workload.is_elastic:
             check_one_task(workload, "launch.schedule")
-        return render_with(workload, tick.cron, options)
+        return str(registered("schedule")[target].render(workload, tick.cron, options))
 
 
 def main() -> None:
-    argv = sys.argv[1:]
-    if argv[:1] and argv[0] in TARGETS:
-        print(schedule(argv[0], argv[1:]), end="")
-        return
-    if argv[:1] and not argv[0].startswith("-"):
-        with print_user_errors():
-            check_choice("the scheduler", argv[0], TARGETS)
-    asked = argv[:1] in (["-h"], ["--help"])
-    print((__doc__ or "").strip(), file=sys.stdout if asked else sys.stderr)
-    sys.exit(0 if asked else 2)
+    main_of(__doc__ or "", "the scheduler", registered("schedule"), schedule)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pipeline.runtime.process.exit_codes import DONE, FINAL, REQUEUE, USER_ERROR
 
 LINE_WIDTH = 110
 AFTER_GRACE_S = 30  # between the end of the grace and the time limit, for what the batch script does then
-MOST_REQUEUES = 100  # of a job that is stopped by its time limit again and again
+MAX_REQUEUES = 100  # of a job that is stopped by its time limit again and again
 EMPTY_STARTS = 3  # that may be stopped before they have saved anything, however few retries there are
 # srun lists the options of its plugins. A container that cannot start would be tried again.
 HAS_CONTAINERS = (
@@ -99,7 +99,7 @@ def render_sbatch(workload: Workload, options: SlurmOptions) -> str:
         "trap : TERM  # Slurm stops the ranks itself; this script stays to hear how they ended",
         *environment(workload, options),
         "\n".join(_start(workload, options)),
-        "\n".join(_ending(workload, options)),
+        _ending(workload, options),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -258,7 +258,7 @@ def _of_task(words: list[str]) -> list[str]:
 
 def _start(workload: Workload, options: SlurmOptions) -> Iterator[str]:
     yield from meeting_lines(workload)
-    if workload.steps and workload.goes_on_after_sigterm:
+    if workload.steps and workload.is_resumable:
         newest = f"find {shlex.quote(workload.steps)} -maxdepth 1 -name 'step_*' 2> /dev/null | sort | tail -n 1"
         yield f"newest_step() {{ {newest}; }}"
         yield "before=$(newest_step)"
@@ -317,41 +317,43 @@ def _phrases(words: list[str]) -> Iterator[str]:
         yield waiting
 
 
-def _ending(workload: Workload, options: SlurmOptions) -> Iterator[str]:
+def _ending(workload: Workload, options: SlurmOptions) -> str:
     """Requeue what another start brings further. A job that is being cancelled, requeued or pre-empted is left alone."""
-    yield 'echo "the ranks ended with code $code"'
-    if options.requeue:
-        final = " | ".join(map(str, sorted({DONE, *FINAL} - {REQUEUE})))
-        yield f"# {REQUEUE}: stopped in time, and saved. Codes that another start would not change are left alone; others are failures."
-        yield "again=no"
-        yield 'failures="$SLURM_JOB_NAME-$SLURM_JOB_ID.failures"'
-        yield "failed() {  # what happened, and how often that is tried again"
-        yield '    echo "$1" >> "$failures"'
-        yield '    if [ "$(wc -l < "$failures")" -le "$2" ]; then again=yes; else echo "not tried again: $1"; fi'
-        yield "}"
-        yield 'if [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)" = RUNNING ]; then'
-        yield "    case $code in"
-        yield f"        {final}) ;;"
-        if workload.goes_on_after_sigterm:
-            yield from _after_sigterm(workload)
-        if workload.max_retries:
-            yield f'        *) failed "code $code" {workload.max_retries} ;;'
-        yield "    esac"
-        yield "fi"
-        yield '[ $again = yes ] && scontrol requeue "$SLURM_JOB_ID"'
-        yield f'[ "$code" -eq {DONE} ] && rm -f -- "$failures"'
-    yield "exit $code"
+    if not options.requeue:
+        return 'echo "the ranks ended with code $code"\nexit $code'
+    cases = [f"        {' | '.join(map(str, sorted({DONE, *FINAL} - {REQUEUE})))}) ;;"]
+    if workload.is_resumable:
+        cases.append(_after_sigterm(workload))
+    if workload.max_retries:
+        cases.append(f'        *) failed "code $code" {workload.max_retries} ;;')
+    return f"""\
+echo "the ranks ended with code $code"
+# {REQUEUE}: stopped in time, and saved. Codes that another start would not change are left alone; others are failures.
+again=no
+failures="$SLURM_JOB_NAME-$SLURM_JOB_ID.failures"
+failed() {{  # what happened, and how often that is tried again
+    echo "$1" >> "$failures"
+    if [ "$(wc -l < "$failures")" -le "$2" ]; then again=yes; else echo "not tried again: $1"; fi
+}}
+if [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)" = RUNNING ]; then
+    case $code in
+{chr(10).join(cases)}
+    esac
+fi
+[ $again = yes ] && scontrol requeue "$SLURM_JOB_ID"
+[ "$code" -eq {DONE} ] && rm -f -- "$failures"
+exit $code"""
 
 
-def _after_sigterm(workload: Workload) -> Iterator[str]:
+def _after_sigterm(workload: Workload) -> str:
     """A start that was stopped before it saved anything counts as a failure: the next one may get no further."""
-    again = f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {MOST_REQUEUES} ]'
+    again = f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {MAX_REQUEUES} ]'
     if not workload.steps:
-        yield f"        {REQUEUE}) {again} && again=yes ;;"
-        return
-    yield f"        {REQUEUE})"
-    yield '            if [ "$(newest_step)" = "$before" ]; then'
-    yield f'                failed "nothing was saved before SIGTERM came" {max(workload.max_retries, EMPTY_STARTS)}'
-    yield f"            elif {again}; then"
-    yield "                again=yes"
-    yield "            fi ;;"
+        return f"        {REQUEUE}) {again} && again=yes ;;"
+    return f"""\
+        {REQUEUE})
+            if [ "$(newest_step)" = "$before" ]; then
+                failed "nothing was saved before SIGTERM came" {max(workload.max_retries, EMPTY_STARTS)}
+            elif {again}; then
+                again=yes
+            fi ;;"""

@@ -17,7 +17,7 @@ from pipeline.runtime.errors import LaunchError
 
 FIELDS = "%i|%T|%j|%N|%R"  # job id, state, name, nodes, why it waits
 # The state of an array: it runs while one of its tasks runs, and has failed if one of them has failed.
-GOES_ON = ("RUNNING", "COMPLETING", "PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED")
+UNFINISHED = ("RUNNING", "COMPLETING", "PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def find_job(job_id: str) -> Optional[SlurmJob]:
 
 def _whole(job_id: str, tasks: list[SlurmJob]) -> Optional[SlurmJob]:
     """The job of these tasks, of an array or the only one; None of none."""
-    order = [*GOES_ON, "", "CANCELLED", "COMPLETED"]
+    order = [*UNFINISHED, "", "CANCELLED", "COMPLETED"]
     first = min(tasks, key=lambda task: order.index(task.state if task.state in order else ""), default=None)
     if first is None or len(tasks) == 1:
         return first and replace(first, job_id=job_id)
@@ -159,5 +159,5 @@ def _run(words: Sequence[str], stdin: str = "") -> "subprocess.CompletedProcess[
 
 
 def _refusal(words: Sequence[str], stderr: str) -> str:
-    said = " ".join(stderr.split()) or "it said nothing"
-    return f"Slurm refused: {said}" if words[0] in said else f"Slurm refused: {words[0]}: {said}"
+    text = " ".join(stderr.split()) or "it printed nothing"
+    return f"Slurm refused: {text}" if words[0] in text else f"Slurm refused: {words[0]}: {text}"

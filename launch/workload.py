@@ -16,13 +16,13 @@ from typing import Optional
 from launch.options import option
 from launch.resources import asked_host, on_hardware, parse_elastic_shape, parse_shape, threads_per_rank, with_hardware
 from pipeline.cli.command_line import (
+    check_geometry,
+    check_world_sizes,
     has_dataset,
     parse_command_line,
     print_user_errors,
     validate_evaluation,
-    validate_geometry,
     validate_train,
-    validate_world_sizes,
 )
 from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob, PredictJob
 from pipeline.config.jobs.machine import CheckNodesJob
@@ -47,7 +47,7 @@ MEETINGS = ".meetings"  # of agents whose nodes come and go, in the run folder
 
 RAY_NODE = "pipeline.data.prepare.distributed.ray_node"
 
-GO_ON = ("prepare", "train", "retrain", "predict")  # verbs whose work before a SIGTERM is not lost
+RESUMABLE = ("prepare", "train", "retrain", "predict")  # verbs whose work before a SIGTERM is not lost
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Workload:
     tasks: int = 1  # of an array: the command runs so often, each time with another number
     steps: str = ""  # the local folder of its checkpoints; empty: none, or in an object store
     on_ray: bool = False  # nodes of a Ray cluster that lasts as long as the job
-    least_nodes: int = 0  # that go on when others are lost; `nodes` is then the most. 0: all are needed
+    min_nodes: int = 0  # that go on when others are lost; `nodes` is then the most. 0: all are needed
 
     @property
     def is_distributed(self) -> bool:
@@ -115,13 +115,13 @@ class Workload:
     @property
     def shape(self) -> str:
         """As -j takes it."""
-        least = f"{self.least_nodes}:" if self.is_elastic else ""
+        least = f"{self.min_nodes}:" if self.is_elastic else ""
         return f"{least}{self.nodes}x{self.ranks_per_node}"
 
     @property
     def is_elastic(self) -> bool:
         """Whether nodes may come and go: they meet in a folder, and none is the first."""
-        return self.least_nodes > 0
+        return self.min_nodes > 0
 
     def argv(self, host: str = "localhost", job_id: str = "none") -> list[str]:
         """The command with the head node and the scheduler's name of the job filled in, both as plain text."""
@@ -144,9 +144,9 @@ class Workload:
         return RDZV_PORT if self.nodes > 1 else 0
 
     @property
-    def goes_on_after_sigterm(self) -> bool:
+    def is_resumable(self) -> bool:
         """Whether the same command gets further after a SIGTERM; an evaluation starts from its beginning."""
-        return self.verb in GO_ON
+        return self.verb in RESUMABLE
 
     def threads(self, default_cpu: int) -> int:
         """OMP_NUM_THREADS of a rank; `default_cpu` cores a node where the job does not say."""
@@ -172,7 +172,7 @@ def _validate_here(job: TrainJob) -> None:
 
 def _validate_unseen(job: TrainJob) -> None:
     """What needs no data set; a line on stderr says what was not looked at. Raises UserError."""
-    validate_geometry(job)
+    check_geometry(job, job.world_size)
     print(f"data.path={job.data.path} was not looked at from here: the job checks it when it starts", file=sys.stderr)
 
 
@@ -196,7 +196,7 @@ def _for_each_size(world_sizes: list[int], validate: Callable[[TrainJob], None])
     """As `validate`, and that the run may go on with each of these numbers of ranks."""
 
     def validate_all(job: TrainJob) -> None:
-        validate_world_sizes(job, world_sizes)
+        check_world_sizes(job, world_sizes)
         validate(job)
 
     return validate_all
@@ -207,10 +207,10 @@ def _elastic(workload: Workload, least: int, folder: str) -> Workload:
     meets = {
         "--rdzv-endpoint": folder,
         "--nnodes": f"{least}:{workload.nodes}",
-        "--rdzv-backend": "folder",  # of pipeline.runtime.process.meeting
+        "--rdzv-backend": "folder",  # of pipeline.runtime.process.file_rendezvous
     }
     words = [meets.get(flag, word) for flag, word in zip(["", *workload.command], workload.command, strict=False)]
-    return replace(workload, command=words, least_nodes=least)
+    return replace(workload, command=words, min_nodes=least)
 
 
 def evaluate(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
@@ -405,16 +405,8 @@ def _ranks(verb: str, words: list[str], where: Where, name: str, log_dir: str, g
     logs = "" if "://" in log_dir else log_dir  # a URI is no folder for the ranks' files
     command = [
         # Our agent: torchrun with exit codes that a scheduler can act on.
-        *(
-            _python(where),
-            "-m",
-            "pipeline",
-            "agent",
-            "--grace-s",
-            f"{grace_s:g}",
-            "--rdzv-endpoint",
-            ENDPOINT,
-        ),
+        *(_python(where), "-m", "pipeline", "agent", "--grace-s", f"{grace_s:g}"),
+        *("--rdzv-endpoint", ENDPOINT),
         *("--nnodes", str(nodes), "--nproc-per-node", str(ranks), "--max-restarts", str(where.max_restarts)),
         *("--rdzv-backend", "c10d", "--rdzv-id", JOB_ID),
         # Rank 0's output goes to the console, every rank's to its file.

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.chain import TARGETS as CHAINS
+from launch.targets import registered
+from pipeline.cli.arguments import Arguments, read_arguments
 from pipeline.cli.command_line import load_config
-from pipeline.cli.words import Words, read_words
 from pipeline.runtime.errors import ConfigError
 from tests.docs.keys import PLAIN, groups, is_override, jobs, verbs
 from tests.docs.pages import (
@@ -175,8 +175,8 @@ def assert_all_compose(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
     return len(composed)
 
 
-def read(verb: str, words: list[str]) -> Words:
-    return read_words([word for word in words if word != "..."], verbs()[verb].commands, verbs()[verb].default)
+def read(verb: str, words: list[str]) -> Arguments:
+    return read_arguments([word for word in words if word != "..."], verbs()[verb].commands, verbs()[verb].default)
 
 
 def write_files(folder: Path) -> None:
@@ -233,7 +233,7 @@ def problem_of(command: Command) -> str:
     module = words[2] if len(words) > 2 and words[1] == "-m" else ""
     if module == "launch.render" and list(words[3:4]) == ["chain"]:
         targets = set("".join(words[4:5]).split("|"))
-        unknown_targets = targets - {*CHAINS, "TARGET"}
+        unknown_targets = targets - {*registered("chain"), "TARGET"}
         return f"launch.render chain knows no {unknown_targets}" if unknown_targets else ""
     if module.startswith(("benchmarks.", "tests.")):
         file = REPOSITORY / (module.replace(".", "/") + ".py")

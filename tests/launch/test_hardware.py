@@ -18,7 +18,7 @@ from launch.schedule import schedule
 from pipeline.runtime.errors import LaunchError
 from tests.support.messages import mentions, names
 
-kubernetes_scheduler = pytest.importorskip("launch.kubernetes_scheduler")
+kubernetes_scheduler = pytest.importorskip("launch.extras.volcano_scheduler")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 JOB = ["--no-check-data", "--", "experiment=mlperf_dlrmv2", "data.path=/cluster/alone"]

@@ -18,7 +18,7 @@ import yaml
 from torchx.specs.builders import materialize_appdef
 
 from launch import components
-from launch.kubernetes_scheduler import KubernetesScheduler, create_scheduler
+from launch.extras.volcano_scheduler import KubernetesScheduler, create_scheduler
 from pipeline.training.sweep.jobs import SchedulerJobs
 from pipeline.training.sweep.pool import Pool, Training
 from tests.launch.manifests import assert_valid, pod_templates, read

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launch.crontab import CrontabOptions, ScrontabOptions, render_crontab, render_scrontab
+from launch.extras.crontab import CrontabOptions, ScrontabOptions, render_crontab, render_scrontab
 from launch.schedule import CronJobOptions, main, render_cronjob, schedule
 from launch.workload import Where, Workload, make_workload
 from tests.launch.manifests import assert_valid, expand, pod_templates, read

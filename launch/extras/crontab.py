@@ -13,6 +13,7 @@ from typing import Optional
 from launch.options import option
 from launch.resources import this_host
 from launch.slurm import SlurmOptions, environment, meeting_lines, placed, sbatch_lines, srun_words
+from launch.targets import Target, register
 from launch.workload import Workload
 from pipeline.runtime.errors import LaunchError
 
@@ -96,3 +97,7 @@ def _check_printable(command: str) -> None:
         raise LaunchError(
             "an override holds a line break or another sign that a crontab cannot have; put it into an experiment file"
         )
+
+
+register("schedule", "slurm", Target(ScrontabOptions, render_scrontab))
+register("schedule", "cron", Target(CrontabOptions, render_crontab))

@@ -1,10 +1,10 @@
 """Render a Workload for operators of Kubernetes: a Job of Volcano, a TrainJob or PyTorchJob of Kubeflow, a RayJob of KubeRay.
 
-Volcano starts all pods of a job or none; `torchx run -s kubernetes` submits its Job. A task a node, as TorchX has it, so that its
-status and log find them. A TrainJob (Trainer v2) has a runtime of its own; its pods are a JobSet's, so they meet and end as those
-do. A PyTorchJob (Training Operator v1) has a master and workers, numbered by the operator, and knows no exit codes. A RayJob is a
-preparation with engine=ray: a head, on which the verb runs, and workers, whose command KubeRay gives (rayjob_types.go,
-raycluster_types.go).
+Volcano starts all pods of a job or none; `torchx run -s kubernetes` submits its Job. A task is a node, as TorchX has it, so
+that TorchX's status and log find it. A TrainJob (Trainer v2) has a runtime of its own; its pods are those of a JobSet, so they
+meet and end as in a JobSet. A PyTorchJob (Training Operator v1) has a master and workers, numbered by the operator, and knows
+no exit codes. A RayJob is a preparation with engine=ray: a head, on which the verb runs, and workers, whose command KubeRay
+gives (rayjob_types.go, raycluster_types.go).
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Any
 
 from launch.indexed_job import NODES, jobset_spec, metadata
 from launch.kubernetes_options import KubernetesOptions
-from launch.kubernetes_pod import CONTAINER, labels_of, pod_template
-from launch.manifest import check_letter_first, given
+from launch.kubernetes_pod import CONTAINER, pod_template
+from launch.manifest import check_letter_first, given, of_kind
+from launch.targets import START_AGAIN, Kind, register
 from launch.workload import Workload, check_one_task
 from pipeline.runtime.errors import LaunchError
 from pipeline.runtime.process.exit_codes import FINAL, REQUEUE
 
 LONGEST_HOST_NAME = 63
 # For jobs without retries of their own: Volcano takes 0 for 3, and counts evictions as retries.
-MOST_EVICTIONS = 3
+MAX_EVICTIONS = 3
 
 
 def volcano_job(workload: Workload, options: KubernetesOptions) -> dict[str, Any]:
@@ -34,12 +35,12 @@ def volcano_job(workload: Workload, options: KubernetesOptions) -> dict[str, Any
     return {
         "apiVersion": "batch.volcano.sh/v1alpha1",
         "kind": "Job",
-        "metadata": given(name=workload.name, namespace=options.namespace, labels=labels_of(workload, options)),
+        "metadata": metadata(workload, options),
         "spec": {
             "schedulerName": "volcano",
             "queue": options.queue or "default",
             "minAvailable": workload.nodes,
-            "maxRetry": workload.max_retries or MOST_EVICTIONS,
+            "maxRetry": workload.max_retries or MAX_EVICTIONS,
             "ttlSecondsAfterFinished": options.keep_s,
             **given(priorityClassName=options.priority_class),
             # Names are known before a pod is ready: the nodes have to meet in order to become so.
@@ -91,23 +92,15 @@ def train_job(workload: Workload, options: KubernetesOptions) -> list[dict[str, 
     for rule in nodes["template"]["spec"]["podFailurePolicy"]["rules"]:
         if "onExitCodes" in rule:
             rule["onExitCodes"]["containerName"] = NODES
-    runtime = {
-        "apiVersion": f"{TRAINER_GROUP}/v1alpha1",
-        "kind": "TrainingRuntime",
-        "metadata": metadata(workload, options),
-        "spec": {"mlPolicy": {"numNodes": workload.nodes}, "template": {"spec": template}},
-    }
-    job = {
-        "apiVersion": f"{TRAINER_GROUP}/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": metadata(workload, options, queued=True),
-        "spec": given(
-            runtimeRef={"apiGroup": TRAINER_GROUP, "kind": "TrainingRuntime", "name": workload.name},
-            suspend=True if options.queue else None,
-            activeDeadlineSeconds=options.deadline_s or None,
-        ),
-    }
-    return [runtime, job]
+    version = f"{TRAINER_GROUP}/v1alpha1"
+    run_by = {"mlPolicy": {"numNodes": workload.nodes}, "template": {"spec": template}}
+    spec = given(
+        runtimeRef={"apiGroup": TRAINER_GROUP, "kind": "TrainingRuntime", "name": workload.name},
+        suspend=True if options.queue else None,
+        activeDeadlineSeconds=options.deadline_s or None,
+    )
+    runtime = of_kind(version, "TrainingRuntime", metadata(workload, options), run_by)
+    return [runtime, of_kind(version, "TrainJob", metadata(workload, options, queued=True), spec)]
 
 
 def pytorch_job(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]:
@@ -124,13 +117,8 @@ def pytorch_job(workload: Workload, options: KubernetesOptions) -> list[dict[str
         backoffLimit=workload.max_retries * workload.nodes,  # the end of one pod ends the others
         suspend=True if options.queue else None,
     )
-    job = {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "metadata": metadata(workload, options, queued=True),
-        "spec": {"runPolicy": policy, "pytorchReplicaSpecs": replicas},
-    }
-    return [job]
+    spec = {"runPolicy": policy, "pytorchReplicaSpecs": replicas}
+    return [of_kind("kubeflow.org/v1", "PyTorchJob", metadata(workload, options, queued=True), spec)]
 
 
 def _replica(workload: Workload, options: KubernetesOptions, head: str, node: str, number: int) -> dict[str, Any]:
@@ -196,3 +184,13 @@ def _template(workload: Workload, options: KubernetesOptions, name: str) -> dict
     container["securityContext"]["readOnlyRootFilesystem"] = False  # what Ray writes where was not looked at
     pod.pop("restartPolicy")
     return template
+
+
+register(
+    "kind",
+    "volcano",
+    Kind(lambda workload, options: [volcano_job(workload, options)], "start all pods again, which Volcano counts"),
+)
+register("kind", "trainjob", Kind(train_job, START_AGAIN))
+register("kind", "pytorchjob", Kind(pytorch_job))
+register("kind", "rayjob", Kind(ray_job))

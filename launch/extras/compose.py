@@ -11,6 +11,7 @@ from typing import Any
 from launch.manifest import given, to_yaml
 from launch.options import option
 from launch.resources import on_cluster
+from launch.targets import Target, register
 from launch.workload import Stage, Workload, check_one_task
 from pipeline.runtime.errors import LaunchError, check_within
 
@@ -126,10 +127,8 @@ def _mount(stage: Stage, source: str, target: str, read_only: bool) -> str:
 
 def _health(port: int) -> dict[str, Any]:
     ask = f"import urllib.request; urllib.request.urlopen('http://localhost:{port}/health/ready', timeout=3)"
-    return {
-        "test": ["CMD", "python", "-c", ask],
-        "interval": "10s",
-        "timeout": "5s",
-        "retries": 6,
-        "start_period": "600s",
-    }
+    often = {"interval": "10s", "timeout": "5s", "retries": 6, "start_period": "600s"}
+    return {"test": ["CMD", "python", "-c", ask], **often}
+
+
+register("chain", "compose", Target(ComposeOptions, render_compose))

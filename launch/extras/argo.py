@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from launch.indexed_job import STAYS_SO
-from launch.kubernetes import KINDS
+from launch.kubernetes import render_jobset
 from launch.kubernetes_options import KubernetesOptions
 from launch.kubernetes_pod import labels_of, pod_template
 from launch.kubernetes_serving import ServingOptions, serving_objects
 from launch.manifest import given, to_yaml
+from launch.targets import Target, register
 from launch.workload import Stage, check_one_task
 from pipeline.runtime.errors import LaunchError
 
@@ -72,7 +73,7 @@ def _templates(stage: Stage, options: KubernetesOptions) -> list[dict[str, Any]]
         return [_resource(name, "apply", each) for name, each in zip(names, objects, strict=True)]
     if stage.workload.nodes > 1:
         named = replace(stage.workload, name=f"{THIS_RUN}-{stage.name}")
-        (jobset,) = KINDS["jobset"](named, replace(options, kind="jobset"))
+        (jobset,) = render_jobset(named, replace(options, kind="jobset"))
         ends = {
             "successCondition": "status.terminalState == Completed",
             "failureCondition": "status.terminalState == Failed",
@@ -103,3 +104,6 @@ def _step(stage: Stage, options: KubernetesOptions) -> dict[str, Any]:
         **{key: pod[key] for key in OF_TEMPLATE if key in pod},
         podSpecPatch=json.dumps(rest) if rest else "",
     )
+
+
+register("chain", "argo", Target(KubernetesOptions, render_workflow))

@@ -13,6 +13,7 @@ from typing import Optional
 from launch.cron import parse_cron
 from launch.options import option
 from launch.slurm import SlurmOptions, render_sbatch
+from launch.targets import Target, register
 from launch.workload import Stage, check_one_task
 from pipeline.runtime.errors import LaunchError, check_choice
 
@@ -90,3 +91,6 @@ def _command(stage: Stage, options: AirflowOptions) -> str:
         )
     exports = [f"export {key}={shlex.quote(value)}\n" for key, value in workload.env.items()]
     return f"{enter}{''.join(exports)}exec {workload.shell_line('localhost', workload.name)}\n"
+
+
+register("chain", "airflow", Target(AirflowOptions, render_dag))

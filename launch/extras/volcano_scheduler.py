@@ -17,9 +17,9 @@ from torchx.specs import AppDef, AppState, Role, runopts
 from torchx.util.strings import normalize_str
 
 from launch.appdef import WORKLOAD
+from launch.extras.operators import longest_name, volcano_job
 from launch.kubernetes_options import KubernetesOptions
 from launch.manifest import to_yaml
-from launch.operators import longest_name, volcano_job
 from launch.workload import Workload, check_env
 from pipeline.runtime.errors import LaunchError
 

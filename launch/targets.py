@@ -1,0 +1,50 @@
+"""Find what launch renders: kinds of Kubernetes objects, targets of chains and of schedules.
+
+The core registers Slurm and Kubernetes; launch/extras registers the others. The core finds launch/extras by its
+name and works without the folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+START_AGAIN = "start a pod again, uncounted"
+EXTRAS = "launch.extras"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Of the objects on Kubernetes: what renders a workload, and what the exit code REQUEUE and an eviction do.
+
+    again: empty if the kind knows no exit codes.
+    """
+
+    render: Callable[[Any, Any], list[dict[str, Any]]]
+    again: str = ""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Of a chain, or of a schedule: the dataclass of its options, and what renders with them."""
+
+    options: type
+    render: Callable[..., str]
+
+
+_registered: dict[str, dict[str, Any]] = {"kind": {}, "chain": {}, "schedule": {}}
+
+
+def register(place: str, name: str, target: Any) -> None:
+    _registered[place][name] = target
+
+
+def registered(place: str) -> Mapping[str, Any]:
+    """Return name -> Kind (place "kind") or Target ("chain", "schedule"), those of the extras included."""
+    importlib.import_module("launch.kubernetes")
+    if importlib.util.find_spec(EXTRAS):
+        importlib.import_module(EXTRAS)
+    return _registered[place]
