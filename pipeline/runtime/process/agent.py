@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api as launcher
 
 from pipeline.runtime.logs import configure_logging, get_logger
-from pipeline.runtime.process import meeting
+from pipeline.runtime.process import file_rendezvous
 from pipeline.runtime.process.exit_codes import DONE, FAILED, FINAL, INTERRUPTED, REQUEUE, USER_ERROR
 from pipeline.runtime.process.processes import ELASTIC_JOB, ELASTIC_ROUND
 from pipeline.runtime.process.rank_logs import RankLogs
@@ -60,7 +60,7 @@ class Agent(LocalElasticAgent):
     def _rendezvous(self, worker_group: Any) -> None:
         before: int | None = worker_group.group_world_size
         super()._rendezvous(worker_group)
-        if (found := meeting.FolderMeeting.newest) is None:
+        if (found := file_rendezvous.FileRendezvous.newest) is None:
             return
         os.environ[ELASTIC_JOB], os.environ[ELASTIC_ROUND] = found.get_run_id(), str(found.round)
         now: int = worker_group.group_world_size
@@ -86,7 +86,7 @@ class Agent(LocalElasticAgent):
         return pids
 
     def _lost_a_node(self, worker_group: Any) -> bool:
-        found = meeting.FolderMeeting.newest
+        found = file_rendezvous.FileRendezvous.newest
         return found is not None and found.lost_one_of(worker_group.group_world_size)
 
     def _exit_codes(self) -> dict[int, int]:
@@ -104,7 +104,7 @@ class Agent(LocalElasticAgent):
         if not result.is_failed():
             return result
         codes = FINAL & set(self._ended_first.values())
-        if codes == {REQUEUE} and meeting.FolderMeeting.newest is not None:
+        if codes == {REQUEUE} and file_rendezvous.FileRendezvous.newest is not None:
             # A rank of another node was asked to stop, or to make room: all have saved, and none has failed.
             self._remaining_restarts += 1
             logger.warning("the ranks have saved; the nodes that are left start them again")
@@ -165,10 +165,10 @@ def run(argv: list[str]) -> int:
     """The exit code of the launch; see pipeline.runtime.process.exit_codes."""
     launcher.LocalElasticAgent = Agent  # type: ignore[misc]  # launch_agent makes its agent by this name
     torchrun.DefaultLogsSpecs = RankLogs  # type: ignore[misc]  # likewise
-    meeting.register()
+    file_rendezvous.register()
     listen()
     code = _run(parse(argv))
-    if (found := meeting.FolderMeeting.newest) is not None:
+    if (found := file_rendezvous.FileRendezvous.newest) is not None:
         if code in ENDS_ALL:
             found.end(code)
         else:
@@ -179,7 +179,7 @@ def run(argv: list[str]) -> int:
 def _run(args: argparse.Namespace) -> int:
     try:
         torchrun.run(args)
-    except meeting.MeetingEndedError as error:
+    except file_rendezvous.RendezvousEndedError as error:
         logger.warning("%s", error)
         return error.code
     except ChildFailedError as error:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MEASURED_BACKENDS = ("gloo",)
 REQUEST_NODES = "_ReqBackward"  # torchrec.distributed.comm_ops: All2All_Pooled_Req, ReduceScatter_Req, ...
-MOST_NODES = 64  # between an awaitable's result and its request there are two to five
+MAX_NODES = 64  # between an awaitable's result and its request there are two to five
 
 
 class CommsWait:
@@ -124,7 +124,7 @@ def clock_awaitable(awaitable: Awaitable[Any]) -> None:
 def _clock_requests(last: torch.autograd.graph.Node) -> None:
     """Clock the backward of TorchRec's requests that lie behind `last`: it begins by waiting for the gradients."""
     nodes, seen = [last], {last}
-    while nodes and len(seen) < MOST_NODES:
+    while nodes and len(seen) < MAX_NODES:
         node = nodes.pop()
         if node.name().endswith(REQUEST_NODES):
             node.register_prehook(_start)

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
-from pipeline.runtime.process.meeting import KEPT_STATES, FolderBackend
+from pipeline.runtime.process.file_rendezvous import KEPT_STATES, FolderBackend
 from pipeline.runtime.storage.lease import take_lease
 from tests.support.forks import WarmCommand
 

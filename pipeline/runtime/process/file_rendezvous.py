@@ -108,10 +108,10 @@ class FolderBackend(RendezvousBackend):
         return sorted(int(name) for name in names if name.isdigit())
 
 
-class FolderMeeting(DynamicRendezvousHandler):
+class FileRendezvous(DynamicRendezvousHandler):
     """torchelastic's handler, whose nodes come and go until end() says that nobody shall come any more."""
 
-    newest: FolderMeeting | None = None  # of this process: the launcher makes it and does not hand it out
+    newest: FileRendezvous | None = None  # of this process: the launcher makes it and does not hand it out
     folder: str
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -124,7 +124,7 @@ class FolderMeeting(DynamicRendezvousHandler):
         try:
             return super().next_rendezvous()
         except (RendezvousClosedError, RendezvousGracefulExitError):
-            raise MeetingEndedError(ended_code(self.folder) or 0) from None
+            raise RendezvousEndedError(ended_code(self.folder) or 0) from None
 
     @property
     def round(self) -> int:
@@ -162,7 +162,7 @@ class FolderMeeting(DynamicRendezvousHandler):
             self._close()
 
 
-class MeetingEndedError(Exception):
+class RendezvousEndedError(Exception):
     """The other nodes have ended the job, with this code."""
 
     def __init__(self, code: int) -> None:
@@ -184,21 +184,21 @@ def _ended_path(folder: str) -> str:
 
 
 def _make_handler(parameters: RendezvousParameters) -> DynamicRendezvousHandler:
-    """Raises MeetingEndedError where it is over."""
+    """Raises RendezvousEndedError where it is over."""
     folder = os.path.join(parameters.endpoint, parameters.run_id)
     if (code := ended_code(folder)) is not None:
-        raise MeetingEndedError(code)
+        raise RendezvousEndedError(code)
     backend = FolderBackend(folder)
     join, last_call = (
         timedelta(seconds=parameters.get_as_int(name, default) or default)
         for name, default in (("join_timeout", JOIN_S), ("last_call_timeout", LAST_CALL_S))
     )
-    handler = FolderMeeting.from_backend(
+    handler = FileRendezvous.from_backend(
         parameters.run_id, FileStore(os.path.join(folder, "store")), backend, parameters.min_nodes, parameters.max_nodes,
         parameters.local_addr, RendezvousTimeout(join, last_call), HEARTBEAT_S, LOST_AFTER,
     )  # fmt: skip
     handler.folder = folder
-    FolderMeeting.newest = handler
+    FileRendezvous.newest = handler
     return handler
 
 
