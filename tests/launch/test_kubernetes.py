@@ -97,7 +97,7 @@ def test_pods_meet_at_the_first_by_a_name_that_the_service_makes_known(data: str
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
     assert spec["backoffLimit"] == 6  # three times both
     words = [expand(word, {"JOB_COMPLETION_INDEX": "1"}) for word in _container(job)["command"]]
-    given = dict(zip(words[3:-5:2], words[4:-5:2], strict=True))
+    given = dict(zip(words[4:-6:2], words[5:-6:2], strict=True))
     assert words[:4] == ["python", "-m", "pipeline", "agent"]  # no shell
     assert given["--rdzv-endpoint"] == "quickstart-0.quickstart:29500" and given["--node-rank"] == "1"
     assert given["--nnodes"] == "2" and given["--nproc-per-node"] == "4" and given["--rdzv-id"] == "quickstart"
