@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from launch.targets import registered
-from pipeline.cli.words import Words, read_words
 from pipeline.cli.command_line import load_config
+from pipeline.cli.words import Words, read_words
 from pipeline.runtime.errors import ConfigError
 from tests.docs.keys import PLAIN, groups, is_override, jobs, verbs
 from tests.docs.pages import (
