@@ -41,6 +41,7 @@ LEAST_SHM_BYTES = 512 << 20  # Docker's default is 64 MiB; NCCL and pinned batch
 LEAST_DISK_BYTES = 5 << 30
 PROBE_TIMEOUT_S = 180  # a machine with ten times as many processes as cores takes a minute to import torch
 PROBE_PATH = [str(Path(__file__).parents[2])]  # so that a probe imports this very package, from any folder
+GPU_PROBES = ["gpus", "lookup_cuda", "all_to_all_nccl", "compiler"]
 GIB = 2**30
 
 
@@ -58,7 +59,7 @@ def diagnose() -> list[Finding]:
     has_gpu = bool(_nvidia_gpus()) or DEVICE_FILE.exists()
     # The CUDA set is right on a host without GPUs too: a login node that shares its environment with GPU nodes.
     gpu_set = has_gpu or set(_fbgemms()) == {"fbgemm-gpu"}
-    probes = ["lookup_cpu", "all_to_all_gloo"] + (["gpus", "lookup_cuda", "all_to_all_nccl"] if has_gpu else [])
+    probes = ["lookup_cpu", "all_to_all_gloo"] + (GPU_PROBES if has_gpu else [])
     with ThreadPoolExecutor(len(probes)) as pool:
         probed = [pool.submit(probe, name, gpu_set) for name in probes]
         findings = [_python(), *_stack(gpu_set), *_builds(has_gpu), _modules(gpu_set)]
@@ -223,6 +224,8 @@ def probe(name: str, gpu: bool) -> Finding:
     if done.returncode < 0:
         return Finding(name, f"crashed with {signal.Signals(-done.returncode).name}", _probe_mend(name, gpu))
     reason = _last_line(done.stderr) or f"exit code {done.returncode}"
+    if name == "compiler":  # a job trains without it
+        return Finding(name, f"trainer.compile=true would have no effect: {reason}")
     fix = stack_command(gpu) if "No module named" in reason else _probe_mend(name, gpu, reason)
     return Finding(name, reason, fix)
 

@@ -95,6 +95,15 @@ def gpus() -> str:
     return ", ".join(f"{gpu.name} {gpu.total_memory / 2**30:.0f} GiB" for gpu in seen)
 
 
+def compiler(device_type: str) -> str:
+    """torch.compile, which needs Triton, a C compiler and Python's headers: trainer.compile=true uses it."""
+    import torch
+
+    numbers = torch.arange(4.0, device=device_type)
+    _compare("torch.compile", torch.compile(lambda x: x * 2 + 1)(numbers).cpu(), torch.tensor([1.0, 3.0, 5.0, 7.0]))
+    return f"torch.compile works on {device_type}"
+
+
 def _compare(what: str, found: object, expected: object) -> None:
     import torch
 
@@ -109,6 +118,7 @@ PROBES = {
     "all_to_all_gloo": lambda: all_to_all("gloo"),
     "all_to_all_nccl": lambda: all_to_all("nccl"),
     "gpus": gpus,
+    "compiler": lambda: compiler("cuda"),
 }
 
 

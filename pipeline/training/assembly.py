@@ -17,6 +17,7 @@ from pipeline.config.planner import PlannerConfig
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.tables import TableConfig
 from pipeline.data.dataset import Dataset, check_group
+from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.table import Table
@@ -291,8 +292,14 @@ def open_reader(
         multi_hot=job.data.synthetic_multi_hot,
         drop_last=training and not every_row,
         with_groups=not training or every_row,
-        pin_memory=devices.current().copies_batches,
+        pin=pinned if devices.current().copies_batches else None,
         split_ids=IdSplitter(resolved.all_tables, skip_empty_bags=context.world_size > 1),
         targets=resolved.targets,
         quarantine_path=f"{job.run_dir}/quarantine/{split}.rank{context.rank}.jsonl",
     )
+
+
+def pinned(batch: Batch) -> Batch:
+    """Copy a batch to pinned memory, on any thread: a new thread's device is the host's first, not this rank's."""
+    devices.current().start()
+    return batch.pin_memory()

@@ -236,3 +236,11 @@ def test_it_explains_itself_and_takes_no_words(
     with pytest.raises(SystemExit) as stop:
         doctor.main()
     assert stop.value.code == 2 and "run=x" in capsys.readouterr().err
+
+
+def test_a_compiler_that_does_not_work_is_reported_and_is_not_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has no GPU, so the probe of torch.compile on one fails."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = doctor.probe("compiler", gpu=True)
+    assert found.name == "compiler" and found.fix == ""
+    assert found.found.startswith("trainer.compile=true would have no effect: ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,11 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from pipeline import devices
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.bags import leave_out_empty_bags
+from pipeline.training.assembly import pinned
 from tests.gpu.conftest import Gpus
 from tests.support import sharded_models
 from tests.training.tiny_training import CONFIG, fit_drawn
@@ -78,3 +81,16 @@ def _copied_beside_a_step(rank: int) -> None:
 def test_a_batchs_memory_is_not_given_away_while_it_is_read(gpus: Gpus) -> None:
     _, [report] = gpus.run(1, _copied_beside_a_step)
     assert report.problems == [] and report.record_streams >= 12
+
+
+def _pinned_on_a_thread(rank: int) -> int:
+    batch = Batch(torch.ones(3, 4), keyed_jagged_tensor(["a"], torch.arange(3), torch.ones(3), 3, [3]),
+                  torch.zeros(3), torch.ones(3))  # fmt: skip
+    with devices.using(devices.named("cuda", rank)), ThreadPoolExecutor(1) as thread:
+        assert thread.submit(pinned, batch).result().labels.is_pinned()
+        return thread.submit(torch.cuda.current_device).result()
+
+
+def test_threads_that_pin_batches_use_their_ranks_gpu(gpus: Gpus) -> None:
+    used, _ = gpus.run(2, _pinned_on_a_thread)
+    assert used == [0, 1]

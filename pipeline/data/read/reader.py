@@ -46,7 +46,7 @@ class ShardReader:
     multi_hot: feature -> ids a sample, sampled from the one-hot id (data.read.multi_hot).
     targets: the labels that batches have, with their masks; None: the data set's main one.
     split_ids: what the ids of every batch go through (embeddings.id_splitter), on the prefetch thread.
-    pin_memory: hand out batches in pinned memory, copied on the prefetch thread.
+    pin: copies a batch to pinned memory; called on the threads that assemble batches.
     with_groups: batches have the groups of rows, where the data set has some.
     quarantine_path: where the rows go that config.on_bad_rows=quarantine leaves out; None: into the log alone.
 
@@ -70,7 +70,7 @@ class ShardReader:
         multi_hot: dict[str, int] | None = None,
         drop_last: bool = True,
         with_groups: bool = False,
-        pin_memory: bool = False,
+        pin: Callable[[Batch], Batch] | None = None,
         quarantine_path: str | None = None,
         split_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None = None,
         targets: Sequence[Target] | None = None,
@@ -88,7 +88,7 @@ class ShardReader:
         self.steps_per_epoch = num_steps(self.num_rows, global_batch_size, config.num_streams, drop_last)
         self.stall_seconds = 0.0  # time that next() has waited, the first batch of each epoch included
         self._seed = seed
-        self._pin_memory, self._split_ids = pin_memory, split_ids
+        self._pin, self._split_ids = pin, split_ids
         self.dataset_fingerprint = dataset.fingerprint()
         split_features: frozenset[str] = getattr(split_ids, "features", frozenset())
         self.plain_features = [name for name in dataset.sparse_feature_names if name not in split_features]
@@ -182,7 +182,7 @@ class ShardReader:
 
     def _assemble(self, pieces: list[Piece], num_steps: int) -> list[Batch]:
         batches = [self._split(batch) for batch in self._assembler.assemble(pieces, num_steps)]
-        return [batch.pin_memory() for batch in batches] if self._pin_memory else batches
+        return batches if self._pin is None else [self._pin(batch) for batch in batches]
 
     def _split(self, batch: Batch) -> Batch:
         if self._split_ids is None:
