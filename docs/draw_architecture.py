@@ -19,7 +19,7 @@ BEGIN, END = "<!-- rooms: written by docs/draw_architecture.py -->", "<!-- end o
 
 # Top floor first: (room, what it holds).
 ROOMS = [
-    [("launch", "TorchX components, Slurm, Kubernetes, cron")],
+    [("launch", "TorchX components, Slurm, Kubernetes")],
     [("cli", "one file a verb: parse, call, describe")],
     [("retraining", "windows, challenger, gate, registry")],
     [("serving", "artifact, scoring, HTTP")],
@@ -35,7 +35,7 @@ ROOMS = [
 ]
 # What a reader needs to know beyond the picture.
 HOLDS = {
-    "launch": "TorchX components, sbatch scripts, manifests, cron lines; it knows the command line and config only",
+    "launch": "TorchX components, Slurm, Kubernetes; `extras/` has other schedulers; it knows the command line and config only",
     "cli": "one thin file a verb; Hydra composes the job here, and only here",
     "retraining": "a tick: windows, challenger, gate, registry and ledger of versions",
     "serving": "`artifact/` (quantize, prune, certify), `scoring/` (predictor, tables, raw rows), `http/`",

@@ -38,7 +38,7 @@ class Target:
 _registered: dict[str, dict[str, Any]] = {"kind": {}, "chain": {}, "schedule": {}}
 
 
-def register(place: str, name: str, target: Any) -> None:
+def register(place: str, name: str, target: Kind | Target) -> None:
     _registered[place][name] = target
 
 

@@ -121,6 +121,7 @@ def test_an_installed_wheel_takes_a_users_own_conf_folder(python: Path, elsewher
     )
     done = _run(python, elsewhere, "-m", "pipeline", "train", "--config-dir", "my", "experiment=mine", "--cfg")
     assert done.returncode == 0, done.stderr
+    assert (python.parent / "pipeline").is_file()  # the console script
     assert "name: mine" in done.stdout and "global_batch_size: 512" in done.stdout
 
 

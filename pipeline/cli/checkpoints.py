@@ -14,8 +14,8 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
+from pipeline.cli.arguments import Command
 from pipeline.cli.verb import verb
-from pipeline.cli.words import Command
 from pipeline.config.jobs.checkpoints import CHECKPOINT_COMMANDS, CheckpointsJob
 from pipeline.config.tables import table_name
 from pipeline.config.training import CheckpointConfig

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
 import yaml
 
 from pipeline.cli import reference
+from pipeline.cli.arguments import split_flags
 from pipeline.cli.compose import (
     compose_job,
     config_folders,
@@ -37,17 +36,13 @@ from pipeline.runtime.process.stdout import write_out
 from pipeline.runtime.storage import storage
 from pipeline.training.preflight import check_geometry, check_world_sizes, validate_evaluation, validate_job
 
-__all__ = [
-    "has_dataset", "load_config", "parse_command_line", "print_user_errors", "validate_evaluation", "validate_geometry",
-    "validate_train", "validate_world_sizes",
+__all__ = [  # launch imports the checks from here: it does not import training
+    "check_geometry", "check_world_sizes", "has_dataset", "load_config", "parse_command_line", "print_user_errors",
+    "validate_evaluation", "validate_train",
 ]  # fmt: skip
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
-FLAGS = ("--help", "--cfg", "--config-dir")
-MULTIRUN = ("-m", "--multirun")  # Hydra's
-KEY = re.compile(r"[\w*<>]+(\.[\w*<>]+)+")  # -h optimizer.dense.lr
-CFG_WORDS = ("job", "all", "hydra")  # as Hydra's users type --cfg
 
 
 def parse_command_line(
@@ -80,23 +75,15 @@ def validate_train(job: TrainJob) -> None:
     validate_job(job, job.world_size)
 
 
-def validate_geometry(job: TrainJob) -> None:
-    """As validate_train, of what needs no data set."""
-    check_geometry(job, job.world_size)
-
-
-def validate_world_sizes(job: TrainJob, world_sizes: list[int]) -> None:
-    """Whether a run may go on with each of these numbers of ranks. Raises TrainingError."""
-    check_world_sizes(job, world_sizes)
-
-
 def has_dataset(job: TrainJob) -> bool:
     """Whether dataset.json can be read from here."""
     return storage.is_file(storage.join(job.data.path, FILE_NAME))
 
 
-def is_rank_zero() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+def print_line(text: str) -> None:
+    """Print a line to stderr, on rank 0 only: all ranks find the same."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -120,8 +107,7 @@ def print_user_errors(written: str = "") -> Iterator[None]:
 def _end_with(text: str) -> NoReturn:
     message = f"error: {mask(text)}"
     write_error_file(message)
-    if is_rank_zero():  # every rank finds the same error: it is said once
-        print(message, file=sys.stderr, flush=True)
+    print_line(message)
     sys.exit(USER_ERROR)
 
 
@@ -135,34 +121,6 @@ def load_config(job_type: type[Job], argv: Iterable[str], config_dir: str | None
             "store's own tools take it (for S3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), or in its own config file"
         )
     return job
-
-
-def split_flags(argv: Iterable[str]) -> tuple[list[str], dict[str, str]]:
-    """Take --help, --cfg and --config-dir out of a command line; what is left are overrides."""
-    overrides: list[str] = []
-    flags: dict[str, str] = {}
-    waiting = deque(argv)
-    while waiting:
-        word = waiting.popleft()
-        name, equals, value = word.partition("=")
-        name = "--help" if name == "-h" else name
-        if not name.startswith("-"):
-            overrides.append(word)
-        elif name == "--help" and not equals and waiting and KEY.fullmatch(waiting[0]):
-            flags[name] = waiting.popleft()
-        elif name not in FLAGS:
-            hint = f"; overrides take no dashes: {word.lstrip('-')}" if equals else did_you_mean(name, FLAGS)
-            if name in MULTIRUN:
-                hint = "; `python -m pipeline sweep` tries several values"
-            raise ConfigError(f"unknown flag {name} (there are {', '.join(FLAGS)}){hint}")
-        elif name == "--config-dir" and not equals:
-            flags[name] = waiting.popleft() if waiting else ""
-        else:
-            flags[name] = value
-            what = waiting.popleft() if name == "--cfg" and waiting and waiting[0] in CFG_WORDS else "job"
-            if what == "hydra":
-                raise ConfigError("--cfg hydra: a job has no configuration of Hydra's; --cfg prints the job")
-    return overrides, flags
 
 
 def explain_key(name: str, job_type: type) -> str:

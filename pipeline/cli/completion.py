@@ -4,7 +4,7 @@
     source <(python -m pipeline completion zsh)                      zsh: into ~/.zshrc
     python -m pipeline completion fish | source                      fish: into ~/.config/fish/config.fish
 
-It completes `python -m pipeline <verb>`: keys up to their next dot, options of groups, and files.
+It completes `python -m pipeline <verb>` and `pipeline <verb>`: keys up to their next dot, options of groups, and files.
 The words are written into what is printed, so that TAB starts no Python; print it again after an update. --config-dir DIR adds
 the options of a conf folder of your own.
 """
@@ -15,7 +15,8 @@ import shlex
 import sys
 from collections.abc import Iterator
 
-from pipeline.cli.command_line import print_user_errors, split_flags
+from pipeline.cli.arguments import split_flags
+from pipeline.cli.command_line import print_user_errors
 from pipeline.cli.compose import config_folders, group_options, with_registered_models
 from pipeline.cli.reference import NAME, keys_of, model_keys
 from pipeline.cli.verbs import import_verbs
@@ -24,40 +25,27 @@ from pipeline.config.registry import components
 from pipeline.runtime.errors import ConfigError, did_you_mean
 
 GROUPS_WITHOUT_FIELD = ("experiment", "early_stop", "debug")  # of a training
-BASH = r"""# completion of `python -m pipeline`, written by `python -m pipeline completion __SHELL__`
-__INIT___pipeline_words() {
+BASH = r"""# completion of `python -m pipeline`, written by `python -m pipeline completion SHELL`
+INIT_pipeline_words() {
     case "$1" in
-__CASES__
+CASES
     esac
 }
 _pipeline_complete() {
-    local line="${COMP_LINE:0:COMP_POINT}" cur verb="" word found rest index
-    cur="${line##* }"
+    local line="${COMP_LINE:0:COMP_POINT}" cur behind found word rest
+    cur="${line##* }" behind="${line#*pipeline }"
     COMPREPLY=()
-    for (( index = 1; index < COMP_CWORD; index++ )); do
-        if [[ "${COMP_WORDS[index]}" == "-m" ]]; then
-            word="${COMP_WORDS[index + 1]}"
-            if [[ "$word" == pipeline.* ]]; then verb="${word#pipeline.}"
-            elif [[ "$word" == "pipeline" ]]; then verb=" "
-                (( COMP_CWORD > index + 2 )) && verb="${COMP_WORDS[index + 2]}"
-            fi
-            break
-        fi
-    done
-    [[ "$line" =~ -m\ +pipeline\.[a-z]*$ ]] && verb="  "
-    [[ -z "$verb" ]] && { COMPREPLY=( $(compgen -f -- "$cur") ); return; }
-    if [[ "$verb" == "  " ]]; then
-        COMPREPLY=( $(compgen -P pipeline. -W "$(_pipeline_words ' ')" -- "${cur#pipeline.}") )
-        return
+    if [[ "$line" == *"-m pipeline "* || "$line" == "pipeline "* ]]; then
+        [[ "$behind" == *" "* ]] || behind="  "
+        for word in $(_pipeline_words "${behind%% *}"); do
+            [[ "$word" == "$cur"* ]] || continue
+            rest="${word#"$cur"}"
+            if [[ "${rest%%=*}" == *.* ]]; then word="$cur${rest%%.*}."; fi
+            [[ " $found " == *" $word "* ]] || found="$found $word"
+        done
+        COMPREPLY=( $found )
     fi
-    for word in $(_pipeline_words "$verb"); do
-        [[ "$word" == "$cur"* ]] || continue
-        rest="${word#"$cur"}"
-        if [[ "${rest%%=*}" == *.* ]]; then word="$cur${rest%%.*}."; fi
-        [[ " $found " == *" $word "* ]] || found="$found $word"
-    done
-    COMPREPLY=( $found )
-    [[ ${#COMPREPLY[@]} -eq 0 && "$cur" == *=* ]] && COMPREPLY=( $(compgen -f -- "${cur#*=}") )
+    [[ ${#COMPREPLY[@]} -eq 0 ]] && COMPREPLY=( $(compgen -f -- "${cur#*=}") )
     if [[ "$cur" == *=* && "$COMP_WORDBREAKS" == *=* ]]; then
         COMPREPLY=( "${COMPREPLY[@]#"${cur%%=*}="}" )
     fi
@@ -65,34 +53,30 @@ _pipeline_complete() {
         compopt -o nospace 2>/dev/null
     fi
 }
-complete -o default -F _pipeline_complete python python3
+complete -o default -F _pipeline_complete python python3 pipeline
 """
+ZSH_INIT = "autoload -U +X compinit && compinit -u\nautoload -U +X bashcompinit && bashcompinit\n"
 FISH = r"""# completion of `python -m pipeline`, written by `python -m pipeline completion fish`
 function __pipeline_words
-    switch $argv[1]
-__CASES__
+    switch "$argv[1]"
+CASES
     end
 end
 function __pipeline_verb
-    set -l words (commandline -opc)
-    set -l at (contains -i -- -m $words); or return 1
-    set -l module $words[(math $at + 1)]
-    if string match -q 'pipeline.*' -- $module
-        string replace pipeline. '' -- $module
-    else if test "$module" = pipeline
-        if test (count $words) -ge (math $at + 2)
-            echo $words[(math $at + 2)]
-        else
-            echo ' '
-        end
-    else
-        return 1
-    end
+    set -l line (commandline -cp)
+    string match -qr -- '(^|-m )pipeline ' $line; or return 1
+    string match -rg -- 'pipeline +(\S+) ' $line; or echo ''
 end
-for command in python python3
-    complete -c $command -n __pipeline_verb -a '(__pipeline_words (__pipeline_verb))'
+for command in python python3 pipeline
+    complete -c $command -n '__pipeline_verb >/dev/null' -a '(__pipeline_words (__pipeline_verb))'
 end
 """
+# Shell -> the script, what stands for INIT in it, and a line for the words of a verb.
+SHELLS = {
+    "bash": (BASH, "", "        {verb}) echo {words} ;;"),
+    "zsh": (BASH, ZSH_INIT, "        {verb}) echo {words} ;;"),
+    "fish": (FISH, "", "        case {verb}\n            string split ' ' -- {words}"),
+}
 
 
 def words_of_verbs(config_dir: str | None = None) -> dict[str, list[str]]:
@@ -130,34 +114,14 @@ def _words(verb: str, job: type, options: dict[str, list[str]], config_dir: str 
     yield from ("--help", "--cfg", "--config-dir")
 
 
-def _cases(words: dict[str, list[str]], line: str) -> str:
-    return "\n".join(
-        line.format(verb=shlex.quote(verb or " "), words=shlex.quote(" ".join(each))) for verb, each in words.items()
-    )
-
-
-def bash(words: dict[str, list[str]], shell: str = "bash", init: str = "") -> str:
-    cases = _cases(words, "        {verb}) echo {words} ;;")
-    return BASH.replace("__SHELL__", shell).replace("__INIT__", init).replace("__CASES__", cases)
-
-
-def zsh(words: dict[str, list[str]]) -> str:
-    return bash(words, "zsh", "autoload -U +X compinit && compinit -u\nautoload -U +X bashcompinit && bashcompinit\n")
-
-
-def fish(words: dict[str, list[str]]) -> str:
-    return FISH.replace("__CASES__", _cases(words, "        case {verb}\n            string split ' ' -- {words}"))
-
-
-SHELLS = {"bash": bash, "zsh": zsh, "fish": fish}
-
-
 def completion(shell: str, config_dir: str | None = None) -> str:
-    """The script. Raises ConfigError for a shell that it has none for."""
+    """Return the script. Raises ConfigError for a shell that has none."""
     if shell not in SHELLS:
-        hint = did_you_mean(shell, SHELLS)
-        raise ConfigError(f"completion takes a shell, {', '.join(SHELLS)}; not {shell!r}{hint}")
-    return SHELLS[shell](words_of_verbs(config_dir))
+        raise ConfigError(f"completion takes a shell, {', '.join(SHELLS)}; not {shell!r}{did_you_mean(shell, SHELLS)}")
+    script, init, line = SHELLS[shell]
+    words = words_of_verbs(config_dir).items()
+    cases = (line.format(verb=shlex.quote(verb), words=shlex.quote(" ".join(each))) for verb, each in words)
+    return script.replace("SHELL", shell).replace("INIT", init).replace("CASES", "\n".join(cases))
 
 
 def main() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Iterable
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
@@ -15,15 +14,14 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from pipeline.cli.composition_errors import explain_composition
 from pipeline.cli.overrides import apply_override, first_words, parse_overrides
 from pipeline.config.jobs.names import CONFIG_NAMES
 from pipeline.config.registry import components, load_plugins, missing_plugins
-from pipeline.config.saved_jobs import instantiate
+from pipeline.config.saved_jobs import instantiate, near_field
 from pipeline.runtime.errors import ConfigError, did_you_mean
 
 Job = TypeVar("Job")
@@ -46,10 +44,9 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
     choices, values = _split_overrides(parsed, own_groups, len(folders) > 1)
     _register_schemas(job_type, folders)
     try:
-        with _for_another_model(folders, choices) as (searched, chosen):
-            config = _compose_choices(job_type, searched, chosen)
+        config = _compose_choices(job_type, folders, _without_keys_of_other_models(folders, choices))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(explain_composition(error, job_type, groups)) from None
+        raise ConfigError(_explain_composition(error, groups)) from None
     except ValueError as error:  # Hydra's own, for null where a YAML file overrides the group
         nulls = ", ".join(choice for choice in choices if choice.endswith("=null"))
         raise ConfigError(f"{nulls or ' '.join(choices)}: {error}; choose an option, or leave the key out") from None
@@ -65,27 +62,27 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
     return job
 
 
-@contextmanager
-def _for_another_model(folders: list[Path], choices: list[str]) -> Iterator[tuple[list[Path], list[str]]]:
-    """Folders and choices; where an experiment is given another model, its keys of `model` that this one lacks are left out."""
+def _without_keys_of_other_models(folders: list[Path], choices: list[str]) -> list[str]:
+    """Return the choices with an experiment that sets no key of `model` that the chosen model lacks.
+
+    An experiment may set the sizes of its own model, and be given another: experiment=quickstart model=fm.
+    """
     chosen = dict(choice.partition("=")[::2] for choice in choices)
-    kind = components("model").get(chosen.get("model", ""))
-    files = [folder / "experiment" / f"{chosen.get('experiment', '')}.yaml" for folder in folders]
-    file = next((each for each in files if each.is_file()), None)
-    values = yaml.safe_load(file.read_text()) if file is not None and kind is not None else None
+    name, model = chosen.get("experiment", ""), chosen.get("model", "")
+    kind = components("model").get(model)
+    file = next((file for each in folders if (file := each / "experiment" / f"{name}.yaml").is_file()), None)
+    text = file.read_text() if file is not None and kind is not None else ""
+    values = yaml.safe_load(text) if text.startswith("# @package _global_") else None
     section = values.get("model") if isinstance(values, dict) else None
-    known = {field.name for field in dataclasses.fields(kind)} if kind is not None else set()
-    if file is None or not isinstance(values, dict) or not isinstance(section, dict) or section.keys() <= known:
-        yield folders, choices
-        return
-    with tempfile.TemporaryDirectory() as staged:
-        head = "".join(line + "\n" for line in file.read_text().splitlines() if line.startswith("#"))
-        option = f"{file.stem}__{chosen['model']}"
-        (Path(staged) / "experiment").mkdir()
-        values["model"] = {key: value for key, value in section.items() if key in known}
-        (Path(staged) / "experiment" / f"{option}.yaml").write_text(head + yaml.safe_dump(values, sort_keys=False))
-        changed = [f"experiment={option}" if choice.startswith("experiment=") else choice for choice in choices]
-        yield [*folders, Path(staged)], changed
+    if kind is None or values is None or not isinstance(section, dict):
+        return choices
+    known = {field.name for field in dataclasses.fields(kind)}
+    if section.keys() <= known:
+        return choices
+    node = {**values, "model": {key: value for key, value in section.items() if key in known}}
+    option = f"{name}__{model}"
+    ConfigStore.instance().store(group="experiment", name=option, node=node, package="_global_")
+    return [f"experiment={option}" if choice == f"experiment={name}" else choice for choice in choices]
 
 
 def _compose_choices(job_type: type, folders: list[Path], choices: list[str]) -> DictConfig:
@@ -191,22 +188,46 @@ def _split_overrides(
 
 
 def _register_schemas(job_type: type, folders: list[Path]) -> None:
-    """`job` is what the verb's YAML starts from; a model's YAML names the schema that types it."""
-    _store(None, "job", job_type)
-    if not any((folder / f"{CONFIG_NAMES[job_type]}.yaml").is_file() for folder in folders):
-        # A plugin's verb.
+    """Store what YAML starts from: `job` is the schema of the verb, `<model>_schema` that of a model."""
+    stored: dict[tuple[str | None, str], type] = {(None, "job"): job_type}
+    if not any((folder / f"{CONFIG_NAMES[job_type]}.yaml").is_file() for folder in folders):  # of a plugin
         ConfigStore.instance().store(name=CONFIG_NAMES[job_type], node={"defaults": ["job", "_self_"]})
     files = group_options(folders).get("model", [])
-    for kind, model_config in components("model").items():
-        _store("model", f"{kind}_schema", model_config)
+    for kind, config in components("model").items():
+        stored["model", f"{kind}_schema"] = config
         if kind not in files:
-            _store("model", kind, model_config)
+            stored["model", kind] = config
+    repo = ConfigStore.instance().repo
+    for (group, name), schema in stored.items():
+        known = repo.get(group, {}) if group else repo
+        # A schema takes milliseconds to build, and a process may compose many jobs.
+        if _stored.get((group, name)) is not schema or f"{name}.yaml" not in known:
+            ConfigStore.instance().store(group=group, name=name, node=schema)
+            _stored[group, name] = schema
 
 
-def _store(group: str | None, name: str, schema: type) -> None:
-    """Into Hydra's store, unless it is there: a schema takes milliseconds to build, and a process may compose many jobs."""
-    store = ConfigStore.instance()
-    names = store.repo.get(group, {}) if group else store.repo
-    if _stored.get((group, name)) is not schema or f"{name}.yaml" not in names:
-        store.store(group=group, name=name, node=schema)
-        _stored[group, name] = schema
+def _explain_composition(error: Exception, groups: dict[str, list[str]]) -> str:
+    """One line for what is wrong inside the YAML files."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        file = str(error).splitlines()[0].split(": Could not find")[0]
+        options = groups.get(group, [])
+        return f"{file}: there is no {error.missing_cfg_file!r}{did_you_mean(option, options)}"
+    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    if match := re.search(r"Key '(\w+)' not in '(\w+)'", text):
+        says = text.split(" full_key:")[0]
+        if match[1] == "experiment":
+            return (
+                "experiment=<option>: the first line of its file is not `# @package _global_`, so its keys are put under "
+                "`experiment`, which a job does not have; write that line"
+            )
+        if says.startswith("In 'experiment/") and match[2] in [kind.__name__ for kind in components("model").values()]:
+            return f"{says}: that experiment sets the sizes of another model; choose an experiment for this one"
+        cause = error.__context__  # what OmegaConf raised
+        return f"{says}{near_field(cause) if isinstance(cause, OmegaConfBaseException) else ''}"
+    if match := re.search(r"(.*)Key (\S+) \((?:bool|int|float)\) is incompatible with \(str\)", text):
+        where = match[1].replace("KeyValidationError raised while composing config: ", "")
+        return f"{where}a name is text: write it in quotes, '{match[2].lower()}' or as the data spells it"
+    if match := re.search(r"Could not override '([\w/]+)'", text):
+        return f"{text}{did_you_mean(match[1], groups)}"
+    return re.split(r" (?:full_key:|reference_type=|object_type=)", text)[0]

@@ -28,7 +28,7 @@ PINS = {"torch": "2.14.1", "torchrec": "1.9.2", "fbgemm": "1.9.0"}  # as in setu
 # fbgemm -> the sm_XY that its CUDA wheel holds machine code for, read from the .nv_fatbin sections of its libraries. It
 # holds no PTX, so a GPU of another generation (T4, V100, RTX 50) fails at the first lookup: "no kernel image".
 MACHINE_CODE = {"1.9": (80, 90, 100), "1.8": (80, 90, 100)}
-LEAST_DRIVER = {"12": 525, "13": 580}  # CUDA -> NVIDIA's driver for Linux (docs.nvidia.com/deploy/cuda-compatibility)
+MIN_DRIVER = {"12": 525, "13": 580}  # CUDA -> NVIDIA's driver for Linux (docs.nvidia.com/deploy/cuda-compatibility)
 FBGEMM = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 DEVICE_FILE = Path("/dev/nvidia0")
 MODULES = {  # import name -> distribution
@@ -37,8 +37,8 @@ MODULES = {  # import name -> distribution
     "torchmetrics": "torchmetrics", "tqdm": "tqdm", "pyre_extensions": "pyre-extensions", "numba": "numba",
     "scipy": "scipy", "psutil": "psutil",
 }  # fmt: skip
-LEAST_SHM_BYTES = 512 << 20  # Docker's default is 64 MiB; NCCL and pinned batches need more
-LEAST_DISK_BYTES = 5 << 30
+MIN_SHM_BYTES = 512 << 20  # Docker's default is 64 MiB; NCCL and pinned batches need more
+MIN_DISK_BYTES = 5 << 30
 PROBE_TIMEOUT_S = 180  # a machine with ten times as many processes as cores takes a minute to import torch
 PROBE_PATH = [str(Path(__file__).parents[2])]  # so that a probe imports this very package, from any folder
 GPU_PROBES = ["gpus", "lookup_cuda", "all_to_all_nccl", "compiler"]
@@ -152,29 +152,29 @@ def _fbgemms() -> dict[str, str]:
 
 
 def _torch_version() -> str:
-    return _said_by("torch", "version.py", r"(?m)^__version__ = '(.*)'")
+    return _match_in_file("torch", "version.py", r"(?m)^__version__ = '(.*)'")
 
 
 def _torch_cuda() -> str:
     """The CUDA version that torch is built for, "" for a CPU build. Its metadata on PyPI do not tell."""
-    return _said_by("torch", "version.py", r"(?m)^cuda\b.*= '(.*)'")
+    return _match_in_file("torch", "version.py", r"(?m)^cuda\b.*= '(.*)'")
 
 
 def _fbgemm_variant() -> str:
     """cpu or cuda, as the installed files say: two distributions have the same files."""
-    return _said_by("fbgemm_gpu", "docs/target.default.json.py", r'"variant": "(\w+)"')
+    return _match_in_file("fbgemm_gpu", "docs/target.default.json.py", r'"variant": "(\w+)"')
 
 
 def _other_cuda() -> str:
     """Says it if FBGEMM links the runtime of another CUDA than torch is built for."""
     cuda = _torch_cuda()
-    linked = _said_by("fbgemm_gpu", "fbgemm_gpu_embedding_inplace_ops.so", r"libcudart\.so\.(\d+)")
+    linked = _match_in_file("fbgemm_gpu", "fbgemm_gpu_embedding_inplace_ops.so", r"libcudart\.so\.(\d+)")
     if not linked or linked == cuda.split(".")[0]:
         return ""
     return f"torch {_torch_version()} is for CUDA {cuda}, and fbgemm for CUDA {linked}: fbgemm does not load"
 
 
-def _said_by(package: str, file: str, pattern: str) -> str:
+def _match_in_file(package: str, file: str, pattern: str) -> str:
     """What a file of a package says, without an import, which may fail or crash."""
     spec = importlib.util.find_spec(package)
     path = Path(spec.origin).parent / file if spec is not None and spec.origin else None
@@ -218,15 +218,15 @@ def probe(name: str, gpu: bool) -> Finding:
             command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, env=environ, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired:
-        return Finding(name, f"no answer within {PROBE_TIMEOUT_S} s", _probe_mend(name, gpu))
+        return Finding(name, f"no answer within {PROBE_TIMEOUT_S} s", _probe_fix(name, gpu))
     if done.returncode == 0:
         return Finding(name, _last_line(done.stdout))
     if done.returncode < 0:
-        return Finding(name, f"crashed with {signal.Signals(-done.returncode).name}", _probe_mend(name, gpu))
+        return Finding(name, f"crashed with {signal.Signals(-done.returncode).name}", _probe_fix(name, gpu))
     reason = _last_line(done.stderr) or f"exit code {done.returncode}"
     if name == "compiler":  # a job trains without it
         return Finding(name, f"trainer.compile=true would have no effect: {reason}")
-    fix = stack_command(gpu) if "No module named" in reason else _probe_mend(name, gpu, reason)
+    fix = stack_command(gpu) if "No module named" in reason else _probe_fix(name, gpu, reason)
     return Finding(name, reason, fix)
 
 
@@ -235,7 +235,7 @@ def _last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
-def _probe_mend(name: str, gpu: bool, reason: str = "") -> str:
+def _probe_fix(name: str, gpu: bool, reason: str = "") -> str:
     if name == "all_to_all_gloo":
         return "GLOO_SOCKET_IFNAME=lo python -m pipeline.cli.doctor_probes all_to_all_gloo"
     if name == "all_to_all_nccl":
@@ -244,7 +244,7 @@ def _probe_mend(name: str, gpu: bool, reason: str = "") -> str:
         return "hardware=cpu  (or build FBGEMM for this GPU: docs/reference/troubleshooting.md)"
     if name in ("gpus", "lookup_cuda") and "driver" in reason:
         cuda = _torch_cuda()
-        return f"install NVIDIA's driver {LEAST_DRIVER.get(cuda.split('.')[0], 580)} or newer: torch is for CUDA {cuda}"
+        return f"install NVIDIA's driver {MIN_DRIVER.get(cuda.split('.')[0], 580)} or newer: torch is for CUDA {cuda}"
     return stack_command(gpu)
 
 
@@ -261,13 +261,13 @@ def _shared_memory() -> Finding:
     if not shm.is_dir():
         return Finding("shared memory", "no /dev/shm", "mount -t tmpfs -o size=8G tmpfs /dev/shm")
     free = shutil.disk_usage(shm).free
-    fix = "" if free >= LEAST_SHM_BYTES else "mount -o remount,size=8G /dev/shm  (docker run --shm-size=8g ...)"
+    fix = "" if free >= MIN_SHM_BYTES else "mount -o remount,size=8G /dev/shm  (docker run --shm-size=8g ...)"
     return Finding("shared memory", f"{free / GIB:.2f} GiB free in /dev/shm", fix)
 
 
 def _disk() -> Finding:
     free = shutil.disk_usage(".").free
-    fix = "" if free >= LEAST_DISK_BYTES else "cd <a folder on a larger disk>, or set data.path and run_dir"
+    fix = "" if free >= MIN_DISK_BYTES else "cd <a folder on a larger disk>, or set data.path and run_dir"
     return Finding("disk", f"{free / GIB:.1f} GiB free in {os.getcwd()}", fix)
 
 

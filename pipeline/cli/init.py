@@ -18,9 +18,9 @@ from typing import Any
 
 import yaml
 
+from pipeline.cli.arguments import Command, quoted, read_arguments
 from pipeline.cli.command_line import load_config, print_user_errors
 from pipeline.cli.verb import verb
-from pipeline.cli.words import Command, quoted, read_words
 from pipeline.config.jobs.machine import InitJob
 from pipeline.config.jobs.prepare import InspectJob
 from pipeline.runtime import shell_words
@@ -165,7 +165,7 @@ def with_answers(argv: list[str], ask: Callable[[str, str], str]) -> list[str]:
     Raises:
         UserError: as inspect does, but for a label that cannot be told, which is asked for.
     """
-    words = read_words(argv, COMMANDS, "make")
+    words = read_arguments(argv, COMMANDS, "make")
     given = {
         key: value.strip("'\"") for key, _, value in (word.partition("=") for word in words.settings)
     } | words.values
@@ -192,11 +192,11 @@ def _inspected(source: str, ask: Callable[[str, str], str]) -> str:
     words, output = [f"source={quoted(source)}"], f"{Path(source).name.partition('.')[0]}.yaml"
     words.append(f"output={quoted(output)}")
     try:
-        said = inspect(load_config(InspectJob, words))
+        found = inspect(load_config(InspectJob, words))
     except LabelError as error:
         print(error, file=sys.stderr)
-        said = inspect(load_config(InspectJob, [*words, f"label={quoted(ask('The column that is the label', ''))}"]))
-    print(said.partition("\nnext ")[0], file=sys.stderr)
+        found = inspect(load_config(InspectJob, [*words, f"label={quoted(ask('The column that is the label', ''))}"]))
+    print(found.partition("\nnext ")[0], file=sys.stderr)
     return output
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import NoneType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
@@ -14,6 +14,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from pipeline.cli.reference import NAME, is_optional, leaves
 from pipeline.config.jobs.evaluate import CHOSEN_STEPS
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import first_line, near_field
@@ -90,7 +91,7 @@ def apply_override(config: DictConfig, job_type: type, override: Override) -> No
         raise ConfigError(
             f"{override.input_line!r}: a job's keys are fixed, they cannot be deleted or moved; set a value"
         )
-    _make_room(config, job_type, key)
+    _add_sections(config, job_type, key)
     if isinstance(value, dict):
         value = _with_text_keys(value, str(override.input_line))
     try:
@@ -109,7 +110,7 @@ def _with_text_keys(values: dict[Any, Any], line: str) -> dict[str, Any]:
     return texts
 
 
-def _make_room(config: DictConfig, job_type: type, key: str) -> None:
+def _add_sections(config: DictConfig, job_type: type, key: str) -> None:
     """Walk `key` through the types of the job, adding entries of mappings and optional sections on the way."""
     node, kind = config, job_type
     walked: list[str] = []
@@ -126,7 +127,7 @@ def _make_room(config: DictConfig, job_type: type, key: str) -> None:
             kind = get_args(kind)[0]
         else:
             raise ConfigError(f"unknown key {key!r}: {'.'.join(walked[:-1])} is a single value, not a section")
-        kind = next((part for part in get_args(kind) if part is not NoneType), kind) if _is_optional(kind) else kind
+        kind = next((part for part in get_args(kind) if part is not NoneType), kind) if is_optional(kind) else kind
         if dataclasses.is_dataclass(kind):
             if OmegaConf.is_missing(node, name) or node.get(name) is None:
                 with open_dict(node):
@@ -135,10 +136,6 @@ def _make_room(config: DictConfig, job_type: type, key: str) -> None:
             kind = OmegaConf.get_type(node) or kind  # the model is of a subclass
         elif get_origin(kind) is dict:
             node = node[name]
-
-
-def _is_optional(kind: Any) -> bool:
-    return NoneType in get_args(kind)
 
 
 def first_words(job_type: type) -> set[str]:
@@ -155,17 +152,8 @@ def _raise_unknown_key(job_type: type, key: str, walked: list[str], choices: set
         hint = f"did you mean {joined!r}?"
     elif near := nearest(name, sorted(choices), 0.6):
         hint = f"did you mean {'.'.join([*section, near])!r}?"
-    elif elsewhere := [key for key in _leaf_keys(job_type) if key.rpartition(".")[2] == last]:
+    elif elsewhere := [key for key, _ in leaves(job_type) if key.rpartition(".")[2] == last and NAME not in key]:
         hint = f"did you mean {' or '.join(repr(key) for key in elsewhere)}?"
     else:
         hint = f"{'.'.join(section) or 'a job'} has {', '.join(sorted(choices))}"
     raise ConfigError(f"unknown key {'.'.join(walked)!r}; {hint}")
-
-
-def _leaf_keys(kind: Any, prefix: str = "") -> Iterator[str]:
-    for field in dataclasses.fields(kind):
-        hint = get_type_hints(kind)[field.name]
-        if dataclasses.is_dataclass(hint):
-            yield from _leaf_keys(hint, f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}"

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING
 import yaml
 
 import pipeline
+from pipeline.cli.arguments import Arguments, Command
 from pipeline.cli.command_line import parse_command_line, validate_train
 from pipeline.cli.compose import config_folders
 from pipeline.cli.verb import verb
-from pipeline.cli.words import Command, Words
 from pipeline.config.jobs.train import PlanJob
 from pipeline.config.planner import HardwareConfig
 from pipeline.data.dataset import check_multi_hot
@@ -342,15 +342,15 @@ def describe(summary: PlanSummary) -> str:
     return "\n".join(lines)
 
 
-def _show(words: Words) -> None:
+def _show(words: Arguments) -> None:
     write_out(show(words.values["file"]))
 
 
-def _diff(words: Words) -> None:
+def _diff(words: Arguments) -> None:
     write_out(diff(words.values["a"], words.values["b"]))
 
 
-def _check(words: Words) -> None:
+def _check(words: Arguments) -> None:
     job = parse_command_line(PlanJob, __doc__, words.remaining())
     configure_logging()
     path = words.values["file"]

@@ -6,7 +6,7 @@ A killed run goes on where it was when the same command is given again.
 
 from __future__ import annotations
 
-from pipeline.cli.verb import goes_on, verb
+from pipeline.cli.verb import resume_hint, verb
 from pipeline.config.jobs.evaluate import PredictJob
 from pipeline.retraining.find_artifact import find_artifact
 from pipeline.runtime.storage.signature import requiring
@@ -18,6 +18,6 @@ def predict_with_registry(job: PredictJob) -> PredictSummary:
         return predict(job, find=find_artifact)
 
 
-main = verb("predict", PredictJob, describe=describe, handles_sigterm=True, when_interrupted=goes_on)(
+main = verb("predict", PredictJob, describe=describe, handles_sigterm=True, when_interrupted=resume_hint)(
     predict_with_registry
 )

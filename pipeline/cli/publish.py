@@ -9,7 +9,7 @@ training and publishes every step that is saved; with checkpoint.differential=tr
 
 from __future__ import annotations
 
-from pipeline.cli.verb import goes_on, verb
+from pipeline.cli.verb import resume_hint, verb
 from pipeline.config.jobs.serve import PublishJob
 from pipeline.retraining.find_artifact import find_artifact
 from pipeline.serving.artifact.publish_run import publish
@@ -19,4 +19,4 @@ def publish_with_registry(job: PublishJob) -> list[str]:
     return publish(job, find_artifact)
 
 
-main = verb("publish", PublishJob, describe="\n".join, when_interrupted=goes_on)(publish_with_registry)
+main = verb("publish", PublishJob, describe="\n".join, when_interrupted=resume_hint)(publish_with_registry)

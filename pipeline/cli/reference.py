@@ -14,6 +14,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import yaml
+
 from pipeline.config.registry import components
 
 NAME = "<name>"
@@ -40,7 +42,6 @@ MEANINGS = {
     "plugins": "packages whose import registers components; given on the command line alone",
     "model.kind": "which model: chosen by model=<option>",
 }
-LINE = re.compile(r"^(\s*)([\w.<>*-]+):(?:\s+(.*))?$")
 
 
 @dataclass(frozen=True)
@@ -56,22 +57,22 @@ class Key:
 def keys_of(job_type: type, verb: str, conf: Path) -> list[Key]:
     """All that can be set for a verb, in the order of its schema."""
     found = []
-    for name, hint in _leaves(job_type):
-        default, meaning = _said_of(name, verb, conf)
+    for name, hint in leaves(job_type):
+        default, meaning = _default_and_meaning(name, verb, conf)
         found.append(Key(name, _kind(hint), default, meaning))
     return found
 
 
 def model_keys(conf: Path) -> dict[str, list[Key]]:
     """Model -> its keys."""
-    found = {}
+    found: dict[str, list[Key]] = {}
     for kind, config in sorted(components("model").items()):
-        said = _comments(conf / "model" / f"{kind}.yaml") if (conf / "model" / f"{kind}.yaml").is_file() else {}
-        keys = [(name, hint, *said.get(name, ("", ""))) for name, hint in _leaves(config)]
-        found[kind] = [
-            Key(f"model.{name}", _kind(hint), default, meaning or MEANINGS.get(f"model.{name}", ""))
-            for name, hint, default, meaning in keys
-        ]
+        comments = _comments(conf / "model" / f"{kind}.yaml")
+        found[kind] = []
+        for name, hint in leaves(config):
+            default, meaning = comments.get(name, ("", ""))
+            key = f"model.{name}"
+            found[kind].append(Key(key, _kind(hint), default, meaning or MEANINGS.get(key, "")))
     return found
 
 
@@ -81,17 +82,13 @@ def explain(name: str, job_type: type, verb: str, conf: Path) -> list[Key]:
     if any(key.name.startswith("model.") for key in keys):
         keys += [key for of_model in model_keys(conf).values() for key in of_model]
     wanted = re.compile(re.escape(name).replace(re.escape(NAME), "[^.]+") + r"(\..*)?$")
-    exact = list(dict.fromkeys(key for key in keys if wanted.match(key.name)))
-    return exact or list(dict.fromkeys(key for key in keys if _fits(key.name, name)))
+    exact = [key for key in keys if wanted.match(key.name)]
+    # Or a key of a named table or column, tables.cat_3.embedding_dim.
+    found = exact or [key for key in keys if re.fullmatch(re.escape(key.name).replace(re.escape(NAME), r"[^.]+"), name)]
+    return list(dict.fromkeys(found))
 
 
-def _fits(key: str, name: str) -> bool:
-    """Whether `name` is a key of a table, say, where `key` has <name> for its own."""
-    pattern = re.escape(key).replace(re.escape(NAME), r"[^.]+")
-    return re.fullmatch(pattern, name) is not None
-
-
-def _said_of(name: str, verb: str, conf: Path) -> tuple[str, str]:
+def _default_and_meaning(name: str, verb: str, conf: Path) -> tuple[str, str]:
     """Default and meaning, of the key itself, of its like in `default`, or of the mapping that it is in."""
     if name in MEANINGS:
         return "", MEANINGS[name]
@@ -108,12 +105,11 @@ def _said_of(name: str, verb: str, conf: Path) -> tuple[str, str]:
         places.append((SHOWN_IN["optimizer"], "sparse." + name.removeprefix("optimizer.dense.")))
     if name.startswith("data.feature_ids."):
         places.append(("data/default", "ids." + rest.split(f"{NAME}.")[-1]))
-    said = [_comments(conf / f"{file}.yaml").get(key) for file, key in places if (conf / f"{file}.yaml").is_file()]
-    found = [each for each in said if each is not None]
+    found = [each for file, key in places if (each := _comments(conf / f"{file}.yaml").get(key))]
     if meaning := next((comment for _, comment in found if comment), ""):
         return found[0][0], meaning
     shorter = name.rpartition(".")[0]
-    return ("", _said_of(shorter, verb, conf)[1]) if NAME in name and shorter else ("", "")
+    return ("", _default_and_meaning(shorter, verb, conf)[1]) if NAME in name and shorter else ("", "")
 
 
 def _verb_files(verb: str, conf: Path) -> list[str]:
@@ -127,58 +123,51 @@ def _verb_files(verb: str, conf: Path) -> list[str]:
 
 @lru_cache(maxsize=256)
 def _comments(path: Path) -> dict[str, tuple[str, str]]:
-    """Dotted key -> (value as it is written, comment), of a YAML file of ours; a comment may go on below its line."""
+    """Return dotted key -> (value as it is written, comment), of a YAML file of ours; nothing if there is no file."""
+    if not path.is_file():
+        return {}
+    lines = path.read_text().splitlines()
     found: dict[str, tuple[str, str]] = {}
-    anchors: dict[str, str] = {}
-    above: list[tuple[int, str]] = []
-    last = ""
-    for line in path.read_text().splitlines():
-        if line.strip().startswith("#") and last and line.startswith("    "):
-            value, comment = found[last]
-            found[last] = (value, f"{comment} {line.strip().lstrip('# ')}")
-        match = LINE.match(line)
-        if match is None:
-            continue
-        value, comment = _parts(match[3] or "")
-        above = [pair for pair in above if pair[0] < len(match[1])]
-        last = ".".join([*(name for _, name in above), match[2]])
-        above.append((len(match[1]), match[2]))
-        found[last] = ("" if value.startswith("&") else value, comment)
-        if value.startswith("&"):
-            anchors[value[1:]] = last
-        elif value.startswith("*"):
-            begin = f"{anchors[value[1:]]}."
-            found |= {f"{last}.{key.removeprefix(begin)}": said for key, said in found.items() if key.startswith(begin)}
+
+    def walk(node: yaml.MappingNode, prefix: str) -> None:
+        for key, value in node.value:
+            name, line, end = f"{prefix}{key.value}", key.start_mark.line, key.end_mark.column + 1
+            if value.start_mark.line == value.end_mark.line == line:
+                end = value.end_mark.column
+            text, comment = lines[line][key.end_mark.column + 1 : end], lines[line][end:].partition("#")[2]
+            below = line + 1  # a comment may continue below its line
+            while below < len(lines) and lines[below].startswith("    ") and lines[below].strip().startswith("#"):
+                comment, below = f"{comment.strip()} {lines[below].strip()[1:].strip()}", below + 1
+            found[name] = (text.strip(), comment.strip())
+            if isinstance(value, yaml.MappingNode):
+                walk(value, f"{name}.")
+
+    if isinstance(root := yaml.compose("\n".join(lines), Loader=yaml.SafeLoader), yaml.MappingNode):
+        walk(root, "")
     return found
 
 
-def _parts(text: str) -> tuple[str, str]:
-    """Value and comment of what stands behind a key."""
-    match = re.match(r'((?:"[^"]*"|[^#"])*?)(?:(?:^|\s+)#\s*(.*))?$', text)
-    assert match is not None, text
-    return match[1].strip(), (match[2] or "").strip()
-
-
-def _leaves(kind: type, prefix: str = "", above: tuple[type, ...] = ()) -> Iterator[tuple[str, Any]]:
+def leaves(kind: type, prefix: str = "", above: tuple[type, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield each key of a schema with its type; <name> stands for a key of a mapping."""
     for field in dataclasses.fields(kind):
         hint = get_type_hints(kind)[field.name]
-        inner = next((part for part in get_args(hint) if part is not NoneType), hint) if _is_optional(hint) else hint
+        inner = next((part for part in get_args(hint) if part is not NoneType), hint) if is_optional(hint) else hint
         name = f"{prefix}{field.name}"
         if get_origin(inner) is dict and dataclasses.is_dataclass(get_args(inner)[1]):
             inner, name = get_args(inner)[1], f"{name}.{NAME}"
         if dataclasses.is_dataclass(inner) and inner not in above:
             assert isinstance(inner, type)
-            yield from _leaves(inner, f"{name}.", (*above, inner))
+            yield from leaves(inner, f"{name}.", (*above, inner))
         else:
             yield name, hint
 
 
-def _is_optional(hint: Any) -> bool:
+def is_optional(hint: object) -> bool:
     return get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint)
 
 
 def _kind(hint: Any) -> str:
-    if _is_optional(hint):
+    if is_optional(hint):
         return f"{_kind(next(part for part in get_args(hint) if part is not NoneType))} or null"
     if get_origin(hint) is list:
         return f"list of {_kind(get_args(hint)[0])}"

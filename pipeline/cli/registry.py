@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import sys
 
+from pipeline.cli.arguments import Command
 from pipeline.cli.verb import verb
-from pipeline.cli.words import Command
 from pipeline.config.jobs.retrain import RegistryJob
 from pipeline.config.retraining import REGISTRY_COMMANDS
 from pipeline.retraining.ledger import ROLLED_BACK, UNPINNED, Ledger, Record, describe_record

@@ -10,7 +10,7 @@ deltas of an artifact by publishing.when=every_5_minutes.
 
 from __future__ import annotations
 
-from pipeline.cli.verb import goes_on, verb
+from pipeline.cli.verb import resume_hint, verb
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.retraining.tick import describe, retrain_strictly
 
@@ -29,6 +29,6 @@ main = verb(
     describe=str,
     runs_on_ranks=True,
     handles_sigterm=True,
-    when_interrupted=goes_on,
+    when_interrupted=resume_hint,
     runs_kernels=True,
 )(retrain_or_follow)

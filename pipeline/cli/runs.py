@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pipeline.cli.arguments import Command
 from pipeline.cli.verb import verb
-from pipeline.cli.words import Command
 from pipeline.config.jobs.runs import RunsJob
 from pipeline.runtime.storage import storage
 

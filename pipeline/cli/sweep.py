@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import sys
 
-from pipeline.cli.command_line import load_config, split_flags, validate_train
-from pipeline.cli.verb import goes_on, verb
+from pipeline.cli.arguments import split_flags
+from pipeline.cli.command_line import load_config, validate_train
+from pipeline.cli.verb import resume_hint, verb
 from pipeline.config.jobs.train import SweepJob, TrainJob
 from pipeline.runtime.storage import storage
 
@@ -41,4 +42,4 @@ def run(job: SweepJob) -> str:
     return describe(result)
 
 
-main = verb("sweep", SweepJob, describe=str, validate=validate_train, when_interrupted=goes_on)(run)
+main = verb("sweep", SweepJob, describe=str, validate=validate_train, when_interrupted=resume_hint)(run)

@@ -1,7 +1,6 @@
 """Define a verb: its job, the function that does it, and how it behaves as a process.
 
-A verb is one file that calls `verb`. Those of this package lie beside this file; `python -m pipeline` finds them there, and
-those of installed packages and plugins in the registry (kind "verb"):
+A verb is one file that calls `verb`; pipeline/cli/verbs.py finds the file:
 
     @dataclass
     class CountJob:
@@ -20,10 +19,11 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Generic, TypeVar
 
-from pipeline.cli.command_line import is_rank_zero, parse_command_line, print_user_errors
-from pipeline.cli.words import Command, read_words
+from pipeline.cli.arguments import Command, read_arguments
+from pipeline.cli.command_line import parse_command_line, print_line, print_user_errors
 from pipeline.config.jobs.names import CONFIG_NAMES
 from pipeline.config.registry import register
 from pipeline.config.training import LoggerConfig, TrainerConfig
@@ -70,26 +70,21 @@ class Verb(Generic[Job, Result]):
 
     def main(self) -> None:
         """Compose the job of sys.argv, run it, and print on rank 0 what came of it. Ends the process on every error."""
-        try:
-            job = self._read_job()
-        except KeyboardInterrupt:
-            _say("\ninterrupted")
-            sys.exit(INTERRUPTED)
-        if job is not None:
-            self._run_as_process(job)
-
-    def _read_job(self) -> Job | None:
-        """None where a command that needs none was run."""
         self._prepare_process()
-        with print_user_errors():
-            words = read_words(sys.argv[1:], self.commands, self.default)
-            command = next((command for command in self.commands if command.name == words.command), None)
-            if command is not None and command.run is not None and "--help" not in words.flags:
-                command.run(words)
-                return None
-        takes_command = any(field.name == "command" for field in fields(self.job))  # type: ignore[arg-type]
-        overrides = words.overrides() if takes_command else words.remaining()
-        return parse_command_line(self.job, self.doc, overrides, self.validate)
+        try:
+            with print_user_errors():
+                arguments = read_arguments(sys.argv[1:], self.commands, self.default)
+                command = next((each for each in self.commands if each.name == arguments.command), None)
+                if command is not None and command.run is not None and "--help" not in arguments.flags:
+                    command.run(arguments)
+                    return
+            takes_command = any(field.name == "command" for field in fields(self.job))  # type: ignore[arg-type]
+            overrides = arguments.overrides() if takes_command else arguments.remaining()
+            job = parse_command_line(self.job, self.doc, overrides, self.validate)
+        except KeyboardInterrupt:
+            print_line("\ninterrupted")
+            sys.exit(INTERRUPTED)
+        self._run_as_process(job)
 
     def _run_as_process(self, job: Job) -> None:
         rank = int(os.environ.get("RANK", "0"))
@@ -101,10 +96,10 @@ class Verb(Generic[Job, Result]):
         try:
             self._run(job)
         except KeyboardInterrupt:
-            _say(f"\ninterrupted; {self.when_interrupted(job)}")
+            print_line(f"\ninterrupted; {self.when_interrupted(job)}")
             sys.exit(INTERRUPTED)
         except preemption.Preempted:
-            _say("ended by SIGTERM, nothing had to be saved; the same command goes on")
+            print_line("ended by SIGTERM, nothing had to be saved; run the same command again")
             raise
         except Exception as error:
             # Not left to the interpreter, nor to torchelastic's @record: neither hides credentials.
@@ -130,13 +125,13 @@ class Verb(Generic[Job, Result]):
     def _run(self, job: Job) -> None:
         with print_user_errors(self.written_to(job)):
             result = self.run(job)
-            if self.describe is not None and is_rank_zero():
+            if self.describe is not None and os.environ.get("RANK", "0") == "0":
                 write_out(self.describe(result))
 
 
-def goes_on(job: object) -> str:
-    """For verbs that take up what an earlier call has left."""
-    return "the same command goes on from what is saved"
+def resume_hint(job: object) -> str:
+    """Return `when_interrupted` of a verb that resumes what an earlier call has left."""
+    return "run the same command again to resume"
 
 
 def verb(name: str, job: type[Job], **options: Any) -> Callable[[Callable[[Job], Result]], Main]:
@@ -149,18 +144,8 @@ def verb(name: str, job: type[Job], **options: Any) -> Callable[[Callable[[Job],
     def define(run: Callable[[Job], Result]) -> Main:
         module = sys._getframe(1).f_globals
         doc = options.pop("doc", module.get("__doc__") or run.__doc__ or "")
-        defined = Verb(job, run, doc, **options)
-
-        def main() -> None:
-            defined.main()
-
-        main.__module__, main.__qualname__ = module["__name__"], name
-        main.verb = defined  # type: ignore[attr-defined]
+        main = partial(Verb.main, defined := Verb(job, run, doc, **options))
+        main.__module__, main.__qualname__, main.verb = module["__name__"], name, defined  # type: ignore[attr-defined]
         return register("verb", name)(main)
 
     return define
-
-
-def _say(text: str) -> None:
-    if is_rank_zero():
-        print(text, file=sys.stderr, flush=True)

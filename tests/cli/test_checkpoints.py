@@ -15,6 +15,7 @@ from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.survey import open_step
 from pipeline.checkpoint.tables import inventory_of_step
 from pipeline.cli import checkpoints
+from pipeline.cli.arguments import read_arguments
 from pipeline.cli.checkpoints import (
     export_checkpoint,
     list_checkpoints,
@@ -22,7 +23,6 @@ from pipeline.cli.checkpoints import (
     verify_checkpoints,
 )
 from pipeline.cli.command_line import load_config
-from pipeline.cli.words import read_words
 from pipeline.config.jobs.checkpoints import CheckpointsJob
 from tests.checkpoint.resharding import optimizers, tables, whole
 from tests.support.ranks import RankPool
@@ -30,7 +30,7 @@ from tests.training.tiny import TinyTable, build, context
 
 
 def _job(*words: str) -> CheckpointsJob:
-    return load_config(CheckpointsJob, read_words(words, checkpoints.COMMANDS, "list").overrides())
+    return load_config(CheckpointsJob, read_arguments(words, checkpoints.COMMANDS, "list").overrides())
 
 
 def _run(words: list[str]) -> None:

@@ -178,7 +178,7 @@ def test_a_gpu_that_fbgemm_has_no_kernels_for_is_named(
         doctor_probes.gpus()
     version = ".".join(map(str, capability))
     assert mentions(str(error.value), f"{version} fbgemm 1.9.0 sm_80 sm_90 sm_100")
-    assert "troubleshooting.md" in doctor._probe_mend("gpus", True, str(error.value))
+    assert "troubleshooting.md" in doctor._probe_fix("gpus", True, str(error.value))
 
 
 def test_a_driver_that_is_too_old_is_told_with_torchs_reason_and_the_driver_that_it_takes(
@@ -190,7 +190,7 @@ def test_a_driver_that_is_too_old_is_told_with_torchs_reason_and_the_driver_that
     with pytest.raises(RuntimeError, match=r"too old \(found version 12040\)"):
         doctor_probes.gpus()
     monkeypatch.setattr(doctor, "_torch_cuda", lambda: "13.0")
-    assert "driver 580 or newer" in doctor._probe_mend("gpus", True, reason)
+    assert "driver 580 or newer" in doctor._probe_fix("gpus", True, reason)
 
 
 def test_what_the_installed_builds_are_is_read_from_their_files() -> None:
@@ -204,7 +204,7 @@ def test_a_torch_for_another_cuda_than_fbgemms_is_named(
     installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed("12.6", "cuda", "fbgemm-gpu")
-    monkeypatch.setattr(doctor, "_said_by", lambda package, file, pattern: "13")
+    monkeypatch.setattr(doctor, "_match_in_file", lambda package, file, pattern: "13")
     (finding,) = doctor._builds(has_gpu=False)
     assert mentions(finding.found, "CUDA 12.6 CUDA 13 does not load") and finding.fix
     assert doctor.why_not_the_set("gpu") == finding.found
@@ -219,8 +219,8 @@ def test_a_command_that_fixes_two_findings_stands_once() -> None:
 
 
 def test_little_shared_memory_or_disk_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "LEAST_SHM_BYTES", 1 << 60)
-    monkeypatch.setattr(doctor, "LEAST_DISK_BYTES", 1 << 60)
+    monkeypatch.setattr(doctor, "MIN_SHM_BYTES", 1 << 60)
+    monkeypatch.setattr(doctor, "MIN_DISK_BYTES", 1 << 60)
     assert "remount,size=8G" in doctor._shared_memory().fix
     assert "larger disk" in doctor._disk().fix
 

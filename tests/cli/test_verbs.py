@@ -14,9 +14,9 @@ import pytest
 from pipeline import __main__ as top
 from pipeline import cli
 from pipeline.cli import checkpoints, registry
+from pipeline.cli.arguments import Command, read_arguments
 from pipeline.cli.command_line import load_config
 from pipeline.cli.verb import verb
-from pipeline.cli.words import Command, read_words
 from pipeline.config import registry as components
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.names import CONFIG_NAMES
@@ -155,16 +155,16 @@ def test_one_grammar_reads_every_command_line(
     words: list[str], commands: tuple[Command, ...], overrides: list[str] | None
 ) -> None:
     if overrides is not None:
-        assert read_words(words, commands, "list").overrides() == overrides
+        assert read_arguments(words, commands, "list").overrides() == overrides
     else:  # key=value, as it looks
-        assert "dt=3/r" in read_words(words, commands, "list").settings
+        assert "dt=3/r" in read_arguments(words, commands, "list").settings
 
 
 def test_a_word_too_many_names_what_the_command_takes() -> None:
     with pytest.raises(ConfigError, match=r"'b'.*show RUN STEP"):
-        read_words(["show", "a", "b"], checkpoints.COMMANDS, "list")
+        read_arguments(["show", "a", "b"], checkpoints.COMMANDS, "list")
     with pytest.raises(ConfigError, match=r"'exprot'.*'export'"):
-        read_words(["exprot", "runs/q"], checkpoints.COMMANDS, "list")
+        read_arguments(["exprot", "runs/q"], checkpoints.COMMANDS, "list")
 
 
 def test_checkpoints_takes_a_config_dir_in_two_words(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -10,7 +11,6 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import yaml
 
-from pipeline.cli.composition_errors import config_classes
 from pipeline.config.compression import CompressionConfig
 from pipeline.config.generated import ConversionsConfig, SyntheticConfig, UserItemConfig
 from pipeline.config.ids import BaseVocabularyConfig, BucketsConfig
@@ -105,6 +105,18 @@ def differences(kind: type, shown: dict[str, Any], verb: str = "", key: str = ""
         if name != "tables" and shown[name] != other:
             found.append(f"{full}={shown[name]!r}, and the dataclass has {other!r}")
     return found
+
+
+def config_classes(kind: Any, above: tuple[Any, ...] = ()) -> Iterator[Any]:
+    """Yield every dataclass that is reachable from a type."""
+    if kind in above:
+        return
+    if dataclasses.is_dataclass(kind):
+        yield kind
+        for hint in get_type_hints(kind).values():
+            yield from config_classes(hint, (*above, kind))
+    for part in get_args(kind):
+        yield from config_classes(part, above)
 
 
 @pytest.mark.parametrize("verb", JOBS)

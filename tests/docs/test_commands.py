@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from launch.targets import registered
+from pipeline.cli.arguments import Arguments, read_arguments
 from pipeline.cli.command_line import load_config
-from pipeline.cli.words import Words, read_words
 from pipeline.runtime.errors import ConfigError
 from tests.docs.keys import PLAIN, groups, is_override, jobs, verbs
 from tests.docs.pages import (
@@ -175,8 +175,8 @@ def assert_all_compose(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
     return len(composed)
 
 
-def read(verb: str, words: list[str]) -> Words:
-    return read_words([word for word in words if word != "..."], verbs()[verb].commands, verbs()[verb].default)
+def read(verb: str, words: list[str]) -> Arguments:
+    return read_arguments([word for word in words if word != "..."], verbs()[verb].commands, verbs()[verb].default)
 
 
 def write_files(folder: Path) -> None:

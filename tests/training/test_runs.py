@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from pipeline.cli import runs as verb
+from pipeline.cli.arguments import read_arguments
 from pipeline.cli.command_line import load_config
-from pipeline.cli.words import read_words
 from pipeline.config.jobs.runs import RunsJob
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.storage.lease import RunFolderHeldError, take_lease
@@ -29,7 +29,7 @@ Copy = Callable[..., Path]
 
 
 def _say(*words: str) -> str:
-    return verb.run(load_config(RunsJob, read_words(words, verb.COMMANDS, "list").overrides()))
+    return verb.run(load_config(RunsJob, read_arguments(words, verb.COMMANDS, "list").overrides()))
 
 
 @pytest.fixture

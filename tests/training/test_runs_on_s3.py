@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.cli import report as report_verb
 from pipeline.cli import runs as verb
+from pipeline.cli.arguments import read_arguments
 from pipeline.cli.command_line import load_config
-from pipeline.cli.words import read_words
 from pipeline.config.jobs.runs import ReportJob, RunsJob
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.storage import storage
@@ -25,7 +25,7 @@ ROOT = f"s3://{BUCKET}/team/runs"
 
 
 def _say(*words: str) -> str:
-    return verb.run(load_config(RunsJob, read_words(words, verb.COMMANDS, "list").overrides()))
+    return verb.run(load_config(RunsJob, read_arguments(words, verb.COMMANDS, "list").overrides()))
 
 
 def _upload(run: Path, to: str, lr: str = "") -> str:
