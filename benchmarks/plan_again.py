@@ -20,8 +20,8 @@ from pipeline.cli.command_line import load_config
 from pipeline.cli.plan import build_request, resolve
 from pipeline.config.jobs.train import PlanJob
 from pipeline.planner.plan_codec import write_plan
+from pipeline.planner.plan_record import PlanRecord
 from pipeline.planner.planner import make_plan
-from pipeline.planner.record import PlanRecord
 
 
 def timed(what: str, make: Callable[[], PlanRecord]) -> PlanRecord:

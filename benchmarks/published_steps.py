@@ -20,12 +20,11 @@ from typing import Any
 import yaml
 
 from pipeline.cli.command_line import load_config
-from pipeline.cli.plan import build_request, resolve
+from pipeline.cli.plan import prepare
 from pipeline.config.jobs.train import PlanJob
 from pipeline.config.tables import TableConfig
-from pipeline.planner.planner import make_plan
-from pipeline.planner.step_time.outlook import Outlook
-from pipeline.training.plan_outlook import Planned, outlook_of
+from pipeline.planner.plan_forecast import forecast_of, plan_job
+from pipeline.planner.step_time.forecast import PlanForecast
 
 RUNS = Path(__file__).with_suffix(".yaml")
 SHOWN_PARTS = 3
@@ -54,11 +53,11 @@ class PublishedRun:
 @dataclass(frozen=True)
 class Comparison:
     run: PublishedRun
-    outlook: Outlook
+    forecast: PlanForecast
 
     @property
     def ratio(self) -> float:
-        return self.outlook.samples_per_s / self.run.samples_per_s
+        return self.forecast.samples_per_s / self.run.samples_per_s
 
 
 def read_runs(path: Path = RUNS) -> list[PublishedRun]:
@@ -87,19 +86,18 @@ def _flat(words: Iterable[Any]) -> Iterator[str]:
 def compare(run: PublishedRun, seconds: float) -> Comparison:
     with tempfile.TemporaryDirectory() as folder:
         job = run.job(folder, seconds)
-        resolved = resolve(job)
-        return Comparison(run, outlook_of(job, Planned(resolved, make_plan(job.planner, build_request(resolved)))))
+        return Comparison(run, forecast_of(job, plan_job(job, prepare)))
 
 
 def describe(found: Comparison) -> str:
     """A row of the table in docs/do/planning.md."""
-    outlook, run = found.outlook, found.run
-    parts = sorted(outlook.parts.items(), key=lambda part: -part[1])[:SHOWN_PARTS]
+    forecast, run = found.forecast, found.run
+    parts = sorted(forecast.parts.items(), key=lambda part: -part[1])[:SHOWN_PARTS]
     shown = ", ".join(f"{name} {ms:.2f}" for name, ms in parts)
-    published_ms = 1e3 * outlook.batch_size * outlook.world_size / run.samples_per_s
+    published_ms = 1e3 * forecast.batch_size * forecast.world_size / run.samples_per_s
     return (
-        f"| {run.name} | {run.samples_per_s / 1e6:,.3g}M | {outlook.samples_per_s / 1e6:,.3g}M | "
-        f"{100 * (found.ratio - 1):+.0f} % | {published_ms:.2f} | {outlook.step_ms:.2f} | {shown} |"
+        f"| {run.name} | {run.samples_per_s / 1e6:,.3g}M | {forecast.samples_per_s / 1e6:,.3g}M | "
+        f"{100 * (found.ratio - 1):+.0f} % | {published_ms:.2f} | {forecast.step_ms:.2f} | {shown} |"
     )
 
 

@@ -27,10 +27,10 @@ from pipeline.config.generated import SyntheticConfig
 from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.extras.calibration.jobs import BatchesInMemory, NoCheckpoints
 from pipeline.planner.resolved_job import resolve_job
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.assembly import Assembly, assemble
-from pipeline.training.calibration.jobs import BatchesInMemory, NoCheckpoints
 from pipeline.training.compiled import DenseCompiler
 from pipeline.training.hooks.base import TrainingParts
 from pipeline.training.hooks.build import build_hooks

@@ -18,23 +18,25 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.many_ranks import EVEN, Unevenness, simulate
+from benchmarks.row_bands import bands_of, power_law, touched
 from pipeline.cli.command_line import load_config
 from pipeline.cli.plan import build_request, resolve
 from pipeline.config.jobs.train import PlanJob
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
-from pipeline.planner.hardware import GIB, resolve_hardware
+from pipeline.planner.hardware import GIB
+from pipeline.planner.plan_forecast import step_request
+from pipeline.planner.plan_record import PlanRecord
 from pipeline.planner.planner import make_plan
-from pipeline.planner.record import PlanRecord
 from pipeline.planner.resolved_job import ResolvedJob
-from pipeline.planner.step_time.frequency import bands_of, power_law, touched
-from pipeline.planner.step_time.many_ranks import EVEN, Unevenness, simulate
-from pipeline.planner.step_time.predict import SheetLayers
+from pipeline.planner.step_time.prediction import SheetLayers
 from pipeline.runtime.errors import UserError
-from pipeline.training.predicted_step import step_request
 
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
-ROW_US = 0.695  # of a row with 26 ids and 13 numbers on one core of an AMD EPYC, measured by pipeline.calibrate (docs/do/planning.md)
+ROW_US = (
+    0.695  # of a row with 26 ids and 13 numbers on one core of an AMD EPYC, measured by calibrate (docs/do/planning.md)
+)
 SETTINGS = [
     "experiment=mlperf_dlrmv2",
     "hardware=h100_80gb",
@@ -76,9 +78,9 @@ def plan(words: list[str], seconds: float, rows_factor: float = 1.0, skew: float
         ]
         resolved = resolved_job(words, rows_factor, skew)
         job = resolved.job
-        record = make_plan(job.planner, replace(build_request(resolved), suggests=False))  # type: ignore[arg-type]
-    hardware = resolve_hardware(job.hardware, resolved.world_size)
-    layers = SheetLayers(step_request(resolved, record, hardware, 1))
+        request = replace(build_request(resolved), suggests=False)  # type: ignore[arg-type]
+        record = make_plan(job.planner, request)
+    layers = SheetLayers(step_request(resolved, request, record, 1))
     return Planned(resolved, record, layers, time.monotonic() - started)
 
 

@@ -19,8 +19,9 @@ import shlex
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ from pipeline.data.dataset import check_multi_hot
 from pipeline.embeddings.table import Table
 from pipeline.planner.head_rows import choose_heads
 from pipeline.planner.resolved_job import ResolvedJob, resolve_job
-from pipeline.runtime.errors import ConfigError, UserError, check_choice
+from pipeline.runtime.errors import ConfigError, check_choice
 from pipeline.runtime.logs import configure_logging, get_logger
 from pipeline.runtime.masking import mask
 from pipeline.runtime.process.stdout import write_out
@@ -46,10 +47,9 @@ from pipeline.sharding.compat import allow_untested_versions
 from pipeline.training.preflight import check_resolved, load_or_describe
 
 if TYPE_CHECKING:
+    from pipeline.planner.plan_forecast import PlannedJob
     from pipeline.planner.request import PlanRequest
-    from pipeline.planner.step_time.outlook import Outlook
     from pipeline.planner.tier_slots import SlotChoice
-    from pipeline.training.plan_outlook import Planned
 
 STALE = 1  # exit code of check
 FOR_PLANS_ALONE = ("planner=", "brief=", "target.", "scale_to=", "what_if=", "threads=")  # what training does not know
@@ -68,7 +68,7 @@ class PlanSummary:
     critical_path_ms: float
     seconds: float
     explanation: str
-    outlook: str = ""  # what the step is predicted to take, or why it is not
+    forecast: str = ""  # what the step is predicted to take, or why it is not
 
 
 def _made() -> str:
@@ -86,7 +86,11 @@ def plan(job: PlanJob) -> PlanSummary:
     started = time.monotonic()
     found: list[str] = []
     if job.target.is_set:
-        job, found = _aim(job)
+        from pipeline.planner.plan_target import reach_target
+
+        train = load_or_describe(job).splits.get("train")
+        samples = train.num_rows if train else None
+        job, found = reach_target(job, samples, _hardware_to_try(job), prepare)
     resolved = resolve(job)
     _say_without_data(resolved)
     if job.planner.kind != "file":
@@ -97,17 +101,18 @@ def plan(job: PlanJob) -> PlanSummary:
     from pipeline.planner.explain import explain, summarize
     from pipeline.planner.page import page_path, write_page
     from pipeline.planner.plan_codec import encode_plan, write_plan
+    from pipeline.planner.plan_forecast import PlannedJob
     from pipeline.planner.planner import make_plan
-    from pipeline.training.plan_outlook import Planned
 
     record = make_plan(job.planner, request)
-    step = _look_ahead(job, Planned(resolved, record)) if job.planner.predict_step else None
+    planned = PlannedJob(resolved, request, record)
+    lines, sections = _predict(job, planned) if job.planner.predict_step else ([], [])
     page = None
     if job.planner.kind != "file":
         page = page_path(job.planner.plan_file)
         write_plan(job.planner.plan_file, record)
         title = f"{job.name} on {job.world_size} x {record.hardware}"
-        write_page(page, title, record, encode_plan(record.plan), _made(), step.sections if step else ())
+        write_page(page, title, record, encode_plan(record.plan), _made(), sections)
     return PlanSummary(
         plan_file=job.planner.plan_file,
         page=page,
@@ -121,7 +126,7 @@ def plan(job: PlanJob) -> PlanSummary:
         explanation="\n".join(
             [summarize(record) if job.brief else explain(record), *describe_savings(savings_of(resolved.tables))]
         ),
-        outlook="\n".join([*found, *([""] if found else []), *(step.lines if step else [])]),
+        forecast="\n".join([*found, *([""] if found else []), *lines]),
     )
 
 
@@ -135,33 +140,6 @@ def _check_writable(path: str) -> None:
             pass
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from error
-
-
-def _aim(job: PlanJob) -> tuple[PlanJob, list[str]]:
-    """The job on the smallest hardware that reaches job.target, and the table of what was tried.
-
-    Raises:
-        ConfigError: none reaches it, or an epoch's samples are not known.
-    """
-    from pipeline.planner.planner import make_plan
-    from pipeline.training.plan_outlook import Planned, outlook_of
-    from pipeline.training.plan_target import at_size, describe_target, find_target, smallest, target_of
-
-    def predict(other: PlanJob) -> Outlook:
-        logger.info("target      %d x %s", other.world_size, other.hardware.name)
-        resolved = resolve(other)
-        request = replace(build_request(resolved), suggests=False)
-        return outlook_of(other, Planned(resolved, make_plan(other.planner, request)))
-
-    train = load_or_describe(job).splits.get("train")
-    target = target_of(job, train.num_rows if train else None)
-    hardware = _hardware_to_try(job)
-    tried = find_target(job, target, hardware, predict)
-    lines = describe_target(target, tried)
-    best = smallest(tried)
-    if best is None:
-        raise ConfigError("\n".join([lines[-1], *lines[:-1]]))
-    return at_size(job, hardware[best.hardware], best.world_size), lines
 
 
 def _hardware_to_try(job: PlanJob) -> dict[str, HardwareConfig]:
@@ -186,47 +164,33 @@ def _hardware_to_try(job: PlanJob) -> dict[str, HardwareConfig]:
     return usable
 
 
-@dataclass(frozen=True)
-class _Ahead:
+def _predict(job: PlanJob, planned: PlannedJob) -> tuple[list[str], list[str]]:
     """Lines for the terminal, and sections for the page."""
-
-    lines: list[str]
-    sections: list[str]
-
-
-def _look_ahead(job: PlanJob, planned: Planned) -> _Ahead:
-    from pipeline.planner.planner import make_plan
-    from pipeline.planner.step_time.outlook import describe_levers, describe_outlook, describe_scaling
-    from pipeline.planner.step_time.page import step_sections
-    from pipeline.training.plan_outlook import Planned, levers_of, outlook_of, scaling_of
+    from pipeline.planner.plan_forecast import foresee
+    from pipeline.planner.step_time.step_charts import step_sections
     from pipeline.training.tier_outlook import tier_outlook
 
-    def planned_for(other: PlanJob) -> Planned:
-        resolved = resolve(other)
-        return Planned(resolved, make_plan(other.planner, build_request(resolved)))
+    found = foresee(job, planned, prepare)
+    if not found.forecasts:
+        return found.lines, []
+    in_tiers = tier_outlook(job, planned.record, found.forecasts[0].step_ms)
+    sections = step_sections(found.forecasts[0], found.forecasts)
+    return found.lines + in_tiers, [*sections, *(f"<p>{escape(line)}</p>" for line in in_tiers)]
 
-    try:
-        outlook = outlook_of(job, planned)
-    except UserError as error:
-        return _Ahead([f"step        not predicted: {str(error).splitlines()[0]}"], [])
-    in_tiers = tier_outlook(job, planned.record, outlook.step_ms)
-    lines = describe_outlook(outlook) + in_tiers
-    rows, skipped = scaling_of(job, job.scale_to, planned_for) if job.scale_to else ([], [])
-    if rows or skipped:
-        lines += ["", *describe_scaling([outlook, *rows]), *(f"not in the table: {line}" for line in skipped)]
-    if job.what_if:
-        lines += ["", *describe_levers(outlook, levers_of(job, planned_for))]
-    sections = [*step_sections(outlook, [outlook, *rows]), *(f"<p>{escape(line)}</p>" for line in in_tiers)]
-    return _Ahead(lines, sections)
+
+def prepare(job: PlanJob) -> tuple[ResolvedJob, PlanRequest]:
+    """The job with its tables, and what a plan is made for."""
+    resolved = resolve(job)
+    return resolved, build_request(resolved)
 
 
 def resolve(job: PlanJob) -> ResolvedJob:
     """The job with its tables, checked against the data set, or against the config where that is absent."""
 
     def choose(tables: list[Table], auto: list[Table]) -> dict[str, int]:
-        from pipeline.planner.hardware import resolve_hardware, room_for_tables  # loads torch
+        from pipeline.planner.hardware import available_memory, resolve_hardware  # loads torch
 
-        room = room_for_tables(job.planner, resolve_hardware(job.hardware, job.world_size))
+        room = available_memory(job.planner, resolve_hardware(job.hardware, job.world_size))
         return choose_heads(job, tables, auto, dataset, job.world_size, room)
 
     def choose_tiers(whole: ResolvedJob) -> SlotChoice:
@@ -260,10 +224,10 @@ def build_request(resolved: ResolvedJob) -> PlanRequest:
         allow_untested_versions()
     from pipeline.planner.constraints import TableOptimizer
     from pipeline.planner.hardware import resolve_hardware
+    from pipeline.planner.plan_forecast import step_cost_of
     from pipeline.planner.request import PlanRequest
     from pipeline.sharding.torchrec.sharding import make_sharders
     from pipeline.training.assembly import build_task
-    from pipeline.training.plan_outlook import planned_step_cost
 
     job = resolved.job
     hardware = resolve_hardware(job.hardware, job.world_size)
@@ -276,7 +240,7 @@ def build_request(resolved: ResolvedJob) -> PlanRequest:
         hardware=hardware,
         optimizer=TableOptimizer(job.optimizer.sparse.name, job.optimizer.sparse.weight_decay),
         batch_size=job.trainer.micro_batch_size // job.world_size,
-        step_cost=lambda: planned_step_cost(job, resolved, hardware),
+        step_cost=partial(step_cost_of, resolved),
         calibration=job.hardware.calibration,
     )
 
@@ -333,7 +297,7 @@ def train_command(summary: PlanSummary, overrides: list[str]) -> str:
 def describe(summary: PlanSummary) -> str:
     lines = [
         summary.explanation + ("\n" if "\n" in summary.explanation else ""),
-        *([summary.outlook + ("\n" if "\n\n" in summary.outlook else "")] if summary.outlook else []),
+        *([summary.forecast + ("\n" if "\n\n" in summary.forecast else "")] if summary.forecast else []),
         f"plan        {summary.plan_file} ({summary.planner}, {summary.world_size} rank(s) of {summary.hardware}, "
         f"{summary.seconds:.1f} s)",
         *([f"pictures    {summary.page}"] if summary.page else []),

@@ -10,7 +10,7 @@ from pipeline.runtime.pages.charts import rect, round_up, shorten, svg, text
 
 HEIGHT = 220  # of the plot
 LEFT, TOP, BOTTOM, RIGHT = 58, 36, 40, 12
-MOST_LABELLED = 16  # columns with their total on top
+MAX_LABELLED = 16  # columns with their total on top
 MAP_LEFT, MAP_TOP, MAP_WIDTH, MAP_RIGHT, MAP_ROW = 170, 6, 600, 350, 18
 LIMIT_OFF_SCALE = 4  # a limit beyond so many times the highest column is said, not drawn
 
@@ -60,7 +60,7 @@ def column_chart(
             y -= height
             if height > 0:
                 marks.append(rect(x, y, width, height, name, title))
-        if len(columns) <= MOST_LABELLED:
+        if len(columns) <= MAX_LABELLED:
             marks.append(text(x + width / 2, y - 4, f"{totals[index]:.3g}", "middle"))
     parts = [*_value_axis(top, unit, plot_width), *marks, *_rank_axis(len(columns), step, TOP + HEIGHT + 16)]
     if limit and drawn_limit:

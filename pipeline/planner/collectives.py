@@ -13,7 +13,7 @@ from pipeline.planner.hardware import BYTES_PER_MS, Hardware
 from pipeline.planner.search.problem import Floats
 
 # Each sharding type of a collection has collectives of its own (torchrec/distributed/dist_data.py): to hand ids round,
-# one all-to-all of how many there are, one of lengths, one of ids. Order of the columns: record.PHASES.
+# one all-to-all of how many there are, one of lengths, one of ids. Order of the columns: plan_record.PHASES.
 NUM_INPUT_ALL_TO_ALLS = 3
 
 
@@ -62,7 +62,7 @@ class Links:
         return num_bytes * (self.num_hosts - 1) / self.num_hosts / self.inter
 
     def latencies_ms(self) -> dict[str, Floats]:
-        """Sharding type -> [phases of record.PHASES]: what its collectives take before the first byte.
+        """Sharding type -> [phases of plan_record.PHASES]: what its collectives take before the first byte.
 
         Counted as NCCL's tuner does (src/graph/tuning.cc): a launch, and a hop for each step of a ring, H of which
         leave a host; of an all-to-all, whose sends all start at once, the longest hop alone.

@@ -36,7 +36,7 @@ from pipeline.planner.search.problem import Floats
 from pipeline.planner.tiers import TierForecast, forecast
 
 ID_BYTES, LENGTH_BYTES, WEIGHT_BYTES = 8, 4, 4  # int64 ids, int32 lengths (data/batch.py), fp32 weights
-LEAST_LOOKUP_WIDTH = 32  # columns that a lookup of a whole table reads at least; TorchRec's
+MIN_LOOKUP_WIDTH = 32  # columns that a lookup of a whole table reads at least; TorchRec's
 INT8_WIRE_BYTES = 1 + 8 / 32  # every 32 numbers of fbgemm's int8 codec go with a scale and a bias of 4 bytes each
 UVM_SLOWDOWN = 10  # TorchRec's, of rows that cross PCIe singly
 SSD_READ_BYTES = 4096  # a block device reads no less
@@ -147,7 +147,7 @@ class CostModel:
                 shard.perf = made[phases]
 
     def phases_ms(self, option: ShardingOption) -> Floats:
-        """[S, P], phases as in record.PHASES."""
+        """[S, P], phases as in plan_record.PHASES."""
         work = self._work(option)
         forward, backward = self._compute(work)
         columns = [self._input_dist(work), forward, self._forward_comms(work), backward, self._backward_comms(work)]
@@ -219,7 +219,7 @@ class CostModel:
     def _compute(self, work: _Work) -> tuple[Floats, Floats]:
         option, by_table = work.option, work.kind in BY_TABLE
         inputs = np.ceil(work.lookups * ID_BYTES) * (2 if work.weighted else 1)
-        width = np.maximum(work.num_columns, LEAST_LOOKUP_WIDTH) if by_table else work.num_columns
+        width = np.maximum(work.num_columns, MIN_LOOKUP_WIDTH) if by_table else work.num_columns
         rows = work.lookups * width * work.element_bytes
         number = work.element_bytes if work.kind == "data_parallel" else self._wire_bytes(work, forward=True)
         moved = inputs + rows + work.outputs * work.num_columns * number

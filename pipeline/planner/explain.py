@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as Grid
 
-from pipeline.planner.record import PlanDescription, RankLoad, TableChoice
+from pipeline.planner.plan_record import PlanDescription, RankLoad, TableChoice
 from pipeline.runtime.byte_counts import show_bytes
 
 WIDTH = 140

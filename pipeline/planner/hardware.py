@@ -131,7 +131,7 @@ def resolve_hardware(
     )
 
 
-def room_for_tables(config: PlannerConfig, hardware: Hardware) -> float:
+def available_memory(config: PlannerConfig, hardware: Hardware) -> float:
     """Bytes of a rank's fastest memory that are not kept free; the dense part's are still to come off."""
     capacity = hardware.fastest_bytes(hardware.hbm_cap_bytes, hardware.ddr_cap_bytes)
     return capacity * (1 - config.reserved_memory_fraction)

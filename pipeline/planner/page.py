@@ -17,13 +17,13 @@ from pipeline import devices
 from pipeline.planner.charts import Cell, Column, MapRow, column_chart, rank_map
 from pipeline.planner.explain import show_ranks
 from pipeline.planner.fingerprint import describe_hosts
-from pipeline.planner.record import PHASES, PlanDescription, RankLoad, TableChoice
+from pipeline.planner.plan_record import PHASES, PlanDescription, RankLoad, TableChoice
 from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.pages.html import cards, document, figure, folded, legend, table
 from pipeline.runtime.storage import storage
 
 FEW_RANKS = 8  # whose charts of memory and time lie side by side
-MOST_MAPPED = 40  # tables that have a line of their own in the map, and a row in the table before it is folded
+MAX_MAPPED = 40  # tables that have a line of their own in the map, and a row in the table before it is folded
 IN_HBM = ("dense", "fused")  # kernels that keep the whole table there
 SERIES = {"weights": "tables", "state": "optimizer state", "buffers": "buffers and caches"}
 PHASE_NAMES = {phase: phase.removesuffix("_ms").replace("_", " ") for phase in PHASES}
@@ -52,7 +52,7 @@ def write_page(
     path: str, title: str, plan: PlanDescription, shardings: Shardings, made: str = "", step: Sequence[str] = ()
 ) -> None:
     """Atomic. `shardings` as in a plan file: module -> table -> ParameterSharding; `made`: when, and by which command; `step`:
-    sections about the predicted step (step_time.page)."""
+    sections about the predicted step (step_time.step_charts)."""
     storage.publish_text(path, render_page(title, plan, shardings, made, step))
 
 
@@ -220,7 +220,7 @@ def _phase_row(phase: str, loads: list[RankLoad]) -> list[str]:
 
 def _map(plan: PlanDescription, shares: dict[str, dict[int, TableShare]]) -> Iterator[str]:
     tables = _by_size(plan.tables)
-    own, others = (tables, []) if len(tables) <= MOST_MAPPED else (tables[:MOST_MAPPED], tables[MOST_MAPPED:])
+    own, others = (tables, []) if len(tables) <= MAX_MAPPED else (tables[:MAX_MAPPED], tables[MAX_MAPPED:])
     rows = [_table_row(choice, shares[choice.name], len(plan.ranks)) for choice in own]
     kinds: dict[tuple[str, str], list[TableChoice]] = defaultdict(list)
     for choice in others:
@@ -337,8 +337,8 @@ def _choices(plan: PlanDescription) -> Iterator[str]:
         '<p class="faint">Cost is summed over the ranks that hold a part of the table, without what collectives take to '
         "start, which all tables of one sharding share.</p>"
     )
-    yield table(headings, rows[:MOST_MAPPED], numbers)
-    if remaining := rows[MOST_MAPPED:]:
+    yield table(headings, rows[:MAX_MAPPED], numbers)
+    if remaining := rows[MAX_MAPPED:]:
         yield folded(f"{len(remaining)} smaller tables", table(headings, remaining, numbers))
 
 

@@ -26,7 +26,7 @@ from pipeline.planner.plan_file import (
     read_content,
     to_json,
 )
-from pipeline.planner.record import PlanRecord, TableChoice
+from pipeline.planner.plan_record import PlanRecord, TableChoice
 from pipeline.runtime.errors import PlanError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.planner.fingerprint import sha256_of
-from pipeline.planner.record import Objective, PlanDescription, RankLoad, TableChoice
+from pipeline.planner.plan_record import Objective, PlanDescription, RankLoad, TableChoice
 from pipeline.planner.tiers import TierForecast
 from pipeline.runtime.errors import PlanError
 from pipeline.runtime.storage import storage

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -21,20 +20,20 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from pipeline import devices
 from pipeline.config.planner import HardwareConfig, PlannerConfig
 from pipeline.embeddings.table import Table
+from pipeline.planner.chosen_plan import ChosenPlan, build_record, rank_loads
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.estimator import CostedEnumerator
 from pipeline.planner.fingerprint import differing_libraries, differing_lines
-from pipeline.planner.found_plan import Found, build_record, rank_loads
-from pipeline.planner.hardware import Hardware, build_topology, resolve_hardware
+from pipeline.planner.hardware import build_topology, resolve_hardware
 from pipeline.planner.infeasible import describe_shortfall, explain_infeasible
 from pipeline.planner.plan_codec import decode_record, encode_record, load_plan, read_plan
-from pipeline.planner.record import Objective, PlanRecord
+from pipeline.planner.plan_record import Objective, PlanRecord
 from pipeline.planner.request import PlanRequest, Problem, build_problem, fingerprint_of
 from pipeline.planner.search.incumbent import Infeasible, SearchConfig
 from pipeline.planner.search.portfolio import FIRST_PLAN
 from pipeline.planner.search.shortfall import least_shortfall
 from pipeline.planner.searcher import PlanPrice, build_search_problem, enumerate_options, search_options
-from pipeline.planner.step_time.shards import Placement
+from pipeline.planner.step_time.work import Placement
 from pipeline.planner.suggestions import Suggestion, working_suggestions
 from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.errors import PlanError, UserError
@@ -42,7 +41,7 @@ from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 
 if TYPE_CHECKING:
-    from pipeline.planner.step_time.predict import StepCost
+    from pipeline.planner.step_time.prediction import StepCost
 
 AUTO, STEP_TIME = "auto", "step_time"  # planner.objective
 LONG_SEARCH_S = 20.0  # all ranks wait for rank 0: after it the log says how to plan ahead
@@ -62,7 +61,7 @@ def load_or_search_plan(
     context: DistributedContext,
     num_ranks: int | None = None,
     earlier: str | None = None,
-    step_cost: Callable[[Hardware], StepCost] | None = None,
+    step_cost: Callable[[PlanRequest], StepCost] | None = None,
 ) -> PlanRecord:
     """Collective: rank 0 reads or searches the plan, and every rank gets the same one, or the same PlanError.
 
@@ -81,10 +80,10 @@ def load_or_search_plan(
                 local_world_size=context.local_world_size,
                 device_type=devices.current().device_type,
             )
-            cost = None if step_cost is None else partial(step_cost, here)
             request = PlanRequest(
-                tables, model, sharders, here, optimizer, batch_size, step_cost=cost, calibration=hardware.calibration
-            )
+                tables, model, sharders, here, optimizer, batch_size,
+                step_cost=step_cost, calibration=hardware.calibration,
+            )  # fmt: skip
             began = time.monotonic()
             record = make_plan(config, request, earlier)
             if (
@@ -163,10 +162,10 @@ def search_plan(config: PlannerConfig, problem: Problem) -> PlanRecord:
     return record
 
 
-NO_TABLES = Found(ShardingPlan({}), [], "nothing", lower_bound_ms=0.0, gap=0.0)
+NO_TABLES = ChosenPlan(ShardingPlan({}), [], "nothing", lower_bound_ms=0.0, gap=0.0)
 
 
-def _search_torchrec(config: PlannerConfig, problem: Problem) -> Found:
+def _search_torchrec(config: PlannerConfig, problem: Problem) -> ChosenPlan:
     request = problem.request
     topology = build_topology(request.hardware)
     planner = EmbeddingShardingPlanner(
@@ -192,10 +191,10 @@ def _search_torchrec(config: PlannerConfig, problem: Problem) -> Found:
         )
     options = planner._best_plan
     assert options, "a model without tables"
-    return Found(plan, options, "max_rank")
+    return ChosenPlan(plan, options, "max_rank")
 
 
-def _search_portfolio(config: PlannerConfig, problem: Problem) -> Found:
+def _search_portfolio(config: PlannerConfig, problem: Problem) -> ChosenPlan:
     """TorchRec enumerates and estimates, our search chooses, and TorchRec's validators check the result."""
     request = problem.request
     topology = build_topology(request.hardware)
@@ -232,8 +231,8 @@ def _search_portfolio(config: PlannerConfig, problem: Problem) -> Found:
         else Objective("max_rank", torchrec_score.max_rank_ms, torchrec_score.critical_path_ms)
     )
     if step_cost is not None:  # of the step nothing is proven
-        return Found(plan, options, STEP_TIME, torchrec=torchrec_found)
-    return Found(plan, options, objective, result.lower_bound_ms, result.gap, torchrec_found)
+        return ChosenPlan(plan, options, STEP_TIME, torchrec=torchrec_found)
+    return ChosenPlan(plan, options, objective, result.lower_bound_ms, result.gap, torchrec_found)
 
 
 def _step_cost(config: PlannerConfig, request: PlanRequest) -> StepCost | None:
@@ -246,13 +245,13 @@ def _step_cost(config: PlannerConfig, request: PlanRequest) -> StepCost | None:
     if config.objective == STEP_TIME:
         if request.step_cost is None:
             raise PlanError(f"planner.objective={STEP_TIME} is not for this verb: use critical_path or max_rank")
-        return request.step_cost()
+        return request.step_cost(request)
     hardware = request.hardware
     may_be_measured = request.calibration is not None and hardware.on_cpu and hardware.world_size > 1
     if config.objective != AUTO or request.step_cost is None or not may_be_measured or not config.predict_step:
         return None
     try:
-        cost = request.step_cost()
+        cost = request.step_cost(request)
         cost.ms([])  # all that was measured is there
     except UserError as error:
         logger.warning("planned by critical_path, for the step cannot be predicted: %s", str(error).splitlines()[0])
@@ -336,7 +335,7 @@ def _free_bytes(config: PlannerConfig, suggestion: Suggestion) -> int | None:
     return min((hbm - load.hbm_bytes) if hbm > 0 else (ddr - load.ddr_bytes) for load in loads)
 
 
-SEARCHERS: dict[str, Callable[[PlannerConfig, Problem], Found]] = {
+SEARCHERS: dict[str, Callable[[PlannerConfig, Problem], ChosenPlan]] = {
     "search": _search_portfolio,
     "torchrec": _search_torchrec,
 }

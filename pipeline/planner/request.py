@@ -21,7 +21,7 @@ from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.errors import PlanError
 
 if TYPE_CHECKING:
-    from pipeline.planner.step_time.predict import StepCost
+    from pipeline.planner.step_time.prediction import StepCost
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PlanRequest:
     optimizer: TableOptimizer
     batch_size: int
     suggests: bool = True
-    step_cost: Callable[[], StepCost] | None = None
+    step_cost: Callable[[PlanRequest], StepCost] | None = None
     calibration: str | None = None
 
 

@@ -27,7 +27,7 @@ from pipeline.runtime.logs import get_logger
 PlanPrice = Callable[[list[ShardingOption]], float]
 logger = get_logger(__name__)
 CACHE_LOAD_FACTORS = (0.02, 0.05, 0.1, 0.4)  # beside FBGEMM's own 0.2
-LEAST_CACHED_SHARE = 0.01  # of a rank's HBM: a smaller table's cache is not worth a choice
+MIN_CACHED_SHARE = 0.01  # of a rank's HBM: a smaller table's cache is not worth a choice
 MIN_COLUMN_WIDTH = 32  # narrower rows waste a cache line of HBM
 RULES = {
     "data_parallel": Rule.EVERY_RANK,
@@ -96,7 +96,7 @@ def _with_caches(
     asked = {entry.table.name for entry in placed if CACHED in entry.table.sharding.compute_kernels}
     if not asked and sum(sizes.values()) < hardware.world_size * hardware.hbm_cap_bytes / 2:
         return []
-    large = {name for name, size in sizes.items() if size > LEAST_CACHED_SHARE * hardware.hbm_cap_bytes}
+    large = {name for name, size in sizes.items() if size > MIN_CACHED_SHARE * hardware.hbm_cap_bytes}
     resized = []
     for option in options:
         if option.compute_kernel == CACHED and option.name in asked | large:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -29,14 +30,13 @@ from pipeline.models.layers.stack import speed_up_stacks
 from pipeline.models.tasks.task import TaskModel, make_task
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.estimator import dense_part_bytes
-from pipeline.planner.hardware import Hardware, resolve_hardware, room_for_tables
+from pipeline.planner.hardware import Hardware, available_memory, resolve_hardware
 from pipeline.planner.head_rows import choose_heads
 from pipeline.planner.limits import check_batch_fits_comms
+from pipeline.planner.plan_forecast import step_cost_of
+from pipeline.planner.plan_record import PlanRecord
 from pipeline.planner.planner import load_or_search_plan
-from pipeline.planner.record import PlanRecord
 from pipeline.planner.resolved_job import ResolvedJob, resolve_job
-from pipeline.planner.step_time.measurements import read_measurements
-from pipeline.planner.step_time.predict import StepCost
 from pipeline.planner.tier_slots import SlotChoice, choose_slots, room_for_tiers
 from pipeline.runtime.errors import PlanError, TrainingError, UserError
 from pipeline.runtime.logs import get_logger
@@ -82,7 +82,7 @@ def resolve(
 
     def choose(tables: list[Table], auto: list[Table]) -> dict[str, int]:
         def decide() -> dict[str, int]:
-            room = room_for_tables(job.planner, hardware())
+            room = available_memory(job.planner, hardware())
             return choose_heads(job, tables, auto, dataset, context.world_size, room, earlier)
 
         return _decided(context, decide)
@@ -153,16 +153,6 @@ def build_task(resolved: ResolvedJob, compute_device: str) -> TaskModel:
     return task
 
 
-def _step_cost(resolved: ResolvedJob, hardware: Hardware) -> StepCost:
-    from pipeline.training.plan_outlook import calibration_warnings  # both build the task by this module
-    from pipeline.training.predicted_step import step_cost
-
-    calibration = resolved.job.hardware.calibration
-    for line in calibration_warnings(read_measurements(calibration) if calibration else None):
-        logger.warning("planning by the predicted step, but %s", line)
-    return step_cost(resolved, hardware, torch.get_num_threads())
-
-
 def assemble(resolved: ResolvedJob, context: DistributedContext, initialize: bool = True) -> Assembly:
     """Collective: build, plan, shard, initialize; without `initialize` a checkpoint is to fill the tables."""
     job, plain = resolved.job, resolved.plain_tables
@@ -188,7 +178,7 @@ def assemble(resolved: ResolvedJob, context: DistributedContext, initialize: boo
         context=context,
         num_ranks=context.local_world_size if replicated else None,
         earlier=_plan_of_run(job),
-        step_cost=lambda hardware: _step_cost(resolved, hardware),
+        step_cost=partial(step_cost_of, resolved, threads=torch.get_num_threads()),
     )
     join_hosts(record.fingerprint["topology"].get("hosts_per_nvlink_domain", 1))
     model = shard_model(

@@ -6,7 +6,7 @@ from collections import Counter
 
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.planner import HardwareConfig
-from pipeline.planner.record import PlanDescription
+from pipeline.planner.plan_record import PlanDescription
 from pipeline.planner.tiers import io_ms, stall_percent, tiered_step_ms
 from pipeline.runtime.errors import PlanError
 from pipeline.sharding.tiers.probe import SsdSpeed, measure

@@ -72,7 +72,7 @@ def _run(words: list[str]) -> None:
 
 
 def test_the_step_is_predicted_beside_the_plan_and_drawn_on_its_page(planned: PlanSummary) -> None:
-    assert mentions(planned.outlook, "samples/s 16 rank(s) 4,096 data sheet h100_80gb 75 % epoch 100,000")
+    assert mentions(planned.forecast, "samples/s 16 rank(s) 4,096 data sheet h100_80gb 75 % epoch 100,000")
     assert planned.page is not None
     page = Path(planned.page).read_text()
     assert "The step, predicted" in page and "timeline of one step" in page
@@ -80,7 +80,7 @@ def test_the_step_is_predicted_beside_the_plan_and_drawn_on_its_page(planned: Pl
 
 def test_hardware_that_does_not_say_its_peak_is_planned_for_without_a_prediction(job: PlanJob) -> None:
     job = replace(job, brief=True, hardware=replace(job.hardware, tflops_fp32=None))
-    assert mentions(plan(job).outlook, "not predicted tflops_fp32 planner.predict_step=false")
+    assert mentions(plan(job).forecast, "not predicted tflops_fp32 planner.predict_step=false")
 
 
 def test_a_laptop_plans_for_absent_gpus(planned: PlanSummary) -> None:

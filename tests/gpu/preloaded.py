@@ -18,7 +18,7 @@ import torch  # noqa: E402
 import pipeline.models.tasks.click  # noqa: E402
 import pipeline.models.tasks.labels  # noqa: E402
 import pipeline.models.tasks.retrieval  # noqa: E402
-import pipeline.planner.step_time.predict  # noqa: E402
+import pipeline.planner.step_time.prediction  # noqa: E402
 import pipeline.training.assembly  # noqa: E402
 import pipeline.training.evaluate_run  # noqa: E402
 import pipeline.training.hooks.build  # noqa: E402

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.planner.estimator import shard_state_bytes
 from pipeline.planner.fingerprint import Fingerprint
-from pipeline.planner.record import (
+from pipeline.planner.plan_record import (
     PHASES,
     Objective,
     PlanDescription,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.planner.search.clock import MOST_WAITING, WorkClock
+from pipeline.planner.search.clock import MAX_WAITING, WorkClock
 
 
 class Hands:
@@ -23,7 +23,7 @@ def test_waiting_for_a_busy_machine_is_not_counted_up_to_an_end() -> None:
     assert clock.remaining_s == pytest.approx(24.0)  # 8 s of CPU, which take three times as long here
     hands.cpu, hands.wall = 110.1, 130.0
     assert clock.has_used()
-    hands.cpu, hands.wall = 101.0, 100.0 + 10.0 * MOST_WAITING + 0.1
+    hands.cpu, hands.wall = 101.0, 100.0 + 10.0 * MAX_WAITING + 0.1
     assert clock.has_used() and clock.remaining_s < 0  # a search must end, however busy the machine is
 
 

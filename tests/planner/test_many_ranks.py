@@ -4,33 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from benchmarks.many_ranks import EVEN, Unevenness, simulate
 from benchmarks.published_steps import read_runs
-from pipeline.planner.constraints import TableOptimizer
-from pipeline.planner.hardware import resolve_hardware
-from pipeline.planner.planner import make_plan
-from pipeline.planner.record import RankLoad
-from pipeline.planner.request import PlanRequest
-from pipeline.planner.step_time.many_ranks import EVEN, Unevenness, simulate
-from pipeline.planner.step_time.predict import SheetLayers
-from pipeline.sharding.torchrec.sharding import make_sharders
-from pipeline.training.assembly import build_task
-from pipeline.training.predicted_step import step_request
+from benchmarks.row_bands import even, power_law, touched
+from pipeline.planner.plan_forecast import step_request
+from pipeline.planner.plan_record import RankLoad
+from pipeline.planner.step_time.prediction import SheetLayers
 from tests.planner.problems import preset
-from tests.planner.test_step_time import JOB
+from tests.planner.step_jobs import SmallStep, planned
+
+JOB = SmallStep()
 
 
 @pytest.fixture(scope="module")
 def eight() -> tuple[SheetLayers, list[RankLoad]]:
-    resolved = replace(JOB, batch=4096).resolve(8, preset("h100_80gb", issue_us=0.0))
-    hardware = resolve_hardware(resolved.job.hardware, 8)
-    request = PlanRequest(
-        resolved.plain_tables, build_task(resolved, "cuda"), make_sharders(resolved.job.comms), hardware,
-        TableOptimizer(JOB.sparse, 0.0), JOB.batch,
-    )  # fmt: skip
-    record = make_plan(replace(resolved.job.planner, kind="torchrec"), request)
-    return SheetLayers(step_request(resolved, record, hardware, 1)), record.ranks
+    resolved, request = replace(JOB, batch=4096).request(8, preset("h100_80gb", issue_us=0.0))
+    record = planned(resolved, request)
+    return SheetLayers(step_request(resolved, request, record, 1)), record.ranks
 
 
 def test_ranks_that_are_all_alike_take_what_one_is_predicted_to_take(eight: tuple[SheetLayers, list[RankLoad]]) -> None:
@@ -65,3 +58,22 @@ def test_every_published_run_says_its_rate_its_source_and_its_job() -> None:
         assert run.samples_per_s > 0 and run.source.startswith("https://")
         assert not run.rows or len(run.rows) == 26
         assert any(word.startswith("world_size=") for word in run.words)
+
+
+@pytest.mark.parametrize("skew", [1.0, 3.0])
+def test_expected_distinct_rows_are_those_of_drawn_batches(skew: float) -> None:
+    rows, ids, generator = 5000, 4000, np.random.default_rng(0)
+    (found,) = touched([power_law(rows, skew)], [ids], [64], 0)
+    drawn = [len(np.unique((generator.random(ids) ** skew * rows).astype(int))) for _ in range(5)]
+    assert found.distinct == pytest.approx(np.mean(drawn), rel=0.03)
+    assert found.missed_ids == pytest.approx(ids)
+
+
+def test_a_cache_keeps_the_rows_that_are_looked_up_most_of_all_tables() -> None:
+    hot, cold = power_law(1000, 4.0), even(1000)
+    alone = [touched([bands], [1000], [64], 100 * 64)[0] for bands in (hot, cold)]
+    assert alone[0].missed_ids < 500 < alone[1].missed_ids == pytest.approx(900)
+    (first, second) = touched([hot, cold], [1000, 1000], [64, 64], 100 * 64)
+    assert first.missed_ids == pytest.approx(alone[0].missed_ids, rel=0.05) and second.missed_ids == 1000
+    roomy = touched([hot, cold], [1000, 1000], [64, 64], 2000 * 64)
+    assert [each.missed_ids for each in roomy] == [0.0, 0.0]

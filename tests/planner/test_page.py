@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.planner.page import MOST_MAPPED, page_path, render_page, write_page
+from pipeline.planner.page import MAX_MAPPED, page_path, render_page, write_page
 from pipeline.planner.tiers import TierForecast
 from pipeline.runtime.byte_counts import show_bytes
 from tests.planner.plans import drawn_plan
@@ -103,10 +103,10 @@ def test_the_map_draws_each_table_on_its_ranks_and_small_ones_together() -> None
         assert ranks == set(choice.ranks), choice
     many, shardings = drawn_plan(300, 8)
     page = render_page("p", many, shardings)
-    assert f"<summary>{300 - MOST_MAPPED} smaller tables</summary>" in page
+    assert f"<summary>{300 - MAX_MAPPED} smaller tables</summary>" in page
     rows = [text.text or "" for text in charts(page)[-1].findall("text")]
     grouped = sum(int(row.split()[0]) for row in rows if re.fullmatch(r"\d+ smaller tables", row))
-    assert grouped == 300 - MOST_MAPPED
+    assert grouped == 300 - MAX_MAPPED
 
 
 def _ranks_of(title: str) -> set[int]:

@@ -45,8 +45,8 @@ from pipeline.planner.plan_codec import (
     write_plan,
 )  # fmt: skip
 from pipeline.planner.plan_file import find_plan_file
+from pipeline.planner.plan_record import PlanRecord
 from pipeline.planner.planner import make_plan
-from pipeline.planner.record import PlanRecord
 from pipeline.runtime.errors import PlanError
 from pipeline.sharding.torchrec.sharding import make_sharders
 from tests.planner.problems import TinyModel, make_tables, on, request

@@ -22,8 +22,8 @@ from pipeline.planner.estimator import shard_state_bytes
 from pipeline.planner.explain import explain, summarize
 from pipeline.planner.hardware import GIB
 from pipeline.planner.plan_codec import encode_record, write_plan
+from pipeline.planner.plan_record import PlanRecord
 from pipeline.planner.planner import load_or_search_plan, make_plan
-from pipeline.planner.record import PlanRecord
 from pipeline.planner.request import PlanRequest
 from pipeline.runtime.errors import PlanError
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model

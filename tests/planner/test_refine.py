@@ -10,20 +10,18 @@ import numpy as np
 import pytest
 
 from pipeline.config.planner import PlannerConfig
-from pipeline.planner.constraints import TableOptimizer
-from pipeline.planner.hardware import resolve_hardware
+from pipeline.planner.plan_forecast import step_request
 from pipeline.planner.planner import make_plan
 from pipeline.planner.request import PlanRequest
 from pipeline.planner.search.problem import Assignment, Option, Rule, SearchProblem, loads, violations
 from pipeline.planner.search.refine import refine
-from pipeline.planner.step_time.predict import StepCost
-from pipeline.planner.step_time.shards import placements_of
+from pipeline.planner.step_time.prediction import StepCost
+from pipeline.planner.step_time.work import placements_of
 from pipeline.runtime.errors import PlanError
-from pipeline.sharding.torchrec.sharding import make_sharders
-from pipeline.training.assembly import build_task
-from pipeline.training.predicted_step import step_request
-from tests.planner.test_step_time import JOB, made_up_machine
+from tests.planner.step_jobs import SmallStep, calibrated
 from tests.support.messages import mentions, names
+
+JOB = SmallStep()
 
 
 def tables(generator: random.Random, count: int) -> list[list[Option]]:
@@ -104,15 +102,10 @@ def test_step_time_as_the_objective_gives_the_plan_whose_predicted_step_is_short
 
 
 def request_of_two_ranks() -> tuple[PlannerConfig, PlanRequest, StepCost]:
-    """Of two CPU ranks that a calibration has measured."""
-    resolved = replace(JOB, sharding=None).resolve(2)
-    hardware = resolve_hardware(resolved.job.hardware, 2)
-    cost = StepCost(step_request(resolved, None, hardware, 1), made_up_machine("2x1"))
-    request = PlanRequest(
-        resolved.plain_tables, build_task(resolved, "cpu"), make_sharders(resolved.job.comms), hardware,
-        TableOptimizer(JOB.sparse, 0.0), JOB.batch, step_cost=lambda: cost, calibration="measured.json",
-    )  # fmt: skip
-    return resolved.job.planner, request, cost
+    """Two CPU ranks that a calibration has measured."""
+    resolved, request = JOB.request(2, calibration="measured.json")
+    cost = StepCost(step_request(resolved, request, None, 1), calibrated("2x1"))
+    return resolved.job.planner, replace(request, step_cost=lambda _: cost), cost
 
 
 def test_by_default_the_step_counts_on_ranks_that_a_calibration_has_measured() -> None:
@@ -140,10 +133,8 @@ def test_a_calibration_that_lacks_the_ranks_leaves_the_plan_to_critical_path(
 ) -> None:
     config, request, _ = request_of_two_ranks()
 
-    def step_cost() -> StepCost:
-        resolved = JOB.resolve(2)
-        hardware = resolve_hardware(resolved.job.hardware, 2)
-        return StepCost(step_request(resolved, None, hardware, 1), made_up_machine("1x1"))
+    def step_cost(request: PlanRequest) -> StepCost:
+        return StepCost(step_request(JOB.resolve(2), request, None, 1), calibrated("1x1"))
 
     record = make_plan(replace(config, objective="auto"), replace(request, step_cost=step_cost))
     assert record.objective.minimised == "critical_path" and record.objective.gap is not None

@@ -19,8 +19,8 @@ from pipeline.models.tasks.task import make_task
 from pipeline.planner import planner
 from pipeline.planner.explain import explain
 from pipeline.planner.plan_codec import encode_record, write_plan
+from pipeline.planner.plan_record import PlanRecord
 from pipeline.planner.planner import make_plan
-from pipeline.planner.record import PlanRecord
 from pipeline.planner.request import PlanRequest
 from pipeline.planner.search.incumbent import SearchConfig
 from pipeline.runtime.errors import PlanError

@@ -1,13 +1,12 @@
-"""Jobs about machines: check nodes, calibrate, begin a project (stdlib and OmegaConf only)."""
+"""Jobs about machines: check nodes, begin a project (stdlib and OmegaConf only)."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from pipeline.config.jobs.job import Job
 from pipeline.config.training import BACKENDS
-from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, check_given, check_within
+from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, check_given
 
 
 @dataclass
@@ -37,41 +36,6 @@ class CheckNodesJob(Job):
                 raise ConfigError(
                     f"{name}={getattr(self, name)} is no path: what is checked is a file system of the nodes"
                 )
-
-
-@dataclass
-class CalibrateJob(Job):
-    """output: the hardware config that is written; the table of measurements goes beside it, as .json in place of .yaml.
-
-    setups: <ranks>x<threads> that are measured; None: one rank on one core and on all, and a rank a core. clock=cpu counts the
-    process's own CPU seconds, for a machine that others use; that tells of one rank with one thread alone.
-    """
-
-    name: str = "measured"
-    output: str | None = None  # None: conf/hardware/<name>.yaml
-    seconds: float = 250.0
-    setups: list[str] | None = None
-    seed: int = 0
-    clock: str = "wall"
-    force: bool = False
-
-    def __post_init__(self) -> None:
-        check_choice("clock", self.clock, ("wall", "cpu"))
-        if self.clock == "cpu" and self.setups not in (None, ["1x1"]):
-            raise ConfigError(
-                f"clock=cpu measures one rank with one thread, and setups={self.setups} has others, which wait for each other: "
-                "leave setups out, or take clock=wall on an idle machine"
-            )
-        check_within("seconds", self.seconds, 1.0, 300.0)
-        if self.output is not None and not self.output.endswith(".yaml"):
-            raise ConfigError(f"output={self.output} must end in .yaml")
-        if not self.name.isidentifier():
-            raise ConfigError(
-                f"name={self.name} must be letters, digits and underscores: it is chosen by hardware={self.name}"
-            )
-        for setup in self.setups or []:
-            if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", setup):
-                raise ConfigError(f"setups has {setup!r}; a setup is <ranks>x<threads>, such as 2x1")
 
 
 @dataclass

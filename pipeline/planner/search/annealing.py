@@ -15,7 +15,7 @@ from pipeline.planner.search.problem import Assignment, Floats, Ranks, Rule, Sea
 from pipeline.planner.search.ranks import project
 
 MANY_RANKS = 64  # beyond it two tables drawn at random hardly ever change ranks for the better
-MOST_TABLES = 5000  # that are compared with each other
+MAX_TABLES = 5000  # that are compared with each other
 NEAREST = 32  # tables alike in cost, of each
 LEVELS = 60  # of the temperature
 
@@ -210,7 +210,7 @@ def pack(problem: SearchProblem, objective: str) -> Packed:
 def _alike(problem: SearchProblem, objective: str) -> Ranks:
     """[T, N]: of each table those whose free options of one shard cost most nearly the same."""
     count = len(problem.tables)
-    if problem.world_size <= MANY_RANKS or not NEAREST < count <= MOST_TABLES:
+    if problem.world_size <= MANY_RANKS or not NEAREST < count <= MAX_TABLES:
         return np.zeros((count, 0), dtype=np.int64)
     costs = []
     for options in problem.tables:

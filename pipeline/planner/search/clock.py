@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-MOST_WAITING = 4.0  # seconds of the clock for each CPU second of the limit: a search must end all the same
+MAX_WAITING = 4.0  # seconds of the clock for each CPU second of the limit: a search must end all the same
 
 
 class WorkClock:
-    """`limit_s` of CPU, and MOST_WAITING times as much of the clock."""
+    """`limit_s` of CPU, and MAX_WAITING times as much of the clock."""
 
     def __init__(
         self,
@@ -33,10 +33,10 @@ class WorkClock:
 
     def has_used(self, share: float = 1.0) -> bool:
         cpu_s = self._cpu() - self._cpu_begin
-        return cpu_s > share * self.limit_s or self.wall_s > share * self.limit_s * MOST_WAITING
+        return cpu_s > share * self.limit_s or self.wall_s > share * self.limit_s * MAX_WAITING
 
     @property
     def remaining_s(self) -> float:
         """Of the clock, for a solver that counts by that, as busy as the machine has been so far."""
-        left = (self.limit_s - (self._cpu() - self._cpu_begin)) * min(self.busy, MOST_WAITING)
-        return min(left, self.limit_s * MOST_WAITING - self.wall_s)
+        left = (self.limit_s - (self._cpu() - self._cpu_begin)) * min(self.busy, MAX_WAITING)
+        return min(left, self.limit_s * MAX_WAITING - self.wall_s)

@@ -21,7 +21,7 @@ from pipeline.planner.search.problem import (
 )
 from pipeline.planner.search.relaxation import Relaxation
 
-HOPE = 0.3  # of the gap: what an option may cost beside the cheapest for local search to try it
+SLACK = 0.3  # of the gap: what an option may cost beside the cheapest for local search to try it
 
 
 @dataclass(frozen=True)

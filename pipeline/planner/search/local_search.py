@@ -13,7 +13,7 @@ from pipeline.planner.search.ranks import RankState
 
 MAX_TRIED = 6  # tables of a rank that are sharded otherwise before the next rank's turn
 MAX_TAKEN_OUT = 8
-LEAST_GAIN = 1e-9  # of the value: less is rounding
+MIN_GAIN = 1e-9  # of the value: less is rounding
 SHARPNESS = (100.0, 300.0, 1000.0, 3000.0)  # of the maxima, one after another: first all loads count, then the highest
 RELEVANT = 0.01  # of a maximum's exponentials: a rank of less is not worth relieving
 REFRESH_EVERY = 200  # changes between sums made anew, free of rounding
@@ -111,7 +111,7 @@ class _Climb:
         values = soft.exchanged(state.load, rank, there, change)
         values[~self._fit(rank, there, free.memory[others][None] - free.memory[local][:, None])] = np.inf
         best = int(values.argmin())
-        if not values.flat[best] < soft.value - LEAST_GAIN * abs(soft.value):
+        if not values.flat[best] < soft.value - MIN_GAIN * abs(soft.value):
             return False
         index, other = divmod(best, len(others))
         self._swap(int(local[index]), int(others[other]))
@@ -161,7 +161,7 @@ class _Climb:
             found = state.find_best(table)
             if found is not None:
                 state.put(table, *found)
-                if state.smooth_value < value - LEAST_GAIN * abs(value):
+                if state.smooth_value < value - MIN_GAIN * abs(value):
                     return True
                 state.take(table)
             state.put(table, *home)

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from pipeline.planner.search import exact
-from pipeline.planner.search.incumbent import HOPE, Incumbent, Infeasible, SearchConfig
+from pipeline.planner.search.incumbent import SLACK, Incumbent, Infeasible, SearchConfig
 from pipeline.planner.search.local_search import improve
 from pipeline.planner.search.patterns import PatternBound, Work
 from pipeline.planner.search.problem import (
@@ -34,16 +34,22 @@ from pipeline.planner.search.restarts import MIN_GAP, Restarts
 from pipeline.runtime.logs import progress
 
 MEMORY_WEIGHTS = (0.0, 0.3, 3.0, 10.0)  # in units of the bound: what filling a rank's memory counts beside time
-LUMPS = (0.6, 0.8, 1.0, 1.25, 1.5, 3.0, 5.0)  # what it counts that large shards are hard to spread
+LUMP_WEIGHTS = (0.6, 0.8, 1.0, 1.25, 1.5, 3.0, 5.0)  # what it counts that large shards are hard to spread
 SHARD_LIMITS = (0.6,)  # of each maximum; what the largest shard may take
-DEAR = 1.25  # of the bound: choices that cost more cannot be worth their evenness
+COST_CUTOFF = 1.25  # of the bound: choices that cost more cannot be worth their evenness
 KIND_SETS = 8  # sets of kinds, the most promising, that options are chosen by
 PROPOSALS_SHARE = 0.25  # of all seconds, for the walk over TorchRec's proposals at most
 CHOICES_SHARE = 0.4  # of all seconds, from when on what was chosen is placed
-WAYS = (Rule.EVERY_RANK, Rule.WHOLE_HOSTS, Rule.ONE_HOST, Rule.WITHIN_HOST, Rule.ANY_RANK)  # to lie, fewest first
-WELL_PLACED = 1.04  # of the bound: where nothing better is found, memory may stand in the way
+PLACEMENT_KINDS = (
+    Rule.EVERY_RANK,
+    Rule.WHOLE_HOSTS,
+    Rule.ONE_HOST,
+    Rule.WITHIN_HOST,
+    Rule.ANY_RANK,
+)  # to lie, fewest first
+GOOD_ENOUGH_RATIO = 1.04  # of the bound: where nothing better is found, memory may stand in the way
 EASY_SHARE = 0.15  # of all seconds, for the integer program of the whole problem before other methods had their turn
-GLANCE_SHARE = 0.05  # for that of one that is not easy, once annealing has begun
+QUICK_SHARE = 0.05  # for that of one that is not easy, once annealing has begun
 BOUND_STEPS = (
     0.25,
     0.4,
@@ -122,12 +128,12 @@ class _Search:
                 self.state.offer("torchrec", torchrec.best)
             bar.advance(1)
             choices = self._choose(program, relaxation, self._by_kinds(program, relaxation))
-            anyhow, starts = self._place_anyhow(choices), self._place_choices(choices)
+            cheapest, starts = self._place_over_capacity(choices), self._place_choices(choices)
             bar.advance(1)
             self._improve(relaxation, starts)
             bar.advance(1)
             self.restarts.improve_by_annealing(
-                relaxation, anyhow, partial(self._solve_exactly, config.exact_work, GLANCE_SHARE)
+                relaxation, cheapest, partial(self._solve_exactly, config.exact_work, QUICK_SHARE)
             )
             bar.advance(1)
             self._bound_by_patterns()
@@ -197,7 +203,7 @@ class _Search:
                 return
             if not without and allowed is None and unevenness is None:
                 self.state.bound = max(self.state.bound, min(choice.bound_ms, self.state.best_value))
-            if sum(choice.maxima_ms) < min(self.state.best_value, DEAR * self.state.bound):
+            if sum(choice.maxima_ms) < min(self.state.best_value, COST_CUTOFF * self.state.bound):
                 found.setdefault(choice.choices, choice)
 
         add()
@@ -205,7 +211,7 @@ class _Search:
         for without in sets:
             if without:
                 add(without)
-        for weight in LUMPS:
+        for weight in LUMP_WEIGHTS:
             add(sets[0], unevenness=weight * program.lumps(maxima))
         for limit in SHARD_LIMITS:
             add(sets[0], program.small_shards(limit * maxima))
@@ -224,7 +230,7 @@ class _Search:
                 if found is not None and (known is None or self.state.value(found) < self.state.value(known)):
                     best[choice.choices] = found
             after = min(map(self.state.value, best.values()), default=np.inf)
-            if best and (after < self.state.bound * WELL_PLACED or after >= before):
+            if best and (after < self.state.bound * GOOD_ENOUGH_RATIO or after >= before):
                 break
         return sorted(best.values(), key=self.state.value)
 
@@ -246,7 +252,7 @@ class _Search:
         tables = self.state.small.tables
         chosen = [options[choice] for options, choice in zip(tables, choices, strict=True)]
         room = np.maximum(self.state.small.capacity.min(axis=0), 1.0)
-        free = [WAYS.index(option.rule) for option in chosen]
+        free = [PLACEMENT_KINDS.index(option.rule) for option in chosen]
         by_time = [-float(option.cost_ms.sum(axis=1).max()) for option in chosen]
         by_memory = [-float((option.memory / room).max()) for option in chosen]
         return [sorted(range(len(chosen)), key=lambda table: (free[table], key[table])) for key in (by_time, by_memory)]
@@ -281,7 +287,7 @@ class _Search:
         """By the options that are cheap enough to hope for."""
         if self.state.done():
             return start
-        kept = self.state.worth(relaxation, HOPE, start)
+        kept = self.state.worth(relaxation, SLACK, start)
         small = Assignment(self.state.within(kept, start), start.ranks)
         state = RankState(narrow(self.state.problem, kept), self.state.config.objective, self.state.best_value)
         found = improve(
@@ -298,7 +304,7 @@ class _Search:
         self.state.offer("local search", improved)
         return improved
 
-    def _place_anyhow(self, choices: list[Choice]) -> Assignment | None:
+    def _place_over_capacity(self, choices: list[Choice]) -> Assignment | None:
         """The first choice, the cheapest, its loads even, whatever that overfills; None where a rule cannot be kept."""
         if not choices:
             return None

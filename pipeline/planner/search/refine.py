@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.planner.search.problem import Assignment, Option, Ranks, Rule, SearchProblem, loads, violations
 
-LEAST_GAIN = 1e-6  # of the price: less is rounding
+MIN_GAIN = 1e-6  # of the price: less is rounding
 TRUSTED_GAIN = (
     0.03  # of the first start's price: so far apart the prices of two plans of one job may be by the price's own error
 )
@@ -79,7 +79,7 @@ class _Descent:
         if violations(self.problem, assignment):
             return False
         value = self._price_of(assignment)
-        if not value < self.value * (1 - LEAST_GAIN):
+        if not value < self.value * (1 - MIN_GAIN):
             return False
         self.best, self.value = assignment, value
         return True

@@ -15,7 +15,7 @@ from pipeline.planner.search.annealing import (
     can_anneal,
     improve_by_annealing,
 )
-from pipeline.planner.search.incumbent import HOPE, Incumbent
+from pipeline.planner.search.incumbent import SLACK, Incumbent
 from pipeline.planner.search.problem import (
     Assignment,
     narrow,
@@ -30,7 +30,7 @@ ANNEALINGS = 8  # times that annealing begins at most
 ENOUGH_IN_VAIN = 3  # of them in a row: then it ends; one where the integer program of the whole problem is easy and memory is not scarce
 ANNEALED_SHARE = 0.9  # of all seconds, until when
 ANNEALED_SHARE_OF_FEW_OPTIONS = 0.6  # where patterns of a rank bound plans afterwards
-LEAST_GAIN = 1e-4  # of the value: less counts as in vain
+MIN_GAIN = 1e-4  # of the value: less counts as in vain
 
 
 class Restarts:
@@ -40,7 +40,7 @@ class Restarts:
         self.share = ANNEALED_SHARE_OF_FEW_OPTIONS if state.has_patterns else ANNEALED_SHARE
 
     def improve_by_annealing(
-        self, relaxation: Relaxation, anyhow: Assignment | None, solve: Callable[[], None]
+        self, relaxation: Relaxation, cheapest: Assignment | None, solve: Callable[[], None]
     ) -> None:
         """From the best plan, or the cheapest choice where none fits yet; left out where the gap is small, for it takes seconds.
 
@@ -49,7 +49,7 @@ class Restarts:
         Where that choice overfills ranks, every other time begins from it, hot, with its kinds alone. Of the other times half try kinds in use alone.
         The first time is hot, but not where most tables are equal.
         """
-        overfull = anyhow is not None and bool(violations(self.state.problem, anyhow))
+        overfull = cheapest is not None and bool(violations(self.state.problem, cheapest))
         is_easy = (
             self.state.best is not None and exact.count_variables(self.state.small) <= self.state.config.easy_variables
         )
@@ -57,7 +57,7 @@ class Restarts:
         in_vain, enough = 0, 1 if is_easy and not overfull else ENOUGH_IN_VAIN
         for attempt in range(ANNEALINGS if self.annealed else 0):
             hot = overfull and attempt % 2 == int(self.state.has_patterns and self.state.best is not None)
-            start = anyhow if hot or self.state.best is None else self.state.best
+            start = cheapest if hot or self.state.best is None else self.state.best
             if start is None or in_vain == enough or self._is_near():
                 return
             before = self.state.best_value
@@ -65,7 +65,7 @@ class Restarts:
                 self._anneal(start, relaxation, FULL_RANKS, attempt, self._num_moves())
             else:
                 self._anneal(start, relaxation, even, attempt, self._num_moves() * 2**in_vain)
-            in_vain = 0 if self.state.best_value < before * (1 - LEAST_GAIN) else in_vain + 1
+            in_vain = 0 if self.state.best_value < before * (1 - MIN_GAIN) else in_vain + 1
             if not attempt and not is_easy:  # of an easy problem it was tried before
                 self.state.narrow(relaxation)
                 solve()
@@ -77,7 +77,7 @@ class Restarts:
 
     def _anneal(self, start: Assignment, relaxation: Relaxation, schedule: Schedule, attempt: int, moves: int) -> None:
         config = self.state.config
-        kept = self.state.worth(relaxation, 1.0 if schedule is FULL_RANKS else HOPE, start)
+        kept = self.state.worth(relaxation, 1.0 if schedule is FULL_RANKS else SLACK, start)
         if schedule is FULL_RANKS or attempt % 4 >= 2:
             kept = self._of_kinds_in_use(kept, start)
         found = improve_by_annealing(

@@ -1,7 +1,8 @@
-"""Walk a step's work along three clocks: the host that issues it, the device that computes, the network.
+"""Run a step's work on three clocks: the host that issues it, the device that computes, the network.
 
-On a CPU the host computes itself, so both clocks go together. The rule of arXiv 2201.07821, section 4: work starts when its
-clock is free and what it waits for is done; the step ends when the last clock does.
+On a CPU the host computes itself, so both clocks are one. The rule is that of arXiv 2201.07821,
+section 4: work starts when its clock is free and its inputs are ready; the step ends with the last
+clock.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Span:
 
 
 class StepClocks(Protocol[Time]):
-    """What a step is walked along: Clocks of one rank, or RankClocks of many."""
+    """Clocks of one rank, or RankClocks of many."""
 
     def issue(self, name: str, ms: float) -> None: ...
 
@@ -55,30 +56,29 @@ class Clocks:
     spans: list[Span] = field(default_factory=list)
 
     def issue(self, name: str, ms: float) -> None:
-        """The host's work of a whole step. It runs ahead of the device, by the step before too, so neither waits for the other."""
+        """Add the host's work of a whole step. The host runs ahead of the device, so neither waits."""
         self._run(name, HOST, ms, 0.0)
 
     def compute(self, name: str, ms: float, after: float | None = None) -> float:
-        """Work of `ms` on the device; when it ends."""
+        """Add work of `ms` on the device; return when it ends."""
         clock = HOST if self.host_computes else COMPUTE
         self._run(name, clock, ms, after or 0.0)
         self.now[COMPUTE] = self.now[clock]
         return self.now[COMPUTE]
 
-    def communicate(self, name: str, ms: float, after: float, blocks: bool = False) -> float:
-        """Send once `after` has passed; when it ends. blocks: the host copies and waits itself, as through shared memory."""
-        if blocks and self.host_computes:
-            start = max(self.now[HOST], self.now[COMMS], after)
+    def communicate(self, name: str, ms: float, after: float | None = None) -> float:
+        """Send after the time `after`; return when it ends. None: at once, and the host copies and
+        waits itself, as through shared memory."""
+        start = max(self.now[COMMS], self.now[HOST] if after is None else after)
+        if after is None:
             self.now[HOST] = self.now[COMPUTE] = start + ms
-        else:
-            start = max(self.now[COMMS], after)
         if ms:
             self.spans.append(Span(name, COMMS, start, ms))
         self.now[COMMS] = start + ms
         return self.now[COMMS]
 
     def wait(self, until: float) -> None:
-        """Device work that follows needs what ends `until` then."""
+        """Later work on the device starts after `until`."""
         self.now[COMPUTE] = max(self.now[COMPUTE], until)
         if self.host_computes:
             self.now[HOST] = max(self.now[HOST], until)

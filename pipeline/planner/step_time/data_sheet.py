@@ -15,22 +15,21 @@ one kernel in those charts, ReluBackward0 is the median.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from pipeline.planner.hardware import BYTES_PER_MS, Hardware
-from pipeline.planner.step_time.by_bytes import NOTHING
-from pipeline.planner.step_time.record import PRODUCTS, Operation
+from pipeline.planner.step_time.recorded_layers import PRODUCTS, Operation
+from pipeline.planner.step_time.work import product_flops
 from pipeline.runtime.errors import ConfigError
 
 SHARE_OF_FLOPS, SHARE_OF_BANDWIDTH = 0.75, 0.79
 BLOCK = 64  # a product's rows and columns come in whole blocks of a GPU's tensor cores
-LEAST_GPU_US = 2.0  # of any kernel
+MIN_GPU_US = 2.0  # of any kernel
 ISSUE_US = 37.0  # of a call that launches a kernel, by a host that runs PyTorch eagerly
 NO_KERNEL = 12.0 / ISSUE_US  # of a call that launches none: a view, an allocation, host tensors
-# (calls that launch, calls that do not) in a step of TorchRec's loop, besides those of the layers,
-# and of each kind of sharding. Counted by benchmarks.gpu_host on shadow GPUs.
-STEP_CALLS, SHARDING_CALLS = (36, 102), (28, 64)
+# (calls that launch a kernel, calls that do not) of a step of our loop, in addition to the layers'
+# own, and of each sharding type: benchmarks/gpu_host.json, rows of "ours", mean of its presets.
+STEP_CALLS, SHARDING_CALLS = (47, 75), (30, 62)
 
 
 class DataSheetTimes:
@@ -54,14 +53,14 @@ class DataSheetTimes:
 
     def host_ms(self, layers: Sequence[Operation], num_shardings: int) -> float:
         """What the host of a GPU takes to issue a step: hardware.issue_us a launch; 0 under CUDA graphs."""
-        launched = sum(not each.is_view and each.name not in NOTHING for each in layers)
+        launched = sum(each.has_kernel for each in layers)
         launches = launched + STEP_CALLS[0] + num_shardings * SHARDING_CALLS[0]
         others = len(layers) - launched + STEP_CALLS[1] + num_shardings * SHARDING_CALLS[1]
         each = ISSUE_US if self._hardware.issue_us is None else self._hardware.issue_us
         return (launches + NO_KERNEL * others) * each / 1e3 if self._is_gpu else 0.0
 
     def operation_us(self, operation: Operation) -> float:
-        if operation.is_view or operation.name in NOTHING:
+        if not operation.has_kernel:
             return 0.0
         hardware = self._hardware
         memory = hardware.memory_gb_per_s * BYTES_PER_MS * SHARE_OF_BANDWIDTH
@@ -71,12 +70,7 @@ class DataSheetTimes:
         us = moved / memory * 1e3
         if operation.name in PRODUCTS:
             peak = hardware.tflops_bf16 if operation.dtype in ("bf16", "fp16") else hardware.tflops_fp32
-            assert peak  # the constructor has looked
-            us = max(us, self._flops(operation) / (peak * 1e6 * SHARE_OF_FLOPS))
-        return max(us, LEAST_GPU_US if self._is_gpu else 0.0)
-
-    def _flops(self, operation: Operation) -> float:
-        first, second = operation.shapes[-2:] if len(operation.shapes) > 2 else operation.shapes
-        block = BLOCK if self._is_gpu and len(first) == 2 else 8
-        rows, columns = (math.ceil(size / block) * block for size in (first[-2], second[-1]))
-        return 2.0 * (first[0] if len(first) == 3 else 1) * rows * columns * first[-1]
+            assert peak  # checked by the constructor
+            block = BLOCK if self._is_gpu and len(operation.shapes[0]) == 2 else 8
+            us = max(us, product_flops(operation, block, block) / (peak * 1e6 * SHARE_OF_FLOPS))
+        return max(us, MIN_GPU_US if self._is_gpu else 0.0)

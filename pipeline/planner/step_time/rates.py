@@ -1,61 +1,49 @@
-"""Fit a kernel's time as a sum of amounts of work, each at a rate that is not negative."""
+"""Fit rates that are not negative: a step's time is the sum of its amounts, each times its rate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from pipeline.planner.step_time.correction import Correction, Floats
-
-Place: TypeAlias = Callable[[Mapping[str, float]], tuple[float, ...]]
-ROUNDS, LEAST_FITTED = 4, 0.2  # of fit_rates
-LEAST_US = 0.3
-
-
-@dataclass(frozen=True)
-class Rates:
-    """A sum of amounts, each at its rate, and a correction of its logarithm that amounts alike share."""
-
-    rates: dict[str, float]
-    error: float  # mean of the relative errors' absolute values, of the sum alone
-    correction: Correction
-    place: Place  # of amounts
-
-    @staticmethod
-    def fit(rows: Sequence[Mapping[str, float]], microseconds: Sequence[float], place: Place) -> Rates:
-        names = ("call", *dict.fromkeys(name for row in rows for name in row))
-        times = np.array(microseconds)
-        terms = np.array([[1.0, *(row.get(name, 0.0) for name in names[1:])] for row in rows])
-        solved = fit_rates(terms, times)
-        fitted = np.maximum(terms @ solved, 1e-3)
-        correction = Correction.fit([place(row) for row in rows], times, fitted)
-        rates = dict(zip(names, map(float, solved), strict=True))
-        return Rates(rates, float(np.abs(fitted / times - 1).mean()), correction, place)
-
-    def us(self, amounts: Mapping[str, float]) -> float:
-        base = sum(rate * amounts.get(name, 0.0) for name, rate in self.rates.items()) + self.rates["call"]
-        return max(base, LEAST_US) * self.correction.factor(self.place(amounts))
+Floats = NDArray[np.float64]
+PRIOR_WEIGHT = 0.1  # a rate twice the prior's costs as much as a job whose prediction is so far off
+ROUNDS, MIN_RATIO = 4, 0.2
+# Microseconds of a call or a row, or of a million FLOPs or bytes: of one core of a Xeon, rounded. A
+# calibration with few jobs stays near these where its jobs say little.
+DEFAULT_RATES = {
+    "steps": 1200.0, "calls": 2.0, "products": 20.0, "handed": 10.0,
+    "flops_fp32": 5.8, "flops_bf16": 1.0, "batched_flops": 0.5,
+    "fp32_product_bytes": 100.0, "bf16_product_bytes": 300.0,
+    "moved_bytes": 52.0, "drawn_bytes": 800.0, "norm_bytes": 770.0, "updated_layer_bytes": 155.0,
+    "features": 15.0, "bags": 0.01, "ids": 0.01, "row_bytes": 200.0, "pooled_bytes": 90.0,
+    "state_bytes": 50.0,
+    "whole_shardings": 300.0, "row_shardings": 1500.0, "replicated_shardings": 300.0, "norms": 100.0,
+    "whole_exchange_bytes": 1000.0, "row_exchange_bytes": 3000.0, "averaged_bytes": 1500.0,
+}  # fmt: skip
 
 
-def fit_rates(terms: Floats, times: Floats, drawn: Floats | None = None, wanted: Floats | None = None) -> Floats:
-    """Rates [terms], none below zero, of a sum [times, terms] that is as often too long as too short, in proportion.
+def fit_rates(
+    jobs: Sequence[Mapping[str, float]], times_us: Sequence[float], prior: Mapping[str, float]
+) -> dict[str, float]:
+    """Least squares of relative errors, and of each rate's distance from the prior's.
 
-    Least squares of relative errors would rather be too short: each round weighs by what the round before came to. Further
-    rows `drawn`, of which `wanted` is expected, count as they are.
+    Plain least squares of relative errors prefers predictions that are too short, so each round
+    weights a job by its prediction of the round before.
     """
+    names = list(prior)
+    times = np.array(times_us, dtype=np.float64)
+    terms = np.array([[job.get(name, 0.0) for name in names] for job in jobs]) / times[:, None]
+    # A rate that the prior has as 0 may still grow: it is pulled towards a small one.
+    scale = np.array([max(prior[name], 0.05 * DEFAULT_RATES[name]) for name in names])
+    pull = PRIOR_WEIGHT * np.eye(len(names))
     weights = np.ones(len(times))
-    solved = np.zeros(terms.shape[1])
-    more, more_wanted = (
-        (np.empty((0, terms.shape[1])), np.empty(0)) if drawn is None or wanted is None else (drawn, wanted)
-    )
+    rates = scale
     for _ in range(ROUNDS):
-        matrix = np.vstack([terms / times[:, None] * weights[:, None], more])
-        scale = np.maximum(np.abs(matrix).max(axis=0), 1e-30)
-        found, _ = nnls(matrix / scale, np.concatenate([weights, more_wanted]))
-        solved = found / scale
-        weights = np.sqrt(1 / np.maximum(terms @ solved / times, LEAST_FITTED))
-    return solved
+        matrix = np.vstack([terms * scale * weights[:, None], pull])
+        solved, _ = nnls(matrix, np.concatenate([weights, np.full(len(names), PRIOR_WEIGHT)]))
+        rates = solved * scale
+        weights = np.sqrt(1 / np.maximum(terms @ rates, MIN_RATIO))
+    return dict(zip(names, map(float, rates), strict=True))

@@ -32,7 +32,7 @@ from pipeline.config.training import TrainerConfig
 from pipeline.data.read.batches import BatchReader
 from pipeline.data.read.endless import ENDLESS_STEPS
 from pipeline.data.read.reader import ShardReader
-from pipeline.planner.record import PlanRecord
+from pipeline.planner.plan_record import PlanRecord
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.logs import MetricsWriter
 from pipeline.runtime.process.distributed import DistributedContext

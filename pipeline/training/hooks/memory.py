@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from pipeline import devices
 from pipeline.config.registry import register
-from pipeline.planner.record import PlanDescription, RankLoad
+from pipeline.planner.plan_record import PlanDescription, RankLoad
 from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext

@@ -1,0 +1,195 @@
+"""Predict a training step for a model, a plan and a machine.
+
+With a calibration, a step on CPU ranks is a sum of amounts (work.py), each at a measured rate. By a
+data sheet, operations take their bytes or FLOPs at a share of the peak, and three clocks run side by
+side: the host that issues operations, the device that computes, the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.embeddings.table import Table
+from pipeline.planner.collectives import links_of
+from pipeline.planner.cost_model import Wire
+from pipeline.planner.hardware import Hardware
+from pipeline.planner.plan_record import PHASES, PlanRecord, RankLoad
+from pipeline.planner.step_time.calibration import Calibration, step_us
+from pipeline.planner.step_time.clocks import COMMS, COMPUTE, Clocks, Span, StepClocks, Time
+from pipeline.planner.step_time.data_sheet import DataSheetTimes
+from pipeline.planner.step_time.recorded_layers import DensePart
+from pipeline.planner.step_time.work import Placement, layer_amounts, placements_of, table_amounts
+
+BUCKET_BYTES = 25 << 20  # of DistributedDataParallel: what is still to be averaged when backward ends
+# Part of the step -> the amounts that it sums up.
+CPU_PARTS = {
+    "trainer and Python": ("steps", "calls", "products", "handed", "features"),
+    "lookup and update": ("bags", "ids", "row_bytes", "pooled_bytes", "state_bytes"),
+    "layers' products": ("flops_fp32", "flops_bf16", "batched_flops", "fp32_product_bytes", "bf16_product_bytes"),
+    "layers' other operations": ("moved_bytes", "drawn_bytes", "norm_bytes"),
+    "tables exchange": ("whole_shardings", "row_shardings", "whole_exchange_bytes", "row_exchange_bytes"),
+    "layers exchange": ("replicated_shardings", "norms", "averaged_bytes"),
+    "layers update": ("updated_layer_bytes",),
+}
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """A model's step on hardware. batch_size: of a rank; optimizer: of tables. plan: None if many
+    plans will be compared (StepCost)."""
+
+    dense: DensePart
+    plan: PlanRecord | None
+    tables: Sequence[Table]
+    hardware: Hardware
+    wire: Wire
+    batch_size: int
+    optimizer: str
+    threads: int = 1
+
+    @property
+    def setup(self) -> str:
+        return f"{self.hardware.world_size}x{self.threads}"
+
+    def amounts(self, placements: Sequence[Placement]) -> dict[str, float]:
+        """What a calibration's rates are multiplied by."""
+        return layer_amounts(self.dense, self.threads) | self.table_amounts(placements)
+
+    def table_amounts(self, placements: Sequence[Placement]) -> dict[str, float]:
+        return table_amounts(
+            placements, self.tables, self.dense, self.optimizer, self.wire, self.batch_size,
+            self.hardware.world_size,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """parts: name -> milliseconds, which add up to more than the step if clocks overlap; source: what
+    the times are from."""
+
+    step_ms: float
+    samples_per_s: float
+    parts: dict[str, float]
+    spans: list[Span]
+    source: str
+    exposed_comms_ms: float
+
+    @property
+    def limit(self) -> str:
+        """The part that takes most of the step."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+
+def predict_step(request: StepRequest, calibration: Calibration | None = None) -> StepPrediction:
+    """Use the calibration if there is one and the ranks are CPUs, else the hardware's data sheet.
+
+    Raises:
+        ConfigError: the calibration lacks the setup, or the data sheet the peaks.
+    """
+    assert request.plan is not None
+    if calibration is None or not request.hardware.on_cpu:
+        return SheetLayers(request).step(request.plan.ranks)
+    amounts = request.amounts(placements_of(request.plan.plan))
+    rates = calibration.rates(request.setup)
+    clocks, parts = Clocks(host_computes=True), {}
+    for name, names in CPU_PARTS.items():
+        parts[name] = sum(rates[each] * amounts[each] for each in names) / 1e3
+        # Ranks of one host copy what they exchange themselves, so an exchange takes the host's time.
+        send = name.endswith("exchange")
+        clocks.communicate(name, parts[name]) if send else clocks.compute(name, parts[name])
+    step = clocks.end_ms
+    source = (
+        f"calibration {calibration.name}, {calibration.conditions.date[:10]}, whose own steps it "
+        f"predicts to {100 * calibration.error(request.setup):.0f} %"
+    )
+    rate = request.batch_size * request.hardware.world_size / step * 1e3
+    exposed = sum(span.ms for span in clocks.spans if span.clock == COMMS)
+    return StepPrediction(step, rate, parts, clocks.spans, source, exposed)
+
+
+class SheetLayers:
+    """Predict layers by a roofline, the host by the number of its calls, and tables with their
+    collectives by the planner's cost model, from the loads of a plan's ranks."""
+
+    def __init__(self, request: StepRequest) -> None:
+        """Raises ConfigError if the hardware does not state its peaks."""
+        self._request = request
+        times = self._times = DataSheetTimes(request.hardware)
+        self._layers = {
+            name: sum(map(times.operation_us, request.dense.of(name))) / 1e3
+            for name in ("forward", "backward", "optimizer")
+        }
+        self._placements = placements_of(request.plan.plan) if request.plan else []
+
+    def step(self, ranks: Sequence[RankLoad], placements: Sequence[Placement] = ()) -> StepPrediction:
+        """Take the slowest rank of each phase. placements: of a plan that the request does not have."""
+        slowest = {name: max(getattr(load, name) for load in ranks) for name in PHASES}
+        clocks = Clocks(host_computes=self._request.hardware.on_cpu)
+        self.walk(clocks, slowest, placements)
+        return self._prediction(clocks)
+
+    def walk(self, clocks: StepClocks[Time], phase: Mapping[str, Time], placements: Sequence[Placement] = ()) -> None:
+        """Run one step on the clocks; `phase`: milliseconds of the tables, by plan_record.PHASES."""
+        request, layers = self._request, self._layers
+        kinds = {placed.kind for placed in placements or self._placements}
+        clocks.issue("host", self._times.host_ms(request.dense.operations, len(kinds)))
+        nothing = 0.0 * phase["input_dist_ms"]
+        average = self._average_ms()
+        # The pipeline exchanges the next batch's ids while this batch's forward computes.
+        clocks.communicate("ids exchange", phase["input_dist_ms"], nothing)
+        looked_up = clocks.compute("lookup", phase["forward_compute_ms"])
+        clocks.wait(clocks.communicate("rows exchange", phase["forward_comms_ms"], looked_up))
+        clocks.compute("layers forward", nothing + layers["forward"])
+        done = clocks.compute("layers backward", nothing + layers["backward"])
+        # Buckets are averaged during backward, except the last one.
+        last = average * min(1.0, BUCKET_BYTES / max(request.dense.weight_bytes, 1))
+        early = nothing + max(average - last, 0.0)
+        overlapped = clocks.communicate("layers average", early, done - layers["backward"])
+        clocks.wait(clocks.communicate("gradients exchange", phase["backward_comms_ms"], done))
+        clocks.compute("tables update", phase["backward_compute_ms"])
+        clocks.wait(clocks.communicate("last layers' average", nothing + last, clocks.later(done, overlapped)))
+        clocks.compute("layers update", nothing + layers["optimizer"])
+
+    def _average_ms(self) -> float:
+        """Milliseconds of averaging the layers' gradients over all ranks."""
+        hardware = self._request.hardware
+        if hardware.world_size == 1:
+            return 0.0
+        links = links_of(hardware)
+        ring = links.latencies_ms()["data_parallel"][-1]
+        return float(ring) + 2 * float(links.ring_ms(float(self._request.dense.weight_bytes)))  # type: ignore[arg-type]
+
+    def _prediction(self, clocks: Clocks) -> StepPrediction:
+        request, step = self._request, clocks.end_ms
+        parts: dict[str, float] = {}
+        for span in clocks.spans:
+            parts[span.name] = parts.get(span.name, 0.0) + span.ms
+        computed = sum(span.ms for span in clocks.spans if span.clock == COMPUTE)
+        exposed = max(0.0, max(clocks.now[COMPUTE], clocks.now[COMMS]) - computed)
+        source = f"data sheet of {request.hardware.name}: no calibration was given; {self._times.assumptions}"
+        rate = request.batch_size * request.hardware.world_size / step * 1e3
+        return StepPrediction(step, rate, parts, clocks.spans, source, exposed)
+
+
+class StepCost:
+    """Milliseconds of a step by its tables' placement. Work that depends on no plan is computed once.
+
+    needs_loads: ms() uses the ranks' loads, as with a data sheet, instead of the placement.
+    """
+
+    def __init__(self, request: StepRequest, calibration: Calibration | None = None) -> None:
+        """Raises ConfigError if neither the calibration nor the data sheet suffices."""
+        self._request = request
+        self.needs_loads = calibration is None or not request.hardware.on_cpu
+        if calibration is None or self.needs_loads:
+            self._sheet = SheetLayers(request)
+            return
+        self._rates = calibration.rates(request.setup)
+        self._layers_us = step_us(layer_amounts(request.dense, request.threads), self._rates)
+
+    def ms(self, placements: Sequence[Placement], loads: Sequence[RankLoad] = ()) -> float:
+        if self.needs_loads:
+            return self._sheet.step(loads, placements).step_ms
+        tables_us = step_us(self._request.table_amounts(placements), self._rates)
+        return (self._layers_us + tables_us) / 1e3

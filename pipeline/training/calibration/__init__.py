@@ -1,1 +1,0 @@
-"""Measure what this machine's operations take, for pipeline.planner.step_time to predict steps from."""
