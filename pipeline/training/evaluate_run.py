@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import TrainJob
+from pipeline.config.planner import HardwareConfig
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.training import ParallelConfig
 from pipeline.runtime.errors import TrainingError
@@ -79,6 +80,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         from pipeline.training.input_watch import on_all_ranks
 
     watchdog.use(trained.trainer.limits())
+    trained = for_devices_here(trained)
     context = init_for(trained)
     watchdog.beat(phase="loading")
     resolved = resolve(trained, load_dataset(trained.data.path), context)
@@ -202,6 +204,18 @@ def load_trained_job(job: EvaluateJob) -> TrainJob:
         run_dir=job.run,  # it may have been moved
         data=replace(trained.data, path=job.data_path or trained.data.path),
     )
+
+
+def for_devices_here(trained: TrainJob) -> TrainJob:
+    """Plan for the devices of this host, if the run names a device that this host does not have."""
+    from pipeline import devices
+
+    asked = trained.hardware.compute_device
+    if asked == "auto" or devices.kinds()[asked].is_available():
+        return trained
+    # Of a preset, only these two figures describe the host, and they cannot be probed.
+    known = {name: getattr(trained.hardware, name) for name in ("ddr_gb_per_s", "inter_host_gb_per_s")}
+    return replace(trained, hardware=HardwareConfig(name="auto", **known), comms=replace(trained.comms, backend="auto"))
 
 
 def describe(summary: EvaluateSummary) -> str:

@@ -164,8 +164,7 @@ def assert_same_models(one: Path, other: Path, step: int) -> None:
 def whole(gpus: Gpus, clicks: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps on two GPUs in one go, saved at steps 2 and 4."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    # hardware=auto: a run that names a GPU as its hardware is evaluated on GPUs only.
-    gpus.train(2, [*clicks, "hardware=auto", "trainer.max_steps=4", "checkpoint.save_every_steps=2"], folder)
+    gpus.train(2, [*clicks, "trainer.max_steps=4", "checkpoint.save_every_steps=2"], folder)
     return folder
 
 
@@ -183,7 +182,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     gpus: Gpus, clicks: list[str], whole: Path, tmp_path: Path
 ) -> None:  # fmt: skip
     folder = _until_step_2(whole, tmp_path / "run")
-    words = [*clicks, "hardware=auto", "trainer.max_steps=4", "checkpoint.save_every_steps=2"]
+    words = [*clicks, "trainer.max_steps=4", "checkpoint.save_every_steps=2"]
     job = gpus.train(2, words, folder)
     assert job.summary.step == 4
     assert_same_steps(folder, whole, 4)
@@ -192,7 +191,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
 def test_a_run_goes_on_on_fewer_and_on_more_gpus(
     gpus: Gpus, clicks: list[str], whole: Path, tmp_path: Path
 ) -> None:  # fmt: skip
-    words = [*clicks, "hardware=auto", "trainer.max_steps=4", "checkpoint.save_every_steps=2"]
+    words = [*clicks, "trainer.max_steps=4", "checkpoint.save_every_steps=2"]
     gpus.train(1, words, _until_step_2(whole, tmp_path / "fewer"))
     assert_same_steps(tmp_path / "fewer", whole, 4, 1e-5)
     gpus.train(1, [*words, "trainer.max_steps=2"], tmp_path / "more")

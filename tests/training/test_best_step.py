@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from pipeline.checkpoint.best import best_step
 from pipeline.checkpoint.steps import list_steps
@@ -21,6 +23,7 @@ from tests.support.jobs import evaluate_on_rank, train_on_rank
 from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
 
+PRESET = Path(__file__).parents[2] / "conf" / "hardware" / "h100_80gb.yaml"
 OVERRIDES = [
     "experiment=quickstart", "early_stop=auc", "hardware=cpu", "trainer.global_batch_size=256", "logger.tensorboard=false",
     "trainer.evaluate_every_epochs=0", "trainer.evaluate_every_steps=4", "trainer.evaluate_max_batches=4",
@@ -65,6 +68,16 @@ def test_evaluate_and_export_take_the_best_step_unless_they_are_told(ranks: Rank
     assert last.metrics["auc"] == pytest.approx(measured(trained.run_dir)[trained.step], abs=1e-9)
     found = {which: open_source(load_config(ExportJob, [run, f"which={which}"])) for which in ("auto", "last")}
     assert [(source.step, source.best_by) for source in found.values()] == [(best.step, "auc"), (last.step, "")]
+
+
+def test_a_run_of_gpus_is_evaluated_on_a_host_without(ranks: RankPool, trained: TrainSummary, tmp_path: Path) -> None:
+    run = shutil.copytree(trained.run_dir, tmp_path / "run")
+    config = OmegaConf.load(run / "config.yaml")
+    config.hardware = OmegaConf.merge(config.hardware, OmegaConf.load(PRESET))
+    OmegaConf.save(config, run / "config.yaml")
+    words = ["split=validation", "max_batches=4"]
+    there, here = (ranks.run(1, evaluate_on_rank, [f"run={each}", *words])[0] for each in (trained.run_dir, run))
+    assert here.metrics == there.metrics
 
 
 def test_a_step_and_which_are_not_both_given_and_a_run_without_a_best_one_says_so(
