@@ -77,10 +77,10 @@ campaigns: $(VENV)/installed-dev  ## the tests that take minutes each
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -m "hypothesis and not campaign" --hypothesis-profile=all
 
 .PHONY: faults
-faults: $(VENV)/installed-dev  ## plant every fault of tests/faults and write what happened to docs/do/reliability.md
-	@rm -f faults.jsonl
-	@OMP_NUM_THREADS=1 FAULT_RECORDS=$(CURDIR)/faults.jsonl $(PY) -m pytest tests/faults; status=$$?; \
-		$(PY) -m tests.faults.report faults.jsonl docs/do/reliability.md; exit $$status
+faults: $(VENV)/installed-dev  ## plant every fault of tests/faults and write docs/measurements/faults.md
+	@rm -f docs/measurements/faults.jsonl
+	@OMP_NUM_THREADS=1 FAULT_RECORDS=$(CURDIR)/docs/measurements/faults.jsonl $(PY) -m pytest tests/faults; status=$$?; \
+		$(PY) docs/write_measurements.py; exit $$status
 
 .PHONY: check
 check: $(VENV)/installed-dev  ## lint, format, types, import contracts
@@ -97,9 +97,14 @@ bench: $(VENV)/installed-dev  ## every benchmark; each prints a ratio measured i
 gpu-report: $(VENV)/installed-dev  ## check and measure this machine's GPUs, ten minutes: gpu_report/gpu_report.html
 	@PYTHONPATH=. $(PY) -m benchmarks.gpu_report
 
+.PHONY: docs
+docs: $(VENV)/installed-docs  ## build the site of docs/, with a search: site/index.html
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@echo "site        site/index.html"
+
 .PHONY: clean
 clean:  ## remove .venv, .venv-gpu, builds and caches; data sets and runs stay
-	rm -rf $(VENV) $(GPU_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(GPU_VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torchrec without its dependencies: setup.cfg says why.
@@ -122,4 +127,8 @@ other-set:
 
 $(VENV)/installed-dev: $(VENV)/installed
 	@$(PIP_INSTALL) -e '.[$(STACK),dev]'
+	@touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	@$(PIP_INSTALL) -e '.[docs]' -c constraints.txt
 	@touch $@

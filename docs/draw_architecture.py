@@ -1,7 +1,6 @@
-"""Draw docs/architecture.svg and write the rooms of ARCHITECTURE.md:  python docs/draw_architecture.py
+"""Draw docs/architecture.svg and write the packages into ARCHITECTURE.md:  python docs/draw_architecture.py
 
-ROOMS and FLOW are the picture's data: a floor lists the rooms that stand side by side, and a room imports only floors below
-its own. tests/docs/test_architecture.py compares ROOMS with the layers contract of setup.cfg, and both files with what this
+ROOMS and FLOW are the data of the picture. A layer lists its packages, and a package imports only lower layers. tests/docs/test_architecture.py compares ROOMS with the layers contract of setup.cfg, and both files with what this
 script writes.
 """
 
@@ -15,16 +14,16 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 OUTPUT = REPOSITORY / "docs" / "architecture.svg"
 PAGE = REPOSITORY / "ARCHITECTURE.md"
-BEGIN, END = "<!-- rooms: written by docs/draw_architecture.py -->", "<!-- end of rooms -->"
+BEGIN, END = "<!-- packages: written by docs/draw_architecture.py -->", "<!-- end of packages -->"
 
 # Top floor first: (room, what it holds).
 ROOMS = [
     [("launch", "TorchX components, Slurm, Kubernetes")],
-    [("cli", "one file a verb: parse, call, describe")],
+    [("cli", "one file per verb: parse, call, describe")],
     [("retraining", "windows, challenger, gate, registry")],
     [("serving", "artifact, scoring, HTTP")],
     [("training", "run, trainer, hooks, metrics")],
-    [("models", "one file a model; tasks, layers")],
+    [("models", "one file per model; tasks, layers")],
     [("sharding", "TorchRec, collectives, tiers")],
     [("planner", "hardware + tables → ShardingPlan")],
     [("checkpoint", "verified steps"), ("embeddings", "tables")],
@@ -36,11 +35,11 @@ ROOMS = [
 # What a reader needs to know beyond the picture.
 HOLDS = {
     "launch": "TorchX components, Slurm, Kubernetes; `extras/` has other schedulers; it knows the command line and config only",
-    "cli": "one thin file a verb; Hydra composes the job here, and only here",
+    "cli": "one thin file for each verb; Hydra composes the job here, and only here",
     "retraining": "a tick: windows, challenger, gate, registry and ledger of versions",
     "serving": "`artifact/` (quantize, prune, certify), `scoring/` (predictor, tables, raw rows), `http/`",
     "training": "train and evaluate as functions, the trainer and its hooks; `runs/` compares and reports",
-    "models": "one file a model; `tasks/` hold a loss and its metrics together; `layers/`",
+    "models": "one file for each model; `tasks/` hold a loss and its metrics together; `layers/`",
     "sharding": "`torchrec/` (sharder, checks, managed collision), `collectives/`, `tiers/`",
     "planner": "cost model, `search/` (arrays in, assignment out), plan files, the page",
     "checkpoint": "immutable verified steps; reshard, warm start, export of a table",
@@ -50,7 +49,7 @@ HOLDS = {
     "config": "every schema as dataclasses, saved jobs, the registry of components; no torch",
     "runtime": "`process/` (ranks, agent, watchdog, signals), `storage/` (paths, object stores, leases), errors, logs",
 }
-# What becomes of a click log: (what it is, the verb that makes the next one, the room that does the work).
+# The path of a click log: (what it is, the verb that makes the next one, the room that does the work).
 FLOW = [
     ("raw rows", "prepare", "data"),
     ("Parquet shards + dataset.json", "plan", "planner"),
@@ -60,8 +59,8 @@ FLOW = [
     ("scores", "", ""),
 ]
 NOTES = [
-    "The rooms in blue do this work. retrain runs",
-    "the whole flow for each window of new data,",
+    "The packages in blue do this work. retrain",
+    "runs this flow for each window of new data,",
     "and promotes the model that passes its gate.",
 ]
 
@@ -106,8 +105,8 @@ def arrow(x: float, top: float, bottom: float) -> list[str]:
 
 
 def draw_rooms() -> list[str]:
-    """The house, a floor a row: rooms of one floor import nothing of each other."""
-    lines = [text(MARGIN, 40, "Rooms: each imports only the floors below it", "title")]
+    """Draw a row for each layer. Packages of one layer do not import each other."""
+    lines = [text(MARGIN, 40, "Packages: each imports only lower layers", "title")]
     working = {room for _, _, room in FLOW}
     for level, floor in enumerate(ROOMS):
         y = TOP + level * (FLOOR_HEIGHT + GAP)
@@ -121,7 +120,7 @@ def draw_rooms() -> list[str]:
 
 
 def draw_flow() -> list[str]:
-    """What becomes of a click log, top to bottom, with the verb and the room beside each arrow."""
+    """Draw the path of a click log, with the verb and the package next to each arrow."""
     lines = [text(FLOW_LEFT, 40, "Flow: from a click log to a score", "title")]
     middle = FLOW_LEFT + 40
     for number, (thing, verb, room) in enumerate(FLOW):
@@ -141,7 +140,7 @@ def draw() -> str:
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img">',
-            "  <title>The rooms of the pipeline, and what becomes of a click log</title>",
+            "  <title>Packages of the pipeline, and the path of a click log through them</title>",
             f"  <style>{STYLE}  </style>",
             *draw_rooms(),
             *draw_flow(),
@@ -152,7 +151,7 @@ def draw() -> str:
 
 
 def imports_of(room: str) -> list[str]:
-    """The rooms that a room's modules import, lowest floor last; imports for type checkers alone do not count."""
+    """Return the packages that a package imports, lowest layer last. Imports for type checkers do not count."""
     folder = REPOSITORY / room if room == "launch" else REPOSITORY / "pipeline" / room
     found = {name.split(".")[1] for file in folder.rglob("*.py") for name in _imported(ast.parse(file.read_text()))}
     return [name for floor in ROOMS for name, _ in floor if name in found - {room}]
@@ -173,11 +172,11 @@ def _imported(node: ast.AST) -> Iterator[str]:
 def room_table() -> str:
     rooms = [name for floor in ROOMS for name, _ in floor]
     rows = [f"| `{room}` | {HOLDS[room]} | {', '.join(imports_of(room)) or 'nothing'} |" for room in rooms]
-    return "\n".join(["| room | holds | imports |", "|---|---|---|", *rows])
+    return "\n".join(["| package | holds | imports |", "|---|---|---|", *rows])
 
 
 def page() -> str:
-    """ARCHITECTURE.md with the table of rooms as the code has them."""
+    """Return ARCHITECTURE.md with the table of packages."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     return f"{before}{BEGIN}\n{room_table()}\n{END}{rest.partition(END)[2]}"
 
@@ -185,4 +184,4 @@ def page() -> str:
 if __name__ == "__main__":
     OUTPUT.write_text(draw())
     PAGE.write_text(page())
-    print(f"written: {OUTPUT} and the rooms of {PAGE}")
+    print(f"written: {OUTPUT} and the packages in {PAGE}")

@@ -44,7 +44,10 @@ PAGES = {
         "is explained in [reliability](../do/reliability.md).",
     ),
 }
-BY_HAND = {"quality.md": "Quality of the models next to FuxiCTR's, and against the best possible AUC (copied by hand)"}
+BY_HAND = {
+    "quality.md": "Quality of the models, compared with FuxiCTR's and with the best possible AUC (copied by hand)",
+    "compression.md": "Quality of compressed tables at equal memory (copied by hand)",
+}
 NAMES = {"cpu": "processor", "load": "load at the end", "commit": "commit"}
 
 

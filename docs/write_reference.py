@@ -18,6 +18,7 @@ INDEX = f"""# Reference
 {WRITTEN}
 
 - [Commands](commands.md): every verb
+- [Features](features.md): each feature with its page and its test
 - [Troubleshooting](troubleshooting.md): the message, its cause, the fix
 - [Glossary](glossary.md)
 

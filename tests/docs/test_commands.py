@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import launch.chain  # noqa: F401  # it registers its target
 from launch.targets import registered
 from pipeline.cli.arguments import Arguments, read_arguments
 from pipeline.cli.command_line import load_config

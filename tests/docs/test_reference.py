@@ -60,3 +60,12 @@ def test_help_explains_a_key_and_a_section(capsys: pytest.CaptureFixture[str]) -
     assert mentions(explain_key("threads", PrepareJob), "null all cores")
     with pytest.raises(ConfigError, match=names("'trainer.sed' 'trainer.seed'")):
         explain_key("trainer.sed", TrainJob)
+
+
+def test_the_index_of_decisions_is_what_the_script_writes() -> None:
+    spec = importlib.util.spec_from_file_location("write_adr_index", DOCS / "write_adr_index.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (DOCS / "adr" / "README.md").read_text() == module.render(), "run python docs/write_adr_index.py"
+    assert module.status_of("Status: replaced by [ADR 65](x.md): why") == "replaced by [ADR 65](x.md)"

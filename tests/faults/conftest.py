@@ -1,4 +1,4 @@
-"""The `fault` fixture: what a test reached, kept for docs/do/reliability.md when the campaign runs."""
+"""The `fault` fixture: what a test reached, kept for docs/measurements/faults.md when the campaign runs."""
 
 from __future__ import annotations
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.faults.catalogue import FAULTS
-from tests.faults.report import BEGIN, END, insert, render
+from tests.faults.report import render
 
 RECORD = {"number": 9, "figure": "60 of 60 rejected", "count": 60, "seed": 7, "seconds": 3.1, "date": "2026-11-21"}
 
@@ -22,15 +20,7 @@ def test_a_figure_stands_in_its_row_and_a_fault_without_one_is_said_to_have_none
     assert table.count("**no test passed**") == len(FAULTS) - 1
 
 
-def test_the_table_replaces_the_one_before() -> None:
-    page = f"intro\n{BEGIN}\nold\n{END}\nafter\n"
-    assert insert(page, "new") == f"intro\n{BEGIN}\nnew\n{END}\nafter\n"
-    with pytest.raises(ValueError):
-        insert("a page without marks", "new")
-
-
 def test_the_page_has_each_fault_by_its_number_and_title() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "do" / "reliability.md").read_text()
-    table = page.partition(BEGIN)[2].partition(END)[0]
-    rows = [(int(number), title) for number, title in re.findall(r"(?m)^\| (\d+) \| (.*?) \|", table)]
+    page = (Path(__file__).parents[2] / "docs" / "measurements" / "faults.md").read_text()
+    rows = [(int(number), title) for number, title in re.findall(r"(?m)^\| (\d+) \| (.*?) \|", page)]
     assert list(dict.fromkeys(rows)) == list(FAULTS.items())

@@ -14,7 +14,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 LARGEST_KEPT_BYTES = 64 << 20
 MOST_KEPT_BYTES = 512 << 20
 # Blocks above that are tables, checkpoints' buffers, and activations of very large batches. Kept as well, these make a step of 65,536
-# samples twice as fast, and leave holes in memory, 1 to 2 GiB of them (docs/do/performance.md): only where there is room.
+# samples twice as fast, and leave holes in memory, 1 to 2 GiB of them (docs/explain/performance.md): only where there is room.
 ROOMY_BYTES = 8 << 30
 LARGEST_KEPT_IN_ROOM_BYTES = 256 << 20
 MOST_KEPT_IN_ROOM_BYTES = 2 << 30

@@ -1,7 +1,7 @@
 """Multiply fp32 matrices by oneDNN on CPUs where torch's own BLAS uses half of their width.
 
 torch multiplies fp32 matrices by MKL, which runs AVX2 code on AMD's CPUs though they have AVX-512. oneDNN, which torch brings along for
-bf16, does not look at the vendor: 1.8 to 2.4 times as fast there (docs/do/performance.md). On Intel's CPUs MKL stays. oneDNN's
+bf16, does not look at the vendor: 1.8 to 2.4 times as fast there (docs/explain/performance.md). On Intel's CPUs MKL stays. oneDNN's
 products have the same bits on any number of threads.
 """
 
