@@ -32,7 +32,7 @@ from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.estimator import dense_part_bytes
 from pipeline.planner.hardware import Hardware, available_memory, resolve_hardware
 from pipeline.planner.head_rows import choose_heads
-from pipeline.planner.limits import check_batch_fits_comms
+from pipeline.planner.limits import check_batch_fits_comms, check_host_copy
 from pipeline.planner.plan_forecast import step_cost_of
 from pipeline.planner.plan_record import PlanRecord
 from pipeline.planner.planner import load_or_search_plan
@@ -180,6 +180,8 @@ def assemble(resolved: ResolvedJob, context: DistributedContext, initialize: boo
         earlier=_plan_of_run(job),
         step_cost=partial(step_cost_of, resolved, threads=torch.get_num_threads()),
     )
+    if job.checkpoint.asynchronous and devices.current().has_own_memory:
+        check_host_copy(record.ranks, record.usable_ddr_bytes, record.dense_bytes)
     join_hosts(record.fingerprint["topology"].get("hosts_per_nvlink_domain", 1))
     model = shard_model(
         task,

@@ -10,6 +10,8 @@ from pipeline.config.planner import HardwareConfig
 from pipeline.planner.cards import Card, find_card
 from pipeline.planner.collectives import links_of
 from pipeline.planner.hardware import GIB, build_topology, resolve_hardware
+from pipeline.planner.limits import check_host_copy
+from pipeline.planner.plan_record import RankLoad
 from pipeline.runtime.errors import PlanError
 from pipeline.runtime.host_memory import host_memory_bytes
 from tests.planner.problems import on, preset
@@ -153,3 +155,10 @@ def test_a_running_rank_knows_its_host_and_device_better() -> None:
     with pytest.raises(PlanError, match=names("hardware=h200 hardware=auto")):
         resolve_hardware(preset("h200"), 1, local_world_size=1, device_type="cpu")
     assert resolve_hardware(preset("auto"), 1, local_world_size=1, device_type="cpu").compute_device == "cpu"
+
+
+def test_a_copy_for_asynchronous_saves_that_host_memory_does_not_hold_is_refused() -> None:
+    loads = [RankLoad(rank, 60 << 30, rank << 30, 0, 0, 0, 0, 0, 0) for rank in range(2)]
+    check_host_copy(loads, usable_ddr_bytes=63 << 30, dense_bytes=2 << 30)
+    with pytest.raises(PlanError, match=names("rank 1's 62.00 GiB 61.50 GiB checkpoint.asynchronous=false")):
+        check_host_copy(loads, usable_ddr_bytes=(62 << 30) + (512 << 20), dense_bytes=2 << 30)
