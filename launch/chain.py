@@ -13,7 +13,7 @@ import argparse
 import dataclasses
 import re
 import shlex
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 import yaml
@@ -38,15 +38,6 @@ class Chain:
     stages: list[Stage]
 
 
-@dataclass(frozen=True)
-class _Entry:
-    name: str
-    verb: str
-    where: Where
-    overrides: list[str] = field(default_factory=list)
-    after: tuple[str, ...] = ()
-
-
 def read_chain(path: str) -> Chain:
     """The chain of a file, each stage composed. Raises LaunchError; a stage's own mistake ends the process as in every verb."""
     with print_user_errors():
@@ -54,18 +45,12 @@ def read_chain(path: str) -> Chain:
         name = str(values.get("name", "chain"))
         _check_name("name", name)
         defaults = _mapping("defaults", values.get("defaults") or {}, PLACE_KEYS)
-        entries: list[_Entry] = []
+        stages: list[Stage] = []
         for key, stage in _mapping("stages", values.get("stages") or {}).items():
-            entries.append(_entry(name, str(key), stage or {}, defaults, entries))
-        if not entries:
+            stages.append(_stage(name, str(key), stage or {}, defaults, stages))
+        if not stages:
             raise LaunchError(f"{path} names no stages: give stages: with prepare, train, export, ...")
-    return Chain(
-        name,
-        [
-            Stage(each.name, make_workload(each.verb, None, each.overrides, each.where, check_data=False), each.after)
-            for each in entries
-        ],
-    )
+    return Chain(name, stages)
 
 
 def _read(path: str) -> Any:
@@ -90,7 +75,7 @@ def _check_name(where: str, name: str) -> None:
         raise LaunchError(f"{where}: {name!r} is none: up to 30 lower-case letters, digits and dashes, a letter first")
 
 
-def _entry(chain: str, name: str, stage: Any, defaults: dict[str, Any], before: list[_Entry]) -> _Entry:
+def _stage(chain: str, name: str, stage: Any, defaults: dict[str, Any], before: list[Stage]) -> Stage:
     values = _mapping(f"stages.{name}", stage, (*OWN_KEYS, *PLACE_KEYS))
     _check_name("stages", name)
     verb = str(values.get("verb", name))
@@ -105,7 +90,7 @@ def _entry(chain: str, name: str, stage: Any, defaults: dict[str, Any], before: 
     if place.get("env"):
         place["env"] = {key: str(value) for key, value in _mapping(f"stages.{name}.env", place["env"]).items()}
     where = replace(Where(), **place, name=f"{chain}-{name}")
-    return _Entry(name, verb, where, overrides, tuple(after))
+    return Stage(name, make_workload(verb, None, overrides, where, check_data=False), tuple(after))
 
 
 def render_slurm(name: str, stages: list[Stage], options: SlurmOptions) -> str:

@@ -293,28 +293,17 @@ def srun_words(workload: Workload) -> list[str]:
 
 
 def _folded(words: list[str]) -> str:
-    """One command over several lines; a flag stays with its value."""
-    lines = [words[0]]
-    for phrase in _phrases(words[1:]):
+    """Write one command over several lines; a flag stays with its value."""
+    phrases = words[:1]
+    for word in words[1:]:
+        is_value = phrases[-1].startswith("-") and not set(" =") & set(phrases[-1]) and not word.startswith("-")
+        phrases[-1:] = [f"{phrases[-1]} {word}"] if is_value else [phrases[-1], word]
+    lines = phrases[:1]
+    for phrase in phrases[1:]:
         if len(lines[-1]) + 1 + len(phrase) > LINE_WIDTH:
             lines.append("   ")
         lines[-1] += f" {phrase}"
     return " \\\n".join(lines)
-
-
-def _phrases(words: list[str]) -> Iterator[str]:
-    waiting = ""
-    for word in words:
-        is_flag = word.startswith("-")
-        if waiting and is_flag:
-            yield waiting
-            waiting = ""
-        phrase = f"{waiting} {word}".strip()
-        waiting = phrase if is_flag and "=" not in word else ""
-        if not waiting:
-            yield phrase
-    if waiting:
-        yield waiting
 
 
 def _ending(workload: Workload, options: SlurmOptions) -> str:
