@@ -12,15 +12,14 @@ from __future__ import annotations
 
 from pipeline.cli.verb import resume_hint, verb
 from pipeline.config.jobs.retrain import RetrainJob
+from pipeline.config.registry import from_extra
 from pipeline.retraining.tick import describe, retrain_strictly
 
 
 def retrain_or_follow(job: RetrainJob) -> str:
     if not job.follow:
         return describe(retrain_strictly(job))
-    from pipeline.retraining.follow.follow import follow
-
-    return str(follow(job))
+    return str(from_extra("follow", "follow=true")(job))
 
 
 main = verb(

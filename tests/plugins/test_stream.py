@@ -7,7 +7,7 @@ from pathlib import Path
 from pipeline.config import registry
 from pipeline.config.data import DataConfig
 from pipeline.config.stream import StreamConfig
-from pipeline.data.stream.source import Range, StreamSource
+from pipeline.extras.stream.source import Range, StreamSource
 
 
 def test_its_source_reads_on_from_an_offset_and_reads_a_range_once_more(tmp_path: Path) -> None:

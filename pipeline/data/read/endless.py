@@ -1,14 +1,39 @@
-"""What a reader is that follows a stream: it has no last batch, and offsets say where it is."""
+"""Define a reader that follows a stream, and the file of values that the stream added to the vocabularies."""
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-if TYPE_CHECKING:
-    from pipeline.data.stream.new_values import Known
+from pipeline.runtime.errors import DamagedError
 
 ENDLESS_STEPS = 1 << 40  # of an epoch of a stream
+FILE = "new_values.json.z"  # of a step: what to_bytes() makes
+Values = dict[str, list[str]]  # by vocabulary, which has the name of the feature that it belongs to
+
+
+class Known(NamedTuple):
+    """The new values that a batch is encoded with.
+
+    values: by ascending id. waiting: values that were chosen for ids and wait until their table grows.
+    """
+
+    values: Values
+    waiting: Values
+
+
+def to_bytes(known: Known) -> bytes:
+    return zlib.compress(json.dumps(known._asdict(), ensure_ascii=False).encode(), 1)
+
+
+def from_bytes(content: bytes) -> Known:
+    """Raise DamagedError if to_bytes() has not written `content`."""
+    try:
+        return Known(**json.loads(zlib.decompress(content)))
+    except (zlib.error, ValueError, TypeError) as error:
+        raise DamagedError(f"{FILE} is not what a training writes ({error!r})") from None
 
 
 class EndOfInputError(Exception):

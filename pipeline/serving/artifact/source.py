@@ -17,7 +17,7 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import find
 from pipeline.config.serving import RetrievalConfig
 from pipeline.data.dataset import Dataset
-from pipeline.data.stream.new_values import FILE, Values, from_bytes
+from pipeline.data.read.endless import FILE, Values, from_bytes
 from pipeline.models.build import build_model
 from pipeline.planner.resolved_job import resolve_job
 from pipeline.runtime.errors import ServingError, did_you_mean

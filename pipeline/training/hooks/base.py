@@ -125,6 +125,7 @@ class Hook:
     """Something that happens around training steps. Every moment does nothing unless it is overridden."""
 
     name = ""  # as it is registered
+    runs_after: ClassVar[str] = ""  # of an extra: it is part of every training, after this hook
     reads_every_step: ClassVar[bool] = False  # its on_step_end must know whether the step was skipped, on a GPU too
 
     def __init__(self, job: TrainJob, parts: TrainingParts) -> None:

@@ -1,16 +1,15 @@
-"""Build the hooks of a training: this release's own in their order, and those that `trainer.hooks` names."""
+"""Build the hooks of a training: the core's in their order, those of extras, and those that `trainer.hooks` names."""
 
 from __future__ import annotations
 
 from pipeline.config.jobs.train import TrainJob
-from pipeline.config.registry import find
+from pipeline.config.registry import components, find
 from pipeline.runtime.errors import TrainingError
 from pipeline.training.hooks.base import Hook, TrainingParts
 
 # What a run changes is said before anything is written. The profiler's own time must not be on the throughput's clock; replicas are averaged before anything reads the tables.
 BEFORE = (
     "record",
-    "stream",
     "profile",
     "replicas",
     "bad_rows",
@@ -45,6 +44,9 @@ def hook_names(job: TrainJob) -> list[str]:
                     "trainer.evaluate_every_epochs=1, or trainer.evaluate_every_steps=<steps>"
                 )
     own = [*BEFORE, *job.trainer.hooks, *AFTER]
+    for name, kind in components("hook").items():
+        if after := getattr(kind, "runs_after", ""):  # a plugin's hook may have another base
+            own.insert(own.index(after) + 1, name)
     for name in job.trainer.hooks:
         find("hook", name, "trainer.hooks")
         if own.count(name) > 1:

@@ -17,7 +17,7 @@ from pipeline.models.tasks.task import Measure
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.comms_wait import MEASURED_BACKENDS, CommsWait
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.sharding.tiers.stats import TierStats
+from pipeline.sharding.table_storage import TierStats
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 from pipeline.training.tier_rates import TierClock, describe_tiers, tier_rates
 

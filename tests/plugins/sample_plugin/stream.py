@@ -7,7 +7,7 @@ import time
 from pipeline.config.data import DataConfig
 from pipeline.config.registry import register
 from pipeline.config.stream import StreamConfig
-from pipeline.data.stream.source import Lines, Offsets, Range
+from pipeline.extras.stream.source import Lines, Offsets, Range
 
 PARTITION = "lines"
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 from pipeline.config.data import DataConfig
 from pipeline.config.registry import register
 from pipeline.config.stream import StreamConfig
-from pipeline.data.stream.source import Offsets, Range, Rows
+from pipeline.extras.stream.source import Offsets, Range, Rows
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
 
 if TYPE_CHECKING:
-    from pipeline.data.stream.line_files import LineFiles
-    from pipeline.data.stream.parquet_files import ParquetFiles
+    from pipeline.extras.stream.line_files import LineFiles
+    from pipeline.extras.stream.parquet_files import ParquetFiles
 
 LEFT_OUT = (".", "_")  # hidden files, and marks that writers leave beside their data
 UNFINISHED = (".partial", ".tmp", ".gz", ".crc")
@@ -93,8 +93,8 @@ def _is_followed(name: str) -> bool:
 
 def _files_of(folder: str, config: StreamConfig, data: DataConfig) -> LineFiles | ParquetFiles:
     from pipeline.data.raw.layout import find_format, layout_of, with_group
-    from pipeline.data.stream.line_files import LineFiles
-    from pipeline.data.stream.parquet_files import ParquetFiles
+    from pipeline.extras.stream.line_files import LineFiles
+    from pipeline.extras.stream.parquet_files import ParquetFiles
 
     if find_format(data.format).is_lines:
         return LineFiles(folder, data)

@@ -11,15 +11,15 @@ from pipeline.config.model import used_tables
 from pipeline.config.stream import NewValuesConfig
 from pipeline.config.tables import DEFAULT, TableConfig, expand_patterns
 from pipeline.data.dataset import Dataset, SparseFeature, vocabulary_of
-from pipeline.data.stream.new_values import Room
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
+from pipeline.extras.stream.new_values import TableCapacity
 from pipeline.planner.head_rows import without_auto
 
 LEAST_ROWS = 64  # that a table gains
 
 
-def with_room(
+def with_capacity(
     job: TrainJob,
     dataset: Dataset,
     config: NewValuesConfig,
@@ -48,21 +48,23 @@ def _more(rows: int, config: NewValuesConfig) -> int:
     return max(LEAST_ROWS, math.ceil(config.spare * rows)) if config.spare else 0
 
 
-def rooms_of(job: TrainJob, dataset: Dataset, config: NewValuesConfig) -> dict[str, Room]:
-    """By vocabulary, of a job that with_room() has made. Of tables that share a vocabulary the smallest says how much there is."""
-    rooms: dict[str, Room] = {}
+def capacities_of(job: TrainJob, dataset: Dataset, config: NewValuesConfig) -> dict[str, TableCapacity]:
+    """By vocabulary, of a job that with_capacity() has made. Of tables that share a vocabulary the smallest says how much there is."""
+    capacities: dict[str, TableCapacity] = {}
     if not config.spare:
-        return rooms
+        return capacities
     whole = {name for table in _growing_tables(job, dataset) for name in table.feature_names}
     used = {name for table in _used_tables(job, dataset) for name in table.feature_names}
     for table in _growing_tables(job, dataset):
         rows = table.num_embeddings
         for vocabulary in {vocabulary_of(dataset.sparse_feature(name)) for name in table.feature_names}:
             sharing = {each.name for each in dataset.sparse_features if vocabulary_of(each) == vocabulary}
-            if sharing & used <= whole and (vocabulary not in rooms or rows < rooms[vocabulary].end):
+            if sharing & used <= whole and (vocabulary not in capacities or rows < capacities[vocabulary].end):
                 first = dataset.sparse_feature(vocabulary).cardinality
-                rooms[vocabulary] = Room(table.name, first, rows, config.max_rows is None or rows < config.max_rows)
-    return rooms
+                capacities[vocabulary] = TableCapacity(
+                    table.name, first, rows, config.max_rows is None or rows < config.max_rows
+                )
+    return capacities
 
 
 def _growing_tables(job: TrainJob, dataset: Dataset) -> list[Table]:

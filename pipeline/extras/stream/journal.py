@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 
-from pipeline.data.stream.source import Range
+from pipeline.extras.stream.source import Range
 from pipeline.runtime.storage import atomic
 
 MOST_LINES = 1 << 18

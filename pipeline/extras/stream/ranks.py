@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipeline.data.read.endless import EndOfInputError, TablesFullError
-from pipeline.data.stream.new_values import Values
-from pipeline.data.stream.source import Range
+from pipeline.data.read.endless import EndOfInputError, TablesFullError, Values
+from pipeline.extras.stream.source import Range
 from pipeline.runtime.errors import RetrainingError
 
 if TYPE_CHECKING:

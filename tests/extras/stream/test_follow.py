@@ -16,7 +16,7 @@ import torch
 from pipeline.runtime.process.exit_codes import REQUEUE
 from pipeline.serving.scoring.patching import catch_up
 from pipeline.serving.scoring.predictor import Predictor
-from tests.retraining.following import copy_journal, follow_words, newest_step, start_retrain, values_of, wait_until
+from tests.extras.stream.following import copy_journal, follow_words, newest_step, start_retrain, values_of, wait_until
 from tests.support.forks import WarmCommand
 
 

@@ -19,14 +19,14 @@ from typing import Any
 from pipeline.config.reader import ReaderConfig
 from pipeline.config.stream import StreamConfig
 from pipeline.data.read.batch import Batch
-from pipeline.data.read.endless import ENDLESS_STEPS, EndOfInputError, TablesFullError
+from pipeline.data.read.endless import ENDLESS_STEPS, EndOfInputError, Known, TablesFullError, Values
 from pipeline.data.read.prefetch import Prefetcher
 from pipeline.data.read.quarantine import Quarantine
-from pipeline.data.stream.journal import Journal
-from pipeline.data.stream.new_values import Known, NewValues, Values
-from pipeline.data.stream.source import Offsets, Range, Rows, StreamSource
-from pipeline.retraining.follow.encode import LineEncoder
-from pipeline.retraining.follow.ranks import StreamRanks
+from pipeline.extras.stream.encode import LineEncoder
+from pipeline.extras.stream.journal import Journal
+from pipeline.extras.stream.new_values import NewValues
+from pipeline.extras.stream.ranks import StreamRanks
+from pipeline.extras.stream.source import Offsets, Range, Rows, StreamSource
 from pipeline.runtime.errors import RetrainingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process import preemption, watchdog
@@ -108,7 +108,7 @@ class StreamReader:
                     self._ranks.tell(round_, number, ranges, own, added)
                 number += 1
                 batch = self._batch(parts, ranges)
-                for share in others if self._values.rooms else ():
+                for share in others if self._values.capacities else ():
                     self._encoder.encode(share)  # for the unknown values among them
                 added, full = self._admit(number)  # ahead of the yield: a step behind this batch keeps them
                 yield batch

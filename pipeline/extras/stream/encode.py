@@ -24,8 +24,8 @@ from pipeline.data.raw.source import Block
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.data.read.target_columns import TargetColumns
 from pipeline.data.read.value_index import index_values
-from pipeline.data.stream.source import Lines, Rows, TableRows
 from pipeline.data.targets import Target
+from pipeline.extras.stream.source import Lines, Rows, TableRows
 from pipeline.runtime.errors import RetrainingError
 from pipeline.serving.artifact.package import schema_of, vocabulary_path
 from pipeline.serving.scoring.raw_rows import EncodedRows, RowEncoder

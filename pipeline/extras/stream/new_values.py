@@ -7,45 +7,20 @@ Which values get an id depends on the rows of the batches alone: read once more,
 
 from __future__ import annotations
 
-import json
 import threading
-import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from pipeline.data.raw.hashing import hash_text
-from pipeline.runtime.errors import DamagedError
-
-FILE = "new_values.json.z"  # of a step: what to_bytes() makes
-Values = dict[str, list[str]]  # by vocabulary, which has the name of the feature that it belongs to
-
-
-class Known(NamedTuple):
-    """What a batch is encoded with: `values` by ascending id; `waiting` were drawn for ids, and wait for their table to grow."""
-
-    values: Values
-    waiting: Values
-
-
-def to_bytes(known: Known) -> bytes:
-    return zlib.compress(json.dumps(known._asdict(), ensure_ascii=False).encode(), 1)
-
-
-def from_bytes(content: bytes) -> Known:
-    """Raises DamagedError for what to_bytes() has not written."""
-    try:
-        return Known(**json.loads(zlib.decompress(content)))
-    except (zlib.error, ValueError, TypeError) as error:
-        raise DamagedError(f"{FILE} is not what a training writes ({error!r})") from None
+from pipeline.data.read.endless import Known, Values
 
 
 @dataclass(frozen=True)
-class Room:
+class TableCapacity:
     """Ids of a vocabulary for new values: from `first` up to the rows of its table, `end`."""
 
     table: str
@@ -55,11 +30,11 @@ class Room:
 
 
 class NewValues:
-    """Of one run; `rooms` by vocabulary. Values are added in one thread, and known_to() is called in another."""
+    """Of one run; `capacities` by vocabulary. Values are added in one thread, and known_to() is called in another."""
 
-    def __init__(self, rooms: Mapping[str, Room], admit_probability: float) -> None:
-        self.rooms, self._probability = dict(rooms), admit_probability
-        self._values: Values = {name: [] for name in rooms}
+    def __init__(self, capacities: Mapping[str, TableCapacity], admit_probability: float) -> None:
+        self.capacities, self._probability = dict(capacities), admit_probability
+        self._values: Values = {name: [] for name in capacities}
         self._recent: deque[tuple[int, dict[str, int]]] = deque()  # (batch, how many values each vocabulary has gained)
         self._waiting: tuple[int, Values] = (0, {})  # from which batch on
         self._lock = threading.Lock()
@@ -68,7 +43,7 @@ class NewValues:
         """To what a step keeps of batch `batch`."""
         with self._lock:
             self._recent.clear()
-            self._values = {name: list(known.values.get(name, ())) for name in {**self.rooms, **known.values}}
+            self._values = {name: list(known.values.get(name, ())) for name in {**self.capacities, **known.values}}
             self._waiting = (batch, known.waiting)
 
     @property
@@ -84,16 +59,17 @@ class NewValues:
         grow, for they have no row for one that was drawn."""
         (since, waiting), added, still = self._waiting, Values(), Values()
         waiting = waiting if since == batch else {}
-        for name in sorted({*unknown, *waiting} & self.rooms.keys()):
-            room, drawn = self.rooms[name], [*waiting.get(name, ()), *self._drawn(batch, sorted(unknown.get(name, ())))]
-            free = max(0, room.end - room.first - len(self._values[name]))
-            if drawn[free:] and room.may_grow:
+        for name in sorted({*unknown, *waiting} & self.capacities.keys()):
+            capacity = self.capacities[name]
+            drawn = [*waiting.get(name, ()), *self._drawn(batch, sorted(unknown.get(name, ())))]
+            free = max(0, capacity.end - capacity.first - len(self._values[name]))
+            if drawn[free:] and capacity.may_grow:
                 still[name] = drawn[free:]
             if drawn[:free]:
                 added[name] = drawn[:free]
         self.add(batch, added)
         self._waiting = (batch, still)
-        return added, {self.rooms[name].table for name in still}
+        return added, {self.capacities[name].table for name in still}
 
     def _drawn(self, batch: int, values: list[str]) -> list[str]:
         if self._probability >= 1.0:

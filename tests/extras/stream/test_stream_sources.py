@@ -8,11 +8,11 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.retrain import RetrainJob
-from pipeline.data.stream.journal import Journal
-from pipeline.data.stream.source import Range
-from pipeline.data.stream.sources.folder import FolderSource
+from pipeline.extras.stream.journal import Journal
+from pipeline.extras.stream.source import Range
+from pipeline.extras.stream.sources.folder import FolderSource
 from pipeline.runtime.errors import ConfigError, DataError
-from tests.retraining.following import CRITEO, FAST
+from tests.extras.stream.following import CRITEO, FAST
 from tests.support.messages import names
 
 

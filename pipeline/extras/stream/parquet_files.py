@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.data.raw.layout import Layout, check_columns
-from pipeline.data.stream.source import WHOLE, Range, TableRows
+from pipeline.extras.stream.source import WHOLE, Range, TableRows
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import storage
 

@@ -19,16 +19,16 @@ from pipeline.config.reader import ReaderConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.quarantine import Quarantine
 from pipeline.data.read.reader import ShardReader
-from pipeline.data.stream.journal import Journal
-from pipeline.data.stream.source import Lines
-from pipeline.data.stream.sources.folder import FolderSource
 from pipeline.data.targets import Target
-from pipeline.retraining.follow.encode import LineEncoder
-from pipeline.retraining.follow.ranks import StreamRanks
-from pipeline.retraining.follow.reader import StreamReader
+from pipeline.extras.stream.encode import LineEncoder
+from pipeline.extras.stream.journal import Journal
+from pipeline.extras.stream.ranks import StreamRanks
+from pipeline.extras.stream.reader import StreamReader
+from pipeline.extras.stream.source import Lines
+from pipeline.extras.stream.sources.folder import FolderSource
 from pipeline.runtime.errors import RetrainingError
 from pipeline.runtime.process.distributed import own_store
-from tests.retraining.following import CRITEO, FAST, rows_of, until_the_end
+from tests.extras.stream.following import CRITEO, FAST, rows_of, until_the_end
 from tests.support.messages import names
 from tests.support.ranks import RankPool
 

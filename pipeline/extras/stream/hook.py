@@ -1,4 +1,4 @@
-"""Keep the offsets of a stream, and the values that it has brought, with the step that was trained on what is before them, and say how far behind the training is."""
+"""Save stream offsets and new vocabulary with each checkpoint, and report lag."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Any
 
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import register
-from pipeline.data.read.endless import StreamReading
-from pipeline.data.stream.new_values import FILE, Known, from_bytes, to_bytes
+from pipeline.data.read.endless import FILE, Known, StreamReading, from_bytes, to_bytes
 from pipeline.runtime.errors import TrainingError
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
@@ -17,6 +16,8 @@ PLACE = "stream"  # of a manifest
 @register("hook", "stream")
 class StreamOffsets(Hook):
     """Does nothing where a prepared split is read."""
+
+    runs_after = "record"
 
     def __init__(self, job: TrainJob, parts: TrainingParts) -> None:
         super().__init__(job, parts)

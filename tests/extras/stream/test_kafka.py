@@ -11,8 +11,8 @@ import pytest
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.config.stream import StreamConfig
-from pipeline.data.stream.source import Lines, Offsets, Range
-from pipeline.data.stream.sources.kafka import KafkaSource
+from pipeline.extras.stream.source import Lines, Offsets, Range
+from pipeline.extras.stream.sources.kafka import KafkaSource
 from pipeline.runtime.errors import ConfigError, DataError
 from tests.support.messages import names
 

@@ -20,15 +20,15 @@ from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.config.reader import ReaderConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.quarantine import Quarantine
-from pipeline.data.stream.journal import Journal
-from pipeline.data.stream.source import WHOLE, Lines, Offsets, Range, TableRows
-from pipeline.data.stream.sources.folder import FolderSource
 from pipeline.data.targets import Target
-from pipeline.retraining.follow.encode import LineEncoder
-from pipeline.retraining.follow.reader import StreamReader
+from pipeline.extras.stream.encode import LineEncoder
+from pipeline.extras.stream.journal import Journal
+from pipeline.extras.stream.reader import StreamReader
+from pipeline.extras.stream.source import WHOLE, Lines, Offsets, Range, TableRows
+from pipeline.extras.stream.sources.folder import FolderSource
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import storage
-from tests.retraining.following import (
+from tests.extras.stream.following import (
     CRITEO,
     FAST,
     copy_journal,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.config.data import DataConfig
 from pipeline.data.raw.layout import check_columns, find_format, layout_of
-from pipeline.data.stream.source import Lines, Range
+from pipeline.extras.stream.source import Lines, Range
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import storage
 

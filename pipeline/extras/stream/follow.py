@@ -18,7 +18,7 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import find
 from pipeline.config.warm_start import WarmStartConfig
 from pipeline.data.dataset import load_dataset
-from pipeline.retraining.follow.rooms import rooms_of, with_room
+from pipeline.extras.stream.table_capacity import capacities_of, with_capacity
 from pipeline.retraining.registry import Registry
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.priority import give_way
@@ -27,9 +27,9 @@ from pipeline.training.run_state import earlier_tables
 
 if TYPE_CHECKING:
     from pipeline.data.read.batches import BatchReader
-    from pipeline.data.stream.source import StreamSource
+    from pipeline.extras.stream.reader import StreamReader
+    from pipeline.extras.stream.source import StreamSource
     from pipeline.planner.resolved_job import ResolvedJob
-    from pipeline.retraining.follow.reader import StreamReader
     from pipeline.runtime.process.distributed import DistributedContext
 
 FOLDER = "follow"  # of retrain's run_dir: the run folder
@@ -62,7 +62,7 @@ def follow(job: RetrainJob) -> FollowSummary:
     dataset, trained = load_dataset(job.data.path), follow_job(job)
     earlier, full = earlier_tables(trained), list[str]()
     while True:
-        trained = with_room(trained, dataset, job.stream.new_values, earlier, full)
+        trained = with_capacity(trained, dataset, job.stream.new_values, earlier, full)
         validate_job(trained, job.world_size)
         summary, full = _follow(job, trained)
         if not full:
@@ -100,19 +100,19 @@ def follow_job(job: RetrainJob) -> TrainJob:
 def open_stream(job: RetrainJob, resolved: ResolvedJob, context: DistributedContext) -> StreamReader:
     """Raises UserError where the source is not there, or its rows are not those of the data set."""
     from pipeline.data.read.quarantine import Quarantine
-    from pipeline.data.stream.journal import Journal
-    from pipeline.data.stream.new_values import NewValues
     from pipeline.embeddings.id_splitter import IdSplitter
-    from pipeline.retraining.follow.encode import LineEncoder
-    from pipeline.retraining.follow.ranks import StreamRanks
-    from pipeline.retraining.follow.reader import StreamReader
+    from pipeline.extras.stream.encode import LineEncoder
+    from pipeline.extras.stream.journal import Journal
+    from pipeline.extras.stream.new_values import NewValues
+    from pipeline.extras.stream.ranks import StreamRanks
+    from pipeline.extras.stream.reader import StreamReader
     from pipeline.runtime.process.distributed import own_store
 
     run_dir, data = resolved.job.run_dir, resolved.job.data
     source: StreamSource = find("stream", job.stream.kind, "stream.kind")(job.source, job.stream, data)
     split_ids = IdSplitter(resolved.all_tables, skip_empty_bags=False)
-    rooms = rooms_of(resolved.job, resolved.dataset, job.stream.new_values)
-    encoder = LineEncoder(data, resolved.dataset, job.stream, resolved.targets, split_ids, rooms)
+    capacities = capacities_of(resolved.job, resolved.dataset, job.stream.new_values)
+    encoder = LineEncoder(data, resolved.dataset, job.stream, resolved.targets, split_ids, capacities)
     rank, world_size, ranks = context.rank, context.world_size, None
     if world_size > 1:
         ranks = StreamRanks(own_store("stream"), rank, world_size)
@@ -121,5 +121,5 @@ def open_stream(job: RetrainJob, resolved: ResolvedJob, context: DistributedCont
         source, encoder, Journal(os.path.join(run_dir, JOURNAL)) if context.is_main else None,
         name=f"{job.stream.kind}:{job.source}", batch_size=resolved.job.trainer.micro_batch_size // world_size,
         stream=job.stream, config=data.reader, quarantine=rows, ranks=ranks,
-        values=NewValues(rooms, job.stream.new_values.admit_probability),
+        values=NewValues(capacities, job.stream.new_values.admit_probability),
     )  # fmt: skip

@@ -24,23 +24,23 @@ from pipeline.config.stream import NewValuesConfig
 from pipeline.config.tables import TableConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.batch import Batch
-from pipeline.data.read.endless import EndOfInputError, TablesFullError
+from pipeline.data.read.endless import EndOfInputError, Known, TablesFullError, from_bytes, to_bytes
 from pipeline.data.read.quarantine import Quarantine
-from pipeline.data.stream.journal import Journal
-from pipeline.data.stream.new_values import Known, NewValues, Room, from_bytes, to_bytes
-from pipeline.data.stream.sources.folder import FolderSource
 from pipeline.data.targets import Target
-from pipeline.retraining.follow.encode import LineEncoder
-from pipeline.retraining.follow.ranks import StreamRanks
-from pipeline.retraining.follow.reader import StreamReader
-from pipeline.retraining.follow.rooms import rooms_of, with_room
+from pipeline.extras.stream.encode import LineEncoder
+from pipeline.extras.stream.journal import Journal
+from pipeline.extras.stream.new_values import NewValues, TableCapacity
+from pipeline.extras.stream.ranks import StreamRanks
+from pipeline.extras.stream.reader import StreamReader
+from pipeline.extras.stream.sources.folder import FolderSource
+from pipeline.extras.stream.table_capacity import capacities_of, with_capacity
 from pipeline.runtime.errors import ConfigError, DamagedError
 from pipeline.runtime.process.distributed import own_store
 from pipeline.runtime.process.exit_codes import REQUEUE
 from pipeline.serving.artifact.export_run import export
 from pipeline.serving.scoring.patching import catch_up
 from pipeline.serving.scoring.predictor import Predictor
-from tests.retraining.following import (
+from tests.extras.stream.following import (
     CRITEO,
     FAST,
     follow_words,
@@ -83,15 +83,15 @@ def folder(prepared_clicks: str, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def _reader(prepared: str, folder: Path, run: Path, room: int, ranks: StreamRanks | None = None) -> StreamReader:
     dataset = load_dataset(prepared)
     first = dataset.sparse_feature("cat_0").cardinality
-    rooms = {"cat_0": Room("cat_0", first, first + room)}
+    capacities = {"cat_0": TableCapacity("cat_0", first, first + room)}
     encoder = LineEncoder(
-        replace(CRITEO, path=prepared), dataset, FAST, [Target("label")], lambda features: features, rooms
+        replace(CRITEO, path=prepared), dataset, FAST, [Target("label")], lambda features: features, capacities
     )
     is_main, world_size = ranks is None or ranks.rank == 0, ranks.world_size if ranks else 1
     return StreamReader(
         FolderSource(str(folder), FAST, CRITEO), encoder, Journal(str(run / "journal.jsonl")) if is_main else None,
         name="clicks", batch_size=BATCH // world_size, stream=FAST, config=ReaderConfig(), quarantine=Quarantine(),
-        ranks=ranks, values=NewValues(rooms, 1.0),
+        ranks=ranks, values=NewValues(capacities, 1.0),
     )  # fmt: skip
 
 
@@ -177,9 +177,11 @@ def _end_of(folder: Path, rows: int) -> int:
 
 def test_a_value_is_drawn_by_itself_and_the_batch() -> None:
     values = {f"v{number}" for number in range(1000)}
-    drawn = [NewValues({"a": Room("a", 1, 2000)}, 0.25).admit(batch, {"a": values})[0]["a"] for batch in (3, 3, 4)]
+    drawn = [
+        NewValues({"a": TableCapacity("a", 1, 2000)}, 0.25).admit(batch, {"a": values})[0]["a"] for batch in (3, 3, 4)
+    ]
     assert drawn[0] == drawn[1] != drawn[2] and all(200 < len(each) < 300 for each in drawn)
-    full = NewValues({"a": Room("a", 1, 5, may_grow=False)}, 1.0)
+    full = NewValues({"a": TableCapacity("a", 1, 5, may_grow=False)}, 1.0)
     assert full.admit(1, {"a": values}) == ({"a": sorted(values)[:4]}, set())
     assert full.admit(2, {"a": values}) == ({}, set()) and full.known_to(2).waiting == {}
 
@@ -189,19 +191,21 @@ def test_tables_have_room_for_new_values_and_do_not_become_smaller(prepared_clic
     job = load_config(RetrainJob, [*words, "tables.cat_1.compression={kind: hash, num_rows: 3}"])
     dataset, config = load_dataset(prepared_clicks), NewValuesConfig(spare=0.5, max_rows=5000)
     rows = {feature.name: feature.cardinality for feature in dataset.sparse_features}
-    roomy = with_room(job, dataset, config, {})
+    roomy = with_capacity(job, dataset, config, {})
     own = {name: table.num_embeddings for name, table in roomy.tables.items()}
     assert own["cat_1"] is None, "several ids of a compressed table share rows"
     assert own["cat_0"] == rows["cat_0"] + max(64, -(-rows["cat_0"] // 2)) and max(filter(None, own.values())) <= 5000
-    rooms = rooms_of(roomy, dataset, config)
-    assert "cat_1" not in rooms and rooms["cat_0"] == Room("cat_0", rows["cat_0"], own["cat_0"] or 0)
-    grown = with_room(roomy, dataset, config, roomy.tables, ["cat_0"])
+    capacities = capacities_of(roomy, dataset, config)
+    assert "cat_1" not in capacities and capacities["cat_0"] == TableCapacity("cat_0", rows["cat_0"], own["cat_0"] or 0)
+    grown = with_capacity(roomy, dataset, config, roomy.tables, ["cat_0"])
     assert (grown.tables["cat_0"].num_embeddings or 0) > (own["cat_0"] or 0)
     assert {name: table for name, table in grown.tables.items() if name != "cat_0"} == {
         name: table for name, table in roomy.tables.items() if name != "cat_0"
     }
-    again = with_room(job, dataset, NewValuesConfig(), {"cat_0": TableConfig(num_embeddings=rows["cat_0"] + 9)})
-    assert again.tables["cat_0"].num_embeddings == rows["cat_0"] + 9 and not rooms_of(again, dataset, NewValuesConfig())
+    again = with_capacity(job, dataset, NewValuesConfig(), {"cat_0": TableConfig(num_embeddings=rows["cat_0"] + 9)})
+    assert again.tables["cat_0"].num_embeddings == rows["cat_0"] + 9 and not capacities_of(
+        again, dataset, NewValuesConfig()
+    )
     for wrong in ("spare=-1", "admit_probability=0", "max_rows=0"):
         with pytest.raises(ConfigError, match=names(f"stream.new_values.{wrong.partition('=')[0]}")):
             load_config(RetrainJob, [*words, f"stream.new_values.{wrong}"])

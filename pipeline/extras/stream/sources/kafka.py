@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.config.data import DataConfig
 from pipeline.config.registry import register
 from pipeline.config.stream import StreamConfig
-from pipeline.data.stream.source import Lines, Offsets, Range
+from pipeline.extras.stream.source import Lines, Offsets, Range
 from pipeline.runtime.errors import ConfigError, DataError
 
 ANSWER_S = 30.0  # for a broker to answer

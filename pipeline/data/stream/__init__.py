@@ -1,1 +1,0 @@
-"""Rows that keep coming: sources with offsets, and the journal of what each batch took."""
