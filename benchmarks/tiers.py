@@ -61,7 +61,7 @@ def build(way: str, rows: int, slots: float, folder: str, sparse: bool, head: fl
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 
     from pipeline.checkpoint.stored_rows import StoredRows
-    from pipeline.sharding.tiers.settings import TierSettings
+    from pipeline.sharding.table_storage import TierSettings
     from pipeline.sharding.torchrec.cpu_tables import TablesWithMoments, speed_up_cpu_tables, tables_with_moments
 
     names = [f"t{number}" for number in range(NUM_TABLES)]
@@ -213,8 +213,8 @@ def predict(arguments: argparse.Namespace, steps_per_s: float) -> None:
     from pipeline.config.tables import ConstraintConfig, InitConfig, TiersConfig
     from pipeline.embeddings.row_frequencies import RowFrequencies
     from pipeline.embeddings.table import Table
+    from pipeline.extras.tiers.probe import measure
     from pipeline.planner.tiers import forecast, io_ms, stall_percent, tiered_step_ms
-    from pipeline.sharding.tiers.probe import measure
 
     rows = int(arguments.gib * GIB / ROW_BYTES / NUM_TABLES)
     frequencies, best = None, arguments.slots

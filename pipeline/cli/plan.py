@@ -34,6 +34,7 @@ from pipeline.cli.compose import config_folders
 from pipeline.cli.verb import verb
 from pipeline.config.jobs.train import PlanJob
 from pipeline.config.planner import HardwareConfig
+from pipeline.config.registry import from_extra
 from pipeline.data.dataset import check_multi_hot
 from pipeline.embeddings.table import Table
 from pipeline.planner.head_rows import choose_heads
@@ -168,12 +169,13 @@ def _predict(job: PlanJob, planned: PlannedJob) -> tuple[list[str], list[str]]:
     """Lines for the terminal, and sections for the page."""
     from pipeline.planner.plan_forecast import foresee
     from pipeline.planner.step_time.step_charts import step_sections
-    from pipeline.training.tier_outlook import tier_outlook
 
     found = foresee(job, planned, prepare)
     if not found.forecasts:
         return found.lines, []
-    in_tiers = tier_outlook(job, planned.record, found.forecasts[0].step_ms)
+    in_tiers: list[str] = []
+    if any(choice.tiers is not None for choice in planned.record.tables):
+        in_tiers = from_extra("tier_outlook", "tables.*.tiers")(job, planned.record, found.forecasts[0].step_ms)
     sections = step_sections(found.forecasts[0], found.forecasts)
     return found.lines + in_tiers, [*sections, *(f"<p>{escape(line)}</p>" for line in in_tiers)]
 

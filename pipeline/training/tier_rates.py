@@ -7,7 +7,7 @@ from torch import nn
 from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.storage import storage
-from pipeline.sharding.tiers.stats import TierStats
+from pipeline.sharding.table_storage import TierStats
 from pipeline.sharding.torchrec.sharder import ShardedTables
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from pipeline.config.tables import ConstraintConfig, InitConfig, TiersConfig, head_rows, num_slots
-from pipeline.devices.cpu.kernels import slot_map as slot_map_kernels
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
+from pipeline.extras.tiers.kernels import slot_map as slot_map_kernels
 from pipeline.planner.tiers import (
     BYTES_A_STORED_ROW,
     MAP_BYTES_A_SLOT,

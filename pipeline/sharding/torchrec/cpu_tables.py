@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,15 +26,12 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 from pipeline import devices
 from pipeline.config.optimizers import all_optimizers
+from pipeline.config.registry import from_extra
 from pipeline.devices.cpu.kernel_pool import LEAST_SHARE, on_all_threads
 from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.logs import get_logger
-from pipeline.sharding.tiers.settings import TierSettings
-from pipeline.sharding.torchrec.shard_tiers import ShardTiers
+from pipeline.sharding.table_storage import PinnedSlots, StorageLookup, TableStorage, TierSettings
 from pipeline.sharding.torchrec.update_rule import UpdateRule
-
-if TYPE_CHECKING:
-    from pipeline.sharding.tiers.tiered_lookup import Pins, TieredLookup
 
 # FBGEMM's optimizer -> its number in our kernels.
 KINDS = {
@@ -57,11 +54,11 @@ class TablesWithMoments(SplitTableBatchedEmbeddingBagsCodegen):
     the second one, it answers get_optimizer_state, which checkpoints go by, as it does on GPUs.
     """
 
-    tiers: ShardTiers | None = None
+    tiers: TableStorage | None = None
 
     def __init__(self, *arguments: Any, optimizer: EmbOptimType = EmbOptimType.EXACT_SGD, **keywords: Any) -> None:
         moments = MOMENTS.get(optimizer)
-        tiers = ShardTiers.of(_tiers, keywords)
+        tiers = _storage_of(keywords)
         if tiers is not None:
             keywords["embedding_specs"] = tiers.slot_specs(keywords["embedding_specs"])
         super().__init__(*arguments, optimizer=optimizer if moments is None else EmbOptimType.EXACT_ADAGRAD, **keywords)
@@ -107,6 +104,14 @@ def feature_begins(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> np.ndarray[
 
 
 _tiers: TierSettings | None = None  # of the tables that are being built
+
+
+def _storage_of(keywords: Mapping[str, Any]) -> TableStorage | None:
+    """Return the storage of the module that TorchRec builds with `keywords`; None if no table of it has tiers."""
+    if _tiers is None:
+        return None
+    storage: TableStorage | None = from_extra("table_storage", "tables.*.tiers")(_tiers, keywords)
+    return storage
 
 
 @contextmanager
@@ -190,7 +195,7 @@ class FastLookup:
         self._fbgemm_forward, self._lookup = lookup.forward, lookup
         self._pool, self._update = pool, update
         tiers = getattr(lookup, "tiers", None)
-        self.tiered: TieredLookup | None = tiers.lookup if tiers is not None else None
+        self.tiered: StorageLookup | None = tiers.lookup if tiers is not None else None
         own = [rules[name] for name in lookup.table_names or [] if name in rules]
         self._rule = own[0] if own else _rule_of(lookup)  # of one optimizer, so they differ in l2 and all_rows alone
         self._l2s = np.array([rule.l2 for rule in own] or [0.0] * len(lookup.embedding_specs), dtype=np.float32)
@@ -258,7 +263,7 @@ class FastLookup:
             return self._fbgemm_forward(indices, offsets, per_sample_weights, *arguments, **keywords)
         return self._trained(bags, None)
 
-    def _trained(self, bags: Bags, pins: Pins | None) -> torch.Tensor:
+    def _trained(self, bags: Bags, pins: PinnedSlots | None) -> torch.Tensor:
         self.count_step()
         return _Pooled.apply(self.weights, *bags, self.row_dtype(), self, pins)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -271,7 +276,7 @@ class FastLookup:
         bf16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
         return torch.bfloat16 if bf16 and self.follows_autocast else torch.float32
 
-    def _in_tiers(self, tiered: TieredLookup, bags: Bags, by_fbgemm: bool) -> torch.Tensor:
+    def _in_tiers(self, tiered: StorageLookup, bags: Bags, by_fbgemm: bool) -> torch.Tensor:
         """Looks slots up in place of rows, which hold them until the batch's backward is over."""
         if by_fbgemm:
             raise ShardingError("tables with tiers do not train the weights of ids; leave tables.*.tiers out")
@@ -414,7 +419,7 @@ class _Pooled(torch.autograd.Function):
         factors: torch.Tensor | None,
         dtype: torch.dtype,
         lookup: FastLookup,
-        pins: Pins | None,
+        pins: PinnedSlots | None,
     ) -> torch.Tensor:
         pooled, bags = lookup.look_up(Bags(indices, offsets, factors), dtype)
         ctx.save_for_backward(*bags)

@@ -38,11 +38,10 @@ from pipeline.devices.cpu.host_exchange import HostExchange
 from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.process.comms_wait import clock_awaitable, waiting
 from pipeline.sharding.collectives.host_dists import exchange_on_host, skip_id_exchange
-from pipeline.sharding.tiers.settings import TierSettings
+from pipeline.sharding.table_storage import StorageGroup, TierSettings, storage_groups
 from pipeline.sharding.torchrec.cpu_tables import fast_lookups, speed_up_cpu_tables, tables_with_moments
 from pipeline.sharding.torchrec.feature_order import FeatureOrder, InOrder
 from pipeline.sharding.torchrec.managed_collision import ManagedTables, add_managed_tables, partition_hashed_ids
-from pipeline.sharding.torchrec.shard_tiers import TieredGroup, tiered_groups
 from pipeline.sharding.torchrec.sharding_checks import check_sharding, check_tiers, optimizer_class_of
 from pipeline.sharding.torchrec.sparse_optimizer import tell_fbgemm
 from pipeline.sharding.torchrec.update_rule import UpdateRule
@@ -70,7 +69,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
     def __init__(self, *, exchange: HostExchange | None = None, **arguments: Any) -> None:
         self.exchange = exchange  # first: TorchRec's constructor calls init_data_parallel
         super().__init__(**arguments)
-        self._groups_of_lookups = [tiered_groups(lookup) for lookup in self._lookups]
+        self._groups_of_lookups = [storage_groups(lookup) for lookup in self._lookups]
         order = FeatureOrder(self) if self.exchange is not None else None
         self._order = order if order is not None and order.is_complete and len(order.runs) > 1 else None
 
@@ -131,7 +130,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
                 group.look_ahead(arrived)
 
     @property
-    def tiered_groups(self) -> list[TieredGroup]:
+    def tiered_groups(self) -> list[StorageGroup]:
         """Of all lookups on this rank."""
         return [group for groups in self._groups_of_lookups for group in groups]
 

@@ -20,7 +20,7 @@ from pipeline.planner.limits import describe_comms, precisions
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.collectives.averaging import GradientAverage
-from pipeline.sharding.tiers.settings import TierSettings
+from pipeline.sharding.table_storage import TierSettings
 from pipeline.sharding.torchrec.embedding_sync import host_environment, plan_for_host
 from pipeline.sharding.torchrec.sharder import ShardedTables, TableSharder
 from pipeline.sharding.torchrec.sharding_checks import (

@@ -19,7 +19,7 @@ from pipeline.embeddings.table import Table
 from pipeline.planner.limits import COLUMN_SHARDING_TYPES, KERNELS_OF_MANAGED_ROWS, SHARD_WIDTH
 from pipeline.runtime.errors import ShardingError, did_you_mean
 from pipeline.runtime.logs import get_logger
-from pipeline.sharding.tiers.settings import TierSettings
+from pipeline.sharding.table_storage import TierSettings
 
 logger = get_logger(__name__)
 

@@ -111,9 +111,7 @@ def _begin_stored(
     part: _Part, config: EmbeddingBagConfig, initialize: Callable[[torch.Tensor], torch.Tensor | None], seed: int
 ) -> None:
     """Rows of a store are sampled when they are first asked for; those of an init_fn of other code are written."""
-    from pipeline.sharding.tiers.tiered_lookup import ShardRows
-
-    assert isinstance(part.values, StoredRows) and isinstance(part.values.source, ShardRows)
+    assert isinstance(part.values, StoredRows)
     first = FirstWeights()
     if isinstance(initialize, (Uniform, Normal)):
         kind, unit = (

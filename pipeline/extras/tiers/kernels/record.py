@@ -17,7 +17,7 @@ import numpy as np
 from numba import njit
 
 from pipeline.devices.cpu.kernels.parts import part
-from pipeline.devices.cpu.kernels.slot_map import find, insert, remove
+from pipeline.extras.tiers.kernels.slot_map import find, insert, remove
 
 int64 = np.int64
 POOLED, FIRST = 1, 2

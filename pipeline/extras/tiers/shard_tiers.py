@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.checkpoint.stored_rows import StoredRows
 from pipeline.config.tables import head_rows, num_slots
-from pipeline.sharding.tiers.settings import TierSettings
+from pipeline.sharding.table_storage import TierSettings
 
 if TYPE_CHECKING:
-    from pipeline.sharding.tiers.tiered_lookup import ShardRows, TieredLookup
+    from pipeline.extras.tiers.tiered_lookup import ShardRows, TieredLookup
 
 Specs = Sequence[tuple[Any, ...]]
 Begins = NDArray[np.int64]
@@ -41,10 +40,10 @@ class ShardTiers:
         self._sources: list[ShardRows | None] = []
 
     @classmethod
-    def of(cls, settings: TierSettings | None, keywords: Mapping[str, Any]) -> ShardTiers | None:
+    def of(cls, settings: TierSettings, keywords: Mapping[str, Any]) -> ShardTiers | None:
         """By what TorchRec builds the module with; None where no table of it is in tiers."""
         names = keywords.get("table_names") or []
-        if settings is None or not any(name in settings.slots for name in names):
+        if not any(name in settings.slots for name in names):
             return None
         whole_rows = [info[0] for info in keywords["embedding_shard_info"]]
         shards = []
@@ -63,9 +62,9 @@ class ShardTiers:
 
     def open(self, weights: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]], begins: Begins) -> None:
         """Open the stores. weights[t] and states[t] are the slots'."""
-        from pipeline.sharding.tiers.row_store import RowStore, pool_rows
-        from pipeline.sharding.tiers.tiered_lookup import ShardRows, TieredLookup
-        from pipeline.sharding.tiers.tiered_table import TieredTable
+        from pipeline.extras.tiers.row_store import RowStore, pool_rows
+        from pipeline.extras.tiers.tiered_lookup import ShardRows, TieredLookup
+        from pipeline.extras.tiers.tiered_table import TieredTable
 
         settings = self._settings
         tables: list[TieredTable | None] = []
@@ -93,6 +92,11 @@ class ShardTiers:
             for index, own in enumerate(states)
         ]
 
+    def group(self, first_feature: int) -> TieredGroup:
+        bounds = first_feature + self.lookup.feature_begins
+        spans = [range(int(bounds[at]), int(bounds[at + 1])) for at in self.lookup.positions]
+        return TieredGroup(self.lookup, spans)
+
     def _stored(self, index: int, column: int, slots: torch.Tensor) -> torch.Tensor:
         shard, source = self._shards[index], self._sources[index]
         if shard is None or source is None:
@@ -114,17 +118,3 @@ class TieredGroup:
 
     def names(self, features: Sequence[str]) -> list[list[str]]:
         return [[features[position] for position in own] for own in self.features]
-
-
-def tiered_groups(lookup: nn.Module) -> list[TieredGroup]:
-    """Of one of TorchRec's grouped lookups."""
-    groups, first = [], 0
-    kernels: Any = getattr(lookup, "_emb_modules", [])
-    for kernel in kernels:
-        tiers: ShardTiers | None = getattr(kernel.emb_module, "tiers", None)
-        if tiers is not None:
-            bounds = first + tiers.lookup.feature_begins
-            spans = [range(int(bounds[at]), int(bounds[at + 1])) for at in tiers.lookup.positions]
-            groups.append(TieredGroup(tiers.lookup, spans))
-        first += kernel.config.num_features()
-    return groups

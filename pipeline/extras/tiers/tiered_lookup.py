@@ -20,9 +20,7 @@ import torch
 
 from pipeline.checkpoint.first_weights import FirstWeights
 from pipeline.config.tables import entry_name
-from pipeline.runtime.errors import TierError
-from pipeline.runtime.logs import get_logger
-from pipeline.sharding.tiers.row_store import (
+from pipeline.extras.tiers.row_store import (
     READ_BYTES,
     READS,
     WRITES,
@@ -30,9 +28,11 @@ from pipeline.sharding.tiers.row_store import (
     WRITTEN_ROWS,
     make_room_together,
 )
-from pipeline.sharding.tiers.stats import TierStats
-from pipeline.sharding.tiers.tiered_table import Admission, TieredTable
-from pipeline.sharding.tiers.transfers import transfers
+from pipeline.extras.tiers.tiered_table import Admission, TieredTable
+from pipeline.extras.tiers.transfers import transfers
+from pipeline.runtime.errors import TierError
+from pipeline.runtime.logs import get_logger
+from pipeline.sharding.table_storage import TierStats
 
 Array = np.ndarray[Any, Any]
 MOST_AHEAD = 2

@@ -13,8 +13,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocati
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 
 from pipeline.checkpoint.first_weights import UNIFORM, FirstWeights
-from pipeline.sharding.tiers.settings import TierSettings
-from pipeline.sharding.tiers.tiered_lookup import ShardRows
+from pipeline.extras.tiers.tiered_lookup import ShardRows
+from pipeline.sharding.table_storage import TierSettings
 from pipeline.sharding.torchrec.cpu_tables import (
     FastLookup,
     TablesWithMoments,

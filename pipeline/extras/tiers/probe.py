@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.sharding.tiers.row_store import RowStore, pool_rows
+from pipeline.extras.tiers.row_store import RowStore, pool_rows
 
 STORE_BYTES = 128 << 20
 ROWS_AT_ONCE, LEAST_AT_ONCE = 2048, 64

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.runtime.errors import TierError
-from pipeline.sharding.tiers.stats import TierStats
+from pipeline.sharding.table_storage import TierStats
 from pipeline.sharding.torchrec.cpu_tables import FastLookup
-from tests.sharding.tiers.lookups import OPTIMIZERS, Shape, batches, build, state_of, train
+from tests.extras.tiers.lookups import OPTIMIZERS, Shape, batches, build, state_of, train
 from tests.support.examples import examples
 
 SHAPE = Shape()

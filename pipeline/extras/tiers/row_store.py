@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.devices.cpu.kernels import record as record_kernels
+from pipeline.extras.tiers.kernels import record as record_kernels
+from pipeline.extras.tiers.transfers import PIECE_BYTES, Piece, transfers
 from pipeline.planner.tiers import SLOTS_A_POOLED_ROW
 from pipeline.runtime.errors import TierError
 from pipeline.runtime.logs import get_logger
-from pipeline.sharding.tiers.transfers import PIECE_BYTES, Piece, transfers
 
 BLOCK_BYTES = 4096
 SECTOR_BYTES = 512  # the least that most devices read

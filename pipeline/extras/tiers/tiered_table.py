@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from pipeline.checkpoint.first_weights import FirstWeights
-from pipeline.devices.cpu.kernels import record as record_kernels
-from pipeline.devices.cpu.kernels import slot_map as slot_map_kernels
-from pipeline.sharding.tiers.row_store import RowStore
-from pipeline.sharding.tiers.transfers import Piece, transfers
+from pipeline.extras.tiers.kernels import record as record_kernels
+from pipeline.extras.tiers.kernels import slot_map as slot_map_kernels
+from pipeline.extras.tiers.row_store import RowStore
+from pipeline.extras.tiers.transfers import Piece, transfers
 
 Array = np.ndarray[Any, Any]
 AT_ONCE = 1 << 14  # rows

@@ -6,10 +6,10 @@ from collections import Counter
 
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.planner import HardwareConfig
+from pipeline.extras.tiers.probe import SsdSpeed, measure
 from pipeline.planner.plan_record import PlanDescription
 from pipeline.planner.tiers import io_ms, stall_percent, tiered_step_ms
 from pipeline.runtime.errors import PlanError
-from pipeline.sharding.tiers.probe import SsdSpeed, measure
 from pipeline.training.tier_rates import tier_folder
 
 BLOCK_BYTES = 4096  # that data sheets give random reads of

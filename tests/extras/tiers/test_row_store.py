@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.extras.tiers import row_store, transfers
+from pipeline.extras.tiers.row_store import READS, WRITES, WRITTEN_BYTES, RowStore, _open
+from pipeline.extras.tiers.transfers import Transfers
 from pipeline.runtime.errors import TierError
-from pipeline.sharding.tiers import row_store, transfers
-from pipeline.sharding.tiers.row_store import READS, WRITES, WRITTEN_BYTES, RowStore, _open
-from pipeline.sharding.tiers.transfers import Transfers
 
 Truth = dict[int, np.ndarray]
 

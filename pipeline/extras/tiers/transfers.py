@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.devices.cpu.kernels import transfer as transfer_kernels
+from pipeline.extras.tiers.kernels import transfer as transfer_kernels
 from pipeline.runtime.logs import get_logger
 
 BUFFER_BYTES = 16 << 20

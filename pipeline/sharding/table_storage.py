@@ -1,0 +1,121 @@
+"""Define the interface of tables whose rows are stored elsewhere than in memory: an extra registers the storage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+
+@dataclass(frozen=True)
+class TierSettings:
+    """slots: table -> the share of its rows that have a slot, or above 1 how many have. folder: on a local SSD.
+
+    heads: table -> the share of a shard's slots that its first rows keep; a table that is not named has none.
+    """
+
+    slots: Mapping[str, float]
+    folder: str
+    heads: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class TierStats:
+    """Since the start, of training but for reads and writes.
+
+    rows: distinct rows of a batch; missed: of lookups and rows, those without a slot when first resolved. stall_seconds: that the
+    training thread waited for rows.
+    """
+
+    lookups: int = 0
+    missed_lookups: int = 0
+    rows: int = 0
+    missed_rows: int = 0
+    reads: int = 0
+    read_bytes: int = 0
+    writes: int = 0
+    written_bytes: int = 0
+    written_rows: int = 0
+    stall_seconds: float = 0.0
+
+    def __add__(self, other: TierStats) -> TierStats:
+        return TierStats(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+    def __sub__(self, other: TierStats) -> TierStats:
+        return TierStats(*(getattr(self, each.name) - getattr(other, each.name) for each in fields(self)))
+
+
+class PinnedSlots(Protocol):
+    """Slots that a batch uses until its backward is over."""
+
+    def release(self) -> None: ...
+
+
+class StorageLookup(Protocol):
+    """Looks up the slots of the tables of one FBGEMM module; rows without a slot are brought in."""
+
+    def to_slots(
+        self, indices: NDArray[np.int64], offsets: NDArray[np.int64], training: bool
+    ) -> tuple[NDArray[np.int64], PinnedSlots]: ...
+
+    def look_ahead(self, ids: Sequence[NDArray[np.int64]]) -> None:
+        """Begin to bring in the rows of a coming batch: ids by stored table."""
+
+    def stats(self) -> TierStats: ...
+
+
+class StorageGroup(Protocol):
+    """The stored tables of one FBGEMM module in a lookup of TorchRec."""
+
+    @property
+    def lookup(self) -> StorageLookup: ...
+
+    def look_ahead(self, features: KeyedJaggedTensor) -> None:
+        """Begin to bring in the rows of ids that have arrived for the whole lookup."""
+
+    def names(self, features: Sequence[str]) -> list[list[str]]:
+        """By stored table, its features among those of the lookup."""
+
+
+class TableStorage(Protocol):
+    """The storage of the shards of one FBGEMM module, which holds slots instead of rows."""
+
+    @property
+    def lookup(self) -> StorageLookup: ...
+
+    def slot_specs(self, specs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """FBGEMM's specs of tables of slots."""
+
+    def open(
+        self,
+        weights: Sequence[torch.Tensor],
+        states: Sequence[Sequence[torch.Tensor]],
+        begins: NDArray[np.int64],
+    ) -> None:
+        """Open the stores. weights[t] and states[t] are the slots'."""
+
+    def stored_weights(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """By table, all rows of its shard."""
+
+    def stored_states(self, states: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]: ...
+
+    def group(self, first_feature: int) -> StorageGroup:
+        """`first_feature`: position of the module's first feature in its lookup."""
+
+
+def storage_groups(lookup: nn.Module) -> list[StorageGroup]:
+    """Return the groups of one of TorchRec's grouped lookups."""
+    groups, first = [], 0
+    kernels: Any = getattr(lookup, "_emb_modules", [])
+    for kernel in kernels:
+        storage: TableStorage | None = getattr(kernel.emb_module, "tiers", None)
+        if storage is not None:
+            groups.append(storage.group(first))
+        first += kernel.config.num_features()
+    return groups
