@@ -34,8 +34,8 @@ from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shard
 
 from benchmarks.timings import Timing, timing
 from pipeline.checkpoint.checkpointer import Checkpointer
+from pipeline.extras.ssd_serving.lookup import forget_pages
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.serving.scoring.ssd_lookup import forget_pages
 
 TABLES, DIM = 8, 64
 DCP, DD = "plain DCP", "dd"

@@ -36,8 +36,8 @@ from benchmarks.growth_stages import one_rank
 from benchmarks.timings import Timing, timing
 from pipeline.checkpoint import metadata, shards
 from pipeline.checkpoint.checkpointer import Checkpointer
+from pipeline.extras.ssd_serving.lookup import forget_pages
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.serving.scoring.ssd_lookup import forget_pages
 
 DIM = 64
 RANDOM_ROWS = 1 << 20  # repeated: some disks write zeros more quickly

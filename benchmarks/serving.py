@@ -39,8 +39,8 @@ import pyarrow as pa
 from benchmarks.cgroups import memory_cgroup
 from benchmarks.serving_artifacts import DENSE, NUM_FEATURES, SPARSE, Shape, table_bytes, write_artifact, zipf_shares
 from benchmarks.serving_load import post
+from pipeline.extras.ssd_serving.lookup import forget_pages, read_latency_us
 from pipeline.serving.http.request_rows import ARROW_TYPE, JSON_TYPE
-from pipeline.serving.scoring.ssd_lookup import forget_pages, read_latency_us
 
 CONNECTIONS = 4
 ROUNDS = 4

@@ -19,6 +19,7 @@ from pipeline.config.jobs.evaluate import ExportJob, PredictJob
 from pipeline.config.server import SsdConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.raw.formats.criteo_tsv import criteo_columns
+from pipeline.extras.ssd_serving.lookup import SsdLookup
 from pipeline.retraining.find_artifact import find_artifact
 from pipeline.runtime.errors import DamagedError, RetrainingError, ServingError
 from pipeline.serving.artifact.export_run import ExportSummary, export
@@ -26,7 +27,6 @@ from pipeline.serving.artifact.manifest import ArtifactError
 from pipeline.serving.artifact.package import lookups_of
 from pipeline.serving.scoring.predict import predict
 from pipeline.serving.scoring.predictor import Predictor
-from pipeline.serving.scoring.ssd_lookup import SsdLookup
 from tests.serving.servers import Server, running
 from tests.support.forks import run_warm
 from tests.support.messages import names

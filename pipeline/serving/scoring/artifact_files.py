@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.config.registry import from_extra
 from pipeline.config.server import SsdConfig
 from pipeline.data.read.value_index import NAMES
 from pipeline.runtime.storage import storage
@@ -18,7 +19,6 @@ from pipeline.serving.artifact.manifest import COMPOSED_FILE, DENSE_FILE, Artifa
 from pipeline.serving.artifact.raw_schema import RawFeature
 from pipeline.serving.scoring.dense_program import Program, load_program
 from pipeline.serving.scoring.lookup import MappedLookup, RamLookup, ServedFeature, ServedTable, TableLookup
-from pipeline.serving.scoring.ssd_open import open_on_ssd
 
 if TYPE_CHECKING:
     from pipeline.serving.artifact.composed import ComposedTables
@@ -54,7 +54,9 @@ def open_lookup(
         return RamLookup(tables, features)
     if memory == "mapped":
         return MappedLookup(tables, features)
-    return open_on_ssd(tables, features, files.manifest.lookups, cache_bytes, ssd or SsdConfig())
+    open_on_ssd = from_extra("open_on_ssd", f"memory={memory}")
+    lookup: TableLookup = open_on_ssd(tables, features, files.manifest.lookups, cache_bytes, ssd or SsdConfig())
+    return lookup
 
 
 class ArtifactFiles:

@@ -10,10 +10,7 @@ import pytest
 import torch
 
 from pipeline.data.dataset import FrequencyCurve
-from pipeline.runtime.errors import ServingError
-from pipeline.serving.artifact.kept_rows import kept_of
-from pipeline.serving.artifact.quantize import quantize_rows
-from pipeline.serving.scoring.cache_plan import (
+from pipeline.extras.ssd_serving.cache_plan import (
     TableHeat,
     joined,
     misses_allowed,
@@ -21,8 +18,11 @@ from pipeline.serving.scoring.cache_plan import (
     plan_for_misses,
     quantile,
 )
+from pipeline.extras.ssd_serving.lookup import SsdLookup, read_latency_us
+from pipeline.runtime.errors import ServingError
+from pipeline.serving.artifact.kept_rows import kept_of
+from pipeline.serving.artifact.quantize import quantize_rows
 from pipeline.serving.scoring.lookup import RamLookup, ServedFeature, ServedTable
-from pipeline.serving.scoring.ssd_lookup import SsdLookup, read_latency_us
 from tests.support.messages import names
 
 BATCH = 37

@@ -7,8 +7,7 @@ from typing import Any
 
 from pipeline.config.server import SsdConfig
 from pipeline.data.dataset import FrequencyCurve
-from pipeline.runtime.logs import get_logger
-from pipeline.serving.scoring.cache_plan import (
+from pipeline.extras.ssd_serving.cache_plan import (
     CachePlan,
     TableHeat,
     joined,
@@ -16,8 +15,9 @@ from pipeline.serving.scoring.cache_plan import (
     plan_for_bytes,
     plan_for_misses,
 )
+from pipeline.extras.ssd_serving.lookup import SsdLookup, forget_pages, read_latency_us
+from pipeline.runtime.logs import get_logger
 from pipeline.serving.scoring.lookup import ServedFeature, ServedTable
-from pipeline.serving.scoring.ssd_lookup import SsdLookup, forget_pages, read_latency_us
 
 logger = get_logger(__name__)
 
