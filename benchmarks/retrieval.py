@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from pipeline.config.serving import RetrievalConfig
-from pipeline.serving.retrieval.index import NO_ITEM, Positions, Vectors, index_class
+from pipeline.extras.retrieval.index import NO_ITEM, Positions, Vectors, index_class
 
 KINDS = ("exact", "flat", "hnsw")
 ITEMS_A_CLUSTER, SPREAD = 200, 0.7

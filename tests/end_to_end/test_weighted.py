@@ -24,11 +24,11 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.config.server import LimitsConfig
 from pipeline.data.prepare.run import prepare
 from pipeline.data.read.value_index import index_values
+from pipeline.extras.retrieval.retriever import Retriever
 from pipeline.serving.artifact.export_run import ExportSummary
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
 from pipeline.serving.http.openapi import openapi_page
 from pipeline.serving.http.request_rows import JSON_TYPE, RequestReader
-from pipeline.serving.retrieval.retriever import Retriever
 from pipeline.serving.scoring.column_lists import ColumnLists
 from pipeline.serving.scoring.predict import predict
 from pipeline.serving.scoring.predictor import Predictor
@@ -44,7 +44,12 @@ from tests.support.ranks import RankPool
 from tests.support.stored_tensors import step_tensors
 
 NUM_ROWS = 3000
-SMALL = ["data.tags.num_rows=3000", "data.tags.num_items=50", "data.tags.num_tags=40", "data.rows_per_row_group=128"]
+SMALL = [
+    "data.generator.num_rows=3000",
+    "data.generator.num_items=50",
+    "data.generator.num_tags=40",
+    "data.rows_per_row_group=128",
+]
 TRAIN = [
     "experiment=tags_lr", "trainer.global_batch_size=256", "trainer.max_steps=6", "trainer.epochs=1",
     "trainer.evaluate_max_batches=1", "checkpoint.save_every_steps=3", "tables.default.embedding_dim=8", "tables.default.init.kind=auto",

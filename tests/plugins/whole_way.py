@@ -21,8 +21,8 @@ from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.serving import RetrievalConfig
 from pipeline.data.prepare.run import prepare
+from pipeline.extras.retrieval.index import index_class
 from pipeline.serving.artifact.export_run import export
-from pipeline.serving.retrieval.index import index_class
 from pipeline.serving.scoring.predict import predict
 from pipeline.training.evaluate_run import evaluate
 from pipeline.training.run import train

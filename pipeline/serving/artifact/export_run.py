@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.jobs.evaluate import ExportJob
+from pipeline.config.registry import from_extra
 from pipeline.runtime.byte_counts import show_size
 from pipeline.runtime.errors import ServingError, UserError
 from pipeline.runtime.logs import get_logger
@@ -120,9 +121,9 @@ def describe(summary: ExportSummary) -> str:
 
     sizes, certificate = summary.sizes, summary.certificate
     if "index" in certificate:
-        return _describe_retrieval(summary)
+        return str(from_extra("describe_towers", f"run={summary.run}")(summary))
     ratio = sizes["tables_before"] / max(sizes["tables_after"], 1)
-    lines = [_title(summary), *_table_of_precisions(certificate["precisions"])]
+    lines = [title(summary), *_table_of_precisions(certificate["precisions"])]
     for split, parity in _by_label(certificate["splits"]):
         titles = measures(parity["ne"], parity["auc"])
         numbers = "".join(
@@ -133,7 +134,7 @@ def describe(summary: ExportSummary) -> str:
         f"tables      {show_size(sizes['tables_before'])} -> {show_size(sizes['tables_after'])} ({ratio:.1f}x smaller); layers "
         f"{show_size(sizes['layers_before'])} -> {show_size(sizes['layers_after'])}, vocabularies {show_size(sizes['vocabularies'])}"
     )
-    return "\n".join([*lines, *_ending(summary)])
+    return "\n".join([*lines, *ending(summary)])
 
 
 def _table_of_precisions(costs: dict[str, dict[str, Any]]) -> list[str]:
@@ -153,32 +154,14 @@ def _table_of_precisions(costs: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _title(summary: ExportSummary) -> str:
+def title(summary: ExportSummary) -> str:
+    """Return the first line of what export prints."""
     best = f" (best by {summary.best_by})" if summary.best_by else ""
     return f"step {summary.step}{best} of {summary.run} as an artifact, version {summary.version}"
 
 
-def _describe_retrieval(summary: ExportSummary) -> str:
-    sizes, index, lines = summary.sizes, summary.certificate["index"], [_title(summary)]
-    for split, about in summary.certificate["splits"].items():
-        numbers = ", ".join(
-            f"{name} {value:.5f} ({value - about['model'][name]:+.5f})" for name, value in about["artifact"].items()
-        )
-        lines.append(
-            f"{split:<12}{numbers} of {about['num_clicked']:,} clicks among {about['catalogue_items']:,} items"
-        )
-    lines.append(
-        f"index       {index['kind']} of {index['items']:,} items finds {index['recall']:.4f} of the {index['k']} best that exact search "
-        f"finds, for {index['queries']:,} users of validation"
-    )
-    lines.append(
-        f"tables      {show_size(sizes['tables_before'])} -> {show_size(sizes['tables_after'])}; layers "
-        f"{show_size(sizes['layers_before'])} -> {show_size(sizes['layers_after'])}, items {show_size(sizes['items'])}"
-    )
-    return "\n".join([*lines, *_ending(summary)])
-
-
-def _ending(summary: ExportSummary) -> list[str]:
+def ending(summary: ExportSummary) -> list[str]:
+    """Return the last lines: where the artifact is, and the next command."""
     sizes, lines = summary.sizes, []
     if summary.already_exported:
         lines.append(f"already exported to {summary.artifact}: nothing to do")

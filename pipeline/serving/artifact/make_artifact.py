@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipeline.config.jobs.evaluate import ExportJob
+from pipeline.config.registry import from_extra
 from pipeline.config.serving import AUTO
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.serving.artifact.certificate import check, costs, excesses, refusal
 from pipeline.serving.artifact.certification_sample import Sample, read_sample
 from pipeline.serving.artifact.kept_rows import KeptRows
-from pipeline.serving.artifact.make_retrieval import make_retrieval
 from pipeline.serving.artifact.manifest import Manifest
 from pipeline.serving.artifact.package import (
     ArtifactFolder,
@@ -36,7 +36,9 @@ logger = get_logger("pipeline.export")
 def make_artifact(job: ExportJob, source: Source, at: ArtifactFolder) -> Manifest:
     """Write everything but the manifest. Raises ServingError where a limit of job.parity is passed."""
     if source.has_towers:
-        return make_retrieval(job, source, at, _samples(job, source))
+        export_towers = from_extra("export_towers", f"the export of model={source.job.model.kind}")
+        manifest: Manifest = export_towers(job, source, at, _samples(job, source))
+        return manifest
     trained, packed = source.trained, Packed()
     reference = _make_reference(job, source, at)
     precisions = choose_precisions(reference, job.precision, job.tables, job.ne_budget, job.parity)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,20 +23,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.config.server import LimitsConfig
 from pipeline.runtime.logs import get_logger
-from pipeline.serving.http.batching import Overloaded, Scores
+from pipeline.serving.http.batching import Asked, Overloaded, Scores
 from pipeline.serving.http.docs_page import docs_page
 from pipeline.serving.http.metrics import ServerMetrics
 from pipeline.serving.http.openapi import openapi_page
 from pipeline.serving.http.request_body import read_body
 from pipeline.serving.http.request_rows import ARROW_TYPE, JSON_TYPE, BadRequest
-from pipeline.serving.http.retrieve import retrieved
 from pipeline.serving.http.switching import RETRIEVE, SCORE, ModelSlot, ServedModel
-from pipeline.serving.retrieval.queries import Asked
 from pipeline.serving.scoring.load import cache_counts
 from pipeline.serving.scoring.scorer import Scorer, has_scores, score_columns
-
-if TYPE_CHECKING:
-    from pipeline.serving.retrieval.retriever import Retriever
 
 INLINE_BYTES = 16_384  # what is decoded so quickly that a thread costs more
 CLIENT_GONE = 499  # as nginx counts it
@@ -93,7 +88,8 @@ class ScoringApp:
     def _retrieved(self, model: ServedModel, scored: Scores) -> Response:
         if len(scored.refused) == len(scored.scores) > 0:
             return _all_refused(scored, "no row can be asked for")
-        answer, num_items = retrieved(cast("Retriever", model.scorer), scored)
+        answer: Response
+        answer, num_items = model.scorer.answer(scored)  # type: ignore[attr-defined]
         self._metrics.retrieved_items.inc(num_items)
         return answer
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from prometheus_client import Counter
@@ -20,13 +21,31 @@ from prometheus_client import Counter
 from pipeline.config.server import BatchingConfig
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.http.metrics import ServerMetrics
-from pipeline.serving.retrieval.queries import Asked, concat_asked
+from pipeline.serving.scoring.column_lists import Rows, concat_rows
 from pipeline.serving.scoring.score_parts import add_counts
 from pipeline.serving.scoring.scorer import RefusedRow, Scorer, refused_rows
 
 FIRST_LOOK_ROWS = 1000  # after so many rows, ten times as many, and so on
 SPEED_MEMORY = 0.8  # of the running mean of rows a second
 logger = get_logger(__name__)
+
+
+class Queries(Protocol):
+    """Rows with more to each, as a retriever takes them; concat_requests(parts) joins those of several requests."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    def slice(self, begin: int, length: int) -> Queries: ...
+
+
+Asked: TypeAlias = Rows | Queries
+
+
+def _join(parts: Sequence[Asked]) -> Asked:
+    concat = getattr(type(parts[0]), "concat_requests", concat_rows)
+    joined: Asked = concat(parts)
+    return joined
 
 
 class Overloaded(Exception):
@@ -176,7 +195,7 @@ class Batcher:
     async def _answer(self, batch: list[_Item]) -> None:
         self._rows_under_way = sum(item.rows.num_rows for item in batch)
         try:
-            scored = await self._score(concat_asked([item.rows for item in batch]))
+            scored = await self._score(_join([item.rows for item in batch]))
         except Exception as error:
             if len(batch) == 1:
                 _fail(batch[0], error)

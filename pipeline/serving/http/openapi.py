@@ -6,8 +6,7 @@ from typing import Any
 
 from pipeline import __version__
 from pipeline.config.server import LimitsConfig
-from pipeline.serving.http.request_rows import ARROW_TYPE, JSON_TYPE
-from pipeline.serving.http.retrieve import USUAL_K
+from pipeline.serving.http.request_rows import ARROW_TYPE, JSON_TYPE, USUAL_K
 from pipeline.serving.scoring.scorer import Scorer, retrieves
 
 ERRORS = {

@@ -22,6 +22,7 @@ from pipeline.serving.scoring.column_lists import ColumnLists, Rows
 from pipeline.serving.scoring.scorer import schema_of
 
 JSON_TYPE = "application/json"
+USUAL_K = 10  # items of a request to /retrieve that does not say how many
 ARROW_TYPE = "application/vnd.apache.arrow.stream"
 OUT_OF_RANGE = "Number out of range"  # msgspec's words
 UNTYPED = msgspec.json.Decoder(float_hook=float)

@@ -23,7 +23,6 @@ from pipeline.serving.artifact.deltas import deltas_folder, newest_sequence
 from pipeline.serving.http.batching import Batcher
 from pipeline.serving.http.metrics import ServerMetrics
 from pipeline.serving.http.request_rows import RequestReader
-from pipeline.serving.http.retrieve import RetrieveReader
 from pipeline.serving.scoring.load import FoundArtifact
 from pipeline.serving.scoring.patching import StagedDelta, follows_deltas, stage_delta
 from pipeline.serving.scoring.predictor import Predictor
@@ -43,7 +42,10 @@ class ServedModel:
         self.scorer, self.key = scorer, key
         self.retrieves = retrieves(scorer)
         self.path = RETRIEVE if self.retrieves else SCORE
-        self.reader: RequestReader = (RetrieveReader if self.retrieves else RequestReader)(scorer.columns, limits)
+        if self.retrieves:
+            self.reader: RequestReader = scorer.request_reader(limits)  # type: ignore[attr-defined]
+        else:
+            self.reader = RequestReader(scorer.columns, limits)
         self.batcher = Batcher(scorer, batching, metrics)
         self.num_held = 0
         self.released = asyncio.Event()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.jobs.evaluate import PredictJob
+from pipeline.config.registry import from_extra
 from pipeline.config.server import SsdConfig
 from pipeline.config.serving import RetrieveConfig
 from pipeline.runtime.errors import ServingError
@@ -15,7 +16,6 @@ from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.manifest import MANIFEST
 
 if TYPE_CHECKING:
-    from pipeline.serving.retrieval.retriever import Retriever
     from pipeline.serving.scoring.scorer import Scorer
 
 
@@ -42,27 +42,26 @@ def find_folder(artifact: str) -> FoundArtifact:
 
 def load_artifact(
     artifact: str, memory: str, ssd: SsdConfig, threads: int | None, compiled: bool, job: PredictJob | None = None
-) -> Scorer | Retriever:
-    """A Predictor, or of a two-tower a Retriever; with a `job` what writes its files.
+) -> Scorer:
+    """A Predictor, or the retriever of a two-tower; with a `job` the one that writes its files.
 
     Raises ServingError where the artifact is damaged, `artifact` names none, or has no compiled layers that are asked for."""
     import torch
 
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     from pipeline.serving.artifact.manifest import read_manifest
-    from pipeline.serving.retrieval.retriever import Retriever
     from pipeline.serving.scoring.predictor import Predictor
 
     has_towers = read_manifest(artifact).retrieval is not None
     if job is not None and has_towers:
-        from pipeline.serving.retrieval.for_files import load_for_files
-
-        return load_for_files(job, artifact)
+        scorer: Scorer = from_extra("load_retriever_for_files", f"artifact={artifact}")(job, artifact)
+        return scorer
     if job is not None and job.retrieve != RetrieveConfig():
         raise ServingError(f"{artifact} scores rows and retrieves nothing: leave out retrieve.*")
     cache_bytes = None if ssd.cache_gb is None else int(ssd.cache_gb * 2**30)
-    kind = Retriever if has_towers else Predictor
-    return kind.load(artifact, memory=memory, cache_bytes=cache_bytes, ssd=ssd, compiled=compiled)
+    load = from_extra("load_retriever", f"artifact={artifact}") if has_towers else Predictor.load
+    loaded: Scorer = load(artifact, memory=memory, cache_bytes=cache_bytes, ssd=ssd, compiled=compiled)
+    return loaded
 
 
 def cache_counts(scorer: object) -> tuple[int, int, int] | None:

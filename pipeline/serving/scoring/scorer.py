@@ -55,7 +55,7 @@ class Scorer(Protocol):
 
 
 def retrieves(scorer: object) -> bool:
-    """Whether it finds items for rows, as retrieval.retriever.Retriever, in the place of scores."""
+    """Whether it finds items for rows instead of scores: it then has request_reader(), answer(), try_out() and items."""
     return bool(getattr(scorer, "retrieves_items", False))
 
 

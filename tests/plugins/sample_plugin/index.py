@@ -6,7 +6,7 @@ import numpy as np
 
 from pipeline.config.registry import register
 from pipeline.config.serving import RetrievalConfig
-from pipeline.serving.retrieval.index import Positions, Vectors
+from pipeline.extras.retrieval.index import Positions, Vectors
 
 
 @register("index", "sorted_scores")

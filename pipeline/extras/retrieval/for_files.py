@@ -4,15 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+import pyarrow as pa
+
 from pipeline.config.columns import ColumnsConfig
 from pipeline.config.jobs.evaluate import PredictJob
+from pipeline.extras.retrieval.queries import Found, Wish
+from pipeline.extras.retrieval.retriever import Items, Retriever, open_retrieval
+from pipeline.extras.retrieval.tower import Tower, load_tower
 from pipeline.runtime.errors import ServingError
-from pipeline.serving.retrieval.queries import Wish
-from pipeline.serving.retrieval.retriever import Retriever, open_retrieval
-from pipeline.serving.retrieval.tower import Tower, load_tower
 from pipeline.serving.scoring.column_lists import Rows
-from pipeline.serving.scoring.outputs import ItemsOutput, VectorOutput
 from pipeline.serving.scoring.predictor import Scored
+
+
+class VectorOutput:
+    """A vector of `dim` a row."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim, self.fields = dim, [pa.field("vector", pa.list_(pa.float32()))]
+
+    def empty(self, num_rows: int) -> np.ndarray:
+        return np.full((num_rows, self.dim), np.nan, np.float32)
+
+    def arrays(self, scores: np.ndarray, without: np.ndarray) -> Sequence[pa.Array]:
+        ends = np.arange(len(scores) + 1, dtype=np.int32) * self.dim
+        offsets = pa.array(ends, mask=np.append(without, False))
+        return [pa.ListArray.from_arrays(offsets, pa.array(scores.reshape(-1)))]
+
+
+class ItemsOutput:
+    """The best items of a row, and their scores."""
+
+    def __init__(self, items: Items) -> None:
+        self._items = items
+        self.fields = [pa.field("items", pa.list_(pa.string())), pa.field("scores", pa.list_(pa.float32()))]
+
+    def empty(self, num_rows: int) -> np.ndarray:
+        return np.full(num_rows, None, object)
+
+    def arrays(self, scores: np.ndarray, without: np.ndarray) -> Sequence[pa.Array]:
+        found: list[Found | None] = list(scores)
+        lengths = [0 if each is None else len(each.positions) for each in found]
+        ends = np.cumsum([0, *lengths]).astype(np.int32)
+        offsets = pa.array(ends, mask=np.append(without, False))
+        positions = np.concatenate([np.zeros(0, np.int64), *(each.positions for each in found if each is not None)])
+        numbers = np.concatenate([np.zeros(0, np.float32), *(each.scores for each in found if each is not None)])
+        texts = self._items.values_at(positions).cast(pa.string())
+        return [pa.ListArray.from_arrays(offsets, texts), pa.ListArray.from_arrays(offsets, pa.array(numbers))]
 
 
 class BestItems:

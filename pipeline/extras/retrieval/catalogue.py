@@ -18,6 +18,8 @@ from pipeline.checkpoint.vocabularies import read_values
 from pipeline.data.dataset import Dataset, weights_column
 from pipeline.data.raw.rows import open_source, parse_block
 from pipeline.data.raw.source import find_sources
+from pipeline.extras.retrieval.index import Vectors
+from pipeline.extras.retrieval.tower import Tower
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
@@ -25,8 +27,6 @@ from pipeline.serving.artifact.kept_rows import KeptRows
 from pipeline.serving.artifact.package import vocabulary_path
 from pipeline.serving.artifact.raw_schema import RawFeature
 from pipeline.serving.artifact.retrieval_parts import RetrievalParts
-from pipeline.serving.retrieval.index import Vectors
-from pipeline.serving.retrieval.tower import Tower
 from pipeline.serving.scoring.raw_files import format_of, layout_of_file
 from pipeline.serving.scoring.raw_rows import Bag, EncodedRows, bag_of, join_bags
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.serving.scoring.column_lists import ColumnLists, Rows, concat_rows
+from pipeline.serving.scoring.column_lists import ColumnLists, concat_rows
 
 
 @dataclass(frozen=True)
@@ -42,18 +41,12 @@ class Queries:
             first += count
         return Queries(rows, wishes)
 
-
-Asked: TypeAlias = Rows | Queries
-
-
-def concat_asked(parts: Sequence[Asked]) -> Asked:
-    """Of one artifact: rows to score, or queries."""
-    queries = [part for part in parts if isinstance(part, Queries)]
-    if not queries:
-        return concat_rows([part for part in parts if not isinstance(part, Queries)])
-    rows = concat_rows([query.rows for query in queries])
-    assert isinstance(rows, ColumnLists)
-    return Queries(rows, list(chain.from_iterable(query.wishes for query in queries)))
+    @staticmethod
+    def concat_requests(parts: Sequence[Queries]) -> Queries:
+        """Join the queries of several requests to one artifact."""
+        rows = concat_rows([part.rows for part in parts])
+        assert isinstance(rows, ColumnLists)
+        return Queries(rows, list(chain.from_iterable(part.wishes for part in parts)))
 
 
 @dataclass(frozen=True)

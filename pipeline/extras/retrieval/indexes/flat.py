@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from pipeline.config.registry import register
-from pipeline.serving.retrieval.indexes._faiss import FaissIndex
+from pipeline.extras.retrieval.indexes._faiss import FaissIndex
 
 if TYPE_CHECKING:
     import faiss

@@ -21,13 +21,13 @@ from examples.retrieve import retrieve
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import ExportJob, PredictJob
 from pipeline.config.serving import RetrievalConfig
+from pipeline.extras.retrieval.index import index_class
+from pipeline.extras.retrieval.queries import Wish
+from pipeline.extras.retrieval.retriever import Retriever
 from pipeline.runtime.errors import DamagedError, ServingError
 from pipeline.runtime.storage.manifest import read_sealed, seal_manifest
 from pipeline.serving.artifact.export_run import ExportSummary, describe, export
 from pipeline.serving.artifact.manifest import ArtifactError, read_manifest
-from pipeline.serving.retrieval.index import index_class
-from pipeline.serving.retrieval.queries import Wish
-from pipeline.serving.retrieval.retriever import Retriever
 from pipeline.serving.scoring.predict import predict
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.run import TrainSummary

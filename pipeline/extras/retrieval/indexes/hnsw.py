@@ -6,13 +6,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Self
 
 from pipeline.config.registry import register
-from pipeline.serving.retrieval.indexes._faiss import FaissIndex, import_faiss
+from pipeline.extras.retrieval.indexes._faiss import FaissIndex, import_faiss
 
 if TYPE_CHECKING:
     import faiss
 
     from pipeline.config.serving import RetrievalConfig
-    from pipeline.serving.retrieval.index import Positions, Vectors
+    from pipeline.extras.retrieval.index import Positions, Vectors
 
 
 @register("index", "hnsw")

@@ -15,14 +15,12 @@ from starlette.responses import Response
 
 from pipeline.config.columns import ColumnsConfig
 from pipeline.config.server import LimitsConfig
+from pipeline.extras.retrieval.queries import Found, Queries, Wish
 from pipeline.serving.http.batching import Scores
-from pipeline.serving.http.request_rows import JSON_TYPE, BadRequest, RequestReader
-from pipeline.serving.retrieval.queries import Found, Queries, Wish
+from pipeline.serving.http.request_rows import JSON_TYPE, USUAL_K, BadRequest, RequestReader
 
 if TYPE_CHECKING:
-    from pipeline.serving.retrieval.retriever import Retriever
-
-USUAL_K = 10
+    from pipeline.extras.retrieval.retriever import Retriever
 
 
 class RetrieveReader(RequestReader):

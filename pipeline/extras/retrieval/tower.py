@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeline.config.server import SsdConfig
+from pipeline.extras.retrieval.index import Vectors
 from pipeline.runtime.errors import DataError, ServingError
 from pipeline.serving.artifact.manifest import COMPILED_FILE, COMPOSED_FILE, DENSE_FILE, ArtifactError, Manifest
 from pipeline.serving.artifact.raw_schema import RawSchema
 from pipeline.serving.artifact.retrieval_parts import ITEM_PROGRAM, RetrievalParts
-from pipeline.serving.retrieval.index import Vectors
 from pipeline.serving.scoring.artifact_files import ArtifactFiles, open_lookup
 from pipeline.serving.scoring.dense_program import Program, load_compiled
 from pipeline.serving.scoring.lookup import TableLookup

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import faiss
 
     from pipeline.config.serving import RetrievalConfig
-    from pipeline.serving.retrieval.index import Positions, Vectors
+    from pipeline.extras.retrieval.index import Positions, Vectors
 
 
 def import_faiss(kind: str) -> ModuleType:
@@ -53,7 +53,7 @@ class FaissIndex:
 
     @classmethod
     def load(cls, path: str, num_items: int, dim: int, search: int) -> Self:
-        from pipeline.serving.retrieval.index import check_shape
+        from pipeline.extras.retrieval.index import check_shape
 
         library = import_faiss(cls.kind)
         try:

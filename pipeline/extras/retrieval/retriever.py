@@ -2,26 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipeline.config.columns import ColumnsConfig
-from pipeline.config.server import SsdConfig
+from pipeline.config.server import LimitsConfig, SsdConfig
+from pipeline.data.read.value_index import ValueIndex, index_values
+from pipeline.extras.retrieval.index import NO_ITEM, ItemIndex, Vectors, index_class
+from pipeline.extras.retrieval.queries import Found, Queries, Wish
+from pipeline.extras.retrieval.tower import Tower, load_tower
 from pipeline.runtime.errors import ConfigError, ServingError
 from pipeline.serving.artifact.manifest import ArtifactError, Manifest, read_manifest
 from pipeline.serving.artifact.retrieval_parts import ITEM_INDEX, ITEM_VALUES, ITEM_VECTORS, RetrievalParts
 from pipeline.serving.artifact.served_tasks import ServedTask
-from pipeline.serving.retrieval.index import NO_ITEM, ItemIndex, Vectors, index_class
-from pipeline.serving.retrieval.items import Items
-from pipeline.serving.retrieval.queries import Asked, Found, Queries, Wish
-from pipeline.serving.retrieval.tower import Tower, load_tower
 from pipeline.serving.scoring.artifact_files import ArtifactFiles
 from pipeline.serving.scoring.column_lists import Rows
 from pipeline.serving.scoring.predictor import Scored
 from pipeline.serving.scoring.scorer import has_scores, schema_of
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
+    from pipeline.serving.http.batching import Scores
+    from pipeline.serving.http.request_rows import RequestReader
+
+COLUMN = "item"
+
+
+class Items:
+    """`values` [num_items] text, all different."""
+
+    def __init__(self, values: pa.Array) -> None:
+        self._values = values
+        self._index = ValueIndex([index_values([(1, values.to_pylist())])])
+
+    @classmethod
+    def from_table(cls, table: pa.Table, num_items: int) -> Items:
+        """Raises ArtifactError for what is no list of that many items."""
+        kinds = (pa.string(), pa.large_string())
+        if table.column_names != [COLUMN] or table[COLUMN].type not in kinds or table[COLUMN].null_count:
+            raise ArtifactError(f"the items are a column {COLUMN!r} of text, not {table.schema.names}; export again")
+        if table.num_rows != num_items:
+            raise ArtifactError(f"it names {table.num_rows:,} items and has {num_items:,}; export again")
+        return cls(table[COLUMN].combine_chunks())
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def values_at(self, positions: NDArray[np.int64]) -> pa.Array:
+        return self._values.take(pa.array(positions))
+
+    def positions_of(self, values: Iterable[str]) -> NDArray[np.int64]:
+        """Ascending and different; values that are no item are left out."""
+        texts: Sequence[str] = list(values)
+        found = self._index.ids(np.zeros(len(texts), np.int64), pa.array(texts, pa.large_string()))
+        return np.unique(found[found > 0] - 1)
 
 
 class Retriever:
@@ -85,8 +124,20 @@ class Retriever:
         if found is None or not len(found.positions) or not np.isfinite(found.scores).all():
             raise ServingError(f"artifact {self.version} finds no items for an empty row")
 
-    def score(self, rows: Asked) -> Scored:
-        """Of Queries; see retrieve()."""
+    def request_reader(self, limits: LimitsConfig) -> RequestReader:
+        """Read the body of a request to /retrieve."""
+        from pipeline.extras.retrieval.http import RetrieveReader
+
+        return RetrieveReader(self.columns, limits)
+
+    def answer(self, scored: Scores) -> tuple[Response, int]:
+        """Return the response of a server, and how many items it names."""
+        from pipeline.extras.retrieval.http import retrieved
+
+        return retrieved(self, scored)
+
+    def score(self, rows: Rows | Queries) -> Scored:
+        """Answer Queries; see retrieve()."""
         assert isinstance(rows, Queries), "rows without a wish"
         return self.retrieve(rows.rows, rows.wishes)
 

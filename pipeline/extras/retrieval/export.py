@@ -9,10 +9,25 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from pipeline.config.serving import AUTO, RetrievalConfig
+from pipeline.extras.retrieval.catalogue import Catalogue, make_catalogue
+from pipeline.extras.retrieval.certificate import (
+    SPLIT,
+    Measured,
+    Towers,
+    certify_index,
+    compare,
+    excesses,
+    measure,
+)
+from pipeline.extras.retrieval.index import ItemIndex, index_class, index_kind
+from pipeline.extras.retrieval.retriever import COLUMN
+from pipeline.extras.retrieval.tower import load_tower
+from pipeline.extras.retrieval.tower_layers import TowerLayers, as_trained, towers_of
+from pipeline.runtime.byte_counts import show_size
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
-from pipeline.serving.artifact.catalogue import Catalogue, make_catalogue
 from pipeline.serving.artifact.dense_export import export_layers
+from pipeline.serving.artifact.export_run import ExportSummary, ending, title
 from pipeline.serving.artifact.manifest import DENSE_FILE, Manifest
 from pipeline.serving.artifact.package import (
     ArtifactFolder,
@@ -31,15 +46,6 @@ from pipeline.serving.artifact.package import (
 from pipeline.serving.artifact.precisions import given_precisions
 from pipeline.serving.artifact.prune import kept_alone, prune_tables
 from pipeline.serving.artifact.reference import fp32_lookup
-from pipeline.serving.artifact.retrieval_certificate import (
-    SPLIT,
-    Measured,
-    Towers,
-    certify_index,
-    compare,
-    excesses,
-    measure,
-)
 from pipeline.serving.artifact.retrieval_parts import (
     ITEM_INDEX,
     ITEM_PROGRAM,
@@ -49,10 +55,6 @@ from pipeline.serving.artifact.retrieval_parts import (
 )
 from pipeline.serving.artifact.source import Source, lineage_of, settings_of
 from pipeline.serving.artifact.table_files import write_bytes
-from pipeline.serving.artifact.tower_layers import TowerLayers, as_trained, towers_of
-from pipeline.serving.retrieval.index import ItemIndex, index_class, index_kind
-from pipeline.serving.retrieval.items import COLUMN
-from pipeline.serving.retrieval.tower import load_tower
 from pipeline.serving.scoring.artifact_files import ArtifactFiles, load_parts
 
 if TYPE_CHECKING:
@@ -206,3 +208,24 @@ def _certificate(
         },
         "limits": {name: asdict(job.retrieval)[name] for name in ("max_recall_decrease", "min_index_recall")},
     }
+
+
+def describe(summary: ExportSummary) -> str:
+    """Say what the export of a two-tower gives."""
+    sizes, index, lines = summary.sizes, summary.certificate["index"], [title(summary)]
+    for split, about in summary.certificate["splits"].items():
+        numbers = ", ".join(
+            f"{name} {value:.5f} ({value - about['model'][name]:+.5f})" for name, value in about["artifact"].items()
+        )
+        lines.append(
+            f"{split:<12}{numbers} of {about['num_clicked']:,} clicks among {about['catalogue_items']:,} items"
+        )
+    lines.append(
+        f"index       {index['kind']} of {index['items']:,} items finds {index['recall']:.4f} of the {index['k']} best that exact search "
+        f"finds, for {index['queries']:,} users of validation"
+    )
+    lines.append(
+        f"tables      {show_size(sizes['tables_before'])} -> {show_size(sizes['tables_after'])}; layers "
+        f"{show_size(sizes['layers_before'])} -> {show_size(sizes['layers_after'])}, items {show_size(sizes['items'])}"
+    )
+    return "\n".join([*lines, *ending(summary)])

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from pipeline.config.serving import RetrievalConfig
-    from pipeline.serving.retrieval.index import Positions, Vectors
+    from pipeline.extras.retrieval.index import Positions, Vectors
 
 
 @register("index", "exact")
@@ -31,7 +31,7 @@ class ExactIndex:
         import numpy as np
         import torch
 
-        from pipeline.serving.retrieval.index import check_shape
+        from pipeline.extras.retrieval.index import check_shape
 
         numbers = np.fromfile(path, "<f4")
         check_shape((len(numbers) // dim, dim if len(numbers) % dim == 0 else 0), num_items, dim, path)
@@ -41,7 +41,7 @@ class ExactIndex:
         raise AssertionError("an exact index is its vectors")
 
     def search(self, users: Vectors, k: int) -> tuple[Vectors, Positions]:
-        from pipeline.serving.retrieval.index import exact_search
+        from pipeline.extras.retrieval.index import exact_search
 
         return exact_search(users, self._items, k)
 
