@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from pipeline.config.compression import CompressionConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.embeddings.bags import hashed_to
-from pipeline.embeddings.compression.quotient_remainder import QuotientRemainder, balanced_bases, bases_within
+from pipeline.embeddings.compression import quotient_remainder
+from pipeline.embeddings.compression.quotient_remainder import QuotientRemainder, balanced_bases
 from pipeline.embeddings.physical import num_numbers
 from pipeline.embeddings.table import Table
+from pipeline.extras.compression import partitions
 from tests.support.examples import examples
 
 
@@ -81,9 +83,10 @@ def test_bases_within_a_budget_keep_to_it_and_cover_the_table(
     num_ids: int, count: int, ratio: float, coprime: bool
 ) -> None:
     limit = int(num_ids / ratio)
-    bases = bases_within(num_ids, count, limit, coprime)
+    module = partitions if coprime else quotient_remainder
+    bases = module.bases_within(num_ids, count, limit)
     if bases is None:
-        assert sum(balanced_bases(num_ids, count, coprime)) > limit
+        assert sum(module.balanced_bases(num_ids, count)) > limit
         return
     assert sum(bases) <= limit
     assert math.prod(bases) >= num_ids

@@ -8,19 +8,14 @@ remainders alone where they are also pairwise coprime (section 3).
 
 from __future__ import annotations
 
-import ast
 import math
-import struct
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from itertools import combinations
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 from pipeline.config.compression import CompressionConfig
-from pipeline.config.registry import register
+from pipeline.config.registry import from_extra, register
 from pipeline.embeddings.compression.kind import Bags, CompressionKind, Split
 from pipeline.embeddings.row_frequencies import RowFrequencies, digit_frequencies
 from pipeline.embeddings.table import Table
@@ -32,10 +27,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-SCHEMES = ("naive", "quotient_remainder", "generalised", "chinese_remainder", "given")
+SCHEMES_OF_EXTRA = ("chinese_remainder", "given")  # pipeline/extras/compression
+SCHEMES = ("naive", "quotient_remainder", "generalised", *SCHEMES_OF_EXTRA)
 OPERATIONS = ("add", "multiply", "concatenate")
-NUMPY_MAGIC = b"\x93NUMPY"
-ARRAY_CODES = {1: "b", 2: "h", 4: "i", 8: "q"}
 
 
 @dataclass(frozen=True)
@@ -54,25 +48,18 @@ class Digit:
         return digit_frequencies(table.frequencies, self.num_classes, self.stride, table.num_embeddings)
 
 
-@dataclass(frozen=True)
-class Given:
-    """The class of an id is classes[id]."""
+class Partition(Protocol):
+    """Classes of ids: the rows of one part."""
 
-    part: str
-    num_classes: int
-    classes: Sequence[int] = field(repr=False)
+    @property
+    def part(self) -> str: ...
 
-    def classes_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        import numpy as np
+    @property
+    def num_classes(self) -> int: ...
 
-        return np.asarray(self.classes).astype(np.int64, copy=False)[ids]
+    def classes_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]: ...
 
-    def frequencies(self, table: Table) -> RowFrequencies | None:
-        """Unknown: no data say how lookups fall on given groups."""
-        return None
-
-
-Partition = Digit | Given
+    def frequencies(self, table: Table) -> RowFrequencies | None: ...
 
 
 @register("compression", "quotient_remainder")
@@ -97,11 +84,11 @@ class QuotientRemainder(CompressionKind):
         table, scheme = self.table, self.config.scheme
         if scheme == "naive":
             return [Digit("naive", table.num_embeddings)]
-        if scheme == "given":
-            return [*_given(table, self.config)]
-        bases = _bases(table, self.config)
-        if scheme == "chinese_remainder":
-            return [Digit(f"mod_{base}", base) for base in bases]
+        if scheme in SCHEMES_OF_EXTRA:
+            found: list[Partition] = from_extra("partitions_of", f"{self.key}.scheme={scheme}")(table, self.config)
+            return found
+        bases = bases_of(table, self.config, balanced_bases, bases_within)
+        check_bases(table.config_name, bases, table.num_embeddings)
         names = ["remainder", "quotient"] if len(bases) == 2 else [f"digit_{index}" for index in range(len(bases))]
         return [
             Digit(name, base, math.prod(bases[:index]))
@@ -191,7 +178,9 @@ class QuotientRemainder(CompressionKind):
         return sum(balanced_bases(self.table.num_embeddings, count)) * max(part_dims(self.table, self.config, count))
 
     def assignments(self) -> Sequence[Sequence[int]]:
-        return [partition.classes for partition in self.partitions if isinstance(partition, Given)]
+        if self.config.scheme != "given":
+            return []
+        return [partition.classes for partition in self.partitions]  # type: ignore[attr-defined]
 
     def embed_files(self) -> tuple[CompressionConfig, Sequence[Sequence[int]]]:
         if self.config.assignments_file is None:
@@ -228,9 +217,13 @@ def part_dims(table: Table, config: CompressionConfig, num_parts: int) -> list[i
     return list(dims)
 
 
-def _bases(table: Table, config: CompressionConfig) -> list[int]:
-    num_ids = table.num_embeddings
-    key, coprime = f"tables.{table.config_name}.compression", config.scheme == "chinese_remainder"
+Balanced = Callable[[int, int], list[int]]  # (ids, bases)
+Within = Callable[[int, int, int], list[int] | None]  # (ids, bases, classes in all)
+
+
+def bases_of(table: Table, config: CompressionConfig, balanced: Balanced, within: Within) -> list[int]:
+    """Return the bases that the settings ask for. Raises ConfigError if the settings do not fit together."""
+    num_ids, key = table.num_embeddings, f"tables.{table.config_name}.compression"
     if config.bases:
         if config.ratio is not None:
             raise ConfigError(f"{key}: bases and ratio both say the sizes; leave one out")
@@ -248,17 +241,16 @@ def _bases(table: Table, config: CompressionConfig) -> list[int]:
         bases = list(config.bases)
         if config.scheme == "quotient_remainder" and len(bases) == 1:
             bases.append(-(-num_ids // bases[0]))
-        check_bases(table.config_name, bases, num_ids, coprime)
         return bases
     count = config.num_partitions or 2
     if config.scheme == "quotient_remainder" and count > 2:
         raise ConfigError(f"{key}.num_partitions={count}: quotient and remainder are 2; more are scheme=generalised")
     if config.ratio is None:
-        return balanced_bases(num_ids, count, coprime)
+        return balanced(num_ids, count)
     width = max(part_dims(table, config, count))
-    found = bases_within(num_ids, count, int(num_ids * table.embedding_dim / config.ratio / width), coprime)
+    found = within(num_ids, count, int(num_ids * table.embedding_dim / config.ratio / width))
     if found is None:
-        least = sum(balanced_bases(num_ids, count, coprime)) * width
+        least = sum(balanced(num_ids, count)) * width
         raise ConfigError(
             f"{key}.ratio={config.ratio:g} is more than {count} partitions of {num_ids:,} ids can reach, which is "
             f"{num_ids * table.embedding_dim / least:.3g}; lower it, raise num_partitions with scheme=generalised, or leave "
@@ -267,136 +259,37 @@ def _bases(table: Table, config: CompressionConfig) -> list[int]:
     return found
 
 
-def _given(table: Table, config: CompressionConfig) -> list[Given]:
-    num_ids = table.num_embeddings
-    key = f"tables.{table.config_name}.compression"
-    if bool(config.assignments) == (config.assignments_file is not None):
-        raise ConfigError(f"{key}: scheme=given wants one of assignments (lists of classes by id) and assignments_file")
-    if config.bases or config.ratio is not None or config.num_partitions is not None:
-        raise ConfigError(
-            f"{key}: scheme=given takes its sizes from the assignments; leave out bases, ratio, num_partitions"
-        )
-    if config.assignments_file is not None:
-        path = Path(config.assignments_file)
-        if not path.is_file():
-            raise ConfigError(f"{key}.assignments_file={path} is no file; write it with numpy.save, [partitions, ids]")
-        stamp = path.stat()
-        columns = _columns_of_file(
-            str(path), (stamp.st_mtime_ns, stamp.st_size), num_ids, f"{key}.assignments_file={path}"
-        )
-    else:
-        columns = tuple(array("q", column) for column in config.assignments)
-        _check_given(f"{key}.assignments", columns, num_ids)
-    return [Given(f"group_{index}", max(column) + 1, column) for index, column in enumerate(columns)]
-
-
-def _check_given(what: str, columns: Sequence[Sequence[int]], num_ids: int) -> None:
-    """Raises ConfigError unless every id has a class in each partition and no two ids have all classes in common."""
-    for index, column in enumerate(columns):
-        if len(column) != num_ids:
-            raise ConfigError(f"{what}: partition {index} assigns {len(column):,} ids, and the table has {num_ids:,}")
-        if (least := min(column)) < 0:
-            raise ConfigError(f"{what}: partition {index} has a class {least}; classes count from 0")
-    first: dict[int, int] = {}
-    bases = [max(column) + 1 for column in columns]
-    for row, classes in enumerate(zip(*columns, strict=True)):
-        code = 0
-        for base, value in zip(bases, classes, strict=True):
-            code = code * base + value
-        if (other := first.setdefault(code, row)) != row:
-            raise ConfigError(
-                f"{what}: ids {other} and {row} have the same classes {list(classes)} in all {len(columns)} partitions, so "
-                "they would share a row; partitions must be complementary (arXiv 1909.02107)"
-            )
-
-
-@lru_cache(maxsize=8)
-def _columns_of_file(path: str, stamp: tuple[int, int], num_ids: int, what: str) -> tuple[array[int], ...]:
-    """Read and checked once, as long as the file's `stamp` stays."""
-    columns = _read_columns(path, what)
-    _check_given(what, columns, num_ids)
-    return columns
-
-
-def _read_columns(path: str, what: str) -> tuple[array[int], ...]:
-    """The rows of a .npy file [partitions, ids] of integers, without numpy: jobs are checked where there is none."""
-    wanted = f"{what} must be a .npy file [partitions, ids] of integers (numpy.save)"
-    with open(path, "rb") as file:
-        if file.read(6) != NUMPY_MAGIC:
-            raise ConfigError(f"{wanted}; it is no .npy file")
-        major = file.read(2)[0]
-        (length,) = struct.unpack("<H", file.read(2)) if major == 1 else struct.unpack("<I", file.read(4))
-        header = ast.literal_eval(file.read(length).decode("latin1"))
-        shape, descr = header["shape"], str(header["descr"])
-        if len(shape) != 2 or descr[0] not in "<|" or descr[1] not in "iu" or header["fortran_order"]:
-            raise ConfigError(f"{wanted}; it holds {descr} of shape {list(shape)}")
-        code = ARRAY_CODES[int(descr[2:])]
-        columns = []
-        for _ in range(shape[0]):
-            column = array(code if descr[1] == "i" else code.upper())
-            column.fromfile(file, shape[1])
-            columns.append(column)
-    return tuple(columns)
-
-
-def check_bases(name: str, bases: Sequence[int], num_ids: int, coprime: bool) -> None:
-    """Raises ConfigError where two ids would get the same code."""
+def check_bases(name: str, bases: Sequence[int], num_ids: int) -> None:
+    """Raises ConfigError if two ids would get the same code."""
     if (product := math.prod(bases)) < num_ids:
         raise ConfigError(
             f"tables.{name}.compression.bases={list(bases)} tell {product:,} ids apart, and the table has {num_ids:,}: "
-            f"make their product at least that, e.g. {balanced_bases(num_ids, len(bases), coprime)}"
+            f"make their product at least that, e.g. {balanced_bases(num_ids, len(bases))}"
         )
-    for left, right in combinations(bases, 2) if coprime else ():
-        if (common := math.gcd(left, right)) > 1:
-            raise ConfigError(
-                f"tables.{name}.compression.bases={list(bases)}: {left} and {right} are not coprime (both are divisible by "
-                f"{common}), so ids that differ by {math.lcm(left, right):,} would get one code; use e.g. "
-                f"{balanced_bases(num_ids, len(bases), coprime)}, or scheme=generalised"
-            )
 
 
-def balanced_bases(num_ids: int, num_bases: int, coprime: bool = False) -> list[int]:
+def balanced_bases(num_ids: int, num_bases: int) -> list[int]:
     """About num_ids ** (1 / num_bases) each: the fewest classes in all."""
     root = max(2, math.ceil(num_ids ** (1 / num_bases) - 1e-9))
-    if not coprime:
-        bases = [root] * (num_bases - 1)
-        return [*bases, max(1, -(-num_ids // math.prod(bases)))]
-    start = max(2, root - 2 * num_bases)
-    while math.prod(found := coprime_from(start, num_bases)) < num_ids:
-        start += 1
-    return found
+    bases = [root] * (num_bases - 1)
+    return [*bases, max(1, -(-num_ids // math.prod(bases)))]
 
 
-def bases_within(num_ids: int, num_bases: int, max_classes: int, coprime: bool = False) -> list[int] | None:
-    """One large base and small others, together `max_classes` or little less; None where that is too few.
+def bases_within(num_ids: int, num_bases: int, max_classes: int) -> list[int] | None:
+    """One large base and small others, together `max_classes` or little less; None if that is too few.
 
     The large one comes first. Small others mean that few ids share a class of it (the paper's enforced collisions).
     """
-    least = sum(balanced_bases(num_ids, num_bases, coprime))
-    if least > max_classes:
+    if sum(balanced_bases(num_ids, num_bases)) > max_classes:
         return None
     small = 2
     while True:
-        others = coprime_from(small, num_bases - 1) if coprime else [small] * (num_bases - 1)
+        others = [small] * (num_bases - 1)
         first = max_classes - sum(others)
-        while coprime and first > 1 and any(math.gcd(first, other) > 1 for other in others):
-            first -= 1
         if first > 1 and first * math.prod(others) >= num_ids:
             # The large base has taken what there was: the last small one may be smaller now.
-            if not coprime:
-                others[-1] = max(1, -(-num_ids // (first * math.prod(others[:-1]))))
+            others[-1] = max(1, -(-num_ids // (first * math.prod(others[:-1]))))
             return [first, *others]
         if first <= small:  # rounding left no room for a large one
-            return balanced_bases(num_ids, num_bases, coprime)
+            return balanced_bases(num_ids, num_bases)
         small += 1
-
-
-def coprime_from(start: int, count: int) -> list[int]:
-    """`count` pairwise coprime numbers from `start` on, each the next that is coprime to those before."""
-    found: list[int] = []
-    candidate = start
-    while len(found) < count:
-        if all(math.gcd(candidate, other) == 1 for other in found):
-            found.append(candidate)
-        candidate += 1
-    return found

@@ -7,9 +7,9 @@ import torch
 
 from pipeline.config.compression import CompressionConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig
-from pipeline.embeddings.compression import tensor_train
-from pipeline.embeddings.compression.tensor_train import TensorTrain, away_from_zero
 from pipeline.embeddings.table import Table
+from pipeline.extras.compression import tensor_train
+from pipeline.extras.compression.tensor_train import TensorTrain, away_from_zero
 
 
 class Train(torch.nn.Module):

@@ -1,0 +1,4 @@
+"""Compress tables in rarer ways: tensor trains, path-based rows, coprime remainders and partitions that are given."""
+
+COMPONENTS = {"compression": "pipeline.extras.compression"}
+FUNCTIONS = {"partitions_of": "pipeline.extras.compression.partitions:partitions_of"}
