@@ -15,8 +15,9 @@ from pipeline.cli.init import init, with_answers
 from pipeline.cli.inspect import inspect
 from pipeline.config.jobs.machine import InitJob
 from pipeline.config.jobs.prepare import InspectJob, PrepareJob
-from pipeline.config.jobs.train import SweepJob, TrainJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.data.prepare.run import prepare
+from pipeline.extras.sweep.config import SweepJob
 from pipeline.runtime import shell_words
 from pipeline.runtime.errors import ConfigError
 from tests.support.jobs import train_on_rank

@@ -8,8 +8,11 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import optuna
 import pytest
 
+from pipeline.extras.sweep.outcome import render_page as render_sweep
+from pipeline.extras.sweep.run import SweepResult
 from pipeline.planner.page import render_page as render_plan
 from pipeline.retraining.ledger import ADDED, PROMOTED, REJECTED, ROLLED_BACK, SKIPPED, Ledger, Record
 from pipeline.retraining.page import reigns, render_registry
@@ -17,9 +20,6 @@ from pipeline.retraining.registry import Registry
 from pipeline.training.runs.compare import compare
 from pipeline.training.runs.folder import open_run
 from pipeline.training.runs.report_comparison import render_comparison
-from pipeline.training.sweep.outcome import render_page as render_sweep
-from pipeline.training.sweep.run import SweepResult
-from pipeline.training.sweep.study import Trial
 from tests.planner.plans import drawn_plan
 from tests.support.browser import open_pages
 
@@ -27,20 +27,27 @@ BACKGROUND = {"dark": "rgb(20, 24, 28)", "light": "rgb(255, 255, 255)"}
 
 
 def sweep_page(folder: Path) -> str:
-    draw, trials = np.random.default_rng(0), []
+    draw, study = np.random.default_rng(0), optuna.create_study()
+    lr, models = optuna.distributions.FloatDistribution(1e-4, 1.0, log=True), ["dlrm", "dlrm_dcn"]
+    spaces = {
+        "optimizer.sparse.lr": lr,
+        "optimizer.dense.lr": lr,
+        "model": optuna.distributions.CategoricalDistribution(models),
+    }
     for number in range(30):
-        point = {
-            "optimizer.sparse.lr": float(10 ** draw.uniform(-2.3, -0.7)), "optimizer.dense.lr": float(10 ** draw.uniform(-3.5, -2)),
-            "tables.default.embedding_dim": int(draw.choice([8, 16, 32])), "model": str(draw.choice(["dlrm", "dlrm_dcn"])),
-        }  # fmt: skip
-        trial = Trial(number, point, "complete" if number % 3 == 0 else "pruned")
-        for rung in range(3 if number % 3 == 0 else 1 + number % 2):
-            ne = 0.68 + 0.05 * abs(math.log10(point["optimizer.sparse.lr"]) + 1.3) + 0.02 / (rung + 1)
-            trial.values[rung] = float(ne + draw.normal(0, 0.003))
-        trials.append(trial)
-    trials[7].state = "failed"
+        point = {"optimizer.sparse.lr": float(10 ** draw.uniform(-2.3, -0.7)),
+                 "optimizer.dense.lr": float(10 ** draw.uniform(-3.5, -2)), "model": str(draw.choice(models))}  # fmt: skip
+        ne = 0.68 + 0.05 * abs(math.log10(point["optimizer.sparse.lr"]) + 1.3)
+        rungs = {
+            3**rung: float(ne + 0.02 / (rung + 1) + draw.normal(0, 0.003))
+            for rung in range(3 if number % 3 == 0 else 1)
+        }
+        state = optuna.trial.TrialState.PRUNED if number % 3 else optuna.trial.TrialState.COMPLETE
+        study.add_trial(optuna.trial.create_trial(
+            state=state, params=point, distributions=spaces, intermediate_values=rungs, value=list(rungs.values())[-1],
+        ))  # fmt: skip
     words = ["experiment=quickstart", "data.path=datasets/<a & b>"]
-    return render_sweep(SweepResult(f"{folder}/rates_sweep", "ne", 1.0, trials, words, 4_000, 10_000), "rates & dims")
+    return render_sweep(SweepResult(f"{folder}/rates_sweep", "ne", study, words, 4_000, 10_000), "rates & dims")
 
 
 def comparison_page(run_as_trained: Path, folder: Path) -> str:
@@ -142,5 +149,5 @@ def test_a_registry_that_has_rejected_all_has_a_page_too(tmp_path: Path) -> None
 
 def test_a_sweeps_page_names_what_matters_and_the_winners_command(tmp_path: Path) -> None:
     page = sweep_page(tmp_path)
-    assert 'aria-label="what each knob explains"' in page and "rates &amp; dims" in page
+    assert 'aria-label="importance of each knob"' in page and "rates &amp; dims" in page
     assert "run_dir=" in page.partition("<h2>The winner</h2>")[2] and "40%" in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -19,8 +20,7 @@ from torchx.specs.builders import materialize_appdef
 
 from launch import components
 from launch.extras.volcano_scheduler import KubernetesScheduler, create_scheduler
-from pipeline.training.sweep.jobs import SchedulerJobs
-from pipeline.training.sweep.pool import Pool, Training
+from pipeline.extras.sweep.launchers import Ended, SchedulerJobs, Training
 from tests.launch.manifests import assert_valid, pod_templates, read
 
 PLACE = ["--image", "ours:1", "--cpu", "8", "--memMB", "16000"]
@@ -116,6 +116,9 @@ class _Runner:
         self.resources.append(_request(words, **settings)[0])
         return f"kubernetes://torchx/default:job-{len(self.resources)}"
 
+    def status(self, handle: str) -> None:
+        return None
+
 
 def test_a_trial_of_a_sweep_is_a_job_of_volcano(tmp_path: Path) -> None:
     runner = _Runner()
@@ -128,8 +131,8 @@ def test_a_trial_of_a_sweep_is_a_job_of_volcano(tmp_path: Path) -> None:
         "optimizer.sparse.lr=0.004",
         f"run_dir={tmp_path}/trials/0007",
     ]
-    pool = Pool(1, jobs)
-    pool.start(Training(f"{tmp_path}/trials/0007", words, f"{tmp_path}/trials/0007.log"))
+    ended = asyncio.run(jobs.run(Training(f"{tmp_path}/trials/0007", words)))
+    assert ended == Ended("kubernetes://torchx/default:job-1 is not known any more")
     (resource,) = runner.resources
     assert_valid(resource)
     assert resource["metadata"]["namespace"] == "team" and resource["metadata"]["name"].startswith("rates-0007")

@@ -9,7 +9,7 @@ from pipeline.config.jobs.prepare import GenerateJob, InspectJob, PrepareJob
 from pipeline.config.jobs.retrain import RegistryJob, RetrainJob
 from pipeline.config.jobs.runs import ReportJob, RunsJob
 from pipeline.config.jobs.serve import PublishJob, ServeJob
-from pipeline.config.jobs.train import PlanJob, SweepJob, TrainJob
+from pipeline.config.jobs.train import PlanJob, TrainJob
 
 # Job -> conf/<name>.yaml, and the verb.
 CONFIG_NAMES: dict[type, str] = {
@@ -17,6 +17,6 @@ CONFIG_NAMES: dict[type, str] = {
     CheckpointsJob: "checkpoints", ExportJob: "export",
     RetrainJob: "retrain", RegistryJob: "registry",
     PredictJob: "predict", ServeJob: "serve", RunsJob: "runs",
-    ReportJob: "report", SweepJob: "sweep", PublishJob: "publish",
+    ReportJob: "report", PublishJob: "publish",
     InspectJob: "inspect", InitJob: "init", CheckNodesJob: "check_nodes",
 }  # fmt: skip

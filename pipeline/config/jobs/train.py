@@ -1,4 +1,4 @@
-"""Jobs that train, plan and sweep (stdlib and OmegaConf only)."""
+"""Jobs that train and plan (stdlib and OmegaConf only)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pipeline.config.paths import PathsConfig
 from pipeline.config.planner import HardwareConfig, PlannerConfig, TargetConfig
 from pipeline.config.publish import PublishingConfig
 from pipeline.config.serving import PRECISIONS
-from pipeline.config.sweep import SweepConfig
 from pipeline.config.tables import TableConfig
 from pipeline.config.training import (
     CheckpointConfig,
@@ -153,11 +152,3 @@ class PlanJob(TrainJob):
         check_at_least("threads", self.threads, 1, allow_none=True)
         for size in self.scale_to:
             check_at_least("scale_to", size, 1)
-
-
-@dataclass
-class SweepJob(TrainJob):
-    """The train job, repeated with the values of sweep.params; run_dir holds the study, and a run folder a trial in trials/."""
-
-    run_dir: str = "${paths.runs}/${name}_sweep"
-    sweep: SweepConfig = field(default_factory=SweepConfig)

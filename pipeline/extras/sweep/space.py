@@ -1,4 +1,4 @@
-"""Say what a knob's values are, which knobs are active together, and how a point reads as overrides of a training."""
+"""Make points of the knobs of a sweep, and overrides of a training from a point."""
 
 from __future__ import annotations
 
@@ -7,39 +7,49 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipeline.config.sweep import KnobConfig
+from pipeline.extras.sweep.config import KnobConfig
+
+if TYPE_CHECKING:
+    import optuna
 
 Point = dict[str, Any]  # key -> value, of the active knobs
-Suggest = Callable[[str, KnobConfig], Any]
 
 
-def walk(params: Mapping[str, KnobConfig], suggest: Suggest) -> Point:
-    """A point, asked for knob by knob, so that a knob is asked for only where its condition holds."""
+def suggest(trial: optuna.Trial, params: Mapping[str, KnobConfig]) -> Point:
+    """Ask Optuna for the value of each knob whose condition holds."""
+
+    def value_of(key: str, knob: KnobConfig) -> Any:
+        if knob.choices:
+            return trial.suggest_categorical(key, knob.choices)
+        assert knob.low is not None and knob.high is not None
+        if knob.integer:
+            return trial.suggest_int(key, int(knob.low), int(knob.high), log=knob.log, step=int(knob.step or 1))
+        return trial.suggest_float(key, knob.low, knob.high, log=knob.log, step=knob.step)
+
+    return _walk(params, value_of)
+
+
+def _walk(params: Mapping[str, KnobConfig], value_of: Callable[[str, KnobConfig], Any]) -> Point:
     point: Point = {}
     for key, knob in params.items():
-        if is_active(knob, point):
-            point[key] = suggest(key, knob)
+        if all(other in point and point[other] in allowed for other, allowed in knob.when.items()):
+            point[key] = value_of(key, knob)
     return point
 
 
-def is_active(knob: KnobConfig, point: Point) -> bool:
-    return all(other in point and point[other] in allowed for other, allowed in knob.when.items())
-
-
 def grid(params: Mapping[str, KnobConfig]) -> list[Point]:
-    """All points, the last knob changing fastest; those that differ in inactive knobs alone are one."""
-    values = [grid_values(knob) for knob in params.values()]
+    """Return all points, the last knob changing fastest. Points that differ in inactive knobs only are one."""
     points: dict[str, Point] = {}
-    for combination in itertools.product(*values):
+    for combination in itertools.product(*map(_grid_values, params.values())):
         chosen = dict(zip(params, combination, strict=True))
-        point = walk(params, lambda key, _, chosen=chosen: chosen[key])  # type: ignore[misc]
+        point = _walk(params, lambda key, _, chosen=chosen: chosen[key])  # type: ignore[misc]
         points.setdefault(json.dumps(point, sort_keys=True), point)
     return list(points.values())
 
 
-def grid_values(knob: KnobConfig) -> list[Any]:
+def _grid_values(knob: KnobConfig) -> list[Any]:
     if knob.choices:
         return list(knob.choices)
     assert knob.low is not None and knob.high is not None
@@ -54,7 +64,7 @@ def as_overrides(point: Point) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    """As Hydra reads it: plain words as they are, other text quoted."""
+    """Return the value as Hydra reads it: plain words as they are, other text quoted."""
     if isinstance(value, str):
         return value if re.fullmatch(r"[\w./-]+", value) else "'" + value.replace("'", "\\'") + "'"
     if value is None or isinstance(value, bool):
@@ -65,19 +75,17 @@ def _text(value: Any) -> str:
 
 
 def edges(params: Mapping[str, KnobConfig]) -> Iterator[Point]:
-    """Points that together name every knob at its ends, or every choice: what is checked before anything is trained."""
+    """Return points that together have both ends or every choice of each knob, to check before anything is trained."""
     for key, knob in params.items():
-        values = knob.choices or [
-            int(edge) if knob.integer else edge for edge in (knob.low, knob.high) if edge is not None
-        ]
-        for value in values:
+        ends = [edge for edge in (knob.low, knob.high) if edge is not None]
+        for value in knob.choices or [int(end) if knob.integer else end for end in ends]:
             point: Point = {}
             _require(key, value, params, point)
             yield {name: point[name] for name in params if name in point}
 
 
 def _require(key: str, value: Any, params: Mapping[str, KnobConfig], point: Point) -> None:
-    """Set a knob, and the knobs that its condition names so that it holds."""
+    """Set a knob, and the knobs that its condition names so that the condition holds."""
     for other, allowed in params[key].when.items():
         if other not in point:
             _require(other, allowed[0], params, point)

@@ -13,7 +13,8 @@ import sys
 from pipeline.cli.arguments import split_flags
 from pipeline.cli.command_line import load_config, validate_train
 from pipeline.cli.verb import resume_hint, verb
-from pipeline.config.jobs.train import SweepJob, TrainJob
+from pipeline.config.jobs.train import TrainJob
+from pipeline.extras.sweep.config import SweepJob
 from pipeline.runtime.storage import storage
 
 OWN = ("sweep", "run_dir", "sweep.")  # words that are the sweep's, and no training's
@@ -34,8 +35,8 @@ def compose(words: list[str]) -> TrainJob:
 
 
 def run(job: SweepJob) -> str:
-    from pipeline.training.sweep.outcome import describe, render_page
-    from pipeline.training.sweep.run import sweep
+    from pipeline.extras.sweep.outcome import describe, render_page
+    from pipeline.extras.sweep.run import sweep
 
     result = sweep(job, training_words(sys.argv[1:]), compose)
     storage.publish_text(f"{result.run_dir}/sweep.html", render_page(result, job.name))

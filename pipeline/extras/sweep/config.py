@@ -1,10 +1,12 @@
-"""Schema of a sweep: which values of a training are searched, how, and how many trainings run at once (stdlib only)."""
+"""Schema of a sweep: which values of a training are searched, how, and how many trainings run at once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.config.jobs.names import CONFIG_NAMES
+from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice
 
 SAMPLERS = ("tpe", "random", "grid")
@@ -92,3 +94,14 @@ class SweepConfig:
                     )
             if self.sampler == "grid" and not knob.choices and knob.step is None and not knob.integer:
                 raise ConfigError(f"sweep.params.{key}: a grid wants choices, or a step between low and high")
+
+
+@dataclass
+class SweepJob(TrainJob):
+    """The train job, repeated with the values of sweep.params; run_dir holds the study, and a run folder a trial in trials/."""
+
+    run_dir: str = "${paths.runs}/${name}_sweep"
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+
+
+CONFIG_NAMES[SweepJob] = "sweep"

@@ -1,0 +1,1 @@
+"""Search values of a training:  python -m pipeline sweep experiment=quickstart sweep=lr"""

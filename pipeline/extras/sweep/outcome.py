@@ -1,0 +1,141 @@
+"""Say what a sweep found: its trials ranked, which knobs matter, the finalists over their seeds, the winner's command."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeline.extras.sweep.run import SweepResult, value_of
+from pipeline.extras.sweep.space import as_overrides
+from pipeline.runtime.pages.charts import Bar, Line, bar_chart, line_chart
+from pipeline.runtime.pages.html import cards, document, figure, legend, scrolled, table
+from pipeline.training.runs.compare import Comparison, compare
+from pipeline.training.runs.folder import open_run
+
+if TYPE_CHECKING:
+    import optuna
+
+MAX_SHOWN = 10
+LOG_FROM = 10.0  # times the smallest value of a knob: charts of wider ones have a logarithmic scale
+MIN_TRIALS = 8  # for the importance of knobs
+
+
+def importance(study: optuna.Study) -> dict[str, float]:
+    """Return Optuna's importance (PED-ANOVA) of each knob that all trials have, by the first rung, which most trials reach."""
+    import optuna
+    from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+
+    trials = [trial for trial in study.get_trials(deepcopy=False) if trial.intermediate_values]
+    first = min((min(trial.intermediate_values) for trial in trials), default=0)
+    trials = [trial for trial in trials if math.isfinite(trial.intermediate_values.get(first, math.nan))]
+    if len(trials) < MIN_TRIALS:
+        return {}
+    view = optuna.create_study(direction=study.direction)
+    for trial in trials:
+        value, spaces = trial.intermediate_values[first], trial.distributions
+        view.add_trial(optuna.trial.create_trial(params=trial.params, distributions=spaces, value=value))
+    return get_param_importances(view, evaluator=PedAnovaImportanceEvaluator())
+
+
+def finalists(result: SweepResult, confidence: float = 0.98) -> Comparison | None:
+    """Compare the best trials over their seeds; None if there is only one seed, or one finalist."""
+    if len(result.finalists) < 2:
+        return None
+    return compare([open_run(folder) for folders in result.finalists for folder in folders], "validation", confidence)
+
+
+def winner_command(result: SweepResult, between: str = " ") -> str:
+    words = [*result.words, *as_overrides(result.ranked[0].params), f"run_dir={result.run_dir}/winner"]
+    return between.join(["python -m pipeline train", *map(shlex.quote, words)])
+
+
+def _rows(result: SweepResult) -> tuple[list[str], list[list[str]]]:
+    """The knobs, and a row for each trial: place, number, metric, rungs, state, value of each knob."""
+    keys = list(dict.fromkeys(key for trial in result.trials for key in trial.params))
+
+    def cell(trial: optuna.trial.FrozenTrial, key: str) -> str:
+        value = trial.params.get(key, "-")
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    return keys, [
+        [str(place), f"{trial.number:04d}", f"{value_of(trial):.5f}", str(len(trial.intermediate_values)),
+         trial.state.name.lower(), *(cell(trial, key) for key in keys)]
+        for place, trial in enumerate(result.ranked, start=1)
+    ]  # fmt: skip
+
+
+def describe(result: SweepResult) -> str:
+    keys, ranked = _rows(result)
+    rows = [["", "trial", result.metric, "rungs", "state", *keys], *ranked[:MAX_SHOWN]]
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if len(ranked) > MAX_SHOWN:
+        lines.append(f"and {len(ranked) - MAX_SHOWN} more")
+    names = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
+    counts = {name: sum(trial.state.name == state for trial in result.trials) for state, name in names.items()}
+    lines.append(
+        f"trials      {len(result.trials)}: " + ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        + f"; {result.steps_trained:,} of {result.steps_of_all:,} steps trained ({_share_of_steps(result):.0%})"
+    )  # fmt: skip
+    if explained := importance(result.study):
+        lines.append("importance  " + ", ".join(f"{key} {share:.0%}" for key, share in explained.items()))
+    if compared := finalists(result):
+        lines += ["finalists   over their seeds:", *(f"  {line}" for line in compared.as_text().splitlines())]
+    return "\n".join([*lines, f"page        {result.run_dir}/sweep.html", f"next        {winner_command(result)}"])
+
+
+def _share_of_steps(result: SweepResult) -> float:
+    return result.steps_trained / max(result.steps_of_all, 1)
+
+
+def _charts(result: SweepResult, keys: Sequence[str]) -> list[str]:
+    in_order = sorted(result.ranked, key=lambda trial: trial.number)
+    points = [(float(trial.number), value_of(trial)) for trial in in_order]
+    best = np.maximum if result.study.direction.name == "MAXIMIZE" else np.minimum
+    so_far = best.accumulate([value for _, value in points])
+    lines = [
+        Line("trial", "train", points, marks=True, joined=False),
+        Line("best so far", "validation", [(x, float(y)) for (x, _), y in zip(points, so_far, strict=True)]),
+    ]
+    chart = line_chart("metric of each trial", result.metric, lines, "trial")
+    drawn = [figure("Trials, and the best so far", chart)]
+    for key in keys:
+        pairs = sorted(
+            (float(trial.params[key]), value_of(trial))
+            for trial in in_order
+            if isinstance(trial.params.get(key), (int, float)) and math.isfinite(value_of(trial))
+        )
+        if pairs:
+            is_wide = pairs[0][0] > 0 and pairs[-1][0] / pairs[0][0] >= LOG_FROM
+            line = Line(key, "validation", pairs, marks=True, joined=False)
+            title = f"{result.metric} over {key}"
+            drawn.append(figure(key, line_chart(title, result.metric, [line], key, log_x=is_wide)))
+    return drawn
+
+
+def render_page(result: SweepResult, title: str) -> str:
+    """Draw the trials over time and each knob against the metric, and list the trials."""
+    keys, rows = _rows(result)
+    bars = [Bar(key, share) for key, share in importance(result.study).items()]
+    compared = finalists(result)
+    body = [
+        f"<h1>Sweep {escape(title)}</h1>",
+        cards([
+            (rows[0][2], f"{result.metric} of the best, trial {rows[0][1]}"),
+            (str(len(result.trials)), "trials"),
+            (f"{_share_of_steps(result):.0%}", "of the steps of training all to the end"),
+        ]),
+        legend((("train", "each trial, at the last rung that it reached"), ("validation", "the best so far"))),
+        f'<div class="charts">{"".join(_charts(result, keys))}</div>',
+        *(["<h2>Which knobs matter</h2>",
+           figure("Importance (PED-ANOVA)", bar_chart("importance of each knob", bars, form=".0%"))] if bars else []),
+        *(["<h2>The finalists over their seeds</h2>", scrolled(compared.as_text(), "the finalists compared")] if compared else []),
+        "<h2>The winner</h2>", scrolled(winner_command(result, " \\\n    ") + "\n", "the command that trains the winner"),
+        "<h2>Trials</h2>", table(("", "trial", result.metric, "rungs", "state", *keys), rows, (0, 2, 3), "trials"),
+    ]  # fmt: skip
+    return document(f"Sweep {title}", body)

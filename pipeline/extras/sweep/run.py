@@ -1,0 +1,174 @@
+"""Run a sweep: train the points of its study rung by rung, then the best trials with further seeds."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pipeline.checkpoint.retention import is_higher_better
+from pipeline.config.jobs.train import TrainJob
+from pipeline.data.dataset import load_dataset
+from pipeline.data.read.streams import num_steps
+from pipeline.extras.sweep.config import SweepJob
+from pipeline.extras.sweep.launchers import Training, launcher_of
+from pipeline.extras.sweep.space import Point, as_overrides, edges
+from pipeline.extras.sweep.study import Search, num_rungs, open_study, steps_at
+from pipeline.runtime.errors import ConfigError, TrainingError
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.lease import take_lease
+from pipeline.training.runs.folder import Run
+
+if TYPE_CHECKING:
+    import optuna
+
+Compose = Callable[[list[str]], TrainJob]  # overrides -> the training's job, checked
+logger = get_logger("pipeline.sweep")
+
+
+@dataclass
+class SweepResult:
+    """words: the overrides that all trials share. steps: trained, and those of all trials to the end."""
+
+    run_dir: str
+    metric: str
+    study: optuna.Study
+    words: list[str]
+    steps_trained: int = 0
+    steps_of_all: int = 0
+    finalists: list[list[str]] = field(default_factory=list)  # run folders of each, a seed each
+
+    @property
+    def trials(self) -> list[optuna.trial.FrozenTrial]:
+        """Trials that have begun, in order."""
+        return [trial for trial in self.study.get_trials(deepcopy=False) if trial.state.name != "WAITING"]
+
+    @property
+    def ranked(self) -> list[optuna.trial.FrozenTrial]:
+        """Best first: by the rung reached, then by the metric there."""
+        sign = -1.0 if self.study.direction.name == "MAXIMIZE" else 1.0
+        measured = [trial for trial in self.trials if trial.intermediate_values and trial.state.name != "FAIL"]
+        return sorted(measured, key=lambda trial: (-(trial.last_step or 0), sign * value_of(trial), trial.number))
+
+
+def value_of(trial: optuna.trial.FrozenTrial) -> float:
+    """Return the metric at the last rung that the trial reached."""
+    return trial.intermediate_values[trial.last_step] if trial.last_step is not None else math.nan
+
+
+def sweep(job: SweepJob, words: list[str], compose: Compose) -> SweepResult:
+    """`words`: the overrides of every training. Continues the sweep that job.run_dir holds.
+
+    Raises:
+        ConfigError: no knob, a knob that no training has, or a folder that holds another sweep.
+        TrainingError: every training has failed.
+    """
+    if not job.sweep.params:
+        raise ConfigError(
+            "sweep.params names no knob: choose sweep=<option>, or write a file of your own in conf/sweep"
+        )
+    metric = job.sweep.metric or job.model.metrics[0]
+    for point in edges(job.sweep.params):
+        compose([*words, *as_overrides(point)])
+    lease = take_lease(job.run_dir, job.trainer.lease_ttl_s)
+    try:
+        study = open_study(job.run_dir, job.sweep, words, is_higher_better(metric))
+        result = SweepResult(job.run_dir, metric, study, words)
+        trials = _Trials(job, words, compose, metric)
+        asyncio.run(trials.search(study))
+        if not result.ranked:
+            raise TrainingError(f"every training of {job.run_dir} has failed; {job.run_dir}/trials/*.log say why")
+        if job.sweep.seeds > 1:
+            result.finalists = asyncio.run(trials.confirm(result.ranked))
+    finally:
+        lease.release()
+    last = num_rungs(job.sweep) - 1
+    for trial in result.trials:
+        result.steps_of_all += trials.steps_to(trial.params, last)
+        if rungs := len(trial.intermediate_values):
+            result.steps_trained += trials.steps_to(trial.params, rungs - 1)
+    return result
+
+
+class _Trials:
+    """Trainings of the trials in <run_dir>/trials."""
+
+    def __init__(self, job: SweepJob, words: list[str], compose: Compose, metric: str) -> None:
+        self.job, self.words, self.compose, self.metric = job, words, compose, metric
+        self._launcher = launcher_of(job.sweep, job.name)
+        self._steps: dict[str, int] = {}  # of a whole training, by point
+
+    async def search(self, study: optuna.Study) -> None:
+        search = Search(study, self.job.sweep, self._measure)
+        await asyncio.gather(*(search.run() for _ in range(self.job.sweep.parallel)))
+
+    async def _measure(self, number: int, point: Point, rung: int) -> float | None:
+        is_last, steps = rung == num_rungs(self.job.sweep) - 1, self.steps_to(point, rung)
+        limit = [] if is_last else [f"trainer.max_steps={steps}"]
+        logger.info("trial %d to step %d  %s", number, steps, "  ".join(as_overrides(point)))
+        value = await self._train(self._folder(number), [*as_overrides(point), *limit], steps)
+        if value is not None:
+            logger.info("trial %d  %s %.5f", number, self.metric, value)
+        return value
+
+    def _folder(self, number: int, seed: int | None = None) -> str:
+        name = f"{number:04d}" + ("" if seed is None else f"_seed{seed}")
+        return storage.join(self.job.run_dir, "trials", name)
+
+    async def _train(self, run_dir: str, words: list[str], steps: int) -> float | None:
+        """The metric once the run has `steps` steps, which it may have already; None if every start of it failed."""
+        training = Training(run_dir, [*self.words, *words, f"run_dir={run_dir}"], self.job.trainer.lease_ttl_s)
+        starts = self.job.sweep.retries + 1
+        while (value := self._result(run_dir, steps)) is None and starts:
+            ended = await self._launcher.run(training)
+            starts = 0 if ended.is_mistake else starts - 1
+            if (value := self._result(run_dir, steps)) is None:
+                again = "is started again" if starts else f"has failed: {_last_line(training.log)}"
+                logger.warning(
+                    "%s ended without a result (%s) and %s; see %s", run_dir, ended.reason, again, training.log
+                )
+        return value
+
+    def _result(self, run_dir: str, steps: int) -> float | None:
+        """The metric if the run has come to `steps`, NaN if it was not a number; else None."""
+        run = Run(run_dir)
+        if not run.summary or (run.summary["step"] < steps and not run.summary.get("stopped_early")):
+            return None
+        step, metrics = run.metrics("validation")
+        value = metrics.get(self.metric)
+        return math.nan if value is None and step else value
+
+    def steps_to(self, point: Point, rung: int) -> int:
+        """Return the steps up to a rung of a training with the point's values."""
+        if (key := repr(point)) not in self._steps:
+            job = self.compose([*self.words, *as_overrides(point)])
+            rows = load_dataset(job.data.path).splits["train"].num_rows
+            epoch = num_steps(rows, job.trainer.micro_batch_size, job.data.reader.num_streams, drop_last=True)
+            total = job.trainer.epochs * epoch // job.trainer.gradient_accumulation_steps
+            self._steps[key] = min(total, job.trainer.max_steps or total)
+        return steps_at(rung, self._steps[key], self.job.sweep)
+
+    async def confirm(self, ranked: list[optuna.trial.FrozenTrial]) -> list[list[str]]:
+        """Train the best trials with further seeds; return their run folders, a list a trial."""
+        config, seed = self.job.sweep, self.job.trainer.seed
+        best = [trial for trial in ranked if trial.state.name == "COMPLETE"][: config.finalists]
+        free = asyncio.Semaphore(config.parallel)
+
+        async def train(trial: optuna.trial.FrozenTrial, seed: int) -> None:
+            async with free:
+                words = [*as_overrides(trial.params), f"trainer.seed={seed}"]
+                steps = self.steps_to(trial.params, num_rungs(config) - 1)
+                await self._train(self._folder(trial.number, seed), words, steps)
+
+        seeds = range(seed + 1, seed + config.seeds)
+        await asyncio.gather(*(train(trial, each) for trial in best for each in seeds))
+        folders = [[self._folder(each.number), *(self._folder(each.number, more) for more in seeds)] for each in best]
+        return [[folder for folder in each if Run(folder).summary] for each in folders]
+
+
+def _last_line(log: str) -> str:
+    lines = storage.read_text(log).split("\n") if storage.is_file(log) else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")

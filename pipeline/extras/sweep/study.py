@@ -1,0 +1,148 @@
+"""Search with Optuna: the study is a journal file, trials end early by its successive halving (Li et al. 2020, ASHA).
+
+A sweep that is killed continues when its study is opened again: trials that were running are run
+first, and point number n is sampled with a seed of its own, so it does not depend on restarts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeline.extras.sweep.config import SweepConfig
+from pipeline.extras.sweep.space import Point, grid, suggest
+from pipeline.runtime.errors import ConfigError
+from pipeline.runtime.storage import storage
+
+if TYPE_CHECKING:
+    import optuna
+
+FILE = "study.journal"
+# Settings that may change when a sweep continues.
+MAY_CHANGE = (
+    "trials",
+    "parallel",
+    "retries",
+    "finalists",
+    "seeds",
+    "launch",
+    "scheduler",
+    "scheduler_args",
+    "job_args",
+)
+
+# (number of the trial, its point, rung) -> metric at the rung; NaN: not a number, None: the training failed
+Measure = Callable[[int, Point, int], Awaitable[float | None]]
+
+
+def open_study(folder: str, config: SweepConfig, words: list[str], maximize: bool) -> optuna.Study:
+    """Raise ConfigError without Optuna, and for a folder that holds another sweep."""
+    try:
+        import optuna
+    except ImportError as error:
+        raise ConfigError("a sweep needs Optuna: pip install 'torchrec-pipeline[sweep]'") from error
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    storage.make_folder(folder)
+    pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
+    if config.prune == "asha":
+        pruner = optuna.pruners.SuccessiveHalvingPruner(1, config.reduction_factor)
+    study = optuna.create_study(
+        study_name="sweep",
+        storage=JournalStorage(JournalFileBackend(storage.join(folder, FILE))),
+        load_if_exists=True,
+        direction="maximize" if maximize else "minimize",
+        pruner=pruner,
+    )
+    _check_same(study, folder, config, words)
+    if config.sampler == "grid":
+        points = grid(config.params)
+        order = np.random.default_rng(config.seed).permutation(len(points))  # in order, each could be the best so far
+        for index in order[: config.trials]:
+            study.enqueue_trial(points[index], skip_if_exists=True)
+    return study
+
+
+def _check_same(study: optuna.Study, folder: str, config: SweepConfig, words: list[str]) -> None:
+    settings = {f"sweep.{name}": value for name, value in asdict(config).items() if name not in MAY_CHANGE}
+    identity = json.loads(json.dumps({**settings, **dict.fromkeys(words, True)}))
+    before = study.user_attrs.get("sweep", identity)
+    differing = sorted(name for name in {**before, **identity} if before.get(name) != identity.get(name))
+    if differing:
+        raise ConfigError(
+            f"{folder} holds a sweep with other settings ({', '.join(differing)}), so its trials cannot be compared with "
+            "these; choose another run_dir, or keep the settings"
+        )
+    study.set_user_attr("sweep", identity)
+
+
+def num_rungs(config: SweepConfig) -> int:
+    return config.rungs if config.prune == "asha" else 1
+
+
+def steps_at(rung: int, total_steps: int, config: SweepConfig) -> int:
+    """Return the steps of a rung: all at the last one, and reduction_factor times fewer at each rung before."""
+    share = config.reduction_factor ** (num_rungs(config) - 1 - rung)
+    return max(1, -(-total_steps // share))
+
+
+class Search:
+    """Trials of a study; several run() may be awaited at once."""
+
+    def __init__(self, study: optuna.Study, config: SweepConfig, measure: Measure) -> None:
+        self.study, self._config, self._measure = study, config, measure
+        self._taken: set[int] = set()  # numbers of the trials that this process has begun
+
+    async def run(self) -> None:
+        """Run trials one after the other until there are `config.trials`."""
+        from optuna.trial import TrialState
+
+        while (trial := self._next_trial()) is not None:
+            point = suggest(trial, self._config.params)
+            state, value = TrialState.COMPLETE, math.nan
+            for rung in range(num_rungs(self._config)):
+                metric = await self._measure(trial.number, point, rung)
+                if metric is None:
+                    state = TrialState.FAIL
+                    break
+                value = metric if math.isfinite(metric) else worst(self.study)
+                trial.report(value, self._config.reduction_factor**rung)
+                if rung + 1 < num_rungs(self._config) and trial.should_prune():
+                    state = TrialState.PRUNED
+                    break
+            self.study.tell(trial, value if state == TrialState.COMPLETE else None, state)
+
+    def _next_trial(self) -> optuna.Trial | None:
+        """Return a trial that an earlier sweep began, or a new one; None if there are enough."""
+        from optuna.trial import Trial, TrialState
+
+        trials = self.study.get_trials(deepcopy=False)
+        begun = [trial for trial in trials if trial.state == TrialState.RUNNING and trial.number not in self._taken]
+        waiting = [trial for trial in trials if trial.state == TrialState.WAITING]
+        number = begun[0].number if begun else len(trials) - len(waiting)
+        if not begun and (number >= self._config.trials or (self._config.sampler == "grid" and not waiting)):
+            return None
+        self.study.sampler = _sampler(self._config, number)
+        trial = Trial(self.study, begun[0]._trial_id) if begun else self.study.ask()
+        self._taken.add(trial.number)
+        return trial
+
+
+def worst(study: optuna.Study) -> float:
+    return -math.inf if study.direction.name == "MAXIMIZE" else math.inf
+
+
+def _sampler(config: SweepConfig, number: int) -> optuna.samplers.BaseSampler:
+    from optuna.samplers import RandomSampler, TPESampler
+
+    seed = int(np.random.SeedSequence([config.seed, number]).generate_state(1)[0])
+    if config.sampler == "tpe":
+        return TPESampler(seed=seed, n_startup_trials=min(10, max(4, config.trials // 3)))
+    return RandomSampler(seed=seed)
