@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pipeline.cli.compose import config_folders
 from pipeline.cli.reference import Key, keys_of, model_keys
 from pipeline.cli.verbs import import_verbs
 from pipeline.config.jobs.names import CONFIG_NAMES
@@ -32,7 +33,7 @@ a pattern such as `cat_*`. [Config](../do/config.md) explains how to set options
 def render() -> dict[str, str]:
     """Return the text of each page by its path below docs/reference/."""
     import_verbs()
-    conf = ROOT / "conf"
+    conf = config_folders()
     trained = keys_of(TrainJob, "train", conf)
     groups: dict[str, list[Key]] = {"job": [key for key in trained if "." not in key.name]}
     for key in trained:

@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 sys.meta_path.insert(0, BeforeFbgemm())
 
-# The form of earlier releases, `python -m pipeline.train`: name the new one. Python imports this
+# The form of earlier releases, `python -m pipeline train`: name the new one. Python imports this
 # package before it looks for the module, and until it has found the module sys.argv begins with "-m".
 if sys.argv[:1] == ["-m"] and "-m" in sys.orig_argv:
     _package, _, _verb = sys.orig_argv[sys.orig_argv.index("-m") + 1].partition(".")

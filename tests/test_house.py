@@ -166,6 +166,7 @@ UNTYPED = {
     "kind": "a dataclass that is known when it runs",
     "option ->": "dataclasses.field says Any too",
     "find ->": "a component of any kind",
+    "from_extra ->": "a function of any signature",
     "options ->": "a compression kind's own settings",
     "decode ->": "of the given kind",
 }

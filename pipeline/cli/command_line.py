@@ -125,7 +125,7 @@ def load_config(job_type: type[Job], argv: Iterable[str], config_dir: str | None
 
 def explain_key(name: str, job_type: type) -> str:
     """Type, default and meaning of a key, or of each key of a section. Raises ConfigError where there is none."""
-    conf, verb = config_folders()[0], CONFIG_NAMES[job_type]
+    conf, verb = config_folders(), CONFIG_NAMES[job_type]
     found = reference.explain(name, job_type, verb, conf)
     if not found:
         names = [key.name for key in reference.keys_of(job_type, verb, conf)]

@@ -95,7 +95,7 @@ def words_of_verbs(config_dir: str | None = None) -> dict[str, list[str]]:
 def _words(verb: str, job: type, options: dict[str, list[str]], config_dir: str | None) -> Iterator[str]:
     """`command=` is left out: commands stand as words."""
     yield from (command.name for command in components("verb")[verb].verb.commands)
-    conf = config_folders(config_dir)[0]
+    conf = config_folders()
     keys = [key for key in keys_of(job, verb, conf) if key.name != "command"]
     sections = {key.name.partition(".")[0] for key in keys}
     if "model" in sections:

@@ -41,7 +41,7 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
     # A verb's own field may bear a group's name and hold a word: evaluate's tables=own.
     words = {name for name, kind in get_type_hints(job_type).items() if kind is str}
     own_groups = {group: options for group, options in groups.items() if group in first_words(job_type) - words}
-    choices, values = _split_overrides(parsed, own_groups, len(folders) > 1)
+    choices, values = _split_overrides(parsed, own_groups, config_dir is not None)
     _register_schemas(job_type, folders)
     try:
         config = _compose_choices(job_type, folders, _without_keys_of_other_models(folders, choices))
@@ -91,27 +91,37 @@ def _compose_choices(job_type: type, folders: list[Path], choices: list[str]) ->
     Hydra takes half a second of CPU for it, so a process that composes many jobs (a notebook, a sweep, the tests) does
     it once for the same choices, until a file of conf/ changes or a model is registered. An overlay is always read anew.
     """
-    if len(folders) > 1:
+    if folders != config_folders(None):
         return _compose_by_hydra(CONFIG_NAMES[job_type], folders, choices)
-    files = [(str(file), file.stat()) for pattern in ("*.yaml", "*/*.yaml") for file in folders[0].glob(pattern)]
+    files = [
+        (str(file), file.stat())
+        for folder in folders
+        for pattern in ("*.yaml", "*/*.yaml")
+        for file in folder.glob(pattern)
+    ]
     written = frozenset((file, stat.st_ino, stat.st_mtime_ns, stat.st_size) for file, stat in files)
     models = frozenset(components("model").items())
-    return deepcopy(_composed(job_type, folders[0], tuple(choices), written, models))
+    return deepcopy(_composed(job_type, tuple(folders), tuple(choices), written, models))
 
 
 @lru_cache(maxsize=64)
-def _composed(job_type: type, folder: Path, choices: tuple[str, ...], *_depends_on: frozenset[Any]) -> DictConfig:
-    return _compose_by_hydra(CONFIG_NAMES[job_type], [folder], list(choices))
+def _composed(
+    job_type: type, folders: tuple[Path, ...], choices: tuple[str, ...], *_depends_on: frozenset[Any]
+) -> DictConfig:
+    return _compose_by_hydra(CONFIG_NAMES[job_type], list(folders), list(choices))
 
 
 def _compose_by_hydra(config_name: str, folders: list[Path], choices: list[str]) -> DictConfig:
-    with initialize_config_dir(str(folders[0]), version_base="1.3", job_name=config_name):
-        searchpath = ["hydra.searchpath=[" + ",".join(f"'file://{folder}'" for folder in folders[1:]) + "]"]
+    # Hydra reads the verb's own YAML before it knows the search path.
+    home = next((folder for folder in folders if (folder / f"{config_name}.yaml").is_file()), folders[0])
+    others = [folder for folder in folders if folder != home]
+    with initialize_config_dir(str(home), version_base="1.3", job_name=config_name):
+        searchpath = ["hydra.searchpath=[" + ",".join(f"'file://{folder}'" for folder in others) + "]"]
         return compose(config_name, [*searchpath, *choices])
 
 
 def config_folders(config_dir: str | None = None) -> list[Path]:
-    """Where YAML is looked for: our conf/, then the user's overlay, which adds options and replaces none.
+    """Folders with YAML: our conf/, those of the extras, then the user's overlay, which adds options and replaces none.
 
     Ours is conf/ beside the package where setup.cfg is too (a checkout, or the copy of one that TorchX makes as
     a job directory; under an editable install `pkg://pipeline.conf` would lead back to the checkout), else the
@@ -121,17 +131,17 @@ def config_folders(config_dir: str | None = None) -> list[Path]:
     own = package.parent / "conf" if (package.parent / "setup.cfg").is_file() else package / "conf"
     if not own.is_dir():
         raise ConfigError(f"there is no conf folder at {own}: reinstall the package")
+    shipped = [own, *sorted(package.glob("extras/*/conf"))]
     if config_dir is None:
-        return [own]
+        return shipped
     overlay = Path(config_dir).expanduser().resolve()
     if not overlay.is_dir():
         raise ConfigError(f"--config-dir {config_dir}: there is no such folder")
-    taken = [
-        file.relative_to(overlay) for file in overlay.glob("*/*.yaml") if (own / file.relative_to(overlay)).is_file()
-    ]
+    names = [file.relative_to(overlay) for file in overlay.glob("*/*.yaml")]
+    taken = [name for name in names if any((folder / name).is_file() for folder in shipped)]
     if taken:
         raise ConfigError(f"--config-dir {config_dir}: {taken[0]} is a name that the package has; give yours another")
-    return [own, overlay]
+    return [*shipped, overlay]
 
 
 def group_options(folders: Iterable[Path]) -> dict[str, list[str]]:

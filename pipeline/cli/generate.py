@@ -21,21 +21,13 @@ class GenerateSummary:
 def generate(job: GenerateJob) -> GenerateSummary:
     """Equal settings give equal bytes, whatever the number of threads."""
     # Here, so that a typo in the command fails before numpy and pyarrow are imported.
-    from pipeline.data.generate import conversions, histories, synthetic, tags, user_item
+    from pipeline.data.generate import synthetic
 
     started = time.monotonic()
-    if job.data.user_item is not None:
-        num_rows = job.data.user_item.num_rows
-        user_item.write_source(job.data.user_item, job.output, job.threads)
-    elif job.data.conversions is not None:
-        num_rows = job.data.conversions.num_rows
-        conversions.write_source(job.data.conversions, job.output, job.threads)
-    elif job.data.histories is not None:
-        num_rows = job.data.histories.num_rows
-        histories.write_source(job.data.histories, job.output, job.threads)
-    elif job.data.tags is not None:
-        num_rows = job.data.tags.num_rows
-        tags.write_source(job.data.tags, job.output, job.threads)
+    if job.data.generator:
+        config = job.data.read_generator()
+        num_rows = config.num_rows
+        config.write_source(job.output, job.threads)
     else:
         assert job.data.synthetic is not None
         num_rows = job.data.synthetic.num_rows

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pipeline.cli.reference import NAME, is_optional, leaves
 from pipeline.config.jobs.evaluate import CHOSEN_STEPS
 from pipeline.config.jobs.train import TrainJob
+from pipeline.config.moved_keys import moved_hint
 from pipeline.config.saved_jobs import first_line, near_field
 from pipeline.runtime.errors import ConfigError, nearest
 
@@ -148,7 +149,9 @@ def _raise_unknown_key(job_type: type, key: str, walked: list[str], choices: set
     """Name the nearest key of the same section, else the same name elsewhere in the job, else all of the section."""
     *section, name = walked
     last = key.rpartition(".")[2]
-    if (joined := key.replace(".", "_")) in choices:  # data.path, where the verb has data_path
+    if moved := moved_hint(key):
+        hint = moved
+    elif (joined := key.replace(".", "_")) in choices:  # data.path, where the verb has data_path
         hint = f"did you mean {joined!r}?"
     elif near := nearest(name, sorted(choices), 0.6):
         hint = f"did you mean {'.'.join([*section, near])!r}?"

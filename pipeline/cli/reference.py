@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -31,10 +31,6 @@ SHOWN_IN = {
     "comms": "comms/fp32",
     "vocabularies": "vocabularies/extend",
     "data.synthetic": "data/quickstart:synthetic",
-    "data.user_item": "data/user_item:user_item",
-    "data.conversions": "data/conversions:conversions",
-    "data.histories": "data/histories:histories",
-    "data.tags": "data/tags:tags",
     f"data.columns.sequence.{NAME}": "data/histories:columns.sequence.history_dwell",
     "data.negative_sampling": "data/conversions_sampled:negative_sampling",
 }
@@ -42,6 +38,7 @@ MEANINGS = {
     "plugins": "packages whose import registers components; given on the command line alone",
     "model.kind": "which model: chosen by model=<option>",
 }
+Folders = Sequence[Path]  # conf/ and those of the extras
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class Key:
     meaning: str
 
 
-def keys_of(job_type: type, verb: str, conf: Path) -> list[Key]:
+def keys_of(job_type: type, verb: str, conf: Folders) -> list[Key]:
     """All that can be set for a verb, in the order of its schema."""
     found = []
     for name, hint in leaves(job_type):
@@ -63,11 +60,11 @@ def keys_of(job_type: type, verb: str, conf: Path) -> list[Key]:
     return found
 
 
-def model_keys(conf: Path) -> dict[str, list[Key]]:
+def model_keys(conf: Folders) -> dict[str, list[Key]]:
     """Model -> its keys."""
     found: dict[str, list[Key]] = {}
     for kind, config in sorted(components("model").items()):
-        comments = _comments(conf / "model" / f"{kind}.yaml")
+        comments = _comments_of(f"model/{kind}", conf)
         found[kind] = []
         for name, hint in leaves(config):
             default, meaning = comments.get(name, ("", ""))
@@ -76,7 +73,7 @@ def model_keys(conf: Path) -> dict[str, list[Key]]:
     return found
 
 
-def explain(name: str, job_type: type, verb: str, conf: Path) -> list[Key]:
+def explain(name: str, job_type: type, verb: str, conf: Folders) -> list[Key]:
     """The keys that `name` is, or is a section of."""
     keys = keys_of(job_type, verb, conf)
     if any(key.name.startswith("model.") for key in keys):
@@ -88,7 +85,7 @@ def explain(name: str, job_type: type, verb: str, conf: Path) -> list[Key]:
     return list(dict.fromkeys(found))
 
 
-def _default_and_meaning(name: str, verb: str, conf: Path) -> tuple[str, str]:
+def _default_and_meaning(name: str, verb: str, conf: Folders) -> tuple[str, str]:
     """Default and meaning, of the key itself, of its like in `default`, or of the mapping that it is in."""
     if name in MEANINGS:
         return "", MEANINGS[name]
@@ -105,27 +102,35 @@ def _default_and_meaning(name: str, verb: str, conf: Path) -> tuple[str, str]:
         places.append((SHOWN_IN["optimizer"], "sparse." + name.removeprefix("optimizer.dense.")))
     if name.startswith("data.feature_ids."):
         places.append(("data/default", "ids." + rest.split(f"{NAME}.")[-1]))
-    found = [each for file, key in places if (each := _comments(conf / f"{file}.yaml").get(key))]
+    found = [each for file, key in places if (each := _comments_of(file, conf).get(key))]
     if meaning := next((comment for _, comment in found if comment), ""):
         return found[0][0], meaning
     shorter = name.rpartition(".")[0]
     return ("", _default_and_meaning(shorter, verb, conf)[1]) if NAME in name and shorter else ("", "")
 
 
-def _verb_files(verb: str, conf: Path) -> list[str]:
+def _verb_files(verb: str, conf: Folders) -> list[str]:
     """conf/<verb>.yaml and those that it starts from."""
-    path = conf / f"{verb}.yaml"
-    if not path.is_file():
+    path = _file(verb, conf)
+    if path is None:
         return []
     bases = re.findall(r"(?m)^  - (\w+)$", path.read_text())
     return [verb, *(file for base in bases if base not in ("job", "_self_", verb) for file in _verb_files(base, conf))]
 
 
+def _file(name: str, conf: Folders) -> Path | None:
+    """Return <name>.yaml in the first of the folders that has it."""
+    return next((path for folder in conf if (path := folder / f"{name}.yaml").is_file()), None)
+
+
+def _comments_of(name: str, conf: Folders) -> dict[str, tuple[str, str]]:
+    path = _file(name, conf)
+    return {} if path is None else _comments(path)
+
+
 @lru_cache(maxsize=256)
 def _comments(path: Path) -> dict[str, tuple[str, str]]:
-    """Return dotted key -> (value as it is written, comment), of a YAML file of ours; nothing if there is no file."""
-    if not path.is_file():
-        return {}
+    """Return dotted key -> (value as it is written, comment), of a YAML file of ours."""
     lines = path.read_text().splitlines()
     found: dict[str, tuple[str, str]] = {}
 

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 from pipeline.config.registry import components, find
-from pipeline.runtime.errors import ConfigError, check_above, check_at_least, did_you_mean
+from pipeline.config.settings import read_settings
+from pipeline.runtime.errors import ConfigError, check_above, check_at_least
 
 AUTO = "auto"
 ANY_KIND = ("kind", "min_rows", "options")
@@ -84,22 +85,7 @@ class CompressionConfig:
 
     def read_options(self, options_type: type[Options]) -> Options:
         """`options` as the dataclass of the kind that takes them. Raises ConfigError for unknown keys and wrong types."""
-        from omegaconf import OmegaConf
-        from omegaconf.errors import OmegaConfBaseException
-
-        known = [each.name for each in fields(options_type)]  # type: ignore[arg-type]
-        for name in self.options:
-            if name not in known:
-                raise ConfigError(
-                    f"unknown key 'compression.options.{name}' of compression.kind={self.kind}, which takes "
-                    f"{', '.join(known)}{did_you_mean(str(name), known)}"
-                )
-        try:
-            options: Options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(options_type), self.options))  # type: ignore[assignment]
-        except OmegaConfBaseException as error:
-            first_line = str(error).splitlines()[0]
-            raise ConfigError(f"compression.options.{error.full_key} of kind={self.kind}: {first_line}") from None
-        return options
+        return read_settings(options_type, self.options, "compression.options", f"kind={self.kind}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; without `options` where there are none, as it was before kinds could have them."""
@@ -115,8 +101,8 @@ class CompressionConfig:
                 continue
             owners = [kind for kind, component in components("compression").items() if name in component.settings]
             raise ConfigError(
-                f"compression.{name}={value} is a setting of {', '.join(owners)}, but compression.kind={self.kind}; "
-                f"leave it out, or set kind={owners[0]}"
+                f"compression.{name}={value} is a setting of {', '.join(owners) or 'an extra that is not installed'}, but compression.kind={self.kind}; "
+                f"leave it out, or set kind={next(iter(owners), '...')}"
             )
 
 

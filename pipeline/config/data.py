@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pipeline.config.columns import ColumnsConfig
-from pipeline.config.generated import ConversionsConfig, SyntheticConfig, UserItemConfig
+from pipeline.config.generated import GeneratorConfig, SyntheticConfig
 from pipeline.config.ids import BucketsConfig, IdsConfig
 from pipeline.config.labels import LabelConfig, NegativeSamplingConfig
 from pipeline.config.reader import ReaderConfig
 from pipeline.config.registry import find
-from pipeline.config.sequences import HistoriesConfig
+from pipeline.config.settings import read_settings
 from pipeline.config.splits import SplitConfig
 from pipeline.config.tables import is_pattern, matches
-from pipeline.config.tags import TagsConfig
 from pipeline.config.transforms import NUMBER, TransformConfig, make_transforms, raw_inputs
 from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, check_within, did_you_mean
 
@@ -50,15 +49,13 @@ class DataConfig:
     synthetic_multi_hot: dict[str, int] = field(default_factory=dict)
     reader: ReaderConfig = field(default_factory=ReaderConfig)
     synthetic: SyntheticConfig | None = None
-    user_item: UserItemConfig | None = None
     delimiter: str | None = None  # of csv (a comma) and tsv (a tab)
     header: list[str] = field(default_factory=list)  # the columns of csv and tsv files whose first line is a row
     dense_transforms: dict[str, str] = field(default_factory=dict)  # of dense columns that have another one
-    conversions: ConversionsConfig | None = None
     transforms: dict[str, Any] = field(default_factory=dict)  # column that is made -> kind and settings of how
-    histories: HistoriesConfig | None = None
     success_file: str = "reported"  # where a folder of Spark's or Hive's holds no _SUCCESS: required, reported, ignored
-    tags: TagsConfig | None = None
+    # Of a registered generator: its `kind` and its settings; empty: `synthetic`, or nothing, is generated.
+    generator: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_given("data.name", self.name)
@@ -101,6 +98,8 @@ class DataConfig:
             check_choice(f"data.dense_transforms.{name}", kind, DENSE_TRANSFORMS)
         if self.synthetic is not None:
             self._check_synthetic(self.synthetic)
+        if self.generator:
+            self.read_generator()
         self._check_negative_sampling()
         if self.split.kind in ("time", "date") and not self.columns.timestamp:
             raise ConfigError(
@@ -108,6 +107,15 @@ class DataConfig:
             )
         if self.split.kind == "user" and self.group_column is None:
             raise ConfigError("data.split.kind=user needs data.group_column=<the column of users>")
+
+    def read_generator(self) -> GeneratorConfig:
+        """`generator` as the dataclass of its kind. Raises ConfigError for unknown keys and wrong types."""
+        if "kind" not in self.generator:
+            raise ConfigError("data.generator needs a kind: data.generator={kind: histories, num_rows: 1000}")
+        settings = {name: value for name, value in self.generator.items() if name != "kind"}
+        kind = str(self.generator["kind"])
+        chosen: type[GeneratorConfig] = find("generator", kind, "data.generator.kind")
+        return read_settings(chosen, settings, "data.generator", f"kind={kind}")
 
     def _check_transforms(self, made: Mapping[str, TransformConfig], columns: ColumnsConfig) -> None:
         raw_inputs(made)

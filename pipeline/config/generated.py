@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_within
@@ -52,62 +53,14 @@ class SyntheticConfig:
             )
 
 
-@dataclass
-class UserItemConfig:
-    """A generated data set of users' clicks on items, for `python -m pipeline generate`: a TSV with a header.
+class GeneratorConfig(ABC):
+    """Base of a registered generator: a dataclass of its settings, chosen by data.generator.kind."""
 
-    Users and items have probability ~ rank^-exponent. Logits are dot products of planted vectors of `latent_dim` and have
-    standard deviation `teacher_scale`.
-    """
+    num_rows: int
 
-    num_rows: int = 1_000_000
-    num_users: int = 3000
-    num_items: int = 1500
-    num_groups: int = 12
-    num_genres: int = 20
-    latent_dim: int = 6
-    user_exponent: float = 0.5
-    item_exponent: float = 0.7
-    teacher_scale: float = 2.0
-    positive_rate: float = 0.25
-    seed: int = 0
+    @abstractmethod
+    def write_source(self, output: str, threads: int | None = None) -> None:
+        """Write the raw rows to `output`, and their true probabilities next to it.
 
-    def __post_init__(self) -> None:
-        for name in ("num_rows", "num_users", "num_items", "num_groups", "num_genres", "latent_dim"):
-            check_at_least(f"user_item.{name}", getattr(self, name), 1)
-        check_at_least("user_item.user_exponent", self.user_exponent, 0.0)
-        check_at_least("user_item.item_exponent", self.item_exponent, 0.0)
-        check_above("user_item.teacher_scale", self.teacher_scale, 0.0)
-        check_within("user_item.positive_rate", self.positive_rate, 0.001, 0.999)
-
-
-@dataclass
-class ConversionsConfig:
-    """A generated data set of clicks and of conversions that follow on them, for `python -m pipeline generate`: a TSV with a header.
-
-    click_rate is the mean over impressions, conversion_rate that of the probability to convert after a click, whether there is
-    one or not. dependence: the correlation of both logits, which have standard deviation `teacher_scale`.
-    """
-
-    num_rows: int = 1_000_000
-    num_users: int = 2000
-    num_items: int = 1000
-    num_groups: int = 8
-    num_categories: int = 10
-    user_exponent: float = 0.3
-    item_exponent: float = 0.5
-    click_rate: float = 0.2
-    conversion_rate: float = 0.2
-    dependence: float = 0.5
-    teacher_scale: float = 1.5
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("num_rows", "num_users", "num_items", "num_groups", "num_categories"):
-            check_at_least(f"conversions.{name}", getattr(self, name), 1)
-        check_at_least("conversions.user_exponent", self.user_exponent, 0.0)
-        check_at_least("conversions.item_exponent", self.item_exponent, 0.0)
-        check_within("conversions.click_rate", self.click_rate, 0.001, 0.999)
-        check_within("conversions.conversion_rate", self.conversion_rate, 0.001, 0.999)
-        check_within("conversions.dependence", self.dependence, -1.0, 1.0)
-        check_above("conversions.teacher_scale", self.teacher_scale, 0.0)
+        Equal settings give equal bytes, whatever the number of threads.
+        """

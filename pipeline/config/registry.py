@@ -1,4 +1,4 @@
-"""Find components by kind and name: the kinds of BUILT_IN, and verbs.
+"""Find components by kind and name: the kinds of BUILT_IN, those that only extras have, and verbs.
 
 A file registers what it defines, and nothing else has to know of it:
 
@@ -6,9 +6,11 @@ A file registers what it defines, and nothing else has to know of it:
     @dataclass
     class MyModelConfig(ModelConfig): ...
 
-Components come from three places: the packages of this release (BUILT_IN), installed packages that name theirs in the
-entry-point group `torchrec_pipeline.components`, and `plugins=[my_package]` on the command line. A saved job names a kind,
-never an import path: nothing that a checkpoint says is imported.
+Components come from four places: the packages of the core (BUILT_IN), the extras in pipeline/extras, installed packages that
+name theirs in the entry-point group `torchrec_pipeline.components`, and `plugins=[my_package]` on the command line. The
+`__init__.py` of an extra imports nothing. COMPONENTS = {kind: module} says which of its modules register components, and
+FUNCTIONS = {name: "module:function"} which functions it gives to the core (from_extra).
+A saved job names a kind, never an import path: nothing that a checkpoint says is imported.
 """
 
 from __future__ import annotations
@@ -17,15 +19,20 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from importlib.metadata import entry_points
-from types import MappingProxyType
+from operator import attrgetter
+from pathlib import Path
+from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
 from pipeline.runtime.errors import ConfigError, did_you_mean
 
 ENTRY_POINTS = "torchrec_pipeline.components"
-# Kind -> the package, or module, that registers this release's own.
-BUILT_IN = {
+EXTRAS = Path(__file__).resolve().parents[1] / "extras"
+# Kind -> the package, or module, of the core that registers components of it; None: only extras and plugins do.
+BUILT_IN: dict[str, str | None] = {
+    "generator": None,
     "model": "pipeline.models",
     "task": "pipeline.models.tasks",
     "metric": "pipeline.models.metrics",
@@ -34,10 +41,10 @@ BUILT_IN = {
     "compression": "pipeline.embeddings.compression",
     "hook": "pipeline.training.hooks",
     "tracker": "pipeline.training.trackers",
-    "index": "pipeline.serving.retrieval.indexes",
+    "index": None,
     "transform": "pipeline.data.raw.derive",
     "device": "pipeline.devices",
-    "stream": "pipeline.data.stream.sources",
+    "stream": None,
 }
 
 T = TypeVar("T")
@@ -61,7 +68,9 @@ def register(kind: str, name: str) -> Callable[[T], T]:
                 f'{_origin(component)} is registered as model {name!r}: give it the field `kind: str = "{name}"`'
             )
         if name in known and (old := _origin(known[name])) != (new := _origin(component)):
-            if new.startswith(f"{BUILT_IN.get(kind)}."):  # a plugin may be imported before this release's own
+            if new.startswith(
+                (f"{BUILT_IN.get(kind)}.", "pipeline.extras.")
+            ):  # a plugin may be imported before this release's own
                 old, new = new, old
             raise ConfigError(f"{new} registers {kind} {name!r}, which is {old}; give it another name")
         known[name] = component
@@ -73,6 +82,8 @@ def register(kind: str, name: str) -> Callable[[T], T]:
 def components(kind: str) -> Mapping[str, Any]:
     """Name -> component, of this release, of installed packages and of the plugins that were loaded."""
     _load(BUILT_IN.get(kind))
+    for extra in _extras():
+        _load(getattr(extra, "COMPONENTS", {}).get(kind))
     _load_entry_points()
     return MappingProxyType(_components.setdefault(kind, {}))
 
@@ -119,6 +130,25 @@ def missing_plugins(packages: Iterable[str]) -> list[str]:
     """Those of `packages` that nobody has imported: looked up by name, for a saved job must not import what it names."""
     _load_entry_points()
     return [name for name in packages if name not in sys.modules]
+
+
+@lru_cache(maxsize=1)
+def _extras() -> list[ModuleType]:
+    """The extras that are installed; importing one imports none of its modules."""
+    return [importlib.import_module(f"pipeline.extras.{each.name}") for each in pkgutil.iter_modules([str(EXTRAS)])]
+
+
+def from_extra(name: str, key: str) -> Any:
+    """The function that an extra gives to the core as `name`; `key` is the setting that asks for it, for the error.
+
+    Raises:
+        ConfigError: no extra that is installed has it.
+    """
+    found = next((place for extra in _extras() if (place := getattr(extra, "FUNCTIONS", {}).get(name))), None)
+    if found is None:
+        raise ConfigError(f"{key} needs an extra that is not installed: nothing in pipeline/extras gives {name!r}")
+    module, _, function = found.partition(":")
+    return attrgetter(function)(importlib.import_module(module))
 
 
 def _load(package: str | None) -> None:

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from pipeline.config.jobs.names import CONFIG_NAMES
+from pipeline.config.moved_keys import moved_hint, with_moved_keys
 from pipeline.config.registry import components, find, missing_plugins
 from pipeline.runtime.errors import ConfigError, did_you_mean
 from pipeline.runtime.storage import storage
@@ -63,7 +64,7 @@ def _values_of(text: str) -> dict[str, Any]:
         raise ConfigError(f"saved job: {key} holds ${{...}}, and what train saves is resolved: somebody has changed it")
     if "model" in values:
         values["model"] = _renamed_kind(values["model"])
-    return values
+    return with_moved_keys(values)
 
 
 @lru_cache(maxsize=4)
@@ -180,6 +181,8 @@ def _explain_missing(keys: list[str], config_name: str) -> str:
 
 def near_field(error: OmegaConfBaseException) -> str:
     if error.object_type is not None and dataclasses.is_dataclass(error.object_type):
+        if error.object_type.__name__ == "DataConfig" and (moved := moved_hint(f"data.{error.key}")):
+            return f"; {moved}"
         names = [field.name for field in dataclasses.fields(error.object_type)]
         return did_you_mean(str(error.key), names) if str(error.key) not in names else ""
     return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, check_within, did_you_mean
+from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, did_you_mean
 
 KEEPS = ("last", "first")
 MAX_LENGTH = 10_000  # positions: a feature each to the lookup
@@ -67,41 +67,3 @@ def resolve_sequences(sequences: Mapping[str, SequenceConfig], features: Iterabl
             raise ConfigError(f"{key} is cut as {sequence.beside} is: leave out its max_length and keep")
         found[name] = replace(sequence, max_length=leader.max_length, keep=leader.keep or "last")
     return found
-
-
-@dataclass
-class HistoriesConfig:
-    """A generated data set of users' histories, for `python -m pipeline generate`: a TSV with a header.
-
-    A click goes by the dwell time of the last item of the history that has the target's category, and by the target itself.
-    Lengths are drawn evenly from 0 to max_length. match_rate: of the targets, whose category is one of a history that has any.
-    repeats: the share of positions with a category that the history had
-    before; at 0 at most one item matches, and the order says nothing. `dwell_effect`, `item_effect`: standard deviations of
-    both effects on the logit.
-    """
-
-    num_rows: int = 200_000
-    num_items: int = 500
-    num_categories: int = 30
-    num_dwells: int = 8
-    max_length: int = 20
-    repeats: float = 0.0
-    match_rate: float = 0.8
-    dwell_effect: float = 2.0
-    item_effect: float = 0.5
-    positive_rate: float = 0.4
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("num_rows", "num_items", "num_categories", "num_dwells", "max_length"):
-            check_at_least(f"histories.{name}", getattr(self, name), 1)
-        for name in ("repeats", "match_rate"):
-            check_within(f"histories.{name}", getattr(self, name), 0.0, 1.0)
-        check_above("histories.dwell_effect", self.dwell_effect, 0.0)
-        check_at_least("histories.item_effect", self.item_effect, 0.0)
-        check_within("histories.positive_rate", self.positive_rate, 0.001, 0.999)
-        if self.max_length >= self.num_categories or self.num_categories > self.num_items:
-            raise ConfigError(
-                f"histories.max_length={self.max_length} wants as many categories and one more, and each wants an item: "
-                f"histories.num_categories={self.num_categories}, num_items={self.num_items}"
-            )

@@ -20,13 +20,22 @@ from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob, PredictJob
 from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.config.jobs.serve import PublishJob, ServeJob
-from pipeline.config.jobs.train import PlanJob, SweepJob, TrainJob
+from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.config.reader import check_batch_geometry
+from pipeline.extras.sweep.config import SweepJob
 from pipeline.models.dlrm import DLRMConfig, DLRMDCNConfig
 from pipeline.runtime.errors import ConfigError
 from tests.support.sources import shipped_options
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
+FOLDERS = compose.config_folders()
+
+
+def text_of(name: str) -> str:
+    """A YAML file of conf/ or of an extra."""
+    return next(path for folder in FOLDERS if (path := folder / f"{name}.yaml").is_file()).read_text()
+
+
 GROUPS = shipped_options()
 
 # mlcommons/training, recommendation_v2/torchrec_dlrm/README.MD
@@ -68,7 +77,7 @@ def test_a_plan_has_the_name_of_its_experiment_and_hardware() -> None:
 
 @pytest.mark.parametrize("experiment", GROUPS["experiment"])
 def test_every_experiment_begins_with_the_command_that_runs_it(experiment: str) -> None:
-    package, command, *_ = (CONF / "experiment" / f"{experiment}.yaml").read_text().splitlines()
+    package, command, *_ = text_of(f"experiment/{experiment}").splitlines()
     assert package == "# @package _global_"  # Hydra reads it from the first line only
     assert command == f"# python -m pipeline train experiment={experiment}"
 
@@ -114,7 +123,7 @@ def test_every_option_of_every_group_composes(job_type: type, chosen: dict[str, 
     job = load_config(job_type, [*WANTED[job_type], *words])
     assert isinstance(job, job_type)
     for group, option in chosen.items():
-        stated = yaml.safe_load((CONF / group / f"{option}.yaml").read_text())
+        stated = yaml.safe_load(text_of(f"{group}/{option}"))
         part = job if group == "debug" else getattr(job, group)
         for key in set(stated or {}) - {"defaults"}:
             assert key in part if isinstance(part, dict) else hasattr(part, key)

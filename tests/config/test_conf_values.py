@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
 
+from pipeline.cli.compose import config_folders
 from pipeline.config.compression import CompressionConfig
-from pipeline.config.generated import ConversionsConfig, SyntheticConfig, UserItemConfig
+from pipeline.config.generated import SyntheticConfig
 from pipeline.config.ids import BaseVocabularyConfig, BucketsConfig
 from pipeline.config.jobs.names import CONFIG_NAMES
 from pipeline.config.labels import LabelConfig, NegativeSamplingConfig
 from pipeline.config.registry import components
-from pipeline.config.sequences import HistoriesConfig, SequenceConfig
-from pipeline.config.sweep import KnobConfig
+from pipeline.config.sequences import SequenceConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig, TableConfig, TiersConfig
-from pipeline.config.tags import TagsConfig
 from pipeline.config.warm_start import WarmStartConfig
 from pipeline.embeddings.tables import LAST_RESORT
+from pipeline.extras.sweep.config import KnobConfig
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
+CONF = config_folders()
 JOBS = {name: job for job, name in CONFIG_NAMES.items() if job.__module__.startswith("pipeline.")}
 # What a verb's YAML gives in place of the dataclass's default.
 OTHERWISE = {
@@ -44,10 +43,6 @@ OPTIONAL: list[tuple[type, str, tuple[str, ...]]] = [
     (WarmStartConfig, "warm_start/from_run", ()),
     (BaseVocabularyConfig, "vocabularies/extend", ()),
     (SyntheticConfig, "data/quickstart", ("synthetic",)),
-    (UserItemConfig, "data/user_item", ("user_item",)),
-    (ConversionsConfig, "data/conversions", ("conversions",)),
-    (HistoriesConfig, "data/histories", ("histories",)),
-    (TagsConfig, "data/tags", ("tags",)),
     (SequenceConfig, "data/histories", ("columns", "sequence", "history_dwell")),
     (LabelConfig, "data/conversions", ("columns", "labels", "click")),
     (NegativeSamplingConfig, "data/conversions_sampled", ("negative_sampling",)),
@@ -61,7 +56,8 @@ OPTIONAL: list[tuple[type, str, tuple[str, ...]]] = [
 
 def load(name: str) -> dict[str, Any]:
     """A YAML file's values with those of its defaults list, without any schema."""
-    own = yaml.safe_load((CONF / f"{name}.yaml").read_text()) or {}
+    file = next(path for folder in CONF if (path := folder / f"{name}.yaml").is_file())
+    own = yaml.safe_load(file.read_text()) or {}
     values: dict[str, Any] = {}
     for entry in own.pop("defaults", []):
         if isinstance(entry, dict):
@@ -128,6 +124,13 @@ def test_a_verbs_yaml_shows_every_knob_of_its_job_with_its_default(verb: str) ->
                                   if config.__module__.startswith("pipeline.")])  # fmt: skip
 def test_a_models_yaml_shows_every_knob_of_the_model(kind: str) -> None:
     assert differences(components("model")[kind], load(f"model/{kind}")) == []
+
+
+@pytest.mark.parametrize("kind", components("generator"))
+def test_a_generators_data_set_shows_every_knob_of_the_generator(kind: str) -> None:
+    shown = load(f"data/{kind}")["generator"]
+    assert shown.pop("kind") == kind
+    assert differences(components("generator")[kind], shown) == []
 
 
 @pytest.mark.parametrize(("kind", "file", "keys"), OPTIONAL, ids=[kind.__name__ for kind, _, _ in OPTIONAL])

@@ -14,9 +14,9 @@ from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
 from pipeline.config.columns import ColumnsConfig
 from pipeline.config.data import DataConfig
-from pipeline.config.generated import SyntheticConfig, UserItemConfig
+from pipeline.config.generated import SyntheticConfig
 from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
-from pipeline.data.generate import synthetic, user_item
+from pipeline.data.generate import synthetic
 from pipeline.data.generate.synthetic import hex_strings, power_law, write_source
 from pipeline.data.prepare.run import prepare
 from pipeline.data.quality import auc
@@ -138,7 +138,7 @@ def test_generate_names_the_command_that_comes_next(tmp_path: Path) -> None:
     summary = generate(GenerateJob(data=data, output=str(tmp_path / "new" / "tiny.tsv")))
     assert (tmp_path / "new" / "tiny.tsv").read_text().count("\n") == summary.num_rows == 200
     assert summary.next_command == f"python -m pipeline prepare data=tiny source={tmp_path}/new/tiny.tsv"
-    with pytest.raises(ConfigError, match=names("user_item data=tags")):
+    with pytest.raises(ConfigError, match=names("data.generator data=quickstart")):
         GenerateJob(data=DataConfig(name="criteo_kaggle"))
 
 
@@ -160,19 +160,3 @@ def test_a_draw_with_columns_of_its_own_prepares_as_what_it_names(tmp_path: Path
     dataset = prepare(load_config(PrepareJob, [*names, *drawn, f"source={tmp_path}/rows.tsv", path])).dataset
     assert (dataset.dense_features, dataset.sparse_feature_names) == (["a", "b"], ["cat_x", "cat_y", "cat_z"])
     assert dataset.accepted_rows == 2000 and 0.6 < dataset.bayes_auc["train"] < 1
-
-
-def test_clicks_of_users_on_items_follow_their_planted_probabilities(tmp_path: Path) -> None:
-    config = UserItemConfig(num_rows=6_000, num_users=50, num_items=40)
-    for name in ("one", "other"):
-        user_item.write_source(config, f"{tmp_path}/{name}", threads=2)
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
-    header, *rows = (tmp_path / "one").read_text().splitlines()
-    assert header.split("\t") == ["click", "user_id", "user_group", "item_id", "item_genre"]
-    cells = np.array([row.split("\t") for row in rows], dtype=np.int64)
-    truth = pq.read_table(f"{tmp_path}/one{TEACHER_SUFFIX}")[0].to_numpy()
-    assert len(cells) == len(truth) == 6_000
-    assert cells[:, 0].mean() == pytest.approx(truth.mean(), abs=0.03)
-    assert truth.mean() == pytest.approx(config.positive_rate, abs=0.03)
-    assert cells[:, 1].max() < 50 and cells[:, 3].max() < 40
-    assert len(set(zip(cells[:, 1], cells[:, 2], strict=True))) <= 50  # a user has one group

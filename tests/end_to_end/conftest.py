@@ -21,7 +21,7 @@ def user_item_data(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Clicks of 100 users on 60 items; the raw rows lie beside it, in rows.tsv."""
 
     def make(folder: Path) -> str:
-        sizes = ["data.user_item.num_rows=20000", "data.user_item.num_users=100", "data.user_item.num_items=60"]
+        sizes = ["data.generator.num_rows=20000", "data.generator.num_users=100", "data.generator.num_items=60"]
         generate(load_config(GenerateJob, ["data=user_item", f"output={folder}/rows.tsv", *sizes]))
         options = [f"source={folder}/rows.tsv", f"data.path={folder}/prepared", "data.rows_per_row_group=512"]
         return prepare(load_config(PrepareJob, ["data=user_item", *options])).path

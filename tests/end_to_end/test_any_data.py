@@ -36,7 +36,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
     """Data -> (raw file, the overrides that say what it is and where it is prepared)."""
     folder = tmp_path_factory.mktemp("any_data")
     categorical, dense = str(folder / "clicks.tsv"), str(folder / "numbers.csv")
-    sizes = [f"data.user_item.num_rows={NUM_ROWS}", "data.user_item.num_users=200"]
+    sizes = [f"data.generator.num_rows={NUM_ROWS}", "data.generator.num_users=200"]
     generate(load_config(GenerateJob, ["data=user_item", f"output={categorical}", *sizes]))
     drawn = random.Random(0)
     rows = [[drawn.random() for _ in range(3)] for _ in range(NUM_ROWS)]

@@ -35,8 +35,8 @@ from tests.support.stored_tensors import step_tensors
 
 NUM_ROWS = 4000
 SMALL = [
-    "data.histories.num_rows=4000", "data.histories.num_items=120", "data.histories.num_categories=8",
-    "data.histories.max_length=6", "data.columns.sequence.history.max_length=5", "data.rows_per_row_group=128",
+    "data.generator.num_rows=4000", "data.generator.num_items=120", "data.generator.num_categories=8",
+    "data.generator.max_length=6", "data.columns.sequence.history.max_length=5", "data.rows_per_row_group=128",
 ]  # fmt: skip
 TRAIN = [
     "experiment=histories_din", "trainer.global_batch_size=256", "trainer.max_steps=6", "trainer.epochs=1",

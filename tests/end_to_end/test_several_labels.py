@@ -246,7 +246,7 @@ def test_real_rows_of_three_labels_rank_clicks_as_well_as_of_one(
 
 @pytest.mark.campaign
 def test_a_tenth_of_the_negatives_trains_a_calibrated_model(ranks: RankPool, tmp_path: Path) -> None:
-    sizes = ["data.conversions.num_rows=600000", "data.conversions.num_users=500", "data.conversions.num_items=300"]
+    sizes = ["data.generator.num_rows=600000", "data.generator.num_users=500", "data.generator.num_items=300"]
     generate(load_config(GenerateJob, ["data=conversions", f"output={tmp_path}/rows.tsv", *sizes]))
     found = {}
     for data in ("conversions", "conversions_sampled"):

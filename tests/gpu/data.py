@@ -14,11 +14,11 @@ from tests.support.made_once import made_once
 
 SIZES = {
     "quickstart": ["data.synthetic.num_rows=6000"],
-    "user_item": ["data.user_item.num_rows=3000", "data.user_item.num_users=100", "data.user_item.num_items=60"],
-    "conversions": ["data.conversions.num_rows=3000", "data.conversions.num_users=90", "data.conversions.num_items=50"],
-    "histories": ["data.histories.num_rows=3000", "data.histories.num_items=60", "data.histories.max_length=8",
-                  "data.histories.num_categories=12", "data.columns.sequence.history.max_length=8"],
-    "tags": ["data.tags.num_rows=3000", "data.tags.num_items=50", "data.tags.num_tags=40"],
+    "user_item": ["data.generator.num_rows=3000", "data.generator.num_users=100", "data.generator.num_items=60"],
+    "conversions": ["data.generator.num_rows=3000", "data.generator.num_users=90", "data.generator.num_items=50"],
+    "histories": ["data.generator.num_rows=3000", "data.generator.num_items=60", "data.generator.max_length=8",
+                  "data.generator.num_categories=12", "data.columns.sequence.history.max_length=8"],
+    "tags": ["data.generator.num_rows=3000", "data.generator.num_items=50", "data.generator.num_tags=40"],
 }  # fmt: skip
 HASHED = ["data.ids.kind=hash", "data.ids.hash_size=100000"]  # managed collision takes hashed ids
 

@@ -9,15 +9,15 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.config.model import ModelConfig
-from pipeline.config.sequences import HistoriesConfig
 from pipeline.config.tables import InitConfig, TableConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, SequenceFeature, SparseFeature, Split
-from pipeline.data.generate.histories import Behaviour, make_interest, sample_behaviour
 from pipeline.data.quality import auc
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
+from pipeline.extras.generate.histories import Behaviour, make_interest, sample_behaviour
+from pipeline.extras.generate.kinds import HistoriesConfig
 from pipeline.models.build import build_model
 from pipeline.models.tasks.task import TaskModel, make_task
 from pipeline.sharding.torchrec.table_init import initialize_tables

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.config.generated import ConversionsConfig, SyntheticConfig, UserItemConfig
+from pipeline.config.generated import SyntheticConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.tables import InitConfig, TableConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
-from pipeline.data.generate.conversions import make_funnel, sample_labels
 from pipeline.data.generate.synthetic import make_teacher, prepared_dense, sample_features, sigmoid
-from pipeline.data.generate.user_item import make_taste, sample_pairs
 from pipeline.data.quality import auc
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.data.targets import Target
 from pipeline.embeddings.tables import resolve_tables
+from pipeline.extras.generate.conversions import make_funnel, sample_labels
+from pipeline.extras.generate.kinds import ConversionsConfig, UserItemConfig
+from pipeline.extras.generate.user_item import make_taste, sample_pairs
 from pipeline.models.build import build_model
 from pipeline.models.tasks.task import make_task
 from pipeline.runtime.process.distributed import DistributedContext

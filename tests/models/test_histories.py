@@ -16,7 +16,6 @@ from torchrec.distributed.types import ShardingPlan
 
 from pipeline.config.compression import CompressionConfig
 from pipeline.config.model import LayerSettings, ModelConfig, SequenceInput
-from pipeline.config.sequences import HistoriesConfig
 from pipeline.config.tables import TableConfig
 from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.data.read.batch import Batch
@@ -26,6 +25,7 @@ from pipeline.embeddings.id_splitter import IdSplitter, matching, newest
 from pipeline.embeddings.physical import physical_tables
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
+from pipeline.extras.generate.kinds import HistoriesConfig
 from pipeline.models.bst import BSTConfig
 from pipeline.models.build import build_model
 from pipeline.models.deepfm import DeepFMConfig

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.config.generated import SyntheticConfig, UserItemConfig
+from pipeline.config.generated import SyntheticConfig
 from pipeline.config.model import ModelConfig
+from pipeline.extras.generate.kinds import UserItemConfig
 from pipeline.models.linear import FMConfig, LogisticRegressionConfig, WideDeepConfig
 from pipeline.models.tasks.retrieval_metrics import RetrievalMetrics
 from pipeline.models.user_item import MatrixFactorizationConfig, NCFConfig, TwoTowerConfig

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config.generated import ConversionsConfig
 from pipeline.data.quality import auc
 from pipeline.data.targets import Target
+from pipeline.extras.generate.kinds import ConversionsConfig
 from pipeline.models.esmm import ESMMConfig
 from pipeline.models.mmoe import MMoEConfig
 from pipeline.models.ple import PLEConfig

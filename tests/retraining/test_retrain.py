@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.generated import ConversionsConfig
 from pipeline.config.jobs.retrain import RetrainJob
-from pipeline.data.generate.conversions import write_source
+from pipeline.extras.generate.conversions import write_source
+from pipeline.extras.generate.kinds import ConversionsConfig
 from pipeline.retraining.ledger import PROMOTED, REJECTED, SKIPPED, UNPINNED, Ledger, Record
 from pipeline.retraining.registry import Registry
 from pipeline.retraining.tick import describe, retrain

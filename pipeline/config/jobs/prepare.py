@@ -9,6 +9,7 @@ from pipeline.config.ids import BaseVocabularyConfig
 from pipeline.config.jobs.job import Job
 from pipeline.config.labels import LabelConfig
 from pipeline.config.paths import PathsConfig
+from pipeline.config.registry import components
 from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given
 
 ENGINES = ("embedded", "ray")
@@ -72,7 +73,7 @@ class PrepareJob(Job):
 
 @dataclass
 class GenerateJob(Job):
-    """data.synthetic, user_item, conversions, histories or tags says what is generated; `output` is the text that prepare then takes for its source."""
+    """data.synthetic or data.generator says what is generated; `output` is the text file that prepare then reads."""
 
     data: DataConfig = field(default_factory=DataConfig)
     output: str = "${paths.raw}/${data.name}.tsv"
@@ -81,11 +82,10 @@ class GenerateJob(Job):
 
     def __post_init__(self) -> None:
         check_at_least("threads", self.threads, 1, allow_none=True)
-        sections = ("synthetic", "user_item", "conversions", "histories", "tags")
-        if all(getattr(self.data, section) is None for section in sections):
+        if self.data.synthetic is None and not self.data.generator:
             raise ConfigError(
-                f"data={self.data.name} has no section to generate from ({', '.join(sections)}); data=quickstart, data=user_item, "
-                "data=conversions, data=histories and data=tags have one"
+                f"data={self.data.name} says nothing to generate: set data.generator={{kind: {next(iter(components('generator')), '...')}}}, "
+                "or choose a data set that has it, such as data=quickstart"
             )
 
 

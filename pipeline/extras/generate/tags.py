@@ -6,15 +6,14 @@ weights knows half of that sum at most. The true probability of every row goes t
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.csv
 
-from pipeline.config.tags import TagsConfig
-from pipeline.data.generate.synthetic import ROWS_PER_CHUNK, fit_bias, sigmoid, write_chunks
+from pipeline.data.generate.synthetic import fit_bias, sigmoid
+from pipeline.extras.generate.kinds import TagsConfig
+from pipeline.extras.generate.text import write_tsv
 
 COLUMNS = ("label", "item_id", "tags")
 PLACES = 3  # of a weight's text
@@ -62,20 +61,14 @@ def sample_tags(config: TagsConfig, random: np.random.Generator, num_rows: int) 
     return TaggedRows(random.integers(0, config.num_items, num_rows), tags, weights, is_plain, lengths)
 
 
-def sample_rows(config: TagsConfig, effects: TagEffects, chunk: int) -> tuple[bytes, np.ndarray]:
-    """The TSV text of chunk number `chunk`, and the true probability of each of its rows."""
-    random = np.random.default_rng([config.seed, 2, chunk])
-    num_rows = min(ROWS_PER_CHUNK, config.num_rows - chunk * ROWS_PER_CHUNK)
+def sample_rows(
+    config: TagsConfig, effects: TagEffects, random: np.random.Generator, num_rows: int
+) -> tuple[list[Any], np.ndarray]:
+    """The columns, and the true probability of each row."""
     rows = sample_tags(config, random, num_rows)
     truth = sigmoid(effects.logits(rows))
     labels = (random.random(num_rows) < truth).astype(np.int8)
-    values = [pa.array(labels), pa.array(rows.items), pa.array(_texts(rows))]
-    sink = pa.BufferOutputStream()
-    if chunk == 0:  # pyarrow would put the names in quotes
-        sink.write("\t".join(COLUMNS).encode() + b"\n")
-    options = pa.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
-    pa.csv.write_csv(pa.table(values, names=list(COLUMNS)), sink, options)
-    return sink.getvalue().to_pybytes(), truth
+    return [labels, rows.items, _texts(rows)], truth
 
 
 def _texts(rows: TaggedRows) -> list[str]:
@@ -93,6 +86,4 @@ def _texts(rows: TaggedRows) -> list[str]:
 def write_source(config: TagsConfig, output: str, threads: int | None = None) -> None:
     """Write `output` (TSV) and its side file of true probabilities; equal config, equal bytes."""
     effects = make_effects(config)
-    write_chunks(
-        lambda chunk: sample_rows(config, effects, chunk), config.num_rows, output, threads or os.cpu_count() or 1
-    )
+    write_tsv(config, lambda random, num_rows: sample_rows(config, effects, random, num_rows), COLUMNS, output, threads)

@@ -7,15 +7,13 @@ matrix factorisation can say all of it. The true probability of every row goes t
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.csv
 
-from pipeline.config.generated import UserItemConfig
-from pipeline.data.generate.synthetic import ROWS_PER_CHUNK, fit_bias, power_law, sigmoid, write_chunks
+from pipeline.data.generate.synthetic import ROWS_PER_CHUNK, fit_bias, power_law, sigmoid
+from pipeline.extras.generate.kinds import UserItemConfig
+from pipeline.extras.generate.text import write_tsv
 
 COLUMNS = ("click", "user_id", "user_group", "item_id", "item_genre")
 GROUP_SHARE = 1 / 3  # of a vector's variance
@@ -73,26 +71,17 @@ def sample_pairs(config: UserItemConfig, random: np.random.Generator, num_rows: 
     return users, power_law(random.random(num_rows), config.num_items, config.item_exponent) - 1
 
 
-def sample_rows(config: UserItemConfig, taste: Taste, chunk: int) -> tuple[bytes, np.ndarray]:
-    """The TSV text of chunk number `chunk`, and the true probability of each of its rows."""
-    random = np.random.default_rng([config.seed, 2, chunk])
-    users, items = sample_pairs(config, random, min(ROWS_PER_CHUNK, config.num_rows - chunk * ROWS_PER_CHUNK))
+def sample_rows(
+    config: UserItemConfig, taste: Taste, random: np.random.Generator, num_rows: int
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """The columns, and the true probability of each row."""
+    users, items = sample_pairs(config, random, num_rows)
     probabilities = taste.probabilities(users, items)
-    values = [
-        (random.random(len(users)) < probabilities).astype(np.int8),
-        users, taste.user_groups[users], items, taste.item_genres[items],
-    ]  # fmt: skip
-    sink = pa.BufferOutputStream()
-    if chunk == 0:  # pyarrow would put the names in quotes
-        sink.write("\t".join(COLUMNS).encode() + b"\n")
-    options = pa.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
-    pa.csv.write_csv(pa.table([pa.array(column) for column in values], names=list(COLUMNS)), sink, options)
-    return sink.getvalue().to_pybytes(), probabilities
+    clicks = (random.random(len(users)) < probabilities).astype(np.int8)
+    return [clicks, users, taste.user_groups[users], items, taste.item_genres[items]], probabilities
 
 
 def write_source(config: UserItemConfig, output: str, threads: int | None = None) -> None:
     """Write `output` (TSV) and its side file of true probabilities; equal config, equal bytes."""
     taste = make_taste(config)
-    write_chunks(
-        lambda chunk: sample_rows(config, taste, chunk), config.num_rows, output, threads or os.cpu_count() or 1
-    )
+    write_tsv(config, lambda random, num_rows: sample_rows(config, taste, random, num_rows), COLUMNS, output, threads)

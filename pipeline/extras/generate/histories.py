@@ -8,15 +8,14 @@ goes with the target's: that takes their positions together. The true probabilit
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.csv
 
-from pipeline.config.sequences import HistoriesConfig
-from pipeline.data.generate.synthetic import ROWS_PER_CHUNK, fit_bias, sigmoid, write_chunks
+from pipeline.data.generate.synthetic import fit_bias, sigmoid
+from pipeline.extras.generate.kinds import HistoriesConfig
+from pipeline.extras.generate.text import write_tsv
 
 COLUMNS = ("label", "item_id", "category", "history", "history_category", "history_dwell")
 
@@ -98,25 +97,16 @@ def _item_of(config: HistoriesConfig, random: np.random.Generator, categories: n
     return categories + config.num_categories * (random.random(categories.shape) * held).astype(np.int64)
 
 
-def sample_rows(config: HistoriesConfig, interest: Interest, chunk: int) -> tuple[bytes, np.ndarray]:
-    """The TSV text of chunk number `chunk`, and the true probability of each of its rows."""
-    random = np.random.default_rng([config.seed, 2, chunk])
-    num_rows = min(ROWS_PER_CHUNK, config.num_rows - chunk * ROWS_PER_CHUNK)
+def sample_rows(
+    config: HistoriesConfig, interest: Interest, random: np.random.Generator, num_rows: int
+) -> tuple[list[Any], np.ndarray]:
+    """The columns, and the true probability of each row."""
     rows = sample_behaviour(config, interest, random, num_rows)
     truth = interest.probabilities(rows)
+    clicks = (random.random(num_rows) < truth).astype(np.int8)
     lists = (rows.items, interest.categories[rows.items], rows.dwells)
-    values = [
-        pa.array((random.random(num_rows) < truth).astype(np.int8)),
-        pa.array(rows.targets),
-        pa.array(interest.categories[rows.targets]),
-        *(pa.array(_joined(each, rows.lengths)) for each in lists),
-    ]
-    sink = pa.BufferOutputStream()
-    if chunk == 0:  # pyarrow would put the names in quotes
-        sink.write("\t".join(COLUMNS).encode() + b"\n")
-    options = pa.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
-    pa.csv.write_csv(pa.table(values, names=list(COLUMNS)), sink, options)
-    return sink.getvalue().to_pybytes(), truth
+    texts = [_joined(each, rows.lengths) for each in lists]
+    return [clicks, rows.targets, interest.categories[rows.targets], *texts], truth
 
 
 def _joined(values: np.ndarray, lengths: np.ndarray) -> list[str]:
@@ -127,6 +117,6 @@ def _joined(values: np.ndarray, lengths: np.ndarray) -> list[str]:
 def write_source(config: HistoriesConfig, output: str, threads: int | None = None) -> None:
     """Write `output` (TSV) and its side file of true probabilities; equal config, equal bytes."""
     interest = make_interest(config)
-    write_chunks(
-        lambda chunk: sample_rows(config, interest, chunk), config.num_rows, output, threads or os.cpu_count() or 1
+    write_tsv(
+        config, lambda random, num_rows: sample_rows(config, interest, random, num_rows), COLUMNS, output, threads
     )

@@ -8,15 +8,13 @@ conversion after one, go to `<output>.teacher.parquet`.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.csv
 
-from pipeline.config.generated import ConversionsConfig
-from pipeline.data.generate.synthetic import ROWS_PER_CHUNK, fit_bias, power_law, sigmoid, write_chunks
+from pipeline.data.generate.synthetic import ROWS_PER_CHUNK, fit_bias, power_law, sigmoid
+from pipeline.extras.generate.kinds import ConversionsConfig
+from pipeline.extras.generate.text import write_tsv
 
 LABELS = ("click", "conversion")
 FEATURES = ("user_id", "user_group", "item_id", "item_category")
@@ -110,28 +108,24 @@ def sample_labels(random: np.random.Generator, probabilities: np.ndarray) -> np.
     return drawn
 
 
-def sample_rows(config: ConversionsConfig, funnel: Funnel, chunk: int) -> tuple[bytes, np.ndarray]:
-    """The TSV text of chunk number `chunk`, and the true probabilities [rows, 2]."""
-    random = np.random.default_rng([config.seed, 2, chunk])
-    rows = funnel.sample(config, random, min(ROWS_PER_CHUNK, config.num_rows - chunk * ROWS_PER_CHUNK))
+def sample_rows(
+    config: ConversionsConfig, funnel: Funnel, random: np.random.Generator, num_rows: int
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """The columns, and the true probabilities [rows, 2]."""
+    rows = funnel.sample(config, random, num_rows)
     probabilities = funnel.probabilities(rows)
     labels = sample_labels(random, probabilities)
-    sink = pa.BufferOutputStream()
-    if chunk == 0:  # pyarrow would put the names in quotes
-        sink.write("\t".join((*LABELS, *FEATURES)).encode() + b"\n")
-    options = pa.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
-    columns = [labels[:, 0], labels[:, 1], rows.users, rows.groups, rows.items, rows.categories]
-    pa.csv.write_csv(pa.table([pa.array(column) for column in columns], names=[*LABELS, *FEATURES]), sink, options)
-    return sink.getvalue().to_pybytes(), probabilities
+    return [labels[:, 0], labels[:, 1], rows.users, rows.groups, rows.items, rows.categories], probabilities
 
 
 def write_source(config: ConversionsConfig, output: str, threads: int | None = None) -> None:
     """Write `output` (TSV) and its side file of true probabilities; equal config, equal bytes."""
     funnel = make_funnel(config)
-    write_chunks(
-        lambda chunk: sample_rows(config, funnel, chunk),
-        config.num_rows,
+    write_tsv(
+        config,
+        lambda random, num_rows: sample_rows(config, funnel, random, num_rows),
+        (*LABELS, *FEATURES),
         output,
-        threads or os.cpu_count() or 1,
+        threads,
         LABELS,
     )
