@@ -1,4 +1,4 @@
-"""docs/features.md: each feature has a page, a test that exists, and a part that exists; each extra has a feature."""
+"""docs/reference/features.md: each feature has a page, a test that exists, and a part that exists; each extra has a feature."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 
 from tests.docs.pages import REPOSITORY
 
-DOCS, EXTRAS = REPOSITORY / "docs", REPOSITORY / "pipeline" / "extras"
-ROW = re.compile(r"(?m)^\| (.+?) \| \[\w+\]\((\S+)\) \| `(\S+?)::(\w+)` \| (\w+) \|$")
+DOCS, EXTRAS = REPOSITORY / "docs" / "reference", REPOSITORY / "pipeline" / "extras"
+ROW = re.compile(r"(?m)^\| (.+?) \| \[[\w-]+\]\((\S+)\) \| `(\S+?)::(\w+)` \| (\w+) \|$")
 TEXT = (DOCS / "features.md").read_text()
 ROWS = ROW.findall(TEXT)
 
