@@ -1,4 +1,4 @@
-"""What a table's precision costs is found by the outputs' slopes, and is what running the layers anew finds."""
+"""The cost of a table's precision is measured on the first rows, and each mix once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.serving import PRECISIONS
 from pipeline.serving.artifact import make_artifact, reference
 from pipeline.serving.artifact.package import artifact_folder
+from pipeline.serving.artifact.precisions import SPLIT, table_losses
 from pipeline.serving.artifact.reference import Reference
-from pipeline.serving.artifact.sensitivity import SPLIT, _Pooled
 from pipeline.serving.artifact.source import open_source
 
 
@@ -24,21 +24,23 @@ def of_small_run(small_run: Path, tmp_path: Path) -> Iterator[Reference]:
         yield make_artifact._make_reference(job, open_source(job), at)
 
 
-def test_losses_by_slopes_are_those_of_running_the_layers_and_no_mix_is_measured_twice(
+def test_a_tables_loss_is_that_of_the_first_rows_and_no_mix_is_measured_twice(
     of_small_run: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches = _Pooled(of_small_run)
-    slopes, start, wanted = batches._slopes, batches.ne(), [(24, "int8"), (25, "int4"), (25, "int2"), (0, "int2")]
-    assert slopes is not None and start == pytest.approx(of_small_run.qualities[SPLIT][0].ne, abs=1e-9)
-    by_slopes = [batches.ne(table, precision) - start for table, precision in wanted]
-    monkeypatch.setattr(batches, "_slopes", None)  # as with compressed tables
-    exact = [batches.ne(table, precision) - start for table, precision in wanted]
-    assert by_slopes == pytest.approx(exact, rel=0.05, abs=1e-6) and max(abs(loss) for loss in exact) > 1e-5
+    tables = of_small_run.trained.tables
+    few = of_small_run.first_batches(SPLIT, 1)
+    assert len(few.scores[SPLIT]) < len(of_small_run.scores[SPLIT])
+    losses = table_losses(
+        of_small_run, [{"fp32": 4, "int2": 1} if number == 25 else {} for number in range(len(tables))]
+    )
+    alone = ["fp32"] * 25 + ["int2"] + ["fp32"] * (len(tables) - 26)
+    assert losses[25] == {"fp32": 0.0, "int2": of_small_run.parity_of(SPLIT, alone).ne_delta} and losses[0] == {}
+    assert abs(losses[25]["int2"]) > 1e-6
 
     measured = []
     compared = reference.compare
     monkeypatch.setattr(reference, "compare", lambda *found: (measured.append(1), compared(*found))[1])
-    mixes = [[precision] * len(of_small_run.trained.tables) for precision in (*PRECISIONS[:2], *PRECISIONS[:2])]
+    mixes = [[precision] * len(tables) for precision in (*PRECISIONS[:2], *PRECISIONS[:2])]
     parities = [of_small_run.parity_of(SPLIT, mix) for mix in mixes]
     assert parities[:2] == parities[2:] and len(measured) == 2
     assert parities[0].max_score_difference == 0 < parities[1].max_score_difference

@@ -1,41 +1,62 @@
-"""Say which precision each table of an artifact has: what was asked for, or the smallest mix within a budget."""
+"""Choose the precision of each table of an artifact: the one that was asked for, or the smallest mix within a budget.
+
+The search measures how much NE each table costs at each precision, with all other tables as they were trained. It goes
+down in the order of bytes saved for NE lost, and takes the smallest mix on that way whose NE, measured as a whole, is
+within the budget, by bisection: losses of single tables need not add up.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
 from pipeline.config.serving import AUTO, PRECISIONS, ParityConfig
-from pipeline.runtime.logs import get_logger
-from pipeline.serving.artifact.quantize import nearest, row_bytes
+from pipeline.runtime.logs import get_logger, progress
+from pipeline.serving.artifact.certificate import excesses
+from pipeline.serving.artifact.certification_sample import BATCH_ROWS
+from pipeline.serving.artifact.quantize import fits, nearest, row_bytes
 from pipeline.serving.artifact.reference import Reference
-from pipeline.serving.artifact.sensitivity import find_mix
 from pipeline.serving.artifact.trained_model import TrainedModel
 
 logger = get_logger(__name__)
 MAX_NAMED = 8
+ROWS = 16_384  # on which single tables are measured; whole mixes are measured on the whole sample
+SPLIT = "validation"
+NEAR = 0.75  # of the limits of parity on AUC and single scores
+MIN_LOSS = 1e-9  # a smaller loss, or a gain, is noise
 
 
 def choose_precisions(
     reference: Reference, precision: str, tables: dict[str, str], ne_budget: float, limits: ParityConfig
 ) -> list[str]:
-    """One a table. `tables` is what single ones have instead of `precision`; of a compressed table so have its parts.
+    """Return one precision for each table. `tables`: table, or compressed table, -> its own instead of `precision`.
 
     Raises:
-        ServingError: a table has no such rows.
+        ServingError: a table cannot have rows of its precision.
     """
     if precision != AUTO:
         return given_precisions(reference.trained, precision, tables)
-    return _said(find_mix(reference, _fixed(reference.trained, tables), ne_budget, limits))
+    return _logged(find_mix(reference, _fixed(reference.trained, tables), ne_budget, limits))
 
 
 def given_precisions(trained: TrainedModel, precision: str, tables: dict[str, str]) -> list[str]:
-    """As choose_precisions, of one that is not auto."""
+    """As choose_precisions, for a precision other than auto."""
     fixed = _fixed(trained, tables)
     found = [fixed.get(table.name) or nearest(table.embedding_dim, precision) for table in trained.tables]
-    _log_larger_precisions([table.name for table in trained.tables], found, fixed, precision)
-    return _said(found)
+    names = [table.name for table in trained.tables]
+    missed = [name for name, has in zip(names, found, strict=True) if has != precision and name not in fixed]
+    if missed:
+        named = ", ".join(missed[:MAX_NAMED]) + (", ..." if len(missed) > MAX_NAMED else "")
+        logger.info(
+            "%d table(s) have no %s rows of their width and get the next larger: %s", len(missed), precision, named
+        )
+    return _logged(found)
 
 
 def _fixed(trained: TrainedModel, tables: dict[str, str]) -> dict[str, str]:
-    """Table -> what it has by its name. Raises ServingError where it has no such rows."""
+    """Table -> the precision that its name asks for. Raises ServingError if a table cannot have it."""
     fixed = {}
     for table in trained.tables:
         asked = tables.get(table.name) or tables.get(table.config_name)
@@ -45,16 +66,112 @@ def _fixed(trained: TrainedModel, tables: dict[str, str]) -> dict[str, str]:
     return fixed
 
 
-def _said(found: list[str]) -> list[str]:
+def _logged(found: list[str]) -> list[str]:
     counts = {name: found.count(name) for name in PRECISIONS if name in found}
     logger.info("precision  %s", ", ".join(f"{count} table(s) {name}" for name, count in counts.items()))
     return found
 
 
-def _log_larger_precisions(names: list[str], found: list[str], fixed: dict[str, str], precision: str) -> None:
-    missed = [name for name, has in zip(names, found, strict=True) if has != precision and name not in fixed]
-    if missed:
-        logger.info(
-            "%d table(s) have no %s rows of their width and get the next larger: %s%s",
-            len(missed), precision, ", ".join(missed[:MAX_NAMED]), ", ..." if len(missed) > MAX_NAMED else "",
-        )  # fmt: skip
+def find_mix(reference: Reference, fixed: dict[str, str], budget: float, limits: ParityConfig) -> list[str]:
+    """Return the smallest precisions, one a table; tables in `fixed` keep theirs. budget: of NE, on validation.
+
+    A mix near one of `limits` on validation is left out, because other splits, pruning and layers add to its
+    difference, and the artifact would be refused.
+    """
+    sizes = [
+        {name: stored.rows * row_bytes(stored.dim, name) for name in _choices(stored.dim, fixed.get(table.name))}
+        for table, stored in zip(reference.trained.tables, reference.trained.stored, strict=True)
+    ]
+    losses = table_losses(reference, sizes)
+    near = replace(
+        limits,
+        max_auc_decrease=NEAR * limits.max_auc_decrease,
+        max_score_difference=NEAR * limits.max_score_difference,
+    )
+    with progress("finding the smallest mix") as bar:
+
+        def measure(precisions: list[str]) -> float:
+            bar.advance(1)
+            parity = reference.parity_of(SPLIT, precisions)
+            return math.inf if excesses({SPLIT: parity}, near) else parity.ne_delta
+
+        return smallest_mix(sizes, losses, measure, budget)
+
+
+def _choices(dim: int, fixed: str | None) -> list[str]:
+    return [fixed] if fixed else [name for name in PRECISIONS if fits(dim, name)]
+
+
+def table_losses(reference: Reference, sizes: list[dict[str, int]]) -> list[dict[str, float]]:
+    """Return for each table: precision -> NE that it alone costs, on the first ROWS rows of the sample."""
+    few = reference.first_batches(SPLIT, ROWS // BATCH_ROWS)
+    losses: list[dict[str, float]] = []
+    with progress("measuring tables", sum(len(one) for one in sizes)) as bar:
+        for number, one in enumerate(sizes):
+            losses.append({})
+            for name in one:
+                alone = ["fp32"] * len(sizes)
+                alone[number] = name
+                losses[-1][name] = few.parity_of(SPLIT, alone).ne_delta
+                bar.advance(1)
+    return losses
+
+
+class Step(NamedTuple):
+    """Table `table` goes down to `precision`."""
+
+    table: int
+    precision: str
+    bytes_saved: int
+    loss: float
+
+    @property
+    def order(self) -> tuple[float, int, int]:
+        return self.loss / self.bytes_saved, self.table, -self.bytes_saved
+
+
+def steps_down(sizes: list[dict[str, int]], losses: list[dict[str, float]]) -> list[Step]:
+    """Return all worthwhile steps, best first. sizes[t] and losses[t]: precision -> bytes and NE of table t.
+
+    Of one table only the steps on its convex hull count: a precision that loses more for each byte than a smaller
+    precision is left out. So each table's steps come in order.
+    """
+    steps: list[Step] = []
+    for table, (own, lost) in enumerate(zip(sizes, losses, strict=True)):
+        names = [name for name in PRECISIONS if name in own]
+        at = names[0]
+        while below := [name for name in names[names.index(at) + 1 :] if own[name] < own[at]]:
+            base = max(lost.get(at, 0.0), 0.0)
+            candidates = [
+                Step(table, name, own[at] - own[name], max(lost.get(name, 0.0) - base, 0.0) + MIN_LOSS)
+                for name in below
+            ]
+            steps.append(min(candidates, key=lambda step: step.order))
+            at = steps[-1].precision
+    return sorted(steps, key=lambda step: step.order)
+
+
+def smallest_mix(
+    sizes: list[dict[str, int]],
+    losses: list[dict[str, float]],
+    measure: Callable[[list[str]], float],
+    budget: float,
+) -> list[str]:
+    """Return a precision for each table. `measure` gives the NE of a whole mix; the largest precisions cost none."""
+    start = [next(name for name in PRECISIONS if name in of_table) for of_table in sizes]
+    steps = steps_down(sizes, losses)
+
+    def mix(count: int) -> list[str]:
+        precisions = list(start)
+        for taken in steps[:count]:
+            precisions[taken.table] = taken.precision
+        return precisions
+
+    low, high = 0, len(steps)  # `low` steps are within the budget, more than `high` are not
+    while low < high:
+        middle = (low + high + 1) // 2
+        if measure(mix(middle)) <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    return mix(low)

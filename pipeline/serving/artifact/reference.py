@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -40,6 +40,14 @@ class Reference:
 
     def compare(self, split: str, scores: Scores) -> Parity:
         return compare(self.scores[split], scores, self.samples[split].labels, self.qualities[split])
+
+    def first_batches(self, split: str, count: int) -> Reference:
+        """A reference on the first batches of one split, with nothing measured yet."""
+        sample = self.samples[split]
+        few = replace(sample, batches=sample.batches[:count])
+        scores = self.scores[split][: len(few.labels.labels)]
+        measured = {split: qualities(few.labels, scores)}
+        return replace(self, samples={split: few}, scores={split: scores}, qualities=measured, measured={})
 
     def parity_of(self, split: str, precisions: list[str]) -> Parity:
         """Of the trained layers over tables of these precisions, one a table; measured once for each."""
