@@ -16,7 +16,7 @@ class Texts:
     def __init__(self, data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> None:
         self.data, self.offsets = data, offsets
         # A word begins at every byte: the array's steps are of one byte, its numbers of eight.
-        self._words: NDArray[np.uint64] = np.ndarray(len(data) - WORD_BYTES + 1, "<u8", data, strides=(1,))
+        self.all_words: NDArray[np.uint64] = np.ndarray(len(data) - WORD_BYTES + 1, "<u8", data, strides=(1,))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -27,7 +27,7 @@ class Texts:
 
     def words(self, which: NDArray[np.int64], begin: int) -> NDArray[np.uint64]:
         """Bytes from `begin` on of texts that are longer than that, little-endian, 0 behind a text's end."""
-        words = self._words[self.offsets[which] + begin]
+        words = self.all_words[self.offsets[which] + begin]
         return words & WITHIN[np.minimum(self.lengths(which) - begin, WORD_BYTES)]
 
 
