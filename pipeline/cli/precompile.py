@@ -25,7 +25,7 @@ def precompile() -> bool:
     try:
         for threads in (1, 2):  # a call on one thread and a region of several are compiled each
             torch.set_num_threads(threads)
-            for compile_kernels in (_tables, _first_weights, _dot_products, _stacks, _dice, _adam_steps):
+            for compile_kernels in (_tables, _first_weights, _dot_products, _stacks):
                 compile_kernels()
     finally:
         torch.set_num_threads(before)
@@ -95,37 +95,12 @@ def _dot_products() -> None:
 def _stacks() -> None:
     import torch
 
+    from pipeline.devices.cpu.stack import speed_up_stacks
     from pipeline.models.layers.mlp import MLP
-    from pipeline.models.layers.stack import speed_up_stacks
 
-    for in_bf16 in (False, True):
-        stack = MLP(4, [4], out_features=1)
-        if speed_up_stacks(stack, in_bf16):
-            for dtype in (torch.float32, torch.bfloat16) if in_bf16 else (torch.float32,):
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_bf16):
-                    stack(torch.zeros(2, 4, dtype=dtype, requires_grad=True)).sum().backward()
-
-
-def _adam_steps() -> None:
-    import torch
-
-    from pipeline.config.training import DenseOptimizerConfig
-    from pipeline.models.layers.bf16_weights import bf16_copies, keep_bf16_weights
-    from pipeline.training.optimizer import DenseOptimizer
-
-    layer = torch.nn.Linear(2, 2)
-    keep_bf16_weights(layer)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        layer(torch.zeros(2, 2)).sum().backward()
-    DenseOptimizer(dict(layer.named_parameters()), DenseOptimizerConfig(), copies=bf16_copies(layer)).update()
-
-
-def _dice() -> None:
-    import torch
-
-    from pipeline.models.layers.dice import Dice
-
-    Dice(4)(torch.zeros(2, 4, requires_grad=True)).sum().backward()
+    stack = MLP(4, [4], out_features=1)
+    speed_up_stacks(stack)
+    stack(torch.zeros(2, 4, requires_grad=True)).sum().backward()
 
 
 def _rows_to_score() -> None:

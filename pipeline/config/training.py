@@ -197,7 +197,7 @@ class ShardingConfig:
 
     fast_cpu: on CPU, table lookups and updates, the id exchange of one rank, the exchange of ranks of one host (where
     comms.shared_memory asks for it), gradient averaging, the order of pooled features, replicated tables' updates, DLRM's
-    activations and dot products, Dice, and the allocator's thresholds are this package's own. False runs all of that by TorchRec,
+    activations and dot products, and the allocator's thresholds are this package's own. False runs all of that by TorchRec,
     FBGEMM, gloo and DDP as they are: slower, the same losses up to rounding, to tell whose fault something is.
     """
 

@@ -173,8 +173,7 @@ PRIVATE_NAMES: list[PrivateName] = [
     *_names(f"{TORCHREC}.model_parallel:DistributedModelParallel", SYNC, "_env"),
     *_names("torch.distributed", AVERAGING, "_broadcast_coalesced"),
     *_names("torch", AVERAGING, "_foreach_copy_"),
-    *_names("torch", "sharding/torchrec/replicated_adagrad.py", "_foreach_add_"),
-    *_names("torch:Tensor", "models/layers/bf16_weights.py", "_version"),
+    *_names("torch", "sharding/torchrec/sparse_optimizer.py", "_foreach_add_"),
     *_names("torch.autograd:Variable", f"{AVERAGING} {COMMS_WAIT}", "_execution_engine"),
     *_names(SLICE, "sharding/torchrec/flat_update.py", "_original_tensor", "_start_offset", "_end_offset"),
     *_names(f"{TORCHREC}.types:ShardingEnv2D", SYNC, "output_dtensor"),
@@ -202,7 +201,7 @@ PRIVATE_NAMES: list[PrivateName] = [
     *_names("torch._subclasses.fake_tensor", "checkpoint/archives.py planner/step_time/recorded_layers.py", "FakeTensorMode"),
     *_names("torch.utils._python_dispatch", "planner/step_time/recorded_layers.py", "TorchDispatchMode"),
     *_names("torch.nn:Module", "planner/step_time/recorded_layers.py", "_parameters", "_buffers"),
-    *_names("torch.nn:Module", "models/layers/stack.py", "_parameters", "_forward_hooks"),
+    *_names("torch.nn:Module", "devices/cpu/stack.py", "_parameters", "_forward_hooks"),
     *_names("torch", "checkpoint/archives.py", "_C"),
     *_names("torch:Tensor", "checkpoint/stored_rows.py", "_make_wrapper_subclass"),
     # TorchRec's planner.
@@ -210,8 +209,8 @@ PRIVATE_NAMES: list[PrivateName] = [
     *_names(ENUMERATOR, ESTIMATOR, "_last_stored_module", "_compute_device"),
     _call(ENUMERATOR, ESTIMATOR, "populate_estimates", "self sharding_options"),
     # Layers.
-    *_names("torchrec.modules.mlp:Perceptron", "models/layers/dlrm.py models/layers/linear_products.py models/layers/stack.py", "_activation_fn"),
-    *_names("torchrec.modules.mlp:Perceptron", "models/layers/linear_products.py models/layers/stack.py", "_linear"),
+    *_names("torchrec.modules.mlp:Perceptron", "models/layers/dlrm.py devices/cpu/stack.py", "_activation_fn"),
+    *_names("torchrec.modules.mlp:Perceptron", "devices/cpu/stack.py", "_linear"),
     *_names("torch.ops:mkldnn", "devices/cpu/products.py", "_linear_pointwise"),
-    *_names("torchrec.modules.mlp:MLP", "models/layers/dlrm.py models/layers/stack.py", "_mlp"),
+    *_names("torchrec.modules.mlp:MLP", "models/layers/dlrm.py devices/cpu/stack.py", "_mlp"),
 ]  # fmt: skip

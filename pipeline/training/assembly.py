@@ -20,13 +20,12 @@ from pipeline.config.tables import TableConfig
 from pipeline.data.dataset import Dataset, check_group
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
+from pipeline.devices.cpu.products import FastLinear, speed_up_linear_layers
+from pipeline.devices.cpu.stack import speed_up_stacks
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
-from pipeline.models.layers.bf16_weights import keep_bf16_weights
 from pipeline.models.layers.dlrm import join_lookups_to_products, use_torchrec_layers
-from pipeline.models.layers.linear_products import FastLinear, speed_up_crosses, speed_up_linear_layers
-from pipeline.models.layers.stack import speed_up_stacks
 from pipeline.models.tasks.task import TaskModel, make_task
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.estimator import dense_part_bytes
@@ -45,7 +44,6 @@ from pipeline.runtime.storage import storage
 from pipeline.sharding.torchrec.embedding_sync import replicates
 from pipeline.sharding.torchrec.sharding import join_hosts, make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
-from pipeline.training.dense_step import can_step_copies
 from pipeline.training.preflight import table_optimizer_of
 from pipeline.training.tier_rates import tier_folder
 
@@ -136,11 +134,9 @@ def build_task(resolved: ResolvedJob, compute_device: str) -> TaskModel:
     model = build_model(job.model, resolved.tables, num_dense, seed=trainer.seed, targets=resolved.targets)
     if device.has_torchrec_layers:
         use_torchrec_layers(model)
-    elif device.has_kernels:
-        speed_up_stacks(model, in_bf16=trainer.precision == "bf16")
-        speed_up_crosses(model)
-        if trainer.precision == "fp32":
-            speed_up_linear_layers(model)
+    elif device.has_kernels and trainer.precision == "fp32":
+        speed_up_stacks(model)
+        speed_up_linear_layers(model)
     task = make_task(
         job.model,
         model,
@@ -196,18 +192,7 @@ def assemble(resolved: ResolvedJob, context: DistributedContext, initialize: boo
     )
     if context.world_size == 1 and devices.current().has_kernels:
         join_lookups_to_products(model)
-        if takes_bf16_weights(job):
-            keep_bf16_weights(model)
     return Assembly(resolved.tables, task, model, record, replicated)
-
-
-def takes_bf16_weights(job: TrainJob) -> bool:
-    """Whether the layers' gradients go from backward to Adam's step as they are: nothing adds them up, clips or reads them."""
-    trainer, dense = job.trainer, job.optimizer.dense
-    is_plain = trainer.gradient_accumulation_steps == 1 and not job.model.l2 and not trainer.compile
-    is_clipped = trainer.gradient_clip_norm is not None or trainer.gradient_clip_value is not None
-    in_bf16 = job.sharding.fast_cpu and trainer.precision == "bf16"
-    return in_bf16 and is_plain and not is_clipped and dense.name in ("adam", "adamw") and can_step_copies(dense.beta1)
 
 
 def _tier_folder(job: TrainJob, tables: list[Table], replicated: bool) -> str | None:

@@ -13,12 +13,10 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from pipeline.config.optimizers import find_optimizer
 from pipeline.config.training import DenseOptimizerConfig, OptimizerConfig
-from pipeline.models.layers.bf16_weights import Bf16Copy, bf16_copies
 from pipeline.runtime.errors import TrainingError
 from pipeline.sharding.torchrec.cpu_tables import FastLookup, fast_lookups
 from pipeline.sharding.torchrec.sharder import ShardedTables
 from pipeline.sharding.torchrec.sparse_optimizer import ReplicatedTablesOptimizer, materialize_state
-from pipeline.training.dense_step import FusedAdamStep, can_step_copies
 
 SKIPPING = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW)  # in their fused kernels
 
@@ -26,46 +24,28 @@ SKIPPING = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.
 class DenseOptimizer(KeyedOptimizerWrapper):
     """A torch optimizer by parameter name, whose state is there before the first step."""
 
-    def __init__(
-        self,
-        params: dict[str, nn.Parameter],
-        config: DenseOptimizerConfig,
-        l2: float = 0.0,
-        copies: Sequence[Bf16Copy] = (),
-    ) -> None:
-        """`l2` times its weights is added to the gradient of each matrix; biases and norms are vectors.
-
-        copies: in bf16, of weights whose gradients are their copies'.
-        """
+    def __init__(self, params: dict[str, nn.Parameter], config: DenseOptimizerConfig, l2: float = 0.0) -> None:
+        """`l2` times its weights is added to the gradient of each matrix; biases and norms are vectors."""
         super().__init__(params, lambda weights: _make_dense(weights, config))
-        self._weights, self._copies = list(params.values()), list(copies)
-        self._fused = FusedAdamStep(self._optimizer, copies) if FusedAdamStep.fits(self._optimizer) else None
-        self._steps_copies = self._fused is not None and not l2 and can_step_copies(config.beta1)
+        self._weights = list(params.values())
         self._l2, self._matrices = l2, [weight for weight in self._weights if weight.dim() > 1]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Without the profiler range of torch's, as update() is."""
         for weight in self._weights:
             weight.grad = None
-        for copy in self._copies:
-            copy.drop_gradient()
 
     def step(self, closure: Any = None) -> None:
         self.update(closure)
 
     def update(self, closure: Any = None) -> None:
         """step() without torch's wrapper, which opens a profiler range: a fiftieth of a small model's step."""
-        if self._copies and not self._steps_copies:
-            self._hand_gradients_on()
         if self._l2:
             with torch.no_grad():
                 for weight in self._matrices:
                     if weight.grad is not None:
                         weight.grad.add_(weight, alpha=self._l2)
-        if self._fused is not None and closure is None:
-            self._fused.step()
-        else:
-            self._optimizer.step(closure)
+        self._optimizer.step(closure)
 
     @property
     def can_skip_on_device(self) -> bool:
@@ -75,16 +55,6 @@ class DenseOptimizer(KeyedOptimizerWrapper):
     def skip_where(self, found_inf: torch.Tensor) -> None:
         """From now on an update changes nothing if `found_inf`, a float32 on the device, is 1 when the device is there."""
         self._optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # as torch.amp.GradScaler sets it
-        self._fused = None
-
-    def _hand_gradients_on(self) -> None:
-        """From copies to their weights, in fp32."""
-        for copy in self._copies:
-            gradient = copy.gradient()
-            if gradient is not None:
-                copy.weight.grad = gradient.float()
-                copy.drop_gradient()
-            copy.forget()  # the step that follows is torch's
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
         """Nothing to do; the dummy step that others need here would count as a step of Adam."""
@@ -213,7 +183,7 @@ def build_optimizer(model: DistributedModelParallel, config: OptimizerConfig, l2
     tables, layers = replicated_tables(model), dense_parameters(model)
     rules = {name: rule for sharded in _sharded_tables(model) for name, rule in sharded.update_rules.items()}
     replicated = ReplicatedTablesOptimizer(tables, config.sparse, rules) if tables else None
-    dense = DenseOptimizer(layers, config.dense, l2, bf16_copies(model.module)) if layers else None
+    dense = DenseOptimizer(layers, config.dense, l2) if layers else None
     parts: list[KeyedOptimizer | None] = [model.fused_optimizer, replicated, dense]
     assert_every_parameter_has_one_optimizer(model, [part for part in parts if part is not None])
     keeps_rows = find_optimizer(config.sparse.name).keeps_rows and not any(

@@ -10,9 +10,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from pipeline.models.layers import interaction
+from pipeline.devices.cpu.dots import multiplies_rows
 from pipeline.models.layers.dlrm import CrossDLRM, DotDLRM
-from pipeline.models.layers.interaction import DotInteraction, PooledRows, _has_pairs, _kernel
+from pipeline.models.layers.interaction import DotInteraction, PooledRows
 
 NAMES = ["user", "item", "place"]
 
@@ -45,7 +45,7 @@ def test_the_interaction_equals_torchrecs_forward_and_backward() -> None:
 
 @pytest.mark.parametrize(("num_rows", "dim"), [(26, 16), (17, 48), (40, 20), (1, 64), (8, 128)])
 def test_the_cpus_kernels_equal_torchrecs_interaction_at_any_width(num_rows: int, dim: int) -> None:
-    assert _kernel() is not None, "the CPU set has Numba"
+    assert multiplies_rows(torch.ones(1, 1, 1), torch.float32), "the CPU set has Numba"
     torch.manual_seed(0)
     dense, rows = torch.randn(37, dim), torch.randn(37, num_rows, dim)
     weights = torch.randn(37, dim + num_rows * (num_rows + 1) // 2)
@@ -83,7 +83,7 @@ def test_the_number_of_threads_changes_no_bit(dim: int) -> None:
     ("num_rows", "dim"), [(26, 16), (16, 16), (33, 10), (2, 4), (26, 64), (7, 33), (16, 128), (3, 32)]
 )
 def test_bf16_rows_are_multiplied_to_bf16s_precision(num_rows: int, dim: int, has_dense: bool) -> None:
-    """In fp32 where rows are narrow, in pairs or by oneDNN where they are wide; in float64 otherwise."""
+    """The kernel multiplies in fp32; in float64 by torch's operations."""
     torch.manual_seed(0)
     first, rows = torch.randn(21, dim).bfloat16(), torch.randn(21, num_rows, dim).bfloat16()
     results = []
@@ -158,29 +158,3 @@ def test_a_model_equals_torchrecs_with_its_state(
         torch.testing.assert_close(
             mine.grad, reference.grad, rtol=1e-4, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
         )
-
-
-def test_wide_rows_in_bf16_are_onednns_where_the_cpu_multiplies_no_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    rows, found = torch.randn(9, 5, 64).bfloat16(), []
-    for has_pairs in (False, _has_pairs()):
-        monkeypatch.setattr(interaction, "_has_pairs", lambda has_pairs=has_pairs: has_pairs)
-        own = rows.clone().requires_grad_()
-        out = DotInteraction(5, has_dense=False)(None, own)
-        out.sum().backward()
-        found.append([out.detach().float(), own.grad.float()])
-        assert interaction._suits_kernel(rows, torch.bfloat16) == has_pairs
-    for by_torch, ours in zip(*found, strict=True):
-        torch.testing.assert_close(ours, by_torch, rtol=2**-7, atol=0.02)
-
-
-@pytest.mark.skipif(_kernel() is None, reason="Numba is not installed")
-def test_a_step_does_not_ask_again_what_the_cpu_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LLVM parses the host's features anew at each question, for as long as a kernel takes."""
-    import llvmlite.binding
-
-    rows, asked = torch.randn(4, 3, 32, dtype=torch.bfloat16, requires_grad=True), []
-    DotInteraction(3, has_dense=False)(None, rows).float().sum().backward()
-    monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", lambda: asked.append("features") or {})
-    DotInteraction(3, has_dense=False)(None, rows).float().sum().backward()
-    assert asked == []

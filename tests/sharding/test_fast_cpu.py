@@ -19,9 +19,9 @@ from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.train import TrainJob
 from pipeline.devices.cpu import device as cpu_device
 from pipeline.devices.cpu import host_exchange
+from pipeline.devices.cpu.products import FastLinear, onednn_multiplies_faster
+from pipeline.devices.cpu.stack import FastStack
 from pipeline.models.layers.interaction import DotInteraction
-from pipeline.models.layers.linear_products import FastLinear, onednn_multiplies_faster
-from pipeline.models.layers.stack import FastStack
 from pipeline.sharding.collectives.host_dists import IdsOnHost, PooledOnHost, keep_ids
 from pipeline.sharding.torchrec.cpu_tables import FastLookup
 from pipeline.sharding.torchrec.sharder import ShardedTables

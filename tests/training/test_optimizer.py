@@ -183,33 +183,6 @@ def test_l2_of_dense_layers_is_in_the_gradient_of_matrices_alone(name: str) -> N
     assert all(torch.equal(params[key], others[key]) for key in params)
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw"])
-def test_adams_kernel_alone_makes_torchs_steps_bit_for_bit(name: str) -> None:
-    """A parameter that backward has not reached, and a rate that a schedule changes, too."""
-    config = DenseOptimizerConfig(name, lr=0.1, weight_decay=0.5)
-    params, others = (
-        {key: torch.nn.Parameter(torch.ones(size, 7)) for key, size in (("a", 3), ("b", 5))} for _ in "12"
-    )
-    ours, torchs = DenseOptimizer(params, config), DenseOptimizer(others, config)
-    assert ours._fused is not None
-    torchs._fused = None
-    torch.manual_seed(0)
-    for step in range(5):
-        for optimizer in (ours, torchs):
-            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
-        for key in ["a", "b"][: 1 + step % 2]:
-            params[key].grad = torch.randn_like(params[key])
-            others[key].grad = params[key].grad.clone()
-        ours.update()
-        torchs.update()
-        ours.zero_grad()
-        torchs.zero_grad()
-    for key in params:
-        assert torch.equal(params[key], others[key])
-        own, expected = ours.state[params[key]], torchs.state[others[key]]
-        assert own.keys() == expected.keys() and all(torch.equal(own[state], expected[state]) for state in own)
-
-
 @pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "adagrad"])
 def test_a_fused_step_finds_all_of_its_state_on_the_device_of_the_weight(name: str) -> None:
     weights = {f"w{i}": torch.nn.Parameter(torch.zeros(3, 2, device="meta")) for i in range(2)}

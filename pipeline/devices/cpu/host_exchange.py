@@ -15,13 +15,13 @@ import mmap
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pipeline.devices.cpu.kernel_pool import is_recording
 from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.comms_wait import waiting
@@ -35,6 +35,8 @@ NUM_SLOTS = 1 << 16
 FIRST_BYTES = 1 << 20  # of a slot that are mapped at first
 NOTE = struct.Struct("<IIQQ")  # channel, number of the message, its first byte in the slot, its bytes
 logger = get_logger(__name__)
+
+_exchanges_nothing = False
 
 
 FLAGS, AVERAGE = 0, 1  # channels that are there from the start
@@ -259,9 +261,20 @@ def reduce_scatter(whole: torch.Tensor) -> torch.Tensor:
 def num_exchanging_ranks() -> int:
     """The number of ranks whose rows a layer exchanges.
 
-    1 without a process group, and while operations are recorded on fake tensors: every process then records the same ones.
+    1 without a process group, and inside exchanging_nothing().
     """
-    return 1 if is_recording() or not dist.is_initialized() else dist.get_world_size()
+    return 1 if _exchanges_nothing or not dist.is_initialized() else dist.get_world_size()
+
+
+@contextmanager
+def exchanging_nothing() -> Iterator[None]:
+    """Inside, layers take this rank's rows as all rows: their operations are recorded on fake tensors."""
+    global _exchanges_nothing
+    before, _exchanges_nothing = _exchanges_nothing, True
+    try:
+        yield
+    finally:
+        _exchanges_nothing = before
 
 
 def _current_for(tensor: torch.Tensor) -> HostExchange | None:

@@ -1,10 +1,9 @@
-"""Import compiled kernels, divide their work among torch's threads, and record their calls on fake tensors."""
+"""Import compiled kernels, and divide their work among torch's threads."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -16,20 +15,15 @@ import torch
 LEAST_SHARE = 256  # samples: fewer are not worth a thread
 SHARES = 2  # of a thread
 ALL_TRUE, NONE_RAISED = 1, 2  # bits of a region's outcome: no call of the kernel returned False, and none raised
-Recorder = Callable[[str, Sequence[torch.Tensor]], None]
-_recorder: Recorder | None = None
-_recorded: Collection[str] = ()
 _is_forked = False
 
 
-def can_read(tensor: torch.Tensor, recorded: str = "") -> bool:
-    """Whether a kernel can read this tensor, or is recorded under this name where it is a fake one.
+def can_read(tensor: torch.Tensor) -> bool:
+    """Return whether a kernel can read this tensor.
 
-    Not while torch.export, torch.compile or torch.fx traces: numpy sees no tensors there.
+    Not while torch.export, torch.compile or torch.fx traces, and not a fake tensor: numpy sees no numbers there.
     """
-    if torch.compiler.is_compiling() or (type(tensor) is not torch.Tensor and not is_recorded(recorded)):
-        return False
-    return tensor.device.type == "cpu"
+    return not torch.compiler.is_compiling() and type(tensor) is torch.Tensor and tensor.device.type == "cpu"
 
 
 @cache
@@ -84,29 +78,3 @@ def _forget_threads() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_threads)
-
-
-@contextmanager
-def recording(recorder: Recorder, kernels: Collection[str]) -> Iterator[None]:
-    """Inside, these kernels are given to the recorder with their tensors where they are called on fake tensors."""
-    global _recorder, _recorded
-    before = _recorder, _recorded
-    _recorder, _recorded = recorder, kernels
-    try:
-        yield
-    finally:
-        _recorder, _recorded = before
-
-
-def is_recording() -> bool:
-    return _recorder is not None
-
-
-def is_recorded(kernel: str) -> bool:
-    return _recorder is not None and kernel in _recorded
-
-
-def record(name: str, *tensors: torch.Tensor) -> None:
-    """In place of a kernel's call, where it is_recorded()."""
-    assert _recorder is not None
-    _recorder(name, tensors)

@@ -1,29 +1,31 @@
-"""Multiply fp32 matrices by oneDNN on CPUs where torch's own BLAS uses half of their width.
+"""Multiply fp32 matrices of linear layers by oneDNN on CPUs where torch's own BLAS uses half of their vector width.
 
-torch multiplies fp32 matrices by MKL, which runs AVX2 code on AMD's CPUs though they have AVX-512. oneDNN, which torch brings along for
-bf16, does not look at the vendor: 1.8 to 2.4 times as fast there (docs/explain/performance.md). On Intel's CPUs MKL stays. oneDNN's
-products have the same bits on any number of threads.
+torch multiplies fp32 matrices by MKL, which runs AVX2 code on AMD's CPUs even if they have AVX-512. oneDNN is part of
+torch and does not check the vendor: it is 1.8 to 2.4 times as fast there (docs/explain/performance.md). Intel's CPUs keep MKL.
+oneDNN's products have the same bits on any number of threads.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torchrec.modules.crossnet import LowRankCrossNet
 
-from pipeline.devices.cpu.kernel_pool import record
+from pipeline.devices.base import autocast_dtype
+from pipeline.devices.cpu.kernel_pool import can_read
 
-RECORDED = "onednn_mm"  # its name where products are recorded
-LEAST_WIDTH = 8  # columns: narrower products are bound by memory, where oneDNN is no faster
-MUCH = 16  # times as wide is a gradient whose inputs are transposed in its place
+LEAST_WIDTH = 8  # columns: memory limits narrower products, and oneDNN is not faster
 LEAST_PRODUCTS = 1 << 20  # of numbers: below, a call of oneDNN's wrapper takes longer than MKL does
 
 
 @cache
 def onednn_multiplies_faster() -> bool:
-    """By the CPU's vendor and width alone, not by a measurement: a job that goes on computes the same numbers."""
+    """Return whether oneDNN is faster here, by vendor and width alone: a resumed job computes the same numbers."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
         return False
     info = Path("/proc/cpuinfo")
@@ -35,8 +37,6 @@ def outputs(
 ) -> torch.Tensor:
     """inputs [B, I] times weight [O, I] transposed, plus bias [O]: [B, O]."""
     if is_for_onednn(inputs, weight, inputs.shape[-1]):
-        if type(inputs) is not torch.Tensor:
-            return _record(inputs, weight.t())
         return _multiply(inputs, weight, bias, is_relu)
     values = F.linear(inputs, weight, bias)
     return values.relu_() if is_relu else values
@@ -46,32 +46,20 @@ def gradient_of_inputs(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Te
     """[B, O] times [O, I]: [B, I]."""
     if not is_for_onednn(gradient, weight, len(weight)):
         return gradient @ weight
-    return _record(gradient, weight) if type(gradient) is not torch.Tensor else _multiply(gradient, weight.t())
+    return _multiply(gradient, weight.t())
 
 
-def takes_turned(gradient: torch.Tensor, inputs: torch.Tensor) -> bool:
-    """Whether gradient_of_weight wants the gradient transposed in memory as well."""
-    return is_for_onednn(gradient, inputs, len(inputs)) and MUCH * inputs.shape[1] >= gradient.shape[1]
-
-
-def gradient_of_weight(
-    gradient: torch.Tensor, inputs: torch.Tensor, turned: torch.Tensor | None = None
-) -> torch.Tensor:
-    """[B, O] transposed times [B, I]: [O, I]; turned [O, B]: the gradient transposed, where it lies there already.
-
-    The narrower one is transposed in memory, by oneDNN's wrapper where it is not `turned`: on one thread, and slowly.
-    """
+def gradient_of_weight(gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    """[B, O] transposed times [B, I]: [O, I]. oneDNN's wrapper transposes one factor in memory: the narrower one."""
     if not is_for_onednn(gradient, inputs, len(inputs)):
         return gradient.t() @ inputs
-    if type(gradient) is not torch.Tensor:
-        return _record(gradient.t(), inputs)
-    if turned is None and 2 * inputs.shape[1] < gradient.shape[1]:
+    if 2 * inputs.shape[1] < gradient.shape[1]:
         return _multiply(inputs.t(), gradient.t()).t()
-    return _multiply(gradient.t() if turned is None else turned, inputs.t())
+    return _multiply(gradient.t(), inputs.t())
 
 
 def is_for_onednn(first: torch.Tensor, second: torch.Tensor, inner: int) -> bool:
-    """Whether these are multiplied by it. `inner`: the dimension that is summed over, of both."""
+    """Return whether oneDNN multiplies two matrices. `inner`: the dimension of both that is summed over."""
     return (
         first.dtype == second.dtype == torch.float32
         and first.device.type == second.device.type == "cpu"
@@ -81,13 +69,6 @@ def is_for_onednn(first: torch.Tensor, second: torch.Tensor, inner: int) -> bool
     )
 
 
-def _record(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """[M, K] times [K, N] of fake tensors, where is_recorded(RECORDED): [M, N]."""
-    out = first.new_empty(first.shape[0], second.shape[1])
-    record(RECORDED, first, second, out)
-    return out
-
-
 def _multiply(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, is_relu: bool = False
 ) -> torch.Tensor:
@@ -95,3 +76,72 @@ def _multiply(
         inputs, weight, bias, "relu" if is_relu else "none", [], ""
     )
     return product
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        return outputs(inputs, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        inputs, weight = ctx.saved_tensors
+        wants_inputs, wants_weight, wants_bias = ctx.needs_input_grad
+        gradient = gradient.contiguous()
+        return (
+            gradient_of_inputs(gradient, weight) if wants_inputs else None,
+            gradient_of_weight(gradient, inputs) if wants_weight else None,
+            gradient.sum(0) if wants_bias else None,
+        )
+
+
+def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """[..., I] -> [..., O], by the faster library. Other types and autocast take torch's product."""
+    if not _takes_onednn(inputs):
+        return F.linear(inputs, weight, bias)
+    values = _Linear.apply(inputs.reshape(-1, inputs.shape[-1]), weight, bias)  # type: ignore[no-untyped-call]
+    return values.view(*inputs.shape[:-1], len(weight))  # type: ignore[no-any-return]
+
+
+def _takes_onednn(inputs: torch.Tensor) -> bool:
+    is_fp32 = can_read(inputs) and inputs.dtype == torch.float32
+    return is_fp32 and autocast_dtype(inputs) is None and onednn_multiplies_faster()
+
+
+class FastLinear:
+    """Replaces the forward of a linear layer: [..., I] -> [..., O]."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self._layer = layer
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        return linear(inputs, self._layer.weight, self._layer.bias)
+
+
+class FastCross:
+    """Replaces the forward of TorchRec's low-rank cross network in fp32: [B, width] -> [B, width]."""
+
+    def __init__(self, network: LowRankCrossNet) -> None:
+        self._forward, self._network = network.forward, network
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        network, crossed = self._network, input
+        if not _takes_onednn(input):
+            return self._forward(input)  # type: ignore[no-any-return]
+        for down, up, bias in zip(network.V_kernels, network.W_kernels, network.bias, strict=True):
+            crossed = torch.addcmul(crossed, input, linear(linear(crossed, down), up, bias))
+        return crossed
+
+
+def speed_up_linear_layers(model: nn.Module) -> int:
+    """Replace the forward of each linear layer and cross network if oneDNN is faster on this CPU. Return how many."""
+    if not onednn_multiplies_faster():
+        return 0
+    kinds = {nn.Linear: FastLinear, LowRankCrossNet: FastCross}
+    modules = [module for module in model.modules() if type(module) in kinds]
+    for module in modules:
+        module.forward = kinds[type(module)](module)  # type: ignore[method-assign,assignment,arg-type]
+    return len(modules)

@@ -50,12 +50,6 @@ class BatchNorm(nn.Module):
         )
         return normalized.to(rows.dtype)
 
-    @torch.no_grad()
-    def follow(self, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
-        """Move the running mean and variance towards those of `count` rows, 2 at least; variance: of a population."""
-        self.running_mean.lerp_(mean, self.momentum)
-        self.running_var.lerp_(variance * (count / (count - 1)), self.momentum)
-
     def extra_repr(self) -> str:
         return f"{self.width}, momentum={self.momentum}, eps={self.eps}"
 
@@ -83,14 +77,10 @@ def _global_statistics(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     """
     local_count = rows.new_tensor([rows.shape[0]])
     local_mean = rows.sum(dim=0) / local_count.clamp(min=1)
-    return gather_statistics(torch.cat([local_count, local_mean, (rows - local_mean).square().sum(dim=0)]))
-
-
-def gather_statistics(local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Collective: mean [width], variance [width] and number of all ranks' rows, of each rank's [1 + 2 width]: the number of its
-    rows, their mean, and the sum of squares about it."""
-    width = (len(local) - 1) // 2
-    counts, means, squares = all_gather(local).split([1, width, width], dim=1)
+    squares_about = (rows - local_mean).square().sum(dim=0)
+    gathered = all_gather(torch.cat([local_count, local_mean, squares_about]))
+    width = rows.shape[1]
+    counts, means, squares = gathered.split([1, width, width], dim=1)
     count = counts.sum().clamp(min=1)
     mean = (counts * means).sum(dim=0) / count
     variance = (squares + counts * (means - mean).square()).sum(dim=0) / count

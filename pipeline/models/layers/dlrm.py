@@ -16,7 +16,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.config.model import LayerSettings
 from pipeline.models.layers.cross import CrossNetwork, MatrixCross
-from pipeline.models.layers.dice import Dice
 from pipeline.models.layers.interaction import DotInteraction, PooledRows
 from pipeline.models.layers.mlp import MLP, Layer
 
@@ -122,7 +121,7 @@ def _activate_in_place(model: nn.Module) -> None:
 
 
 def use_torchrec_layers(model: nn.Module) -> None:
-    """Let each DLRM inside `model` run TorchRec's own forward, interaction and activations, to compare with; Dice torch's operations.
+    """Let each DLRM inside `model` run TorchRec's own forward, interaction and activations, to compare with.
 
     Parameters and their names stay as they are.
     """
@@ -136,8 +135,6 @@ def use_torchrec_layers(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, Perceptron) and layer._activation_fn is torch.relu_:
             layer._activation_fn = torch.relu
-        if isinstance(layer, Dice):
-            layer.uses_kernel = False
 
 
 def _forward(

@@ -10,8 +10,6 @@ from torch import nn
 
 from pipeline.config.model import LayerSettings
 from pipeline.models.layers.batch_norm import BatchNorm
-from pipeline.models.layers.dice import Dice
-from pipeline.models.layers.linear_products import relu_of
 
 # In place where backward needs the output alone, or nothing: a linear layer's or norm's own output is nobody else's.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -23,6 +21,24 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sigmoid": torch.sigmoid_,
     "identity": lambda values: values,
 }
+
+
+class Dice(nn.Module):
+    """The activation of DIN, a PReLU whose bend is at the mean of the batch (arXiv 1706.06978, 4.3).
+
+    [rows, width] -> [rows, width]: p x + (1 - p) alpha x, where p = sigmoid(x normalized over the rows of all ranks).
+
+    Collective while training, because BatchNorm is. Its running mean and variance are state. `alpha` begins at 0.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = BatchNorm(width, eps=1e-8, affine=False)
+        self.alpha = nn.Parameter(torch.zeros(width))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        share = torch.sigmoid(self.norm(rows))
+        return rows * torch.addcmul(self.alpha, share, 1.0 - self.alpha)
 
 
 class Activation(nn.Module):
@@ -65,9 +81,9 @@ class MLP(nn.Module):
         return hidden if self.last is None else self.last(hidden)
 
     def linear_layers(self) -> list[tuple[nn.Linear, bool]]:
-        """Each with whether relu follows it; none where anything else stands between them."""
+        """Return each linear layer with whether relu follows it; none if there is anything else between them."""
         layers = [layer for layer in self._mlp if isinstance(layer, Layer)]
-        if not all(layer.is_relu_alone and layer.dropout is None for layer in layers):
+        if not all(layer.is_relu_alone for layer in layers):
             return []
         last = [] if self.last is None else [(self.last, False)]
         return [*((layer._linear, True) for layer in layers), *last]
@@ -86,16 +102,13 @@ class Layer(nn.Module):
             self.norm = nn.LayerNorm(out_features)
         self._activation_fn = Activation(settings.activation, out_features)
         self.dropout = nn.Dropout(settings.dropout) if settings.dropout else None
-        self.is_relu_alone = self.norm is None and settings.activation == "relu"
+        self.is_relu_alone = self.norm is None and settings.activation == "relu" and self.dropout is None
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        if self.is_relu_alone:
-            values = relu_of(self._linear, features)
-        else:
-            values = self._linear(features)
-            if self.norm is not None:
-                values = self.norm(values)
-            values = self._activation_fn(values)
+        values = self._linear(features)
+        if self.norm is not None:
+            values = self.norm(values)
+        values = self._activation_fn(values)
         return values if self.dropout is None else self.dropout(values)  # type: ignore[no-any-return]
 
 

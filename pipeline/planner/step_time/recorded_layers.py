@@ -23,7 +23,7 @@ from pipeline import devices
 from pipeline.config.optimizers import find_optimizer
 from pipeline.config.training import DenseOptimizerConfig
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
-from pipeline.devices.cpu.kernel_pool import recording
+from pipeline.devices.cpu.host_exchange import exchanging_nothing
 from pipeline.runtime.errors import PlanError
 
 PHASES = ("forward", "backward", "optimizer")
@@ -135,7 +135,7 @@ def record_dense(
             weights = [weight for weight in model.parameters() if weight.requires_grad]
             batch = _batch(inputs)
             stepper = find_optimizer(optimizer.name).dense(weights, optimizer) if weights else None
-            with recording(_ignore_kernels, ()), recorder:  # norms exchange nothing meanwhile
+            with exchanging_nothing(), recorder:
                 outputs = model(batch)
                 (loss(outputs) if loss else outputs[0]).backward()
                 recorder.phase = PHASES[2]
@@ -149,9 +149,6 @@ def record_dense(
             f"the step's time cannot be predicted: this model does not run on fake tensors ({str(error).splitlines()[0]}); "
             "plan without it by planner.predict_step=false"
         ) from error
-
-
-def _ignore_kernels(name: str, tensors: Sequence[torch.Tensor]) -> None: ...
 
 
 def _update(name: str, weights: list[nn.Parameter]) -> list[Operation]:

@@ -24,7 +24,6 @@ from pipeline.config.training import SparseOptimizerConfig
 from pipeline.devices.base import in_host_memory
 from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.torchrec.flat_update import flat_update
-from pipeline.sharding.torchrec.replicated_adagrad import RowWiseAdagradAtOnce
 from pipeline.sharding.torchrec.touched_rows import TouchedRows
 from pipeline.sharding.torchrec.update_rule import UpdateRule
 
@@ -249,3 +248,32 @@ def _step_on_nothing(optimizer: torch.optim.Optimizer) -> None:
             step.zero_()
         elif step is not None:
             optimizer.state[weight]["step"] = 0
+
+
+class RowWiseAdagradAtOnce(optim.RowWiseAdagrad):
+    """Update replicated tables in a few launches for each width, on devices without our kernels.
+
+    The formula and the state are those of TorchRec's RowWiseAdagrad without decay.
+
+    TorchRec's calls seven operations a table, which its host cannot issue in time for small tables on a GPU.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            by_width: dict[int, list[torch.Tensor]] = {}
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    by_width.setdefault(weight.shape[1], []).append(weight)
+            for weights in by_width.values():
+                self._update(weights, group["lr"], group["eps"])
+
+    def _update(self, weights: list[torch.Tensor], lr: float, eps: float) -> None:
+        sizes, states = [len(weight) for weight in weights], [self.state[weight] for weight in weights]
+        torch._foreach_add_([state["step"] for state in states], 1.0)
+        gradients = torch.cat([weight.grad for weight in weights])  # type: ignore[misc]
+        sums = [state["sum"] for state in states]
+        torch._foreach_add_(sums, gradients.square().mean(dim=1, keepdim=True).split(sizes))
+        updates = gradients / torch.cat(sums).sqrt_().add_(eps)
+        torch._foreach_add_(weights, updates.split(sizes), alpha=-lr)

@@ -10,14 +10,39 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, event
+from numba.core.caching import NullCache
 from numba.core.typing.templates import Signature
 from numba.extending import intrinsic
 
-from pipeline.devices.cpu import compiling  # noqa: F401  # says once that kernels are compiled
+from pipeline.runtime.logs import get_logger
 
 LANES = 16
 FLOAT, HALF, INT32, INT16 = ir.FloatType(), ir.HalfType(), ir.IntType(32), ir.IntType(16)
+
+
+class _SayOnce(event.Listener):  # type: ignore[misc]
+    """Log once that kernels are compiled: the first job of a new checkout would wait in silence.
+
+    Numba reports what its cache lacks. A kernel that Numba cannot keep is compiled in each process, and takes little time.
+    """
+
+    said = False
+
+    def on_start(self, event: event.Event) -> None:
+        if not self.said and not isinstance(event.data["dispatcher"]._cache, NullCache):
+            self.said = True
+            get_logger(__name__).info(
+                "compiling the CPU kernels that this job uses: a minute or two, once for this checkout and kind of CPU; "
+                "`python -m pipeline precompile` compiles them ahead of a job"
+            )
+
+    def on_end(self, event: event.Event) -> None:
+        pass
+
+
+listener = _SayOnce()
+event.register("numba:compile", listener)
 
 
 def _across(kind: Any, lanes: int) -> Any:
@@ -79,24 +104,6 @@ def _make_copy(lanes: int, is_table: bool = True) -> Any:
             return context.get_dummy_value()
 
         return types.void(table, types.uint64, into, types.uint64), generate
-
-    return typed
-
-
-def _make_mask(lanes: int) -> Any:
-    def typed(
-        _: Any, gradient: Any, at: Any, values: Any, begin: Any, into: Any, position: Any
-    ) -> tuple[Signature, Any]:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            source, outputs, target = (_data(context, builder, signature, arguments, k) for k in (0, 2, 4))
-            numbers = _load(builder, source, arguments[1], gradient.dtype, False, lanes)
-            found = _load(builder, outputs, arguments[3], values.dtype, False, lanes)
-            nothing = ir.Constant(numbers.type, [0.0] * lanes if lanes > 1 else 0.0)
-            is_off = builder.fcmp_ordered("<=", found, nothing)  # not of NaN
-            _store(builder, builder.select(is_off, nothing, numbers), target, arguments[5], into.dtype, lanes)
-            return context.get_dummy_value()
-
-        return types.void(gradient, types.uint64, values, types.uint64, into, types.uint64), generate
 
     return typed
 
@@ -301,9 +308,6 @@ def _named(name: str, typed: Any) -> Any:
 copy_16, copy_1 = _named("copy_16", _make_copy(LANES)), _named("copy_1", _make_copy(1))
 # move(source, at, into, position): into[position:][:lanes] = source[at:][:lanes], where uint16 is bf16 on either side.
 move_16, move_1 = _named("move_16", _make_copy(LANES, False)), _named("move_1", _make_copy(1, False))
-# mask_16(gradient, at, values, begin, into, position): into[position:][:16] = gradient[at:][:16], and 0 where values[begin:][:16] is not above it:
-# the gradient of relu.
-mask_16 = _named("mask_16", _make_mask(LANES))
 # multiply_RxV(a, at, step, b, begin, width, count, c, into, stride): c[into + r stride:][:16 V] = the sum over k < count of
 # a[at + r step + k] b[begin + k width:][:16 V], for R rows r; all fp32, in the order of k.
 multiply_8x1, multiply_8x2 = _named("multiply_8x1", _make_multiply(8, 1)), _named("multiply_8x2", _make_multiply(8, 2))

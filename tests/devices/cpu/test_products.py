@@ -9,22 +9,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.mlp import Perceptron
 
 from pipeline.config.model import LayerSettings
 from pipeline.devices.cpu import products
-from pipeline.devices.cpu.products import LEAST_WIDTH
-from pipeline.models.layers import linear_products
-from pipeline.models.layers.linear_products import (
+from pipeline.devices.cpu.products import (
+    LEAST_WIDTH,
     FastCross,
     FastLinear,
     _Linear,
-    folded,
-    linear,
-    speed_up_crosses,
     speed_up_linear_layers,
 )
 from pipeline.models.layers.mlp import MLP
@@ -38,36 +33,28 @@ TOLERANCE = 3e-5  # sums of up to 2,048 products of normal numbers, beside the l
 def _by_onednn() -> Iterator[None]:
     """As on the CPUs where it is faster: oneDNN computes on any."""
     with (
-        patch.object(linear_products, "onednn_multiplies_faster", lambda: True),
         patch.object(products, "onednn_multiplies_faster", lambda: True),
         patch.object(products, "LEAST_PRODUCTS", 0),
     ):
         yield
 
 
-def _results(shape: tuple[int, int, int], is_relu: bool, has_bias: bool, by_torch: bool) -> list[torch.Tensor | None]:
+def _results(shape: tuple[int, int, int], has_bias: bool, by_torch: bool) -> list[torch.Tensor | None]:
     batch, into, out = shape
     torch.manual_seed(0)
-    inputs, weight = torch.randn(batch, into, requires_grad=True), torch.randn(out, into, requires_grad=True)
-    bias, factors = torch.randn(out, requires_grad=True) if has_bias else None, torch.randn(batch, out)
-    if by_torch:
-        values = F.linear(inputs, weight, bias)
-        values = torch.relu(values) if is_relu else values
-    else:
-        values = linear(inputs, weight, bias, is_relu)
-    (values * factors).sum().backward()
-    return [values.detach(), inputs.grad, weight.grad, None if bias is None else bias.grad]
+    layer, inputs = nn.Linear(into, out, bias=has_bias), torch.randn(batch, into, requires_grad=True)
+    values = layer(inputs) if by_torch else FastLinear(layer)(inputs)
+    (values * torch.randn(batch, out)).sum().backward()
+    return [values.detach(), inputs.grad, *(weight.grad for weight in layer.parameters())]
 
 
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no_bias"])
-@pytest.mark.parametrize("is_relu", [True, False], ids=["relu", "linear"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
-def test_values_and_gradients_are_torchs(shape: tuple[int, int, int], is_relu: bool, has_bias: bool) -> None:
-    ours, torchs = (_results(shape, is_relu, has_bias, by_torch) for by_torch in (False, True))
+def test_values_and_gradients_are_torchs(shape: tuple[int, int, int], has_bias: bool) -> None:
+    ours, torchs = (_results(shape, has_bias, by_torch) for by_torch in (False, True))
     for one, other in zip(ours, torchs, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            assert (one - other).abs().max() <= TOLERANCE * other.abs().max()
+        assert one is not None and other is not None
+        assert (one - other).abs().max() <= TOLERANCE * other.abs().max()
 
 
 def test_the_number_of_threads_changes_no_bit() -> None:
@@ -78,7 +65,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     try:
         for num_threads in (1, 3):
             torch.set_num_threads(num_threads)
-            found.append([_results(shape, True, True, by_torch=False) for shape in wide])
+            found.append([_results(shape, True, by_torch=False) for shape in wide])
     finally:
         torch.set_num_threads(before)
     for one, other in zip(*found, strict=True):
@@ -86,39 +73,15 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 
 
 def test_the_gradient_of_a_sum_which_is_one_number_spread_is_right() -> None:
-    inputs, weight = torch.randn(32, 16), torch.randn(24, 16, requires_grad=True)
-    linear(inputs, weight).sum().backward()
-    assert weight.grad is not None
-    torch.testing.assert_close(weight.grad, inputs.sum(0).expand(24, 16), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("shape", [(1, 5), (300, 40), (1024, 32)], ids=["one", "odd", "whole"])
-@pytest.mark.parametrize("has_relu", [True, False], ids=["relu", "linear"])
-def test_a_gradient_goes_through_relu_and_is_transposed_and_summed(shape: tuple[int, int], has_relu: bool) -> None:
-    torch.manual_seed(0)
-    gradient = torch.randn(shape)
-    values = torch.randn(shape).relu_() if has_relu else None
-    expected = gradient if values is None else torch.where(values > 0, gradient, 0.0)
-    masked, turned, total = folded(gradient, values, turns=True, sums=True)
-    assert turned is not None and total is not None and turned.is_contiguous()
-    assert torch.equal(masked, expected) and torch.equal(turned, expected.t())
-    torch.testing.assert_close(total, expected.double().sum(0).float(), rtol=1e-5, atol=1e-5)
-    alone = folded(gradient, values, turns=False, sums=False)
-    assert torch.equal(alone[0], expected) and alone[1:] == (None, None)
-
-
-def test_relu_keeps_what_is_not_a_number_as_torch_does() -> None:
-    values, gradient = (
-        torch.tensor([[float("nan"), 0.0, -0.0, 2.0]]),
-        torch.tensor([[1.0, float("nan"), 3.0, float("nan")]]),
-    )
-    expected = torch.ops.aten.threshold_backward(gradient, values, 0)
-    torch.testing.assert_close(folded(gradient, values, False, False)[0], expected, equal_nan=True, rtol=0, atol=0)
+    layer, inputs = nn.Linear(16, 24), torch.randn(32, 16)
+    FastLinear(layer)(inputs).sum().backward()
+    torch.testing.assert_close(layer.weight.grad, inputs.sum(0).expand(24, 16), rtol=1e-5, atol=1e-5)
 
 
 def test_inputs_may_have_any_dimensions_and_strides() -> None:
-    inputs, weight = torch.randn(4, 16, 9).transpose(1, 2), torch.randn(24, 16)
-    torch.testing.assert_close(linear(inputs, weight), F.linear(inputs, weight), rtol=1e-5, atol=1e-5)
+    inputs, layer = torch.randn(4, 16, 9).transpose(1, 2), nn.Linear(16, 24)
+    for each in (inputs, inputs[0, 0]):
+        torch.testing.assert_close(FastLinear(layer)(each), layer(each), rtol=1e-5, atol=1e-5)
 
 
 def test_layers_and_perceptrons_are_sped_up_and_keep_names_and_numbers() -> None:
@@ -130,29 +93,25 @@ def test_layers_and_perceptrons_are_sped_up_and_keep_names_and_numbers() -> None
     assert list(model.state_dict()) == names
     with patch.object(_Linear, "apply", wraps=_Linear.apply) as called:
         torch.testing.assert_close(model(inputs), before, rtol=1e-5, atol=1e-5)
-    assert [arguments.args[-1] for arguments in called.call_args_list] == [True, True, False]  # relu with its product
+    assert called.call_count == 3
 
 
-@pytest.mark.parametrize("in_bf16", [False, True], ids=["fp32", "bf16"])
-def test_torchrecs_cross_network_keeps_its_numbers(in_bf16: bool) -> None:
+def test_torchrecs_cross_network_keeps_its_numbers() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(LowRankCrossNet(96, num_layers=2, low_rank=16))
     for weight in plain.parameters():
         nn.init.normal_(weight, std=0.1)
     fast = copy.deepcopy(plain)
-    assert speed_up_crosses(fast) == 1
+    assert speed_up_linear_layers(fast) == 1 and isinstance(fast[0].forward, FastCross)
     inputs, factors, found = torch.randn(40, 96), torch.randn(40, 96), []
     for model in (plain, fast):
         own = inputs.clone().requires_grad_()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_bf16):
-            values = model(own)
+        values = model(own)
         (values * factors).sum().backward()
         found.append([values.detach(), own.grad, *(weight.grad for weight in model.parameters())])
-    assert isinstance(fast[0].forward, FastCross)
-    assert values.dtype == torch.float32 and (not in_bf16 or torch.equal(found[0][0], found[1][0]))
     for theirs, ours in zip(*found, strict=True):
         assert theirs is not None and ours is not None
-        assert (ours - theirs).abs().max() <= (0.02 if in_bf16 else TOLERANCE) * theirs.abs().max()
+        assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
 
 
 def test_a_copy_multiplies_by_its_own_weights() -> None:
@@ -197,6 +156,6 @@ def test_the_vendor_and_the_width_decide(vendor: str, width: str, is_faster: boo
 
 def test_where_torchs_products_are_faster_layers_stay_as_they_are() -> None:
     model = nn.Sequential(nn.Linear(16, 16))
-    with patch.object(linear_products, "onednn_multiplies_faster", lambda: False):
+    with patch.object(products, "onednn_multiplies_faster", lambda: False):
         assert speed_up_linear_layers(model) == 0
     assert not isinstance(model[0].forward, FastLinear)
