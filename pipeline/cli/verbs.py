@@ -39,12 +39,12 @@ def find_verb(name: str, plugins: list[str]) -> Callable[[], None]:
 
 
 def list_verbs(plugins: list[str]) -> dict[str, str]:
-    """Return name -> what it does, of this package, its extras, installed packages and `plugins`."""
+    """Return name -> what it does, sorted: ours, the extras', those of packages and of `plugins`."""
     found = {name: _first_sentence(file.read_text()) for name, file in _verb_files().items()}
     load_plugins(plugins)
     for name, main in components("verb").items():
         found.setdefault(name, _first_sentence(main.verb.doc))
-    return found
+    return dict(sorted(found.items()))
 
 
 def import_verbs() -> dict[str, str]:
