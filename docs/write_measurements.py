@@ -23,7 +23,7 @@ WRITTEN = "<!-- written by python docs/write_measurements.py from {} -->"
 PAGES = {
     "step": (
         "Time of a training step",
-        "Each preset trains by this package and by TorchRec's documented loop, in turns, each in processes of its own. "
+        "Each preset trains by this package and by TorchRec's documented loop, in turns, in separate processes. "
         "The ratios are to the first side of the preset. If the machine was shared, read the CPU time.",
     ),
     "growth": (
