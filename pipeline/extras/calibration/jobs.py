@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ NUM_BATCHES = 24
 NUM_BANDS = 48  # of rows, in a frequency curve
 ROUNDS, STEPS = 3, 8
 # A round of long steps needs few of them. Two rounds warm up memory and oneDNN's products.
-LEAST_STEPS, ROUND_S, WARM_UP_S = 2, 0.12, 0.4
+MIN_STEPS, ROUND_S, WARM_UP_S = 2, 0.12, 0.4
 PLAN_S = 2.0
 NUM_DENSE = 13
 ENDLESS = 10**6
@@ -138,9 +138,6 @@ class SmallJob:
         resolved, request = self.request(world_size)
         return step_request(resolved, request, None, threads).amounts(placements)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def small_jobs(draw: random.Random) -> Iterator[SmallJob]:
     """Jobs of all kinds whose steps take some milliseconds."""
@@ -192,13 +189,13 @@ class InMemoryTraining:
         Two rounds before, and each round's first step, are not timed; if steps are long a round has
         fewer than `steps`.
         """
-        cold_s = self._round(LEAST_STEPS)
+        cold_s = self._round(MIN_STEPS)
         steps = self._steps_of(ROUND_S, self._round(self._steps_of(WARM_UP_S, cold_s, steps)), steps)
         return median_and_spread([self._round(steps) for _ in range(rounds)])
 
     def _steps_of(self, seconds: float, step_s: float, most: int) -> int:
         """Collective: as many as rank 0 says."""
-        steps = torch.tensor([max(min(LEAST_STEPS, most), min(most, int(seconds / step_s)))])
+        steps = torch.tensor([max(min(MIN_STEPS, most), min(most, int(seconds / step_s)))])
         if self._context.world_size > 1:
             dist.broadcast(steps, 0)
         return int(steps)

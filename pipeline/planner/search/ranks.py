@@ -70,11 +70,6 @@ class RankState:
             self._soft = Soft(self.load, self.targets, self._per_ms)
         return self._soft
 
-    @property
-    def unused_kinds(self) -> dict[str, float]:
-        """Kinds whose latency no placed table brings."""
-        return {kind: total for kind, total in self._kind_ms.items() if not self._kinds[kind]}
-
     def _latency(self) -> float:
         return sum(total for kind, total in self._kind_ms.items() if self._kinds[kind])
 
