@@ -199,10 +199,7 @@ def _search_portfolio(config: PlannerConfig, problem: Problem) -> ChosenPlan:
     request = problem.request
     topology = build_topology(request.hardware)
     try:
-        enumerated, num_proposed = enumerate_options(
-            request.model, request.sharders, problem.placed, problem.constraints, topology, request.hardware,
-            request.optimizer, request.batch_size, problem.costs,
-        )  # fmt: skip
+        enumerated, num_proposed = enumerate_options(problem)
         step_cost = _step_cost(config, request)
         objective = "critical_path" if config.objective in (AUTO, STEP_TIME) else config.objective
         settings = SearchConfig(objective, config.seed, config.timeout_s, config.gap_tolerance)
@@ -298,18 +295,10 @@ def _explain_infeasible(config: PlannerConfig, problem: Problem) -> str:
     )  # fmt: skip
 
 
-def _enumerate(problem: Problem) -> tuple[list[ShardingOption], int]:
-    request = problem.request
-    return enumerate_options(
-        request.model, request.sharders, problem.placed, problem.constraints, build_topology(request.hardware),
-        request.hardware, request.optimizer, request.batch_size, problem.costs,
-    )  # fmt: skip
-
-
 def _describe_missing(problem: Problem) -> list[str]:
     """Describe the ranks that the best attempt overfills. Empty where a table has no option at all."""
     try:
-        options, num_proposed = _enumerate(problem)
+        options, num_proposed = enumerate_options(problem)
     except RuntimeError:
         return []
     search_problem, by_table = build_search_problem(options, num_proposed, problem.request.hardware, problem.usable, {})
@@ -325,7 +314,7 @@ def _free_bytes(config: PlannerConfig, suggestion: Suggestion) -> int | None:
     """The free memory of the fullest rank under the first plan that is found for a changed request."""
     try:
         problem = build_problem(replace(config, reserved_memory_fraction=suggestion.fraction), suggestion.request)
-        options, num_proposed = _enumerate(problem)
+        options, num_proposed = enumerate_options(problem)
         settings = replace(FIRST_PLAN, seconds=config.timeout_s)
         chosen, _ = search_options(options, num_proposed, suggestion.request.hardware, problem.usable, settings, {})
     except (Infeasible, RuntimeError, ValueError):

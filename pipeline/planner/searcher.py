@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-from torch import nn
-from torchrec.distributed.planner.types import ParameterConstraints, Shard, ShardingOption, Topology
-from torchrec.distributed.types import CacheParams, ModuleSharder
+from torchrec.distributed.planner.types import ParameterConstraints, Shard, ShardingOption
+from torchrec.distributed.types import CacheParams
 
 from pipeline.planner.constraints import COLUMN_STEP, PlacedTable, TableOptimizer
-from pipeline.planner.cost_model import KEY_VALUE, CostModel
+from pipeline.planner.cost_model import KEY_VALUE
 from pipeline.planner.estimator import CostedEnumerator
-from pipeline.planner.hardware import Hardware
+from pipeline.planner.hardware import Hardware, build_topology
 from pipeline.planner.infeasible import table_bytes
 from pipeline.planner.limits import COLUMN_SHARDING_TYPES, allowed_sharding_types
+from pipeline.planner.request import Problem
 from pipeline.planner.search.clock import WorkClock
 from pipeline.planner.search.incumbent import SearchConfig
 from pipeline.planner.search.portfolio import SearchResult, search
@@ -48,21 +48,14 @@ PHASES = {  # phase -> its name in TorchRec
 }
 
 
-def enumerate_options(
-    module: nn.Module,
-    sharders: list[ModuleSharder[nn.Module]],
-    placed: list[PlacedTable],
-    constraints: dict[str, ParameterConstraints],
-    topology: Topology,
-    hardware: Hardware,
-    optimizer: TableOptimizer,
-    batch_size: int,
-    costs: CostModel,
-) -> tuple[list[ShardingOption], int]:
+def enumerate_options(problem: Problem) -> tuple[list[ShardingOption], int]:
     """TorchRec's options and their number; behind them column shards of the widths that TorchRec leaves out."""
+    request, constraints, placed = problem.request, problem.constraints, problem.placed
+    module, sharders, hardware, optimizer = request.model, request.sharders, request.hardware, request.optimizer
+    topology = build_topology(hardware)
 
     def enumerator_of(constraints: dict[str, ParameterConstraints]) -> CostedEnumerator:
-        return CostedEnumerator(topology, batch_size, constraints, optimizer.name, costs)
+        return CostedEnumerator(topology, request.batch_size, constraints, optimizer.name, problem.costs)
 
     enumerator = enumerator_of(constraints)
     options = enumerator.enumerate(module, sharders)
