@@ -37,7 +37,7 @@ from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.logs import get_logger
 
 PASSES = 3  # the fastest counts: another guest of the processor slows a machine down for seconds
-MAX_JOBS, MIN_JOBS = 200, 4  # of a setup
+MAX_JOBS, MIN_JOBS = 200, 12  # of a setup; a busy machine takes longer than asked for
 START_S = 8.0  # a setup: imports, compiled kernels, recording of layers
 ENDS_AFTER, GRACE_S = 6.0, 240.0  # budgets, and seconds on a busy machine: then a rank hangs
 REFERENCE_SIZE = 384  # of the square product that is repeated throughout

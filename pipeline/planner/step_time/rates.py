@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 Floats = NDArray[np.float64]
-PRIOR_WEIGHT = 0.1  # a rate twice the prior's costs as much as a job whose prediction is so far off
+PRIOR_WEIGHT = 0.6  # a rate twice the prior's costs as much as a job whose prediction is so far off
 ROUNDS, MIN_RATIO = 4, 0.2
 # Microseconds of a call or a row, or of a million FLOPs or bytes: of one core of a Xeon, rounded. A
 # calibration with few jobs stays near these where its jobs say little.
@@ -38,6 +38,8 @@ def fit_rates(
     terms = np.array([[job.get(name, 0.0) for name in names] for job in jobs]) / times[:, None]
     # A rate that the prior has as 0 may still grow: it is pulled towards a small one.
     scale = np.array([max(prior[name], 0.05 * DEFAULT_RATES[name]) for name in names])
+    # A machine may be slower in everything: the rates are pulled towards the prior's times one factor.
+    scale /= np.exp(np.log(terms @ scale).mean())
     pull = PRIOR_WEIGHT * np.eye(len(names))
     weights = np.ones(len(times))
     rates = scale
