@@ -80,8 +80,8 @@ def test_a_project_with_blanks_in_its_paths_has_commands_that_can_be_run(tmp_pat
         ).stdout.splitlines()  # fmt: skip
         prepare, schedule = (shlex.split(line) for line in shown)
         conf = ["--config-dir", "conf"]
-        assert load_config(PrepareJob, [f"--config-dir={folder}/project/conf", *prepare[5:]]).source == str(source)
-        assert prepare[3:5] == conf and f'source="{expected}"' in schedule and f"{folder}/project/conf" in schedule
+        assert load_config(PrepareJob, [f"--config-dir={folder}/project/conf", *prepare[6:]]).source == str(source)
+        assert prepare[4:6] == conf and f'source="{expected}"' in schedule and f"{folder}/project/conf" in schedule
 
 
 def test_what_is_missing_is_asked_for_and_the_file_is_inspected(
