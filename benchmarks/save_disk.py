@@ -3,9 +3,9 @@
     python -m benchmarks.save_disk [--gib 9.7] [--rounds 3] [--saves-only] [--folder DIR] [--beside] [--output save_disk.json]
 
 One rank holds one table of `--gib` GiB. A round takes each way once, so that a disk whose rate changes shows in all of them: dd with
-an fsync at the end, dd past the page cache with one, a save, a save through the page cache as on file systems without O_DIRECT, a load as it is and
+an fsync at the end, dd past the page cache with one, a save, a load as it is and
 one that leaves its pages in the page cache, and dd's reading of the saved file to nowhere, also past the page cache. `--saves-only`: dd past the page
-cache and both saves, for many rounds in little time. dd copies the table's own
+cache and a save, for many rounds in little time. dd copies the table's own
 bytes from memory; files are forgotten by the page cache before they are read. A save is durable, read back, and
 verified when it ends; dd's file is durable. `--beside` adds asynchronous saves, which hold a copy of the table: the seconds for which
 training waits, and their share of five minutes. Seconds are the clock's, medians over the rounds with the least and the most; ratios are medians of
@@ -24,17 +24,16 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from benchmarks.growth_stages import one_rank
 from benchmarks.timings import Timing, timing
-from pipeline.checkpoint import metadata, shards
+from pipeline.checkpoint import metadata
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.extras.ssd_serving.lookup import forget_pages
 from pipeline.runtime.process.distributed import DistributedContext
@@ -44,12 +43,10 @@ RANDOM_ROWS = 1 << 20  # repeated: some disks write zeros more quickly
 CHECKPOINT_EVERY_S = 300.0
 MEMORY_FILES = "/dev/shm"
 DD, DIRECT, SAVE = "dd, fsync", "dd, direct and fsync", "save"
-SAVE_BY_PAGES = "save, by the page cache"
 LOAD, LOAD_KEPT = "load", "load, its pages kept"
 READ, DIRECT_READ = "dd to nowhere", "dd, direct, to nowhere"
 BESIDE = {
-    SAVE: (DIRECT, DD, SAVE_BY_PAGES),
-    SAVE_BY_PAGES: (DIRECT, DD),
+    SAVE: (DIRECT, DD),
     LOAD: (READ, DIRECT_READ),
     LOAD_KEPT: (READ, DIRECT_READ),
 }
@@ -125,13 +122,10 @@ def saves(folder: Path, source: str, model: Table, context: DistributedContext) 
     except subprocess.CalledProcessError:
         print("this file system writes nothing past its page cache")
     copy.unlink(missing_ok=True)
-    for name in (SAVE_BY_PAGES, SAVE):
-        shutil.rmtree(steps, ignore_errors=True)
-        checkpointer = Checkpointer(str(steps), model, None, context)  # type: ignore[arg-type]
-        by_pages = patch.object(shards, "direct_blocks", lambda path, block_bytes: None)
-        with by_pages if name == SAVE_BY_PAGES else nullcontext():
-            found.append(timed(name, lambda: checkpointer.save(1)))  # noqa: B023  # called at once
-        checkpointer.close()
+    shutil.rmtree(steps, ignore_errors=True)
+    checkpointer = Checkpointer(str(steps), model, None, context)  # type: ignore[arg-type]
+    found.append(timed(SAVE, lambda: checkpointer.save(1)))
+    checkpointer.close()
     return found
 
 

@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from pipeline.checkpoint.direct_blocks import direct_blocks
 from pipeline.checkpoint.first_weights import SampledPiece, pack, rows_a_group
 from pipeline.checkpoint.host_copies import host_blocks
 from pipeline.checkpoint.owners import Owner, header_of_shard, shard_name, storage_meta
@@ -120,7 +119,7 @@ def write_shards(
         return {}, {}, []
     name, places = shard_name(owner.rank), Places()
     left_out: list[tuple[SampledPiece, bytes]] = []
-    writer = ChecksummedWriter(storage.join(folder, name), read_back, direct_blocks)
+    writer = ChecksummedWriter(storage.join(folder, name), read_back)
     with writer, _without_zip_checksums():
         writer.write(header_of_shard(owner))
         out: _Out = PackedWriter(writer) if is_packed else writer

@@ -12,9 +12,8 @@ import io
 import os
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import storage
@@ -33,28 +32,15 @@ ZERO_BLOCK = f"{zlib.crc32(bytes(BLOCK_BYTES)):08x}"
 FileEntry = dict[str, Any]  # what a manifest says of a file: size_bytes, block_bytes, crc32 (a list of 8 hex digits)
 
 
-class BlocksWriter(Protocol):
-    """Writes whole blocks of a file past the page cache, and checks them itself (checkpoint.direct_blocks)."""
-
-    def write(self, begin: int, blocks: memoryview) -> tuple[list[str], str]:
-        """Their checksums, and what does not read back: empty where all does. Raises OSError."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class ChecksummedWriter(io.RawIOBase):
     """Writes a new local file and keeps the checksums of what was handed to it; close() makes the bytes durable.
 
-    Blocks are on their way to the disk while later ones are written, and the checksums of large pieces are computed on a thread
-    beside the writes. With `read_back` another thread reads each block once the disk has it: close() raises DamagedError where it
-    is another one. With `read_back`, whole blocks of what is a piece or more go through what `direct` makes of the path and a
-    block's bytes, unless that is None. `failure` is the first OSError: torch.save replaces it by an error of its own.
+    The disk takes blocks while later blocks are written, and a thread computes the checksums of large
+    pieces. With `read_back` another thread reads each block once the disk has it, and close() raises
+    DamagedError if a block differs. `failure` is the first OSError: torch.save replaces it by its own.
     """
 
-    def __init__(
-        self, path: str, read_back: bool = False, direct: Callable[[str, int], BlocksWriter | None] | None = None
-    ) -> None:
+    def __init__(self, path: str, read_back: bool = False) -> None:
         self.path, self.size_bytes = path, 0
         self.failure: OSError | None = None
         self._file = open(path, "x+b", buffering=0)  # noqa: SIM115  # closed by close()
@@ -62,8 +48,6 @@ class ChecksummedWriter(io.RawIOBase):
         self._crc = self._filled = self._begun_bytes = 0
         self._summing: ThreadPoolExecutor | None = None
         self._read_back = _ReadBack(path, self._file.fileno()) if read_back else None
-        self._open_direct = direct if read_back else None
-        self._direct: BlocksWriter | None = None
 
     def writable(self) -> bool:
         return True
@@ -74,18 +58,8 @@ class ChecksummedWriter(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Raises OSError that names the file, the bytes wanted and the bytes written so far."""
         view = memoryview(data).cast("B")
-        total = len(view)
-        if total >= PIECE_BYTES and self._is_direct():
-            first = -self.size_bytes % BLOCK_BYTES
-            last = first + (total - first) // BLOCK_BYTES * BLOCK_BYTES
-            self._write_through_pages(view[:first], total)
-            self._write_directly(view[first:last], total)
-            view = view[last:]
-        self._write_through_pages(view, total)
-        return total
-
-    def _write_through_pages(self, view: memoryview, wanted: int) -> None:
-        for begin in range(0, len(view), PIECE_BYTES):
+        wanted = len(view)
+        for begin in range(0, wanted, PIECE_BYTES):
             piece = view[begin : begin + PIECE_BYTES]
             if len(piece) < BLOCK_BYTES:
                 self._add(piece)
@@ -99,29 +73,7 @@ class ChecksummedWriter(io.RawIOBase):
                     adding.result()
             if self._read_back is not None:
                 self._read_back.check(self._full)
-
-    def _is_direct(self) -> bool:
-        """Whether blocks can be written past the page cache, which is found out when there are some."""
-        if self._direct is None and self._open_direct is not None:
-            self._direct, self._open_direct = self._open_direct(self.path, BLOCK_BYTES), None
-        return self._direct is not None
-
-    def _write_directly(self, blocks: memoryview, wanted: int) -> None:
-        assert self._direct is not None and self._read_back is not None
-        if not blocks:
-            return
-        try:
-            checksums, problem = self._direct.write(self.size_bytes, blocks)
-        except OSError as error:
-            raise self._failed(error, wanted) from None
-        self._read_back.checked |= set(range(len(self._full), len(self._full) + len(checksums)))
-        self._full += checksums
-        self._read_back.check(self._full)
-        if problem:
-            self._read_back.found(DamagedError(f"what was written does not read back: {problem}"))
-        self.size_bytes += len(blocks)
-        self._begun_bytes = self.size_bytes
-        self._file.seek(self.size_bytes)
+        return wanted
 
     def write_zeros(self, num_bytes: int) -> None:
         """A hole, where the file system has them: it takes no space, and reads as zeros."""
@@ -184,8 +136,6 @@ class ChecksummedWriter(io.RawIOBase):
         finally:
             if self._summing is not None:
                 self._summing.shutdown()
-            if self._direct is not None:
-                self._direct.close()
             problem = self._read_back.end(self.failure is None) if self._read_back is not None else None
             self._file.close()
             super().close()
@@ -204,10 +154,9 @@ class _ReadBack:
         self._path, self._descriptor = path, descriptor
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115  # closed by end(); looking for holes moves its position
         self._checks: list[Future[None]] = []
-        self._found: list[DamagedError] = []
         self._thread = ThreadPoolExecutor(1)
         self._block = bytearray()
-        self.checked: set[int] = set()  # blocks of which no byte was written, or whose writer has checked them
+        self.checked: set[int] = set()  # blocks of which no byte was written
 
     def check(self, checksums: list[str]) -> None:
         """Of all of the file's blocks so far; those that are new among them are read. Waits while many are not yet."""
@@ -233,15 +182,11 @@ class _ReadBack:
             )
         _drop_pages(self._descriptor, begin, size)
 
-    def found(self, problem: DamagedError) -> None:
-        """end() returns the first one."""
-        self._found.append(problem)
-
     def end(self, is_whole: bool) -> Exception | None:
         """The first that a check has raised, when all have ended; of a file that is not whole nothing is checked any more."""
         self._thread.shutdown(cancel_futures=not is_whole)
         self._file.close()
-        raised = (*self._found, *(each.exception() for each in self._checks)) if is_whole else ()
+        raised = [each.exception() for each in self._checks] if is_whole else []
         return next((error for error in raised if isinstance(error, Exception)), None)
 
 

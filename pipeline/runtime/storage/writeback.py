@@ -1,4 +1,4 @@
-"""Ask the kernel to write a part of a file to the disk now, to wait until it has, or to reserve space.
+"""Ask the kernel to write a part of a file to the disk now, or wait until it has.
 
 By itself it begins when a good part of memory is dirty, and an fsync at the end then waits for nearly all of a file.
 Where the system has no such call (it is Linux's), nothing is begun early and fsync does all.
@@ -12,11 +12,6 @@ import os
 
 WAIT_BEFORE, WRITE, WAIT_AFTER = 1, 2, 4  # of sync_file_range(2)
 UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP}
-_fallocate = getattr(
-    ctypes.CDLL(None, use_errno=True), "fallocate", None
-)  # os.posix_fallocate writes zeros where it must
-if _fallocate is not None:
-    _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
 if _sync_file_range is not None:
     _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
@@ -30,14 +25,6 @@ def begin_writeback(descriptor: int, offset: int, num_bytes: int) -> None:
 def wait_for_writeback(descriptor: int, offset: int, num_bytes: int) -> None:
     """Until the disk has been given these bytes; an fsync is still needed for what it keeps in memory. Raises OSError."""
     _call(descriptor, offset, num_bytes, WAIT_BEFORE | WRITE | WAIT_AFTER)
-
-
-def reserve(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Space for these bytes, which the file then has. Nothing where the file system cannot. Raises OSError: it is full."""
-    if _fallocate is not None and num_bytes and _fallocate(descriptor, 0, offset, num_bytes):
-        number = ctypes.get_errno()
-        if number not in UNSUPPORTED:
-            raise OSError(number, os.strerror(number))
 
 
 def _call(descriptor: int, offset: int, num_bytes: int, flags: int) -> None:
