@@ -26,8 +26,7 @@ import psutil
 
 from pipeline.data.dataset import load_dataset
 
-KINDS = {"rows.arrow": "rows", "entries.parquet": "entries", "run.parquet": "runs", "positions.int32": "positions",
-         "answers.int32": "answers", "ids.int32": "ids", "values.parquet": "counts"}  # fmt: skip
+KINDS = {"rows.arrow": "rows", "values.arrow": "values", "counts.arrow": "counts", "ids.int32": "ids"}
 
 
 # Whose process it is, by a word of its command line; the first that fits.
@@ -58,7 +57,7 @@ def command_of(name: str, words: list[str], source: str, path: Path, workers: in
     if name.startswith("dask"):
         return [sys.executable, "-m", "benchmarks.prepare_dask", source, str(path), str(workers)]
     if name.startswith("ray"):
-        node = "pipeline.data.prepare.distributed.ray_node"
+        node = "pipeline.data.prepare.ray_node"
         node_words = ["--address", "127.0.0.1:0", "--memory-mb", "16000", "--"]
         return [sys.executable, "-m", node, *node_words, *words, "engine=ray"]
     return [sys.executable, "-m", "pipeline", "prepare", *words]

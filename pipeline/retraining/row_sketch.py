@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from pipeline.config.data import DataConfig
 from pipeline.data.prepare.vocabulary import open_engine
+from pipeline.data.raw.blocks import Source
 from pipeline.data.raw.layout import find_format
-from pipeline.data.raw.source import Source
 from pipeline.data.sql import sql_text
 from pipeline.runtime.storage import storage
 

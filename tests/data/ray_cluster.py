@@ -16,9 +16,7 @@ import psutil
 
 RAY = str(Path(sys.executable).with_name("ray"))
 START_S = 120
-TASKS = (
-    "stage_file", "divide_file", "count_partition", "number_partition", "map_file", "rank_feature", "write_shard",
-)  # fmt: skip
+TASKS = ("stage_file", "divide_file", "number_feature", "write_shard")
 # On the loopback alone: no token is needed, and one in the home folder is not to be asked for.
 ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0"}
 

@@ -19,10 +19,11 @@ from pipeline.config.ids import IdsConfig
 from pipeline.config.splits import SplitConfig
 from pipeline.data.raw import source
 from pipeline.data.raw import source as source_module
+from pipeline.data.raw.blocks import Block, ParsedRows
 from pipeline.data.raw.cells import parse_timestamps
 from pipeline.data.raw.layout import layout_of
-from pipeline.data.raw.rows import ParsedRows, open_source, parse_block
-from pipeline.data.raw.source import Block, find_sources
+from pipeline.data.raw.rows import open_source, parse_block
+from pipeline.data.raw.source import find_sources
 from pipeline.runtime.errors import ConfigError, DataError
 from tests.data.criteo_rows import random_lines, write_lines
 from tests.support.messages import names

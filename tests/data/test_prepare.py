@@ -23,8 +23,8 @@ from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare import prepare as preparation
 from pipeline.data.prepare import resources, staging
 from pipeline.data.prepare.run import describe, prepare
+from pipeline.data.raw.blocks import Source
 from pipeline.data.raw.layout import Layout
-from pipeline.data.raw.source import Source
 from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.runtime.process.processes import only_one_run
 from pipeline.runtime.storage import storage
@@ -111,7 +111,7 @@ def test_killed_run_goes_on_after_its_finished_files_and_ends_equal(tmp_path: Pa
         "publish = storage.publish_text\n"
         "def publish_then_die(path, text):\n"
         "    publish(path, text)\n"
-        "    if '00001-' in path: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    if '00002-' in path: os.kill(os.getpid(), signal.SIGKILL)\n"
         "storage.publish_text = publish_then_die\n"
         f"run_prepare({str(tmp_path / 'days')!r}, {str(tmp_path / 'ds')!r}, split=SplitConfig(kind='files'))\n"
     )
@@ -131,7 +131,7 @@ def test_staged_file_that_lost_bytes_or_changed_is_staged_again(
         write_lines(tmp_path / "days" / f"day_{day}", random_lines(60, seed=day))
 
     def fail(*_: object) -> None:
-        Path(f"{tmp_path}/ds.staging/counts.parquet").write_bytes(b"half")
+        Path(f"{tmp_path}/ds.staging/00001-x.attempt-1").write_bytes(b"half")
         Path(f"{tmp_path}/ds.staging/spill").mkdir()
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -154,7 +154,7 @@ def test_second_run_returns_at_once_and_other_input_is_refused(tmp_path: Path, m
     source = write_lines(tmp_path / "a" / "train.txt", lines)
     first = run_prepare(source, tmp_path / "ds")
     copy = write_lines(tmp_path / "b" / "train.txt", lines)
-    monkeypatch.setattr(preparation, "stage_sources", lambda *_: pytest.fail("staged again"))
+    monkeypatch.setattr(preparation, "_stage", lambda *_: pytest.fail("staged again"))
     job = load_config(PrepareJob, ["data=criteo_kaggle", f"source={copy}", f"data.path={tmp_path}/ds",
                                    "data.split.validation_fraction=0.1", "data.split.test_fraction=0.1"])  # fmt: skip
     summary = prepare(job)

@@ -1,4 +1,4 @@
-"""A preparation reads from an object store and writes to one, by either engine, with the bytes that it has on a disk."""
+"""A preparation reads from an object store and writes to one, by either executor, with the bytes that it has on a disk."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from pathlib import Path
 import pytest
 
 from pipeline.data.dataset import load_dataset
-from pipeline.data.prepare.distributed.engine import SerialEngine
-from pipeline.data.prepare.distributed.prepare import prepare_distributed
-from pipeline.data.prepare.distributed.recipe import make_recipe
+from pipeline.data.prepare.executor import LocalExecutor
 from pipeline.data.prepare.prepare import prepare_dataset
+from pipeline.data.prepare.recipe import make_recipe
 from pipeline.data.prepare.resources import Resources
 from pipeline.data.raw.source import find_sources
 from pipeline.runtime.storage import storage
 from tests.data.criteo_rows import random_lines, run_prepare, write_lines
 from tests.data.ray_cluster import ray_cluster
-from tests.data.test_distributed import config_of, digests, small_pieces, write_rows
+from tests.data.test_executors import OtherProcesses, config_of, digests, small_blocks, write_rows
 from tests.data.test_ray import finish, start
 from tests.support.object_store import BUCKET, FaultyProxy, environment, store
 
-__all__ = ["small_pieces", "store"]
+__all__ = ["small_blocks", "store"]
 ROOT = f"s3://{BUCKET}"
 
 
@@ -43,24 +42,26 @@ def digests_in_store(path: str) -> dict[str, str]:
 
 
 @pytest.mark.campaign
-@pytest.mark.usefixtures("store", "small_pieces")
-def test_both_engines_read_and_write_an_object_store(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("store", "small_blocks")
+def test_both_executors_read_and_write_an_object_store(tmp_path: Path) -> None:
     for number, (rows, bad) in enumerate([(150, 3), (90, 0)]):
         write_rows(tmp_path / "raw" / "dt=1" / f"part_{number}.csv", rows, seed=number, bad=bad)
     upload(tmp_path / "raw", f"{ROOT}/raw")
-    limits = Resources(1 << 30, 2, str(tmp_path / "staging"))
-    prepare_dataset(config_of(tmp_path / "local"), find_sources(str(tmp_path / "raw")), limits)
-    expected = digests(tmp_path / "local")
     sources = find_sources(f"{ROOT}/raw")
     assert [source.name for source in sources] == ["dt=1/part_0.csv", "dt=1/part_1.csv"]
-    prepare_dataset(config_of(f"{ROOT}/embedded"), sources, limits)
-    in_store = digests_in_store(f"{ROOT}/embedded")
+    local = make_recipe(
+        config_of(tmp_path / "local"), find_sources(str(tmp_path / "raw")), Resources(1 << 30, 2, f"{tmp_path}/staging")
+    )
+    prepare_dataset(local, LocalExecutor(local))
+    here = make_recipe(config_of(f"{ROOT}/here"), sources, Resources(1 << 30, 2, f"{tmp_path}/staging"))
+    prepare_dataset(here, LocalExecutor(here))
+    expected, in_store = digests(tmp_path / "local"), digests_in_store(f"{ROOT}/here")
     assert in_store == {name: expected[name] for name in in_store} and len(in_store) > 4
-    resources = Resources(1 << 30, 1, f"{ROOT}/by-tasks.staging")
-    recipe = make_recipe(config_of(f"{ROOT}/by-tasks"), sources, resources)
-    prepare_distributed(recipe, sources, SerialEngine(recipe), 3)
-    assert digests_in_store(f"{ROOT}/by-tasks") == in_store
-    assert not storage.list_folder(f"{ROOT}/by-tasks.staging")
+    staging = f"{ROOT}/elsewhere.staging"
+    elsewhere = make_recipe(config_of(f"{ROOT}/elsewhere"), sources, Resources(1 << 30, 1, staging))
+    prepare_dataset(elsewhere, OtherProcesses(elsewhere))
+    assert digests_in_store(f"{ROOT}/elsewhere") == in_store
+    assert not storage.list_folder(staging)
 
 
 @pytest.mark.campaign

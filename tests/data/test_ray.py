@@ -12,7 +12,7 @@ import pytest
 from pipeline.data.dataset import load_dataset
 from tests.data.criteo_rows import random_lines, run_prepare, write_lines
 from tests.data.ray_cluster import RayCluster, ray_cluster
-from tests.data.test_distributed import digests
+from tests.data.test_executors import digests
 
 NUM_FILES, ROWS_A_FILE, NUM_KILLS = 8, 4_000, 20
 pytestmark = pytest.mark.campaign
@@ -36,7 +36,7 @@ def expected(raw: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
 def start(cluster: RayCluster, raw: Path | str, path: Path | str, *words: str) -> subprocess.Popen[str]:
     command = [
         sys.executable, "-m", "pipeline", "prepare", "data=criteo_kaggle", f"source={raw}", f"data.path={path}", "engine=ray",
-        "data.rows_per_shard=1500", "data.rows_per_row_group=500", "ray.num_partitions=6", "ray.max_retries=40", *words,
+        "data.rows_per_shard=1500", "data.rows_per_row_group=500", "ray.max_retries=40", *words,
         "data.split.validation_fraction=0.1", "data.split.test_fraction=0.1",
     ]  # fmt: skip
     return subprocess.Popen(

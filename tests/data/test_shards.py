@@ -16,11 +16,11 @@ from pipeline.config.columns import ColumnsConfig
 from pipeline.config.ids import IdsConfig
 from pipeline.config.splits import SPLITS, SplitConfig
 from pipeline.data.prepare import resources
+from pipeline.data.prepare.divide import DividedFile
 from pipeline.data.prepare.row_groups import in_row_groups
-from pipeline.data.prepare.splits import Boundaries, blocks_of, find_boundaries
+from pipeline.data.prepare.splits import Boundaries, blocks_of_file, find_boundaries
 from pipeline.data.prepare.staging import StagedFile
-from pipeline.data.prepare.vocabulary import open_engine
-from pipeline.data.prepare.write_shards import plan_shards
+from pipeline.data.prepare.write_shards import SharedByShards, plan_shards
 from pipeline.runtime.errors import DataError
 from tests.data.criteo_rows import random_lines, read_split, run_prepare, write_lines
 from tests.support.examples import examples
@@ -50,26 +50,27 @@ def test_row_groups_have_their_size_and_the_rows_their_order(sizes: list[int], g
 )
 @examples(100)
 def test_shards_cover_each_split_once_and_in_order(files: list[list[int]], a: int, b: int, rows_per_shard: int) -> None:
-    total = sum(map(sum, files))
+    sizes = [sum(rows) for rows in files]
+    firsts, total = (np.cumsum(sizes) - sizes).tolist(), sum(sizes)
     boundaries = Boundaries(min(a, b) + 1, max(a, b) + 1)
-    if not total:
-        with pytest.raises(DataError, match=names("source quarantine")):
-            blocks_of([staged(i, rows) for i, rows in enumerate(files)], boundaries)
-        return
-    blocks = blocks_of([staged(i, rows) for i, rows in enumerate(files)], boundaries)
-    assert [block.first_entry for block in blocks] == [3 * block.index for block in blocks]
     splits = boundaries.split_of(np.arange(total))
+    divided = []
+    for number, (rows, first) in enumerate(zip(files, firsts, strict=True)):
+        blocks = blocks_of_file(staged(number, rows), boundaries, first)
+        for block in blocks:
+            held = splits[block.first_row : block.first_row + block.num_rows]
+            assert block.per_split == tuple(np.bincount(held, minlength=3).tolist())
+        per_split = [sum(block.per_split[split] for block in blocks) for split in range(3)]
+        divided.append(DividedFile(str(number), "", per_split, [2 * len(rows), len(rows)], [], {}))
     seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    for plan in plan_shards(blocks, rows_per_shard):
-        rows = [
-            r
-            for block in plan.blocks
-            for r in range(block.first_row, block.first_row + block.num_rows)
-            if splits[r] == plan.split
-        ]
-        mine = rows[plan.first_row : plan.first_row + plan.num_rows]
-        assert plan.path == f"{SPLITS[plan.split]}/{plan.number:05d}.parquet" and len(mine) == plan.num_rows
-        seen[plan.split] += mine
+    for item in plan_shards(divided, rows_per_shard, SharedByShards(boundaries, [])):
+        numbers = [int(file.folder) for file in item.files]
+        rows = [r for n in numbers for r in range(firsts[n], firsts[n] + sizes[n]) if splits[r] == item.split]
+        mine = rows[item.first_row : item.first_row + item.num_rows]
+        assert item.path == f"{SPLITS[item.split]}/{item.number:05d}.parquet" and len(mine) == item.num_rows
+        before = sum(len(files[n]) for n in range(numbers[0]))
+        assert item.files[0].first_values == [2 * before, before]
+        seen[item.split] += mine
     assert seen == {split: np.flatnonzero(splits == split).tolist() for split in range(3)}
 
 
@@ -79,20 +80,23 @@ def test_shards_cover_each_split_once_and_in_order(files: list[list[int]], a: in
      (14, 1 / 14, 1 / 14, (12, 13)), (100, 0.3, 0.0, (70, 100))],
 )  # fmt: skip
 def test_row_range_holds_out_the_last_rows(
-    tmp_path: Path, rows: int, validation: float, test: float, expected: tuple[int, int]
+    rows: int, validation: float, test: float, expected: tuple[int, int]
 ) -> None:
     config = SplitConfig(validation_fraction=validation, test_fraction=test)
-    found = find_boundaries(config, [staged(0, [rows])], open_engine(str(tmp_path), 100 << 20, 1))
+    found = find_boundaries(config, [staged(0, [rows])], no_times)
     assert (found.first_validation, found.first_test) == expected
 
 
-def test_last_file_is_halved_validation_first(tmp_path: Path) -> None:
-    engine = open_engine(str(tmp_path), 100 << 20, 1)
+def no_times(_: list[int]) -> list[int]:
+    raise AssertionError("rows are not sorted by time")
+
+
+def test_last_file_is_halved_validation_first() -> None:
     files = [staged(0, [5, 5]), staged(1, [7])]
-    found = find_boundaries(SplitConfig(kind="files"), files, engine)
+    found = find_boundaries(SplitConfig(kind="files"), files, no_times)
     assert (found.first_validation, found.first_test) == (10, 14)
     with pytest.raises(DataError, match=names("1")):
-        find_boundaries(SplitConfig(kind="files"), files[:1], engine)
+        find_boundaries(SplitConfig(kind="files"), files[:1], no_times)
 
 
 OWN = ColumnsConfig(label="y", dense=["x"], sparse=["a"], multi_hot=["tags"], timestamp="t")

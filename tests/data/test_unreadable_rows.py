@@ -15,8 +15,8 @@ from pipeline.config.columns import ColumnsConfig
 from pipeline.data.prepare import prepare as preparation
 from pipeline.data.prepare.limit import most_rows_to_come
 from pipeline.data.raw import rows as raw_rows
+from pipeline.data.raw.blocks import Block, Source
 from pipeline.data.raw.layout import Layout
-from pipeline.data.raw.source import Block, Source
 from pipeline.runtime.errors import DataError
 from tests.data.sources import prepare_rows, rows_of, write_lines
 from tests.support.messages import names

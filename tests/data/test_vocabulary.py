@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,17 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.ids import IdsConfig
-from pipeline.data.prepare import vocabulary
-from pipeline.data.prepare.vocabulary import (
-    ENTRIES_SCHEMA,
-    RankedFeature,
-    count_values,
-    map_entries,
-    open_engine,
-    rank_values,
-    read_counts,
-    vocabulary_file,
-)
+from pipeline.data.prepare.vocabulary import RankedFeature, rank_values, vocabulary_file
 from pipeline.data.raw.hashing import hash_ids
 from tests.support.examples import examples
 
@@ -112,63 +100,6 @@ def test_frequency_curve_equals_sums_over_sorted_counts(
     assert curve.ranks == sorted(set(curve.ranks)) and curve.ranks[0] == 1
     expected = [sum(by_id[:rank]) / total if total else 1.0 for rank in curve.ranks]
     assert curve.shares == pytest.approx(expected, abs=1e-8)
-
-
-def write_entries(path: Path, blocks: list[list[list[tuple[str, int]]]]) -> None:
-    """blocks[block][feature] are (value, count) in the order of codes."""
-    rows, entry = [], 0
-    for block, features in enumerate(blocks):
-        for feature, values in enumerate(features):
-            for value, count in values:
-                rows.append({"entry": entry, "block": block, "feature": feature, "value": value, "count": count})
-                entry += 1
-    pq.write_table(pa.Table.from_pylist(rows, schema=ENTRIES_SCHEMA), path)
-
-
-def memory_limit(engine: duckdb.DuckDBPyConnection) -> object:
-    return engine.execute("SELECT current_setting('memory_limit')").fetchone()
-
-
-@pytest.mark.parametrize("most_values", [3, 2], ids=["at_once", "one_after_the_other"])
-def test_ids_come_from_training_blocks_only_and_map_every_entry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_values: int
-) -> None:
-    monkeypatch.setattr(vocabulary, "VALUES_JOINED_AND_SORTED", most_values)
-    blocks = [
-        [[("x", 2), ("y", 1)], [("17", 4)]],
-        [[("y", 1), ("z", 1)], [("17", 1), ("3", 2)]],
-        [[("only evaluated", 9), ("z", 1)], [("5", 1)]],
-    ]
-    write_entries(tmp_path / "entries.parquet", blocks)
-    entries, counts = [str(tmp_path / "entries.parquet")], str(tmp_path / "counts.parquet")
-    with closing(open_engine(str(tmp_path / "spill"), 200 << 20, 2)) as engine:
-        count_values(engine, entries, [0, 1], counts)
-        ranked = {feature: [(v, c) for vs, cs in parts for v, c in zip(vs.to_pylist(), cs.tolist(), strict=True)]
-                  for feature, parts in read_counts(counts)}  # fmt: skip
-        rank_values(batches(ranked[0], 2), IdsConfig(), 5, str(tmp_path / "0.parquet"))
-        outputs = [(str(tmp_path / "ids"), 7), (str(tmp_path / "none"), 0), (str(tmp_path / "more"), 3)]
-        before = memory_limit(engine)
-        table = str(tmp_path / "ids.parquet")
-        map_entries(engine, entries, {0: str(tmp_path / "0.parquet")}, [1], outputs, table, 200 << 20)
-        assert memory_limit(engine) == before
-    assert not list(tmp_path.glob("ids.parquet*"))
-    assert ranked == {0: [("x", 2), ("y", 2), ("z", 1)], 1: [("17", 5), ("3", 2)]}
-    assert [np.fromfile(path, np.int32).tolist() for path, _ in outputs] == [[1, 2, 17, 2, 3, 17, 3], [], [0, 3, 5]]
-
-
-def test_more_values_than_memory_are_ranked_by_spilling_to_disk(tmp_path: Path) -> None:
-    values = [f"value number {i:030d}" for i in np.random.default_rng(0).permutation(600_000)]
-    ones = np.ones(len(values), np.int64)
-    columns = [np.arange(len(values)), 0 * ones, (0 * ones).astype(np.int32), values, ones]
-    entries, counts = [str(tmp_path / "entries.parquet")], str(tmp_path / "counts.parquet")
-    pq.write_table(pa.table([pa.array(c) for c in columns], schema=ENTRIES_SCHEMA), entries[0])
-    with closing(open_engine(str(tmp_path / "spill"), 72 << 20, 1)) as engine:
-        engine.execute("SET max_temp_directory_size = '0KiB'")
-        with pytest.raises(duckdb.OutOfMemoryException):
-            count_values(engine, entries, [0], counts)
-        engine.execute("SET max_temp_directory_size = '1GiB'")
-        count_values(engine, entries, [0], counts)
-    assert pq.read_table(counts)["value"].equals(pa.chunked_array([pa.array(sorted(values))]))
 
 
 def test_vocabulary_files_of_odd_names_stay_in_their_folder() -> None:

@@ -75,7 +75,7 @@ def test_two_nodes_prepare_and_end_with_the_code_of_prepare(tmp_path: Path) -> N
     def start(number: int, source: Path) -> subprocess.Popen[str]:
         words = ["data=criteo_kaggle", f"source={source}", f"data.path={tmp_path / 'ds'}", "engine=ray", "memory_limit_gb=0.5",
                  "data.split.validation_fraction=0.1", "data.split.test_fraction=0.1"]  # fmt: skip
-        command = [sys.executable, "-m", "pipeline.data.prepare.distributed.ray_node", "--address", f"127.0.0.1:{port}",
+        command = [sys.executable, "-m", "pipeline.data.prepare.ray_node", "--address", f"127.0.0.1:{port}",
                    "--memory-mb", "1000", "--", *words]  # fmt: skip
         environment = {**os.environ, **ENVIRONMENT, "SLURM_NODEID": str(number), "SLURM_CPUS_PER_TASK": "1"}
         return subprocess.Popen(

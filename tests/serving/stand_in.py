@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.config.columns import ColumnsConfig
-from pipeline.data.raw.rows import QuarantinedRow
+from pipeline.data.raw.blocks import QuarantinedRow
 from pipeline.serving.artifact.served_tasks import ServedTask
 from pipeline.serving.scoring.column_lists import Rows, as_table
 

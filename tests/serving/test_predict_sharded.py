@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config.jobs.evaluate import PredictJob
-from pipeline.data.raw.source import Source
+from pipeline.data.raw.blocks import Source
 from pipeline.runtime.errors import ConfigError
 from pipeline.serving.scoring.predict import PredictSummary, predict
 from pipeline.serving.scoring.shards import shard_output, sources_of_shard

@@ -17,17 +17,14 @@ ENGINES = ("embedded", "ray")
 
 @dataclass
 class RayConfig:
-    """Of engine=ray. num_partitions: of the values that are counted; it leaves no trace in the data set. dashboard: on a
-    cluster that the job starts for itself; one that is there has its own."""
+    """Settings of engine=ray. dashboard: on a cluster that the job starts; a cluster that is there has its own."""
 
     address: str | None = None
-    num_partitions: int | None = None
     max_retries: int = 8
     scratch: str | None = None
     dashboard: bool = False
 
     def __post_init__(self) -> None:
-        check_at_least("ray.num_partitions", self.num_partitions, 1, allow_none=True)
         check_at_least("ray.max_retries", self.max_retries, 0)
 
 

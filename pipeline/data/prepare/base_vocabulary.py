@@ -6,15 +6,13 @@ table's hot rows stay its first ones while new values come and rare ones go.
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import duckdb
 import pyarrow.parquet as pq
 
-from pipeline.config.ids import BaseVocabularyConfig
+from pipeline.config.ids import BaseVocabularyConfig, IdsConfig
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.prepare.encode import Features
 from pipeline.data.sql import sql_text
@@ -62,44 +60,31 @@ class BaseVocabulary:
         counts = pq.read_table(self.files[name], columns=["count"])["count"].to_numpy()
         return int((counts * (1.0 if self.frozen else self.count_decay)).sum())
 
-    def merge_counts(self, engine: duckdb.DuckDBPyConnection, features: Features, counts: str) -> str:
-        """A file like `counts` (feature, value, count; see vocabulary.count_values) of the values that are to have ids."""
-        self._write_buckets(engine, features, counts)
-        merged = os.path.join(os.path.dirname(counts), "merged_counts.parquet")
-        factor = 1.0 if self.frozen else self.count_decay
-        carried = " UNION ALL ".join(
-            f"SELECT {number} AS feature, value, floor(count * {factor})::BIGINT AS count, id FROM read_parquet({sql_text(self.files[name])})"
-            for number, name in enumerate(features.sparse)
-            if name in self.files
-        )
-        hashed = ", ".join(str(number) for number, name in enumerate(features.sparse) if name not in self.files) or "-1"
-        seen = f"SELECT feature, value, count FROM read_parquet({sql_text(counts)})"
-        if not carried:
-            return counts
-        if self.frozen:
-            rows = (
-                f"SELECT feature, value, count FROM (SELECT * FROM ({carried}) UNION ALL "
-                f"SELECT *, row_number() OVER (PARTITION BY feature ORDER BY count DESC, value) AS id "
-                f"FROM ({seen} WHERE feature IN ({hashed}))) ORDER BY feature, id"
-            )
-        else:
-            rows = (
-                f"SELECT feature, value, sum(count)::BIGINT AS count FROM (SELECT feature, value, count FROM ({carried}) "
-                f"UNION ALL {seen}) GROUP BY feature, value HAVING sum(count) > 0 ORDER BY feature, count DESC, value"
-            )
-        engine.execute(f"COPY ({rows}) TO {sql_text(merged)} (FORMAT parquet, COMPRESSION lz4_raw)")
-        return merged
+    def settings(self, ids: IdsConfig) -> IdsConfig:
+        """Return the settings by which ids are given; frozen vocabularies keep all of their values."""
+        return IdsConfig() if self.frozen else ids
 
-    def _write_buckets(self, engine: duckdb.DuckDBPyConnection, features: Features, counts: str) -> None:
-        """Beside `counts`: feature -> how often values of each bucket were seen, whatever the vocabularies know."""
-        found = {name: [0] * NUM_BUCKETS for name in features.sparse}
-        rows = engine.execute(
-            f"SELECT feature, md5_number_lower(value) % {NUM_BUCKETS} AS bucket, sum(count)::BIGINT FROM "
-            f"read_parquet({sql_text(counts)}) GROUP BY feature, bucket"
-        ).fetchall()
-        for number, bucket, count in rows:
-            found[features.sparse[number]][bucket] = int(count)
-        storage.publish_text(os.path.join(os.path.dirname(counts), BUCKETS_FILE), json.dumps(found))
+    def order(self, name: str) -> str:
+        """Return a query for (value, count) of the values that get ids, in the order of their ids.
+
+        The table `counted` holds the new rows' values.
+        """
+        known = f"read_parquet({sql_text(self.files[name])})"
+        if self.frozen:
+            return f"SELECT value, count FROM {known} ORDER BY id"
+        carried = f"SELECT value, floor(count * {self.count_decay})::BIGINT AS count FROM {known}"
+        return (
+            f"SELECT value, sum(count)::BIGINT AS count FROM ({carried} UNION ALL FROM counted) "
+            "GROUP BY value HAVING sum(count) > 0 ORDER BY count DESC, value"
+        )
+
+    def count_buckets(self, engine: duckdb.DuckDBPyConnection) -> list[int]:
+        """Count how often values of each bucket were seen, whether a vocabulary has them or not."""
+        found = [0] * NUM_BUCKETS
+        query = f"SELECT md5_number_lower(value) % {NUM_BUCKETS}, sum(count)::BIGINT FROM counted GROUP BY 1"
+        for bucket, count in engine.execute(query).fetchall():
+            found[bucket] = int(count)
+        return found
 
 
 def load_base(config: BaseVocabularyConfig) -> BaseVocabulary:

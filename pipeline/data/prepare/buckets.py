@@ -28,34 +28,6 @@ BucketIds = NDArray[np.int32]  # see ids_of_buckets
 Counted = tuple[NDArray[np.float64], NDArray[np.int64]]  # values ascending, and how many training rows have each
 
 
-def learn_buckets(
-    engine: duckdb.DuckDBPyConnection,
-    features: Features,
-    blocks: list[BlockRows],
-    boundaries: Boundaries,
-    staging: str,
-    base: BaseVocabulary | None,
-) -> list[SparseFeature]:
-    """The features of `features.buckets`, their vocabularies written below `staging`.
-
-    Those of a base data set keep its boundaries, and where it is frozen its ids.
-    """
-    return [_learn(engine, features, name, blocks, boundaries, staging, base) for name in features.buckets]
-
-
-def _learn(
-    engine: duckdb.DuckDBPyConnection,
-    features: Features,
-    name: str,
-    blocks: list[BlockRows],
-    boundaries: Boundaries,
-    staging: str,
-    base: BaseVocabulary | None,
-) -> SparseFeature:
-    count_numbers(engine, name, blocks, boundaries)
-    return learn_from_counts(engine, features, name, staging, base)
-
-
 def count_numbers(
     engine: duckdb.DuckDBPyConnection, name: str, blocks: list[BlockRows], boundaries: Boundaries
 ) -> None:
@@ -71,7 +43,10 @@ def count_numbers(
 def learn_from_counts(
     engine: duckdb.DuckDBPyConnection, features: Features, name: str, staging: str, base: BaseVocabulary | None
 ) -> SparseFeature:
-    """From the table `counted` of the column."""
+    """Learn from the table `counted` of the column; write the vocabulary below `staging`.
+
+    A column of a base data set keeps its boundaries there, and its ids if `base` is frozen.
+    """
     found = _boundaries_in(base, name)
     if found is None:
         found = boundaries_of(features.buckets[name], lambda: _read(engine))

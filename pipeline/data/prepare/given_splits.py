@@ -13,7 +13,8 @@ from pipeline.config.columns import expand_ranges
 from pipeline.config.splits import SPLITS, SplitConfig
 from pipeline.data.prepare.encode import HASH_COLUMN
 from pipeline.data.prepare.splits import BlockRows, read_block
-from pipeline.data.raw.source import Source, find_sources, named_apart
+from pipeline.data.raw.blocks import Source
+from pipeline.data.raw.source import find_sources, named_apart
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.logs import get_logger
 

@@ -10,7 +10,7 @@ from pipeline.config.labels import LabelConfig
 from pipeline.config.splits import SPLITS
 from pipeline.data.dataset import FILE_NAME, Dataset, listed_labels, load_dataset
 from pipeline.data.prepare.base_vocabulary import BaseVocabulary
-from pipeline.data.raw.source import Source
+from pipeline.data.raw.blocks import Source
 from pipeline.runtime.errors import DataError, UserError
 from pipeline.runtime.storage import storage
 

@@ -10,9 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config.data import TEXT_FORMATS, DataConfig
-from pipeline.data.prepare.staging import StagedFile
+from pipeline.data.raw.blocks import Source
 from pipeline.data.raw.layout import layout_of
-from pipeline.data.raw.source import Source
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
@@ -66,7 +65,7 @@ def refuse(config: DataConfig, quarantined: int, rows: int, example: str) -> Non
         )
 
 
-def refuse_early(config: DataConfig, sources: Sequence[Source], files: Sequence[StagedFile], position: int) -> None:
+def refuse_early(config: DataConfig, sources: Sequence[Source], files: Sequence[ReadFile], position: int) -> None:
     """Raises DataError as soon as the rows to come cannot bring the share of unreadable ones below the limit.
 
     `files` are what is staged so far; the last one is being read, and its rows are those of the first `position` bytes of its
@@ -84,7 +83,7 @@ def refuse_early(config: DataConfig, sources: Sequence[Source], files: Sequence[
         refuse(config, bad, rows, example)
 
 
-def refuse_hopeless(config: DataConfig, source: Source, staged: StagedFile) -> None:
+def refuse_hopeless(config: DataConfig, source: Source, staged: ReadFile) -> None:
     """Raises DataError where more than half of a file's rows so far are unreadable, whatever the other files hold."""
     if staged.num_quarantined > max(HOPELESS_ROWS, staged.num_source_rows / 2):
         example = f"{source.path}, {staged.first_quarantined}"

@@ -1,10 +1,17 @@
-"""Divide a preparation's limit of memory and threads among its parts."""
+"""Divide the limit of memory and threads among the parts of a preparation, and report what DuckDB lacked."""
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from pipeline.data.raw.source import MAX_BLOCK_ROWS
+import duckdb
+
+from pipeline.data.raw.blocks import MAX_BLOCK_ROWS
+from pipeline.runtime.errors import LimitError
 
 BYTES_A_TEXT_BYTE = 10  # memory that a block takes while it is parsed and encoded, beside its text
 PROCESS_BYTES = 300 << 20  # Python, numpy, pyarrow and DuckDB loaded, and what they keep for reuse
@@ -40,3 +47,19 @@ class Resources:
     def block_bytes(self) -> int:
         share = self.memory_bytes // 3 // (BYTES_A_TEXT_BYTE * (self.threads + 1))
         return max(MIN_BLOCK_BYTES, min(MAX_BLOCK_BYTES, share))
+
+
+@contextmanager
+def engine_errors(resources: Resources) -> Iterator[None]:
+    """Raise LimitError if DuckDB lacks memory, and OSError if the disk is full."""
+    try:
+        yield
+    except duckdb.OutOfMemoryException as error:
+        raise LimitError(
+            f"memory_limit_gb={resources.memory_bytes / 2**30:g} is too little for {resources.threads} threads "
+            f"(DuckDB: {str(error).splitlines()[0]}): raise it, or lower threads"
+        ) from error
+    except duckdb.IOException as error:
+        text = " ".join(str(error).split())
+        code = errno.ENOSPC if "No space left" in text or "max_temp_directory_size" in text else errno.EIO
+        raise OSError(code, f"{os.strerror(code)} (DuckDB: {text[:200]})", resources.staging) from error

@@ -7,14 +7,14 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pipeline.config.jobs.prepare import PrepareJob
+from pipeline.config.jobs.prepare import PrepareJob, RayConfig
 from pipeline.config.splits import SPLITS
 from pipeline.data.dataset import Dataset
 from pipeline.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pipeline.data.prepare.resources import Resources
-    from pipeline.data.raw.source import Source
+    from pipeline.data.prepare.executor import Executor
+    from pipeline.data.prepare.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,14 @@ class PrepareSummary:
 
 
 def prepare(job: PrepareJob) -> PrepareSummary:
-    """Raises DataError where the source cannot become a data set, or job.data.path holds another one."""
+    """Raises DataError if the source cannot become a data set, or job.data.path holds another one."""
     # Here, so that a typo in the command fails before pyarrow and DuckDB are imported.
     from pipeline.data.prepare.base_vocabulary import load_base
+    from pipeline.data.prepare.executor import LocalExecutor
     from pipeline.data.prepare.given_splits import find_given
     from pipeline.data.prepare.identity import find_prepared
     from pipeline.data.prepare.prepare import prepare_dataset
+    from pipeline.data.prepare.recipe import make_recipe
     from pipeline.data.prepare.resources import Resources
     from pipeline.data.raw.partitions import check_success
     from pipeline.data.raw.source import find_sources
@@ -44,50 +46,36 @@ def prepare(job: PrepareJob) -> PrepareSummary:
     dataset = find_prepared(job.data, sources, base)
     if dataset is not None:
         return PrepareSummary(job.data.path, dataset, True, time.monotonic() - started)
-    memory_bytes = int(job.memory_limit_gb * 2**30)
-    if job.engine == "ray":
-        dataset, hints = _prepare_on_ray(job, sources, Resources(memory_bytes, job.threads or 1, shared_staging(job)))
-    else:
-        threads = job.threads or len(os.sched_getaffinity(0))
-        dataset, hints = prepare_dataset(job.data, sources, Resources(memory_bytes, threads, staging_folder(job)), base)
+    threads = job.threads or (1 if job.engine == "ray" else len(os.sched_getaffinity(0)))
+    resources = Resources(int(job.memory_limit_gb * 2**30), threads, staging_folder(job))
+    recipe = make_recipe(job.data, sources, resources, base, job.ray.scratch, job.plugins)
+    executor = _ray_executor(recipe, job.ray) if job.engine == "ray" else LocalExecutor(recipe)
+    dataset, hints = prepare_dataset(recipe, executor)
     return PrepareSummary(job.data.path, dataset, False, time.monotonic() - started, hints)
 
 
-def _prepare_on_ray(job: PrepareJob, sources: list[Source], resources: Resources) -> tuple[Dataset, list[str]]:
-    """Raises ConfigError where Ray is not installed, or there is no cluster."""
-    from pipeline.data.prepare.distributed.prepare import prepare_distributed
-    from pipeline.data.prepare.distributed.recipe import make_recipe
-
+def _ray_executor(recipe: Recipe, config: RayConfig) -> Executor:
+    """Raises ConfigError if Ray is not installed."""
     try:
-        from pipeline.data.prepare.distributed.ray_engine import RayEngine, connected
+        from pipeline.data.prepare.ray_executor import RayExecutor
     except ImportError as error:
         raise ConfigError(f"engine=ray needs Ray ({error}): pip install 'torchrec-pipeline[ray]'") from error
-    recipe = make_recipe(job.data, sources, resources, job.ray.scratch, job.plugins)
-    with connected(job.ray):
-        return prepare_distributed(recipe, sources, RayEngine(recipe, job.ray), job.ray.num_partitions)
-
-
-def shared_staging(job: PrepareJob) -> str:
-    """Beside data.path, or in job.temp_dir, which all machines see."""
-    from urllib.parse import quote
-
-    from pipeline.runtime.storage import storage
-
-    if job.temp_dir is None:
-        return job.data.path.rstrip("/") + ".staging"
-    return storage.join(job.temp_dir, quote(job.data.path, safe="") + ".staging")
+    return RayExecutor(recipe, config)
 
 
 def staging_folder(job: PrepareJob) -> str:
-    """Beside data.path, or in job.temp_dir; named after data.path, so that a killed run is found again."""
+    """Return a folder next to data.path, or in temp_dir; with engine=ray all machines see it.
+
+    It is named after data.path, so a restart finds it.
+    """
     import tempfile
     from urllib.parse import quote
 
     from pipeline.runtime.storage import storage
 
-    if job.temp_dir is None and storage.is_local(job.data.path):
+    if job.temp_dir is None and (job.engine == "ray" or storage.is_local(job.data.path)):
         return job.data.path.rstrip("/") + ".staging"
-    return os.path.join(job.temp_dir or tempfile.gettempdir(), quote(job.data.path, safe="") + ".staging")
+    return storage.join(job.temp_dir or tempfile.gettempdir(), quote(job.data.path, safe="") + ".staging")
 
 
 def describe(summary: PrepareSummary) -> str:

@@ -13,21 +13,19 @@ from typing import Protocol
 import duckdb
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from pipeline.config.labels import NegativeSamplingConfig
 from pipeline.config.splits import SPLITS, SplitConfig
 from pipeline.data.dataset import GROUP_COLUMN
 from pipeline.data.prepare.encode import TIMESTAMP_COLUMN, Features
-from pipeline.data.prepare.staging import StagedFile
-from pipeline.data.prepare.vocabulary import ENTRIES_SCHEMA
+from pipeline.data.prepare.staging import LZ4, StagedFile
 from pipeline.data.raw.cells import parse_timestamps
 from pipeline.data.read.streams import mix
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import arrow_files
 
 DROPPED = len(SPLITS)  # the number of no split, of negatives that sampling leaves out
-RECOUNTED_BLOCK = -1  # stands for the training rows of blocks that other splits share
+COUNTS_SCHEMA = pa.schema([("count", pa.int32())])
 
 
 @dataclass(frozen=True)
@@ -67,14 +65,18 @@ class Boundaries:
 
 @dataclass(frozen=True)
 class BlockRows:
-    """Where a staged block lies among all rows, and its entries among those of its file; how many rows each split has."""
+    """The position of a staged block among all rows, and the number of its rows in each split."""
 
     file: StagedFile
     index: int
     first_row: int
     num_rows: int
-    first_entry: int
     per_split: tuple[int, ...]
+
+    @property
+    def is_shared(self) -> bool:
+        """Some of its rows train and some do not."""
+        return 0 < self.per_split[0] < self.num_rows
 
 
 class RowCount(Protocol):
@@ -83,13 +85,6 @@ class RowCount(Protocol):
 
 
 def find_boundaries(
-    config: SplitConfig, files: list[StagedFile], engine: duckdb.DuckDBPyConnection, given: Sequence[str | None] = ()
-) -> Boundaries:
-    """`given` is the split of each file, ordered as SPLITS, where config.kind is given."""
-    return boundaries_of(config, files, lambda rows: _times_at(engine, files, rows), given)
-
-
-def boundaries_of(
     config: SplitConfig,
     files: Sequence[RowCount],
     find_times: Callable[[list[int]], list[int]],
@@ -157,23 +152,19 @@ def _cuts(total: int, config: SplitConfig) -> tuple[int, int]:
     return total - num_held_out, total - num_test
 
 
-def _times_at(engine: duckdb.DuckDBPyConnection, files: list[StagedFile], rows: list[int]) -> list[int]:
-    """The times of the rows that have these numbers when sorted by time; past the end, a time after the last."""
-    engine.register("times", pa.RecordBatchReader.from_batches(TIMES_SCHEMA, times_of(files)))
-    return times_at(engine.sql("SELECT time, count(*) AS rows FROM times GROUP BY time ORDER BY time"), rows)
-
-
 TIMES_SCHEMA = pa.schema([("time", pa.int64())])
 
 
-def times_of(files: list[StagedFile]) -> Iterator[pa.RecordBatch]:
-    for file in files:
-        for i in range(len(file.block_rows)):
-            yield pa.record_batch([read_block(file, i, [TIMESTAMP_COLUMN])[0]], schema=TIMES_SCHEMA)
+def times_of(file: StagedFile) -> Iterator[pa.RecordBatch]:
+    for i in range(len(file.block_rows)):
+        yield pa.record_batch([read_block(file, i, [TIMESTAMP_COLUMN])[0]], schema=TIMES_SCHEMA)
 
 
 def times_at(counted: duckdb.DuckDBPyRelation, rows: list[int]) -> list[int]:
-    """As _times_at, from (time, rows), by ascending time."""
+    """Return the times of the rows that have these numbers when sorted by time; past the end, a later time.
+
+    `counted` is (time, rows), by ascending time.
+    """
     found: list[int] = []
     passed, latest = 0, 0
     for batch in counted.to_arrow_reader(65_536):
@@ -210,21 +201,9 @@ def _split_of_rows(first_row: int, num_rows: int, boundaries: Boundaries, batch:
     return splits
 
 
-def blocks_of(files: list[StagedFile], boundaries: Boundaries) -> list[BlockRows]:
-    """All blocks in source order. Raises DataError where nothing is left to train on."""
-    blocks: list[BlockRows] = []
-    first_row = 0
-    for file in files:
-        blocks += blocks_of_file(file, boundaries, first_row)
-        first_row += file.num_rows
-    check_rows_to_train_on(any(block.per_split[0] for block in blocks), first_row)
-    return blocks
-
-
 def blocks_of_file(file: StagedFile, boundaries: Boundaries, first_row: int) -> list[BlockRows]:
-    """`first_row`: how many rows the files before it have."""
+    """`first_row`: the number of rows in the files before it."""
     blocks = []
-    first_entry = 0
     columns = boundaries.columns
     edges = np.array([0, boundaries.first_validation, boundaries.first_test, np.iinfo(np.int64).max])
     for i, num_rows in enumerate(file.block_rows):
@@ -234,9 +213,8 @@ def blocks_of_file(file: StagedFile, boundaries: Boundaries, first_row: int) -> 
             per_split = np.bincount(splits, minlength=DROPPED + 1)[:DROPPED]
         else:
             per_split = np.diff(np.clip(edges, first_row, first_row + num_rows))
-        blocks.append(BlockRows(file, i, first_row, num_rows, first_entry, tuple(per_split.tolist())))
+        blocks.append(BlockRows(file, i, first_row, num_rows, tuple(per_split.tolist())))
         first_row += num_rows
-        first_entry += sum(file.num_values[i])
     return blocks
 
 
@@ -262,45 +240,32 @@ def check_rows_to_train_on(found: bool, num_rows: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class TrainingCounts:
-    """Which entries to count: those of `blocks`, and those that `recounted` holds. num_lookups is [num_features]."""
+def count_training(blocks: list[BlockRows], boundaries: Boundaries, features: Features, path: str) -> np.ndarray:
+    """Return [num_features] the lookups of the training rows of one file.
 
-    blocks: list[int]
-    recounted: str
-    num_lookups: np.ndarray
-
-
-def count_training(
-    blocks: list[BlockRows], boundaries: Boundaries, features: Features, recounted: str
-) -> TrainingCounts:
-    """Blocks that only train have their counts already; of those that other splits share, the training rows are counted."""
-    whole = [block for block in blocks if block.per_split[0] == block.num_rows]
-    shared = [block for block in blocks if 0 < block.per_split[0] < block.num_rows]
+    The counts of values in blocks that only train were staged. In a block that splits share they
+    are counted again, and written to `path`: a record batch per such block and feature.
+    """
     lookups = np.zeros(len(features.sparse), dtype=np.int64)
-    for block in whole:
-        lookups += np.array(block.file.num_lookups[block.index], np.int64)
-    with pq.ParquetWriter(recounted, ENTRIES_SCHEMA, compression="lz4") as writer:
-        for block in shared:
-            entries, seen = _recount(block, boundaries, features)
-            writer.write_table(entries)
-            lookups += np.array(seen, np.int64)
-    numbers = [block.file.block_number(block.index) for block in whole]
-    return TrainingCounts([*numbers, RECOUNTED_BLOCK], recounted, lookups)
+    with pa.ipc.new_file(path, COUNTS_SCHEMA, options=LZ4) as writer:
+        for block in blocks:
+            if block.is_shared:
+                lookups += _recount(block, boundaries, features, writer)
+            elif block.per_split[0]:
+                lookups += np.array(block.file.num_lookups[block.index], np.int64)
+    return lookups
 
 
-def _recount(block: BlockRows, boundaries: Boundaries, features: Features) -> tuple[pa.Table, list[int]]:
+def _recount(
+    block: BlockRows, boundaries: Boundaries, features: Features, writer: pa.ipc.RecordBatchFileWriter
+) -> np.ndarray:
     batch = read_block(block.file, block.index)
     trains = pa.array(split_of_block(block, boundaries, batch) == 0)
-    counts, lookups = [], []
+    lookups = []
     for name, num_values in zip(features.sparse, block.file.num_values[block.index], strict=True):
         codes = batch[name].filter(trains)
         codes = codes.flatten() if name in features.multi_hot else codes
-        counts.append(np.bincount(codes.to_numpy(), minlength=num_values + 1)[1:])
+        counts = np.bincount(codes.to_numpy(), minlength=num_values + 1)[1:]
+        writer.write_batch(pa.record_batch([pa.array(counts.astype(np.int32))], schema=COUNTS_SCHEMA))
         lookups.append(len(codes))
-    with arrow_files.open_input(block.file.entries_path) as stream, pq.ParquetFile(stream) as file:
-        entries = file.read_row_group(block.index)
-    count = np.concatenate([np.zeros(0, np.int64), *counts])
-    entries = entries.set_column(4, "count", pa.array(count))
-    entries = entries.set_column(1, "block", pa.array(np.full(len(entries), RECOUNTED_BLOCK)))
-    return entries.filter(pa.array(count > 0)), lookups
+    return np.array(lookups, np.int64)

@@ -1,9 +1,9 @@
-"""Stage a source file: typed rows with codes in place of categorical values, and the value of each code.
+"""Stage a source file: typed rows with codes in place of categorical values, and each code's value.
 
-It depends on its source alone, and `done.json` is written last: a killed run finds its finished files and goes on.
+A staged file depends on its source alone, so a restart reuses it.
 
-rows.arrow         a record batch a block
-entries.parquet    a row group a block: the value behind each code, feature by feature, and its count in the block
+rows.arrow         a record batch per block
+values.arrow       a record batch per block and feature: the value behind each code, and its count
 quarantine.jsonl   the rows that could not be read
 """
 
@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,20 +22,19 @@ import pyarrow.parquet as pq
 
 from pipeline.config.transforms import described
 from pipeline.data.prepare.encode import TIMESTAMP_COLUMN, EncodedBlock, Features, encode_block
+from pipeline.data.prepare.limit import refuse_early, refuse_hopeless
 from pipeline.data.prepare.parallel import map_ordered
+from pipeline.data.prepare.recipe import Json, Recipe, finished, once
 from pipeline.data.prepare.time_units import count_units
-from pipeline.data.prepare.vocabulary import ENTRIES_SCHEMA
-from pipeline.data.raw.layout import Layout
-from pipeline.data.raw.rows import ParsedRows, open_source, parse_block
-from pipeline.data.raw.source import TEACHER_COLUMN, TEACHER_SUFFIX, Block, RowReader, Source
+from pipeline.data.raw.blocks import Block, ParsedRows, RowReader, Source
+from pipeline.data.raw.rows import open_source, parse_block
+from pipeline.data.raw.source import TEACHER_COLUMN, TEACHER_SUFFIX
 from pipeline.runtime.errors import DataError
-from pipeline.runtime.process.processes import LOCK
-from pipeline.runtime.storage import atomic, storage
+from pipeline.runtime.storage import storage
 
-STAGING_VERSION = 1  # what another version staged is not taken over
-NUMBER_SHIFT = 40  # a file numbers its blocks and entries from (its own number << 40): ascending in source order
-DONE = "done.json"
-IDS_FILE = "ids.int32"
+STAGING_VERSION = 2  # files of another version are not reused
+VALUES_SCHEMA = pa.schema([("value", pa.string()), ("count", pa.int32())])
+LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")  # saves two fifths of the folder for a fiftieth of the time
 
 
 @dataclass
@@ -52,107 +51,115 @@ class StagedFile:
     num_lookups: list[list[int]] = field(default_factory=list)
     num_negative: dict[str, int] = field(default_factory=dict)  # see EncodedBlock
     num_times: dict[str, int] = field(default_factory=dict)  # see count_units
-    ids_folder: str = ""  # where that is not the file's own
 
     @property
     def num_rows(self) -> int:
         return sum(self.block_rows)
 
-    @property
-    def rows_path(self) -> str:
-        return os.path.join(self.folder, "rows.arrow")
+    @cached_property
+    def first_values(self) -> np.ndarray:
+        """[num_blocks, num_features] the number of each block's first value among those of the file."""
+        counts = np.array(self.num_values, np.int64)
+        firsts: np.ndarray = np.cumsum(counts, axis=0) - counts
+        return firsts
 
     @property
-    def entries_path(self) -> str:
-        return os.path.join(self.folder, "entries.parquet")
+    def rows_path(self) -> str:
+        return storage.join(self.folder, "rows.arrow")
+
+    @property
+    def values_path(self) -> str:
+        return storage.join(self.folder, "values.arrow")
 
     @property
     def quarantine_path(self) -> str:
-        return os.path.join(self.folder, "quarantine.jsonl")
-
-    @property
-    def ids_path(self) -> str:
-        """Raw int32, an id for each entry of the file in order; written when values have ids."""
-        return storage.join(self.ids_folder or self.folder, IDS_FILE)
-
-    @property
-    def num_entries(self) -> int:
-        return sum(map(sum, self.num_values))
-
-    @property
-    def sizes(self) -> list[int]:
-        paths = (self.rows_path, self.entries_path, self.quarantine_path)
-        return [os.path.getsize(path) if os.path.exists(path) else 0 for path in paths]
-
-    def block_number(self, block: int) -> int:
-        return (self.number << NUMBER_SHIFT) + block
+        return storage.join(self.folder, "quarantine.jsonl")
 
 
-def stage_source(
-    source: Source,
-    number: int,
-    layout: Layout,
-    features: Features,
-    root: str,
-    *,
-    block_bytes: int,
-    threads: int,
-    advance: Callable[[int], None],
-    check: Callable[[StagedFile, int], None],
-) -> StagedFile:
-    """Stage a source under `root`, or take over what an earlier run has staged of it.
+@dataclass(frozen=True)
+class FileSummary:
+    """What the driver keeps of a staged file, however long it is."""
 
-    `advance` hears of bytes read. `check` sees the state after each block, and a number of bytes whose rows are all in it; it
-    may raise.
+    folder: str
+    number: int
+    num_rows: int
+    num_source_rows: int
+    num_quarantined: int
+    first_quarantined: str
+    num_negative: dict[str, int]
+    num_times: dict[str, int]
+
+
+@dataclass(frozen=True)
+class FileToStage:
+    """`before`: all files in front of it; None if files are staged at the same time."""
+
+    number: int
+    before: list[FileSummary] | None
+
+
+def stage_file(recipe: Recipe, item: FileToStage) -> FileSummary:
+    """A task: read one source file.
+
+    Raises:
+        DataError: so many rows cannot be read that the preparation could only end with an error.
     """
-    folder = staged_folder(root, source, number, layout, features)
-    staged = _finished(folder)
-    if staged:
-        advance(source.size_bytes)
-        return staged
-    atomic.begin_marked_folder(folder)
-    staged = stage_into(
-        folder, source, number, layout, features, block_bytes=block_bytes, threads=threads, advance=advance, check=check
+    source = recipe.sources[item.number]
+    folder = recipe.path(f"{item.number:05d}-{_key(recipe, source)}")
+
+    def check(staged: StagedFile, position: int) -> None:
+        if item.before is None:
+            refuse_hopeless(recipe.config, source, staged)
+        else:
+            refuse_early(recipe.config, recipe.sources, [*item.before, staged], position)
+
+    def write(attempt: str) -> Json:
+        return asdict(replace(_stage(recipe, source, StagedFile(attempt, item.number), check), folder=folder))
+
+    once(recipe, folder, write)
+    staged = load_staged(folder)
+    assert staged.num_rows + staged.num_quarantined == staged.num_source_rows
+    return FileSummary(
+        folder=folder,
+        number=item.number,
+        num_rows=staged.num_rows,
+        num_source_rows=staged.num_source_rows,
+        num_quarantined=staged.num_quarantined,
+        first_quarantined=staged.first_quarantined,
+        num_negative=staged.num_negative,
+        num_times=staged.num_times,
     )
-    atomic.finish_marked_folder(folder, DONE, json.dumps(asdict(staged) | {"sizes": staged.sizes}))
-    return staged
 
 
-def staged_folder(root: str, source: Source, number: int, layout: Layout, features: Features) -> str:
-    """Named after all that the staged bytes depend on."""
-    return storage.join(root, f"{number:05d}-{_key(source, layout, features)}")
+def load_staged(folder: str) -> StagedFile:
+    found: Any = finished(folder)
+    assert found is not None, folder
+    return StagedFile(**found | {"folder": folder})
 
 
-def stage_into(
-    folder: str,
-    source: Source,
-    number: int,
-    layout: Layout,
-    features: Features,
-    *,
-    block_bytes: int,
-    threads: int,
-    advance: Callable[[int], None],
-    check: Callable[[StagedFile, int], None],
-) -> StagedFile:
-    """Write the files of a StagedFile to a local folder; see stage_source."""
-    staged = StagedFile(folder, number)
+def _stage(recipe: Recipe, source: Source, staged: StagedFile, check: Callable[[StagedFile, int], None]) -> StagedFile:
+    """Write the files of `staged`.
+
+    `check` sees the state after each block, and a number of bytes whose rows are all in it.
+    """
+    features, resources = recipe.features, recipe.resources
     teacher = _read_teacher(source, features)
-    reader, names = open_source(layout, source, block_bytes)
+    reader, names = open_source(recipe.layout, source, resources.block_bytes)
 
     def work(read: tuple[Block, int]) -> tuple[int, Block, ParsedRows, EncodedBlock]:
         block, before = read
-        parsed = parse_block(layout, names, block)
+        parsed = parse_block(recipe.layout, names, block)
         rows = slice(block.first_row, block.first_row + block.num_rows)
         truth = {name: of_label[rows][parsed.kept] for name, of_label in teacher.items()}
         return before, block, parsed, encode_block(features, parsed.table, truth)
 
     position = 0
     with reader, _Writer(staged) as writer:
-        for before, block, parsed, encoded in map_ordered(work, _with_positions(reader), threads):
+        blocks = map_ordered(work, _with_positions(reader), resources.threads)
+        for before, block, parsed, encoded in blocks:
             writer.add(block, parsed, encoded)
             check(staged, before)
-            advance(reader.position - position)
+            recipe.advance(reader.position - position)
             position = reader.position
     if teacher and (rows := len(next(iter(teacher.values())))) != staged.num_source_rows:
         raise DataError(
@@ -162,7 +169,7 @@ def stage_into(
 
 
 def _with_positions(reader: RowReader) -> Iterator[tuple[Block, int]]:
-    """Each block, and a position whose rows are all in the blocks so far: a reader is ahead by what it cuts into blocks."""
+    """Each block, and a position whose rows are all in the blocks so far; the reader is ahead of its blocks."""
     before = now = 0
     for block in reader.blocks():
         if reader.position != now:
@@ -170,37 +177,16 @@ def _with_positions(reader: RowReader) -> Iterator[tuple[Block, int]]:
         yield block, before
 
 
-def _key(source: Source, layout: Layout, features: Features) -> str:
-    # Frequency thresholds and the like come later: only what the staged bytes depend on.
+def _key(recipe: Recipe, source: Source) -> str:
+    """Name all that the staged bytes depend on; frequency thresholds, for example, come later."""
+    features = recipe.features
     hashed = {name: (ids.hash_size, ids.hash_seed) for name, ids in features.ids.items() if ids.kind == "hash"}
-    parts = [STAGING_VERSION, source.name, source.size_bytes, source.digest, asdict(layout), hashed]
+    parts = [STAGING_VERSION, source.name, source.size_bytes, source.digest, asdict(recipe.layout), hashed]
     parts += ["row hashes"] if features.row_hashes else []
     parts += [f"in buckets: {name}" for name in features.buckets]
     parts += [f"{name} by {kind}" for name, kind in features.transforms.items()]
     parts += described(features.derived, features.derived_kinds)
     return hashlib.sha256(json.dumps([*parts, features.dense_transform]).encode()).hexdigest()[:16]
-
-
-def remove_unfinished(root: str) -> None:
-    """Of a preparation that has failed: all but the staged files that another run can take over; without any, `root` itself."""
-    paths = [os.path.join(root, name) for name in os.listdir(root) if name != LOCK]
-    kept = [path for path in paths if (staged := _finished(path)) is not None and staged.num_source_rows]
-    for path in [path for path in paths if path not in kept] if kept else [root]:
-        if os.path.isdir(path):
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            os.remove(path)
-
-
-def _finished(folder: str) -> StagedFile | None:
-    """None where the file was not finished, or a machine that lost power kept its mark and not its bytes."""
-    path = os.path.join(folder, DONE)
-    if not os.path.exists(path):
-        return None
-    values = json.loads(storage.read_text(path))
-    sizes = values.pop("sizes")
-    staged = StagedFile(**values | {"folder": folder})
-    return staged if staged.sizes == sizes else None
 
 
 def _read_teacher(source: Source, features: Features) -> dict[str, np.ndarray]:
@@ -219,34 +205,26 @@ class _Writer:
 
     def __init__(self, staged: StagedFile) -> None:
         self._staged = staged
-        self._next_entry = staged.block_number(0)
         self._rows: pa.ipc.RecordBatchFileWriter | None = None
 
     def __enter__(self) -> _Writer:
-        encoding = dict.fromkeys(ENTRIES_SCHEMA.names, "PLAIN") | {"entry": "DELTA_BINARY_PACKED"}
-        self._entries = pq.ParquetWriter(
-            self._staged.entries_path,
-            ENTRIES_SCHEMA,
-            compression="lz4",
-            use_dictionary=False,
-            column_encoding=encoding,
-        )
+        self._values = pa.ipc.new_file(self._staged.values_path, VALUES_SCHEMA, options=LZ4)
         self._quarantine = open(self._staged.quarantine_path, "w", encoding="utf-8")
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in (self._rows, self._entries, self._quarantine):
+        for file in (self._rows, self._values, self._quarantine):
             if file:
                 file.close()
 
     def add(self, block: Block, parsed: ParsedRows, encoded: EncodedBlock) -> None:
         staged = self._staged
         if self._rows is None:
-            # LZ4 saves two fifths of the staging folder for a fiftieth of the time.
-            options = pa.ipc.IpcWriteOptions(compression="lz4")
-            self._rows = pa.ipc.new_file(staged.rows_path, encoded.rows.schema, options=options)
+            self._rows = pa.ipc.new_file(staged.rows_path, encoded.rows.schema, options=LZ4)
         self._rows.write_batch(encoded.rows)
-        self._entries.write_table(self._entry_table(encoded))
+        columns = [encoded.values, pa.array(encoded.counts.astype(np.int32))]
+        for batch in cut_by_feature(pa.record_batch(columns, schema=VALUES_SCHEMA), encoded.num_values):
+            self._values.write_batch(batch)
         for row in parsed.quarantined:
             self._quarantine.write(json.dumps(asdict(row), ensure_ascii=False) + "\n")
         if parsed.quarantined and not staged.first_quarantined:
@@ -263,15 +241,10 @@ class _Writer:
             for name, count in more.items():
                 counts[name] = counts.get(name, 0) + count
 
-    def _entry_table(self, encoded: EncodedBlock) -> pa.Table:
-        num_entries = len(encoded.values)
-        first = self._next_entry
-        self._next_entry += num_entries
-        columns = [
-            np.arange(first, self._next_entry),
-            np.full(num_entries, self._staged.block_number(len(self._staged.block_rows))),
-            np.repeat(np.arange(len(encoded.num_values), dtype=np.int32), encoded.num_values),
-            encoded.values,
-            encoded.counts,
-        ]
-        return pa.table([pa.array(column) for column in columns], schema=ENTRIES_SCHEMA)
+
+def cut_by_feature(batch: pa.RecordBatch, num_values: list[int]) -> Iterator[pa.RecordBatch]:
+    """Cut a batch of all features' values, in the order of the features."""
+    begin = 0
+    for count in num_values:
+        yield batch.slice(begin, count)
+        begin += count

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 
@@ -41,21 +40,13 @@ class Moments:
         return Moments(total, self.mean + delta * other.count / total, squares)
 
 
-def learn_transforms(
-    features: Features, blocks: list[BlockRows], boundaries: Boundaries, base: BaseVocabulary | None
-) -> dict[str, Transform]:
-    """Of the columns that are standardized. Those of a base data set keep its numbers."""
-    names = names_to_learn(features)
-    if base is not None:
-        known = {name: transform_of(name, base.dataset.dense_transform, base.dataset.dense_columns) for name in names}
-        kept = {name: transform for name, transform in known.items() if transform.kind == STANDARDIZE}
-        names = [name for name in names if name not in kept]
-    else:
-        kept = {}
-    by_file = [list(group) for _, group in groupby(blocks, key=lambda block: block.file.number)]
-    return kept | {
-        name: transform_from([moments_of(name, file, boundaries) for file in by_file if file]) for name in names
-    }
+def base_transforms(features: Features, base: BaseVocabulary | None) -> dict[str, Transform]:
+    """Return the standardized columns' transforms that a base data set has; they are kept."""
+    if base is None:
+        return {}
+    about = base.dataset
+    known = {name: transform_of(name, about.dense_transform, about.dense_columns) for name in names_to_learn(features)}
+    return {name: transform for name, transform in known.items() if transform.kind == STANDARDIZE}
 
 
 def names_to_learn(features: Features) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from pipeline.config.data import DataConfig
-from pipeline.data.raw.source import Source
+from pipeline.data.raw.blocks import Source
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.logs import get_logger
 

@@ -8,38 +8,25 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from pipeline.config.data import DataConfig
 from pipeline.config.splits import SPLITS
 from pipeline.config.transforms import described
 from pipeline.data.dataset import Dataset, SequenceFeature, SparseFeature, Split, listed_labels
-from pipeline.data.prepare.base_vocabulary import BaseVocabulary
 from pipeline.data.prepare.encode import Features
 from pipeline.data.prepare.identity import recipe_of
+from pipeline.data.prepare.recipe import Recipe
+from pipeline.data.prepare.staging import FileSummary
 from pipeline.data.prepare.vocabulary import RankedFeature, vocabulary_file
 from pipeline.data.prepare.write_shards import WrittenShard
 from pipeline.data.quality import auc
-from pipeline.data.raw.source import Source
+from pipeline.data.raw.blocks import Source
 from pipeline.data.raw.transforms import Transform
 from pipeline.runtime.storage import storage
 
 QUARANTINE_FILE = "quarantine.jsonl"
-
-
-class RowCounts(Protocol):
-    """Of a staged file."""
-
-    @property
-    def num_rows(self) -> int: ...
-
-    @property
-    def num_source_rows(self) -> int: ...
-
-    @property
-    def num_quarantined(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -53,21 +40,13 @@ class Prepared:
     dropped_rows: int
 
 
-def assemble_dataset(
-    config: DataConfig,
-    sources: list[Source],
-    features: Features,
-    files: Sequence[RowCounts],
-    quarantines: list[str],
-    prepared: Prepared,
-    base: BaseVocabulary | None,
-    staging: str,
-) -> Dataset:
-    """`quarantines`: a path for each file; they become one file of the data set, written in the local folder `staging`."""
+def assemble_dataset(recipe: Recipe, files: Sequence[FileSummary], prepared: Prepared, scratch: str) -> Dataset:
+    """Describe the data set, and publish its quarantine, which is written in the local folder `scratch`."""
+    config, sources, features = recipe.config, recipe.sources, recipe.features
     shards = prepared.shards
     quarantined = sum(file.num_quarantined for file in files)
     if quarantined:
-        _publish_quarantine(sources, quarantines, staging, config.path)
+        _publish_quarantine(recipe, files, scratch)
     return Dataset(
         name=config.name,
         label=features.label,
@@ -79,7 +58,7 @@ def assemble_dataset(
         quarantined_rows=quarantined,
         dense_transform=features.dense_transform,
         sources=[_describe(source, file) for source, file in zip(sources, files, strict=True)],
-        recipe=recipe_of(config, base),
+        recipe=recipe_of(config, recipe.base),
         versions={name: version(name) for name in ("duckdb", "numpy", "pyarrow")},
         bayes_auc=_bayes_auc(shards, features),
         shared_rows=prepared.shared_rows,
@@ -158,13 +137,13 @@ def _describe_sampling(features: Features, dropped_rows: int) -> dict[str, Any]:
     return {"label": sampling.label, "keep": sampling.keep, "dropped_rows": dropped_rows}
 
 
-def _publish_quarantine(sources: list[Source], paths: list[str], staging: str, folder: str) -> None:
-    with open(os.path.join(staging, QUARANTINE_FILE), "w", encoding="utf-8") as out:
-        for source, path in zip(sources, paths, strict=True):
-            with storage.open_file(path) as file:
+def _publish_quarantine(recipe: Recipe, files: Sequence[FileSummary], scratch: str) -> None:
+    with open(os.path.join(scratch, QUARANTINE_FILE), "w", encoding="utf-8") as out:
+        for source, staged in zip(recipe.sources, files, strict=True):
+            with storage.open_file(storage.join(staged.folder, QUARANTINE_FILE)) as file:
                 for line in file:
                     out.write(json.dumps({"file": source.name, **json.loads(line)}, ensure_ascii=False) + "\n")
-    move_out(staging, folder, QUARANTINE_FILE)
+    move_out(scratch, recipe.config.path, QUARANTINE_FILE)
 
 
 def move_out(staging: str, folder: str, name: str) -> None:
@@ -173,7 +152,7 @@ def move_out(staging: str, folder: str, name: str) -> None:
     storage.move_file(os.path.join(staging, name), storage.join(folder, name))
 
 
-def _describe(source: Source, file: RowCounts) -> dict[str, Any]:
+def _describe(source: Source, file: FileSummary) -> dict[str, Any]:
     about = {
         "path": source.name,
         "size_bytes": source.size_bytes,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,10 @@ import pyarrow.parquet as pq
 from pipeline.config.splits import SPLITS
 from pipeline.data.dataset import GROUP_COLUMN, ShardFile, SparseFeature, weights_column
 from pipeline.data.prepare.buckets import BucketIds
-from pipeline.data.prepare.encode import TRUTH_COLUMN, Features
+from pipeline.data.prepare.divide import DividedFile, load_blocks
+from pipeline.data.prepare.encode import TRUTH_COLUMN
 from pipeline.data.prepare.parallel import map_ordered
+from pipeline.data.prepare.recipe import Recipe, scratch_folder
 from pipeline.data.prepare.row_groups import in_row_groups
 from pipeline.data.prepare.splits import BlockRows, Boundaries, read_block, split_of_block
 from pipeline.data.raw.buckets import bucket_numbers
@@ -37,21 +39,7 @@ PARQUET_OPTIONS: dict[str, Any] = {
     "write_statistics": False,
     "write_page_checksum": True,
 }
-
-
-@dataclass(frozen=True)
-class ShardPlan:
-    """The rows of one shard: those of `split` in `blocks`, from number `first_row` among them on."""
-
-    split: int
-    number: int
-    blocks: list[BlockRows]
-    first_row: int
-    num_rows: int
-
-    @property
-    def path(self) -> str:
-        return f"{SPLITS[self.split]}/{self.number:05d}.parquet"
+OBJECTS_AT_ONCE = 16
 
 
 @dataclass
@@ -63,16 +51,6 @@ class WrittenShard:
     num_positives: int
     labels: dict[str, np.ndarray] = field(repr=False)
     truth: dict[str, np.ndarray] = field(repr=False)
-
-
-def plan_shards(blocks: list[BlockRows], rows_per_shard: int) -> list[ShardPlan]:
-    """Shards of each split in turn, rows in source order; only the last of a split is smaller."""
-    plans = []
-    for split in range(len(SPLITS)):
-        held = [block for block in blocks if block.per_split[split]]
-        for number, span in enumerate(spans_of([block.per_split[split] for block in held], rows_per_shard)):
-            plans.append(ShardPlan(split, number, held[span.first : span.last], span.skip, span.num_rows))
-    return plans
 
 
 @dataclass(frozen=True)
@@ -94,23 +72,67 @@ def spans_of(counts: Sequence[int], size: int, begin: int = 0) -> Iterator[Span]
         yield Span(first, int(np.searchsorted(ends, end, side="left")), start - int(ends[first]), end - start)
 
 
-class ShardWriter:
-    """Writes shards in `staging` and moves them to `folder`; several threads may share it."""
+@dataclass(frozen=True)
+class FileOfShard:
+    """`folder`, `path`: where it was staged and divided; `first_values`: [num_features] the numbers
+    of its first values among those of all files."""
 
-    def __init__(
-        self,
-        features: Features,
-        boundaries: Boundaries,
-        staging: str,
-        folder: str,
-        row_group_rows: int,
-        in_buckets: Sequence[tuple[SparseFeature, BucketIds]] = (),
-        transforms: Mapping[str, Transform] | None = None,
-    ) -> None:
-        self._transforms = transforms or {}  # of columns that were staged as they were read
-        self._in_buckets = in_buckets
-        self._features, self._boundaries = features, boundaries
-        self._staging, self._folder, self._row_group_rows = staging, folder, row_group_rows
+    folder: str
+    path: str
+    first_values: list[int]
+
+
+@dataclass(frozen=True)
+class SharedByShards:
+    """`ids_paths`: of each feature, a file of int32; `transforms`: of columns that were staged as they were read."""
+
+    boundaries: Boundaries
+    ids_paths: list[str]
+    in_buckets: list[tuple[SparseFeature, BucketIds]] = field(default_factory=list)
+    transforms: dict[str, Transform] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ShardToWrite:
+    """The rows of `split` in `files`, from number `first_row` among them on."""
+
+    split: int
+    number: int
+    files: list[FileOfShard]
+    first_row: int
+    num_rows: int
+    shared: SharedByShards
+
+    @property
+    def path(self) -> str:
+        return f"{SPLITS[self.split]}/{self.number:05d}.parquet"
+
+
+def plan_shards(files: Sequence[DividedFile], rows_per_shard: int, shared: SharedByShards) -> list[ShardToWrite]:
+    """Plan shards of each split in turn, rows in source order; only the last of a split is smaller."""
+    num_values = np.array([file.num_values for file in files], np.int64).reshape(len(files), -1)
+    firsts = (np.cumsum(num_values, axis=0) - num_values).tolist()
+    found = []
+    for split in range(len(SPLITS)):
+        held = [(file, first) for file, first in zip(files, firsts, strict=True) if file.per_split[split]]
+        named = [FileOfShard(file.folder, file.path, first) for file, first in held]
+        spans = spans_of([file.per_split[split] for file, _ in held], rows_per_shard)
+        for number, span in enumerate(spans):
+            of_shard = named[span.first : span.last]
+            found.append(ShardToWrite(split, number, of_shard, span.skip, span.num_rows, shared))
+    return found
+
+
+def write_shard(recipe: Recipe, item: ShardToWrite) -> WrittenShard:
+    """A task: write one shard into a scratch folder, then move it into the data set: a file that is there is whole."""
+    with scratch_folder(recipe) as scratch:
+        return _ShardWriter(recipe, item).write(os.path.join(scratch, "shard.parquet"))
+
+
+class _ShardWriter:
+    def __init__(self, recipe: Recipe, item: ShardToWrite) -> None:
+        features = recipe.features
+        self._recipe, self._item, self._features = recipe, item, features
         kinds = [*features.label_types.items(), *((name, pa.float32()) for name in features.dense)]
         kinds += [(name, pa.int32()) for name in (*features.one_hot, *features.buckets)]
         kinds += [(name, _lists_of(pa.int32())) for name in features.multi_hot]
@@ -118,14 +140,13 @@ class ShardWriter:
         kinds += [(GROUP_COLUMN, pa.int64())] if features.group else []
         self._schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in kinds])
 
-    def write(self, plan: ShardPlan) -> WrittenShard:
-        """Write one shard into staging, then move it into the data set: a file that is there is whole. Called from several threads."""
-        staged = os.path.join(self._staging, plan.path.replace("/", "-"))
+    def write(self, staged: str) -> WrittenShard:
+        item = self._item
         row_groups, num_positives = [], 0
         truth: dict[str, list[np.ndarray]] = defaultdict(list)
         labels: dict[str, list[np.ndarray]] = defaultdict(list)
         with pq.ParquetWriter(staged, self._schema, **PARQUET_OPTIONS) as out:
-            for table in in_row_groups(self._read(plan), self._row_group_rows):
+            for table in in_row_groups(self._read(), self._recipe.config.rows_per_row_group):
                 out.write_table(table.select(self._schema.names).cast(self._schema))
                 row_groups.append(table.num_rows)
                 num_positives += int(np.count_nonzero(table[self._features.label].to_numpy()))
@@ -134,38 +155,52 @@ class ShardWriter:
                     truth[name].append(table[TRUTH_COLUMN + name].to_numpy())
                 for name in self._features.labels if generated else ():
                     labels[name].append(table[name].to_numpy())
-        assert sum(row_groups) == plan.num_rows
+        assert sum(row_groups) == item.num_rows
         size, digest = os.path.getsize(staged), storage.sha256_of(staged)
-        storage.move_file(staged, storage.join(self._folder, plan.path))
+        storage.move_file(staged, storage.join(self._recipe.config.path, item.path))
         return WrittenShard(
-            split=plan.split,
-            file=ShardFile(plan.path, plan.num_rows, size, digest, row_groups),
+            split=item.split,
+            file=ShardFile(item.path, item.num_rows, size, digest, row_groups),
             num_positives=num_positives,
             labels={name: np.concatenate(parts) for name, parts in labels.items()},
             truth={name: np.concatenate(parts) for name, parts in truth.items()},
         )
 
-    def _read(self, plan: ShardPlan) -> Iterator[pa.Table]:
-        skip, remaining = plan.first_row, plan.num_rows
+    def _read(self) -> Iterator[pa.Table]:
+        item = self._item
+        split = item.split
+        held = [(file, block) for file in item.files for block in load_blocks(file.folder, file.path)]
+        held = [(file, block) for file, block in held if block.per_split[split]]
+        span = next(spans_of([block.per_split[split] for _, block in held], item.num_rows, begin=item.first_row))
+        skip, remaining = span.skip, item.num_rows
         # One thread reads ahead while the caller's compresses and writes.
-        for table in map_ordered(lambda block: self._rows_of(block, plan.split), plan.blocks, threads=1):
+        for table in map_ordered(lambda pair: self._rows_of(*pair), held[span.first : span.last], threads=1):
             yield table.slice(skip, remaining)
             skip, remaining = 0, remaining - min(remaining, len(table) - skip)
 
-    def _rows_of(self, block: BlockRows, split: int) -> pa.Table:
+    def _rows_of(self, file: FileOfShard, block: BlockRows) -> pa.Table:
         batch = read_block(block.file, block.index)
-        rows = np.flatnonzero(split_of_block(block, self._boundaries, batch) == split)
+        rows = np.flatnonzero(split_of_block(block, self._item.shared.boundaries, batch) == self._item.split)
         contiguous = rows[-1] - rows[0] + 1 == len(rows)
-        return self._with_ids(block, batch.slice(rows[0], len(rows)) if contiguous else batch.take(pa.array(rows)))
+        batch = batch.slice(rows[0], len(rows)) if contiguous else batch.take(pa.array(rows))
+        return self._with_ids(self._ids_of(file, block), batch)
 
-    def _with_ids(self, block: BlockRows, batch: pa.RecordBatch) -> pa.Table:
-        """Codes replaced by ids: code 0, the missing value, is id 0."""
-        num_values = block.file.num_values[block.index]
-        ids = read_numbers(block.file.ids_path, block.first_entry, sum(num_values))
-        ends = np.cumsum(num_values)
+    def _ids_of(self, file: FileOfShard, block: BlockRows) -> Iterator[np.ndarray]:
+        """Of each feature the id at each code."""
+        paths = self._item.shared.ids_paths
+        firsts = (np.array(file.first_values) + block.file.first_values[block.index]).tolist()
+        spans = zip(paths, firsts, block.file.num_values[block.index], strict=True)
+        if all(map(storage.is_local, paths)):
+            found: Iterable[np.ndarray] = (read_numbers(*span) for span in spans)
+        else:  # an object store answers slowly, and many requests at once
+            found = map_ordered(lambda span: read_numbers(*span), spans, OBJECTS_AT_ONCE)
+        for ids in found:
+            yield np.concatenate([[0], ids]).astype(np.int32)  # code 0, the missing value, is id 0
+
+    def _with_ids(self, ids: Iterator[np.ndarray], batch: pa.RecordBatch) -> pa.Table:
+        """Replace codes by ids."""
         columns = {name: batch[name] for name in batch.schema.names}
-        for name, begin, end in zip(self._features.sparse, ends - num_values, ends, strict=True):
-            id_of_code = np.concatenate([[0], ids[begin:end]]).astype(np.int32)
+        for name, id_of_code in zip(self._features.sparse, ids, strict=True):
             column = columns[name]
             if name in self._features.multi_hot:
                 lengths = pc.list_value_length(column).to_numpy()
@@ -179,10 +214,10 @@ class ShardWriter:
             offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
             kind = self._schema.field(name).type
             columns[name] = pa.ListArray.from_arrays(pa.array(offsets), columns[name].flatten(), type=kind)
-        for feature, id_of_bucket in self._in_buckets:
+        for feature, id_of_bucket in self._item.shared.in_buckets:
             numbers = bucket_numbers(columns[feature.name].to_numpy(), feature.boundaries or [])
             columns[feature.name] = pa.array(id_of_bucket[numbers])
-        for name, transform in self._transforms.items():
+        for name, transform in self._item.shared.transforms.items():
             columns[name] = pa.array(transform(columns[name].to_numpy()))
         return pa.table(columns)
 

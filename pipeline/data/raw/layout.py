@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from pipeline.config.columns import ColumnsConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.registry import find
 from pipeline.config.transforms import LIST, NUMBER, TEXT, TransformConfig, make_transforms, raw_inputs
+from pipeline.data.raw.blocks import Block, ParsedRows, RowReader, Source
 from pipeline.runtime.errors import DataError, did_you_mean
-
-if TYPE_CHECKING:
-    from pipeline.data.raw.rows import ParsedRows
-    from pipeline.data.raw.source import Block, RowReader, Source
-
 
 TIME_PREFIX = "\0time "  # no column of a source has such a name
 LONGEST_NAME_SHOWN = 60

@@ -10,25 +10,21 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, timedelta
-from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 import pyarrow as pa
 
+from pipeline.data.raw.blocks import Block, Partitions, RowReader, Source
+from pipeline.data.raw.layout import Layout
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
-
-if TYPE_CHECKING:
-    from pipeline.data.raw.layout import Layout
-    from pipeline.data.raw.source import Block, RowReader, Source
 
 FOLDER = re.compile(r"([^=/{}]+)=([^/]*)")
 RANGE = re.compile(r"\{([^{}]+)\.\.([^{}]+)\}")
 SUCCESS = "_SUCCESS"
 NULL = "__HIVE_DEFAULT_PARTITION__"  # of Hive and Spark, for a missing value
 MOST_NAMED = 3
-Partitions = tuple[tuple[str, str | None], ...]
 logger = get_logger(__name__)
 
 

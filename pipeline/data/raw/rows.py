@@ -7,24 +7,23 @@ which lines may be at fault; those alone are looked at one by one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 
+from pipeline.data.raw.blocks import Block, ParsedRows, QuarantinedRow, RowReader, Source
 from pipeline.data.raw.cells import parse_timestamps
 from pipeline.data.raw.json_lists import JSON, json_lists, parse_list
 from pipeline.data.raw.label_cells import is_text, with_labels
 from pipeline.data.raw.layout import Layout, check_columns, find_format
-from pipeline.data.raw.parquet_rows import not_text, with_text
+from pipeline.data.raw.parquet_rows import not_text, with_text, with_typed_numbers
 from pipeline.data.raw.partitions import with_partitions
 from pipeline.data.raw.row_rules import invalid_rows, wanted_number, why_unreadable
-from pipeline.data.raw.source import Block, RowReader, Source
 from pipeline.data.raw.spelling import spell_value
 from pipeline.data.raw.suspects import broken_lines, read_texts, with_numbers, with_times
-from pipeline.data.raw.typed_numbers import with_typed_numbers
 from pipeline.runtime.errors import DataError
 
 MAX_TEXT_CHARACTERS = 500
@@ -37,27 +36,6 @@ def open_source(layout: Layout, source: Source, block_bytes: int) -> tuple[RowRe
     reader, names = with_partitions(layout, source, opened, names, has_cells=form.has_cells)
     check_columns(layout, names, source.path)
     return reader, names
-
-
-@dataclass(frozen=True)
-class QuarantinedRow:
-    """A row that was left out: `line` counts from 1, a header included; in Parquet files it is the row."""
-
-    line: int
-    reason: str
-    text: str
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class ParsedRows:
-    """`table` has the needed columns: numbers as float64, timestamp int64; `kept` are row numbers in the block."""
-
-    table: pa.Table
-    kept: np.ndarray
-    quarantined: list[QuarantinedRow]
 
 
 def parse_block(layout: Layout, header: tuple[str, ...], block: Block) -> ParsedRows:

@@ -14,26 +14,16 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import IO, Any, Protocol
+from dataclasses import replace
+from typing import IO, Any
 
 import numpy as np
-import pyarrow as pa
 
-from pipeline.data.raw.partitions import (
-    FOLDER,
-    RANGE,
-    Partitions,
-    files_below,
-    in_range,
-    is_data,
-    name_of,
-    partitions_of,
-)
+from pipeline.data.raw.blocks import MAX_BLOCK_ROWS, Block, Source
+from pipeline.data.raw.partitions import FOLDER, RANGE, files_below, in_range, is_data, name_of, partitions_of
 from pipeline.runtime.errors import DataError, did_you_mean
 from pipeline.runtime.storage import storage
 
-MAX_BLOCK_ROWS = 65_535  # codes of a block's values fit 16 bits, 0 being the missing value
 MAX_LINE_BYTES = 64 << 20
 # A generated source carries its true probabilities beside it, one a row.
 TEACHER_SUFFIX = ".teacher.parquet"
@@ -51,53 +41,6 @@ NO_TEXT = {  # what a file begins with -> what it is, what to do
     b"\xfe\xff": ("text in UTF-16", "convert it by iconv -f UTF-16 -t UTF-8"),
 }
 GLOB_SIGNS = "*?["
-
-
-@dataclass(frozen=True)
-class Source:
-    """One raw file. `digest` covers 64 evenly spaced pieces of 64 KiB: all of a file up to 4 MiB.
-
-    `split` is that of its rows where the splits of a data set name their files. `partitions` are columns that the folders
-    above it give a value (data/raw/partitions.py).
-    """
-
-    path: str
-    name: str
-    size_bytes: int
-    digest: str
-    split: str | None = None
-    partitions: Partitions = ()
-
-
-@dataclass(frozen=True)
-class Block:
-    """Whole rows in source order: `text` of a text file, or `table` of a Parquet file.
-
-    `first_line` counts from 1, a header included; `first_row` from 0, without it.
-    """
-
-    first_line: int
-    first_row: int
-    num_rows: int
-    text: bytes = b""
-    table: pa.Table | None = None
-
-
-class RowReader(Protocol):
-    """An open source; `position` is how many of its bytes the blocks so far stand for."""
-
-    @property
-    def position(self) -> int: ...
-
-    def __enter__(self) -> RowReader: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def blocks(self) -> Iterator[Block]:
-        """At most MAX_BLOCK_ROWS rows each, in source order."""
-
-    def schema(self) -> pa.Schema | None:
-        """The columns' types; None where a file is text."""
 
 
 def find_sources(source: str) -> list[Source]:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pyarrow as pa
 
+from pipeline.data.raw.blocks import Source
 from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.rows import open_source
-from pipeline.data.raw.source import Source
 from pipeline.runtime.errors import DataError
 
 TEXT, WHOLE, FRACTIONS, TRUTHS = "text", "whole numbers", "fractions", "true and false"

@@ -13,8 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipeline.data.raw.hashing import hash_text, hash_texts
-from pipeline.data.raw.texts import WORD_BYTES, Texts, texts_of
+from pipeline.data.raw.hashing import WORD_BYTES, Texts, hash_text, hash_texts, texts_of
 from pipeline.runtime.errors import DataError
 
 HASH_SEED = 0

@@ -25,7 +25,7 @@ from pipeline.serving.scoring.load import FoundArtifact, find_folder
 from pipeline.serving.scoring.shards import MANIFEST_SUFFIX, job_of_shard, publish_manifest, sources_of_shard
 
 if TYPE_CHECKING:
-    from pipeline.data.raw.source import Source
+    from pipeline.data.raw.blocks import Source
     from pipeline.serving.scoring.score_parts import StagedScores
     from pipeline.serving.scoring.scorer import Scorer
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pipeline.config.columns import ColumnsConfig
 from pipeline.config.server import SsdConfig
-from pipeline.data.raw.rows import QuarantinedRow
+from pipeline.data.raw.blocks import QuarantinedRow
 from pipeline.runtime.errors import DataError, ServingError, check_choice
 from pipeline.serving.artifact.manifest import COMPILED_FILE, ArtifactError, Manifest, read_manifest
 from pipeline.serving.artifact.served_tasks import ServedTask, scores_of

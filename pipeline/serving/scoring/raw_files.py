@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from pipeline.config.columns import ColumnsConfig
 from pipeline.config.registry import components
+from pipeline.data.raw.blocks import Source
 from pipeline.data.raw.layout import Layout, find_format
-from pipeline.data.raw.source import Source
 from pipeline.runtime.errors import ServingError
 
 USUAL = "tsv"  # of a file whose name does not tell

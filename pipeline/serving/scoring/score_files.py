@@ -11,9 +11,9 @@ import pyarrow as pa
 
 from pipeline.config.columns import ColumnsConfig
 from pipeline.data.prepare.parallel import map_ordered
+from pipeline.data.raw.blocks import Block, ParsedRows, RowReader, Source
 from pipeline.data.raw.layout import Layout
-from pipeline.data.raw.rows import ParsedRows, open_source, parse_block
-from pipeline.data.raw.source import Block, RowReader, Source
+from pipeline.data.raw.rows import open_source, parse_block
 from pipeline.runtime.errors import ServingError
 from pipeline.serving.scoring.outputs import output_of
 from pipeline.serving.scoring.score_parts import StagedScores, add_counts

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.config.columns import ColumnsConfig
-from pipeline.data.raw.rows import QuarantinedRow
+from pipeline.data.raw.blocks import QuarantinedRow
 from pipeline.serving.artifact.served_tasks import ServedTask
 from pipeline.serving.scoring.column_lists import Rows
 

@@ -17,7 +17,7 @@ from pipeline.config.jobs.evaluate import PredictJob
 from pipeline.runtime.storage import storage
 
 if TYPE_CHECKING:
-    from pipeline.data.raw.source import Source
+    from pipeline.data.raw.blocks import Source
 
 MANIFEST_SUFFIX = ".manifest.json"
 REPORT_SUFFIX = ".json"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 
 from pipeline.config.registry import register
+from pipeline.data.raw.blocks import Block, ParsedRows, Source
 from pipeline.data.raw.layout import Format, Layout
-from pipeline.data.raw.rows import ParsedRows, parse_objects
-from pipeline.data.raw.source import Block, Source, TextReader
+from pipeline.data.raw.rows import parse_objects
+from pipeline.data.raw.source import TextReader
 
 
 @register("format", "json_rows")

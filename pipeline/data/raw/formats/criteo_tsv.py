@@ -11,7 +11,7 @@ from pipeline.data.raw.layout import Layout
 from pipeline.runtime.errors import DataError
 
 if TYPE_CHECKING:
-    from pipeline.data.raw.source import Source
+    from pipeline.data.raw.blocks import Source
 
 NUM_DENSE = 13
 NUM_SPARSE = 26

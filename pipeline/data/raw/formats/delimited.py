@@ -8,8 +8,8 @@ from pipeline.config.registry import register
 from pipeline.data.raw.layout import Format, Layout
 
 if TYPE_CHECKING:
-    from pipeline.data.raw.rows import ParsedRows
-    from pipeline.data.raw.source import Block, Source, TextReader
+    from pipeline.data.raw.blocks import Block, ParsedRows, Source
+    from pipeline.data.raw.source import TextReader
 
 
 class DelimitedText(Format):

@@ -9,8 +9,8 @@ from pipeline.config.registry import register
 from pipeline.data.raw.layout import Format, Layout
 
 if TYPE_CHECKING:
-    from pipeline.data.raw.rows import ParsedRows
-    from pipeline.data.raw.source import Block, Source, TextReader
+    from pipeline.data.raw.blocks import Block, ParsedRows, Source
+    from pipeline.data.raw.source import TextReader
 
 LOOKED_AT_BYTES = 1 << 20  # of a file, for the keys that its objects have
 

@@ -8,8 +8,8 @@ from pipeline.config.registry import register
 from pipeline.data.raw.layout import Format, Layout
 
 if TYPE_CHECKING:
+    from pipeline.data.raw.blocks import Source
     from pipeline.data.raw.parquet_rows import ParquetReader
-    from pipeline.data.raw.source import Source
 
 
 @register("format", "parquet")

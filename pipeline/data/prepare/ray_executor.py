@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -17,9 +17,9 @@ from ray.exceptions import RayTaskError
 
 from pipeline.config.jobs.prepare import RayConfig
 from pipeline.config.registry import load_plugins
-from pipeline.data.prepare.distributed.engine import run_task
-from pipeline.data.prepare.distributed.ray_node import set_token_mode
-from pipeline.data.prepare.distributed.recipe import Recipe
+from pipeline.data.prepare.executor import run_task
+from pipeline.data.prepare.ray_node import set_token_mode
+from pipeline.data.prepare.recipe import Recipe
 from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.process.processes import hostname
@@ -33,53 +33,63 @@ TRANSIENT = [OSError]  # a store or a shared file system that did not answer
 logger = get_logger(__name__)
 
 
-class RayEngine:
-    """For use within `connected`. A task has `threads` CPUs and the memory of recipe.resources."""
+class RayExecutor:
+    """Run each task with `threads` CPUs and the memory of recipe.resources."""
+
+    in_order = False
 
     def __init__(self, recipe: Recipe, config: RayConfig) -> None:
-        resources = recipe.resources
-        self.num_tasks = _tasks_at_once(resources.threads, resources.memory_bytes)
-        storage.make_folder(resources.staging)
-        storage.publish_text(recipe.path(PROBE), recipe.key)
-        self._options = {
-            "num_cpus": resources.threads,
-            "memory": resources.memory_bytes,
+        self._recipe, self._config = recipe, config
+        self._options: dict[str, Any] = {
+            "num_cpus": recipe.resources.threads,
+            "memory": recipe.resources.memory_bytes,
             "max_retries": config.max_retries,
             "retry_exceptions": TRANSIENT,
         }
-        self._shared = ray.put(recipe)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Raises ConfigError if no cluster answers, or a task fits no node."""
+        recipe = self._recipe
+        with _connected(self._config):
+            _check_tasks_fit(recipe.resources.threads, recipe.resources.memory_bytes)
+            storage.make_folder(recipe.resources.staging)
+            storage.publish_text(recipe.path(PROBE), recipe.key)
+            self._shared = ray.put(recipe)
+            yield
 
     def map(
         self,
         description: str,
         task: Callable[[Recipe, Item], Result],
-        items: Sequence[Item],
-        sizes: Sequence[float] | None = None,
-    ) -> list[Result]:
-        """See Engine.map. Tasks bear `description` in Ray's dashboard; those still waiting are cancelled where one fails.
+        items: Iterable[Item],
+        sizes: Sequence[float],
+        at_once: int = 1,
+    ) -> Iterator[Result]:
+        """See Executor.map. Ray's dashboard shows tasks by `description`; if one fails, the waiting ones are cancelled.
 
         Raises:
-            Exception: what a task raised, as it was raised there.
+            Exception: the exception of the task.
         """
         call = ray.remote(_call).options(**self._options, name=f"{description}: {task.__name__}")
         references = [call.remote(task, self._shared, item) for item in items]
         numbers = {reference: number for number, reference in enumerate(references)}
-        results: list[Any] = [None] * len(items)
+        results: list[Any] = [None] * len(references)
         waiting = references
-        with progress(description, sum(sizes or [1.0] * len(items))) as bar:
+        with progress(description, sum(sizes)) as bar:
             try:
                 while waiting:
                     ended, waiting = ray.wait(waiting, num_returns=1)
                     for reference in ended:
                         number = numbers[reference]
                         results[number] = ray.get(reference)
-                        bar.advance(1.0 if sizes is None else sizes[number])
+                        bar.advance(sizes[number])
             except RayTaskError as error:
                 raise error.cause from error
             finally:
                 for reference in waiting:
                     ray.cancel(reference, force=True)
-        return results
+        return iter(results)
 
 
 def _call(task: Callable[[Recipe, Item], Result], recipe: Recipe, item: Item) -> Result:
@@ -94,7 +104,7 @@ def _call(task: Callable[[Recipe, Item], Result], recipe: Recipe, item: Item) ->
 
 
 @contextmanager
-def connected(config: RayConfig) -> Iterator[None]:
+def _connected(config: RayConfig) -> Iterator[None]:
     """Raises ConfigError where no cluster answers."""
     set_token_mode()
     address = config.address or os.environ.get("RAY_ADDRESS") or "auto"
@@ -136,15 +146,14 @@ def _total(nodes: list[dict[str, Any]], resource: str) -> float:
     return float(sum(node["Resources"].get(resource, 0) for node in nodes))
 
 
-def _tasks_at_once(cpus: int, memory_bytes: int) -> int:
-    """How many tasks fit the nodes. Raises ConfigError where none does: Ray would wait for ever."""
+def _check_tasks_fit(cpus: int, memory_bytes: int) -> None:
+    """Raises ConfigError if a task fits no node: Ray would wait for ever."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     fitting = [min(each.get("CPU", 0) // cpus, each.get("memory", 0) // memory_bytes) for each in nodes]
-    if not sum(fitting):
+    if not any(fitting):
         largest: dict[str, float] = max(nodes, key=lambda each: each.get("memory", 0), default={})
         raise ConfigError(
             f"a task takes threads={cpus} and memory_limit_gb={memory_bytes / 2**30:g}, and the largest of {len(nodes)} Ray "
             f"nodes offers {largest.get('CPU', 0):g} CPUs and {largest.get('memory', 0) / 2**30:.1f} GB: lower them, or start "
             "nodes with more (ray start --num-cpus, --memory)"
         )
-    return int(sum(fitting))

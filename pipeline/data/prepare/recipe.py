@@ -1,4 +1,8 @@
-"""What every task of a preparation by many workers is given, and where it writes."""
+"""Define what each task of a preparation receives, and commit the files that a task writes.
+
+A task is a function of a Recipe and an item. Its files appear in the staging folder all at once,
+so a task may run twice, also at the same time, and a restart skips tasks that have finished.
+"""
 
 from __future__ import annotations
 
@@ -15,32 +19,42 @@ from dataclasses import dataclass, field
 import duckdb
 
 from pipeline.config.data import DataConfig
+from pipeline.data.prepare.base_vocabulary import BaseVocabulary
 from pipeline.data.prepare.encode import Features, features_of
 from pipeline.data.prepare.identity import recipe_of
 from pipeline.data.prepare.resources import Resources
 from pipeline.data.prepare.vocabulary import open_engine
+from pipeline.data.raw.blocks import Source
 from pipeline.data.raw.layout import Layout, layout_of, with_group
-from pipeline.data.raw.source import Source
 from pipeline.runtime.storage import atomic, storage
 
-MARK = "task.json"  # the last file of a task's folder: what the task returned, and the sizes of its files
-ATTEMPT = ".attempt-"
+MARK = "done.json"  # the last file of a task's folder: the task's result and the sizes of its files
 Json = dict[str, object]
+
+
+def _ignore(_: float) -> None:
+    """Progress that nobody shows."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`resources` are those of one task; their staging folder is seen by all workers. `key` names what the results of a split
-    depend on, so that a restart with other settings takes nothing over. `scratch`: a folder of each worker's own machine.
+    """The input of all tasks.
+
+    `resources` belong to one task; all workers see their staging folder. `key` names all that the
+    results depend on, so a restart with other settings reuses nothing. `scratch` is a folder of
+    each worker's own machine. A task may call `advance` with the part of its size that is done.
     """
 
     config: DataConfig
+    sources: Sequence[Source]
     layout: Layout
     features: Features
     resources: Resources
     key: str
+    base: BaseVocabulary | None = None
     scratch: str | None = None
     plugins: list[str] = field(default_factory=list)
+    advance: Callable[[float], None] = _ignore
 
     def path(self, *names: str) -> str:
         return storage.join(self.resources.staging, *names)
@@ -50,67 +64,75 @@ def make_recipe(
     config: DataConfig,
     sources: Sequence[Source],
     resources: Resources,
+    base: BaseVocabulary | None = None,
     scratch: str | None = None,
     plugins: Sequence[str] = (),
 ) -> Recipe:
-    """Raises DataError where data.feature_ids names no categorical column."""
+    """Raises DataError if data.feature_ids names no categorical column, or `base` does not fit."""
     layout = with_group(layout_of(config), config.group_column)
     features = features_of(config, layout)
-    return Recipe(config, layout, features, resources, key_of(config, sources), scratch, list(plugins))
-
-
-def key_of(config: DataConfig, sources: Sequence[Source]) -> str:
-    """Of all that the results of tasks depend on, beside the staged files themselves."""
-    parts = [recipe_of(config), [(each.name, each.size_bytes, each.digest, each.split) for each in sources]]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    if base is not None:
+        base.check(features)
+    names = [(each.name, each.size_bytes, each.digest, each.split) for each in sources]
+    text = json.dumps([recipe_of(config, base), names], sort_keys=True, default=str)
+    key = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return Recipe(config, sources, layout, features, resources, key, base, scratch, list(plugins))
 
 
 @contextmanager
 def scratch_folder(recipe: Recipe) -> Iterator[str]:
-    """A fresh folder of this machine, gone at the end."""
-    with tempfile.TemporaryDirectory(prefix="prepare-", dir=recipe.scratch) as folder:
+    """Create a folder of this machine, and remove it at the end."""
+    staging = recipe.resources.staging
+    parent = recipe.scratch or (staging if storage.is_local(staging) else None)
+    with tempfile.TemporaryDirectory(prefix="scratch-", dir=parent) as folder:
         yield folder
 
 
 @contextmanager
 def task_engine(recipe: Recipe, scratch: str) -> Iterator[duckdb.DuckDBPyConnection]:
-    """A DuckDB within the memory of a task, which spills into `scratch`."""
+    """Open a DuckDB within the memory of a task; it spills into `scratch`."""
     resources = recipe.resources
-    with closing(
-        open_engine(os.path.join(scratch, "spill"), resources.engine_bytes, resources.engine_threads)
-    ) as engine:
+    spill = os.path.join(scratch, "spill")
+    with closing(open_engine(spill, resources.engine_bytes, resources.engine_threads)) as engine:
         yield engine
 
 
 def once(recipe: Recipe, path: str, write: Callable[[str], Json]) -> Json:
-    """What `write` returned, who is given a local folder for the files of `path`; not called where an earlier attempt is whole.
+    """Return the result of `write`, which gets a local folder for the files of `path`.
 
-    The folder appears with all its files or not at all. Attempts of one task write the same bytes, so whichever is first
-    stays: a task may run twice, also at the same time, and has an effect once.
+    `write` is not called if an earlier attempt has finished. Attempts of one task write the same
+    bytes, so the first one stays.
     """
     done = finished(path)
     if done is not None:
         return done
     if storage.is_local(path):
-        attempt = f"{path}{ATTEMPT}{uuid.uuid4().hex[:8]}"
+        attempt = f"{path}.attempt-{uuid.uuid4().hex[:8]}"
         os.makedirs(attempt)
     else:
         attempt = tempfile.mkdtemp(prefix="prepare-", dir=recipe.scratch)
     try:
         result = write(attempt)
-        sizes = {name: os.path.getsize(os.path.join(attempt, name)) for name in sorted(os.listdir(attempt))}
+        names = sorted(os.listdir(attempt))
+        sizes = {name: os.path.getsize(os.path.join(attempt, name)) for name in names}
         text = json.dumps({"sizes": sizes, "result": result})
-        _commit_local(attempt, path, text) if storage.is_local(path) else _commit_remote(
-            attempt, path, text, list(sizes)
-        )
+        if storage.is_local(path):
+            _commit_local(attempt, path, text)
+        else:
+            for name in names:
+                storage.upload_file(os.path.join(attempt, name), storage.join(path, name))
+            storage.publish_text(storage.join(path, MARK), text)
     finally:
         shutil.rmtree(attempt, ignore_errors=True)
     return result
 
 
 def finished(path: str) -> Json | None:
-    """What the task of this folder returned; None where none has ended, or a machine that lost power kept the mark and not
-    the bytes."""
+    """Return the result of the task that wrote `path`.
+
+    None if the task has not finished, or if a machine that lost power kept the mark but not the
+    bytes.
+    """
     mark = storage.join(path, MARK)
     if not storage.is_file(mark):
         return None
@@ -135,14 +157,8 @@ def _commit_local(attempt: str, path: str, text: str) -> None:
         os.rename(attempt, path)
 
 
-def _commit_remote(attempt: str, path: str, text: str, names: list[str]) -> None:
-    for name in names:
-        storage.upload_file(os.path.join(attempt, name), storage.join(path, name))
-    storage.publish_text(storage.join(path, MARK), text)
-
-
 def fetch(path: str, scratch: str) -> str:
-    """A local path of the file: itself, or a copy in `scratch`."""
+    """Return a local path of the file: its own, or that of a copy in `scratch`."""
     if storage.is_local(path):
         return path
     local = os.path.join(scratch, uuid.uuid4().hex)

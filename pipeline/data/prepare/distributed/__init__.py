@@ -1,1 +1,0 @@
-"""Prepare with many workers: pure functions over named immutable files, and the engines that call them."""

@@ -1,0 +1,159 @@
+"""Count the values of one feature over all files, give them ids, and write the id of each value.
+
+DuckDB counts, sorts and joins within its memory limit and spills beyond it, so the number of
+distinct values has no bound.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.data.dataset import FrequencyCurve
+from pipeline.data.prepare.divide import COUNTS_FILE, load_blocks
+from pipeline.data.prepare.recipe import Json, Recipe, once, scratch_folder, task_engine
+from pipeline.data.prepare.vocabulary import RankedFeature, limit_memory, rank_values
+from pipeline.data.sql import sql_text
+from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.arrow_files import open_input
+
+VOCABULARY_FILE, IDS_FILE = "vocabulary.parquet", "ids.int32"
+BATCH_ROWS = 65_536
+VALUES_JOINED_AND_SORTED = 1 << 24  # of a vocabulary, by one statement
+LARGE_SHARE = 0.7  # of the memory, for more of them: DuckDB 2.0 goes half over its limit there (measured at 50M)
+SEEN_SCHEMA = pa.schema([("value", pa.string()), ("count", pa.int32())])
+ENTRIES_SCHEMA = pa.schema([("position", pa.int64()), ("value", pa.string())])
+MOST_FREQUENT_FIRST = "SELECT value, count FROM counted ORDER BY count DESC, value"
+
+
+@dataclass(frozen=True)
+class FeatureToNumber:
+    """`files`: the folders of each staged and divided file; `num_lookups`: in training rows, of
+    all features that share the ids."""
+
+    number: int
+    files: list[tuple[str, str]]
+    num_lookups: int
+
+
+@dataclass(frozen=True)
+class NumberedFeature:
+    """`folder` holds IDS_FILE, int32 of all values in source order, and VOCABULARY_FILE unless ids are hashed.
+
+    value_buckets: see BaseVocabulary.count_buckets.
+    """
+
+    ranked: RankedFeature
+    folder: str
+    value_buckets: list[int] = field(default_factory=list)
+
+
+def number_feature(recipe: Recipe, item: FeatureToNumber) -> NumberedFeature:
+    """A task: give ids to the values of a feature."""
+    features, base = recipe.features, recipe.base
+    name = features.sparse[item.number]
+    ids, is_hashed = features.ids[name], features.ids[name].kind == "hash"
+    folder = recipe.path(f"ids-{recipe.key}-{item.number:05d}")
+
+    def write(attempt: str) -> Json:
+        vocabulary = None if is_hashed else os.path.join(attempt, VOCABULARY_FILE)
+        with scratch_folder(recipe) as scratch, task_engine(recipe, scratch) as engine:
+            _count(engine, recipe, item)
+            settings, num_lookups, order, buckets = ids, item.num_lookups, MOST_FREQUENT_FIRST, []
+            if base is not None:
+                buckets = base.count_buckets(engine)
+                if not is_hashed:
+                    settings, order = base.settings(ids), base.order(name)
+                    num_lookups += base.num_lookups(name)
+            batches = ((b["value"], b["count"].to_numpy()) for b in engine.sql(order).to_arrow_reader(BATCH_ROWS))
+            ranked = rank_values(batches, settings, num_lookups, vocabulary)
+            entries = _values(recipe, item.number, item.files)
+            with open(os.path.join(attempt, IDS_FILE), "wb") as raw:
+                for numbers in (
+                    (values.cast(pa.int32()).to_numpy() for values, _ in entries)
+                    if vocabulary is None
+                    else _find_ids(engine, entries, vocabulary, scratch, recipe.resources.engine_bytes)
+                ):
+                    raw.write(numbers.astype(np.int32, copy=False).tobytes())
+        return asdict(ranked) | {"value_buckets": buckets}
+
+    found: Any = dict(once(recipe, folder, write))
+    value_buckets = found.pop("value_buckets")
+    curve = FrequencyCurve(**found.pop("frequency_curve"))
+    return NumberedFeature(RankedFeature(**found, frequency_curve=curve), folder, value_buckets)
+
+
+def _values(recipe: Recipe, feature: int, files: list[tuple[str, str]]) -> Iterator[tuple[pa.Array, np.ndarray]]:
+    """The values of each block, and how often the block's training rows hold them, in source order."""
+    num_features = len(recipe.features.sparse)
+    for folder, path in files:
+        blocks = load_blocks(folder, path)
+        if not blocks:
+            continue
+        with (
+            open_input(blocks[0].file.values_path) as staged,
+            open_input(storage.join(path, COUNTS_FILE)) as counted,
+        ):
+            values, recounted = pa.ipc.open_file(staged), pa.ipc.open_file(counted)
+            num_shared = 0
+            for block in blocks:
+                batch = values.get_batch(block.index * num_features + feature)
+                counts = batch["count"].to_numpy()
+                if block.is_shared:
+                    counts = recounted.get_batch(num_shared * num_features + feature)["count"].to_numpy()
+                    num_shared += 1
+                elif not block.per_split[0]:
+                    counts = np.zeros_like(counts)
+                yield batch["value"], counts
+
+
+def _count(engine: duckdb.DuckDBPyConnection, recipe: Recipe, item: FeatureToNumber) -> None:
+    """Create the table `counted` (value, count) over the training rows of all features that share the ids."""
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for number in recipe.features.shared_ids.get(item.number, [item.number]):
+            for values, counts in _values(recipe, number, item.files):
+                yield pa.record_batch([values, pa.array(counts)], schema=SEEN_SCHEMA)
+
+    engine.register("seen", pa.RecordBatchReader.from_batches(SEEN_SCHEMA, batches()))
+    engine.execute(
+        "CREATE TEMP TABLE counted AS SELECT value, sum(count)::BIGINT AS count FROM seen WHERE count > 0 GROUP BY value"
+    )
+
+
+def _find_ids(
+    engine: duckdb.DuckDBPyConnection,
+    entries: Iterator[tuple[pa.Array, np.ndarray]],
+    vocabulary: str,
+    scratch: str,
+    memory_bytes: int,
+) -> Iterator[np.ndarray]:
+    """The ids of all entries in their order; 0 for values without an id."""
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        position = 0
+        for values, _ in entries:
+            positions = pa.array(np.arange(position, position + len(values)))
+            yield pa.record_batch([positions, values], schema=ENTRIES_SCHEMA)
+            position += len(values)
+
+    engine.execute("DROP TABLE counted")
+    engine.register("entries", pa.RecordBatchReader.from_batches(ENTRIES_SCHEMA, batches()))
+    ids = f"""SELECT position, coalesce(id, 0) AS id FROM entries
+        LEFT JOIN read_parquet({sql_text(vocabulary)}) USING (value)"""
+    if pq.read_metadata(vocabulary).num_rows > VALUES_JOINED_AND_SORTED:
+        # A join and a sort that both spill do not share the memory limit: with 50M values DuckDB 2.0 ran out of it.
+        unsorted = sql_text(os.path.join(scratch, "unsorted.parquet"))
+        limit_memory(engine, int(memory_bytes * LARGE_SHARE))
+        engine.execute(f"COPY ({ids}) TO {unsorted} (FORMAT parquet, COMPRESSION lz4_raw)")
+        limit_memory(engine, memory_bytes)
+        ids = f"SELECT * FROM read_parquet({unsorted})"
+    for batch in engine.sql(f"SELECT id FROM ({ids}) ORDER BY position").to_arrow_reader(BATCH_ROWS):
+        yield batch["id"].to_numpy()
