@@ -35,7 +35,7 @@ MODULES = {  # import name -> distribution
     "hydra": "hydra-core", "iopath": "iopath", "torchx": "torchx", "yaml": "PyYAML", "numpy": "numpy", "rich": "rich",
     "pyarrow": "pyarrow", "duckdb": "duckdb", "tensorboard": "tensorboard", "tensordict": "tensordict",
     "torchmetrics": "torchmetrics", "tqdm": "tqdm", "pyre_extensions": "pyre-extensions", "numba": "numba",
-    "scipy": "scipy", "psutil": "psutil",
+    "scipy": "scipy", "psutil": "psutil", "jinja2": "Jinja2",
 }  # fmt: skip
 MIN_SHM_BYTES = 512 << 20  # Docker's default is 64 MiB; NCCL and pinned batches need more
 MIN_DISK_BYTES = 5 << 30

@@ -18,7 +18,7 @@ from pipeline.runtime.pages.charts import LEFT, MOST_POINTS, WIDTH, Line, line_c
 from pipeline.training.runs.details import Slice
 from pipeline.training.runs.folder import open_run
 from pipeline.training.runs.report import render_report, warnings_of
-from pipeline.training.runs.report_features import _known, worst_slices
+from pipeline.training.runs.report_features import _finite, worst_slices
 from tests.support.browser import open_page
 from tests.support.messages import names
 
@@ -129,7 +129,7 @@ def test_long_lines_are_thinned_and_odd_ones_drawn() -> None:
 
 
 def test_what_a_slice_does_not_have_is_a_dash() -> None:
-    assert (_known(float("nan"), 3), _known(2.0, 3)) == ("-", "2.000")
+    assert (_finite(float("nan"), ".3f"), _finite(2.0, ".3f")) == ("-", "2.000")
 
 
 def test_the_verb_writes_where_it_is_told(run_as_trained: Path, tmp_path: Path) -> None:

@@ -1,69 +1,70 @@
-"""Write the parts of a page: its frame, headings, cards, tables, figures and legends."""
+"""Render pages from Jinja2 templates, and the parts of a page; a page loads nothing from elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from html import escape
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # a browser would refuse to load anything for it
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 
-def document(title: str, body: Iterable[str], css: str = "") -> str:
-    """A whole page; `css` is added to what all pages share."""
-    shared = Path(__file__).with_name("page.css").read_text()
-    return "\n".join(
-        [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-            f"<title>{escape(title)}</title><style>\n{shared}{css}</style></head><body><main>",
-            *body,
-            "</main></body></html>\n",
-        ]
+@cache
+def _environment() -> Environment:
+    """Templates are named by their path below the package, such as retraining/registry.html."""
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).parents[2]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
 
 
+def render(template: str, title: str, **values: Any) -> str:
+    """Return the page; values are escaped unless the template marks them safe."""
+    return _environment().get_template(template).render(**{"title": title, "css": "", "body": "", **values})
+
+
+def document(title: str, body: Iterable[str], css: str = "") -> str:
+    """Return a page of parts that are HTML already; `css` is added to the CSS that all pages share."""
+    return render("runtime/pages/base.html", title, body="\n".join(body), css=css)
+
+
+def _part(name: str, *values: Any) -> str:
+    macros: Any = _environment().get_template("runtime/pages/parts.html").module
+    return str(getattr(macros, name)(*values))
+
+
 def cards(entries: Iterable[tuple[str, str]]) -> str:
-    """A large figure each, and what it is."""
-    items = (f"<li><b>{escape(figure)}</b><span>{escape(text)}</span></li>" for figure, text in entries)
-    return f'<ul class="cards">{"".join(items)}</ul>'
+    return _part("cards", list(entries))
 
 
 def figure(caption: str, content: str) -> str:
-    return f"<figure><figcaption>{escape(caption)}</figcaption>{content}</figure>"
+    return _part("figure", caption, content)
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
     """(CSS colour, text)."""
-    marks = (f'<li><i style="background:var(--{colour})"></i>{escape(text)}</li>' for colour, text in entries)
-    return f'<ul class="legend">{"".join(marks)}</ul>'
+    return _part("legend", list(entries))
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[int] = (), label: str = "") -> str:
-    """`numbers`: columns that are aligned to the right. It scrolls by itself where it is wider than the screen."""
-    kinds = dict.fromkeys(set(numbers), ' class="number"')
-
-    def line(tag: str, cells: Iterable[str]) -> str:
-        inner = (f"<{tag}{kinds.get(index, '')}>{escape(cell)}</{tag}>" for index, cell in enumerate(cells))
-        return f"<tr>{''.join(inner)}</tr>"
-
-    head = line("th", headings).replace("<th", '<th scope="col"') if any(headings) else ""
-    body = "".join(line("td", row) for row in rows)
-    name = escape(label or next((heading for heading in headings if heading), "values"))
-    return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{name}"><table>'
-        f"{f'<thead>{head}</thead>' if head else ''}<tbody>{body}</tbody></table></div>"
-    )
+    """`numbers`: columns that are aligned to the right."""
+    return _part("table", headings, rows, list(numbers), label)
 
 
 def folded(summary: str, content: str) -> str:
     """Closed until it is clicked."""
-    return f"<details><summary>{escape(summary)}</summary>{content}</details>"
+    return _part("folded", summary, content)
 
 
 def scrolled(text: str, label: str) -> str:
-    """Text as it stands, which scrolls where it is wider than the screen."""
-    return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(label)}"><pre>{escape(text)}</pre></div>'
-    )
+    """Text as it stands, which scrolls if it is wider than the screen."""
+    return _part("scrolled", text, label)
+
+
+def fixed(value: float | None, form: str = ".4f") -> str:
+    """Format a number; a dash if there is none."""
+    return "-" if value is None else format(value, form)

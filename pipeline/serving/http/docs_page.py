@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import json
 import shlex
 from typing import Any
 
 from pipeline.config.server import LimitsConfig
-from pipeline.runtime.pages.html import document, table
+from pipeline.runtime.pages.html import render
 from pipeline.serving.http.openapi import openapi_page
 from pipeline.serving.scoring.scorer import Scorer, retrieves
 
@@ -32,20 +31,15 @@ def docs_page(scorer: Scorer, limits: LimitsConfig, address: str) -> str:
     kinds += [
         (name, "list of id:weight" if name in columns.weighted else "list of text or numbers") for name in columns.lists
     ]
-    parts = [
-        f"<h1>{title}</h1>",
-        f'<p>Artifact {html.escape(scorer.version)}. <a href="openapi.json">openapi.json</a> says the same to machines.</p>',
-        f"<pre>{html.escape(command)}</pre>",
-        f"<p>At most {limits.rows:,} rows and {limits.body_bytes:,} bytes a request. A column may be null, or left out.</p>",
-        *(
-            _operation(path, method, about)
+    return render(
+        "serving/http/docs.html", title, css=STYLE, version=scorer.version, command=command, limits=limits,
+        operations=[
+            (f"{method.upper()} {path}", about["summary"], _answers(about))
             for path, methods in page["paths"].items()
             for method, about in methods.items()
-        ),
-        "<h2>Columns</h2>",
-        table(("column", "takes"), kinds, (), "columns"),
-    ]
-    return document(title, parts, STYLE)
+        ],
+        columns=kinds,
+    )  # fmt: skip
 
 
 def example_row(scorer: Scorer) -> dict[str, Any]:
@@ -57,8 +51,7 @@ def example_row(scorer: Scorer) -> dict[str, Any]:
     }
 
 
-def _operation(path: str, method: str, about: dict[str, Any]) -> str:
+def _answers(about: dict[str, Any]) -> list[tuple[str, str]]:
+    """(status, meaning); none if the summary says the same."""
     answers = [(status, answer["description"]) for status, answer in about["responses"].items()]
-    is_said = [description for _, description in answers] == [about["summary"]]
-    listed = "" if is_said else table(("status", "meaning"), answers, (), f"answers of {path}")
-    return f"<h2>{method.upper()} {path}</h2><p>{html.escape(about['summary'])}</p>{listed}"
+    return [] if [description for _, description in answers] == [about["summary"]] else answers

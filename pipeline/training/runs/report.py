@@ -5,37 +5,51 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from html import escape
+from typing import Any
 
 import yaml
 
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.planner.explain import explain
 from pipeline.planner.plan_file import read_view
+from pipeline.planner.record import PlanDescription
 from pipeline.runtime.errors import DataError, PlanError, UserError
 from pipeline.runtime.logs import get_logger
-from pipeline.runtime.pages.html import cards, document, folded, scrolled, table
+from pipeline.runtime.pages.charts import Line, line_chart
+from pipeline.runtime.pages.html import fixed, render
 from pipeline.runtime.storage import storage
 from pipeline.training.runs.compare import choose_split
 from pipeline.training.runs.details import EvaluationDetails, read_details
 from pipeline.training.runs.folder import PLAN, Run
-from pipeline.training.runs.report_comparison import metric_text
-from pipeline.training.runs.report_curves import quality, rates_and_speed, reliability
-from pipeline.training.runs.report_features import features_section, slices_section
+from pipeline.training.runs.report_features import (
+    FEATURE_HEADINGS,
+    MIN_SLICE_ROWS,
+    feature_rows,
+    importance_chart,
+    slice_rows,
+)
 
 FILE = "report.html"
+MAX_EVALUATIONS = 40  # the last ones, on the page
+COLOURS = tuple(f"run_{number}" for number in range(1, 7))
+QUALITY = (("NE", "ne"), ("Log loss, nats", "logloss"), ("AUC", "auc"), ("Calibration (1 is best)", "calibration"))
+MACHINE = (
+    ("Samples a second", "samples_per_s"), ("Waiting for input, %", "input_stall_percent"),
+    ("Waiting for collectives, %", "comms_percent"), ("Memory of the fullest rank, GiB", "peak_memory_gb"),
+)  # fmt: skip
+Charts = list[tuple[str, str]]  # caption and SVG
 logger = get_logger("pipeline.report")
 
 
 def write_report(run: Run, path: str | None = None) -> str:
-    """Of one run, into its folder unless `path` says otherwise; where it was written to."""
+    """Write the page, into the run's folder unless `path` says otherwise; returns where."""
     path = path or storage.join(run.path, FILE)
     storage.publish_text(path, render_report(run))
     return path
 
 
 def try_report(path: str) -> str:
-    """Write the page of the run in folder `path` after a training or an evaluation, which must not fail by it; empty for none."""
+    """Write the page of the run in folder `path`; empty if that fails, since a training must not fail by it."""
     try:
         return write_report(Run(path))
     except Exception as error:
@@ -48,27 +62,64 @@ def try_report(path: str) -> str:
 def render_report(run: Run) -> str:
     split = choose_split([run])
     step, metrics = run.metrics(split)
-    details = details_of(run, split, step)
-    dataset = dataset_of(run)
-    sections = (
-        _heading(run, split, step, metrics),
-        _warnings(run, metrics, details),
-        quality(run),
-        reliability(details, split),
-        rates_and_speed(run),
-        features_section(dataset, details, run),
-        slices_section(dataset, details, run),
-        _evaluations(run),
-        _plan(run),
-        _data(dataset, run),
-        _starts(run),
-        _config(run),
-    )
-    return document(f"Run {run.name}", [part for section in sections for part in section])
+    details, dataset, plan = details_of(run, split, step), dataset_of(run), _plan_of(run)
+    names = list(dict.fromkeys(name for values in run.evaluations.values() for name in values))
+    bins, rates = details.reliability if details else [], _rates(run)
+    points = [(each.prediction, each.label_rate) for each in bins]
+    has_features = dataset is not None and (dataset.sparse_features or dataset.dense_features)
+    return render(
+        "training/runs/report.html",
+        f"Run {run.name}",
+        run=run,
+        split=split,
+        num_ranks=run.starts[-1].world_size if run.starts else run.config.get("world_size", 1),
+        cards=_cards(run, f"on the {split} split, step {step:,}", step, metrics),
+        warnings=list(warnings_of(run, metrics, details)),
+        quality=_quality(run),
+        details=details,
+        reliability=line_chart(
+            "label rate over mean prediction", "label rate", [Line(split, "validation", points, marks=True)],
+            "mean prediction", diagonal=True,
+        ),
+        bins=[
+            [f"{each.rows:,}", fixed(each.prediction), fixed(each.label_rate),
+             fixed(each.prediction / each.label_rate, ".3f") if each.label_rate else "-"]
+            for each in bins
+        ],
+        rates=line_chart("learning rates over steps", "", rates, log=True),
+        rate_names=[(line.colour, line.name) for line in rates],
+        machine=_machine(run),
+        features=feature_rows(dataset, details, run) if dataset is not None and has_features else [],
+        FEATURE_HEADINGS=FEATURE_HEADINGS,
+        importance=importance_chart(run),
+        slices=slice_rows(dataset, details, run),
+        MIN_SLICE_ROWS=MIN_SLICE_ROWS,
+        metric_names=names,
+        evaluations=[
+            [split, f"{step:,}", *(metric_text(values.get(name)) for name in names)]
+            for (split, step), values in list(run.evaluations.items())[-MAX_EVALUATIONS:]
+        ],
+        plan=plan,
+        sharding_types=_sharding_types(plan) if plan else "",
+        explained=explain(plan) if plan else "",
+        dataset=dataset,
+        data_path=str(run.config.get("data", {}).get("path", "?")),
+        splits=_splits(dataset) if dataset else [],
+        starts=[
+            [each.time, f"{each.from_step:,}", each.host, str(each.world_size), each.commit or each.version, each.command]
+            for each in run.starts
+        ],
+        config=yaml.safe_dump(run.config, sort_keys=False, default_flow_style=None, width=100, allow_unicode=True),
+        written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    )  # fmt: skip
+
+
+def metric_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
 
 
 def details_of(run: Run, split: str, step: int) -> EvaluationDetails | None:
-    """None where the evaluation kept nothing, or what it kept cannot be read."""
+    """None if the evaluation kept nothing, or its file cannot be read."""
     try:
         return read_details(run.details[split, step]) if (split, step) in run.details else None
     except UserError:
@@ -76,145 +127,125 @@ def details_of(run: Run, split: str, step: int) -> EvaluationDetails | None:
 
 
 def dataset_of(run: Run) -> Dataset | None:
-    """What the run was trained on, where that is still there."""
+    """The data set that the run was trained on, if it still exists."""
     try:
         return load_dataset(str(run.config.get("data", {}).get("path", "")))
     except DataError:
         return None
 
 
-def _heading(run: Run, split: str, step: int, metrics: dict[str, float]) -> Iterator[str]:
-    model, world_size = run.config.get("model", {}).get("kind", "?"), run.config.get("world_size", 1)
-    ranks = run.starts[-1].world_size if run.starts else world_size
-    yield f"<h1>{escape(run.name)}</h1>"
-    tags = f" Tagged {escape(', '.join(run.tags))}." if run.tags else ""
-    note = f" {escape(run.note)}" if run.note else ""
-    yield f"<p>{escape(str(model))} on {ranks} rank(s), {run.state} at step {run.step:,}, seed {run.seed}.{tags}{note}</p>"
-    best = " (the best)" if run.summary.get("best_step") == step else ""
-    of = f"on the {split} split, step {step:,}{best}"
-    entries = [
-        (f"{metrics[name]:.4f}", f"{title} {of}") for title, name in (("NE", "ne"), ("AUC", "auc")) if name in metrics
-    ]
+def _plan_of(run: Run) -> PlanDescription | None:
+    path = storage.join(run.path, PLAN)
+    try:
+        return read_view(path).description if storage.is_file(path) else None
+    except PlanError:
+        return None
+
+
+def _cards(run: Run, of: str, step: int, metrics: dict[str, float]) -> list[tuple[str, str]]:
+    """A large figure each, and what it is."""
+    of += " (the best)" if run.summary.get("best_step") == step else ""
+    titles = (("NE", "ne"), ("AUC", "auc"))
+    cards = [(f"{metrics[name]:.4f}", f"{title} {of}") for title, name in titles if name in metrics]
     if (limit := run.summary.get("bayes_auc")) and "auc" in metrics:
         share = (metrics["auc"] - 0.5) / (limit - 0.5)
-        entries.append((f"{100 * share:.1f} %", f"of the lift that the data allow: their best AUC is {limit:.4f}"))
-    if not entries:
-        entries = [(f"{value:.4f}", f"{name} {of}") for name, value in list(metrics.items())[:2]]
-    speed = run.summary.get("throughput", {}).get("samples_per_s")
-    entries += [(f"{speed:,.0f}", "samples a second")] if speed else []
-    entries.append((_duration(run.seconds), f"of training; {run.rank_hours:.3g} rank-hours"))
-    yield cards(entries)
-
-
-def _warnings(run: Run, metrics: dict[str, float], details: EvaluationDetails | None) -> Iterator[str]:
-    found = list(warnings_of(run, metrics, details))
-    if found:
-        yield f'<ul class="notes" aria-label="warnings">{"".join(f"<li>{escape(text)}</li>" for text in found)}</ul>'
+        cards.append((f"{100 * share:.1f} %", f"of the lift that the data allow: their best AUC is {limit:.4f}"))
+    if not cards:
+        cards = [(f"{value:.4f}", f"{name} {of}") for name, value in list(metrics.items())[:2]]
+    if speed := run.summary.get("throughput", {}).get("samples_per_s"):
+        cards.append((f"{speed:,.0f}", "samples a second"))
+    return [*cards, (_duration(run.seconds), f"of training; {run.rank_hours:.3g} rank-hours")]
 
 
 def warnings_of(run: Run, metrics: dict[str, float], details: EvaluationDetails | None) -> Iterator[str]:
     """What a colleague would point at."""
     if run.state == "stopped":
-        yield f"The run has not ended: it stopped at step {run.step:,}. The same command goes on."
+        yield f"The run has not ended: it stopped at step {run.step:,}. Run the same command again to resume."
     if not metrics:
         yield "The run has not been evaluated."
     calibration = metrics.get("calibration", 1.0)
     if is_off := math.isfinite(calibration) and not 0.95 <= calibration <= 1.05:
-        yield f"Predictions are {abs(calibration - 1):.0%} too {'high' if calibration > 1 else 'low'} on average (calibration {calibration:.3f})."
+        side = "high" if calibration > 1 else "low"
+        yield f"Predictions are {abs(calibration - 1):.0%} too {side} on average (calibration {calibration:.3f})."
     throughput = run.summary.get("throughput", {})
     if throughput.get("tier_stall_percent", 0.0) > 20:
         yield (
             f"Training waited for rows on the SSD {throughput['tier_stall_percent']:.0f} % of the time: raise "
             "tables.<name>.tiers.slots, or use a faster disk for sharding.tier_folder."
         )
-    if throughput.get("input_stall_percent", 0.0) > 20:
-        yield f"Training waited for input {throughput['input_stall_percent']:.0f} % of the time: see data.reader.decode_threads."
+    if (stall := throughput.get("input_stall_percent", 0.0)) > 20:
+        yield f"Training waited for input {stall:.0f} % of the time: see data.reader.decode_threads."
     remarks = [each for each in run.summary.get("remarks", []) if not (is_off and each.startswith("calibration"))]
     yield from (f"{each[:1].upper()}{each[1:]}." for each in remarks)
     if bad := run.summary.get("num_bad_rows"):
         yield f"{bad:,} bad rows were left out; the folder quarantine lists them."
-    if run.starts and run.starts[-1].commit.endswith("-dirty"):
-        yield f"The code had changes beyond commit {run.starts[-1].commit.removesuffix('-dirty')}: git cannot restore it."
-    measured = [
-        (step, each["ne"]) for (split, step), each in run.evaluations.items() if split == "validation" and "ne" in each
-    ]
-    if len(measured) > 2 and min(measured, key=lambda pair: pair[1])[0] < max(measured)[0]:
-        step, ne = min(measured, key=lambda pair: pair[1])
-        if ne < max(measured)[1] - 0.0005:
-            yield f"NE on the validation split was best at step {step:,} ({ne:.4f}) and {max(measured)[1]:.4f} at the end: early_stop=auc keeps the best."
+    if run.starts and (commit := run.starts[-1].commit).endswith("-dirty"):
+        yield f"The code had changes beyond commit {commit.removesuffix('-dirty')}: git cannot restore it."
+    yield from _rising_loss(run)
     if details is None and metrics:
         yield "The evaluation kept no details: evaluate the run again for calibration by prediction and for slices."
 
 
-def _evaluations(run: Run) -> Iterator[str]:
-    if not run.evaluations:
-        return
-    names = list(dict.fromkeys(name for metrics in run.evaluations.values() for name in metrics))
-    shown = list(run.evaluations.items())[-40:]
-    rows = [
-        [split, f"{step:,}", *(metric_text(metrics.get(name)) for name in names)] for (split, step), metrics in shown
+def _rising_loss(run: Run) -> Iterator[str]:
+    measured = {
+        step: each["ne"] for (split, step), each in run.evaluations.items() if split == "validation" and "ne" in each
+    }
+    if len(measured) > 2:
+        best, last = min(measured, key=lambda step: measured[step]), max(measured)
+        if best < last and measured[best] < measured[last] - 0.0005:
+            yield (
+                f"NE on the validation split was best at step {best:,} ({measured[best]:.4f}) and "
+                f"{measured[last]:.4f} at the end: early_stop=auc keeps the best."
+            )
+
+
+def curve(run: Run, kind: str, metric: str, colour: str, marks: bool = False) -> Line:
+    """A metric over steps; of several labels the main one's."""
+    found = ((line["step"], _value(line, metric)) for line in run.lines if line["kind"] == kind)
+    return Line(kind, colour, [(step, value) for step, value in found if value is not None], marks)
+
+
+def _value(line: dict[str, Any], metric: str) -> float | None:
+    return line.get(metric, next((line[name] for name in line if name.endswith(f"/{metric}")), None))
+
+
+def _quality(run: Run) -> Charts:
+    charts = []
+    for title, metric in QUALITY:
+        lines = [curve(run, "train", metric, "train"), curve(run, "validation", metric, "validation", marks=True)]
+        charts.append((title, line_chart(f"{title} over steps", metric, lines)))
+    return [(title, chart) for title, chart in charts if chart]
+
+
+def _rates(run: Run) -> list[Line]:
+    keys = sorted({key for line in run.lines if line["kind"] == "train" for key in line if key.startswith("lr_")})
+    return [
+        Line(key.removeprefix("lr_"), colour, curve(run, "train", key, "").points)
+        for key, colour in zip(keys, COLOURS, strict=False)
     ]
-    yield "<h2>Evaluations</h2>"
-    yield table(("split", "step", *names), rows, range(1, len(names) + 2), "evaluations")
 
 
-def _plan(run: Run) -> Iterator[str]:
-    path = storage.join(run.path, PLAN)
-    try:
-        plan = read_view(path).description if storage.is_file(path) else None
-    except PlanError:
-        plan = None
-    if plan is None:
-        return
+def _machine(run: Run) -> Charts:
+    charts = [
+        (title, line_chart(f"{title} over steps", "", [curve(run, "train", metric, "train")]))
+        for title, metric in MACHINE
+    ]
+    return [(title, chart) for title, chart in charts if chart]
+
+
+def _sharding_types(plan: PlanDescription) -> str:
     kinds: dict[str, int] = {}
     for choice in plan.tables:
         kinds[choice.sharding_type] = kinds.get(choice.sharding_type, 0) + 1
-    said = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    yield "<h2>Sharding plan</h2>"
-    yield f"<p>{len(plan.tables)} tables on {len(plan.ranks)} rank(s) of {escape(plan.hardware)}: {said}. Found by {escape(plan.planner)}.</p>"
-    yield folded("Every table, its place and why", scrolled(explain(plan), "plan"))
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
 
 
-def _data(dataset: Dataset | None, run: Run) -> Iterator[str]:
-    yield "<h2>Data set</h2>"
-    path = str(run.config.get("data", {}).get("path", "?"))
-    if dataset is None:
-        yield f"<p>{escape(path)} is not there any more, or cannot be read from here.</p>"
-        return
-    yield (
-        f"<p>{escape(dataset.name)} at {escape(path)}: {len(dataset.sparse_features)} categorical and {len(dataset.dense_features)} dense "
-        f"features, {dataset.accepted_rows:,} of {dataset.source_rows:,} rows. Fingerprint {dataset.fingerprint()[:12]}.</p>"
-    )
-    rows = [
-        [name, f"{split.num_rows:,}", f"{split.num_positives / split.num_rows:.4f}" if split.num_rows else "-",
-         f"{dataset.bayes_auc[name]:.4f}" if name in dataset.bayes_auc else "-"]
+def _splits(dataset: Dataset) -> list[list[str]]:
+    return [
+        [name, f"{split.num_rows:,}", fixed(split.num_positives / split.num_rows) if split.num_rows else "-",
+         fixed(dataset.bayes_auc.get(name))]
         for name in ("train", "validation", "test") if (split := dataset.splits.get(name))
     ]  # fmt: skip
-    yield table(("split", "rows", "label rate", "best possible AUC"), rows, (1, 2, 3), "splits")
-
-
-def _starts(run: Run) -> Iterator[str]:
-    if not run.starts:
-        return
-    rows = [
-        [
-            start.time,
-            f"{start.from_step:,}",
-            start.host,
-            str(start.world_size),
-            start.commit or start.version,
-            start.command,
-        ]
-        for start in run.starts
-    ]
-    yield "<h2>Starts</h2>"
-    yield table(("time, UTC", "from step", "host", "ranks", "code", "command"), rows, (1, 3), "starts")
-
-
-def _config(run: Run) -> Iterator[str]:
-    text = yaml.safe_dump(run.config, sort_keys=False, default_flow_style=None, width=100, allow_unicode=True)
-    yield f"<h2>Config</h2>{folded('config.yaml, nothing left out', scrolled(text, 'config'))}"
-    yield f'<p class="faint">Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from {escape(run.path)}.</p>'
 
 
 def _duration(seconds: float) -> str:
