@@ -30,7 +30,7 @@ from pipeline.runtime.errors import RetrainingError
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.assembly import assemble, open_reader, resolve
-from pipeline.training.evaluation_details import first_ids
+from pipeline.training.stats_collector import first_ids
 
 
 def score(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pipeline.data.dataset import Dataset
     from pipeline.data.read.reader import ShardReader
     from pipeline.runtime.process.distributed import DistributedContext
-    from pipeline.training.runs.details import EvaluationDetails
+    from pipeline.training.runs.evaluation_stats import EvaluationStats
 
 REPORT = "report.html"
 IMPORTANCE = "importance.json"
@@ -76,8 +76,8 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         from pipeline.sharding.torchrec.embedding_sync import TableReplicas
         from pipeline.training.assembly import assemble, open_reader, resolve
         from pipeline.training.evaluation import evaluate_model
-        from pipeline.training.evaluation_details import DetailCollector
         from pipeline.training.input_watch import on_all_ranks
+        from pipeline.training.stats_collector import StatsCollector
 
     watchdog.use(trained.trainer.limits())
     trained = for_devices_here(trained)
@@ -104,7 +104,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     is_other_data = restored["data_order"]["dataset"] != dataset.fingerprint()
     check_data(job, trained.data.path, is_other_data)
     at, named = trained.trainer.group_metrics_at, trained.trainer.metrics
-    collector, title = DetailCollector(reader, context), f"evaluate {job.split}"
+    collector, title = StatsCollector(reader, context), f"evaluate {job.split}"
     metrics = evaluate_model(assembly.model, reader, context, job.max_batches, title, at, collector, named)
     step = restored["step"]
     checkpoint = step_path(checkpointer.folder, step)
@@ -114,10 +114,10 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     summary.path = storage.join(job.run, file_name(job, step, dataset.fingerprint() if is_other_data else ""))
     if storage.exists(trained_summary := storage.join(job.run, SUMMARY)):
         summary.throughput = json.loads(storage.read_text(trained_summary))["throughput"]
-    details = collector.compute(job.split, step, metrics)
+    stats = collector.compute(job.split, step, metrics)
     summary.importance = _importance(job, assembly.model, reader, context, dataset, step)
     if context.is_main:
-        write_summary(summary, details)
+        write_summary(summary, stats)
     return summary
 
 
@@ -133,12 +133,12 @@ def _importance(
     return {"split": job.split, "step": step, **found}
 
 
-def write_summary(summary: EvaluateSummary, details: EvaluationDetails | None) -> None:
+def write_summary(summary: EvaluateSummary, stats: EvaluationStats | None) -> None:
     """The metrics as JSON, and beside them what the evaluation saw."""
-    if details is not None:
-        from pipeline.training.runs.details import details_path, write_details  # loads numpy
+    if stats is not None:
+        from pipeline.training.runs.evaluation_stats import stats_path, write_stats  # loads numpy
 
-        write_details(details_path(summary.path), details)
+        write_stats(stats_path(summary.path), stats)
     tables = {"tables": summary.tables} if summary.tables else {}
     why = {"undefined": reason} if (reason := undefined(summary.metrics)) else {}
     said = {"split": summary.split, "step": summary.step, **tables, **summary.metrics, **why}

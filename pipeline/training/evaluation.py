@@ -19,8 +19,8 @@ from pipeline.models.tasks.task import Task, task_in
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.distributed import DistributedContext, true_on_any_rank
-from pipeline.training.evaluation_details import DetailCollector
 from pipeline.training.input_watch import FailSafe, agreed_failure, too_many_bad
+from pipeline.training.stats_collector import StatsCollector
 
 AGREE_EVERY_BATCHES = 8  # on whether to stop: one small all-reduce
 logger = get_logger(__name__)
@@ -33,7 +33,7 @@ def evaluate_model(
     max_batches: int | None = None,
     description: str = "evaluate",
     group_metrics_at: Sequence[int] = (),
-    details: DetailCollector | None = None,
+    stats: StatsCollector | None = None,
     named_metrics: Sequence[str] = (),
 ) -> dict[str, float]:
     """Collective: NE, logloss, calibration, label rate, AUC, AUPRC and the number of samples of the reader's split.
@@ -45,7 +45,7 @@ def evaluate_model(
 
     Of a retrieval model: recall@k and MRR against the split's catalogue (models.tasks.retrieval_metrics).
 
-    The model's training mode is restored. `details` is given each batch of a binary label, the main one of several.
+    The model's training mode is restored. `stats` is given each batch of a binary label, the main one of several.
 
     Raises:
         Preempted: on every rank, within a few batches of a SIGTERM to any of them; what was measured is dropped.
@@ -53,7 +53,7 @@ def evaluate_model(
     """
     num_batches = min(reader.steps_per_epoch, max_batches or reader.steps_per_epoch)
     task = task_in(model)
-    measures = _Measures(task, reader, context, group_metrics_at, named_metrics, details)
+    measures = _Measures(task, reader, context, group_metrics_at, named_metrics, stats)
     num_present = torch.zeros(1, dtype=torch.int64)  # where a mask or weight leaves rows out that are sound
     was_training = model.training
     model.eval()
@@ -95,7 +95,7 @@ def main_prefix(task: Task) -> str:
 
 
 class _Measures:
-    """The task's own measure, and what is added to it for each binary label: named metrics, those of groups, details."""
+    """The task's own measure, and what is added to it for each binary label: named metrics, those of groups, stats."""
 
     def __init__(
         self,
@@ -104,9 +104,9 @@ class _Measures:
         context: DistributedContext,
         group_metrics_at: Sequence[int],
         named_metrics: Sequence[str],
-        details: DetailCollector | None,
+        stats: StatsCollector | None,
     ) -> None:
-        self._task, self._details = task, details
+        self._task, self._stats = task, stats
         self._own = task.evaluation_measure(context, reader.batch_size)
         self._named = NamedMetrics(context, named_metrics)
         self._groups = _Groups(context, list(group_metrics_at)) if getattr(reader, "has_groups", False) else None
@@ -118,8 +118,8 @@ class _Measures:
         self._named.update(clicks)
         if self._groups:
             self._groups.update(clicks, batch.groups)
-        if self._details and (main := clicks.get(main_prefix(self._task))) is not None:
-            self._details.update(main, batch)
+        if self._stats and (main := clicks.get(main_prefix(self._task))) is not None:
+            self._stats.update(main, batch)
 
     def compute(self) -> dict[str, float]:
         """Collective."""

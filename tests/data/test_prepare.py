@@ -20,8 +20,8 @@ from pipeline.config.ids import IdsConfig
 from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.splits import SPLITS, SplitConfig
 from pipeline.data.dataset import load_dataset
+from pipeline.data.prepare import number_feature, resources, staging
 from pipeline.data.prepare import prepare as preparation
-from pipeline.data.prepare import resources, staging
 from pipeline.data.prepare.run import describe, prepare
 from pipeline.data.raw.blocks import Source
 from pipeline.data.raw.layout import Layout
@@ -209,6 +209,7 @@ def test_no_rows_and_too_little_memory_say_the_way_out(tmp_path: Path, monkeypat
         pytest.raises(DataError, match=names("memory_limit_gb=1")),
     ):
         patch.setattr(resources.Resources, "engine_bytes", 1 << 20)
+        patch.setattr(number_feature, "MEMORY_PER_BYTE", 1 << 40)
         run_prepare(source, tmp_path / "ds", memory_limit_gb=1.0, threads=1)
     assert run_prepare(source, tmp_path / "ds").accepted_rows == 50
 

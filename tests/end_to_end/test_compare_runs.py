@@ -15,7 +15,7 @@ from pipeline.cli.generate import generate
 from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.data.prepare.run import prepare
 from pipeline.training.runs.compare import Comparison, compare
-from pipeline.training.runs.details import read_details, write_details
+from pipeline.training.runs.evaluation_stats import read_stats, write_stats
 from pipeline.training.runs.folder import Run, open_run
 from tests.support.jobs import train_on_rank
 from tests.support.ranks import RankPool
@@ -45,9 +45,9 @@ def _other_variant(run: Path, folder: Path, planted: float) -> Run:
     (made / "config.yaml").write_text(yaml.safe_dump(config))
     copied = open_run(str(made))
     step, metrics = copied.metrics("validation")
-    details = read_details(copied.details["validation", step])
-    blocks = replace(details.blocks, loss=details.blocks.loss * (1 + planted / metrics["ne"]))
-    write_details(copied.details["validation", step], replace(details, blocks=blocks))
+    stats = read_stats(copied.stats["validation", step])
+    blocks = replace(stats.blocks, loss=stats.blocks.loss * (1 + planted / metrics["ne"]))
+    write_stats(copied.stats["validation", step], replace(stats, blocks=blocks))
     lines = (made / "metrics.jsonl").read_text().replace(f'"ne": {metrics["ne"]}', f'"ne": {metrics["ne"] + planted}')
     (made / "metrics.jsonl").write_text(lines)
     return open_run(str(made))

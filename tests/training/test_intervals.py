@@ -11,13 +11,13 @@ import pytest
 
 from pipeline.data.quality import auc
 from pipeline.training.runs.compare import describe
-from pipeline.training.runs.details import Blocks, EvaluationDetails, summarize_rows
+from pipeline.training.runs.evaluation_stats import Blocks, EvaluationStats, summarize_rows
 from pipeline.training.runs.intervals import difference, resampled_measures
 
 NUM_BLOCKS, CONFIDENCE = 500, 0.98
 
 
-def _models(noises: list[float], draw: np.random.Generator, num_rows: int = 20_000) -> list[EvaluationDetails]:
+def _models(noises: list[float], draw: np.random.Generator, num_rows: int = 20_000) -> list[EvaluationStats]:
     """Models that see the truth through noise of their own on rows, and on 50 groups of rows for their seed's sake."""
     truth = draw.normal(-1.5, 1.0, num_rows)
     labels = (draw.random(num_rows) < 1 / (1 + np.exp(-truth))).astype(np.uint8)
@@ -28,11 +28,11 @@ def _models(noises: list[float], draw: np.random.Generator, num_rows: int = 20_0
         logits = truth + draw.normal(0, noise, num_rows) + draw.normal(0, 0.02, 50)[groups]
         blocks, bins = summarize_rows(np.arange(num_rows) * NUM_BLOCKS // num_rows, logits, labels, NUM_BLOCKS)
         metrics = {"ne": float(blocks.loss.sum() / num_rows / entropy), "auc": auc(logits, labels)}
-        found.append(EvaluationDetails("test", 1, "made", metrics, blocks, bins))
+        found.append(EvaluationStats("test", 1, "made", metrics, blocks, bins))
     return found
 
 
-def _is_called(models: list[EvaluationDetails], metric: str, same_seeds: bool = False) -> bool:
+def _is_called(models: list[EvaluationStats], metric: str, same_seeds: bool = False) -> bool:
     """Of the first half of the models as the baseline, and the second half."""
     named = {str(index): model for index, model in enumerate(models)}
     resampled = resampled_measures(

@@ -15,7 +15,7 @@ from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.runs import ReportJob, RunsJob
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.pages.charts import LEFT, MOST_POINTS, WIDTH, Line, line_chart, thinned
-from pipeline.training.runs.details import Slice
+from pipeline.training.runs.evaluation_stats import Slice
 from pipeline.training.runs.folder import open_run
 from pipeline.training.runs.report import render_report, warnings_of
 from pipeline.training.runs.report_features import _finite, worst_slices
@@ -98,7 +98,7 @@ def test_what_a_colleague_would_point_at_stands_on_top(run_as_trained: Path, tmp
     for file in run.glob("*.parquet"):
         file.unlink()
     found = " ".join(warnings_of(open_run(str(run)), {"calibration": 1.2}, None))
-    for text in ("stopped at step 30", "20% too high", "kept no details"):
+    for text in ("stopped at step 30", "20% too high", "kept no stats"):
         assert text in found
     page = render_report(open_run(str(run)))  # without what is gone
     assert "Reliability" not in page and 'aria-label="warnings"' in page

@@ -21,7 +21,7 @@ from pipeline.config.jobs.runs import RunsJob
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.storage.lease import RunFolderHeldError, take_lease
 from pipeline.training.runs.compare import compare
-from pipeline.training.runs.details import list_details, read_details, write_details
+from pipeline.training.runs.evaluation_stats import list_stats, read_stats, write_stats
 from pipeline.training.runs.folder import find_runs, open_run
 from tests.support.messages import mentions, names
 
@@ -44,16 +44,16 @@ def copy(run_as_trained: Path, tmp_path: Path) -> Copy:
         config["trainer"]["seed"] = seed
         config["optimizer"]["sparse"]["lr"] = lr or config["optimizer"]["sparse"]["lr"]
         (run / "config.yaml").write_text(yaml.safe_dump(config))
-        for path in list_details(str(run)).values():
-            details = read_details(path)
-            draw = np.random.default_rng(seed).normal(worse, 0.01, len(details.blocks.loss))
-            loss = details.blocks.loss * draw
-            factor = loss.sum() / details.blocks.loss.sum()
-            metrics = {**details.metrics, "ne": details.metrics["ne"] * factor}
-            write_details(path, replace(details, metrics=metrics, blocks=replace(details.blocks, loss=loss)))
+        for path in list_stats(str(run)).values():
+            stats = read_stats(path)
+            draw = np.random.default_rng(seed).normal(worse, 0.01, len(stats.blocks.loss))
+            loss = stats.blocks.loss * draw
+            factor = loss.sum() / stats.blocks.loss.sum()
+            metrics = {**stats.metrics, "ne": stats.metrics["ne"] * factor}
+            write_stats(path, replace(stats, metrics=metrics, blocks=replace(stats.blocks, loss=loss)))
             lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
             for line in lines:
-                if line["kind"] == "validation" and line["step"] == details.step:
+                if line["kind"] == "validation" and line["step"] == stats.step:
                     line["ne"] = metrics["ne"]
             (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return run
@@ -63,18 +63,18 @@ def copy(run_as_trained: Path, tmp_path: Path) -> Copy:
 
 def test_training_keeps_what_its_last_and_its_best_evaluation_saw(run_as_trained: Path) -> None:
     run = open_run(str(run_as_trained))
-    assert ("validation", 30) in run.details and len(run.details) <= 2
-    details = read_details(run.details["validation", 30])
+    assert ("validation", 30) in run.stats and len(run.stats) <= 2
+    stats = read_stats(run.stats["validation", 30])
     step, metrics = run.metrics("validation")
     assert (step, run.state, run.seed) == (30, "finished", 0)
-    assert details.metrics == pytest.approx(metrics)
-    blocks = details.blocks
+    assert stats.metrics == pytest.approx(metrics)
+    blocks = stats.blocks
     assert blocks.rows.sum() == metrics["num_samples"] == 1024
     assert blocks.loss.sum() / blocks.rows.sum() == pytest.approx(metrics["logloss"], rel=1e-5)
     assert blocks.predictions.sum() / blocks.labels.sum() == pytest.approx(metrics["calibration"], rel=1e-5)
-    assert sum(each.rows for each in details.reliability) == 1024
-    by_feature = {each.feature: 0 for each in details.slices}
-    for each in details.slices:
+    assert sum(each.rows for each in stats.reliability) == 1024
+    by_feature = {each.feature: 0 for each in stats.slices}
+    for each in stats.slices:
         by_feature[each.feature] += each.rows
     assert len(by_feature) == 26 and max(by_feature.values()) == 1024
 
@@ -104,9 +104,9 @@ def test_a_planted_difference_is_called_and_one_between_seeds_is_not(copy: Copy)
 
 def test_runs_over_other_rows_or_without_details_are_compared_without_intervals(copy: Copy) -> None:
     first, second = (open_run(str(copy(name, lr=lr))) for name, lr in (("a", 0.1), ("b", 0.2)))
-    path = second.details["validation", 30]
-    details = read_details(path)
-    write_details(path, replace(details, blocks=replace(details.blocks, labels=details.blocks.labels + 1)))
+    path = second.stats["validation", 30]
+    stats = read_stats(path)
+    write_stats(path, replace(stats, blocks=replace(stats.blocks, labels=stats.blocks.labels + 1)))
     assert "measured on other rows" in compare([first, second]).as_text()
     Path(path).unlink()
     second = open_run(second.path)

@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.checkpoint.retention import is_higher_better
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.shell_words import word
-from pipeline.training.runs.details import EvaluationDetails, read_details
+from pipeline.training.runs.evaluation_stats import EvaluationStats, read_stats
 from pipeline.training.runs.folder import Run, describe_plan
 from pipeline.training.runs.intervals import MEASURES, Difference, difference, resampled_measures, same_rows
 
@@ -116,7 +116,7 @@ def compare(runs: Sequence[Run], split: str | None = None, confidence: float = 0
         raise ConfigError(
             f"none of these runs was measured on the {split} split: python -m pipeline evaluate run=... split={split}"
         )
-    details, notes = read_all_details(runs, split, {path: step for path, (step, _) in found.items()})
+    stats, notes = read_all_stats(runs, split, {path: step for path, (step, _) in found.items()})
     names = dict.fromkeys(
         name
         for _, metrics in found.values()
@@ -125,9 +125,9 @@ def compare(runs: Sequence[Run], split: str | None = None, confidence: float = 0
         and metrics.get(name.rpartition("/")[2]) != (metrics[name] if "/" in name else None)
     )
     resampled = resampled_measures(
-        {path: each.blocks for path, each in details.items()},
-        {path: each.auc for path, each in details.items()},
-    ) if details else {}  # fmt: skip
+        {path: each.blocks for path, each in stats.items()},
+        {path: each.auc for path, each in stats.items()},
+    ) if stats else {}  # fmt: skip
     rows = []
     for name in names:
         values = [{run.path: found[run.path][1].get(name, math.nan) for run in each.runs} for each in variants]
@@ -168,15 +168,15 @@ def choose_split(runs: Sequence[Run]) -> str:
     return max(SPLITS, key=lambda split: (counts[split], -SPLITS.index(split)))
 
 
-def read_all_details(
+def read_all_stats(
     runs: Sequence[Run], split: str, steps: dict[str, int]
-) -> tuple[dict[str, EvaluationDetails], list[str]]:
+) -> tuple[dict[str, EvaluationStats], list[str]]:
     """Path -> what the run's evaluation saw, of all runs or of none; and why none."""
-    missing = [run.path for run in runs if (split, steps[run.path]) not in run.details]
+    missing = [run.path for run in runs if (split, steps[run.path]) not in run.stats]
     if missing:
         how = f"python -m pipeline evaluate {word('run', missing[0])} split={split} step={steps[missing[0]]}"
         return {}, [f"no intervals: {missing[0]} keeps nothing of the rows that it was measured on; {how}"]
-    found = {run.path: read_details(run.details[split, steps[run.path]]) for run in runs}
+    found = {run.path: read_stats(run.stats[split, steps[run.path]]) for run in runs}
     first = found[runs[0].path]
     if any(len(each.blocks.rows) != len(first.blocks.rows) for each in found.values()) or not same_rows(
         [each.blocks for each in found.values()]

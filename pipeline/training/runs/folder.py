@@ -20,7 +20,7 @@ from pipeline.config.saved_jobs import SAFE_LOADER
 from pipeline.runtime.errors import ConfigError, PlanError
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.lease import held_by
-from pipeline.training.runs.details import list_details
+from pipeline.training.runs.evaluation_stats import list_stats
 
 CONFIG, METRICS, SUMMARY, PLAN, STARTS, TAGS, TABLES, IMPORTANCE = (
     "config.yaml",
@@ -102,9 +102,9 @@ class Run:
         return found
 
     @cached_property
-    def details(self) -> dict[tuple[str, int], str]:
+    def stats(self) -> dict[tuple[str, int], str]:
         """(split, step) -> the file that holds what the evaluation saw."""
-        return list_details(self.path)
+        return list_stats(self.path)
 
     @cached_property
     def tables(self) -> dict[str, dict[str, Any]]:

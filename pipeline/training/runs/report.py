@@ -19,7 +19,7 @@ from pipeline.runtime.pages.charts import Line, line_chart
 from pipeline.runtime.pages.html import fixed, render
 from pipeline.runtime.storage import storage
 from pipeline.training.runs.compare import choose_split
-from pipeline.training.runs.details import EvaluationDetails, read_details
+from pipeline.training.runs.evaluation_stats import EvaluationStats, read_stats
 from pipeline.training.runs.folder import PLAN, Run
 from pipeline.training.runs.report_features import (
     FEATURE_HEADINGS,
@@ -62,9 +62,9 @@ def try_report(path: str) -> str:
 def render_report(run: Run) -> str:
     split = choose_split([run])
     step, metrics = run.metrics(split)
-    details, dataset, plan = details_of(run, split, step), dataset_of(run), _plan_of(run)
+    stats, dataset, plan = stats_of(run, split, step), dataset_of(run), _plan_of(run)
     names = list(dict.fromkeys(name for values in run.evaluations.values() for name in values))
-    bins, rates = details.reliability if details else [], _rates(run)
+    bins, rates = stats.reliability if stats else [], _rates(run)
     points = [(each.prediction, each.label_rate) for each in bins]
     has_features = dataset is not None and (dataset.sparse_features or dataset.dense_features)
     return render(
@@ -74,9 +74,9 @@ def render_report(run: Run) -> str:
         split=split,
         num_ranks=run.starts[-1].world_size if run.starts else run.config.get("world_size", 1),
         cards=_cards(run, f"on the {split} split, step {step:,}", step, metrics),
-        warnings=list(warnings_of(run, metrics, details)),
+        warnings=list(warnings_of(run, metrics, stats)),
         quality=_quality(run),
-        details=details,
+        stats=stats,
         reliability=line_chart(
             "label rate over mean prediction", "label rate", [Line(split, "validation", points, marks=True)],
             "mean prediction", diagonal=True,
@@ -89,10 +89,10 @@ def render_report(run: Run) -> str:
         rates=line_chart("learning rates over steps", "", rates, log=True),
         rate_names=[(line.colour, line.name) for line in rates],
         machine=_machine(run),
-        features=feature_rows(dataset, details, run) if dataset is not None and has_features else [],
+        features=feature_rows(dataset, stats, run) if dataset is not None and has_features else [],
         FEATURE_HEADINGS=FEATURE_HEADINGS,
         importance=importance_chart(run),
-        slices=slice_rows(dataset, details, run),
+        slices=slice_rows(dataset, stats, run),
         MIN_SLICE_ROWS=MIN_SLICE_ROWS,
         metric_names=names,
         evaluations=[
@@ -118,10 +118,10 @@ def metric_text(value: float | None) -> str:
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
 
 
-def details_of(run: Run, split: str, step: int) -> EvaluationDetails | None:
+def stats_of(run: Run, split: str, step: int) -> EvaluationStats | None:
     """None if the evaluation kept nothing, or its file cannot be read."""
     try:
-        return read_details(run.details[split, step]) if (split, step) in run.details else None
+        return read_stats(run.stats[split, step]) if (split, step) in run.stats else None
     except UserError:
         return None
 
@@ -157,7 +157,7 @@ def _cards(run: Run, of: str, step: int, metrics: dict[str, float]) -> list[tupl
     return [*cards, (_duration(run.seconds), f"of training; {run.rank_hours:.3g} rank-hours")]
 
 
-def warnings_of(run: Run, metrics: dict[str, float], details: EvaluationDetails | None) -> Iterator[str]:
+def warnings_of(run: Run, metrics: dict[str, float], stats: EvaluationStats | None) -> Iterator[str]:
     """What a colleague would point at."""
     if run.state == "stopped":
         yield f"The run has not ended: it stopped at step {run.step:,}. Run the same command again to resume."
@@ -182,8 +182,8 @@ def warnings_of(run: Run, metrics: dict[str, float], details: EvaluationDetails 
     if run.starts and (commit := run.starts[-1].commit).endswith("-dirty"):
         yield f"The code had changes beyond commit {commit.removesuffix('-dirty')}: git cannot restore it."
     yield from _rising_loss(run)
-    if details is None and metrics:
-        yield "The evaluation kept no details: evaluate the run again for calibration by prediction and for slices."
+    if stats is None and metrics:
+        yield "The evaluation kept no stats: evaluate the run again for calibration by prediction and for slices."
 
 
 def _rising_loss(run: Run) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pipeline.data.dataset import Dataset, SparseFeature
 from pipeline.runtime.pages.charts import Bar, bar_chart
 from pipeline.runtime.pages.html import fixed
 from pipeline.runtime.storage import storage
-from pipeline.training.runs.details import EvaluationDetails, Slice
+from pipeline.training.runs.evaluation_stats import EvaluationStats, Slice
 from pipeline.training.runs.folder import Run
 
 MAX_SLICES = 12
@@ -27,11 +27,11 @@ def importance_chart(run: Run) -> str:
     return bar_chart("importance of each feature", bars)
 
 
-def feature_rows(dataset: Dataset, details: EvaluationDetails | None, run: Run) -> list[list[str]]:
+def feature_rows(dataset: Dataset, stats: EvaluationStats | None, run: Run) -> list[list[str]]:
     """A row per feature, the important ones first; dense features have an importance only."""
-    unknown = {each.feature: each for each in details.slices if each.id == 0} if details else {}
-    measured = {each.feature for each in details.slices} if details else set()
-    total = float(details.blocks.rows.sum()) if details else 0.0
+    unknown = {each.feature: each for each in stats.slices if each.id == 0} if stats else {}
+    measured = {each.feature for each in stats.slices} if stats else set()
+    total = float(stats.blocks.rows.sum()) if stats else 0.0
     rows = []
     for feature in dataset.sparse_features:
         curve, none = feature.frequency_curve, unknown.get(feature.name)
@@ -68,8 +68,8 @@ def _finite(value: float, form: str) -> str:
     return fixed(value if math.isfinite(value) else None, form)
 
 
-def slice_rows(dataset: Dataset | None, details: EvaluationDetails | None, run: Run) -> list[list[str]]:
-    worst = worst_slices(details.slices) if details else []
+def slice_rows(dataset: Dataset | None, stats: EvaluationStats | None, run: Run) -> list[list[str]]:
+    worst = worst_slices(stats.slices) if stats else []
     values = {name: head_values(run, dataset, name) for name in {each.feature for each in worst}}
     return [
         [

@@ -76,7 +76,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class EvaluationDetails:
+class EvaluationStats:
     """Blocks, bins and slices are of the main label, where there are several."""
 
     split: str
@@ -150,33 +150,33 @@ def auc_terms(logits: NDArray[np.floating], labels: NDArray[np.integer], order: 
     return terms
 
 
-def details_path(evaluation: str) -> str:
+def stats_path(evaluation: str) -> str:
     """Beside an evaluation's JSON file."""
     return evaluation.removesuffix(".json") + SUFFIX
 
 
-def write_details(path: str, details: EvaluationDetails) -> None:
+def write_stats(path: str, stats: EvaluationStats) -> None:
     """Whole or not at all."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     about = {
-        "split": details.split,
-        "step": details.step,
-        "dataset": details.dataset,
-        "metrics": {name: value for name, value in details.metrics.items() if np.isfinite(value)},
-        "reliability": [[each.rows, each.prediction, each.label_rate] for each in details.reliability],
+        "split": stats.split,
+        "step": stats.step,
+        "dataset": stats.dataset,
+        "metrics": {name: value for name, value in stats.metrics.items() if np.isfinite(value)},
+        "reliability": [[each.rows, each.prediction, each.label_rate] for each in stats.reliability],
         "slices": [
-            [each.feature, each.id, each.rows, each.labels, each.predictions, each.loss] for each in details.slices
+            [each.feature, each.id, each.rows, each.labels, each.predictions, each.loss] for each in stats.slices
         ],
     }
-    table = pa.table({name.name: getattr(details.blocks, name.name) for name in fields(Blocks)})
+    table = pa.table({name.name: getattr(stats.blocks, name.name) for name in fields(Blocks)})
     buffer = pa.BufferOutputStream()
     pq.write_table(table.replace_schema_metadata({KEY: json.dumps(about).encode()}), buffer, compression="zstd")
     storage.publish_bytes(path, buffer.getvalue().to_pybytes())
 
 
-def list_details(run: str) -> dict[tuple[str, int], str]:
+def list_stats(run: str) -> dict[tuple[str, int], str]:
     """(split, step) -> file, of whole splits; ascending."""
     found = {}
     for name in storage.list_folder(run):
@@ -185,17 +185,17 @@ def list_details(run: str) -> dict[tuple[str, int], str]:
     return dict(sorted(found.items()))
 
 
-def keep_details(run: str, details: EvaluationDetails, metric: str) -> None:
+def keep_stats(run: str, stats: EvaluationStats, metric: str) -> None:
     """Write what training has just measured. Of its earlier evaluations the best by `metric` stays, others go.
 
     What `evaluate` has written stays too.
     """
-    path = details_path(storage.join(run, f"evaluation.{details.split}.step_{details.step}.json"))
-    write_details(path, details)
+    path = stats_path(storage.join(run, f"evaluation.{stats.split}.step_{stats.step}.json"))
+    write_stats(path, stats)
     sign = -1.0 if is_higher_better(metric) else 1.0
     others = {}
-    for (split, _), other in list_details(run).items():
-        if split == details.split and not storage.exists(other.removesuffix(SUFFIX) + ".json"):
+    for (split, _), other in list_stats(run).items():
+        if split == stats.split and not storage.exists(other.removesuffix(SUFFIX) + ".json"):
             try:
                 others[other] = sign * _about(other)["metrics"][metric]
             except (DamagedError, KeyError):
@@ -206,7 +206,7 @@ def keep_details(run: str, details: EvaluationDetails, metric: str) -> None:
 
 
 def _about(path: str) -> Any:
-    """Raises DamagedError as read_details."""
+    """Raises DamagedError as read_stats."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -217,8 +217,8 @@ def _about(path: str) -> Any:
         raise DamagedError(f"{path} cannot be read ({error})") from None
 
 
-def read_details(path: str) -> EvaluationDetails:
-    """Raises DamagedError for a file that is not what write_details writes."""
+def read_stats(path: str) -> EvaluationStats:
+    """Raises DamagedError for a file that is not what write_stats writes."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -228,7 +228,7 @@ def read_details(path: str) -> EvaluationDetails:
         about = json.loads(table.schema.metadata[KEY])
         blocks = Blocks(**{name.name: table[name.name].to_numpy() for name in fields(Blocks)})
         reliability, slices = [Bin(*each) for each in about["reliability"]], [Slice(*each) for each in about["slices"]]
-        return EvaluationDetails(
+        return EvaluationStats(
             about["split"], about["step"], about["dataset"], about["metrics"], blocks, reliability, slices
         )
     except (pa.ArrowException, KeyError, TypeError, ValueError) as error:

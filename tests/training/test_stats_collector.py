@@ -11,7 +11,7 @@ import torch
 
 from pipeline.devices.process_group import init_distributed
 from pipeline.models.tasks.click import Prediction
-from pipeline.training.evaluation_details import DetailCollector
+from pipeline.training.stats_collector import StatsCollector
 from tests.support.ranks import RankPool
 
 ROWS_A_RANK, BATCH = 40, 10
@@ -25,7 +25,7 @@ def _rows_in_details(rank: int, world_size: int, most_rows: int) -> tuple[int, f
     reader = SimpleNamespace(
         dataset_fingerprint="rows", plain_features=[], num_rows=num_rows, positions=lambda epoch: iter(positions)
     )
-    collector = DetailCollector(cast(Any, reader), context, most_rows)
+    collector = StatsCollector(cast(Any, reader), context, most_rows)
     for _ in positions:
         labels = torch.arange(BATCH).float() % 2
         collector.update(Prediction(torch.tensor(0.0), labels - 0.3, labels, torch.ones(BATCH)), cast(Any, None))

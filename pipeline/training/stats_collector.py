@@ -1,4 +1,4 @@
-"""Collect what an evaluation saw beside its metrics, over all ranks: see pipeline.training.runs.details."""
+"""Collect what an evaluation saw beside its metrics, over all ranks: see pipeline.training.runs.evaluation_stats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.data.read.reader import ShardReader
 from pipeline.models.tasks.click_metrics import EXACT_ROWS, gather_to_main
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.training.runs.details import MAX_BLOCKS, EvaluationDetails, Slice, summarize_rows
+from pipeline.training.runs.evaluation_stats import MAX_BLOCKS, EvaluationStats, Slice, summarize_rows
 
 logger = get_logger(__name__)
 HEAD_IDS = (
@@ -24,9 +24,9 @@ HEAD_IDS = (
 )
 
 
-class DetailCollector:
+class StatsCollector:
     """Every rank has one for each evaluation. 9 bytes a row are kept, and those of all ranks on rank 0 at the end: up to
-    `most_rows` of all ranks, beyond which nothing is kept and there are no details.
+    `most_rows` of all ranks, beyond which nothing is kept and there are no stats.
 
     Slices are those of features whose ids are the data set's own.
     """
@@ -67,7 +67,7 @@ class DetailCollector:
                 weights = None if value is None else value[head]
                 sums[at] += np.bincount(ids[head], weights=weights, minlength=HEAD_IDS)
 
-    def compute(self, split: str, step: int, metrics: dict[str, float]) -> EvaluationDetails | None:
+    def compute(self, split: str, step: int, metrics: dict[str, float]) -> EvaluationStats | None:
         """Collective: on rank 0 what was collected, or None where no row was, or more than most_rows; None on the others."""
         num_rows = torch.tensor(
             self._num_kept, device=self._context.device
@@ -75,7 +75,7 @@ class DetailCollector:
         dist.all_reduce(num_rows)
         if int(num_rows) > self._most_rows:
             logger.info(
-                "%s  no details of blocks, slices and reliability: the evaluation has more than %s rows, of which rank 0 would hold each",
+                "%s  no stats of blocks, slices and reliability: the evaluation has more than %s rows, of which rank 0 would hold each",
                 split, f"{self._most_rows:,}",
             )  # fmt: skip
             return None
@@ -89,7 +89,7 @@ class DetailCollector:
             return None
         sums_of_blocks, reliability = summarize_rows(blocks, logits, labels, self._num_blocks)
         slices = self._slices(sums.cpu().numpy())
-        return EvaluationDetails(split, step, self._dataset, metrics, sums_of_blocks, reliability, slices)
+        return EvaluationStats(split, step, self._dataset, metrics, sums_of_blocks, reliability, slices)
 
     def _slices(self, sums: NDArray[np.float64]) -> list[Slice]:
         found = [
