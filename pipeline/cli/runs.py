@@ -63,8 +63,8 @@ def tag_run(job: RunsJob) -> str:
 
 
 def clean_run(job: RunsJob) -> str:
-    from pipeline.training.runs.cleaning import clean
     from pipeline.training.runs.folder import open_run
+    from pipeline.training.runs.listing import clean
 
     removed = clean(open_run(job.run), job.keep_days)
     return "\n".join([*(f"removed {path}" for path in removed), f"{len(removed)} removed from {job.run}"])

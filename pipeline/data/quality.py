@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-LEAST_PROBABILITY = 1e-12
+MIN_PROBABILITY = 1e-12
 
 
 def ranked_groups(scores: NDArray[np.floating], labels: NDArray[np.number]) -> tuple[Floats, Floats]:
@@ -51,7 +51,7 @@ def log_losses(logits: NDArray[np.floating], labels: NDArray[np.floating]) -> Fl
 
 def log_losses_of_scores(scores: Floats, labels: NDArray[np.floating]) -> Floats:
     """[n] in nats, of probabilities."""
-    clipped = np.clip(scores, LEAST_PROBABILITY, 1 - LEAST_PROBABILITY)
+    clipped = np.clip(scores, MIN_PROBABILITY, 1 - MIN_PROBABILITY)
     losses: Floats = -(labels * np.log(clipped) + (1 - labels) * np.log1p(-clipped))
     return losses
 

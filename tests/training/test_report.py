@@ -14,7 +14,7 @@ from pipeline.cli import runs as runs_verb
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.runs import ReportJob, RunsJob
 from pipeline.runtime.errors import ConfigError
-from pipeline.runtime.pages.charts import LEFT, MOST_POINTS, WIDTH, Line, line_chart, thinned
+from pipeline.runtime.pages.charts import LEFT, MAX_POINTS, WIDTH, Line, line_chart, thinned
 from pipeline.training.runs.evaluation_stats import Slice
 from pipeline.training.runs.folder import open_run
 from pipeline.training.runs.report import render_report, warnings_of
@@ -115,7 +115,7 @@ def test_slices_that_chance_explains_are_not_among_the_worst() -> None:
 
 def test_long_lines_are_thinned_and_odd_ones_drawn() -> None:
     points = [(float(step), 1.0 / (step + 1)) for step in range(10_000)]
-    assert len(thinned(points)) == MOST_POINTS and thinned(points)[-1] == points[-1]
+    assert len(thinned(points)) == MAX_POINTS and thinned(points)[-1] == points[-1]
     assert line_chart("none", "", [Line("a", "train", [(1.0, float("nan"))])]) == ""
     for values in ([0.0], [5.0, 5.0], [-1.0, 3.0], [1e-9, 2e-9], [1e6, 3e6], [1.39614848, 1.39614855]):
         drawn = line_chart("l", "u", [Line("a", "train", [(float(x), y) for x, y in enumerate(values)])])

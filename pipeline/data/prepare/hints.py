@@ -12,7 +12,7 @@ from pipeline.runtime.storage import storage
 LOOKED_AT = 200  # most frequent values of each feature
 ONE_VALUE_SHARE = 0.99
 NULL_WORDS = ("NULL", "null", "\\N", "NA", "N/A", "n/a", "nan", "NaN", "None", "none", "<NA>")
-MOST_NAMED = 5
+MAX_NAMED = 5
 
 
 def find_hints(dataset: Dataset, folder: str, num_negative: Mapping[str, int]) -> list[str]:
@@ -87,5 +87,5 @@ def _mostly_in_brackets(values: list[str]) -> bool:
 
 
 def _named(names: list[str]) -> str:
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - MAX_NAMED
+    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -33,7 +33,7 @@ VALUES_JOINED_AND_SORTED = 1 << 24  # of a vocabulary, by one statement
 LARGE_SHARE = 0.7  # of the memory, for more of them: DuckDB 2.0 goes half over its limit there (measured at 50M)
 SEEN_SCHEMA = pa.schema([("value", pa.string()), ("count", pa.int32())])
 ENTRIES_SCHEMA = pa.schema([("position", pa.int64()), ("value", pa.string())])
-MOST_FREQUENT_FIRST = "SELECT value, count FROM counted ORDER BY count DESC, value"
+DESCENDING_COUNT = "SELECT value, count FROM counted ORDER BY count DESC, value"
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def number_feature(recipe: Recipe, item: FeatureToNumber) -> NumberedFeature:
             return asdict(_number_in_memory(held, ids, item.num_lookups, vocabulary, path))
         with scratch_folder(recipe) as scratch, task_engine(recipe, scratch) as engine:
             _count(engine, recipe, item)
-            settings, num_lookups, order, buckets = ids, item.num_lookups, MOST_FREQUENT_FIRST, []
+            settings, num_lookups, order, buckets = ids, item.num_lookups, DESCENDING_COUNT, []
             if base is not None:
                 buckets = base.count_buckets(engine)
                 if not is_hashed:

@@ -24,7 +24,7 @@ FOLDER = re.compile(r"([^=/{}]+)=([^/]*)")
 RANGE = re.compile(r"\{([^{}]+)\.\.([^{}]+)\}")
 SUCCESS = "_SUCCESS"
 NULL = "__HIVE_DEFAULT_PARTITION__"  # of Hive and Spark, for a missing value
-MOST_NAMED = 3
+MAX_NAMED = 3
 logger = get_logger(__name__)
 
 
@@ -84,10 +84,10 @@ def in_range(source: str) -> list[str] | None:
         if fits and type(_order(value)) is type(low) and low <= _order(value) <= high:  # type: ignore[operator]
             values[value] = storage.join(folder, name)
     if missing := [value for value in _all_of(first, last) if _order(value) not in map(_order, values)]:
-        more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
+        more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
         raise DataError(
             f"source={source!r}: of {begin}{{{first}..{last}}}{end} {len(missing)} are missing in {folder}: "
-            f"{', '.join(missing[:MOST_NAMED])}{more}; fetch them, or name a range that is there"
+            f"{', '.join(missing[:MAX_NAMED])}{more}; fetch them, or name a range that is there"
         )
     paths = [f"{values[value]}{slash}{after}" for value in sorted(values, key=_order)]  # type: ignore[arg-type]
     return [path for each in paths for path in (in_range(each) or [each])]
@@ -126,7 +126,7 @@ def check_success(sources: Iterable[Source], wanted: str) -> None:
         return
     said = (
         f"{len(missing)} of {len(folders)} folders hold no {SUCCESS}, which a job of Spark or Hive writes last "
-        f"({', '.join(missing[:MOST_NAMED])}{', ...' if len(missing) > MOST_NAMED else ''})"
+        f"({', '.join(missing[:MAX_NAMED])}{', ...' if len(missing) > MAX_NAMED else ''})"
     )
     if wanted == "required":
         raise DataError(

@@ -14,7 +14,7 @@ import os
 from pipeline.extras.stream.source import Range
 from pipeline.runtime.storage import atomic
 
-MOST_LINES = 1 << 18
+MAX_LINES = 1 << 18
 
 
 class Journal:
@@ -30,14 +30,14 @@ class Journal:
         self._file.write(json.dumps({"batch": batch, "ranges": ranges}).encode() + b"\n")
         self._file.flush()  # to the kernel: it outlives the process
         self._num_lines += 1
-        if self._num_lines > MOST_LINES:
+        if self._num_lines > MAX_LINES:
             self._cut()
 
     def _cut(self) -> None:
         """The older half is of steps that checkpoints have left behind long ago."""
         with open(self._path, "rb") as file:
             lines = file.readlines()
-        self._rewrite(lines[-MOST_LINES // 2 :])
+        self._rewrite(lines[-MAX_LINES // 2 :])
 
     def _rewrite(self, lines: list[bytes]) -> None:
         self._file.close()

@@ -10,7 +10,7 @@ from pipeline.runtime.storage import storage
 
 READ_BYTES = 1 << 20  # at once
 REMOTE_BYTES = 8 << 20  # in a request
-MOST_LINE_BYTES = 64 << 20
+MAX_LINE_BYTES = 64 << 20
 
 
 class LineFiles:
@@ -51,7 +51,7 @@ class LineFiles:
             file.seek(begin)
             content = file.read(min(self._at_once, end - begin))
             while b"\n" not in content and begin + len(content) < end:
-                if len(content) > MOST_LINE_BYTES:
+                if len(content) > MAX_LINE_BYTES:
                     raise DataError(
                         f"{self.path(name)} has no line end for {len(content) >> 20} MiB after byte {begin:,}: is it text?"
                     )

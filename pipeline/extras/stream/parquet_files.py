@@ -11,7 +11,7 @@ from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import storage
 
 MAGIC = b"PAR1"  # a file's first and last bytes
-LEAST_BYTES = 12
+MIN_BYTES = 12
 
 
 class ParquetFiles:
@@ -38,7 +38,7 @@ class ParquetFiles:
 
     def read(self, name: str, begin: int, end: int, most_lines: int) -> TableRows | None:
         """None where the file is not whole yet."""
-        if end < LEAST_BYTES or (name not in self._num_rows and not self._has_footer(name, end)):
+        if end < MIN_BYTES or (name not in self._num_rows and not self._has_footer(name, end)):
             return None
         found = self._rows(name, begin, most_lines)
         if found.is_last:

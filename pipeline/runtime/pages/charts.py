@@ -15,7 +15,7 @@ BAR_NAMES, BAR_STEP, BAR_LETTERS = (
     18,
 )  # of a bar chart: where bars begin, how far they are apart, and of a name
 NEAR = 1e-5  # values so much apart, of their size, are drawn as one: numbers on the axis would not tell them apart
-MOST_POINTS = 300  # of a line: more cannot be told apart
+MAX_POINTS = 300  # of a line: more cannot be told apart
 Point = tuple[float, float]
 
 
@@ -83,11 +83,11 @@ def line_chart(
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most MOST_POINTS: of neighbours the mean; the last point stays."""
-    if len(points) <= MOST_POINTS:
+    """At most MAX_POINTS: of neighbours the mean; the last point stays."""
+    if len(points) <= MAX_POINTS:
         return list(points)
-    size = len(points) / MOST_POINTS
-    groups = [points[int(index * size) : int((index + 1) * size)] for index in range(MOST_POINTS)]
+    size = len(points) / MAX_POINTS
+    groups = [points[int(index * size) : int((index + 1) * size)] for index in range(MAX_POINTS)]
     return [
         *((group[-1][0], sum(y for _, y in group) / len(group)) for group in groups[:-1]),
         points[-1],

@@ -124,14 +124,12 @@ class S3Handler(S3PathHandler):  # type: ignore[misc]
         Raises:
             FileExistsError: it is there, with other content.
         """
-        from botocore.exceptions import ClientError, ParamValidationError
+        from botocore.exceptions import ClientError
 
         bucket, key = self._parse_uri(path)
         with explained(f"upload of {len(content):,} bytes to {path}"):
             try:
                 self._get_client(bucket).put_object(Bucket=bucket, Key=key, Body=content, IfNoneMatch="*")
-            except ParamValidationError:  # boto3 before 1.35
-                return False
             except ClientError as error:
                 code = str(error.response["Error"].get("Code"))
                 if code in WITHOUT_CONDITION:
@@ -149,7 +147,7 @@ class S3Handler(S3PathHandler):  # type: ignore[misc]
 
         One conditional request (If-Match); a store that knows none of those is written to without condition.
         """
-        from botocore.exceptions import ClientError, ParamValidationError
+        from botocore.exceptions import ClientError
 
         if expected is None:
             try:
@@ -165,8 +163,6 @@ class S3Handler(S3PathHandler):  # type: ignore[misc]
         with explained(f"upload of {len(content):,} bytes to {path}"):
             try:
                 self._get_client(bucket).put_object(**target, **({"IfMatch": tag} if tag else {}))
-            except ParamValidationError:  # boto3 before 1.36
-                self._get_client(bucket).put_object(**target)
             except ClientError as error:
                 code = str(error.response["Error"].get("Code"))
                 if code in WITHOUT_CONDITION:

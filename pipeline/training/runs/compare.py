@@ -23,7 +23,7 @@ SAME_VARIANT = ("name", "run_dir", "trainer.seed")  # keys that may differ withi
 SAME_VARIANT_SECTIONS = ("paths.", "logger.")
 SPLITS = ("test", "validation")  # looked for in this order
 ROUNDING = 5e-6  # two trainings of one config differ by as much, on several ranks by the order of sums
-LEAST_WIDTH = 22
+MIN_WIDTH = 22
 LEFT_OUT = ("num_samples", "num_groups", "num_one_class_groups", "label_rate")
 
 
@@ -267,7 +267,7 @@ def _section(title: str, rows: dict[str, list[str]], variants: Sequence[Variant]
     if not rows:
         return []
     width = max(len(key) for key in rows)
-    columns = [max(LEAST_WIDTH, *map(len, cells)) for cells in zip(*rows.values(), strict=True)]
+    columns = [max(MIN_WIDTH, *map(len, cells)) for cells in zip(*rows.values(), strict=True)]
     header = f"\n{title:<{width + 2}}" + _cells([each.letter for each in variants], columns)
     return [header, *(f"  {key:<{width}}" + _cells(values, columns) for key, values in rows.items())]
 

@@ -20,7 +20,7 @@ from pipeline.training.runs.evaluation_stats import Blocks
 
 NUM_SAMPLES = 1000
 SAMPLES_AT_ONCE = 50
-LEAST_PAIRED = 3  # of two pairs Student's t makes so wide an interval that nothing is ever called
+MIN_PAIRED = 3  # of two pairs Student's t makes so wide an interval that nothing is ever called
 MEASURES = ("ne", "logloss", "auc", "calibration")
 Floats = NDArray[np.float64]
 
@@ -89,7 +89,7 @@ def difference(
     of_rows = float(np.nanvar(on_rows, ddof=1))
     if len(baseline) + len(variant) == 2:
         return Difference(value, _quantile(confidence) * math.sqrt(of_rows), confidence, False)
-    if baseline.keys() == variant.keys() and len(baseline) >= LEAST_PAIRED:
+    if baseline.keys() == variant.keys() and len(baseline) >= MIN_PAIRED:
         of_seeds, freedom = _paired(baseline, variant, values)
     else:
         of_seeds, freedom = _pooled(baseline, variant, values)
