@@ -23,7 +23,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from benchmarks.step_models import PRESETS, draw, our_loop, our_side, torchrec_loop, torchrec_side
 from pipeline.devices.process_group import init_distributed
-from pipeline.models.tasks.click import Prediction
+from pipeline.models.tasks.click_metrics import Prediction
 from pipeline.training.assembly import Assembly
 
 LOSS_STEPS = 12

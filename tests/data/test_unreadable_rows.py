@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config.columns import ColumnsConfig
-from pipeline.data.prepare import prepare as preparation
+from pipeline.data.prepare import staging
 from pipeline.data.prepare.limit import most_rows_to_come
 from pipeline.data.raw import rows as raw_rows
 from pipeline.data.raw.blocks import Block, Source
@@ -33,9 +33,9 @@ def test_too_many_bad_rows_end_a_preparation_before_its_last_row(
     monkeypatch.setattr(resources, "MAX_BLOCK_BYTES", 3_000)
     monkeypatch.setattr(parquet_rows, "MAX_BLOCK_ROWS", 500)
     read: list[int] = []
-    early = preparation.refuse_early
+    early = staging.refuse_early
     monkeypatch.setattr(
-        preparation, "refuse_early", lambda *given: (read.append(given[2][-1].num_source_rows), early(*given))
+        staging, "refuse_early", lambda *given: (read.append(given[2][-1].num_source_rows), early(*given))
     )
     noise = random.Random(7)  # else a gzip file of 20,000 rows is read at one go
     rows = [(n % 2 if n % 10 else 2, n / 7, f"a, {noise.random()}" * 5) for n in range(20_000)]

@@ -11,8 +11,7 @@ from torchmetrics.functional.classification import binary_auroc, binary_average_
 from pipeline.data.quality import auc as numpy_auc
 from pipeline.devices.cpu.host_exchange import connect
 from pipeline.devices.process_group import init_distributed
-from pipeline.models.tasks.click import Prediction
-from pipeline.models.tasks.click_metrics import RunningMetrics, ScoreCollector, auprc
+from pipeline.models.tasks.click_metrics import Prediction, RunningMetrics, ScoreCollector, auprc
 from tests.support.ranks import RankPool
 
 

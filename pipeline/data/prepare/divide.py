@@ -97,7 +97,7 @@ def divide_file(recipe: Recipe, item: FileToDivide) -> DividedFile:
 
 
 def _sums(rows: list[list[int]], width: int) -> list[int]:
-    sums: list[int] = np.sum(np.array(rows, np.int64).reshape(-1, width), axis=0).tolist()
+    sums: list[int] = np.array(rows, np.int64).reshape(len(rows), width).sum(axis=0).tolist()
     return sums
 
 

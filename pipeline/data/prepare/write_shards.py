@@ -110,7 +110,7 @@ class ShardToWrite:
 
 def plan_shards(files: Sequence[DividedFile], rows_per_shard: int, shared: SharedByShards) -> list[ShardToWrite]:
     """Plan shards of each split in turn, rows in source order; only the last of a split is smaller."""
-    num_values = np.array([file.num_values for file in files], np.int64).reshape(len(files), -1)
+    num_values = np.array([file.num_values for file in files], np.int64)
     firsts = (np.cumsum(num_values, axis=0) - num_values).tolist()
     found = []
     for split in range(len(SPLITS)):

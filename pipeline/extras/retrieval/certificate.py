@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from pipeline.config.serving import RetrievalConfig
 from pipeline.extras.retrieval.index import ItemIndex, Vectors, exact_search
 from pipeline.extras.retrieval.tower import own_columns
-from pipeline.models.tasks.retrieval import NO_ITEM, RetrievalPrediction
-from pipeline.models.tasks.retrieval_metrics import RetrievalMetrics
+from pipeline.models.tasks.retrieval import NO_ITEM
+from pipeline.models.tasks.retrieval_metrics import RetrievalMetrics, RetrievalPrediction
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.serving.artifact.certification_sample import Sample, SampleBatch
 from pipeline.serving.artifact.retrieval_parts import RetrievalParts

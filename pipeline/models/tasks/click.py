@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -12,19 +10,10 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.registry import register
 from pipeline.data.read.batch import Batch
 from pipeline.embeddings.table import Table
-from pipeline.models.tasks.click_metrics import RunningMetrics, ScoreCollector
+from pipeline.models.tasks.click_metrics import Prediction, RunningMetrics, ScoreCollector
 from pipeline.models.tasks.task import Measure
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.distributed import DistributedContext
-
-
-class Prediction(NamedTuple):
-    """Detached tensors of shape [batch], float32; sample_weights are 0.0 on padding rows."""
-
-    loss: torch.Tensor  # scalar
-    logits: torch.Tensor
-    labels: torch.Tensor
-    sample_weights: torch.Tensor
 
 
 @register("task", "click")

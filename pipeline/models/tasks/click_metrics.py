@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,6 @@ from pipeline.devices.cpu.host_exchange import all_gather
 from pipeline.models.tasks.score_counts import ScoreCounts
 from pipeline.runtime.process.distributed import DistributedContext
 
-if TYPE_CHECKING:
-    from pipeline.models.tasks.click import Prediction
-
 TASK = RecTaskInfo(name="click", label_name="label", prediction_name="prediction", weight_name="weight")
 # TorchRec's metric keys -> the field's. Its logloss is in bits (log2), ours in nats as the field reports it.
 NAMES = {"ne-click|{}_ne": "ne", "ne-click|{}_logloss": "logloss", "calibration-click|{}_calibration": "calibration"}
@@ -28,6 +25,15 @@ BATCHES_AT_ONCE = 64
 EXACT_ROWS = 1 << 24  # of which AUC is exact: 80 MiB of logits and labels
 COUNTED_AT_ONCE = 1 << 20  # rows that are put into buckets together
 LABEL_RATE = "ctr-click|{}_ctr"
+
+
+class Prediction(NamedTuple):
+    """Detached tensors of shape [batch], float32; sample_weights are 0.0 on padding rows."""
+
+    loss: torch.Tensor  # scalar
+    logits: torch.Tensor
+    labels: torch.Tensor
+    sample_weights: torch.Tensor
 
 
 class RunningMetrics:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from pipeline.data.targets import Target
-from pipeline.models.tasks.click import ClickMeasure, Prediction
-from pipeline.models.tasks.click_metrics import RunningMetrics
+from pipeline.models.tasks.click import ClickMeasure
+from pipeline.models.tasks.click_metrics import Prediction, RunningMetrics
 from pipeline.runtime.process.distributed import DistributedContext
 
 

@@ -12,7 +12,7 @@ from pipeline.config.registry import register
 from pipeline.data.read.batch import Batch
 from pipeline.data.targets import Target
 from pipeline.embeddings.table import Table
-from pipeline.models.tasks.click import Prediction
+from pipeline.models.tasks.click_metrics import Prediction
 from pipeline.models.tasks.label_kinds import (
     TargetMeasure,
     TargetPrediction,

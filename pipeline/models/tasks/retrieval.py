@@ -6,7 +6,7 @@ gradients go home summed. With a batch of 8192 and vectors of 32 columns that is
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,24 +19,12 @@ from pipeline.data.read.batch import Batch
 from pipeline.devices.cpu.host_exchange import all_gather, num_exchanging_ranks, reduce_scatter
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
-from pipeline.models.tasks.retrieval_metrics import RetrievalLossWindow, RetrievalMetrics
+from pipeline.models.tasks.retrieval_metrics import RetrievalLossWindow, RetrievalMetrics, RetrievalPrediction
 from pipeline.models.tasks.task import Measure
 from pipeline.models.user_item import TwoTowerConfig
 from pipeline.runtime.process.distributed import DistributedContext
 
 NO_ITEM = -1  # of padding and quarantined rows
-
-
-class RetrievalPrediction(NamedTuple):
-    """Detached tensors; `losses` [B] are 0 where a row is no positive, users and items [B, D] float32, item_ids [B]."""
-
-    loss: torch.Tensor  # scalar
-    losses: torch.Tensor
-    labels: torch.Tensor
-    sample_weights: torch.Tensor
-    users: torch.Tensor
-    items: torch.Tensor
-    item_ids: torch.Tensor
 
 
 @register("task", "retrieval")

@@ -7,18 +7,27 @@ score. The unknown item (id 0) cannot be retrieved: it is in no catalogue, and a
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from pipeline.runtime.process.distributed import DistributedContext
 
-if TYPE_CHECKING:
-    from pipeline.models.tasks.retrieval import RetrievalPrediction
-
 UNKNOWN_ITEM = 0
 SCORES_AT_ONCE = 1 << 24  # numbers in one block of scores, 64 MiB
+
+
+class RetrievalPrediction(NamedTuple):
+    """Detached tensors; `losses` [B] are 0 where a row is no positive, users and items [B, D] float32, item_ids [B]."""
+
+    loss: torch.Tensor  # scalar
+    losses: torch.Tensor
+    labels: torch.Tensor
+    sample_weights: torch.Tensor
+    users: torch.Tensor
+    items: torch.Tensor
+    item_ids: torch.Tensor
 
 
 class RetrievalLossWindow:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import register
-from pipeline.models.tasks.click import Prediction
+from pipeline.models.tasks.click_metrics import Prediction
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
 
