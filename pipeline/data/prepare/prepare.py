@@ -153,17 +153,19 @@ def _number(recipe: Recipe, executor: Executor, divided: list[DividedFile]) -> l
 
 def _learn_buckets(recipe: Recipe, divided: list[DividedFile], scratch: str) -> list[tuple[SparseFeature, BucketIds]]:
     """Learn the features in buckets; their vocabularies are written below `scratch`."""
+    if not recipe.features.buckets:
+        return []
     found = []
-    for number, name in enumerate(recipe.features.buckets):
-        paths = [fetch(storage.join(file.path, numbers_file(number)), scratch) for file in divided]
-        with task_engine(recipe, scratch) as engine:
+    with task_engine(recipe, scratch) as engine:
+        for number, name in enumerate(recipe.features.buckets):
+            paths = [fetch(storage.join(file.path, numbers_file(number)), scratch) for file in divided]
             parts = ", ".join(map(sql_text, paths))
             engine.execute(
-                "CREATE TEMP TABLE counted AS SELECT value, sum(count)::BIGINT AS count "
+                "CREATE OR REPLACE TEMP TABLE counted AS SELECT value, sum(count)::BIGINT AS count "
                 f"FROM read_parquet([{parts}]) GROUP BY value"
             )
             feature = learn_from_counts(engine, recipe.features, name, scratch, recipe.base)
-        found.append((feature, ids_of_buckets(feature, scratch)))
+            found.append((feature, ids_of_buckets(feature, scratch)))
     return found
 
 
