@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-import pyarrow as pa
+if TYPE_CHECKING:  # layouts are read where neither is loaded
+    import numpy as np
+    import pyarrow as pa
 
 MAX_BLOCK_ROWS = 65_535  # codes of a block's values fit 16 bits, 0 being the missing value
 Partitions = tuple[tuple[str, str | None], ...]
