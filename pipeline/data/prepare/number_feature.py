@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from pipeline.config.ids import IdsConfig
 from pipeline.data.dataset import FrequencyCurve
 from pipeline.data.prepare.divide import COUNTS_FILE, load_blocks
-from pipeline.data.prepare.recipe import Json, Recipe, once, scratch_folder, task_engine
+from pipeline.data.prepare.recipe import Json, Recipe, finished, once, scratch_folder, task_engine
 from pipeline.data.prepare.vocabulary import RankedFeature, limit_memory, rank_values
 from pipeline.data.sql import sql_text
 from pipeline.runtime.storage import storage
@@ -39,11 +39,12 @@ DESCENDING_COUNT = "SELECT value, count FROM counted ORDER BY count DESC, value"
 @dataclass(frozen=True)
 class FeatureToNumber:
     """`files`: the folders of each staged and divided file; `num_lookups`: in training rows, of
-    all features that share the ids."""
+    all features that share the ids. `in_memory`: the task may use its share of memory only."""
 
     number: int
     files: list[tuple[str, str]]
     num_lookups: int
+    in_memory: bool = True
 
 
 @dataclass(frozen=True)
@@ -58,43 +59,52 @@ class NumberedFeature:
     value_buckets: list[int] = field(default_factory=list)
 
 
-def number_feature(recipe: Recipe, item: FeatureToNumber) -> NumberedFeature:
-    """A task: give ids to the values of a feature."""
-    features, base = recipe.features, recipe.base
-    name = features.sparse[item.number]
-    ids, is_hashed = features.ids[name], features.ids[name].kind == "hash"
+def number_feature(recipe: Recipe, item: FeatureToNumber) -> NumberedFeature | None:
+    """A task: give ids to the values of a feature; None if it may use memory only, and they do not fit."""
+    features = recipe.features
+    ids = features.ids[features.sparse[item.number]]
     folder = recipe.path(f"ids-{recipe.key}-{item.number:05d}")
+    held = None
+    if item.in_memory and finished(folder) is None:
+        held = _read_all(recipe, item) if recipe.base is None else None
+        if held is None:
+            return None
 
     def write(attempt: str) -> Json:
-        vocabulary = None if is_hashed else os.path.join(attempt, VOCABULARY_FILE)
+        vocabulary = None if ids.kind == "hash" else os.path.join(attempt, VOCABULARY_FILE)
         path = os.path.join(attempt, IDS_FILE)
-        if base is None and (held := _read_all(recipe, item)) is not None:
+        if held is not None:
             return asdict(_number_in_memory(held, ids, item.num_lookups, vocabulary, path))
-        with scratch_folder(recipe) as scratch, task_engine(recipe, scratch) as engine:
-            _count(engine, recipe, item)
-            settings, num_lookups, order, buckets = ids, item.num_lookups, DESCENDING_COUNT, []
-            if base is not None:
-                buckets = base.count_buckets(engine)
-                if not is_hashed:
-                    settings, order = base.settings(ids), base.order(name)
-                    num_lookups += base.num_lookups(name)
-            batches = ((b["value"], b["count"].to_numpy()) for b in engine.sql(order).to_arrow_reader(BATCH_ROWS))
-            ranked = rank_values(batches, settings, num_lookups, vocabulary)
-            entries = _values(recipe, item.number, item.files)
-            found: Iterator[np.ndarray]
-            if vocabulary is None:
-                found = (values.cast(pa.int32()).to_numpy() for values, _ in entries)
-            else:
-                found = _find_ids(engine, entries, vocabulary, scratch, recipe.resources.engine_bytes)
-            with open(path, "wb") as raw:
-                for numbers in found:
-                    raw.write(numbers.astype(np.int32, copy=False).tobytes())
-        return asdict(ranked) | {"value_buckets": buckets}
+        return _number_by_engine(recipe, item, ids, vocabulary, path)
 
     result: Any = dict(once(recipe, folder, write))
     value_buckets = result.pop("value_buckets", [])
     curve = FrequencyCurve(**result.pop("frequency_curve"))
     return NumberedFeature(RankedFeature(**result, frequency_curve=curve), folder, value_buckets)
+
+
+def _number_by_engine(recipe: Recipe, item: FeatureToNumber, ids: IdsConfig, vocabulary: str | None, path: str) -> Json:
+    base, name = recipe.base, recipe.features.sparse[item.number]
+    with scratch_folder(recipe) as scratch, task_engine(recipe, scratch) as engine:
+        _count(engine, recipe, item)
+        num_lookups, order, buckets = item.num_lookups, DESCENDING_COUNT, []
+        if base is not None:
+            buckets = base.count_buckets(engine)
+            if vocabulary is not None:
+                ids, order = base.settings(ids), base.order(name)
+                num_lookups += base.num_lookups(name)
+        batches = ((b["value"], b["count"].to_numpy()) for b in engine.sql(order).to_arrow_reader(BATCH_ROWS))
+        ranked = rank_values(batches, ids, num_lookups, vocabulary)
+        entries = _values(recipe, item.number, item.files)
+        found: Iterator[np.ndarray]
+        if vocabulary is None:
+            found = (values.cast(pa.int32()).to_numpy() for values, _ in entries)
+        else:
+            found = _find_ids(engine, entries, vocabulary, scratch, recipe.resources.engine_bytes)
+        with open(path, "wb") as raw:
+            for numbers in found:
+                raw.write(numbers.astype(np.int32, copy=False).tobytes())
+    return asdict(ranked) | {"value_buckets": buckets}
 
 
 def _values(recipe: Recipe, feature: int, files: list[tuple[str, str]]) -> Iterator[tuple[pa.Array, np.ndarray]]:
@@ -137,13 +147,14 @@ class _Held:
 
 
 def _read_all(recipe: Recipe, item: FeatureToNumber) -> _Held | None:
-    """None if numbering the values would not fit the memory of the task."""
+    """None if numbering the values would not fit a thread's share of the memory."""
+    limit = recipe.resources.engine_bytes // recipe.resources.threads
     values, counts = [pa.array([], pa.string())], [np.zeros(0, np.int32)]
     num_bytes = num_own = 0
     for number in _group(recipe, item.number):
         for block_values, block_counts in _values(recipe, number, item.files):
             num_bytes += block_values.nbytes + block_counts.nbytes
-            if num_bytes * MEMORY_PER_BYTE > recipe.resources.engine_bytes:
+            if num_bytes * MEMORY_PER_BYTE > limit:
                 return None
             values.append(block_values)
             counts.append(block_counts)

@@ -148,7 +148,14 @@ def _number(recipe: Recipe, executor: Executor, divided: list[DividedFile]) -> l
     for number in range(len(features.sparse)):
         group = features.shared_ids.get(number, [number])
         items.append(FeatureToNumber(number, files, int(lookups[group].sum())))
-    return list(executor.map("giving ids", number_feature, items, (num_values + 1.0).tolist()))
+    sizes = (num_values + 1.0).tolist()
+    numbered = list(executor.map("giving ids", number_feature, items, sizes, recipe.resources.threads))
+    large = [number for number, each in enumerate(numbered) if each is None]  # one after another, with all memory
+    rest = [replace(items[number], in_memory=False) for number in large]
+    found = executor.map("giving ids to many values", number_feature, rest, [sizes[number] for number in large])
+    for number, each in zip(large, found, strict=True) if large else ():
+        numbered[number] = each
+    return [each for each in numbered if each is not None]
 
 
 def _learn_buckets(recipe: Recipe, divided: list[DividedFile], scratch: str) -> list[tuple[SparseFeature, BucketIds]]:
