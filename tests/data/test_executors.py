@@ -146,7 +146,7 @@ def test_more_values_than_memory_are_counted_by_spilling_to_disk(
         columns=ColumnsConfig(label="click", dense=[], sparse=["item"]),
         split=SplitConfig(validation_fraction=0.0, test_fraction=0.0),
     )  # fmt: skip
-    monkeypatch.setattr(Resources, "engine_bytes", 48 << 20)
+    monkeypatch.setattr(Resources, "engine_bytes", 32 << 20)
     recipe = make_recipe(config, find_sources(str(path)), Resources(1 << 30, 1, f"{tmp_path}/staging"))
     monkeypatch.setattr(recipe_module, "open_engine", without_spilling)
     with pytest.raises(LimitError, match="memory_limit_gb"):
