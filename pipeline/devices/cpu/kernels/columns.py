@@ -1,6 +1,6 @@
 """Hash text values and look them up in vocabularies, many at a time: compiled by Numba.
 
-The hash is that of data.raw.hashing, bit for bit. Texts and vocabularies are data.raw.texts.Texts: `words` has a word
+The hash is that of data.raw.hashing, bit for bit. Texts and vocabularies are data.raw.hashing.Texts: `words` has a word
 of eight bytes that begins at every byte, so that a text's bytes are read eight at a time.
 """
 
