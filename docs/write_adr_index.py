@@ -10,7 +10,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent / "adr"
 THEMES = {
-    "Data": (1, 5, 24, 25, 27, 31, 32, 35, 39, 53),
+    "Data": (1, 5, 24, 25, 27, 31, 32, 35, 39, 53, 67),
     "Config, command line and structure": (2, 20, 21, 60, 64, 65, 66),
     "Tables and their optimizers": (3, 16, 17, 18, 26, 33, 36, 49, 55),
     "Planning and prediction": (6, 7, 34, 44, 46, 54, 61, 62),

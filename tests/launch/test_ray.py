@@ -65,7 +65,7 @@ def test_two_nodes_prepare_and_end_with_the_code_of_prepare(tmp_path: Path) -> N
     pytest.importorskip("ray")
     from tests.data.criteo_rows import random_lines, run_prepare, write_lines
     from tests.data.ray_cluster import ENVIRONMENT, free_port
-    from tests.data.test_distributed import digests
+    from tests.data.test_executors import digests
 
     for day in range(4):
         write_lines(tmp_path / "raw" / f"day_{day}", random_lines(500, seed=day))

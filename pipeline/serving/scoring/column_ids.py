@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipeline.data.raw.texts import texts_of
+from pipeline.data.raw.hashing import texts_of
 from pipeline.data.read.value_index import HASH_SEED, ValueIndex
 from pipeline.serving.artifact.raw_schema import RawFeature
 

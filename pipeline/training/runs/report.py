@@ -12,7 +12,7 @@ import yaml
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.planner.explain import explain
 from pipeline.planner.plan_file import read_view
-from pipeline.planner.record import PlanDescription
+from pipeline.planner.plan_record import PlanDescription
 from pipeline.runtime.errors import DataError, PlanError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.pages.charts import Line, line_chart
