@@ -78,7 +78,6 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         from pipeline.training.evaluation import evaluate_model
         from pipeline.training.input_watch import on_all_ranks
         from pipeline.training.stats_collector import StatsCollector
-
     watchdog.use(trained.trainer.limits())
     trained = for_devices_here(trained)
     context = init_for(trained)
