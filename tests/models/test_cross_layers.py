@@ -67,6 +67,31 @@ def test_deepfm_adds_linear_terms_pairs_and_an_mlp() -> None:
     assert_same(layer(dense, rows), torch.stack(logits).unsqueeze(1), rows)
 
 
+@pytest.mark.parametrize("num_dense", [0, 2])
+def test_gradients_of_rows_are_those_of_autograd_bit_for_bit(num_dense: int) -> None:
+    """Of both models over rows that end in a linear weight, where backward is written out."""
+    torch.manual_seed(0)
+    rows, dense = torch.randn(NUM_ROWS, FEATURES, DIM + 1, requires_grad=True), torch.randn(NUM_ROWS, num_dense)
+    vectors, weights = rows[:, :, :-1], rows[:, :, -1]
+    pull = torch.randn(NUM_ROWS, 1)
+
+    fm = fill(PairTerms(num_dense, DIM))
+    total, squares = vectors.sum(dim=1), vectors.square().sum(dim=1)
+    if num_dense:
+        total = total + dense @ fm.dense_vectors
+        squares = squares + dense.square() @ fm.dense_vectors.square()
+    pairs = (total.square() - squares).sum(dim=1, keepdim=True) / 2
+    expected = pairs + weights.sum(dim=1, keepdim=True) + fm.dense_term(dense)
+    assert_equal_bits(fm(dense, rows), expected, rows, pull)
+
+    inputs = FeatureInputs(FEATURES, num_dense, DIM, dense_as_vectors=True)
+    deepfm = fill(FMAndDeep(inputs, num_dense, nn.Linear(inputs.width, 1)))
+    own, flat = inputs(dense, vectors)
+    products = (own.sum(dim=1).square().sum(dim=1, keepdim=True) - own.square().sum(dim=(1, 2))[:, None]) / 2
+    linear = weights.sum(dim=1, keepdim=True) + deepfm.dense_term(dense)
+    assert_equal_bits(deepfm(dense, rows), deepfm.deep(flat) + products + linear, rows, pull)
+
+
 def test_linear_weights_count_so_many_times() -> None:
     torch.manual_seed(0)
     rows, dense = torch.randn(NUM_ROWS, FEATURES, DIM + 1), torch.randn(NUM_ROWS, 2)
@@ -82,6 +107,13 @@ def test_linear_weights_count_so_many_times() -> None:
         scaled = make(3.0)
         scaled.load_state_dict(plain.state_dict())
         torch.testing.assert_close(scaled(dense, rows), plain(dense, larger))
+
+
+def assert_equal_bits(found: torch.Tensor, expected: torch.Tensor, rows: torch.Tensor, pull: torch.Tensor) -> None:
+    """To the last bit."""
+    assert torch.equal(found, expected)
+    gradients = [torch.autograd.grad(value, rows, pull, retain_graph=True)[0] for value in (found, expected)]
+    assert torch.equal(*gradients)
 
 
 def crosses(kind: str) -> nn.Module:

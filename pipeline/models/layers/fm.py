@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -41,8 +43,7 @@ class PairTerms(nn.Module):
             nn.init.normal_(self.dense_vectors, std=0.01)
 
     def forward(self, dense_features: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        vectors, linear = split_rows(rows)
-        total, squares = vectors.sum(dim=1), vectors.square().sum(dim=1)
+        total, squares, linear = _SumsOfRows.apply(rows)  # type: ignore[no-untyped-call]
         if self.dense_vectors is not None:
             total = total + dense_features @ self.dense_vectors
             squares = squares + dense_features.square() @ self.dense_vectors.square()
@@ -51,13 +52,63 @@ class PairTerms(nn.Module):
         return logits
 
 
+class _SumsOfRows(torch.autograd.Function):
+    """rows [B, F, D + 1] -> the vectors' sum [B, D], the sum of their squares [B, D], the sum of the last columns [B, 1].
+
+    Backward writes the rows' gradient once, where autograd's own fills one with zeros for each slice and adds them up; the
+    numbers are the same.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        ctx.save_for_backward(rows)
+        vectors = rows[:, :, :-1]
+        return vectors.sum(dim=1), vectors.square().sum(dim=1), rows[:, :, -1].sum(dim=1, keepdim=True)
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, totals: torch.Tensor, squares: torch.Tensor, linear: torch.Tensor
+    ) -> torch.Tensor:
+        (rows,) = ctx.saved_tensors
+        vectors = rows[:, :, :-1] * (2 * squares)[:, None]
+        vectors += totals[:, None]
+        return torch.cat([vectors, linear[:, :, None].expand(-1, rows.shape[1], 1)], dim=2)
+
+
+class _SplitRows(torch.autograd.Function):
+    """rows [B, F, D + 1] -> vectors [B, F, D], the sum of the last columns [B, 1]. Backward: as _SumsOfRows'."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return rows[:, :, :-1], rows[:, :, -1].sum(dim=1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, vectors: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return torch.cat([vectors, linear[:, :, None].expand(-1, vectors.shape[1], 1)], dim=2)
+
+
 def split_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """rows [B, F, D + 1] -> vectors [B, F, D], the sum of their linear weights [B, 1]."""
-    return rows[:, :, :-1], rows[:, :, -1].sum(dim=1, keepdim=True)
+    return _SplitRows.apply(rows)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def scaled(weights: torch.Tensor, linear_scale: float) -> torch.Tensor:
     return weights if linear_scale == 1.0 else weights * linear_scale
+
+
+class _PairProducts(torch.autograd.Function):
+    """Backward computes (sum of vectors - vector) for all of them at once, in the roundings of autograd's own."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        total = vectors.sum(dim=1)
+        ctx.save_for_backward(vectors, total)
+        return (total.square().sum(dim=1, keepdim=True) - vectors.square().sum(dim=(1, 2))[:, None]) / 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        vectors, total = ctx.saved_tensors
+        return (total * gradient)[:, None] - vectors * gradient[:, :, None]
 
 
 def pair_products(vectors: torch.Tensor) -> torch.Tensor:
@@ -65,7 +116,7 @@ def pair_products(vectors: torch.Tensor) -> torch.Tensor:
 
     It is ((sum of vectors)^2 - sum of vectors^2) / 2 (Rendle 2010, lemma 3.1).
     """
-    return (vectors.sum(dim=1).square().sum(dim=1, keepdim=True) - vectors.square().sum(dim=(1, 2))[:, None]) / 2
+    return _PairProducts.apply(vectors)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class FMAndDeep(nn.Module):
