@@ -167,7 +167,7 @@ def train_on(rank: int, words: list[str], store: str, out: Any) -> None:
     join(rank, store)
     from pipeline.cli.command_line import load_config
     from pipeline.config.jobs.train import TrainJob
-    from pipeline.training.run import train
+    from pipeline.training.train import train
 
     summary = train(load_config(TrainJob, [*words, f"world_size={RANKS}"]))
     if rank == 0:

@@ -130,7 +130,7 @@ def large_tables(job: TrainJob) -> list[Table]:
 
 
 def measure(data: str, num_rows: int, kind: str, ratio: float, seed: int) -> Row:
-    from pipeline.training.run import train
+    from pipeline.training.train import train
 
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(data, f"{folder}/run", kind, ratio, seed)

@@ -44,8 +44,9 @@ from pipeline.planner.resolved_job import resolve_job
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.torchrec.changed_rows import TrackedRows
 from pipeline.sharding.torchrec.cpu_tables import fast_lookups
-from pipeline.training.assembly import assemble, open_reader
 from pipeline.training.optimizer import build_optimizer
+from pipeline.training.readers import open_reader
+from pipeline.training.sharded_model import build_sharded_model
 
 Words = NDArray[np.uint32]
 BATCH, DIM, EXPONENT = 2048, 16, 1.05
@@ -99,7 +100,7 @@ class Run:
     def __init__(self, data: str | None, rows: int, context: DistributedContext) -> None:
         job, sizes = job_of(data), cut(rows)
         resolved = resolve_job(job, load_dataset(data) if data else described(sizes), 1)
-        self.model = assemble(resolved, context).model
+        self.model = build_sharded_model(resolved, context).model
         self.optimizer = build_optimizer(self.model, job.optimizer, job.model.l2)
         reader = open_reader(resolved, "train", context) if data else None
         self.samples = reader.num_rows if reader else rows

@@ -29,8 +29,8 @@ from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.devices.process_group import init_distributed
 from pipeline.planner.resolved_job import resolve_job
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.training.assembly import Assembly, assemble
 from pipeline.training.optimizer import build_optimizer
+from pipeline.training.sharded_model import ShardedModel, build_sharded_model
 
 A_DAY, AN_HOUR, BATCH = 288, 12, 2048
 AGES = {"5 minutes": 1, "an hour": AN_HOUR, "a day": A_DAY}
@@ -79,7 +79,7 @@ def batches(window: tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.flo
         yield Batch(torch.from_numpy(dense[rows]), features, torch.from_numpy(labels[rows]), torch.ones(count))
 
 
-def make_model(config: SyntheticConfig, seed: int, context: DistributedContext) -> Assembly:
+def make_model(config: SyntheticConfig, seed: int, context: DistributedContext) -> ShardedModel:
     features = [
         SparseFeature(
             f"cat_{index}", rows_of(size), False, 1.0, FrequencyCurve([1, rows_of(size)], [rows_of(size) ** -0.25, 1.0])
@@ -88,12 +88,12 @@ def make_model(config: SyntheticConfig, seed: int, context: DistributedContext) 
     ]
     dense = [f"int_{index}" for index in range(config.num_dense)]
     dataset = Dataset("drift", "label", dense, features, {"train": Split([], 10**6, 10**5)}, 10**6, 10**6, 0, "log1p")
-    return assemble(
+    return build_sharded_model(
         resolve_job(replace(job_of(None), trainer=replace(job_of(None).trainer, seed=seed)), dataset, 1), context
     )
 
 
-def copy_state(source: Assembly, target: Assembly) -> None:
+def copy_state(source: ShardedModel, target: ShardedModel) -> None:
     theirs, ours = (flatten(one.model.state_dict()) for one in (source, target))
     with torch.no_grad():
         for key, value in ours.items():
@@ -101,7 +101,7 @@ def copy_state(source: Assembly, target: Assembly) -> None:
                 part.copy_(now)
 
 
-def losses(assembly: Assembly, window: tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]]) -> float:
+def losses(assembly: ShardedModel, window: tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]]) -> float:
     """The sum of the log losses of its rows."""
     assembly.model.eval()
     with torch.no_grad():

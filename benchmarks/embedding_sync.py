@@ -124,7 +124,7 @@ def run_one(rank: int, way: str, seed: int, data: str, run_dir: str) -> Figure:
     from pipeline.config.jobs.evaluate import EvaluateJob
     from pipeline.config.jobs.train import TrainJob
     from pipeline.training.evaluate_run import evaluate
-    from pipeline.training.run import train
+    from pipeline.training.train import train
 
     words = [
         "experiment=quickstart", "hardware=cpu", f"data.path={data}", f"run_dir={run_dir}", f"world_size={RANKS}",

@@ -48,8 +48,9 @@ from pipeline.embeddings.tables import resolve_tables
 from pipeline.planner.head_rows import head_reports
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.torchrec.sharder import ShardedTables
-from pipeline.training.assembly import Assembly, assemble, resolve
 from pipeline.training.optimizer import build_optimizer
+from pipeline.training.resolve import resolve
+from pipeline.training.sharded_model import ShardedModel, build_sharded_model
 
 NUM_DENSE = 13
 NUM_BATCHES = 8
@@ -108,7 +109,7 @@ class Figure:
     step_ms: dict[str, float] = field(default_factory=dict)
 
 
-def build(context: DistributedContext, load: Workload, head: str) -> tuple[TrainJob, Dataset, Assembly]:
+def build(context: DistributedContext, load: Workload, head: str) -> tuple[TrainJob, Dataset, ShardedModel]:
     """Collective. `head`: whole, auto or a number of rows."""
     split = [] if head == "whole" else [f"tables.default.compression={{kind: frequency_split, head_rows: {head}}}"]
     job = load_config(
@@ -125,10 +126,10 @@ def build(context: DistributedContext, load: Workload, head: str) -> tuple[Train
     rows = 10**7
     dataset = Dataset("split", "label", dense, features, {"train": Split([], rows, rows // 4)}, rows, rows, 0, "log1p")
     resolved = resolve(job, dataset, context)
-    return resolved.job, dataset, assemble(resolved, context)
+    return resolved.job, dataset, build_sharded_model(resolved, context)
 
 
-def draw(load: Workload, assembly: Assembly, context: DistributedContext) -> list[Batch]:
+def draw(load: Workload, assembly: ShardedModel, context: DistributedContext) -> list[Batch]:
     generator = np.random.default_rng(context.rank)
     splitter = IdSplitter(assembly.tables, skip_empty_bags=context.world_size > 1)
     batches, size = [], load.batch_size
@@ -148,7 +149,7 @@ def draw(load: Workload, assembly: Assembly, context: DistributedContext) -> lis
     return batches
 
 
-def stepper(assembly: Assembly, job: TrainJob, batches: list[Batch]) -> Callable[[int], float]:
+def stepper(assembly: ShardedModel, job: TrainJob, batches: list[Batch]) -> Callable[[int], float]:
     """Collective: run(steps) -> seconds of the median step."""
     optimizer = build_optimizer(assembly.model, job.optimizer)
     assembly.model.train()
@@ -171,7 +172,9 @@ def stepper(assembly: Assembly, job: TrainJob, batches: list[Batch]) -> Callable
     return run
 
 
-def counted_bytes(assembly: Assembly, run: Callable[[int], float], context: DistributedContext, steps: int) -> float:
+def counted_bytes(
+    assembly: ShardedModel, run: Callable[[int], float], context: DistributedContext, steps: int
+) -> float:
     """Collective: that leave a rank in a step for its tables, the mean over ranks, by what collectives are given.
 
     A part of an all-to-all stays; gloo sums up in a ring, its reduce-scatter too, which is an all-reduce.
@@ -196,7 +199,7 @@ def counted_bytes(assembly: Assembly, run: Callable[[int], float], context: Dist
     return float(everywhere) / world
 
 
-def expected_bytes(job: TrainJob, dataset: Dataset, assembly: Assembly, world_size: int) -> float:
+def expected_bytes(job: TrainJob, dataset: Dataset, assembly: ShardedModel, world_size: int) -> float:
     reports = head_reports(job, assembly.tables, dataset, world_size)
     if reports:
         return sum(report.chosen.total for report in reports)

@@ -24,7 +24,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from benchmarks.step_models import PRESETS, draw, our_loop, our_side, torchrec_loop, torchrec_side
 from pipeline.devices.process_group import init_distributed
 from pipeline.models.tasks.click_metrics import Prediction
-from pipeline.training.assembly import Assembly
+from pipeline.training.sharded_model import ShardedModel
 
 LOSS_STEPS = 12
 # TorchRec's side of step_models has these rates; eps and betas are the defaults of both sides.
@@ -69,7 +69,7 @@ def losses(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _record_losses(assembly: Assembly) -> list[torch.Tensor]:
+def _record_losses(assembly: ShardedModel) -> list[torch.Tensor]:
     """Return a list that grows by the loss of each training batch."""
     seen: list[torch.Tensor] = []
 

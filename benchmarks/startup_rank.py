@@ -24,7 +24,7 @@ STAGES = (
 # What train() imports once its config is known.
 IMPORTED = (
     "checkpoint.random_state", "data.dataset", "runtime.logs", "devices.process_group", "runtime.storage.run_folder",
-    "sharding.torchrec.embedding_sync", "training.assembly", "training.compiled", "training.hooks.base",
+    "sharding.torchrec.embedding_sync", "training.train", "training.compiled", "training.hooks.base",
     "training.hooks.build", "training.hooks.memory", "training.input_watch", "training.optimizer", "training.trainer",
 )  # fmt: skip
 marks: list[tuple[str, float, float]] = []
@@ -59,16 +59,17 @@ def timed_train(job: Any) -> Any:
     for name in IMPORTED:
         import_module(f"pipeline.{name}")
     from pipeline.devices import process_group
-    from pipeline.training import assembly
+    from pipeline.training import plan, sharded_model
+    from pipeline.training import train as recipe
     from pipeline.training.hooks.throughput import StepLog
-    from pipeline.training.run import train
+    from pipeline.training.train import train
     from pipeline.training.trainer import Trainer
 
     mark("imports")
     after(process_group, "init_distributed", "process group")
-    after(assembly, "open_reader", "data set and reader")
-    after(assembly, "load_or_search_plan", "plan")
-    after(assembly, "shard_model", "sharding")
+    after(recipe, "open_reader", "data set and reader")
+    after(plan, "load_or_search_plan", "plan")
+    after(sharded_model, "shard_model", "sharding")
     after(StepLog, "__init__", "checkpoint, writers")
     original = Trainer._make_pipeline
 

@@ -30,11 +30,11 @@ from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.extras.calibration.jobs import BatchesInMemory, NoCheckpoints
 from pipeline.planner.resolved_job import resolve_job
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.training.assembly import Assembly, assemble
 from pipeline.training.compiled import DenseCompiler
 from pipeline.training.hooks.base import TrainingParts
 from pipeline.training.hooks.build import build_hooks
 from pipeline.training.optimizer import build_optimizer
+from pipeline.training.sharded_model import ShardedModel, build_sharded_model
 from pipeline.training.trainer import Trainer
 
 NUM_DENSE = 13
@@ -220,7 +220,7 @@ def our_loop(
 
 def our_side(
     preset: Preset, raw: list[RawBatch], context: DistributedContext, overrides: list[str]
-) -> tuple[Assembly, Callable[[int], Timed]]:
+) -> tuple[ShardedModel, Callable[[int], Timed]]:
     """The sharded model beside its loop. The loop's steps are one more than it is asked for: the first is not timed."""
     layers = [
         f"model.dense_arch_layer_sizes={preset.dense_layers}",
@@ -243,7 +243,7 @@ def our_side(
     dataset = Dataset(
         "step", "label", [f"int_{i}" for i in range(NUM_DENSE)], features, splits, 10**6, 10**6, 0, "log1p"
     )
-    assembly = assemble(resolve_job(job, dataset, context.world_size), context)
+    assembly = build_sharded_model(resolve_job(job, dataset, context.world_size), context)
     if job.trainer.compile:
         DenseCompiler().compile(assembly.task.model)
     optimizer = build_optimizer(assembly.model, job.optimizer, job.model.l2)

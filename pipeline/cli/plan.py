@@ -197,7 +197,7 @@ def resolve(job: PlanJob) -> ResolvedJob:
 
     def choose_tiers(whole: ResolvedJob) -> SlotChoice:
         from pipeline.planner.hardware import resolve_hardware
-        from pipeline.training.assembly import slots_for
+        from pipeline.training.resolve import slots_for
 
         return slots_for(whole, resolve_hardware(job.hardware, job.world_size))
 
@@ -229,7 +229,7 @@ def build_request(resolved: ResolvedJob) -> PlanRequest:
     from pipeline.planner.plan_forecast import step_cost_of
     from pipeline.planner.request import PlanRequest
     from pipeline.sharding.torchrec.sharding import make_sharders
-    from pipeline.training.assembly import build_task
+    from pipeline.training.build import build_task
 
     job = resolved.job
     hardware = resolve_hardware(job.hardware, job.world_size)

@@ -10,8 +10,16 @@ from __future__ import annotations
 from pipeline.cli.command_line import validate_train
 from pipeline.cli.verb import verb
 from pipeline.config.jobs.train import TrainJob
-from pipeline.training.run import describe, train
+from pipeline.runtime.process.garbage import none_while_importing
 from pipeline.training.run_state import describe_saved
+from pipeline.training.summary import TrainSummary, describe
+
+
+def run(job: TrainJob) -> TrainSummary:
+    with none_while_importing():  # here, because a typo in the command line must fail before torch is loaded
+        from pipeline.training.train import train
+    return train(job)
+
 
 main = verb(
     "train",
@@ -22,4 +30,4 @@ main = verb(
     runs_on_ranks=True,
     handles_sigterm=True,
     runs_kernels=True,
-)(train)
+)(run)

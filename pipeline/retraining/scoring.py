@@ -29,7 +29,9 @@ from pipeline.retraining.gate import HeldScores, Scores
 from pipeline.runtime.errors import RetrainingError
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.training.assembly import assemble, open_reader, resolve
+from pipeline.training.readers import open_reader
+from pipeline.training.resolve import resolve
+from pipeline.training.sharded_model import build_sharded_model
 from pipeline.training.stats_collector import first_ids
 
 
@@ -54,7 +56,7 @@ def score(
     context = init_for(job)
     resolved = resolve(job, load_dataset(data_path), context)
     watchdog.beat(phase="loading")
-    assembly = assemble(resolved, context, initialize=False)
+    assembly = build_sharded_model(resolved, context, initialize=False)
     folder, _, step = checkpoint.rstrip("/").rpartition("/")
     Checkpointer(folder, assembly.model, None, context).restore(int(step.removeprefix("step_")))
     batch_size = job.trainer.evaluate_batch_size or job.trainer.global_batch_size

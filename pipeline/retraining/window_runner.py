@@ -46,7 +46,6 @@ from pipeline.runtime.process import watchdog
 from pipeline.runtime.storage import storage
 from pipeline.serving.artifact.export_run import ExportSummary, export
 from pipeline.serving.artifact.source import default_output
-from pipeline.training.run import train
 
 NOT_TRAINING = ("run_dir", "source", "follow", "stream", "publishing", "registry", "windows", "checks", "gate", "max_catchup", "retry", "strict",
                 "memory_limit_gb", "threads", "world_size", "profile", "paths", "logger")  # fmt: skip
@@ -236,6 +235,8 @@ def train_challenger(job: TrainJob) -> None:
 
     validate_job(job, job.world_size)
     watchdog.use(job.trainer.limits())
+    from pipeline.training.train import train  # loads torch
+
     train(job)
 
 

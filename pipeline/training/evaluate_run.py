@@ -25,8 +25,8 @@ from pipeline.runtime.storage.signature import requiring
 from pipeline.sharding.compat import allow_untested_versions
 from pipeline.training.data_order import checkpoint_folder
 from pipeline.training.remarks import undefined
-from pipeline.training.run import SUMMARY, describe_quality, describe_run
 from pipeline.training.run_state import chosen_step
+from pipeline.training.summary import SUMMARY, describe_quality, describe_run
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -74,9 +74,11 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         from pipeline.data.dataset import load_dataset
         from pipeline.devices.process_group import init_for
         from pipeline.sharding.torchrec.embedding_sync import TableReplicas
-        from pipeline.training.assembly import assemble, open_reader, resolve
         from pipeline.training.evaluation import evaluate_model
         from pipeline.training.input_watch import on_all_ranks
+        from pipeline.training.readers import open_reader
+        from pipeline.training.resolve import resolve
+        from pipeline.training.sharded_model import build_sharded_model
         from pipeline.training.stats_collector import StatsCollector
     watchdog.use(trained.trainer.limits())
     trained = for_devices_here(trained)
@@ -87,7 +89,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     reader = on_all_ranks(
         lambda: open_reader(resolved, job.split, context, job.global_batch_size, every_row=True), context
     )
-    assembly = assemble(resolved, context, initialize=False)
+    assembly = build_sharded_model(resolved, context, initialize=False)
     replicas = TableReplicas(assembly.model, None, trained.parallel, context) if assembly.replicated else None
     checkpointer = Checkpointer(
         checkpoint_folder(job.run, trained.checkpoint), assembly.model, None, context, replicas=replicas

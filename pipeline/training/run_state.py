@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.warm_start import NewData
     from pipeline.data.dataset import Dataset
     from pipeline.runtime.process.distributed import DistributedContext
-    from pipeline.training.assembly import Assembly
+    from pipeline.training.sharded_model import ShardedModel
 
 
 def config_of(run: str) -> TrainJob | None:
@@ -190,7 +190,7 @@ def resume(
 def start_warm(
     job: TrainJob,
     config: WarmStartConfig,
-    assembly: Assembly,
+    assembly: ShardedModel,
     optimizer: KeyedOptimizer,
     context: DistributedContext,
     dataset: Dataset,
@@ -217,7 +217,7 @@ def start_warm(
 
 def growing(
     job: TrainJob,
-    assembly: Assembly,
+    assembly: ShardedModel,
     optimizer: KeyedOptimizer,
     context: DistributedContext,
     dataset: Dataset,
@@ -247,7 +247,7 @@ def growing(
     return grow
 
 
-def _new_data(job: TrainJob, assembly: Assembly, dataset: Dataset) -> NewData:
+def _new_data(job: TrainJob, assembly: ShardedModel, dataset: Dataset) -> NewData:
     from pipeline.checkpoint.warm_start import NewData
 
     by_name = {table.name: table for table in assembly.tables}
@@ -261,7 +261,7 @@ def _new_data(job: TrainJob, assembly: Assembly, dataset: Dataset) -> NewData:
     )
 
 
-def _initialize(job: TrainJob, assembly: Assembly) -> Callable[[Collection[str]], None]:
+def _initialize(job: TrainJob, assembly: ShardedModel) -> Callable[[Collection[str]], None]:
     """What initializes the tables that it is given the names of."""
     from pipeline.sharding.torchrec.table_init import initialize_tables
 

@@ -25,9 +25,10 @@ from pipeline.data.dataset import load_dataset
 from pipeline.devices.process_group import init_distributed
 from pipeline.runtime.errors import ConfigError
 from pipeline.sharding.torchrec.table_init import initialize_tables
-from pipeline.training.assembly import assemble, resolve
 from pipeline.training.optimizer import build_optimizer
+from pipeline.training.resolve import resolve
 from pipeline.training.run_state import start_warm
+from pipeline.training.sharded_model import build_sharded_model
 from tests.checkpoint.resharding import whole
 from tests.support.messages import names
 from tests.support.ranks import RankPool
@@ -47,7 +48,7 @@ def fresh_and_warm(rank: int, words: list[str]) -> tuple[Values, Values, dict[st
     """Collective: all values as drawn, all values after the warm start, and its report."""
     job = load_config(TrainJob, words)
     context, dataset = init_distributed(), load_dataset(job.data.path)
-    assembly = assemble(resolve(job, dataset, context), context, initialize=False)
+    assembly = build_sharded_model(resolve(job, dataset, context), context, initialize=False)
     optimizer = build_optimizer(assembly.model, job.optimizer)
     initialize_tables(assembly.model, job.trainer.seed)
     fresh = whole(assembly.model, optimizer)
@@ -228,7 +229,7 @@ def test_layers_that_fit_are_loaded_and_the_others_are_fresh(
 
 
 def _train(rank: int, words: list[str]) -> int:
-    from pipeline.training.run import train
+    from pipeline.training.train import train
 
     return train(load_config(TrainJob, words)).step
 

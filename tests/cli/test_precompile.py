@@ -17,7 +17,7 @@ import os, warnings
 warnings.simplefilter("ignore")
 from pathlib import Path
 from pipeline.cli.command_line import TrainJob, load_config
-from pipeline.training.run import train
+from pipeline.training.train import train
 for overrides in {runs!r}:
     train(load_config(TrainJob, overrides))
 """

@@ -25,7 +25,7 @@ from pipeline.runtime.errors import CheckpointError, ServingError
 from pipeline.serving.artifact.export_run import export
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.evaluate_run import evaluate
-from pipeline.training.run import train
+from pipeline.training.train import train
 from tests.embeddings.compressed import PooledModel, as_features, sample_bags, table_of
 from tests.support.datasets import described_dataset
 from tests.support.messages import mentions, names

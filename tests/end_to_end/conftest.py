@@ -10,7 +10,7 @@ from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
 from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.data.prepare.run import prepare
-from pipeline.training.run import TrainSummary
+from pipeline.training.summary import TrainSummary
 from tests.end_to_end.user_items import job_words, train_on_rank
 from tests.support.made_once import made_once
 from tests.support.ranks import RankPool

@@ -37,11 +37,12 @@ from pipeline.serving.http.switching import try_out
 from pipeline.serving.scoring.predict import predict
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.serving.scoring.scorer import RefusedRow
-from pipeline.training import run as train_module
+from pipeline.training import summary as train_summary
 from pipeline.training.evaluate_run import evaluate
-from pipeline.training.run import TrainSummary, train
 from pipeline.training.runs.folder import open_run
 from pipeline.training.runs.listing import as_text
+from pipeline.training.summary import TrainSummary
+from pipeline.training.train import train
 from tests.serving.exports import run_export
 from tests.support.jobs import train_on_rank
 from tests.support.ranks import RankPool
@@ -104,7 +105,7 @@ def test_each_label_is_measured_by_its_name_and_learns(ranks: RankPool, trained:
     assert metrics["click/auc"] > 0.6 and metrics["stars/ne"] < 1.0 and metrics["seconds/mse"] < 1.5
     assert {"click/calibration", "stars/mae", "seconds/r2", "order/logloss", "order/gauc"} <= metrics.keys()
     assert 0 < metrics["order/num_groups"] <= metrics["click/num_groups"] == 20
-    text = train_module.describe(trained)
+    text = train_summary.describe(trained)
     print(metrics)
     assert "click: AUC" in text and "seconds: mse" in text
     lines = [json.loads(line) for line in Path(trained.run_dir, "metrics.jsonl").read_text().splitlines()]

@@ -11,9 +11,9 @@ from pipeline.cli.command_line import load_config
 from pipeline.cli.plan import plan
 from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.training import evaluate_run as evaluate_module
-from pipeline.training import run as train_module
+from pipeline.training import summary as train_summary
 from pipeline.training.preflight import validate_job
-from pipeline.training.run import TrainSummary
+from pipeline.training.summary import TrainSummary
 from tests.end_to_end.user_items import job_words, train_on_rank
 from tests.support.jobs import evaluate_on_rank
 from tests.support.messages import names
@@ -35,7 +35,7 @@ def test_a_retriever_is_measured_by_recall_and_nothing_speaks_of_auc(retriever: 
     metrics = retriever.validation
     assert metrics["recall_at_20"] > metrics["recall_at_5"] > 5 / 60 and metrics["num_samples"] == 2000
     assert retriever.bayes_auc is not None  # of the data, whose clicks could be predicted
-    text = train_module.describe(retriever)
+    text = train_summary.describe(retriever)
     assert "recall_at_5" in text and "AUC" not in text and "NE" not in text
     lines = [json.loads(line) for line in Path(retriever.run_dir, "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["kind"] == "train"]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.train import TrainJob
-from pipeline.training.run import TrainSummary, train
+from pipeline.training.summary import TrainSummary
+from pipeline.training.train import train
 
 
 def job_words(data: str, run_dir: Path, *more: str) -> list[str]:

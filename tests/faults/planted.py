@@ -65,7 +65,7 @@ def plant_all(faults: list[dict[str, Any]], folder: str) -> None:
     from pipeline.data.read.reader import ShardReader
     from pipeline.runtime.process import watchdog
     from pipeline.runtime.storage.atomic import LocalFolders
-    from pipeline.training import assembly
+    from pipeline.training import train
     from pipeline.training.batch_order import BatchOrder
 
     def at_beat(step: int | None = None, phase: str | None = None) -> None:
@@ -75,7 +75,7 @@ def plant_all(faults: list[dict[str, Any]], folder: str) -> None:
             plant(faults, "evaluation")
 
     dist.init_process_group = _before(dist.init_process_group, lambda *_, **__: plant(faults, "rendezvous"))
-    assembly.assemble = _before(assembly.assemble, lambda *_, **__: plant(faults, "load"))
+    train.shard = _before(train.shard, lambda *_, **__: plant(faults, "load"))
     watchdog.beat = _before(watchdog.beat, at_beat)
     LocalFolders.commit = _before(  # type: ignore[method-assign]
         LocalFolders.commit, lambda _, attempt, *__: plant(faults, "save", int(attempt.name.removeprefix("step_")))

@@ -15,7 +15,7 @@ from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.process.exit_codes import DONE
 from pipeline.training.batch_order import BatchOrder
-from pipeline.training.run import train
+from pipeline.training.train import train
 from tests.faults import planted
 from tests.faults.conftest import FaultRecorder
 from tests.faults.runs import Run, left_over, processes_of

@@ -14,7 +14,7 @@ from pipeline.checkpoint.steps import list_steps
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.process.exit_codes import DONE, REQUEUE
-from pipeline.training.run import train
+from pipeline.training.train import train
 from tests.faults.conftest import FaultRecorder
 from tests.faults.runs import TIMEOUT_S, Run, left_over
 from tests.support.messages import mentions

@@ -35,7 +35,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.training.run import TrainSummary
+from pipeline.training.summary import TrainSummary
 from tests.gpu.jobs import train_on_rank
 from tests.support import forks
 from tests.support.ranks import RankPool

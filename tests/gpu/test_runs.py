@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.training.run import TrainSummary
+from pipeline.training.summary import TrainSummary
 from tests.gpu.conftest import BASE, Gpus
 from tests.gpu.data import HASHED, prepared
 from tests.gpu.jobs import evaluate_on_rank, train_on_rank

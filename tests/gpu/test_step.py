@@ -18,7 +18,7 @@ from pipeline import devices
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.bags import leave_out_empty_bags
-from pipeline.training.assembly import pinned
+from pipeline.training.readers import pinned
 from tests.gpu.conftest import Gpus
 from tests.support import sharded_models
 from tests.training.tiny_training import CONFIG, fit_drawn

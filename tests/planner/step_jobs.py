@@ -26,7 +26,7 @@ from pipeline.planner.resolved_job import ResolvedJob, resolve_job
 from pipeline.planner.step_time.calibration import Calibration, Conditions, Machine, Speeds, TimedJob
 from pipeline.planner.step_time.work import AMOUNTS
 from pipeline.sharding.torchrec.sharding import make_sharders
-from pipeline.training.assembly import build_task
+from pipeline.training.build import build_task
 
 NUM_DENSE = 13
 CPU = HardwareConfig(

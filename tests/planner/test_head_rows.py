@@ -25,7 +25,7 @@ from pipeline.embeddings.tables import resolve_tables
 from pipeline.planner.head_rows import choose_heads, has_auto
 from pipeline.planner.resolved_job import resolve_job
 from pipeline.runtime.errors import ConfigError
-from pipeline.training.run import train
+from pipeline.training.train import train
 from tests.support.ranks import RankPool
 
 SMALL = Workload(1.2, 1024, num_rows=2000, num_tables=2, dim=16)

@@ -25,7 +25,7 @@ from pipeline.extras.retrieval.index import index_class
 from pipeline.serving.artifact.export_run import export
 from pipeline.serving.scoring.predict import predict
 from pipeline.training.evaluate_run import evaluate
-from pipeline.training.run import train
+from pipeline.training.train import train
 
 PLUGIN = "plugins=[tests.plugins.sample_plugin]"
 ROWS = 4000

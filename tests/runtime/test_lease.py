@@ -17,7 +17,7 @@ from pipeline.checkpoint.steps import list_steps
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.storage.lease import Holder, LeaseLostError, RunFolderHeldError, take_lease
-from pipeline.training.run import train
+from pipeline.training.train import train
 from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
 

@@ -37,7 +37,7 @@ from pipeline.serving.http.metrics import ServerMetrics
 from pipeline.serving.scoring.load import find_folder
 from pipeline.serving.scoring.patching import catch_up, stage_delta
 from pipeline.serving.scoring.predictor import Predictor
-from pipeline.training.run import train
+from pipeline.training.train import train
 from tests.serving.servers import ROW, running
 from tests.serving.stand_in import StandIn, score_of
 from tests.serving.test_artifacts_served import raw_rows

@@ -26,7 +26,7 @@ from pipeline.sharding.collectives.host_dists import IdsOnHost, PooledOnHost, ke
 from pipeline.sharding.torchrec.cpu_tables import FastLookup
 from pipeline.sharding.torchrec.sharder import ShardedTables
 from pipeline.sharding.torchrec.sparse_optimizer import ReplicatedTablesOptimizer
-from pipeline.training.run import train
+from pipeline.training.train import train
 from tests.support.ranks import RankPool
 
 NUM_STEPS = 20

@@ -6,7 +6,8 @@ from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.training.evaluate_run import EvaluateSummary, evaluate
-from pipeline.training.run import TrainSummary, train
+from pipeline.training.summary import TrainSummary
+from pipeline.training.train import train
 
 
 def train_on_rank(rank: int, overrides: list[str]) -> TrainSummary:

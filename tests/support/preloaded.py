@@ -16,7 +16,7 @@ import pipeline.models.tasks.click
 import pipeline.runtime.process.agent
 import pipeline.serving.artifact.export_run
 import pipeline.training.evaluate_run
-import pipeline.training.run  # noqa: F401  # and all of the above
+import pipeline.training.train  # noqa: F401  # and all of the above
 import tests.support.sharded_models  # noqa: F401
 from pipeline.cli import precompile
 from pipeline.cli.command_line import load_config

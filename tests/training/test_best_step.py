@@ -17,8 +17,8 @@ from pipeline.retraining.promotion import finished_run
 from pipeline.runtime.errors import ConfigError, TrainingError
 from pipeline.serving.artifact.source import open_source
 from pipeline.training import evaluate_run
-from pipeline.training import run as train_module
-from pipeline.training.run import TrainSummary
+from pipeline.training import summary as train_summary
+from pipeline.training.summary import TrainSummary
 from tests.support.jobs import evaluate_on_rank, train_on_rank
 from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
@@ -53,7 +53,7 @@ def test_the_best_step_is_saved_and_named_by_the_last_lines(trained: TrainSummar
     assert best in list_steps(f"{trained.run_dir}/checkpoints")
     assert trained.validation["auc"] == values[best]
     assert trained.checkpoint.endswith(f"step_{best:08d}")
-    assert mentions(train_module.describe(trained), f"{best} {trained.step} auc")
+    assert mentions(train_summary.describe(trained), f"{best} {trained.step} auc")
 
 
 def test_evaluate_and_export_take_the_best_step_unless_they_are_told(ranks: RankPool, trained: TrainSummary) -> None:

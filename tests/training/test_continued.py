@@ -16,9 +16,10 @@ from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.errors import TrainingError, UserError
 from pipeline.serving.artifact.export_run import export
-from pipeline.training import run as train_module
+from pipeline.training import summary as train_summary
 from pipeline.training.continued import describe_differences, differences
-from pipeline.training.run import TrainSummary, train
+from pipeline.training.summary import TrainSummary
+from pipeline.training.train import train
 from tests.runtime.test_signature import make_keys
 from tests.support.forks import WarmCommand
 from tests.support.jobs import evaluate_on_rank
@@ -74,7 +75,7 @@ def test_a_finished_run_refuses_other_rates_and_nothing_of_it_changes(
     assert _contents(finished) == before
     again = ranks.run(1, _train, _job(prepared_clicks, finished, "trainer.max_steps=2", "logger.tensorboard=false"))[0]
     assert _contents(finished) == before
-    assert mentions(train_module.describe(again), f"nothing left {finished} step 3")
+    assert mentions(train_summary.describe(again), f"nothing left {finished} step 3")
     assert mentions((finished / "train.log").read_text(), "ignores trainer.max_steps=2")
 
 

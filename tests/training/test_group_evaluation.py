@@ -18,7 +18,7 @@ from pipeline.data.dataset import GROUP_COLUMN, check_group, load_dataset
 from pipeline.data.prepare.run import prepare
 from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.training import evaluate_run
-from pipeline.training.run import TrainSummary
+from pipeline.training.summary import TrainSummary
 from tests.support.jobs import evaluate_on_rank, train_on_rank
 from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool

@@ -26,7 +26,7 @@ from pipeline.serving.scoring.patching import catch_up
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.hooks.progressive import ProgressiveValidation, normalized_entropy
 from pipeline.training.hooks.publishing import Answer, PublishDeltas
-from pipeline.training.run import train
+from pipeline.training.train import train
 from tests.serving.test_artifacts_served import raw_rows
 from tests.serving.test_deltas import export_step
 

@@ -26,10 +26,11 @@ from pipeline.serving.artifact.certificate import excesses
 from pipeline.serving.artifact.export_run import export
 from pipeline.serving.artifact.task_quality import LabelledRows, Quality, compare, quality
 from pipeline.training import evaluate_run
-from pipeline.training import run as train_module
+from pipeline.training import summary as train_summary
 from pipeline.training.evaluate_run import EvaluateSummary, evaluate
 from pipeline.training.remarks import remarks, undefined
-from pipeline.training.run import TrainSummary, train
+from pipeline.training.summary import TrainSummary
+from pipeline.training.train import train
 from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
 
@@ -121,13 +122,13 @@ def test_measures_of_one_kind_of_label_are_null_with_the_reason_and_nothing_is_e
              "logger.tensorboard=false", "checkpoint=at_end"]  # fmt: skip
     trained, evaluated = ranks.run(1, _train_and_evaluate, words, run)[0]
     assert math.isnan(trained.validation["ne"]) and math.isnan(evaluated.metrics["auc"])
-    for text in (train_module.describe(trained), evaluate_run.describe(evaluated)):
+    for text in (train_summary.describe(trained), evaluate_run.describe(evaluated)):
         assert mentions(text, "undefined all 200 labels are 0")
     written = json.loads(Path(evaluated.path).read_text())
     assert written["ne"] is None and "all 200 labels are 0" in written["undefined"]
     manifest = (Path(trained.checkpoint) / "manifest.json").read_text()
     assert "NaN" not in manifest and json.loads(manifest)["metrics"]["ne"] is None
-    assert "worth a look" in train_module.describe(trained) and trained.remarks
+    assert "worth a look" in train_summary.describe(trained) and trained.remarks
     with pytest.raises(ServingError, match=names("validation 200 labels max_ne_increase")):
         export(load_config(ExportJob, [f"run={run}", f"output={tmp_path / 'artifact'}"]))
     assert not (tmp_path / "artifact").exists()

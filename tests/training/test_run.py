@@ -25,9 +25,10 @@ from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.devices.process_group import init_distributed
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.storage.run_folder import take_run_folder
-from pipeline.training import run as train_module
+from pipeline.training import summary as train_summary
+from pipeline.training import train
 from pipeline.training.evaluate_run import evaluate
-from pipeline.training.run import TrainSummary
+from pipeline.training.summary import TrainSummary
 from tests.support.forks import WarmCommand, run_warm
 from tests.support.jobs import evaluate_on_rank, train_on_rank
 from tests.support.messages import mentions, names
@@ -73,7 +74,7 @@ def test_a_run_leaves_all_that_its_summary_names(trained: TrainSummary) -> None:
     needed = {"ne", "logloss", "calibration", "label_rate", "samples_per_s", "input_stall_percent", "comms_percent",
               "peak_memory_gb", "lr_sparse", "lr_dense"}  # fmt: skip
     assert all(needed <= line.keys() for line in lines if line["kind"] == "train")
-    text = train_module.describe(trained)
+    text = train_summary.describe(trained)
     for name in (trained.checkpoint, "plan.json", "metrics.jsonl", "tensorboard", "samples/s", "pipeline evaluate"):
         assert name in text
 
@@ -117,8 +118,8 @@ def _train_after_draws(rank: int, overrides: list[str]) -> None:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_log_plan", "_open_writer"):
-            patch.setattr(train_module, name, drawing(getattr(train_module, name)))
+        for name in ("plan_tables", "_open_writer"):
+            patch.setattr(train, name, drawing(getattr(train, name)))
         train_on_rank(rank, overrides)
 
 
@@ -360,11 +361,11 @@ def _warnings_of_a_shared_table(rank: int, overrides: list[str]) -> list[str]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("pipeline.training.assembly").addHandler(handler)
+    logging.getLogger("pipeline.training.plan").addHandler(handler)
     try:
         train_on_rank(rank, overrides)
     finally:
-        logging.getLogger("pipeline.training.assembly").removeHandler(handler)
+        logging.getLogger("pipeline.training.plan").removeHandler(handler)
     return messages
 
 

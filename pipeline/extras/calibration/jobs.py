@@ -30,10 +30,11 @@ from pipeline.planner.step_time.work import Placement, placements_of
 from pipeline.runtime.errors import UserError
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.torchrec.sharding import make_sharders
-from pipeline.training.assembly import Assembly, assemble, build_task
+from pipeline.training.build import build_task
 from pipeline.training.hooks.base import TrainingParts
 from pipeline.training.hooks.build import build_hooks
 from pipeline.training.optimizer import build_optimizer
+from pipeline.training.sharded_model import ShardedModel, build_sharded_model
 from pipeline.training.trainer import Trainer
 
 NUM_BATCHES = 24
@@ -178,7 +179,7 @@ class InMemoryTraining:
         """by_cpu: seconds are CPU seconds of this process, which other programs do not lengthen."""
         self.job, self._context, self._rate = job, context, "samples_per_cpu_s" if by_cpu else "samples_per_s"
         self.resolved = job.resolve(context.world_size)
-        self.assembly: Assembly = assemble(self.resolved, context)
+        self.assembly: ShardedModel = build_sharded_model(self.resolved, context)
         config = self.resolved.job
         self._optimizer = build_optimizer(self.assembly.model, config.optimizer, config.model.l2)
         self._batches = draw_batches(job, context.rank)

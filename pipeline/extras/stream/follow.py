@@ -22,8 +22,8 @@ from pipeline.extras.stream.table_capacity import capacities_of, with_capacity
 from pipeline.retraining.registry import Registry
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.priority import give_way
-from pipeline.training.run import TrainSummary, train
 from pipeline.training.run_state import earlier_tables
+from pipeline.training.summary import TrainSummary
 
 if TYPE_CHECKING:
     from pipeline.data.read.batches import BatchReader
@@ -80,6 +80,8 @@ def _follow(job: RetrainJob, trained: TrainJob) -> tuple[TrainSummary, list[str]
     def open_input(resolved: ResolvedJob, context: DistributedContext) -> BatchReader:
         readers.append(open_stream(job, resolved, context))
         return readers[0]
+
+    from pipeline.training.train import train  # loads torch
 
     summary = train(trained, open_input)
     return summary, readers[0].full

@@ -30,7 +30,7 @@ from pipeline.serving.artifact.export_run import ExportSummary, describe, export
 from pipeline.serving.artifact.manifest import ArtifactError, read_manifest
 from pipeline.serving.scoring.predict import predict
 from pipeline.serving.scoring.predictor import Predictor
-from pipeline.training.run import TrainSummary
+from pipeline.training.summary import TrainSummary
 from tests.end_to_end.user_items import job_words, train_on_rank
 from tests.serving.servers import Server, running
 from tests.serving.test_switching import point, wait_until

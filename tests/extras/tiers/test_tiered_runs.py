@@ -27,7 +27,8 @@ from pipeline.runtime.errors import ShardingError
 from pipeline.serving.artifact.export_run import export
 from pipeline.serving.artifact.manifest import read_manifest
 from pipeline.training.evaluate_run import EvaluateSummary, evaluate
-from pipeline.training.run import TrainSummary, train
+from pipeline.training.summary import TrainSummary
+from pipeline.training.train import train
 from tests.support.ranks import RankPool
 
 SMALL = [

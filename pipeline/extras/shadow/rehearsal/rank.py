@@ -33,7 +33,7 @@ def run(job: TrainJob, rank: int, folder: Path) -> dict[str, Any]:
     from pipeline.extras.shadow import alone, memory
     from pipeline.extras.shadow.rehearsal import hook
     from pipeline.extras.shadow.state import settings
-    from pipeline.training.run import train
+    from pipeline.training.train import train
 
     alone.answer_for_all_ranks(folder / "broadcasts", rank)
     skipped = _leave_out_untouched_tables()

@@ -1,0 +1,94 @@
+"""Plan where the tables of a run are placed: read the run's plan or a plan file, or search."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from pipeline import devices
+from pipeline.config.jobs.train import TrainJob
+from pipeline.config.planner import PlannerConfig
+from pipeline.config.saved_jobs import load_saved_job
+from pipeline.data.dataset import Dataset
+from pipeline.embeddings.table import Table
+from pipeline.models.tasks.task import TaskModel
+from pipeline.planner.constraints import TableOptimizer
+from pipeline.planner.limits import check_batch_fits_comms, check_host_copy
+from pipeline.planner.plan_forecast import step_cost_of
+from pipeline.planner.plan_record import PlanRecord
+from pipeline.planner.planner import load_or_search_plan
+from pipeline.planner.resolved_job import ResolvedJob
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.runtime.storage import storage
+from pipeline.sharding.torchrec.embedding_sync import replicates
+from pipeline.sharding.torchrec.sharding import make_sharders
+
+logger = get_logger(__name__)
+
+
+def plan_tables(resolved: ResolvedJob, task: TaskModel, context: DistributedContext) -> PlanRecord:
+    """Collective: return the same plan on all ranks. Hosts with tables of their own plan for their own ranks.
+
+    Raises:
+        PlanError: the tables, or the host memory of asynchronous saves, do not fit the hardware.
+    """
+    job, plain = resolved.job, resolved.plain_tables
+    for report in resolved.head_reports if context.world_size > 1 else []:
+        logger.info("table %s: %s", report.table, report.note())
+    _warn_of_mixed_vocabularies(resolved.tables, resolved.dataset)
+    batch_size = job.trainer.micro_batch_size // context.world_size
+    check_batch_fits_comms(job.comms, batch_size, plain)
+    sparse = job.optimizer.sparse
+    record = load_or_search_plan(
+        job.planner,
+        job.hardware,
+        plain,
+        task,
+        make_sharders(job.comms, job.trainer.seed),
+        optimizer=TableOptimizer(sparse.name, sparse.weight_decay),
+        batch_size=batch_size,
+        context=context,
+        num_ranks=context.local_world_size if replicates(job.parallel, context) else None,
+        earlier=_plan_of_run(job),
+        step_cost=partial(step_cost_of, resolved, threads=torch.get_num_threads()),
+    )
+    if job.checkpoint.asynchronous and devices.current().has_own_memory:
+        check_host_copy(record.ranks, record.usable_ddr_bytes, record.dense_bytes)
+    return record
+
+
+def _plan_of_run(job: TrainJob) -> str | None:
+    """The plan file of the run that goes on, where it was planned by the same settings; whether it holds, planning says."""
+    path, config = f"{job.run_dir}/plan.json", f"{job.run_dir}/config.yaml"
+    if not (job.checkpoint.resume and storage.is_file(path) and storage.is_file(config)):
+        return None
+    before, now = (_what_is_searched(each) for each in (load_saved_job(TrainJob, config), job))
+    if before != now:
+        logger.info("plan        a new search, for the settings of planner are not those of %s", config)
+        return None
+    return path
+
+
+def _what_is_searched(job: TrainJob) -> PlannerConfig:
+    """The settings that a plan depends on. A plan from a file is the run's plan by now, as one that was searched is."""
+    kind = "search" if job.planner.kind == "file" else job.planner.kind
+    return replace(job.planner, plan_file="", kind=kind)
+
+
+def _warn_of_mixed_vocabularies(tables: list[Table], dataset: Dataset) -> None:
+    """Features that share a table share its rows, so the same id should mean the same value."""
+    for table in tables:
+        features = [dataset.sparse_feature(name) for name in table.feature_names]
+        owners = {(each.sequence and each.sequence.shares) or each.name for each in features}
+        if len({(feature.hash_size, feature.hash_seed) for feature in features}) > 1 or (
+            len(owners) > 1 and features[0].hash_size is None
+        ):
+            logger.warning(
+                "features %s share table %r, but each has a vocabulary of its own: the same row stands for different "
+                "values; prepare them with ids.kind=hash, one hash_size and one hash_seed",
+                ", ".join(table.feature_names),
+                table.name,
+            )

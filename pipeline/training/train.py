@@ -1,0 +1,199 @@
+"""Train one model:  python -m pipeline train experiment=quickstart
+
+resolve -> read -> build -> plan -> shard -> restore -> hooks -> fit -> summarize. This file is the whole path; each step
+is one call away. A run folder that holds a checkpoint is resumed; another run_dir starts a new run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from pipeline import devices
+from pipeline.checkpoint.changes import CHECKPOINT
+from pipeline.checkpoint.checkpointer import Checkpointer
+from pipeline.checkpoint.random_state import kept_random_state, seed_random_state
+from pipeline.config.jobs.train import TrainJob
+from pipeline.data.dataset import Dataset, load_dataset
+from pipeline.data.read.batches import BatchReader
+from pipeline.data.read.endless import ENDLESS_STEPS, StreamReading
+from pipeline.devices.process_group import describe_threads, init_for
+from pipeline.embeddings.describe import describe_savings, savings_of
+from pipeline.embeddings.physical import signatures
+from pipeline.planner.explain import summarize as summarize_plan
+from pipeline.planner.plan_codec import encode_record
+from pipeline.planner.resolved_job import ResolvedJob
+from pipeline.runtime.errors import TrainingError
+from pipeline.runtime.logs import MetricsWriter, get_logger, log_file
+from pipeline.runtime.process import watchdog
+from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.runtime.process.exit_codes import INTERRUPTED, REQUEUE
+from pipeline.runtime.storage.run_folder import take_run_folder
+from pipeline.runtime.storage.signature import requiring, signing
+from pipeline.sharding.compat import allow_untested_versions
+from pipeline.sharding.torchrec.changed_rows import TrackedRows
+from pipeline.sharding.torchrec.embedding_sync import TableReplicas
+from pipeline.sharding.torchrec.table_init import initialize_tables
+from pipeline.training.build import build_task
+from pipeline.training.compiled import DenseCompiler
+from pipeline.training.data_order import describe_data_order
+from pipeline.training.hooks.base import TrainingParts
+from pipeline.training.hooks.build import build_hooks, hook_names
+from pipeline.training.hooks.memory import MemoryWatch
+from pipeline.training.input_watch import on_all_ranks
+from pipeline.training.optimizer import TrainingOptimizer, build_optimizer
+from pipeline.training.plan import plan_tables
+from pipeline.training.readers import open_reader, open_training_split
+from pipeline.training.remarks import remarks
+from pipeline.training.resolve import resolve
+from pipeline.training.run_state import describe_job, earlier_tables, growing, open_checkpoints, resume, start_warm
+from pipeline.training.runs.folder import flat
+from pipeline.training.runs.report import try_report
+from pipeline.training.sharded_model import ShardedModel, shard
+from pipeline.training.summary import TrainSummary, summarize, write_summary
+from pipeline.training.trainer import FitResult, Trainer
+
+OpenInput = Callable[[ResolvedJob, DistributedContext], BatchReader]
+Fence = Callable[[], None]  # raises if this run has lost its folder to another
+LOG = "train.log"  # of rank 0, of all starts
+logger = get_logger("pipeline.train")
+
+
+def train(job: TrainJob, open_input: OpenInput | None = None) -> TrainSummary:
+    """Collective: train, or resume a training. Rank 0 writes the run folder and holds it until the end.
+
+    open_input: opens the reader of the batches, instead of the reader of the training split.
+
+    Raises:
+        TrainingError: the job does not fit the data, the hardware or the checkpoint in its run folder.
+    """
+    if job.sharding.allow_untested_versions:
+        allow_untested_versions()
+    context = init_for(job)
+    if job.world_size != context.world_size:
+        raise TrainingError(
+            f"world_size={job.world_size}, but {context.world_size} rank(s) run; leave it to the launcher"
+        )
+    with _run_folder(job, context) as fence:
+        logger.info(describe_threads(context))
+        result, summary = _train(job, context, fence, open_input or open_training_split)
+        if result.preempted:
+            signal = "Ctrl-C" if result.interrupted else "SIGTERM"
+            logger.info("stopped by %s at step %d, saved; run the same command again", signal, result.step)
+    if result.preempted:
+        sys.exit(INTERRUPTED if result.interrupted else REQUEUE)
+    return summary
+
+
+def _train(
+    job: TrainJob, context: DistributedContext, fence: Fence | None, open_input: OpenInput
+) -> tuple[FitResult, TrainSummary]:
+    """Collective: the recipe."""
+    hook_names(job)  # before anything is loaded: a misspelt one is an error
+    watchdog.beat(phase="loading")
+    seed_random_state(job.trainer.seed, context.rank)
+    resolved = resolve(job, load_dataset(job.data.path), context, earlier_tables(job))
+    job, dataset = resolved.job, resolved.dataset
+
+    # Before memory is allocated: a missing file of the data set shows here.
+    reader = on_all_ranks(partial(open_input, resolved, context), context)
+    validation_reader = on_all_ranks(partial(open_reader, resolved, "validation", context), context)
+
+    devices.current().keep_freed_memory(context.local_world_size)
+    memory = MemoryWatch(context)
+    task = build_task(resolved, devices.current().device_type)
+    plan = plan_tables(resolved, task, context)
+    sharded = shard(resolved, task, plan, context, initialize=False)
+    savings = savings_of(sharded.tables) if context.is_main else []
+    for line in [summarize_plan(plan), *describe_savings(savings)]:
+        logger.info("%s", line)
+    if job.trainer.compile:
+        DenseCompiler().compile(task.model)
+    optimizer = build_optimizer(sharded.model, job.optimizer, job.model.l2)
+
+    replicas = TableReplicas(sharded.model, optimizer, job.parallel, context) if sharded.replicated else None
+    checkpointer, restored = _restore(job, dataset, sharded, optimizer, context, fence, replicas, reader)
+    if restored is None:  # again: the first step must not depend on the numbers drawn so far
+        seed_random_state(job.trainer.seed, context.rank)
+
+    with kept_random_state():
+        writer = _open_writer(job, restored) if context.is_main else None
+        parts = TrainingParts(
+            sharded.model, task, optimizer, reader, checkpointer, context, validation_reader, writer,
+            plan, memory, replicas,
+        )  # fmt: skip
+        trainer = Trainer(job, parts, build_hooks(job, parts))
+    result = trainer.fit(restored)
+    checkpointer.close()
+    summary = summarize(job, checkpointer, result, dataset, savings)
+    if writer:
+        _finish(job, summary, result, reader, writer)
+    return result, summary
+
+
+@contextmanager
+def _run_folder(job: TrainJob, context: DistributedContext) -> Iterator[Fence | None]:
+    """Hold the run folder, sign and verify checkpoints as the job says, and write the log of rank 0."""
+    lease = take_run_folder(job.run_dir, context, job.trainer.lease_ttl_s)
+    try:
+        with (
+            signing(job.checkpoint.sign_key),
+            requiring(job.checkpoint.require_signature),
+            log_file(f"{job.run_dir}/{LOG}" if context.is_main else None),
+        ):
+            yield lease.check if lease else None
+    finally:
+        if lease:
+            lease.release()
+
+
+def _restore(
+    job: TrainJob,
+    dataset: Dataset,
+    sharded: ShardedModel,
+    optimizer: TrainingOptimizer,
+    context: DistributedContext,
+    fence: Fence | None,
+    replicas: TableReplicas | None,
+    reader: BatchReader,
+) -> tuple[Checkpointer, dict[str, Any] | None]:
+    """Collective: open the run's checkpoints, restore the newest, and return its manifest.
+
+    Without a checkpoint the tables start from the run in warm_start, or from their first weights. With a checkpoint they
+    are filled as they were allocated. Tables of a stream may have more rows than the checkpoint's.
+    """
+    data_order = describe_data_order(job, dataset.fingerprint())
+    about = describe_job(job, dataset, data_order, json.loads(encode_record(sharded.plan)))
+    about["compression"] = signatures(sharded.tables)
+    rows = TrackedRows(sharded.model, optimizer.replicated, [CHECKPOINT]) if job.checkpoint.differential else None
+    checkpointer = open_checkpoints(job, sharded.model, optimizer, context, about, fence, replicas, rows)
+    grow = growing(job, sharded, optimizer, context, dataset) if isinstance(reader, StreamReading) else None
+    restored = resume(job, checkpointer, data_order, about["compression"], grow)
+    if restored is None and job.warm_start is not None:
+        start_warm(job, job.warm_start, sharded, optimizer, context, dataset)
+    elif restored is None:
+        initialize_tables(sharded.model, job.trainer.seed)
+    return checkpointer, restored
+
+
+def _open_writer(job: TrainJob, restored: dict[str, Any] | None) -> MetricsWriter:
+    return MetricsWriter(job.run_dir, restored["step"] if restored else 0, job.logger.tensorboard, flat(job))
+
+
+def _finish(
+    job: TrainJob, summary: TrainSummary, result: FitResult, reader: BatchReader, writer: MetricsWriter
+) -> None:
+    """Write the summary and the report. A run that had no step to train keeps its earlier summary."""
+    writer.close()
+    if not result.throughput or result.preempted:
+        return
+    steps = reader.steps_per_epoch // job.trainer.gradient_accumulation_steps
+    steps = summary.step if steps >= ENDLESS_STEPS else steps  # the rows of a stream are trained on once
+    summary.remarks = remarks(job.trainer, summary.step, steps, summary.validation, writer.path)
+    write_summary(summary)
+    if job.logger.report:
+        summary.report = try_report(job.run_dir)
