@@ -123,7 +123,7 @@ def run_one(rank: int, way: str, seed: int, data: str, run_dir: str) -> Figure:
     from pipeline.cli.command_line import load_config
     from pipeline.config.jobs.evaluate import EvaluateJob
     from pipeline.config.jobs.train import TrainJob
-    from pipeline.training.evaluate_run import evaluate
+    from pipeline.training.evaluate import evaluate
     from pipeline.training.train import train
 
     words = [

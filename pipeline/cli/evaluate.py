@@ -8,8 +8,23 @@ from __future__ import annotations
 
 from pipeline.cli.verb import verb
 from pipeline.config.jobs.evaluate import EvaluateJob
-from pipeline.training.evaluate_run import describe, evaluate
+from pipeline.runtime.process.garbage import none_while_importing
+from pipeline.training.evaluate_summary import EvaluateSummary, describe
+from pipeline.training.run_state import load_trained_job
 
-main = verb("evaluate", EvaluateJob, describe=describe, runs_on_ranks=True, handles_sigterm=True, runs_kernels=True)(
-    evaluate
-)
+
+def run(job: EvaluateJob) -> EvaluateSummary:
+    with none_while_importing():  # here, because a typo in the command line must fail before torch is loaded
+        from pipeline.training.evaluate import evaluate
+    return evaluate(job)
+
+
+main = verb(
+    "evaluate",
+    EvaluateJob,
+    describe=describe,
+    validate=load_trained_job,
+    runs_on_ranks=True,
+    handles_sigterm=True,
+    runs_kernels=True,
+)(run)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.best import best_step as best_of
+from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.tables import TableConfig
-from pipeline.config.training import CheckpointConfig
+from pipeline.config.training import CheckpointConfig, ParallelConfig
 from pipeline.config.warm_start import WarmStartConfig
 from pipeline.embeddings.physical import physical_tables, signatures
 from pipeline.runtime.errors import TrainingError
@@ -36,6 +37,23 @@ def config_of(run: str) -> TrainJob | None:
     """The config that another run has saved; None where there is none. Raises TrainingError for a config of no job."""
     path = storage.join(run, "config.yaml")
     return load_saved_job(TrainJob, path) if storage.is_file(path) else None
+
+
+def load_trained_job(job: EvaluateJob) -> TrainJob:
+    """The run's own config, planned anew for the ranks at hand. Raises ConfigError where its model has none of job.metrics."""
+    path = storage.join(job.run, "config.yaml")
+    if not storage.exists(path):
+        raise TrainingError(f"{job.run} is no run folder: {path} is missing; run=<the run_dir of a training>")
+    trained = load_saved_job(TrainJob, path)
+    return replace(
+        trained,
+        planner=replace(trained.planner, kind="search"),  # its plan file may be for other ranks
+        trainer=replace(trained.trainer, metrics=list(dict.fromkeys([*trained.trainer.metrics, *job.metrics]))),
+        parallel=ParallelConfig() if job.tables == "averaged" else trained.parallel,
+        world_size=job.world_size,
+        run_dir=job.run,  # it may have been moved
+        data=replace(trained.data, path=job.data_path or trained.data.path),
+    )
 
 
 def folder_of(run: str) -> str:

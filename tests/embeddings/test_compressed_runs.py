@@ -24,7 +24,7 @@ from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.runtime.errors import CheckpointError, ServingError
 from pipeline.serving.artifact.export_run import export
 from pipeline.serving.scoring.predictor import Predictor
-from pipeline.training.evaluate_run import evaluate
+from pipeline.training.evaluate import evaluate
 from pipeline.training.train import train
 from tests.embeddings.compressed import PooledModel, as_features, sample_bags, table_of
 from tests.support.datasets import described_dataset

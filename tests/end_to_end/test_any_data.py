@@ -18,7 +18,7 @@ from pipeline.data.prepare.run import prepare
 from pipeline.serving.scoring.column_lists import ColumnLists
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.serving.scoring.scorer import schema_of
-from pipeline.training.evaluate_run import evaluate
+from pipeline.training.evaluate import evaluate
 from pipeline.training.train import train
 from tests.models.every_model import CLICK_MODELS, REFUSED
 from tests.serving.exports import assert_raw_rows_are_prepared_rows, raw_blocks, run_export

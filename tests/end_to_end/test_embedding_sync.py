@@ -12,7 +12,7 @@ from pipeline.cli.command_line import load_config
 from pipeline.cli.plan import plan
 from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.runtime.errors import TrainingError
-from pipeline.training.evaluate_run import describe
+from pipeline.training.evaluate_summary import describe
 from pipeline.training.preflight import validate_job
 from tests.support.jobs import evaluate_on_rank, train_on_rank
 from tests.support.messages import names

@@ -26,7 +26,7 @@ from pipeline.serving.scoring.column_lists import ColumnLists
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.serving.scoring.raw_rows import RowEncoder
 from pipeline.serving.scoring.scorer import schema_of
-from pipeline.training.evaluate_run import evaluate
+from pipeline.training.evaluate import evaluate
 from tests.serving.exports import assert_raw_rows_are_prepared_rows, raw_blocks, run_export
 from tests.support.examples import examples
 from tests.support.jobs import train_on_rank

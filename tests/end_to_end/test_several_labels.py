@@ -38,7 +38,7 @@ from pipeline.serving.scoring.predict import predict
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.serving.scoring.scorer import RefusedRow
 from pipeline.training import summary as train_summary
-from pipeline.training.evaluate_run import evaluate
+from pipeline.training.evaluate import evaluate
 from pipeline.training.runs.folder import open_run
 from pipeline.training.runs.listing import as_text
 from pipeline.training.summary import TrainSummary

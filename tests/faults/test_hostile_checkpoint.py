@@ -16,7 +16,7 @@ from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.checkpoints import CheckpointsJob
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import TrainJob
-from pipeline.training.evaluate_run import evaluate
+from pipeline.training.evaluate import evaluate
 from pipeline.training.train import train
 from tests.faults.conftest import FaultRecorder
 from tests.faults.hostile import archive, pickles, replace_and_seal

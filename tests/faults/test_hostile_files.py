@@ -24,9 +24,8 @@ from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.data.dataset import load_dataset
 from pipeline.planner.plan_codec import read_plan
 from pipeline.runtime.errors import CheckpointError, ConfigError
-from pipeline.training.evaluate_run import load_trained_job
 from pipeline.training.preflight import validate_job
-from pipeline.training.run_state import folder_of
+from pipeline.training.run_state import folder_of, load_trained_job
 from tests.faults.conftest import FaultRecorder
 from tests.faults.hostile import Call, calling, change_json
 

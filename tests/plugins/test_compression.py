@@ -18,7 +18,7 @@ from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.physical import physical_tables, signature
 from pipeline.runtime.errors import ConfigError
 from pipeline.serving.artifact.export_run import export
-from pipeline.training.evaluate_run import evaluate
+from pipeline.training.evaluate import evaluate
 from pipeline.training.train import train
 from tests.embeddings.compressed import as_features, table_of
 from tests.support.ranks import RankPool

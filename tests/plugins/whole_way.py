@@ -24,7 +24,7 @@ from pipeline.data.prepare.run import prepare
 from pipeline.extras.retrieval.index import index_class
 from pipeline.serving.artifact.export_run import export
 from pipeline.serving.scoring.predict import predict
-from pipeline.training.evaluate_run import evaluate
+from pipeline.training.evaluate import evaluate
 from pipeline.training.train import train
 
 PLUGIN = "plugins=[tests.plugins.sample_plugin]"

@@ -26,7 +26,7 @@ from pipeline.serving.artifact import make_artifact
 from pipeline.serving.artifact.certificate import refusal
 from pipeline.serving.artifact.export_run import ExportSummary
 from pipeline.serving.scoring.predictor import Predictor
-from pipeline.training.evaluate_run import evaluate
+from pipeline.training.evaluate import evaluate
 from tests.serving.exports import run_export
 from tests.support.messages import names
 from tests.support.ranks import RankPool

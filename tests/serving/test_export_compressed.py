@@ -14,7 +14,7 @@ from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.serving.artifact.composed import ComposedTables
 from pipeline.serving.artifact.manifest import read_manifest
-from pipeline.training.evaluate_run import evaluate
+from pipeline.training.evaluate import evaluate
 from tests.embeddings.compressed import NUM_IDS, as_features, table_of
 from tests.serving.exports import assert_raw_rows_are_prepared_rows, run_export
 from tests.support.jobs import train_on_rank

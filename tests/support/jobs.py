@@ -5,7 +5,8 @@ from __future__ import annotations
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import TrainJob
-from pipeline.training.evaluate_run import EvaluateSummary, evaluate
+from pipeline.training.evaluate import evaluate
+from pipeline.training.evaluate_summary import EvaluateSummary
 from pipeline.training.summary import TrainSummary
 from pipeline.training.train import train
 

@@ -11,7 +11,7 @@ import torch
 
 from pipeline.checkpoint.tensors import StepTensors
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
-from pipeline.training.evaluate_run import describe
+from pipeline.training.evaluate_summary import describe
 from pipeline.training.permutation import with_shuffled
 from pipeline.training.runs.folder import open_run
 from pipeline.training.runs.report import render_report

@@ -27,7 +27,7 @@ from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.storage.run_folder import take_run_folder
 from pipeline.training import summary as train_summary
 from pipeline.training import train
-from pipeline.training.evaluate_run import evaluate
+from pipeline.training.evaluate import evaluate
 from pipeline.training.summary import TrainSummary
 from tests.support.forks import WarmCommand, run_warm
 from tests.support.jobs import evaluate_on_rank, train_on_rank

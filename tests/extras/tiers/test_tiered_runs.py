@@ -26,7 +26,8 @@ from pipeline.config.saved_jobs import load_saved_job
 from pipeline.runtime.errors import ShardingError
 from pipeline.serving.artifact.export_run import export
 from pipeline.serving.artifact.manifest import read_manifest
-from pipeline.training.evaluate_run import EvaluateSummary, evaluate
+from pipeline.training.evaluate import evaluate
+from pipeline.training.evaluate_summary import EvaluateSummary
 from pipeline.training.summary import TrainSummary
 from pipeline.training.train import train
 from tests.support.ranks import RankPool

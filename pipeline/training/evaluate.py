@@ -1,0 +1,161 @@
+"""Evaluate a trained model:  python -m pipeline evaluate run=runs/quickstart split=test
+
+resolve -> read -> build -> plan -> shard -> restore -> measure -> summarize, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from torch.nn import Module
+
+from pipeline import devices
+from pipeline.checkpoint.checkpointer import Checkpointer
+from pipeline.checkpoint.steps import step_path
+from pipeline.config.jobs.evaluate import EvaluateJob
+from pipeline.config.jobs.train import TrainJob
+from pipeline.config.planner import HardwareConfig
+from pipeline.data.dataset import Dataset, load_dataset
+from pipeline.data.read.reader import ShardReader
+from pipeline.devices.process_group import init_for
+from pipeline.runtime.errors import TrainingError
+from pipeline.runtime.process import watchdog
+from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.runtime.shell_words import word
+from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.signature import requiring
+from pipeline.sharding.compat import allow_untested_versions
+from pipeline.sharding.torchrec.embedding_sync import TableReplicas
+from pipeline.training.data_order import checkpoint_folder
+from pipeline.training.evaluate_summary import EvaluateSummary, file_name, write_summary
+from pipeline.training.evaluation import evaluate_model
+from pipeline.training.stats_collector import StatsCollector
+from pipeline.training.input_watch import on_all_ranks
+from pipeline.training.permutation import permutation_importance
+from pipeline.training.readers import open_reader
+from pipeline.training.resolve import resolve
+from pipeline.training.run_state import chosen_step, load_trained_job
+from pipeline.training.sharded_model import ShardedModel, build_sharded_model
+from pipeline.training.summary import SUMMARY
+
+
+def evaluate(job: EvaluateJob) -> EvaluateSummary:
+    """Collective: restore a checkpoint under a plan for this world size and measure a split.
+
+    Raises:
+        TrainingError: the run folder holds no run, or no such step; or the data are not those of the run.
+    """
+    trained = for_devices_here(load_trained_job(job))
+    if trained.sharding.allow_untested_versions:
+        allow_untested_versions()
+    watchdog.use(trained.trainer.limits())
+    context = init_for(trained)
+    watchdog.beat(phase="loading")
+    resolved = resolve(trained, load_dataset(trained.data.path), context)
+    reader = on_all_ranks(
+        lambda: open_reader(resolved, job.split, context, job.global_batch_size, every_row=True), context
+    )
+    sharded = build_sharded_model(resolved, context, initialize=False)
+    restored, is_best = _restore(job, trained, sharded, context)
+
+    fingerprint = resolved.dataset.fingerprint()
+    is_other_data = restored["data_order"]["dataset"] != fingerprint
+    check_data(job, trained.data.path, is_other_data)
+    tables, step = describe_tables(job, restored, context.world_size // context.local_world_size), restored["step"]
+
+    at, named = trained.trainer.group_metrics_at, trained.trainer.metrics
+    collector, title = StatsCollector(reader, context), f"evaluate {job.split}"
+    metrics = evaluate_model(sharded.model, reader, context, job.max_batches, title, at, collector, named)
+    stats = collector.compute(job.split, step, metrics)
+    summary = EvaluateSummary(
+        job.run,
+        job.split,
+        step,
+        step_path(checkpoint_folder(job.run, trained.checkpoint), step),
+        metrics,
+        resolved.dataset.bayes_auc.get(job.split),
+        path=storage.join(job.run, file_name(job, step, fingerprint if is_other_data else "")),
+        throughput=_throughput(job.run),
+        tables=tables,
+        importance=_importance(job, sharded.model, reader, context, resolved.dataset, step),
+        best_by=trained.best_metric if is_best else "",
+    )
+    if context.is_main:
+        write_summary(summary, stats)
+    return summary
+
+
+def _restore(
+    job: EvaluateJob, trained: TrainJob, sharded: ShardedModel, context: DistributedContext
+) -> tuple[dict[str, Any], bool]:
+    """Collective: fill the model from the chosen step. Return its manifest, and whether it is the run's best step."""
+    replicas = TableReplicas(sharded.model, None, trained.parallel, context) if sharded.replicated else None
+    folder = checkpoint_folder(job.run, trained.checkpoint)
+    checkpointer = Checkpointer(folder, sharded.model, None, context, replicas=replicas)
+    with requiring(job.require_signature):
+        chosen = on_all_ranks(lambda: chosen_step(job.run, trained, job.step, job.which), context)
+        restored = checkpointer.restore_latest() if chosen is None else checkpointer.restore(chosen)
+    if restored is None:
+        raise TrainingError(
+            f"{job.run} holds no checkpoint yet; train first: python -m pipeline train {word('run_dir', job.run)} ..."
+        )
+    return restored, job.step is None and chosen is not None
+
+
+def _throughput(run: str) -> dict[str, float]:
+    """Return the throughput of the run's training, if its summary is there."""
+    path = storage.join(run, SUMMARY)
+    found: dict[str, float] = json.loads(storage.read_text(path))["throughput"] if storage.exists(path) else {}
+    return found
+
+
+def _importance(
+    job: EvaluateJob, model: Module, reader: ShardReader, context: DistributedContext, dataset: Dataset, step: int
+) -> dict[str, Any]:
+    """Collective: of each feature, where the job asks for it."""
+    if not job.importance_rows:
+        return {}
+    found = permutation_importance(model, reader, context, list(dataset.dense_features), job.importance_rows)
+    return {"split": job.split, "step": step, **found}
+
+
+def check_data(job: EvaluateJob, path: str, is_other_data: bool) -> None:
+    """Raises TrainingError for other data than the run's, where the job does not allow them."""
+    if is_other_data and not job.other_data:
+        raise TrainingError(
+            f"{path} is not the data set that {job.run} was trained on: where its vocabularies differ, ids mean other values "
+            "and the metrics mean nothing; set other_data=true if its vocabularies are the same"
+        )
+
+
+def describe_tables(job: EvaluateJob, restored: dict[str, Any], num_hosts: int) -> str:
+    """Whose tables were evaluated; empty for a run whose tables were one model all along.
+
+    Raises:
+        TrainingError: tables=own, and the step does not hold tables of each of `num_hosts` hosts.
+    """
+    stored = restored.get("replicas")
+    if job.tables == "own" and (not stored or not stored["apart"] or stored["num_hosts"] != num_hosts):
+        held = f"tables of each of {stored['num_hosts']} hosts" if stored and stored["apart"] else "one model's tables"
+        raise TrainingError(
+            f"tables=own, but step {restored['step']} of {job.run} holds {held} and this evaluation runs on {num_hosts} "
+            "host(s); run it on as many hosts as the training, or leave out tables=own"
+        )
+    if not stored:
+        return ""
+    if not stored["apart"]:
+        return f"of all {stored['num_hosts']} hosts, just averaged ({stored['embedding_sync']})"
+    whose = "each host's own" if job.tables == "own" else "averaged"
+    return f"{whose}, of {stored['num_hosts']} hosts ({stored['embedding_sync']})"
+
+
+def for_devices_here(trained: TrainJob) -> TrainJob:
+    """Plan for the devices of this host, if the run names a device that this host does not have."""
+    asked = trained.hardware.compute_device
+    if asked == "auto" or devices.kinds()[asked].is_available():
+        return trained
+    # Of a preset, only these two figures describe the host, and they cannot be probed.
+    known = {name: getattr(trained.hardware, name) for name in ("ddr_gb_per_s", "inter_host_gb_per_s")}
+    return replace(trained, hardware=HardwareConfig(name="auto", **known), comms=replace(trained.comms, backend="auto"))

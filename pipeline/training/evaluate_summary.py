@@ -1,0 +1,85 @@
+"""Summarize an evaluation for the run folder and for the terminal (without torch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.jobs.evaluate import EvaluateJob
+from pipeline.runtime.logs import to_json
+from pipeline.runtime.storage import storage
+from pipeline.training.remarks import undefined
+from pipeline.training.summary import describe_quality, describe_run
+
+if TYPE_CHECKING:
+    from pipeline.training.runs.evaluation_stats import EvaluationStats
+
+REPORT = "report.html"
+IMPORTANCE = "importance.json"
+MAX_FEATURES = 10  # named on the terminal
+CLICK_METRICS = ("ne", "logloss", "auc", "gauc", "auprc", "calibration", "label_rate")  # in this order on the terminal
+
+
+@dataclass
+class EvaluateSummary:
+    run: str
+    split: str
+    step: int
+    checkpoint: str
+    metrics: dict[str, float] = field(default_factory=dict)
+    bayes_auc: float | None = None
+    path: str = ""
+    throughput: dict[str, float] = field(default_factory=dict)  # of the training, where it is known
+    tables: str = ""  # whose, where hosts trained tables of their own
+    report: str = ""  # the run's page, where it has one
+    importance: dict[str, Any] = field(default_factory=dict)  # of features, where importance_rows asked for it
+    best_by: str = ""  # the metric by which the step is the best of the run; empty where it was not chosen so
+
+
+def file_name(job: EvaluateJob, step: int, other_data: str) -> str:
+    """An evaluation of a part of a split, or of other data, does not overwrite that of the whole split."""
+    part = f".first_{job.max_batches}_batches" if job.max_batches is not None else ""
+    data = f".data_{other_data[:8]}" if other_data else ""
+    tables = ".own_tables" if job.tables == "own" else ""
+    return f"evaluation.{job.split}.step_{step}{part}{data}{tables}.json"
+
+
+def write_summary(summary: EvaluateSummary, stats: EvaluationStats | None) -> None:
+    """The metrics as JSON, and next to them the statistics of the evaluation."""
+    if stats is not None:
+        from pipeline.training.runs.evaluation_stats import stats_path, write_stats  # loads numpy
+
+        write_stats(stats_path(summary.path), stats)
+    tables = {"tables": summary.tables} if summary.tables else {}
+    why = {"undefined": reason} if (reason := undefined(summary.metrics)) else {}
+    written = {"split": summary.split, "step": summary.step, **tables, **summary.metrics, **why}
+    storage.publish_text(summary.path, to_json(written, indent=1))
+    if summary.importance:
+        storage.publish_text(storage.join(summary.run, IMPORTANCE), to_json(summary.importance, indent=1))
+    if storage.exists(storage.join(summary.run, REPORT)):
+        from pipeline.training.runs.report import try_report
+
+        summary.report = try_report(summary.run)
+
+
+def describe(summary: EvaluateSummary) -> str:
+    best = f" (best by {summary.best_by})" if summary.best_by else ""
+    lines = [f"{summary.split} split at step {summary.step}{best} of {summary.run}"]
+    width = max(12, *(len(name) + 2 for name in summary.metrics))
+    first = [name for name in CLICK_METRICS if name in summary.metrics]
+    for name in [*first, *(name for name in summary.metrics if name not in first)]:
+        value = summary.metrics[name]
+        lines.append(f"  {name:<{width}}" + (f"{value:,}" if isinstance(value, int) else f"{value:.6g}"))
+    if summary.importance:
+        features = summary.importance["features"]
+        best_first = sorted(features, key=lambda name: -features[name]["ne_increase"])[:MAX_FEATURES]
+        lines.append(
+            "importance  NE rises by " + ", ".join(f"{features[name]['ne_increase']:.4f} {name}" for name in best_first)
+        )
+    if summary.tables:
+        lines.append(f"tables      {summary.tables}")
+    lines.append(f"quality     {describe_quality(summary.metrics, summary.bayes_auc)}")
+    lines += describe_run(summary.run, summary.checkpoint, summary.throughput)
+    lines += [f"report      {summary.report}"] if summary.report else []
+    lines.append(f"written to  {summary.path}")
+    return "\n".join(lines)
