@@ -35,13 +35,17 @@ from benchmarks.step_models import PRESETS, Timed, draw, our_loop  # noqa: E402
 from pipeline.devices.cpu.memory import keep_freed_memory  # noqa: E402
 from pipeline.runtime.process.distributed import DistributedContext  # noqa: E402
 
-ASSEMBLY, SHARDER = "pipeline.training.assembly", "pipeline.sharding.torchrec.sharder"
-JOIN = {f"{ASSEMBLY}.join_lookups_to_products": 0}
+BUILD, SHARDED, SHARDER = (
+    "pipeline.training.build",
+    "pipeline.training.sharded_model",
+    "pipeline.sharding.torchrec.sharder",
+)
+JOIN = {f"{SHARDED}.join_lookups_to_products": 0}
 # By kernel: the functions that are replaced, and what they return instead.
 WITHOUT: dict[str, dict[str, object]] = {
     "all": {},
     "dots": {"pipeline.models.layers.interaction.multiplies_rows": False},
-    "stacks": {f"{ASSEMBLY}.speed_up_stacks": 0},
+    "stacks": {f"{BUILD}.speed_up_stacks": 0},
     "join": JOIN,
     "whole_lookup": {f"{SHARDER}._lookup_of_all": None, **JOIN},
     "tables": {f"{SHARDER}.speed_up_cpu_tables": 0},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pipeline import devices
-from pipeline.config.jobs.train import TrainJob
 from pipeline.devices.cpu.products import speed_up_linear_layers
 from pipeline.devices.cpu.stack import speed_up_stacks
 from pipeline.models.build import build_model

@@ -33,8 +33,8 @@ from pipeline.config.registry import components, from_extra
 from pipeline.data.prepare.run import prepare
 from pipeline.runtime.errors import ConfigError
 from pipeline.serving.artifact.export_run import export
-from pipeline.training.evaluate_run import evaluate
-from pipeline.training.run import train
+from pipeline.training.evaluate import evaluate
+from pipeline.training.train import train
 
 verbs = import_verbs()
 assert "train" in verbs and "sweep" not in verbs and not components("stream")
