@@ -31,13 +31,13 @@ from pipeline.sharding.torchrec.embedding_sync import TableReplicas
 from pipeline.training.data_order import checkpoint_folder
 from pipeline.training.evaluate_summary import EvaluateSummary, file_name, write_summary
 from pipeline.training.evaluation import evaluate_model
-from pipeline.training.stats_collector import StatsCollector
 from pipeline.training.input_watch import on_all_ranks
 from pipeline.training.permutation import permutation_importance
 from pipeline.training.readers import open_reader
 from pipeline.training.resolve import resolve
 from pipeline.training.run_state import chosen_step, load_trained_job
 from pipeline.training.sharded_model import ShardedModel, build_sharded_model
+from pipeline.training.stats_collector import StatsCollector
 from pipeline.training.summary import SUMMARY
 
 
