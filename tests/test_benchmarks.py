@@ -38,8 +38,8 @@ def test_a_bf16_step_may_take_the_methods_of_fp32(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_launch_is_timed_over_what_a_training_imports() -> None:
-    source = (Path(__file__).parents[1] / "pipeline" / "training" / "run.py").read_text()
-    assert [name for name in IMPORTED if f"        from pipeline.{name} import" not in source] == []
+    source = (Path(__file__).parents[1] / "pipeline" / "training" / "train.py").read_text()
+    assert [name for name in IMPORTED if f"\nfrom pipeline.{name} import" not in source] == []
 
 
 def test_what_a_precision_promises_depends_on_the_collective() -> None:

@@ -142,7 +142,7 @@ def test_an_image_holds_compiled_kernels_that_any_user_may_replace(kind: str) ->
     stage = DOCKERFILE.partition(f"FROM runtime AS {kind}")[2].partition("\nFROM ")[0]
     folder = re.search(r"NUMBA_CACHE_DIR=(\S+)", stage)
     assert folder is not None
-    assert re.search(rf"RUN python -m pipeline\.precompile && chmod -R a\+rwX {folder[1]}\n(?s:.*)USER 1000", stage)
+    assert re.search(rf"RUN python -m pipeline precompile && chmod -R a\+rwX {folder[1]}\n(?s:.*)USER 1000", stage)
 
 
 def test_both_targets_end_as_a_user_without_rights_and_have_no_entry_point() -> None:

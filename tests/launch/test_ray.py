@@ -21,7 +21,7 @@ def test_slurm_starts_a_node_of_ray_on_every_host() -> None:
     assert "#SBATCH --nodes=8\n" in script and "#SBATCH --ntasks-per-node=1\n" in script
     words = " ".join(script.replace("\\\n", " ").split())
     assert (
-        "distributed.ray_node --address \"$head_node:$port\" --memory-mb 64000 -- data=criteo_kaggle 'source=raw/day_*' engine=ray"
+        "prepare.ray_node --address \"$head_node:$port\" --memory-mb 64000 -- data=criteo_kaggle 'source=raw/day_*' engine=ray"
         in words
     )
     asked = render("slurm", ["prepare", "-j", "8x1", "--", *JOB, "ray.dashboard=true"])

@@ -157,7 +157,7 @@ def test_no_colour_stands_for_two_things() -> None:
 def test_a_cpu_plan_has_one_tier_and_reasons_are_escaped() -> None:
     page = render_page("p", *drawn_plan(5, 2, device="cpu"))
     assert len(charts(page)) == 3 and "HBM of each rank" not in page and "host memory of each rank" in page
-    assert "&lt;row_wise&gt; &amp; &quot;so&quot;" in page or "&lt;table_wise&gt; &amp; &quot;so&quot;" in page
+    assert "&lt;row_wise&gt; &amp; &#34;so&#34;" in page or "&lt;table_wise&gt; &amp; &#34;so&#34;" in page
 
 
 def test_a_limit_far_above_the_columns_is_said_in_place_of_drawn() -> None:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from pipeline.config.ids import BaseVocabularyConfig, IdsConfig
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.prepare.encode import Features
-from pipeline.data.sql import sql_text
+from pipeline.data.sql import parquet
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import storage
 
@@ -69,7 +69,7 @@ class BaseVocabulary:
 
         The table `counted` holds the new rows' values.
         """
-        known = f"read_parquet({sql_text(self.files[name])})"
+        known = parquet(self.files[name])
         if self.frozen:
             return f"SELECT value, count FROM {known} ORDER BY id"
         carried = f"SELECT value, floor(count * {self.count_decay})::BIGINT AS count FROM {known}"

@@ -22,7 +22,7 @@ from pipeline.data.dataset import FrequencyCurve
 from pipeline.data.prepare.divide import COUNTS_FILE, load_blocks
 from pipeline.data.prepare.recipe import Json, Recipe, finished, once, scratch_folder, task_engine
 from pipeline.data.prepare.vocabulary import RankedFeature, limit_memory, rank_values
-from pipeline.data.sql import sql_text
+from pipeline.data.sql import parquet, sql_text
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.arrow_files import open_input
 
@@ -195,7 +195,7 @@ def _count(engine: duckdb.DuckDBPyConnection, recipe: Recipe, item: FeatureToNum
 
     engine.register("seen", pa.RecordBatchReader.from_batches(SEEN_SCHEMA, batches()))
     _copy(engine, "SELECT value, sum(count)::BIGINT AS count FROM seen WHERE count > 0 GROUP BY value", path)
-    engine.execute(f"CREATE TEMP VIEW counted AS FROM read_parquet({sql_text(path)})")
+    engine.execute(f"CREATE TEMP VIEW counted AS SELECT value, count FROM {parquet(path)}")
 
 
 def _copy(engine: duckdb.DuckDBPyConnection, query: str, path: str) -> str:
@@ -227,13 +227,13 @@ def _find_ids(
 
     engine.register("entries", pa.RecordBatchReader.from_batches(ENTRIES_SCHEMA, batches()))
     ids = f"""SELECT position, coalesce(id, 0) AS id FROM entries
-        LEFT JOIN read_parquet({sql_text(vocabulary)}) USING (value)"""
+        LEFT JOIN {parquet(vocabulary)} USING (value)"""
     if pq.read_metadata(vocabulary).num_rows > VALUES_JOINED_AND_SORTED:
         # A join and a sort that both spill do not share the memory limit: with 50M values DuckDB 2.0 ran out of it.
         limit_memory(engine, int(memory_bytes * LARGE_SHARE))
         unsorted = _copy(engine, ids, os.path.join(scratch, "unsorted.parquet"))
         limit_memory(engine, memory_bytes)
-        ids = f"SELECT * FROM read_parquet({sql_text(unsorted)})"
+        ids = f"SELECT * FROM {parquet(unsorted)}"
     path = _copy(engine, f"SELECT id FROM ({ids}) ORDER BY position", os.path.join(scratch, "ids.parquet"))
     for batch in _batches(path):
         yield batch["id"].to_numpy()

@@ -48,7 +48,7 @@ from pipeline.data.prepare.time_units import check_time_units
 from pipeline.data.prepare.write_dataset import Prepared, assemble_dataset, describe_feature, move_out
 from pipeline.data.prepare.write_shards import SharedByShards, WrittenShard, plan_shards, write_shard
 from pipeline.data.raw.source_schemas import check_sources
-from pipeline.data.sql import sql_text
+from pipeline.data.sql import parquet
 from pipeline.runtime.storage import storage
 
 
@@ -109,9 +109,9 @@ def _find_boundaries(recipe: Recipe, executor: Executor, files: list[FileSummary
     def find_times(rows: list[int]) -> list[int]:
         folders, sizes = [file.folder for file in files], [float(file.num_rows) for file in files]
         paths = list(executor.map("counting times", count_times, folders, sizes))
-        local = ", ".join(sql_text(fetch(path, scratch)) for path in paths)
+        local = [fetch(path, scratch) for path in paths]
         with task_engine(recipe, scratch) as engine:
-            query = f"SELECT time, sum(rows)::BIGINT AS rows FROM read_parquet([{local}]) GROUP BY time ORDER BY time"
+            query = f"SELECT time, sum(rows)::BIGINT AS rows FROM {parquet(*local)} GROUP BY time ORDER BY time"
             return times_at(engine.sql(query), rows)
 
     given = [source.split for source in recipe.sources]
@@ -166,10 +166,9 @@ def _learn_buckets(recipe: Recipe, divided: list[DividedFile], scratch: str) -> 
     with task_engine(recipe, scratch) as engine:
         for number, name in enumerate(recipe.features.buckets):
             paths = [fetch(storage.join(file.path, numbers_file(number)), scratch) for file in divided]
-            parts = ", ".join(map(sql_text, paths))
             engine.execute(
                 "CREATE OR REPLACE TEMP TABLE counted AS SELECT value, sum(count)::BIGINT AS count "
-                f"FROM read_parquet([{parts}]) GROUP BY value"
+                f"FROM {parquet(*paths)} GROUP BY value"
             )
             feature = learn_from_counts(engine, recipe.features, name, scratch, recipe.base)
             found.append((feature, ids_of_buckets(feature, scratch)))

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchrec.modules.crossnet import LowRankCrossNet
 
 from pipeline.devices.base import autocast_dtype
 from pipeline.devices.cpu.kernel_pool import can_read
+
+if TYPE_CHECKING:
+    from torchrec.modules.crossnet import LowRankCrossNet
 
 LEAST_WIDTH = 8  # columns: memory limits narrower products, and oneDNN is not faster
 LEAST_PRODUCTS = 1 << 20  # of numbers: below, a call of oneDNN's wrapper takes longer than MKL does
@@ -140,6 +142,8 @@ def speed_up_linear_layers(model: nn.Module) -> int:
     """Replace the forward of each linear layer and cross network if oneDNN is faster on this CPU. Return how many."""
     if not onednn_multiplies_faster():
         return 0
+    from torchrec.modules.crossnet import LowRankCrossNet  # here, because serving uses this module without TorchRec
+
     kinds = {nn.Linear: FastLinear, LowRankCrossNet: FastCross}
     modules = [module for module in model.modules() if type(module) in kinds]
     for module in modules:
