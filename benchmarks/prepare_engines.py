@@ -32,7 +32,7 @@ KINDS = {"rows.arrow": "rows", "values.arrow": "values", "counts.arrow": "counts
 # Whose process it is, by a word of its command line; the first that fits.
 ROLES = (("gcs_server", "head"), ("raylet/raylet", "raylet"), ("dashboard/dashboard.py", "dashboard"), ("ray-dashboard-", "dashboard"),
          ("dashboard/agent.py", "agents"), ("runtime_env/agent", "agents"), ("log_monitor.py", "log monitor"), ("autoscaler", "monitor"),
-         ("ray.scripts.scripts", "ray start"), ("ray_node", "ray start"), ("default_worker.py", "workers"), ("ray::", "workers"),
+         ("ray.scripts.scripts", "ray start"), ("ray_prepare.node", "ray start"), ("default_worker.py", "workers"), ("ray::", "workers"),
          ("pipeline prepare", "driver"))  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def command_of(name: str, words: list[str], source: str, path: Path, workers: in
     if name.startswith("dask"):
         return [sys.executable, "-m", "benchmarks.prepare_dask", source, str(path), str(workers)]
     if name.startswith("ray"):
-        node = "pipeline.data.prepare.ray_node"
+        node = "pipeline.extras.ray_prepare.node"
         node_words = ["--address", "127.0.0.1:0", "--memory-mb", "16000", "--"]
         return [sys.executable, "-m", node, *node_words, *words, "engine=ray"]
     return [sys.executable, "-m", "pipeline", "prepare", *words]

@@ -45,7 +45,7 @@ JOB_ID = "<job id>"
 
 MEETINGS = ".meetings"  # of agents whose nodes come and go, in the run folder
 
-RAY_NODE = "pipeline.data.prepare.ray_node"
+RAY_NODE = "pipeline.extras.ray_prepare.node"
 
 RESUMABLE = ("prepare", "train", "retrain", "predict")  # verbs whose work before a SIGTERM is not lost
 

@@ -21,7 +21,7 @@ def test_slurm_starts_a_node_of_ray_on_every_host() -> None:
     assert "#SBATCH --nodes=8\n" in script and "#SBATCH --ntasks-per-node=1\n" in script
     words = " ".join(script.replace("\\\n", " ").split())
     assert (
-        "prepare.ray_node --address \"$head_node:$port\" --memory-mb 64000 -- data=criteo_kaggle 'source=raw/day_*' engine=ray"
+        "ray_prepare.node --address \"$head_node:$port\" --memory-mb 64000 -- data=criteo_kaggle 'source=raw/day_*' engine=ray"
         in words
     )
     asked = render("slurm", ["prepare", "-j", "8x1", "--", *JOB, "ray.dashboard=true"])
@@ -64,8 +64,8 @@ def test_two_nodes_prepare_and_end_with_the_code_of_prepare(tmp_path: Path) -> N
     """As srun starts them: the same command twice, here on one host."""
     pytest.importorskip("ray")
     from tests.data.criteo_rows import random_lines, run_prepare, write_lines
-    from tests.data.ray_cluster import ENVIRONMENT, free_port
     from tests.data.test_executors import digests
+    from tests.extras.ray_prepare.ray_cluster import ENVIRONMENT, free_port
 
     for day in range(4):
         write_lines(tmp_path / "raw" / f"day_{day}", random_lines(500, seed=day))
@@ -75,7 +75,7 @@ def test_two_nodes_prepare_and_end_with_the_code_of_prepare(tmp_path: Path) -> N
     def start(number: int, source: Path) -> subprocess.Popen[str]:
         words = ["data=criteo_kaggle", f"source={source}", f"data.path={tmp_path / 'ds'}", "engine=ray", "memory_limit_gb=0.5",
                  "data.split.validation_fraction=0.1", "data.split.test_fraction=0.1"]  # fmt: skip
-        command = [sys.executable, "-m", "pipeline.data.prepare.ray_node", "--address", f"127.0.0.1:{port}",
+        command = [sys.executable, "-m", "pipeline.extras.ray_prepare.node", "--address", f"127.0.0.1:{port}",
                    "--memory-mb", "1000", "--", *words]  # fmt: skip
         environment = {**os.environ, **ENVIRONMENT, "SLURM_NODEID": str(number), "SLURM_CPUS_PER_TASK": "1"}
         return subprocess.Popen(

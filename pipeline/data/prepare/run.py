@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pipeline.config.jobs.prepare import PrepareJob, RayConfig
+from pipeline.config.registry import from_extra
 from pipeline.config.splits import SPLITS
 from pipeline.data.dataset import Dataset
 from pipeline.runtime.errors import ConfigError
@@ -57,10 +58,11 @@ def prepare(job: PrepareJob) -> PrepareSummary:
 def _ray_executor(recipe: Recipe, config: RayConfig) -> Executor:
     """Raises ConfigError if Ray is not installed."""
     try:
-        from pipeline.data.prepare.ray_executor import RayExecutor
+        make = from_extra("ray_executor", "engine=ray")
     except ImportError as error:
         raise ConfigError(f"engine=ray needs Ray ({error}): pip install 'torchrec-pipeline[ray]'") from error
-    return RayExecutor(recipe, config)
+    executor: Executor = make(recipe, config)
+    return executor
 
 
 def staging_folder(job: PrepareJob) -> str:

@@ -18,8 +18,8 @@ from ray.exceptions import RayTaskError
 from pipeline.config.jobs.prepare import RayConfig
 from pipeline.config.registry import load_plugins
 from pipeline.data.prepare.executor import run_task
-from pipeline.data.prepare.ray_node import set_token_mode
 from pipeline.data.prepare.recipe import Recipe
+from pipeline.extras.ray_prepare.node import set_token_mode
 from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.process.processes import hostname

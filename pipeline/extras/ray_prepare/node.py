@@ -1,4 +1,4 @@
-"""One node of a preparation by Ray:  python -m pipeline.data.prepare.ray_node --address HOST:PORT -- data=... engine=ray
+"""One node of a preparation by Ray:  python -m pipeline.extras.ray_prepare.node --address HOST:PORT -- data=... engine=ray
 
 The same command on every node of an allocation. The first starts the head of a Ray cluster, runs `prepare` there and ends the
 cluster with it; the others join. It does what `ray symmetric-run` does, but it exits with the code of `prepare`, also where Ray did
@@ -27,7 +27,7 @@ MEETING_S = 600  # how long a node waits for the head
 ENDING_S = 30
 STARTED = "Ray runtime started"  # of what `ray start` prints
 # Workers, which a node starts with itself, import what tasks need while the driver still starts.
-PRELOADED = ("pipeline.data.prepare.ray_executor", "pipeline.data.prepare.prepare")
+PRELOADED = ("pipeline.extras.ray_prepare.executor", "pipeline.data.prepare.prepare")
 Process = subprocess.Popen[bytes]
 
 
@@ -159,7 +159,7 @@ def _free_port() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.data.prepare.ray_node", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m pipeline.extras.ray_prepare.node", description=__doc__)
     parser.add_argument(
         "--address", required=True, help="HOST:PORT of the head, as all nodes know it; port 0: a free one"
     )

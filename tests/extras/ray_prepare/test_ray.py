@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.data.dataset import load_dataset
 from tests.data.criteo_rows import random_lines, run_prepare, write_lines
-from tests.data.ray_cluster import RayCluster, ray_cluster
 from tests.data.test_executors import digests
+from tests.extras.ray_prepare.ray_cluster import RayCluster, ray_cluster
 
 NUM_FILES, ROWS_A_FILE, NUM_KILLS = 8, 4_000, 20
 pytestmark = pytest.mark.campaign
