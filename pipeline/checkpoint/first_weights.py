@@ -48,9 +48,10 @@ class FirstWeights:
         elif find_spec("numba") is not None:
             from pipeline.devices.cpu.kernels.philox import sample_rows
 
-            keys = np.uint64(self.key & LOW), np.uint64(self.key >> 32)
-            law = *keys, self.kind == NORMAL, np.float32(self.unit)
-            sample_rows(rows, slots, self.row, self.column, self.width, law, weights)
+            sample_rows(
+                rows, slots, self.row, self.column, self.width, np.uint64(self.key & LOW), np.uint64(self.key >> 32),
+                self.kind == NORMAL, np.float32(self.unit), weights,
+            )  # fmt: skip
         else:
             for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
                 weights[slot] = self._row(row)[self.column : self.column + weights.shape[1]]

@@ -28,7 +28,6 @@ from pipeline import devices
 from pipeline.config.optimizers import all_optimizers
 from pipeline.config.registry import from_extra
 from pipeline.devices.cpu.kernel_pool import LEAST_SHARE, on_all_threads
-from pipeline.devices.cpu.table_records import IdBags, PooledRows, Rows, Tables, TableStates, Update
 from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.logs import get_logger
 from pipeline.sharding.table_storage import PinnedSlots, StorageLookup, TableStorage, TierSettings
@@ -180,10 +179,10 @@ class Bags(NamedTuple):
     offsets: torch.Tensor
     weights: torch.Tensor | None = None
 
-    def arrays(self, num_samples: int) -> IdBags:
-        """Return the bags as the kernels take them."""
+    def arrays(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """As the kernels take them: without weights, none."""
         weights = np.empty(0, np.float32) if self.weights is None else self.weights.detach().float().numpy()
-        return IdBags(self.indices.numpy(), self.offsets.numpy(), weights, np.uint64(num_samples))
+        return self.indices.numpy(), self.offsets.numpy(), weights
 
 
 class FastLookup:
@@ -214,7 +213,6 @@ class FastLookup:
         # to write into; and pooled rows in autocast's type where that is on.
         self.room = 0
         self.follows_autocast = False
-        self._is_mean = lookup.pooling_mode == PoolingMode.MEAN
         self._feature_begins = feature_begins(lookup)
         self._columns = lookup.D_offsets.numpy().astype(np.int64)
         self._num_rows = lookup.rows_per_table.numpy().astype(np.int64)  # of each feature's table
@@ -228,10 +226,6 @@ class FastLookup:
     def dims(self) -> list[int]:
         """Of each feature."""
         return [int(dim) for dim in np.diff(self._columns)]
-
-    @property
-    def _tables(self) -> Tables:
-        return Tables(self._feature_begins, self._marks, self._mark_begins)
 
     def track_rows(self) -> list[np.ndarray[Any, Any]]:
         """Keep bitmaps of the rows that updates change: one for each table, as numpy.packbits(bitorder="little") has them.
@@ -249,7 +243,9 @@ class FastLookup:
 
         indices, offsets, _, _ = self._lookup.prepare_inputs(indices, offsets, force_cast_input_types=True)
         num_samples = (len(offsets) - 1) // len(self._num_rows)
-        mark_ids(self._tables, indices.numpy(), offsets.numpy(), np.uint64(num_samples))
+        mark_ids(
+            self._marks, self._mark_begins, self._feature_begins, indices.numpy(), offsets.numpy(), np.uint64(num_samples)
+        )  # fmt: skip
 
     def __call__(
         self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None,
@@ -321,8 +317,9 @@ class FastLookup:
         fbgemm, num_samples, width = self._lookup, len(out), out.shape[1]
         if not num_samples:
             return True
-        rows = Rows(_flat(fbgemm.weights_host), fbgemm.weights_offsets.numpy(), self._num_rows, self._is_mean)
-        arguments = bags.arrays(num_samples), rows, PooledRows(_flat(out), np.uint64(width), self._columns + begin)
+        arguments = (
+            *bags.arrays(), np.uint64(num_samples), self._columns + begin, _flat(fbgemm.weights_host), fbgemm.weights_offsets.numpy(), self._num_rows, fbgemm.pooling_mode == PoolingMode.MEAN, _flat(out), np.uint64(width),
+        )  # fmt: skip
         # What is worth a thread is counted in ids.
         least_share = (
             LEAST_SHARE * min(len(self._num_rows) * num_samples, len(bags.indices)) // max(len(bags.indices), 1)
@@ -340,14 +337,12 @@ class FastLookup:
         squares = _state(fbgemm, fbgemm.momentum2_host, fbgemm.momentum2_offsets)
         num_samples, bounds = len(gradients), bags.offsets.numpy()
         rows, width = _rows(gradients)
-        numbers = rule.numbers(fbgemm.get_learning_rate(), self.num_steps + 1)
         arguments = (
-            self._tables,
-            bags.arrays(num_samples),
-            PooledRows(rows, np.uint64(width), self._columns),
-            TableStates(weights, halves, is_half, fbgemm.weights_offsets.numpy(), *states, *squares),
-            Update(rule.kind, numbers, self._l2s, self._every, self._is_mean, np.uint64(self.step)),
-        )
+            self._feature_begins, *bags.arrays(), np.uint64(num_samples), rows, np.uint64(width),
+            self._columns, weights, halves, is_half, fbgemm.weights_offsets.numpy(), *states, *squares, rule.kind,
+            fbgemm.pooling_mode == PoolingMode.MEAN, rule.numbers(fbgemm.get_learning_rate(), self.num_steps + 1), self._l2s,
+            self._every, np.uint64(self.step), self._marks, self._mark_begins,
+        )  # fmt: skip
         first_ids = bounds[self._feature_begins * num_samples]
         dims = self._columns[self._feature_begins[:-1] + 1] - self._columns[self._feature_begins[:-1]]
         units = partition_tables(first_ids, dims, self._every, can_split=not len(self._marks))

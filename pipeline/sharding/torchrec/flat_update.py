@@ -17,7 +17,6 @@ from torchrec.distributed.composable.table_batched_embedding_slice import TableB
 from torchrec.optim import RowWiseAdagrad
 
 from pipeline.devices.base import in_host_memory
-from pipeline.devices.cpu.table_records import FlatTables, Update
 from pipeline.sharding.torchrec.touched_rows import STATES, TouchedRows
 from pipeline.sharding.torchrec.update_rule import ADAGRAD, ROWWISE_ADAGRAD, SGD, UpdateRule
 
@@ -74,10 +73,10 @@ class FlatUpdate:
         for block, marks in zip(self._blocks, self._marks, strict=True):
             gradient = block.weights.grad
             if gradient is not None:
-                states, squares = (state.numpy() for state in block.states)
-                tables = FlatTables(block.weights.detach().numpy(), states, squares, block.rows, block.dims)
-                update = Update(self._rule.kind, numbers, block.l2s, block.every, False, np.uint64(step))
-                self._update(gradient.contiguous().numpy(), tables, update, marks)
+                self._update(
+                    block.weights.detach().numpy(), gradient.contiguous().numpy(), *(state.numpy() for state in block.states),
+                    block.rows, block.dims, self._rule.kind, numbers, block.l2s, block.every, marks,
+                )  # fmt: skip
 
 
 def flat_update(params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> FlatUpdate | None:

@@ -43,41 +43,44 @@ def _prefetch(table, begin, indices, position, limit, dim):  # type: ignore[no-u
 
 
 @part()
-def _sum_scaled(table, begin, batch, span, scale, dim, sums):  # type: ignore[no-untyped-def]
-    """sums[:dim] = scale * the rows of the ids in span (first, end), each times its factor, if there are some."""
+def _sum_scaled(table, begin, indices, factors, first, last, scale, dim, sums):  # type: ignore[no-untyped-def]
+    """sums[:dim] = scale * the rows of indices[first:last], each times its factor where there are some."""
     sums[:dim] = np.float32(0)
     whole = dim // U(LANES) * U(LANES)
-    for position in range(span[0], span[1]):
+    for position in range(first, last):
         share = scale
-        if len(batch.factors):
-            share = scale * batch.factors[position]
-        at = begin + U(batch.indices[position]) * dim
+        if len(factors):
+            share = scale * factors[position]
+        at = begin + U(indices[position]) * dim
         for k in range(U(0), whole, U(LANES)):
             add_row_16(sums, k, table, at + k, share)
         for k in range(whole, dim):
             add_row_1(sums, k, table, at + k, share)
 
 
+# Numba compiles plain arrays and numbers: no object can bundle them.
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def look_up(batch, rows, out, begin, end):  # type: ignore[no-untyped-def]
-    """Fill out.values[s * width + columns[f]:] with the pooled rows of each feature f for samples s in begin..end.
+def look_up(  # type: ignore[no-untyped-def]
+    indices, offsets, factors, num_samples, columns, table, table_begins, num_rows, is_mean, out, width, begin, end
+):  # fmt: skip
+    """Fill out[s * width + columns[f]:] with the pooled rows of each feature f for samples s in begin..end.
 
-    Parameters: devices.cpu.table_records. A mean is divided by the number of ids, whatever their factors. Returns False
-    if an id or an offset is out of range: `out` is then unfinished.
+    indices [L], offsets [F * B + 1], columns [F + 1]; factors: a weight for each id [L], or none [0], and a mean is divided by
+    the number of ids, whatever their weights; table: all tables' rows, flat, those of feature f from table_begins[f]
+    on, num_rows[f] of them. False where an id or an offset is out of range: `out` is then unfinished.
     """
-    indices, offsets, columns, table = batch.indices, batch.offsets, out.columns, rows.values
     num_features = U(len(columns) - 1)
     widest = U(0)
     for feature in range(num_features):
         widest = max(widest, U(columns[feature + U(1)] - columns[feature]))
-    sums, has_factors = np.empty(widest + U(LANES), np.float32), len(batch.factors) > 0
+    sums = np.empty(widest + U(LANES), np.float32)
     for block in range(begin, end, U(BLOCK)):
         last_sample = min(block + U(BLOCK), end)
         for feature in range(num_features):
             dim = U(columns[feature + U(1)] - columns[feature])
-            table_begin, limit = U(rows.begins[feature]), U(rows.num_rows[feature])
+            table_begin, limit = U(table_begins[feature]), U(num_rows[feature])
             for sample in range(block, last_sample):
-                bag = feature * batch.num_samples + sample
+                bag = feature * num_samples + sample
                 first, last = U(offsets[bag]), U(offsets[bag + U(1)])
                 if first > last or last > U(len(indices)):
                     return False
@@ -86,16 +89,16 @@ def look_up(batch, rows, out, begin, end):  # type: ignore[no-untyped-def]
                         return False
                     # A neighbour's, where bags are short.
                     _prefetch(table, table_begin, indices, position + U(AHEAD), limit, dim)
-                target = sample * out.width + U(columns[feature])
-                if last - first == U(1) and not has_factors:
-                    _copy(table, table_begin + U(indices[first]) * dim, out.values, target, dim)
+                target = sample * width + U(columns[feature])
+                if last - first == U(1) and not len(factors):
+                    _copy(table, table_begin + U(indices[first]) * dim, out, target, dim)
                     continue
-                if has_factors or rows.is_mean:
+                if len(factors) or is_mean:
                     scale = np.float32(1)
-                    if rows.is_mean and last > first:
+                    if is_mean and last > first:
                         scale = np.float32(1) / np.float32(last - first)
-                    _sum_scaled(table, table_begin, batch, (first, last), scale, dim, sums)
+                    _sum_scaled(table, table_begin, indices, factors, first, last, scale, dim, sums)
                 else:
-                    sum_rows(table, table_begin, dim, indices, (sums, False), (first, last), sums)
-                _copy(sums, U(0), out.values, target, dim)
+                    sum_rows(table, table_begin, dim, indices, sums, False, first, last, sums)
+                _copy(sums, U(0), out, target, dim)
     return True

@@ -50,13 +50,11 @@ def move(source, at, into, position, count):  # type: ignore[no-untyped-def]
 
 
 @part()
-def sum_rows(table, begin, dim, order, scales, span, sums):  # type: ignore[no-untyped-def]
-    """sums[:dim] = the sum over e in span (first, end) of table[begin + order[e] * dim:][:dim], times its factor.
+def sum_rows(table, begin, dim, order, factors, is_scaled, first, last, sums):  # type: ignore[no-untyped-def]
+    """sums[:dim] = the sum over e in first..last of table[begin + order[e] * dim:][:dim], times factors[e] if is_scaled.
 
-    scales: factors, and whether there are any; without them the array of fp32 is not read. The rows are summed in
-    registers, in their order, in fp32: 64 columns at a time, then 32, 16 and single ones; uint16 is fp16.
+    In registers: 64 columns at a time, then 32, 16 and single ones. In their order, in fp32; uint16 is fp16. Without is_scaled `factors` is any array of fp32, which is not read.
     """
-    (factors, is_scaled), (first, last) = scales, span
     k = U(0)
     while k + U(4) * L <= dim:
         sum_rows_4(table, begin, dim, order, factors, is_scaled, first, last, k, sums)

@@ -110,9 +110,9 @@ def fill(out, first, key0, key1, is_normal, unit, begin, end):  # type: ignore[n
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def sample_rows(rows, slots, first_row, first_column, width, law, values):  # type: ignore[no-untyped-def]
+def sample_rows(rows, slots, first_row, first_column, width, key0, key1, is_normal, unit, values):  # type: ignore[no-untyped-def]
     """values[slots[i]] = the first weights of row first_row + rows[i] of a table with `width` columns, from first_column on."""
-    (key0, key1, is_normal, unit), numbers = law, np.empty(width, np.float32)
+    numbers = np.empty(width, np.float32)
     for position in range(len(rows)):
         first = U(first_row + rows[position]) * U(width)
         groups = (first + U(width) + U(GROUP - 1)) // U(GROUP) - first // U(GROUP)

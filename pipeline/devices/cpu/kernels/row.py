@@ -19,27 +19,26 @@ AHEAD = 8  # rows
 
 
 @part()
-def buffer_sizes(units, feature_begins, batch, columns):  # type: ignore[no-untyped-def]
+def buffer_sizes(units, feature_begins, offsets, columns, num_samples):  # type: ignore[no-untyped-def]
     """The most ids, and the most numbers of gradients, that one of the units' tables has."""
     longest, most = U(0), U(0)
     for unit in range(len(units)):
         table = U(units[unit, 0])
         begin, end = U(feature_begins[table]), U(feature_begins[table + U(1)])
-        ids_begin, ids_end = batch.offsets[begin * batch.num_samples], batch.offsets[end * batch.num_samples]
-        longest = max(longest, U(ids_end) - U(ids_begin))
-        most = max(most, U(columns[end] - columns[begin]) * batch.num_samples)
+        longest = max(longest, U(offsets[end * num_samples]) - U(offsets[begin * num_samples]))
+        most = max(most, U(columns[end] - columns[begin]) * num_samples)
     return longest, most
 
 
 @part()
-def own_ids(batch, span, is_mean, own_part, ids, bags, scales):  # type: ignore[no-untyped-def]
-    """Write a part's ids, their bags, counted from the first, and factors; return how many ids, and the largest.
+def own_ids(  # type: ignore[no-untyped-def]
+    indices, offsets, factors, first_bag, last_bag, is_mean, part, num_parts, ids, bags, scales
+):  # fmt: skip
+    """The part's ids into `ids`, their bags, counted from the first, and factors; how many they are, and the largest.
 
-    span: the first bag and the end of bags. own_part: the part, and the number of parts, a power of two, at most 64;
-    a hash of the row chooses its part. Arrays have room for one id more than there are.
+    num_parts: a power of two, at most 64; a hash of the row chooses its part. Arrays have room for one id more than
+    there are.
     """
-    (first_bag, last_bag), (part, num_parts) = span, own_part
-    indices, offsets, factors = batch.indices, batch.offsets, batch.factors
     count, largest, is_weighted = U(0), U(0), len(factors) > 0
     for bag in range(first_bag, last_bag):
         first, last = U(offsets[bag]), U(offsets[bag + U(1)])
@@ -101,9 +100,8 @@ def find_rows(ids, count, largest, slots, rows, counts, entries):  # type: ignor
 
 
 @part()
-def sort_bags(given, entries, count, distinct, has_scales, ends, in_order):  # type: ignore[no-untyped-def]
-    """Write the bags of each row, row after row, with their factors; `ends`: counts, which become rows' ends."""
-    (bags, scales), (order, factors) = given, in_order
+def sort_bags(bags, scales, entries, count, distinct, has_scales, ends, order, factors):  # type: ignore[no-untyped-def]
+    """The bags of each row into `order`, row after row, with their factors; `ends`: counts, which become rows' ends."""
     total = U(0)
     for entry in range(distinct):
         number = U(ends[entry])
@@ -119,12 +117,12 @@ def sort_bags(given, entries, count, distinct, has_scales, ends, in_order):  # t
 
 
 @part()
-def bring_near(gradients, first, last, num_samples, dim, near):  # type: ignore[no-untyped-def]
+def bring_near(gradients, width, columns, first, last, num_samples, dim, near):  # type: ignore[no-untyped-def]
     """near [features first..last, B, dim]: their gradients, in fp32."""
     place = U(0)
     for feature in range(first, last):
-        at = U(gradients.columns[feature])
+        at = U(columns[feature])
         for _ in range(num_samples):
-            move(gradients.values, at, near, place, dim)
-            at += gradients.width
+            move(gradients, at, near, place, dim)
+            at += width
             place += dim

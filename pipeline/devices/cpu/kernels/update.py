@@ -57,40 +57,46 @@ def _prefetch(values, at, count, line):  # type: ignore[no-untyped-def]
 
 
 @part()
-def _prefetch_row(row, tables, kind, begins, sizes):  # type: ignore[no-untyped-def]
+def _prefetch_row(row, weights, halves, is_half, states, squares, kind, begins, sizes):  # type: ignore[no-untyped-def]
     at = begins[0] + row * sizes[0]
-    _prefetch(tables.halves, at, sizes[0] if tables.is_half else U(0), U(32))
-    _prefetch(tables.weights, at, U(0) if tables.is_half else sizes[0], U(16))
+    _prefetch(halves, at, sizes[0] if is_half else U(0), U(32))
+    _prefetch(weights, at, U(0) if is_half else sizes[0], U(16))
     if kind != SGD:
-        _prefetch(tables.states, begins[1] + row * sizes[1], sizes[1], U(16))
+        _prefetch(states, begins[1] + row * sizes[1], sizes[1], U(16))
     if kind >= ADAM:
-        _prefetch(tables.squares, begins[2] + row * sizes[2], sizes[2], U(16))
+        _prefetch(squares, begins[2] + row * sizes[2], sizes[2], U(16))
 
 
 @part(fastmath=True)
-def _update_row(row, gradient, tables, update, l2, begins, sizes):  # type: ignore[no-untyped-def]
-    """Update a row of a table whose weights and two states begin at `begins` and are `sizes` long a row.
+def _update_row(  # type: ignore[no-untyped-def]
+    row, gradient, weights, halves, is_half, states, squares, kind, numbers, l2, step, begins, sizes
+):  # fmt: skip
+    """Of a table whose weights and two states begin at `begins` and are `sizes` long a row; `gradient` is overwritten.
 
-    `gradient` is overwritten.
+    Thirteen parameters, for the reason that update_tables gives.
     """
     at, state, square = begins[0] + row * sizes[0], begins[1] + row * sizes[1], begins[2] + row * sizes[2]
-    dim, numbers = sizes[0], update.numbers
-    add_penalty(gradient, tables.weights, tables.halves, tables.is_half, at, l2, dim)
-    scale = to_direction(gradient, tables.states, tables.squares, state, square, update.kind, numbers, dim)
-    if tables.is_half:
-        key = (U(update.step) * HASH) ^ (at * U(0xD6E8FEB86659FD93))
-        subtract_half(tables.halves, at, gradient, scale, numbers[KEEP], dim, key)
+    dim = sizes[0]
+    add_penalty(gradient, weights, halves, is_half, at, l2, dim)
+    scale = to_direction(gradient, states, squares, state, square, kind, numbers, dim)
+    if is_half:
+        key = (U(step) * HASH) ^ (at * U(0xD6E8FEB86659FD93))
+        subtract_half(halves, at, gradient, scale, numbers[KEEP], dim, key)
     else:
-        subtract(tables.weights, at, gradient, scale, numbers[KEEP], dim)
+        subtract(weights, at, gradient, scale, numbers[KEEP], dim)
 
 
 @part(fastmath=True)
-def _update_others(touched, gradient, tables, update, l2, begins, sizes):  # type: ignore[no-untyped-def]
-    """Update the rows not in `touched` [rows of the table, or 0], as by a gradient of 0."""
+def _update_others(  # type: ignore[no-untyped-def]
+    touched, gradient, weights, halves, is_half, states, squares, kind, numbers, l2, step, begins, sizes
+):  # fmt: skip
+    """The rows not in `touched` [rows of the table, or 0], as by a gradient of 0. Parameters: as _update_row's."""
     for row in range(U(0), U(len(touched))):
         if not touched[row]:
             gradient[:] = np.float32(0)
-            _update_row(row, gradient, tables, update, l2, begins, sizes)
+            _update_row(
+                row, gradient, weights, halves, is_half, states, squares, kind, numbers, l2, step, begins, sizes
+            )
 
 
 @part()
@@ -100,30 +106,23 @@ def _mark(marks, begin, row):  # type: ignore[no-untyped-def]
 
 
 @part()
-def _update_rows_of(given, found, gradient, tables, update, l2, place, seen):  # type: ignore[no-untyped-def]
-    """Update each of a unit's rows by the sum over its bags.
-
-    given: gradients of the table's features, bags in the order of rows, their factors, and whether there are factors.
-    found: rows, the end of each row's bags, and how many rows. place: begins and sizes, as _update_row has them.
-    seen: the table's bitmap of updated rows, and which rows were touched; empty if nobody asks for them.
-    """
-    near, order, scales, has_scales = given
-    rows, ends, distinct = found
-    begins, sizes = place
-    marks, touched = seen
-    kind, numbers = update.kind, update.numbers
+def _update_rows_of(  # type: ignore[no-untyped-def]
+    near, order, scales, has_scales, rows, ends, distinct, gradient, weights, halves, is_half, states, squares, kind,
+    numbers, l2, step, begins, sizes, marks, touched,
+):  # fmt: skip
+    """Each of a unit's rows, by the sum over its bags. Parameters: as update_tables and _update_row have them."""
     # Without these an untouched row's formulas change nothing.
     skips, begin = kind >= ADAM or numbers[KEEP] != np.float32(1) or l2 != np.float32(0), U(0)
     for entry in range(distinct):
         if entry + U(AHEAD) < distinct:
-            _prefetch_row(rows[entry + U(AHEAD)], tables, kind, begins, sizes)
+            _prefetch_row(rows[entry + U(AHEAD)], weights, halves, is_half, states, squares, kind, begins, sizes)
         row, end = rows[entry], U(ends[entry])
-        sum_rows(near, U(0), sizes[0], order, (scales, has_scales), (begin, end), gradient)
+        sum_rows(near, U(0), sizes[0], order, scales, has_scales, begin, end, gradient)
         begin = end
         if skips and largest_size(gradient, U(0), sizes[0]) == np.float32(0):
             continue
         clip(gradient, U(0), sizes[0], numbers[MOST], numbers[NORM])
-        _update_row(row, gradient, tables, update, l2, begins, sizes)
+        _update_row(row, gradient, weights, halves, is_half, states, squares, kind, numbers, l2, step, begins, sizes)
         if len(marks):
             _mark(marks, U(0), row)
         if len(touched):
@@ -131,23 +130,32 @@ def _update_rows_of(given, found, gradient, tables, update, l2, place, seen):  #
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def mark_ids(tables, indices, offsets, num_samples):  # type: ignore[no-untyped-def]
-    """Set the bits of all rows that a batch names in the bitmaps of Tables, for updates that are not update_tables' own."""
-    for table in range(len(tables.feature_begins) - 1):
-        first = U(tables.feature_begins[table]) * num_samples
-        last = U(tables.feature_begins[table + 1]) * num_samples
+def mark_ids(marks, mark_begins, feature_begins, indices, offsets, num_samples):  # type: ignore[no-untyped-def]
+    """Set the bits of all rows that a batch names, in the bitmaps of update_tables: for updates that are not its own."""
+    for table in range(len(feature_begins) - 1):
+        first, last = U(feature_begins[table]) * num_samples, U(feature_begins[table + 1]) * num_samples
         for position in range(U(offsets[first]), U(offsets[last])):
-            _mark(tables.marks, U(tables.mark_begins[table]), U(indices[position]))
+            _mark(marks, U(mark_begins[table]), U(indices[position]))
 
 
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
-def update_tables(units, tables, batch, gradients, states, update, begin, end):  # type: ignore[no-untyped-def]
-    """Update the rows of the units begin..end by the gradients of pooled rows. Parameters: devices.cpu.table_records.
+def update_tables(  # type: ignore[no-untyped-def]
+    units, feature_begins, indices, offsets, factors, num_samples, gradients, width, columns, weights, halves, is_half,
+    weight_begins, states, state_begins, squares, square_begins, kind, is_mean, numbers, l2s, every, step,
+    marks, mark_begins, begin, end,
+):  # fmt: skip
+    """Update tables in `halves` (fp16 as uint16) if `is_half`, else in `weights`: the units begin..end.
 
-    units [n, 3]: a table, a part of its rows, and the number of parts; tables with `every` or `marks` have one part.
+    Twenty-seven parameters, because Numba compiles arrays and numbers: a structure would be boxed or copied at each call.
+
+    units [n, 3]: a table, a part of its rows, and how many parts there are; tables with `every` or `marks` have one
+    part. feature_begins [T + 1]: a table's features are neighbours. offsets [F * B + 1] into indices [L]. factors: a weight for each id [L], or none [0].
+    gradients: fp32, or bf16 as uint16; sample b's begin at b * width, feature f's at columns [F + 1] from there.
+    numbers: as LR and what follows it say. l2s [T]: a touched row's gradient gains l2 * its weights. every [T]: the
+    table's rows, where untouched ones are updated too, as by a gradient of 0; else 0. marks: a bitmap of the updated rows
+    for each table, which begins at byte mark_begins [T + 1]; empty where nobody asks for them.
     """
-    num_samples, marks = batch.num_samples, tables.marks
-    longest, most = buffer_sizes(units[begin:end], tables.feature_begins, batch, gradients.columns)
+    longest, most = buffer_sizes(units[begin:end], feature_begins, offsets, columns, num_samples)
     slots = np.empty(U(4) * longest + U(16), np.int32)
     rows, entries, ends = np.empty(longest + U(1), np.uint64), np.empty(longest, np.int32), np.empty(longest, np.uint32)
     ids, bags, scales = (
@@ -156,26 +164,30 @@ def update_tables(units, tables, batch, gradients, states, update, begin, end): 
         np.empty(longest + U(1), np.float32),
     )
     order, sorted_scales, near = np.empty(longest, np.uint32), np.empty(longest, np.float32), np.empty(most, np.float32)
-    has_scales = update.is_mean or len(batch.factors) > 0
+    has_scales = is_mean or len(factors) > 0
     for unit in range(begin, end):
-        table = U(units[unit, 0])
-        first, last = U(tables.feature_begins[table]), U(tables.feature_begins[table + U(1)])
-        dim = U(gradients.columns[first + U(1)] - gradients.columns[first])
-        span, own_part = (first * num_samples, last * num_samples), (U(units[unit, 1]), U(units[unit, 2]))
-        count, largest = own_ids(batch, span, update.is_mean, own_part, ids, bags, scales)
+        table, part, num_parts = U(units[unit, 0]), U(units[unit, 1]), U(units[unit, 2])
+        first, last = U(feature_begins[table]), U(feature_begins[table + U(1)])
+        dim = U(columns[first + U(1)] - columns[first])
+        count, largest = own_ids(
+            indices, offsets, factors, first * num_samples, last * num_samples, is_mean, part, num_parts, ids, bags, scales
+        )  # fmt: skip
         distinct = find_rows(ids, count, largest, slots, rows, ends, entries)
-        sort_bags((bags, scales), entries, count, distinct, has_scales, ends, (order, sorted_scales))
-        bring_near(gradients, first, last, num_samples, dim, near)
-        begins = (U(states.weight_begins[first]), U(states.state_begins[first]), U(states.square_begins[first]))
-        sizes = (dim, dim if update.kind != ROWWISE_ADAGRAD else U(1), dim if update.kind != ROWWISE_ADAM else U(1))
-        gradient, touched = np.empty(dim, np.float32), np.zeros(update.every[table], np.bool_)
-        bits_of_rows = marks[tables.mark_begins[table] : tables.mark_begins[table + U(1)]] if len(marks) else marks
-        given, found = (near, order, sorted_scales, has_scales), (rows, ends, distinct)
-        l2 = update.l2s[table]
-        _update_rows_of(given, found, gradient, states, update, l2, (begins, sizes), (bits_of_rows, touched))
-        if update.every[table]:
+        sort_bags(bags, scales, entries, count, distinct, has_scales, ends, order, sorted_scales)
+        bring_near(gradients, width, columns, first, last, num_samples, dim, near)
+        begins = (U(weight_begins[first]), U(state_begins[first]), U(square_begins[first]))
+        sizes = (dim, dim if kind != ROWWISE_ADAGRAD else U(1), dim if kind != ROWWISE_ADAM else U(1))
+        gradient, touched = np.empty(dim, np.float32), np.zeros(every[table], np.bool_)
+        bits_of_rows = marks[mark_begins[table] : mark_begins[table + U(1)]] if len(marks) else marks
+        _update_rows_of(
+            near, order, sorted_scales, has_scales, rows, ends, distinct, gradient, weights, halves, is_half, states, squares, kind,
+            numbers, l2s[table], step, begins, sizes, bits_of_rows, touched,
+        )  # fmt: skip
+        if every[table]:
             bits_of_rows[:] = 255
-        _update_others(touched, gradient, states, update, l2, begins, sizes)
+        _update_others(
+            touched, gradient, weights, halves, is_half, states, squares, kind, numbers, l2s[table], step, begins, sizes
+        )
 
 
 @part()
@@ -188,20 +200,22 @@ def _has_bits(bits, begin, end):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
-def update_rows(gradient, tables, update, marks):  # type: ignore[no-untyped-def]
-    """The same updates of FlatTables by a dense gradient.
+def update_rows(  # type: ignore[no-untyped-def]
+    weights, gradient, states, squares, rows, dims, kind, numbers, l2s, every, marks
+):  # fmt: skip
+    """The same updates from a dense gradient; tables have `rows` [T] of `dims` [T], states a number a weight, or a row.
 
-    A row is touched if its gradient is not all zero. marks: a byte for each row of all tables, which becomes 1 if the
-    row is updated; empty if nobody asks for them.
+    A row is touched where its gradient is not all zero; every [T]: not 0 where untouched rows are updated too. marks: a
+    byte for each row of all tables, which becomes 1 where the row is updated; empty where nobody asks for them.
     """
     begin, state, square, marked = U(0), U(0), U(0), U(0)
-    bits, numbers, every, l2s = gradient.view(np.uint32), update.numbers, update.every, update.l2s
-    for table in range(len(tables.rows)):
-        dim = U(tables.dims[table])
+    bits = gradient.view(np.uint32)
+    for table in range(len(rows)):
+        dim = U(dims[table])
         row_gradient = np.empty(dim, np.float32)
-        state_dim = dim if update.kind != ROWWISE_ADAGRAD else U(1)
-        square_dim = dim if update.kind != ROWWISE_ADAM else U(1)
-        remaining, together = U(tables.rows[table]), max(TOGETHER // dim, U(1))
+        state_dim = dim if kind != ROWWISE_ADAGRAD else U(1)
+        square_dim = dim if kind != ROWWISE_ADAM else U(1)
+        remaining, together = U(rows[table]), max(TOGETHER // dim, U(1))
         while remaining:
             count = min(together, remaining)
             remaining -= count
@@ -218,11 +232,9 @@ def update_rows(gradient, tables, update, marks):  # type: ignore[no-untyped-def
                     clip(row_gradient, U(0), dim, numbers[MOST], numbers[NORM])
                     if l2s[table] != np.float32(0):
                         for k in range(dim):
-                            row_gradient[k] += l2s[table] * tables.weights[begin + k]
-                    scale = to_direction(
-                        row_gradient, tables.states, tables.squares, state, square, update.kind, numbers, dim
-                    )
-                    subtract(tables.weights, begin, row_gradient, scale, numbers[KEEP], dim)
+                            row_gradient[k] += l2s[table] * weights[begin + k]
+                    scale = to_direction(row_gradient, states, squares, state, square, kind, numbers, dim)
+                    subtract(weights, begin, row_gradient, scale, numbers[KEEP], dim)
                     if len(marks):
                         marks[marked] = 1
                 marked += U(1)
