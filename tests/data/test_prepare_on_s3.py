@@ -16,8 +16,8 @@ from pipeline.data.raw.source import find_sources
 from pipeline.runtime.storage import storage
 from tests.data.criteo_rows import random_lines, run_prepare, write_lines
 from tests.data.test_executors import OtherProcesses, config_of, digests, small_blocks, write_rows
-from tests.data.test_ray import finish, start
 from tests.extras.ray_prepare.ray_cluster import ray_cluster
+from tests.extras.ray_prepare.test_ray import finish, start
 from tests.support.object_store import BUCKET, FaultyProxy, environment, store
 
 __all__ = ["small_blocks", "store"]
