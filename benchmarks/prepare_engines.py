@@ -4,7 +4,7 @@
 Prints rows a second and core as ratios of the embedded engine, the largest worker's memory, and what the tasks left in the
 staging folder at most, in bytes a row. --fresh N generates N rows of a few features, one of which has a value of its own in every third row,
 and one a value in half of the rows; --distinct adds a feature that is distinct in every row, --narrow leaves all but the first out. With
---keep FOLDER, rows and what was prepared stay there, and the same command goes on after the tasks that have ended.
+--keep FOLDER, rows and what was prepared stay there, and the same command resumes after the finished tasks.
 """
 
 from __future__ import annotations

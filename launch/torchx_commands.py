@@ -130,8 +130,8 @@ def errors_as_lines(when_interrupted: str = "") -> Iterator[None]:
         _end(f"interrupted{when_interrupted}", INTERRUPTED)
     except SignalException as error:  # of local_cwd, once its ranks have ended
         if error.sigval == signal.SIGINT:
-            _end("interrupted; the same command goes on from what is saved", INTERRUPTED)
-        _end(f"ended by {error.sigval.name}; the same command goes on from what is saved", REQUEUE)
+            _end("interrupted; run the same command again to resume", INTERRUPTED)
+        _end(f"ended by {error.sigval.name}; run the same command again to resume", REQUEUE)
     except BrokenPipeError:  # `torchx log ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)

@@ -1,7 +1,7 @@
 """Score raw rows with an exported artifact:  python -m pipeline predict artifact=artifacts/quickstart source=rows.parquet output=scores.parquet
 
 With a two-tower's artifact, find the best items of each row (retrieve.k=100), or give its vector (retrieve.vectors=true).
-A killed run goes on where it was when the same command is given again.
+Run the same command again to resume a killed run.
 """
 
 from __future__ import annotations

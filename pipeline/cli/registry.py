@@ -116,7 +116,7 @@ def unpin(job: RegistryJob) -> list[str]:
         return [f"champion    {pointer.version} is not pinned"]
     moved = registry.unpin()
     Ledger(job.registry).append(Record(UNPINNED, version=moved.version))
-    return [f"champion    {moved.version}, no longer pinned: retrain goes on with the next window"]
+    return [f"champion    {moved.version}, no longer pinned: retrain continues with the next window"]
 
 
 def add(job: RegistryJob) -> list[str]:

@@ -2,7 +2,7 @@
 
 On several ranks:  torchx run -s local_cwd pipeline.train -j 1x2 -- experiment=quickstart
 A run folder that holds a checkpoint is resumed; another run_dir starts a new run.
-SIGTERM, or Ctrl-C once, saves at the next training step and ends with exit code 75 or 130; the same command goes on.
+SIGTERM, or Ctrl-C once, saves at the next training step and ends with exit code 75 or 130; the same command resumes.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Verb(Generic[Job, Result]):
     doc: str
     describe: Callable[[Result], str] | None = None
     validate: Callable[[Job], object] | None = None
-    when_interrupted: Callable[[Job], str] = lambda job: "the same command starts over"
+    when_interrupted: Callable[[Job], str] = lambda job: "the same command starts from the beginning"
     commands: tuple[Command, ...] = ()
     default: str = ""
     written_to: Callable[[Job], str] = _output_of

@@ -114,7 +114,7 @@ def _throughput(run: str) -> dict[str, float]:
 def _importance(
     job: EvaluateJob, model: Module, reader: ShardReader, context: DistributedContext, dataset: Dataset, step: int
 ) -> dict[str, Any]:
-    """Collective: of each feature, where the job asks for it."""
+    """Collective: measure the importance of each feature, if the job asks for it."""
     if not job.importance_rows:
         return {}
     found = permutation_importance(model, reader, context, list(dataset.dense_features), job.importance_rows)
@@ -122,7 +122,7 @@ def _importance(
 
 
 def check_data(job: EvaluateJob, path: str, is_other_data: bool) -> None:
-    """Raises TrainingError for other data than the run's, where the job does not allow them."""
+    """Raises TrainingError for data that the run was not trained on, unless the job allows them."""
     if is_other_data and not job.other_data:
         raise TrainingError(
             f"{path} is not the data set that {job.run} was trained on: where its vocabularies differ, ids mean other values "
@@ -131,7 +131,7 @@ def check_data(job: EvaluateJob, path: str, is_other_data: bool) -> None:
 
 
 def describe_tables(job: EvaluateJob, restored: dict[str, Any], num_hosts: int) -> str:
-    """Whose tables were evaluated; empty for a run whose tables were one model all along.
+    """Say whose tables were evaluated; "" if the ranks of the run never had different tables.
 
     Raises:
         TrainingError: tables=own, and the step does not hold tables of each of `num_hosts` hosts.

@@ -37,7 +37,7 @@ class EvaluateSummary:
 
 
 def file_name(job: EvaluateJob, step: int, other_data: str) -> str:
-    """An evaluation of a part of a split, or of other data, does not overwrite that of the whole split."""
+    """Name the file so that an evaluation of a part of a split, or of other data, does not overwrite another."""
     part = f".first_{job.max_batches}_batches" if job.max_batches is not None else ""
     data = f".data_{other_data[:8]}" if other_data else ""
     tables = ".own_tables" if job.tables == "own" else ""
@@ -45,7 +45,7 @@ def file_name(job: EvaluateJob, step: int, other_data: str) -> str:
 
 
 def write_summary(summary: EvaluateSummary, stats: EvaluationStats | None) -> None:
-    """The metrics as JSON, and next to them the statistics of the evaluation."""
+    """Write the metrics as JSON, and the statistics of the evaluation to a file next to it."""
     if stats is not None:
         from pipeline.training.runs.evaluation_stats import stats_path, write_stats  # loads numpy
 

@@ -72,7 +72,7 @@ def too_many_bad(reader: BatchReader, bad: int, num_rows: int) -> TrainingError 
     return TrainingError(
         f"{bad:,} of the {num_rows:,} rows read so far by all ranks are quarantined ({bad / num_rows:.2%}), and "
         f"data.reader.max_bad_fraction={fraction:g} allows {int(allowed):,}; the quarantine folder of the run says which "
-        "and why. Fix or prepare the data again, or allow more: the same command then goes on"
+        "and why. Fix or prepare the data again, or allow more, then run the same command again to resume"
     )
 
 

@@ -61,25 +61,25 @@ def plan_tables(resolved: ResolvedJob, task: TaskModel, context: DistributedCont
 
 
 def _plan_of_run(job: TrainJob) -> str | None:
-    """The plan file of the run that goes on, where it was planned by the same settings; whether it holds, planning says."""
+    """Return the plan file of the run that this job resumes, if the planner's settings are the same."""
     path, config = f"{job.run_dir}/plan.json", f"{job.run_dir}/config.yaml"
     if not (job.checkpoint.resume and storage.is_file(path) and storage.is_file(config)):
         return None
     before, now = (_what_is_searched(each) for each in (load_saved_job(TrainJob, config), job))
     if before != now:
-        logger.info("plan        a new search, for the settings of planner are not those of %s", config)
+        logger.info("plan        searching again because the settings of planner differ from %s", config)
         return None
     return path
 
 
 def _what_is_searched(job: TrainJob) -> PlannerConfig:
-    """The settings that a plan depends on. A plan from a file is the run's plan by now, as one that was searched is."""
+    """Return the settings that a plan depends on. A plan read from a file counts as a searched plan."""
     kind = "search" if job.planner.kind == "file" else job.planner.kind
     return replace(job.planner, plan_file="", kind=kind)
 
 
 def _warn_of_mixed_vocabularies(tables: list[Table], dataset: Dataset) -> None:
-    """Features that share a table share its rows, so the same id should mean the same value."""
+    """Warn of features that share a table but give its rows different meanings."""
     for table in tables:
         features = [dataset.sparse_feature(name) for name in table.feature_names]
         owners = {(each.sequence and each.sequence.shares) or each.name for each in features}
@@ -87,7 +87,7 @@ def _warn_of_mixed_vocabularies(tables: list[Table], dataset: Dataset) -> None:
             len(owners) > 1 and features[0].hash_size is None
         ):
             logger.warning(
-                "features %s share table %r, but each has a vocabulary of its own: the same row stands for different "
+                "features %s share table %r, but not a vocabulary: the same row means different "
                 "values; prepare them with ids.kind=hash, one hash_size and one hash_seed",
                 ", ".join(table.feature_names),
                 table.name,

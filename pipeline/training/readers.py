@@ -22,10 +22,10 @@ def open_reader(
     global_batch_size: int | None = None,
     every_row: bool = False,
 ) -> ShardReader:
-    """Training reads whole micro-batches; the other splits are read in evaluation batches, every row once. With
-    `every_row` so is the training split, which then may end in a batch that is not full.
+    """Open the reader of a split. The training split is read in whole micro-batches, shuffled by trainer.seed.
 
-    The order of an evaluation does not depend on trainer.seed: the first batches of a split are the same rows for all runs.
+    Other splits, and the training split with `every_row`, are read in evaluation batches: each row
+    once, in an order that is the same for all runs. The last batch may be smaller.
     """
     job, trainer, training = resolved.job, resolved.job.trainer, split == "train"
     check_group(resolved.dataset, job.data.group_column)

@@ -28,9 +28,9 @@ T = TypeVar("T")
 def resolve(
     job: TrainJob, dataset: Dataset, context: DistributedContext, earlier: dict[str, TableConfig] | None = None
 ) -> ResolvedJob:
-    """Collective: the same on all ranks; rank 0 chooses the rows of a head that is `auto`, and tiers that are.
+    """Collective: return the same job on all ranks. Rank 0 chooses `head_rows: auto` and `sharding.tiers: auto`.
 
-    earlier: the tables of the run that is resumed, whose numbers of head rows stay.
+    earlier: the tables of the run that this job resumes; their head rows stay as they are.
     """
 
     def hardware() -> Hardware:
@@ -55,7 +55,7 @@ def resolve(
 
 
 def _decided(context: DistributedContext, decide: Callable[[], T]) -> T:
-    """Collective: what rank 0 decides. Raises TrainingError on all where it cannot."""
+    """Collective: return rank 0's decision on all ranks. Raises TrainingError on all ranks if rank 0 fails."""
     message: list[Any] = [None, ""]
     if context.is_main:
         try:
@@ -71,7 +71,7 @@ def _decided(context: DistributedContext, decide: Callable[[], T]) -> T:
 
 
 def slots_for(whole: ResolvedJob, hardware: Hardware) -> SlotChoice:
-    """Which tables have tiers on this hardware, and how many slots (sharding.tiers=auto).
+    """Choose the tables that have tiers on this hardware, and their numbers of slots (sharding.tiers=auto).
 
     Raises:
         PlanError: GPU ranks, or memory that does not hold the fewest slots.

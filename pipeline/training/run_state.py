@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 
 def config_of(run: str) -> TrainJob | None:
-    """The config that another run has saved; None where there is none. Raises TrainingError for a config of no job."""
+    """Return the config that another run has saved, None if there is none. Raises TrainingError for a file that is not a job."""
     path = storage.join(run, "config.yaml")
     return load_saved_job(TrainJob, path) if storage.is_file(path) else None
 
 
 def load_trained_job(job: EvaluateJob) -> TrainJob:
-    """The run's own config, planned anew for the ranks at hand. Raises ConfigError where its model has none of job.metrics."""
+    """Return the run's config with the settings of an evaluation. Raises ConfigError if its model lacks one of job.metrics."""
     path = storage.join(job.run, "config.yaml")
     if not storage.exists(path):
-        raise TrainingError(f"{job.run} is no run folder: {path} is missing; run=<the run_dir of a training>")
+        raise TrainingError(f"{job.run} is not a run folder: {path} is missing; set run=<the run_dir of a training>")
     trained = load_saved_job(TrainJob, path)
     return replace(
         trained,
@@ -57,18 +57,18 @@ def load_trained_job(job: EvaluateJob) -> TrainJob:
 
 
 def folder_of(run: str) -> str:
-    """Where another run keeps its checkpoints, as its saved config says. Raises TrainingError as config_of."""
+    """Return the checkpoint folder of another run by its saved config. Raises TrainingError as config_of does."""
     job = config_of(run)
     return checkpoint_folder(run, job.checkpoint if job else CheckpointConfig())
 
 
 def best_step(run: str, job: TrainJob) -> tuple[int, dict[str, Any]] | None:
-    """Of the run of `job` in folder `run`: its best step and the metrics measured there; None where it keeps no best one."""
+    """Return the best step of the run in folder `run`, and its metrics; None if the run keeps no best step."""
     return best_of(checkpoint_folder(run, job.checkpoint), job.best_metric) if job.checkpoint.num_best else None
 
 
 def chosen_step(run: str, job: TrainJob, step: int | None, which: str) -> int | None:
-    """The step that `step` and `which` of an evaluate or export job choose; None: the newest one that verifies.
+    """Return the step that an evaluate or export job chooses by `step` and `which`; None means the newest intact step.
 
     Raises:
         TrainingError: which=best, and no step of the run was evaluated when it was saved.
@@ -85,25 +85,26 @@ def chosen_step(run: str, job: TrainJob, step: int | None, which: str) -> int | 
 
 
 def describe_saved(job: TrainJob) -> str:
-    """What an interrupted training leaves, and what the same command does."""
+    """Say what an interrupted training has saved, and what to do next."""
     from pipeline.checkpoint.steps import list_steps
 
     folder = checkpoint_folder(job.run_dir, job.checkpoint)
     steps = list_steps(folder) if storage.is_local(folder) else []
     if steps:
-        return f"{job.run_dir} holds step {steps[-1]}: the same command goes on from there"
-    saved = "nothing is saved in" if storage.is_local(folder) else "the same command goes on from what is saved in"
-    return f"{saved} {folder}" + (": the same command starts over" if storage.is_local(folder) else "")
+        return f"{job.run_dir} holds step {steps[-1]}: run the same command again to resume from it"
+    if storage.is_local(folder):
+        return f"nothing is saved in {folder}: the same command starts from the beginning"
+    return f"run the same command again to resume from the newest step in {folder}"
 
 
 def earlier_tables(job: TrainJob) -> dict[str, TableConfig]:
-    """The tables of the run that this job resumes; none for a fresh run folder."""
+    """Return the tables of the run that this job resumes, {} for a new run folder."""
     earlier = config_of(job.run_dir) if job.checkpoint.resume else None
     return earlier.tables if earlier else {}
 
 
 def describe_job(job: TrainJob, dataset: Dataset, data_order: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
-    """What every checkpoint records of its run; equal hashes mean that two steps are of the same run."""
+    """Return the facts of the run that each checkpoint records. Steps of one run have equal hashes."""
     config = asdict(job)
     hashes = {
         "config": _hash(config),
@@ -135,7 +136,7 @@ def open_checkpoints(
     replicas: Replicas | None = None,
     rows: ChangedRows | None = None,
 ) -> Checkpointer:
-    """The run's checkpoints by checkpoint.*; `fence` raises where the run has lost its folder to another.
+    """Open the run's checkpoints by checkpoint.*. `fence` raises if another run has taken the run folder.
 
     `rows`: those that training changes, which checkpoint.differential needs.
     """
@@ -172,7 +173,7 @@ def resume(
     compression: dict[str, str],
     grow: Callable[[str], None] | None = None,
 ) -> dict[str, Any] | None:
-    """Collective: the manifest of the step that was restored, None for a fresh run folder.
+    """Collective: restore the newest intact step. Return its manifest, None for a new run folder.
 
     grow: as Checkpointer.restore_latest takes it.
 
@@ -213,7 +214,7 @@ def start_warm(
     context: DistributedContext,
     dataset: Dataset,
 ) -> None:
-    """Collective: first weights from another run; what became of each table goes to the log and warm_start.json.
+    """Collective: load first weights from another run. The log and warm_start.json say what was done with each table.
 
     Tables that the run has not whole are initialized here before.
 
@@ -240,7 +241,7 @@ def growing(
     context: DistributedContext,
     dataset: Dataset,
 ) -> Callable[[str], None]:
-    """What fills model and optimizer from the step at a path, whose tables have fewer rows: further rows are initialized.
+    """Return a function that restores a step whose tables have fewer rows, and initializes the further rows.
 
     Collective. It raises CheckpointError where anything but numbers of rows differs.
     """
@@ -280,7 +281,7 @@ def _new_data(job: TrainJob, assembly: ShardedModel, dataset: Dataset) -> NewDat
 
 
 def _initialize(job: TrainJob, assembly: ShardedModel) -> Callable[[Collection[str]], None]:
-    """What initializes the tables that it is given the names of."""
+    """Return a function that initializes the tables with the given names."""
     from pipeline.sharding.torchrec.table_init import initialize_tables
 
     return lambda names: initialize_tables(assembly.model, job.trainer.seed, names)

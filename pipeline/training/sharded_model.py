@@ -41,7 +41,7 @@ class ShardedModel:
 
 
 def build_sharded_model(resolved: ResolvedJob, context: DistributedContext, initialize: bool = True) -> ShardedModel:
-    """Collective: build, plan and shard. Without `initialize` a checkpoint is to fill the tables."""
+    """Collective: build, plan and shard. Without `initialize` the caller must fill the tables."""
     task = build_task(resolved, devices.current().device_type)
     return shard(resolved, task, plan_tables(resolved, task, context), context, initialize)
 
@@ -72,7 +72,11 @@ def shard(
 
 
 def _tier_folder(job: TrainJob, tables: list[Table], replicated: bool) -> str | None:
-    """Where rows of tables with tiers lie; None where there are no such tables. Raises TrainingError."""
+    """Return the folder for rows of tables with tiers, None if no table has tiers.
+
+    Raises:
+        TrainingError: hosts have tables of their own, or no folder is given.
+    """
     names = [table.config_name for table in tables if table.tiers is not None]
     if not names:
         return None

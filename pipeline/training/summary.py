@@ -22,7 +22,7 @@ SUMMARY = "summary.json"
 
 @dataclass
 class TrainSummary:
-    """What a finished run leaves behind.
+    """The result of a finished run.
 
     `checkpoint` and `validation` are those of the best step where the run keeps it, else of the last one.
     """
@@ -112,7 +112,7 @@ def describe_run(run_dir: str, checkpoint: str, throughput: dict[str, float]) ->
 
 
 def describe_quality(metrics: dict[str, float], bayes_auc: float | None) -> str:
-    """`bayes_auc`: of one label, or the main one of several."""
+    """`bayes_auc` is the best possible AUC of the label, or of the main label if there are several."""
     if labels := list(dict.fromkeys(name.rpartition("/")[0] for name in metrics if "/" in name)):
         prefixes = [f"{label}/" for label in labels]
         parts = [

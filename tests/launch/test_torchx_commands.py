@@ -25,8 +25,8 @@ TORCHX = [sys.executable, "-m", "torchx.cli.main", "--log_level", "WARNING"]
         (KeyError("state"), "error: KeyError: 'state' (LOGLEVEL=DEBUG shows where)\n", 1),
         (RuntimeError("two\nlines of https://me:pw@host/"), "error: RuntimeError: two lines of https://***@host/ (LOGLEVEL=DEBUG shows where)\n", 1),
         (KeyboardInterrupt(), "interrupted; the job runs on\n", 130),
-        (SignalException("x", signal.SIGINT), "interrupted; the same command goes on from what is saved\n", 130),
-        (SignalException("x", signal.SIGTERM), "ended by SIGTERM; the same command goes on from what is saved\n", 75),
+        (SignalException("x", signal.SIGINT), "interrupted; run the same command again to resume\n", 130),
+        (SignalException("x", signal.SIGTERM), "ended by SIGTERM; run the same command again to resume\n", 75),
     ],
 )  # fmt: skip
 def test_an_error_is_a_line_and_a_code(
@@ -62,5 +62,5 @@ def test_ctrl_c_of_a_local_job_saves_and_says_one_line(
         os.killpg(job.pid, signal.SIGINT)
         assert job.wait(60) == 130
     text = (tmp_path / "said").read_text()
-    assert "Traceback" not in text and text.endswith("interrupted; the same command goes on from what is saved\n")
+    assert "Traceback" not in text and text.endswith("interrupted; run the same command again to resume\n")
     assert list((tmp_path / "run" / "checkpoints").glob("step_*"))

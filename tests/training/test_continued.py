@@ -135,7 +135,7 @@ def test_ctrl_c_before_the_first_step_says_that_nothing_is_saved(prepared_clicks
     process.send_signal(signal.SIGINT)
     _, rest = process.communicate(timeout=300)
     assert process.returncode == 130
-    assert "Traceback" not in rest and mentions(rest, f"nothing saved {tmp_path}/run/checkpoints starts over")
+    assert "Traceback" not in rest and mentions(rest, f"nothing saved {tmp_path}/run/checkpoints from the beginning")
 
 
 def test_steps_are_signed_and_only_what_a_key_vouches_for_is_resumed(

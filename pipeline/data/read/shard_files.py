@@ -88,7 +88,9 @@ class ShardFiles:
         try:
             now = _stamp(path)
         except FileNotFoundError:
-            raise DataError(f"{path} has vanished while it was read; bring it back, the same command goes on") from None
+            raise DataError(
+                f"{path} has vanished while it was read; bring it back, then run the same command again to resume"
+            ) from None
         if now == then:
             return
         with self._lock:

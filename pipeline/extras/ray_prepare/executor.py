@@ -1,7 +1,7 @@
 """Run the tasks of a preparation on a Ray cluster that is there already.
 
 Tasks exchange files, not objects: what a worker or a whole node leaves behind when it dies are folders without a mark,
-and Ray runs its tasks again on those that are left. The driver is on the head node; the same command goes on where it ended.
+and Ray runs its tasks again on those that are left. The driver is on the head node; the same command resumes after the finished tasks.
 """
 
 from __future__ import annotations

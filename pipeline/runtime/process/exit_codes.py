@@ -9,7 +9,7 @@ DONE = 0
 FAILED = 1  # a bug, a dead peer, a broken host: starting again may help
 USER_ERROR = 2  # config, data, disk: starting again ends the same way
 REJECTED_WINDOW = 3  # retrain with strict=true: the tick did its work, and rejected a window
-REQUEUE = 75  # EX_TEMPFAIL: asked to stop; the same command goes on from what is saved
+REQUEUE = 75  # EX_TEMPFAIL: asked to stop; the same command resumes from the last saved step
 HANG = 76  # the watchdog gave up on this rank or on another
 INTERRUPTED = 130  # Ctrl-C; as shells say it, 128 + SIGINT
 

@@ -204,7 +204,7 @@ class Watchdog:
     def _end_unsaved(self) -> None:
         self._dump(
             f"{preemption.seconds_since_arrival():.0f} s after SIGTERM nothing is saved yet, and trainer.grace_s="
-            f"{self.limits.grace_s:g} is nearly over: ending; the same command goes on from the last step that is saved"
+            f"{self.limits.grace_s:g} is nearly over: ending; run the same command again to resume from the last saved step"
         )
         self._exit(REQUEUE)
 

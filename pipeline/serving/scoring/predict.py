@@ -2,7 +2,7 @@
 
 With a two-tower's artifact, find the best items of each row (retrieve.k=100), or give its vector (retrieve.vectors=true).
 
-A killed run goes on where it was when the same command is given again.
+Run the same command again to resume a killed run.
 """
 
 from __future__ import annotations
