@@ -40,7 +40,7 @@ def generate(job: GenerateJob) -> GenerateSummary:
 def describe(summary: GenerateSummary) -> str:
     return (
         f"wrote {summary.num_rows:,} rows to {summary.output} in {summary.seconds:.1f} s, "
-        f"their true probabilities beside it\nnext: {summary.next_command}"
+        f"and their true probabilities next to the file\nnext: {summary.next_command}"
     )
 
 

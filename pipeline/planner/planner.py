@@ -140,7 +140,7 @@ def _earlier_plan(path: str, config: PlannerConfig, problem: Problem) -> PlanRec
             raise PlanError(f"it was made for another job ({lines[0]}{more})")
         _check_fits(record, problem.usable, "it", "")
     except (OSError, UserError) as error:
-        logger.info("plan        a new search, for %s does not hold: %s", path, str(error).splitlines()[0])
+        logger.info("plan        searching again because %s is not valid here: %s", path, str(error).splitlines()[0])
         return None
     logger.info("plan        %s still holds: no search", path)
     return record

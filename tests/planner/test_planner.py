@@ -358,7 +358,7 @@ def test_the_plan_of_a_run_is_taken_up_where_it_holds_and_the_log_says_why_not(
 
     path, asked = str(tmp_path / "plan.json"), request(make_tables([1000, 50, 7], 16), on("cpu", 2, ddr_cap_gb=1.0))
     first = make_plan(CONFIG, asked, path)  # of a run that has none yet
-    assert mentions(said(), f"a new search {path}")
+    assert mentions(said(), f"searching again {path}")
     write_plan(path, first)
     searched: list[str] = []
     search = planner.SEARCHERS[CONFIG.kind]
@@ -372,7 +372,7 @@ def test_the_plan_of_a_run_is_taken_up_where_it_holds_and_the_log_says_why_not(
     }
     for number, (why, other) in enumerate(others.items(), start=1):
         assert encode_record(make_plan(CONFIG, other, path)) != encode_record(first)
-        assert len(searched) == number and mentions(said(), f"a new search {path} {why}")
+        assert len(searched) == number and mentions(said(), f"searching again {path} {why}")
     (tmp_path / "plan.json").write_text("{")
     make_plan(CONFIG, asked, path)
     assert len(searched) == 4

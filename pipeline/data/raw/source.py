@@ -25,7 +25,7 @@ from pipeline.runtime.errors import DataError, did_you_mean
 from pipeline.runtime.storage import storage
 
 MAX_LINE_BYTES = 64 << 20
-# A generated source carries its true probabilities beside it, one a row.
+# The true probabilities of a generated source are in a file next to it, one for each row.
 TEACHER_SUFFIX = ".teacher.parquet"
 TEACHER_COLUMN = "probability"
 SAMPLE_BYTES = 1 << 16
