@@ -66,7 +66,7 @@ def test_real_rows_are_prepared_trained_on_and_evaluated(
 def _documented(tmp_path: Path, samples: Path) -> list[str]:
     """The pair of commands of docs/do/from_torchrec_dlrm.md: the first is run on the sample, of the second the words."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "do" / "from_torchrec_dlrm.md").read_text()
-    found = re.search(r"pipeline\.prepare (data=criteo_kaggle\w*) source=train.txt\n.* -- (experiment=\w+)\n", page)
+    found = re.search(r"pipeline prepare (data=criteo_kaggle\w*) source=train.txt\n.* -- (experiment=\w+)\n", page)
     assert found
     path = f"data.path={tmp_path / 'prepared'}"
     prepare(load_config(PrepareJob, [found[1], f"source={samples}/criteo_kaggle_head10k.txt", path]))
