@@ -29,7 +29,7 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import job_to_yaml
 from pipeline.data.dataset import FILE_NAME
 from pipeline.runtime.errors import ConfigError, UserError, did_you_mean
-from pipeline.runtime.masking import find_secret, mask
+from pipeline.runtime.masking import find_secret, for_log, printable
 from pipeline.runtime.process.exit_codes import USER_ERROR
 from pipeline.runtime.process.failures import describe_os_error, write_error_file
 from pipeline.runtime.process.stdout import write_out
@@ -83,7 +83,7 @@ def has_dataset(job: TrainJob) -> bool:
 def print_line(text: str) -> None:
     """Print a line to stderr, on rank 0 only: all ranks find the same."""
     if os.environ.get("RANK", "0") == "0":
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def print_user_errors(written: str = "") -> Iterator[None]:
 
 
 def _end_with(text: str) -> NoReturn:
-    message = f"error: {mask(text)}"
+    message = f"error: {for_log(text)}"
     write_error_file(message)
     print_line(message)
     sys.exit(USER_ERROR)

@@ -22,6 +22,7 @@ from pipeline.retraining.ledger import ROLLED_BACK, UNPINNED, Ledger, Record, de
 from pipeline.retraining.promotion import add_run
 from pipeline.retraining.registry import VERSION_NAME, Registry, RegistryError
 from pipeline.runtime.errors import DamagedError, UserError
+from pipeline.runtime.masking import one_line
 from pipeline.runtime.process.stdout import write_out
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.signature import requiring, signing
@@ -40,7 +41,9 @@ def list_versions(job: RegistryJob) -> list[str]:
         lineage, metrics = version.lineage, version.lineage.get("metrics", {})
         ne = f"{metrics['challenger_ne']:.4f}" if "challenger_ne" in metrics else "not measured"
         mark = "  <- champion" if pointer and pointer.version == name else ""
-        mark += f", pinned: {pointer.reason or 'no reason given'}" if mark and pointer and pointer.pinned else ""
+        mark += (
+            f", pinned: {one_line(pointer.reason) or 'no reason given'}" if mark and pointer and pointer.pinned else ""
+        )
         lines.append(
             f"{name:<10}{lineage['created_at']:<22}{lineage.get('window') or '-':<28}{lineage.get('parent') or '-':<10}"
             f"{version.size_bytes / 2**20:>8.1f} M  {ne}{mark}"

@@ -18,6 +18,7 @@ from pipeline.config.jobs.names import CONFIG_NAMES
 from pipeline.config.moved_keys import moved_hint, with_moved_keys
 from pipeline.config.registry import components, find, missing_plugins
 from pipeline.runtime.errors import ConfigError, did_you_mean
+from pipeline.runtime.masking import without_hidden
 from pipeline.runtime.storage import storage
 
 Job = TypeVar("Job")
@@ -25,10 +26,9 @@ SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, where 
 
 
 def job_to_yaml(job: Any) -> str:
-    """A job with nothing left to resolve, as plain YAML."""
-    return yaml.safe_dump(
-        dataclasses.asdict(job), sort_keys=False, default_flow_style=None, width=120, allow_unicode=True
-    )
+    """Return a job with nothing left to resolve as plain YAML, in which secret addresses are ***."""
+    values = without_hidden(dataclasses.asdict(job))
+    return yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 
 
 def job_from_yaml(job_type: type[Job], text: str) -> Job:

@@ -16,6 +16,7 @@ from pipeline.runtime.errors import (
     check_within,
     did_you_mean,
 )
+from pipeline.runtime.masking import MASK, hide
 from pipeline.runtime.process.watchdog import Limits
 
 SCHEDULES = ("constant", "poly", "cosine", "step")
@@ -316,11 +317,15 @@ class LoggerConfig:
         check_choice("logger.format", self.format, LOG_FORMATS)
         check_above("logger.otlp_every_s", self.otlp_every_s, 0.0)
         check_above("logger.heartbeat_every_s", self.heartbeat_every_s, 0.0)
+        if self.heartbeat_url == MASK:  # read from a saved job, which does not hold it
+            self.heartbeat_url = None
         if self.heartbeat_url is not None and not self.heartbeat_url.startswith(("http://", "https://")):
             raise ConfigError(
                 f"logger.heartbeat_url={self.heartbeat_url} is no address over HTTP: give https://HOST/PATH of a monitor "
                 "that raises an alarm when nothing comes"
             )
+        if self.heartbeat_url is not None:
+            hide(self.heartbeat_url)
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ConfigError(
                 f"logger.otlp_endpoint={self.otlp_endpoint} is no address of a collector over HTTP: give http://HOST:4318"

@@ -15,6 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from pipeline.retraining.registry import RegistryError, timestamp
+from pipeline.runtime.masking import one_line
 from pipeline.runtime.storage import storage
 
 PROMOTED, REJECTED, SKIPPED = "promoted", "rejected", "skipped"
@@ -119,7 +120,7 @@ def windows_missed(ledger: Ledger, version: str, begin: datetime) -> set[str]:
 
 
 def describe_record(record: Record) -> str:
-    """A line for people."""
+    """Return the record as one line of text; a reason may be any text that somebody typed."""
     metrics = record.metrics
     parts = [
         f"{record.number:>6}  {record.time}  {record.state:<12}{record.window or '-':<26}{record.version or '-':<10}"
@@ -128,4 +129,4 @@ def describe_record(record: Record) -> str:
         parts.append(f"NE {metrics['challenger_ne']:.4f}, champion {metrics['champion_ne']:.4f}")
     elif "challenger_ne" in metrics:
         parts.append(f"NE {metrics['challenger_ne']:.4f}")
-    return "  ".join([*parts, *record.reasons]).rstrip()
+    return one_line("  ".join([*parts, *record.reasons]).rstrip())

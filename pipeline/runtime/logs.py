@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from pipeline.runtime.event_files import EventFiles
 from pipeline.runtime.json_values import finite
-from pipeline.runtime.masking import mask
+from pipeline.runtime.masking import for_log, mask
 from pipeline.runtime.process.processes import ELASTIC_JOB
 from pipeline.runtime.storage import storage
 
@@ -90,10 +90,10 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _MaskedFormatter(logging.Formatter):
-    """Libraries put whole URLs into their messages."""
+    """Hide credentials, which libraries put into messages with whole URLs, and escape control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return mask(super().format(record))
+        return for_log(super().format(record))
 
 
 def _full_formatter(rank: int) -> logging.Formatter:

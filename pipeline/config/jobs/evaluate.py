@@ -125,6 +125,7 @@ class PredictJob(Job):
     rows_per_part: int = 1_000_000  # what a killed run loses at most
     max_quarantined_fraction: float = 0.01
     overwrite: bool = False
+    escape_formulas: bool = True  # of text in a .csv: =, +, - and @ at its start would run in a spreadsheet
     num_shards: int = 1  # processes that share the source's files, each with a file of its own beside output
     shard: int = 0  # which of them this is
     threads: int | None = None  # None: all cores

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from pipeline.data.inspect.profile import Column, Profile
+from pipeline.runtime.masking import one_line
 from pipeline.runtime.shell_words import word
 
 LEAKS_FROM = 0.97  # AUC of the label by one column alone
@@ -156,7 +157,7 @@ def as_text(proposal: Proposal, profile: Profile) -> str:
         alone = "-" if math.isnan(column.alone_auc) else f"{column.alone_auc:.3f}"
         rows.append(
             (
-                column.name or "(no name)",
+                one_line(column.name) or "(no name)",
                 role,
                 f"{column.missing:.1%}",
                 f"{column.distinct:,}",

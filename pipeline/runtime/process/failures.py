@@ -9,7 +9,7 @@ import os
 import time
 import traceback
 
-from pipeline.runtime.masking import mask
+from pipeline.runtime.masking import mask, printable
 
 # What a person has to fix: disk space, rights, a path.
 _HINTS = {
@@ -54,4 +54,4 @@ def write_error_file(message: str, error: BaseException | None = None) -> None:
 
 
 def masked_traceback(error: BaseException) -> str:
-    return mask("".join(traceback.format_exception(error)))
+    return printable(mask("".join(traceback.format_exception(error))))

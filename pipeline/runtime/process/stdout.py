@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 
+from pipeline.runtime.masking import printable
+
 
 def write_out(text: str) -> None:
-    """Lines to stdout; that their reader has seen enough (`| head`) is no error."""
+    """Print lines to stdout with control characters escaped. A reader that leaves early (`| head`) is not an error."""
     try:
-        print(text, flush=True)
+        print(printable(text), flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes as it ends

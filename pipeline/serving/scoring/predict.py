@@ -11,7 +11,7 @@ import fnmatch
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ from pipeline.serving.scoring.load import FoundArtifact, find_folder
 from pipeline.serving.scoring.shards import MANIFEST_SUFFIX, job_of_shard, publish_manifest, sources_of_shard
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from pipeline.data.raw.blocks import Source
     from pipeline.serving.scoring.score_parts import StagedScores
     from pipeline.serving.scoring.scorer import Scorer
@@ -161,7 +163,7 @@ def _score(job: PredictJob, scorer: Scorer, sources: list[Source], staged: Stage
     from pipeline.serving.scoring.outputs import output_of
     from pipeline.serving.scoring.raw_files import layout_of_file
     from pipeline.serving.scoring.score_files import FILE, ROW, open_sources, output_schema, score_source
-    from pipeline.serving.scoring.score_parts import write_output
+    from pipeline.serving.scoring.score_parts import without_formulas, write_output
 
     kind = staged.progress.subject["format"]
     layouts = [layout_of_file(source, kind, scorer.columns, job.id_columns, job.delimiter) for source in sources]
@@ -180,7 +182,10 @@ def _score(job: PredictJob, scorer: Scorer, sources: list[Source], staged: Stage
             )  # fmt: skip
     done = staged.progress
     _check_refused(job, staged)
-    write_output(job.output, schema, staged.tables(), os.path.join(staged.folder, "output"))
+    tables: Iterable[pa.Table] = staged.tables()
+    if job.output.endswith(".csv") and job.escape_formulas:
+        tables = map(without_formulas, tables)
+    write_output(job.output, schema, tables, os.path.join(staged.folder, "output"))
     _publish_quarantine(job, staged)
     summary = {
         "output": job.output,

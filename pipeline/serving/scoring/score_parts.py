@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
@@ -143,6 +144,19 @@ class StagedScores:
         for part in self.progress.parts:
             with open(os.path.join(self.folder, part.quarantine_name), encoding="utf-8") as lines:
                 yield from lines
+
+
+def without_formulas(table: pa.Table) -> pa.Table:
+    """Return the rows with ' before each text that a spreadsheet would run as a formula. Numbers stay."""
+    columns = []
+    for column in table.columns:
+        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+            begins = pc.match_substring_regex(column, r"^[=+\-@\t\r]")
+            number = pc.match_substring_regex(column, r"^[+\-]?(\d+\.?\d*|\.\d+)([eE][+\-]?\d+)?$")
+            quoted = pc.binary_join_element_wise(pa.scalar("'", column.type), column, pa.scalar("", column.type))
+            column = pc.if_else(pc.and_not(begins, number), quoted, column)
+        columns.append(column)
+    return pa.Table.from_arrays(columns, schema=table.schema)
 
 
 def write_output(path: str, schema: pa.Schema, tables: Iterable[pa.Table], staged: str) -> None:
