@@ -47,6 +47,12 @@ assert evaluate(load_config(EvaluateJob, ["run=runs/quickstart"])).metrics
 export(load_config(ExportJob, ["run=runs/quickstart", "output=artifact", "precision=int8"]))
 plan(load_config(PlanJob, [*small, "world_size=2", "planner.plan_file=plan.json"]))
 try:
+    train(load_config(TrainJob, [*small, "publishing.when=every_minute", "run_dir=runs/published"]))
+except ConfigError as error:
+    assert "publishing.when=every_minute needs pipeline/extras/publish" in str(error)
+else:
+    raise AssertionError("publishing.when was taken")
+try:
     from_extra("follow", "follow=true")
 except ConfigError as error:
     assert "follow=true needs an extra" in str(error)

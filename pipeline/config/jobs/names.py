@@ -8,7 +8,7 @@ from pipeline.config.jobs.machine import CheckNodesJob, InitJob
 from pipeline.config.jobs.prepare import GenerateJob, InspectJob, PrepareJob
 from pipeline.config.jobs.retrain import RegistryJob, RetrainJob
 from pipeline.config.jobs.runs import ReportJob, RunsJob
-from pipeline.config.jobs.serve import PublishJob, ServeJob
+from pipeline.config.jobs.serve import ServeJob
 from pipeline.config.jobs.train import PlanJob, TrainJob
 
 # Job -> conf/<name>.yaml, and the verb.
@@ -17,6 +17,6 @@ CONFIG_NAMES: dict[type, str] = {
     CheckpointsJob: "checkpoints", ExportJob: "export",
     RetrainJob: "retrain", RegistryJob: "registry",
     PredictJob: "predict", ServeJob: "serve", RunsJob: "runs",
-    ReportJob: "report", PublishJob: "publish",
+    ReportJob: "report",
     InspectJob: "inspect", InitJob: "init", CheckNodesJob: "check_nodes",
 }  # fmt: skip

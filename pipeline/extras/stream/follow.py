@@ -55,7 +55,7 @@ def follow(job: RetrainJob) -> FollowSummary:
     Raises:
         UserError: the job does not fit the stream, the data set or what run_dir holds.
     """
-    from pipeline.training.hooks.publishing import artifact_of
+    from pipeline.extras.publish.hook import artifact_of
     from pipeline.training.preflight import validate_job
 
     give_way(job.stream.priority)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import components, find
-from pipeline.runtime.errors import TrainingError
+from pipeline.runtime.errors import ConfigError, TrainingError
 from pipeline.training.hooks.base import Hook, TrainingParts
 
 # What a run changes is said before anything is written. The profiler's own time must not be on the throughput's clock; replicas are averaged before anything reads the tables.
@@ -22,7 +22,7 @@ BEFORE = (
     "progressive",
 )
 # A checkpoint holds what all hooks have counted up to its step, and a rollback waits for a save in flight.
-AFTER = ("saving", "publishing", "rollback", "monitor", "heartbeat", "tracker", "table_facts")
+AFTER = ("saving", "rollback", "monitor", "heartbeat", "tracker", "table_facts")
 
 
 def hook_names(job: TrainJob) -> list[str]:
@@ -47,6 +47,10 @@ def hook_names(job: TrainJob) -> list[str]:
     for name, kind in components("hook").items():
         if after := getattr(kind, "runs_after", ""):  # a plugin's hook may have another base
             own.insert(own.index(after) + 1, name)
+    if job.publishing.when is not None and "publishing" not in own:
+        raise ConfigError(
+            f"publishing.when={job.publishing.when} needs pipeline/extras/publish, which is not installed"
+        )
     for name in job.trainer.hooks:
         find("hook", name, "trainer.hooks")
         if own.count(name) > 1:

@@ -24,7 +24,7 @@ from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process import watchdog
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
-WORKER = "pipeline.serving.artifact.publish_worker"
+WORKER = "pipeline.extras.publish.worker"
 LOG = "publish.log"
 FOLDER = "artifacts/published"
 END_S = 20.0  # for the process to end once it has nothing to do
@@ -45,7 +45,7 @@ class StepPublisher(Protocol):
 
 
 class PublishingProcess:
-    """pipeline.serving.artifact.publish_worker, which has a predictor and exports: in this process it would hold up steps."""
+    """pipeline.extras.publish.worker, which has a predictor and exports: in this process it would hold up steps."""
 
     def __init__(self, job: TrainJob) -> None:
         settings = job.publishing
@@ -121,6 +121,8 @@ def artifact_of(job: TrainJob) -> str:
 @register("hook", "publishing")
 class PublishDeltas(Hook):
     """Rank 0 alone publishes; its clock says when a step is due, and the ranks agree on the save in their loss."""
+
+    runs_after = "saving"
 
     def __init__(
         self,

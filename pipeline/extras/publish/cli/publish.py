@@ -10,9 +10,9 @@ training and publishes every step that is saved; with checkpoint.differential=tr
 from __future__ import annotations
 
 from pipeline.cli.verb import resume_hint, verb
-from pipeline.config.jobs.serve import PublishJob
+from pipeline.extras.publish.job import PublishJob
+from pipeline.extras.publish.publish import publish
 from pipeline.retraining.find_artifact import find_artifact
-from pipeline.serving.artifact.publish_run import publish
 
 
 def publish_with_registry(job: PublishJob) -> list[str]:

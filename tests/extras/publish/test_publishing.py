@@ -18,17 +18,17 @@ from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.publish import PublishingConfig
 from pipeline.config.serving import ParityConfig
+from pipeline.extras.publish import worker
+from pipeline.extras.publish.hook import Answer, PublishDeltas
 from pipeline.models.tasks.click import Prediction
-from pipeline.serving.artifact import publish_worker
 from pipeline.serving.artifact.deltas import deltas_folder, newest_sequence, read_delta
 from pipeline.serving.artifact.manifest import read_manifest
 from pipeline.serving.scoring.patching import catch_up
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.hooks.progressive import ProgressiveValidation, normalized_entropy
-from pipeline.training.hooks.publishing import Answer, PublishDeltas
 from pipeline.training.train import train
+from tests.extras.publish.test_deltas import export_step
 from tests.serving.test_artifacts_served import raw_rows
-from tests.serving.test_deltas import export_step
 
 
 class Publications:
@@ -175,9 +175,9 @@ def test_a_chain_that_is_long_ends_with_a_whole_artifact_of_its_last_step(
         *({"step": step} for step in (10, 20, 30, 30, 7)),
     ]  # fmt: skip
     lenient = {"max_rows": 300, "max_ne_increase": 1.0, "max_auc_decrease": 1.0, "max_score_difference": 1.0}
-    monkeypatch.setattr(publish_worker, "ExportJob", lambda **given: ExportJob(**given, parity=ParityConfig(**lenient)))
+    monkeypatch.setattr(worker, "ExportJob", lambda **given: ExportJob(**given, parity=ParityConfig(**lenient)))
     answers: list[dict[str, Any]] = []
-    publish_worker.serve(map(json.dumps, orders), answers.append)
+    worker.serve(map(json.dumps, orders), answers.append)
     assert [(each["step"], each.get("sequence")) for each in answers[:4]] == [(10, 0), (20, 1), (30, 1), (30, None)]
     assert "failed" in answers[4], "a step that is gone costs nothing but itself"
     assert [Path(each["artifact"]).name for each in answers[:3]] == [

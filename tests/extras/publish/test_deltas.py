@@ -15,9 +15,11 @@ import torch
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import ExportJob
-from pipeline.config.jobs.serve import PublishJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.server import BatchingConfig
+from pipeline.extras.publish.job import PublishJob
+from pipeline.extras.publish.publish import publish
+from pipeline.extras.publish.publisher import Publisher
 from pipeline.runtime.errors import ConfigError, DamagedError, ServingError
 from pipeline.runtime.storage import storage
 from pipeline.serving.artifact.deltas import (
@@ -29,9 +31,7 @@ from pipeline.serving.artifact.deltas import (
     tensors_to_bytes,
 )
 from pipeline.serving.artifact.export_run import ExportSummary, export
-from pipeline.serving.artifact.make_delta import Publisher
 from pipeline.serving.artifact.manifest import read_manifest
-from pipeline.serving.artifact.publish_run import publish
 from pipeline.serving.http.batching import Batcher, Scores
 from pipeline.serving.http.metrics import ServerMetrics
 from pipeline.serving.scoring.load import find_folder

@@ -21,15 +21,16 @@ from pipeline.checkpoint.chains import rows_changed_since
 from pipeline.checkpoint.changes import Rows
 from pipeline.checkpoint.steps import list_steps, step_path
 from pipeline.config.jobs.evaluate import ExportJob
-from pipeline.config.jobs.serve import PublishJob
 from pipeline.data.dataset import vocabulary_of
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
+from pipeline.extras.publish.gate import PROGRESSIVE_NE, DeltaRefusedError, Stats, problems_of
+from pipeline.extras.publish.job import PublishJob
+from pipeline.extras.publish.layer_tensors import LayerTensors
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.checksums import FileEntry
 from pipeline.runtime.storage.manifest import MANIFEST, seal_manifest, sealed_digest
-from pipeline.serving.artifact.delta_gate import PROGRESSIVE_NE, DeltaRefusedError, Stats, problems_of
 from pipeline.serving.artifact.deltas import (
     FORMAT_VERSION,
     LAYERS_FILE,
@@ -48,7 +49,6 @@ from pipeline.serving.artifact.deltas import (
     values_to_bytes,
     why_pinned,
 )
-from pipeline.serving.artifact.layer_tensors import LayerTensors
 from pipeline.serving.artifact.manifest import COMPOSED_FILE, Manifest, TableFiles
 from pipeline.serving.artifact.quantize import dequantize_rows, quantize_rows
 from pipeline.serving.artifact.source import Source, open_source

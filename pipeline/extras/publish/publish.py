@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pipeline.config.jobs.serve import PublishJob
+from pipeline.extras.publish.job import PublishJob
 from pipeline.runtime.errors import CheckpointError, ServingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.garbage import none_while_importing
@@ -27,8 +27,8 @@ def publish(job: PublishJob, find: Callable[[str], FoundArtifact]) -> list[str]:
     """
     artifact = find(job.artifact).path
     with none_while_importing():
+        from pipeline.extras.publish.publisher import Publisher
         from pipeline.serving.artifact.deltas import deltas_folder, pin
-        from pipeline.serving.artifact.make_delta import Publisher
 
     folder = deltas_folder(artifact)
     if job.pin is not None:

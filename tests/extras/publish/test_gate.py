@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from pipeline.config.publish import Cadence, DeltaGateConfig, PublishingConfig, read_cadence
+from pipeline.extras.publish.gate import problems_of
 from pipeline.runtime.errors import ConfigError
-from pipeline.serving.artifact.delta_gate import problems_of
 from tests.support.messages import names
 
 GOOD = {"ne": 0.8, "ne_before": 0.8, "norm_ratio": 1.0, "rows_fraction": 0.01, "not_finite": 0, "progressive_ne": 0.8}

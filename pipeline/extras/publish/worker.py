@@ -17,18 +17,18 @@ from typing import Any
 
 from pipeline.checkpoint.steps import list_steps
 from pipeline.config.jobs.evaluate import ExportJob
-from pipeline.config.jobs.serve import PublishJob
 from pipeline.config.publish import DeltaGateConfig
+from pipeline.extras.publish.gate import DeltaRefusedError, Stats
+from pipeline.extras.publish.job import PublishJob
+from pipeline.extras.publish.publisher import OutgrownError, Publisher
 from pipeline.runtime.errors import UserError
 from pipeline.runtime.logs import configure_logging, get_logger
 from pipeline.runtime.process.processes import die_with_parent
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.manifest import MANIFEST
 from pipeline.runtime.storage.signature import requiring, signing
-from pipeline.serving.artifact.delta_gate import DeltaRefusedError, Stats
 from pipeline.serving.artifact.deltas import deltas_folder, pinned_sequence, why_pinned
 from pipeline.serving.artifact.export_run import export
-from pipeline.serving.artifact.make_delta import OutgrownError, Publisher
 from pipeline.training.run_state import folder_of
 
 COMMIT_S = 600.0  # a save that goes on beside the training is waited for so long

@@ -1,0 +1,46 @@
+"""The job of the verb publish (stdlib and OmegaConf only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeline.config.jobs.job import Job
+from pipeline.config.jobs.names import CONFIG_NAMES
+from pipeline.config.publish import DeltaGateConfig
+from pipeline.runtime.errors import ConfigError, check_at_least, check_given
+
+
+@dataclass
+class PublishJob(Job):
+    """Publish a delta of `artifact`: what the newest step of its run has changed.
+
+    follow: continue, and publish every new step. pin: publish nothing, and let servers go to
+    this delta and stay there. unpin: let servers follow the newest delta again.
+    """
+
+    artifact: str = "???"
+    run: str | None = None  # None: the run that the artifact names
+    step: int | None = None  # None: the newest
+    follow: bool = False
+    every_s: float = 10.0  # follow: between two looks for a new step
+    pin: int | None = None
+    unpin: bool = False
+    delta_gate: DeltaGateConfig = field(default_factory=DeltaGateConfig)
+    data_path: str | None = None  # None: the data set that the run was trained on
+    sign_key: str | None = None  # a private Ed25519 key as PEM: deltas are signed with it
+    require_signature: str | None = None  # a public one: only an artifact and steps that it vouches for are taken
+
+    def __post_init__(self) -> None:
+        check_given("artifact", self.artifact)
+        check_at_least("step", self.step, 0, allow_none=True)
+        check_at_least("every_s", self.every_s, 0.1)
+        check_at_least("pin", self.pin, 0, allow_none=True)
+        if self.follow and self.step is not None:
+            raise ConfigError(
+                f"follow=true publishes every new step, and step={self.step} names one: leave one of them out"
+            )
+        if self.pin is not None and (self.unpin or self.follow):
+            raise ConfigError(f"pin={self.pin} publishes nothing: leave unpin and follow out")
+
+
+CONFIG_NAMES[PublishJob] = "publish"
