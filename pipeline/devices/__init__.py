@@ -1,7 +1,7 @@
-"""Answer everything that differs between devices: devices.current() is the device of this process.
+"""Answer everything that differs between devices. devices.current() returns this process's device.
 
-init_distributed chooses the device once. No other code asks what type a tensor's or a rank's device has.
-A device of another kind is a subclass of base.Device in a file of its own: @register("device", "xpu").
+init_distributed chooses the device once. No other code checks the type of a device. To add a kind
+of device, subclass base.Device in a new file: @register("device", "xpu").
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ _current: Device | None = None
 
 
 def current() -> Device:
-    """The device that init_distributed has chosen; the CPU before that, and in verbs without ranks."""
+    """Return the device that init_distributed chose. Return the CPU before that call and in verbs
+    without ranks.
+    """
     global _current
     if _current is None:
         _current = named("cpu")
@@ -25,14 +27,14 @@ def current() -> Device:
 
 
 def use(device: Device | None) -> None:
-    """Make `device` the current one; None: forget it."""
+    """Make `device` the current device. None resets it."""
     global _current
     _current = device
 
 
 @contextmanager
 def using(device: Device) -> Iterator[Device]:
-    """Make `device` the current one inside."""
+    """Make `device` the current device inside the context."""
     before = _current
     use(device)
     try:
@@ -42,9 +44,10 @@ def using(device: Device) -> Iterator[Device]:
 
 
 def named(name: str, index: int = 0, plain: bool = False) -> Device:
-    """The device of this kind, or the current one for auto; `plain`: without this package's kernels (sharding.fast_cpu=false).
+    """Return the device of this kind, or the current device if the name is auto.
 
-    The device need not be here: a plan is made for hardware that is somewhere else.
+    plain: without this package's kernels (sharding.fast_cpu=false). The host need not have the
+    device, because a plan may be made for hardware of another host.
 
     Raises:
         ConfigError: no device of that name is registered.
@@ -59,12 +62,12 @@ def named(name: str, index: int = 0, plain: bool = False) -> Device:
 
 
 def best_here() -> str:
-    """The name of the first accelerator that is here, else cpu."""
+    """Return the name of the first accelerator of this host, or cpu."""
     return next((name for name, kind in kinds().items() if kind.has_own_memory and kind.is_available()), "cpu")
 
 
 def kinds() -> Mapping[str, type[Device]]:
-    """By name."""
+    """Return the classes of all registered devices by name."""
     import pipeline.devices.cpu.device  # noqa: F401  the registry imports the modules of a package, not its folders
     from pipeline.config.registry import components
 

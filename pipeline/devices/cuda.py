@@ -1,4 +1,6 @@
-"""Train on NVIDIA GPUs (and on AMD's, which torch calls cuda): FBGEMM's and TorchRec's own code."""
+"""Train on NVIDIA GPUs, and on AMD's GPUs, which torch also calls cuda, with FBGEMM's and
+TorchRec's code.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from pipeline.runtime.errors import ConfigError
 class Cuda(Device):
     device_type = "cuda"
     backend = "nccl"
-    not_here = "comms.backend=nccl needs an NVIDIA GPU and torch sees none"
+    not_here = "comms.backend=nccl needs an NVIDIA GPU, but torch sees none"
 
     @classmethod
     def index_of(cls, local_rank: int) -> int:
@@ -33,7 +35,9 @@ class Cuda(Device):
         check_cpu_is_meant()
 
     def memory_gb_per_s(self) -> float:
-        """Peak: two transfers a clock over the whole bus; clock rates are in kHz."""
+        """Return the peak bandwidth: two transfers per clock over the complete bus. Clock rates are
+        in kHz.
+        """
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return float(2 * properties.memory_clock_rate * 1e3 * properties.memory_bus_width / 8 / 1e9)
 
@@ -45,7 +49,8 @@ class Cuda(Device):
 
 
 def gpu_of_rank(local_rank: int) -> int:
-    """Return the index of the rank's GPU. A process that sees one GPU uses it: see claim_gpu.
+    """Return the index of the rank's GPU. A process that sees one GPU uses that GPU (see
+    claim_gpu).
 
     Raises:
         ConfigError: this host has more ranks than GPUs.
@@ -62,13 +67,13 @@ def gpu_of_rank(local_rank: int) -> int:
 
 
 def check_cpu_is_meant() -> None:
-    """Refuse to train on the CPU of a GPU host only because torch sees no GPU.
+    """Refuse to train on the CPU of a GPU host if torch merely fails to see the GPU.
 
-    An old driver, or a CPU build of torch, would otherwise cost hours at a fraction of the speed. An empty
-    CUDA_VISIBLE_DEVICES hides the GPUs on purpose.
+    An old driver or a CPU build of torch would otherwise cost hours at a fraction of the speed. An
+    empty CUDA_VISIBLE_DEVICES hides the GPUs on purpose and is accepted.
 
     Raises:
-        ConfigError: with torch's own reason.
+        ConfigError: with torch's reason.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not GPU_FILE.exists():
         return
@@ -80,18 +85,19 @@ def check_cpu_is_meant() -> None:
 
 
 def why_no_gpu() -> str:
-    """Return torch's reason why torch.cuda.is_available() is False, as one line."""
+    """Return torch's reason for torch.cuda.is_available() == False, in one line."""
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # the latter from a CPU build
+    except (RuntimeError, AssertionError) as error:  # a CPU build raises AssertionError
         return str(error).strip().splitlines()[0]
     return "torch gives no reason"
 
 
 def claim_gpu(store: dist.Store, local_rank: int) -> None:
-    """Check that no other rank uses this rank's GPU, where each task sees one GPU (Slurm's --gpus-per-task=1).
+    """Check that no other rank uses this rank's GPU, if each task sees one GPU (Slurm's
+    --gpus-per-task=1).
 
-    CUDA_VISIBLE_DEVICES does not tell: Slurm's cgroups renumber GPUs, so it may be 0 in each task.
+    CUDA_VISIBLE_DEVICES cannot tell: Slurm's cgroups renumber GPUs, so it may be 0 in each task.
 
     Raises:
         ConfigError: another rank of this host has claimed the same GPU.
@@ -100,7 +106,7 @@ def claim_gpu(store: dist.Store, local_rank: int) -> None:
     if store.add(f"gpu/{socket.gethostname()}/{gpu}", 1) > 1:
         raise ConfigError(
             f"LOCAL_RANK={local_rank} and another rank of {socket.gethostname()} see 1 GPU each, and it is the "
-            f"same GPU{_visible()}; start 1 rank on this host, or give each task a GPU of its own "
+            f"same GPU{_visible()}; start 1 rank on this host, or give each task a separate GPU "
             "(Slurm: --gpus-per-task=1)"
         )
 

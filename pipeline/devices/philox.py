@@ -1,10 +1,12 @@
-"""Sample numbers that depend on a key and their position alone, by Philox-4x32-10, on any device and number of threads.
+"""Sample numbers that depend only on a key and a position (Philox-4x32-10), on any device with any
+number of threads.
 
-Philox (Salmon, Moraes, Dror and Shaw, SC 2011) turns a counter and a key into four words of 32 bits. Numbers come in groups of
-GROUP: lane l of group g has the counter LANES * g + l, and its words w make the numbers GROUP * g + LANES * w + l. A word's upper 24
-bits make a uniform number; words 0 and 1, and 2 and 3, make two normal ones each, by Box and Muller. Logarithm, sine and
-cosine are Cephes' polynomials: sums, products and roots, which are rounded alike everywhere, give the same bits in torch's
-operations, on a GPU too, and in philox_kernels.
+Philox (Salmon, Moraes, Dror and Shaw, SC 2011) turns a counter and a key into four words of 32
+bits. Numbers are made in groups of GROUP: lane l of group g has the counter LANES * g + l, and its
+word w makes the number GROUP * g + LANES * w + l. The upper 24 bits of a word make a uniform
+number. Words 0 and 1, and words 2 and 3, make two normal numbers each (Box-Muller). Logarithm, sine
+and cosine are Cephes' polynomials: sums, products and roots are rounded alike everywhere, so
+torch's operations, also on a GPU, and the compiled kernels give the same bits.
 """
 
 from __future__ import annotations
@@ -17,28 +19,36 @@ import torch
 
 from pipeline.devices.cpu.kernel_pool import on_all_threads
 
-LANES, GROUP, ROUNDS = 64, 256, 10  # changing them changes every model that a given seed initializes
+# changing them changes every model that a given seed initializes
+LANES, GROUP, ROUNDS = 64, 256, 10
 MULTIPLIERS, KEY_STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 LOW = 0xFFFFFFFF
-# Of Cephes' logf, sinf and cosf (netlib.org/cephes), from the lowest power on.
+# Cephes' logf, sinf and cosf (netlib.org/cephes), coefficients from the lowest power up.
 LOG = (
     3.3333331174e-1, -2.4999993993e-1, 2.0000714765e-1, -1.6668057665e-1, 1.4249322787e-1, -1.2420140846e-1,
     1.1676998740e-1, -1.1514610310e-1, 7.0376836292e-2,
 )  # fmt: skip
 SINE = (-1.6666654611e-1, 8.3321608736e-3, -1.9515295891e-4)
 COSINE = (4.166664568298827e-2, -1.388731625493765e-3, 2.443315711809948e-5)
-LN2, ROOT_HALF, TURN = math.log(2), 0x3F3504F3, math.pi / 4 * 2.0**-23  # ROOT_HALF: the bits of sqrt(1/2)
-GROUPS_AT_ONCE = {"cuda": 1 << 14}  # 4 Mi numbers; by torch's operations
+# ROOT_HALF: the bits of sqrt(1/2)
+LN2, ROOT_HALF, TURN = math.log(2), 0x3F3504F3, math.pi / 4 * 2.0**-23
+GROUPS_AT_ONCE = {"cuda": 1 << 14}  # 4 Mi numbers; for torch's operations
 OTHERWISE_AT_ONCE = 1 << 8
 
 
 def fill_uniform(out: torch.Tensor, key: int, first: int, bound: float) -> None:
-    """out [n] float32, contiguous: numbers `first` and on of the 64-bit `key`, uniform in [-bound, bound]."""
+    """Fill out [n] (float32, contiguous) with numbers uniform in [-bound, bound].
+
+    They are the numbers from `first` on of the 64-bit `key`.
+    """
     _fill(out, key, first, is_normal=False, unit=bound * 2.0**-23)
 
 
 def fill_normal(out: torch.Tensor, key: int, first: int, std: float) -> None:
-    """out [n] float32, contiguous: numbers `first` and on of the 64-bit `key`, normal with mean 0; none is beyond 5.9 std."""
+    """Fill out [n] (float32, contiguous) with normal numbers of mean 0; none is beyond 5.9 std.
+
+    They are the numbers from `first` on of the 64-bit `key`.
+    """
     _fill(out, key, first, is_normal=True, unit=std)
 
 
@@ -63,7 +73,9 @@ def _fill(out: torch.Tensor, key: int, first: int, *, is_normal: bool, unit: flo
 
 
 def _words(key: int, first_group: int, num_groups: int, device: torch.device) -> torch.Tensor:
-    """[num_groups, 4, LANES] int64 in 0..2^32 - 1. A product wraps where it passes 2^63, and keeps its bits."""
+    """Return [num_groups, 4, LANES] int64 in 0..2^32 - 1. A product that passes 2^63 wraps and
+    keeps its bits.
+    """
     counter = torch.arange(first_group * LANES, (first_group + num_groups) * LANES, device=device)
     x0, x1 = counter & LOW, counter >> 32
     x2, x3 = torch.zeros_like(x0), torch.zeros_like(x0)
@@ -77,7 +89,7 @@ def _words(key: int, first_group: int, num_groups: int, device: torch.device) ->
 
 
 def _centred(words: torch.Tensor) -> torch.Tensor:
-    """Words -> the middles of 2^24 equal parts of [-2^23, 2^23]."""
+    """Map words to the centres of 2^24 equal parts of [-2^23, 2^23]."""
     signed = (words ^ 0x80000000) - 0x80000000
     return (signed >> 8).float() + 0.5
 
@@ -88,7 +100,8 @@ def _uniform(words: torch.Tensor, unit: float) -> torch.Tensor:
 
 def _normal(words: torch.Tensor, std: float) -> torch.Tensor:
     word0, word1 = words[:, 0::2].contiguous(), words[:, 1::2].contiguous()
-    # torch's root of float32 is off by one bit here and there; that of float64 rounds to the right float32.
+    # torch's float32 square root is sometimes off by one bit. The float64 root rounds to the
+    # correct float32.
     square = _log((word0 >> 8).float() * 2.0**-24 + 2.0**-25) * -2.0
     radius = square.double().sqrt().float() * std
     angle = _centred((word1 << 2) & LOW) * float(np.float32(TURN))
@@ -103,7 +116,7 @@ def _normal(words: torch.Tensor, std: float) -> torch.Tensor:
 
 
 def _log(u: torch.Tensor) -> torch.Tensor:
-    """The natural logarithm of float32 numbers above 0."""
+    """Return the natural logarithm of float32 numbers above 0."""
     shifted = u.view(torch.int32) - ROOT_HALF
     exponent = (shifted >> 23).float()
     m = ((shifted & 0x007FFFFF) + ROOT_HALF).view(torch.float32) - 1.0

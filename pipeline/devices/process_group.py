@@ -27,14 +27,15 @@ STORE_TIMEOUT_S = 10.0
 def init_distributed(
     backend: str = "auto", timeout_s: float = 300.0, compute_device: str = "auto", fast_cpu: bool = True
 ) -> DistributedContext:
-    """Collective: join the process group that torchrun describes, or one of a single rank without torchrun.
+    """Collective: join the process group that torchrun describes. Without torchrun, make a group of
+    one rank.
 
-    Chooses the device of this process, which devices.current() answers with from then on.
-    compute_device: hardware.compute_device, where cpu leaves a host's accelerators alone.
-    fast_cpu=False: CPU ranks do without this package's kernels.
+    Chooses the device of this process, which devices.current() then returns. compute_device:
+    hardware.compute_device; cpu leaves a host's accelerators unused. fast_cpu=False: CPU ranks do
+    not use this package's kernels.
 
     Raises:
-        ConfigError: the backend is of a device that is not here, or a host has more ranks than devices.
+        ConfigError: the host has no device for this backend, or has more ranks than devices.
     """
     environ = os.environ
     rank, world_size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
@@ -49,10 +50,12 @@ def init_distributed(
         if device.needs_claim(local_world_size):
             store = store or next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))[0]
             device.claim(store, local_rank)
-        with watchdog.stage("joining"):  # init_process_group has been seen to wait for 303 s with a timeout of 60
+        # init_process_group was seen to wait for 303 s with a timeout of 60
+        with watchdog.stage("joining"):
             dist.init_process_group(
                 chosen, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s), store=store,
-                # NCCL guesses the GPU of a barrier without it, and connects at the first collective only.
+                # Without it, NCCL guesses the GPU of a barrier, and connects only at the first
+                # collective.
                 device_id=device.torch_device if device.has_own_memory and chosen == device.backend else None,
             )  # fmt: skip
         atexit.register(_leave)
@@ -60,17 +63,17 @@ def init_distributed(
 
 
 def init_for(job: TrainJob) -> DistributedContext:
-    """Collective: init_distributed, as the job says."""
+    """Collective: init_distributed with the settings of the job."""
     comms = job.comms
     return init_distributed(comms.backend, comms.timeout_s, job.hardware.compute_device, job.sharding.fast_cpu)
 
 
 def _choose_device(backend: str, compute_device: str, local_rank: int, fast_cpu: bool) -> Device:
-    """The first accelerator that is here and has this backend, else the CPU.
+    """Return the first accelerator of this host with this backend, otherwise the CPU.
 
     Raises:
-        ConfigError: the backend is of a device that is not here, or a host has more ranks than
-            devices, or the host's device is one that torch does not see.
+        ConfigError: the host has no device for this backend, or has more ranks than devices, or
+            torch does not see the host's device.
     """
     host = devices.named("cpu", local_rank, plain=not fast_cpu)
     for name, kind in devices.kinds().items():
@@ -79,7 +82,8 @@ def _choose_device(backend: str, compute_device: str, local_rank: int, fast_cpu:
         if compute_device == "cpu":
             if backend != "auto":
                 raise ConfigError(
-                    f"comms.backend={backend} needs GPUs and hardware.compute_device=cpu trains without; "
+                    f"comms.backend={backend} needs GPUs, but hardware.compute_device=cpu uses "
+                    "none; "
                     "use comms.backend=auto"
                 )
         elif kind.is_available():
@@ -92,10 +96,12 @@ def _choose_device(backend: str, compute_device: str, local_rank: int, fast_cpu:
 
 
 def describe_threads(context: DistributedContext) -> str:
-    """How many ranks and threads share this host's cores, and what has decided so."""
+    """Describe how many ranks and threads share this host's cores, and which setting
+    decided that.
+    """
     ranks, threads, cores = context.local_world_size, torch.get_num_threads(), len(os.sched_getaffinity(0))
     asked = os.environ.get("OMP_NUM_THREADS")
-    why = f"OMP_NUM_THREADS={asked}" if asked else "torch's default, a thread a physical core"
+    why = f"OMP_NUM_THREADS={asked}" if asked else "torch's default: one thread per physical core"
     text = f"{ranks} rank(s) on this host x {threads} thread(s) ({why}) on {cores} core(s)"
     if ranks * threads > cores:
         return f"{text}: more threads than cores, set OMP_NUM_THREADS={max(1, cores // ranks)}"
@@ -105,17 +111,19 @@ def describe_threads(context: DistributedContext) -> str:
 
 
 def _join(rank: int, world_size: int, timeout_s: float) -> dist.Store | None:
-    """The agent's store once all ranks have come, None without an agent: rank 0 then makes one.
+    """Return the agent's store after all ranks have joined. Return None without an agent; rank 0
+    then makes a store.
 
-    torch 2.13 takes the agent for one that makes a new store for each restart and drops the prefix that told the
-    attempts apart; the c10d agent keeps its store, so a restarted rank may connect to the dead rank's address.
+    torch 2.13 assumes that the agent makes a new store for each restart, and drops the prefix that
+    separates attempts. The c10d agent keeps its store, so a restarted rank might connect to the
+    dead rank's address.
 
     Raises:
-        TimeoutError: a rank has not come, and no watchdog runs to say so.
+        TimeoutError: a rank has not joined, and no watchdog runs to report it.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    # Nodes that come and go have counts of their own; their rounds are the same for all.
+    # Nodes that leave and rejoin have separate restart counts. The round is the same for all nodes.
     attempt = os.environ.get(ELASTIC_ROUND) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     watchdog.watch_others(lambda: _connect(STORE_TIMEOUT_S), world_size, attempt)
     store = dist.PrefixStore(f"attempt_{attempt}", _connect(timeout_s))
@@ -125,7 +133,7 @@ def _join(rank: int, world_size: int, timeout_s: float) -> dist.Store | None:
         while not store.check([f"here/{other}" for other in range(world_size)]):
             if time.monotonic() - started > timeout_s and not watchdog.is_running():
                 missing = [other for other in range(world_size) if not store.check([f"here/{other}"])]
-                raise TimeoutError(f"rank(s) {missing} of {world_size} have not come within {timeout_s:g} s")
+                raise TimeoutError(f"rank(s) {missing} of {world_size} did not join within {timeout_s:g} s")
             time.sleep(0.05)
     return store
 

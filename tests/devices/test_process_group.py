@@ -24,7 +24,7 @@ from tests.support.ranks import RankPool
     ("ranks", "threads", "asked", "said"),
     [
         (2, 1, "1", "2 rank(s) on this host x 1 thread(s) (OMP_NUM_THREADS=1) on 2 core(s)"),
-        (1, 2, None, "1 rank(s) on this host x 2 thread(s) (torch's default, a thread a physical core) on 2 core(s)"),
+        (1, 2, None, "1 rank(s) on this host x 2 thread(s) (torch's default: one thread per physical core) on 2 core(s)"),
         (2, 2, "2", "2 rank(s) on this host x 2 thread(s) (OMP_NUM_THREADS=2) on 2 core(s): more threads than cores, set OMP_NUM_THREADS=1"),
         (1, 1, "1", "1 rank(s) on this host x 1 thread(s) (OMP_NUM_THREADS=1) on 2 core(s): OMP_NUM_THREADS=2 would use them all"),
     ],

@@ -1,1 +1,3 @@
-"""What trains on a CPU: kernels, their threads, the exchange of one host's ranks, memory."""
+"""Train on a CPU: compiled kernels, their threads, the exchange between ranks of one host, and
+memory.
+"""

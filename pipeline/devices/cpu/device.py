@@ -1,4 +1,6 @@
-"""Train on the CPU: by this package's kernels (Cpu), or by TorchRec, FBGEMM and gloo as they are (PlainCpu)."""
+"""Train on the CPU with this package's kernels (Cpu), or with TorchRec, FBGEMM and gloo only
+(PlainCpu).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 
 
 class PlainCpu(Device):
-    """The CPU under sharding.fast_cpu=false. It adds what FBGEMM and gloo need for right results there."""
+    """Train on the CPU with sharding.fast_cpu=false, with the fixes that FBGEMM and gloo need to be
+    correct.
+    """
 
     device_type = "cpu"
     backend = "gloo"
@@ -31,16 +35,17 @@ class PlainCpu(Device):
     is_asynchronous = False
     has_torchrec_layers = True
     fbgemm_is_complete = False
-    table_kernels = ("dense", "fused")  # dense serves data_parallel alone
+    table_kernels = ("dense", "fused")  # dense is used for data_parallel only
     has_own_memory = False
-    # gloo's all_to_all_single of 128 bytes between 2 ranks takes 95 us at the median and 74 at the tenth percentile,
-    # taken for launch and hop; between hosts a round trip of 50 us by TCP in a rack is assumed.
+    # Measured between 2 ranks: gloo's all_to_all_single of 128 bytes takes 95 us (median) and 74 us
+    # (tenth percentile), used for launch and hop. Between hosts we assume a TCP round trip of 50 us
+    # within a rack.
     latencies_us: ClassVar[Mapping[str, float]] = {
         "collective_launch_us": 74.0,
         "intra_host_latency_us": 21.0,
         "inter_host_latency_us": 50.0,
     }
-    memory_figure = "growth of the resident set since before the tables"
+    memory_figure = "growth of the resident set since before the tables were created"
     profiled_time = "CPU time"
 
     @classmethod
@@ -48,7 +53,7 @@ class PlainCpu(Device):
         return True
 
     def at(self, index: int) -> torch.device:
-        return torch.device("cpu")  # without a number: ranks share the host
+        return torch.device("cpu")  # no index, because ranks share the host
 
     def start(self) -> None:
         pass
@@ -57,14 +62,17 @@ class PlainCpu(Device):
         pass
 
     def pipeline(self, asked: str, world_size: int) -> str:
-        """One rank has no exchange to overlap with, and no batch is copied to a device."""
+        """Return plain: one rank has no exchange to overlap with, and no batch is copied to a
+        device.
+        """
         chosen = asked if asked != "auto" else "base" if world_size == 1 else "sparse_dist"
         return "plain" if chosen == "base" else chosen
 
     def limit_compiler(self) -> None:
         import torch._inductor.config as inductor
 
-        inductor.compile_threads = 1  # no pool of compiler processes next to the rank, for a few small graphs
+        # no pool of compiler processes, because the graphs are few and small
+        inductor.compile_threads = 1
 
     def count_here(self) -> int:
         return 0
@@ -76,11 +84,14 @@ class PlainCpu(Device):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # Linux counts KiB
 
     def watch_memory(self) -> Callable[[], int]:
-        """What the process already holds, libraries and data, does not count."""
+        """Return a function that returns the growth of this process's peak memory since
+        this call.
+        """
         resident, before = psutil.Process().memory_info().rss, self.peak_memory_bytes()
 
         def peak() -> int:
-            # An earlier peak, of loading data say, is not one of training; a higher one hides what came since.
+            # A peak from before this call (while data was loaded) does not count. If it was higher,
+            # it hides later growth.
             now = self.peak_memory_bytes()
             highest: int = now if now > before else psutil.Process().memory_info().rss
             return max(0, highest - resident)
@@ -94,7 +105,7 @@ class PlainCpu(Device):
         return None
 
     def restore_random_state(self, state: torch.Tensor) -> None:
-        pass  # of a GPU that the step was saved on
+        pass  # the state of a GPU on which the step was saved
 
     def profiler_activities(self) -> list[ProfilerActivity]:
         from torch.profiler import ProfilerActivity
@@ -107,7 +118,9 @@ class PlainCpu(Device):
 
 @register("device", "cpu")
 class Cpu(PlainCpu):
-    """The CPU by this package's kernels: lookups and updates of tables, layers, the exchange of one host's ranks."""
+    """Train on the CPU with this package's kernels for lookups, updates, layers and the exchange of
+    one host's ranks.
+    """
 
     plain = PlainCpu
     has_kernels = True

@@ -1,7 +1,8 @@
-"""Multiply the rows of each sample with each other by a compiled kernel: DLRM's dot products (arXiv 1906.00091, 2.1.3).
+"""Multiply the rows of each sample with each other by a compiled kernel.
 
-torch's batched product of small matrices takes several times as long as its arithmetic and computes each pair twice.
-The kernel multiplies in fp32; rows and products are fp32 or bf16.
+These are DLRM's dot products (arXiv 1906.00091, 2.1.3). torch's batched product of small matrices
+takes several times as long as its arithmetic and computes each pair twice. The kernel multiplies in
+fp32; rows and products are fp32 or bf16.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def multiplies_rows(rows: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the kernel takes these rows. dtype: of the products."""
+    """Return whether the kernel supports these rows. dtype: the type of the products."""
     return dtype in DTYPES and can_read(rows) and kernels(KERNELS) is not None
 
 
 def dots(rows: torch.Tensor, lead: int) -> torch.Tensor:
-    """rows [B, n, D], contiguous -> the first `lead` numbers of a sample, then its pairs: [B, lead + n (n - 1) / 2]."""
+    """Multiply the rows of each sample with each other. rows [B, n, D] must be contiguous.
+
+    Returns [B, lead + n (n - 1) / 2]: the first `lead` numbers of a sample, then the products of
+    its pairs.
+    """
     batch, num_rows, dim = rows.shape
     out = rows.new_empty(batch, lead + num_rows * (num_rows - 1) // 2)
     sizes = map(np.uint64, (num_rows, dim, lead))
@@ -43,7 +48,9 @@ def dots_backward(gradient: torch.Tensor, rows: torch.Tensor, lead: int) -> torc
 
 
 def dots_kernels(rows: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Return calls of both kernels on rows [B, n, D] by name; none if the kernels do not take such rows."""
+    """Return calls of both kernels on rows [B, n, D] by name, or nothing if the kernels do not
+    support the rows.
+    """
     if not multiplies_rows(rows, rows.dtype):
         return {}
     gradient = torch.ones_like(dots(rows, 0))

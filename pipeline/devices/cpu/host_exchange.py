@@ -1,12 +1,13 @@
-"""Exchange tensors between the ranks of one host through memory that all of them have mapped.
+"""Exchange tensors between the ranks of one host through shared memory.
 
-gloo sends them by TCP: the kernel copies each byte twice, and a collective wakes three threads a rank. Here a rank writes into
-an anonymous file (memfd), whose descriptor the other ranks hold, and notifies each of them by a note on a Unix socket.
-No thread takes part but the callers. A rank that dies closes its sockets, which the others see at once, and nothing has a
-name that could be left behind.
+gloo sends tensors over TCP: the kernel copies each byte twice, and a collective wakes three threads
+per rank. Here a rank writes into an anonymous file (memfd) that all ranks have mapped, and sends
+each rank a short notification over a Unix socket. Only the calling threads work. If a rank dies,
+its sockets close and the other ranks see it at once. Nothing has a name, so nothing is left behind.
 
-Each channel has two slots a rank, used in turn. Before a rank writes message n into a slot it has every other rank's note of
-message n - 1, which those post after they have read n - 2: nobody still reads what is overwritten.
+Each channel has two slots per rank, used in turn. Before a rank writes message n into a slot, it
+waits for every other rank's notification of message n - 1. A rank sends that notification after it
+has read message n - 2. So no rank still reads the data that is overwritten.
 """
 
 from __future__ import annotations
@@ -27,44 +28,50 @@ from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.comms_wait import waiting
 from pipeline.runtime.process.distributed import DistributedContext
 
-MOST_RANKS = 8  # every rank reads what every other has written: beyond, a ring moves fewer bytes
+MOST_RANKS = 8  # every rank reads from every other rank; with more ranks a ring moves fewer bytes
 JOIN_S = 30.0
 ALIGNMENT = 64
-SLOT_BYTES = 1 << 32  # that a slot may hold; the file has holes, memory is taken by what has been written alone
+# the largest size of a slot; the file is sparse, so only written parts take memory
+SLOT_BYTES = 1 << 32
 NUM_SLOTS = 1 << 16
-FIRST_BYTES = 1 << 20  # of a slot that are mapped at first
-NOTE = struct.Struct("<IIQQ")  # channel, number of the message, its first byte in the slot, its bytes
+FIRST_BYTES = 1 << 20  # the part of a slot that is mapped at first
+# channel, number of the message, its first byte in the slot, its size in bytes
+NOTE = struct.Struct("<IIQQ")
 logger = get_logger(__name__)
 
 _exchanges_nothing = False
 
 
-FLAGS, AVERAGE = 0, 1  # channels that are there from the start
+FLAGS, AVERAGE = 0, 1  # channels that exist from the start
 
 
 class HostExchange:
-    """This rank's end: every rank of the host posts and takes the same messages of a channel in the same order."""
+    """One rank's end of the exchange. Every rank sends and receives a channel's messages in the
+    same order.
+    """
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], files: dict[int, int]) -> None:
         self.rank, self.world_size = rank, len(files)
         self._sockets, self._files = sockets, files
         self._slots: dict[tuple[int, int], _Slot] = {}  # by owner and slot number
         self._posted = [0, 0]  # by channel
-        # Of each other rank and slot: number, first byte and bytes of the last message.
+        # For each other rank and slot: number, first byte and size of the last message.
         self._notes: dict[tuple[int, int], tuple[int, int, int]] = {}
 
     def new_channel(self) -> int:
-        """Every rank opens the same ones in the same order."""
+        """Open a channel. Every rank must open the same channels in the same order."""
         self._posted.append(0)
         return len(self._posted) - 1
 
     def post(self, channel: int, parts: Sequence[Sequence[torch.Tensor]]) -> int:
-        """Write parts[other] for every other rank and notify it; the message's number. This rank's own part is not written.
+        """Write parts[other] for every other rank, notify the ranks, and return the message's
+        number.
 
-        Where several ranks are given one and the same sequence it is written once.
+        This rank's part is not written. If several ranks get the same sequence object, it is
+        written once.
 
         Raises:
-            RuntimeError: another rank has left, or has been silent for too long.
+            RuntimeError: another rank has exited, or has not answered within the timeout.
         """
         number = self._posted[channel] + 1
         for other in self._sockets:
@@ -89,10 +96,12 @@ class HostExchange:
         return number
 
     def take(self, channel: int, number: int) -> list[Message | None]:
-        """Message `number` by rank, None for this rank; to be read before the channel's next post.
+        """Return message `number` of each rank, and None for this rank.
+
+        Read the messages before the channel's next post.
 
         Raises:
-            RuntimeError: another rank has left, or has been silent for too long.
+            RuntimeError: another rank has exited, or has not answered within the timeout.
         """
         messages: list[Message | None] = [None] * self.world_size
         for other in self._sockets:
@@ -101,7 +110,9 @@ class HostExchange:
         return messages
 
     def all_gather(self, channel: int, local: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's `local`, of one shape, by rank; those of other ranks are to be read before the channel's next post."""
+        """Return every rank's `local` by rank. All have one shape. Read them before the channel's
+        next post.
+        """
         parts = [local]
         number = self.post(channel, [parts] * self.world_size)
         return [
@@ -110,11 +121,17 @@ class HostExchange:
         ]
 
     def all_reduce(self, channel: int, flat: torch.Tensor) -> None:
-        """Add up [n] in place over all ranks, in their order: the same bits on every rank."""
+        """Add up [n] in place over all ranks.
+
+        The order is fixed, so every rank gets the same bits.
+        """
         flat.copy_(_sum(self.all_gather(channel, flat)))
 
     def reduce_scatter(self, channel: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum over all ranks, in their order, of the part that each has for this rank; parts, of one shape: by rank."""
+        """Return the sum over all ranks of their part for this rank, added in the order of ranks.
+
+        parts: one tensor for each rank, all of one shape.
+        """
         number = self.post(channel, [[part] for part in parts])
         local = parts[self.rank]
         return _sum(
@@ -128,8 +145,8 @@ class HostExchange:
         for connection in self._sockets.values():
             connection.close()
         for file in self._files.values():
-            os.close(file)  # what is mapped stays until no tensor views it
-        self._files = {}  # the numbers may soon be other files'
+            os.close(file)  # a mapping stays until no tensor uses it
+        self._files = {}  # the numbers may soon belong to other files
 
     def _slot(self, owner: int, index: int) -> _Slot:
         slot = self._slots.get((owner, index))
@@ -143,7 +160,7 @@ class HostExchange:
         while note[0] < number:
             self._receive(other)
             note = self._notes.get(slot, (0, 0, 0))
-        assert note[0] == number, "messages of a channel are taken in the order in which they were posted"
+        assert note[0] == number, "messages of a channel must be taken in the order in which they were posted"
         return note
 
     def _receive(self, other: int) -> None:
@@ -161,13 +178,13 @@ class HostExchange:
 
 
 class Message:
-    """Tensors one after the other, as they were posted."""
+    """A message: tensors one after the other, in the order in which they were written."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self._data, self._position = data, 0
 
     def read(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The next tensor: a view of the sender's memory."""
+        """Return the next tensor as a view of the sender's memory."""
         num_bytes = dtype.itemsize
         for size in shape:
             num_bytes *= size
@@ -177,7 +194,7 @@ class Message:
 
 
 class _Slot:
-    """A part of a rank's file, mapped as far as it has been written to."""
+    """A slot of a rank's file. The mapping grows with the data that is written."""
 
     def __init__(self, file: int, index: int) -> None:
         assert index < NUM_SLOTS, "too many channels"
@@ -187,7 +204,8 @@ class _Slot:
     def _map(self, num_bytes: int) -> None:
         if num_bytes > SLOT_BYTES:
             raise ShardingError(
-                f"a rank sends {num_bytes / 2**30:.1f} GiB at once and can send {SLOT_BYTES / 2**30:.0f} through shared "
+                f"a rank has to send {num_bytes / 2**30:.1f} GiB at once and can send "
+                f"{SLOT_BYTES / 2**30:.0f} through shared "
                 "memory; set comms.shared_memory=false, or lower trainer.global_batch_size"
             )
         self._bytes = torch.frombuffer(mmap.mmap(self._file, num_bytes, offset=self._begin), dtype=torch.uint8)
@@ -206,7 +224,7 @@ class _Slot:
 
 
 def _sum(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """In their order; there are two or more."""
+    """Add two or more blocks in their order."""
     total = blocks[0].add(blocks[1])
     for block in blocks[2:]:
         total.add_(block)
@@ -221,12 +239,12 @@ _current: tuple[dist.ProcessGroup, HostExchange] | None = None
 
 
 def current() -> HostExchange | None:
-    """The exchange of all ranks there are, where connect() has made one."""
+    """Return the exchange of all ranks that connect() made, or None."""
     return _current[1] if _current is not None and _current[0] is dist.GroupMember.WORLD else None
 
 
 def all_reduce(tensor: torch.Tensor) -> None:
-    """Collective: add up in place over all ranks, by the exchange where there is one."""
+    """Collective: add up in place over all ranks, by the exchange if there is one."""
     exchange = _current_for(tensor)
     if exchange is not None:
         exchange.all_reduce(FLAGS, tensor)
@@ -236,7 +254,9 @@ def all_reduce(tensor: torch.Tensor) -> None:
 
 
 def all_gather(local: torch.Tensor) -> torch.Tensor:
-    """Collective: [ranks, *shape], every rank's tensor of one shape, by the exchange where there is one."""
+    """Collective: return every rank's tensor as [ranks, *shape], by the exchange if there
+    is one.
+    """
     exchange = _current_for(local)
     if exchange is not None:
         return torch.stack(exchange.all_gather(FLAGS, local))
@@ -248,7 +268,10 @@ def all_gather(local: torch.Tensor) -> torch.Tensor:
 
 
 def reduce_scatter(whole: torch.Tensor) -> torch.Tensor:
-    """Collective: this rank's [*shape] of the sum over all ranks of [ranks, *shape], by the exchange where there is one."""
+    """Collective: return this rank's [*shape] of the sum over all ranks of [ranks, *shape].
+
+    Uses the exchange if there is one.
+    """
     exchange = _current_for(whole)
     if exchange is not None:
         return exchange.reduce_scatter(FLAGS, whole.unbind())
@@ -259,16 +282,18 @@ def reduce_scatter(whole: torch.Tensor) -> torch.Tensor:
 
 
 def num_exchanging_ranks() -> int:
-    """The number of ranks whose rows a layer exchanges.
+    """Return the number of ranks whose rows a layer exchanges.
 
-    1 without a process group, and inside exchanging_nothing().
+    It is 1 without a process group, and inside exchanging_nothing().
     """
     return 1 if _exchanges_nothing or not dist.is_initialized() else dist.get_world_size()
 
 
 @contextmanager
 def exchanging_nothing() -> Iterator[None]:
-    """Inside, layers take this rank's rows as all rows: their operations are recorded on fake tensors."""
+    """Let layers use this rank's rows as all rows, so that their operations can be recorded on fake
+    tensors.
+    """
     global _exchanges_nothing
     before, _exchanges_nothing = _exchanges_nothing, True
     try:
@@ -282,11 +307,14 @@ def _current_for(tensor: torch.Tensor) -> HostExchange | None:
 
 
 def connect(context: DistributedContext, timeout_s: float) -> HostExchange | None:
-    """Collective: the exchange of all ranks; None where they are not a few CPU ranks of one host, or cannot be joined."""
+    """Collective: return the exchange of all ranks, or None.
+
+    None if the ranks are not a few CPU ranks of one host, or if connecting fails.
+    """
     global _current
     if current() is not None:
         return current()
-    if _current is not None:  # of a process group that is gone
+    if _current is not None:  # it belongs to a process group that no longer exists
         _current[1].close()
         _current = None
     fits = context.backend == "gloo" and context.device.type == "cpu" and hasattr(os, "memfd_create")
@@ -294,7 +322,7 @@ def connect(context: DistributedContext, timeout_s: float) -> HostExchange | Non
         return None
     exchange, problem = None, ""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind("")  # Linux finds a free name in its abstract namespace
+        listener.bind("")  # Linux chooses a free name in its abstract namespace
         listener.listen(context.world_size)
         listener.settimeout(JOIN_S)
         addresses = _gathered(listener.getsockname(), context)
@@ -306,7 +334,7 @@ def connect(context: DistributedContext, timeout_s: float) -> HostExchange | Non
     if problems:
         if exchange is not None:
             exchange.close()
-        logger.info("ranks of this host exchange by gloo, not by shared memory: %s", problems[0])
+        logger.info("ranks of this host exchange through gloo instead of shared memory: %s", problems[0])
         return None
     assert exchange is not None
     world = dist.GroupMember.WORLD
@@ -318,7 +346,9 @@ def connect(context: DistributedContext, timeout_s: float) -> HostExchange | Non
 def _join(
     context: DistributedContext, listener: socket.socket, addresses: list[bytes], timeout_s: float
 ) -> HostExchange:
-    """Each rank connects to those before it and accepts those after it; a descriptor goes each way."""
+    """Connect to the ranks before this one and accept the ranks after it; pass a descriptor each
+    way.
+    """
     local_file = os.memfd_create(f"rank {context.rank}")
     os.ftruncate(local_file, NUM_SLOTS * SLOT_BYTES)
     sockets: dict[int, socket.socket] = {}
@@ -333,7 +363,7 @@ def _join(
         connection.settimeout(JOIN_S)
         _swap(connection, context.rank, local_file, sockets, files)
     for connection in sockets.values():
-        connection.settimeout(None)  # the kernel's own timeout below spares a poll before each recv
+        connection.settimeout(None)  # the timeout of the kernel below saves a poll before each recv
         seconds, fraction = divmod(timeout_s, 1)
         connection.setsockopt(
             socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(fraction * 1_000_000))
@@ -346,7 +376,7 @@ def _swap(
 ) -> None:
     peer = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if peer[1] != os.geteuid():
-        raise OSError(f"another user ({peer[1]}) answers on a rank's socket")
+        raise OSError(f"another user ({peer[1]}) answered on a rank's socket")
     socket.send_fds(connection, [struct.pack("<I", rank)], [local_file])
     message, descriptors, _, _ = socket.recv_fds(connection, 4, 1)
     if len(message) != 4 or len(descriptors) != 1:

@@ -12,23 +12,27 @@ from typing import Any
 import numpy as np
 import torch
 
-LEAST_SHARE = 256  # samples: fewer are not worth a thread
-SHARES = 2  # of a thread
-ALL_TRUE, NONE_RAISED = 1, 2  # bits of a region's outcome: no call of the kernel returned False, and none raised
+LEAST_SHARE = 256  # samples; a smaller share does not pay for a thread
+SHARES = 2  # per thread
+# bits of a region's result: no call of the kernel returned False, and no call raised
+ALL_TRUE, NONE_RAISED = 1, 2
 _is_forked = False
 
 
 def can_read(tensor: torch.Tensor) -> bool:
     """Return whether a kernel can read this tensor.
 
-    Not while torch.export, torch.compile or torch.fx traces, and not a fake tensor: numpy sees no numbers there.
+    False while torch.export, torch.compile or torch.fx traces, and for a fake tensor, because numpy
+    sees no numbers.
     """
     return not torch.compiler.is_compiling() and type(tensor) is torch.Tensor and tensor.device.type == "cpu"
 
 
 @cache
 def kernels(module: str) -> ModuleType | None:
-    """The module of this name; None without Numba, with which torch's own operations do the work."""
+    """Return the module of this name, or None without Numba; torch's operations are then used
+    instead.
+    """
     try:
         return import_module(module)
     except ImportError:
@@ -42,23 +46,25 @@ def on_all_threads(
     least_share: int = LEAST_SHARE,
     most_shares: int | None = None,
 ) -> bool:
-    """kernel(*arguments, begin, end) on shares of 0..count, by as many threads as torch has, in any order. The kernel is one of Numba's.
+    """Run kernel(*arguments, begin, end) on shares of 0..count on torch's threads, in any order.
 
-    Each of the `count` (samples, mostly) is to be computed by itself; the number of threads then changes no result. Shares have `least_share`
-    or more, and are `most_shares` at most: two a thread unless it is given, for another thread may come late. Returns False where a call
-    of the kernel did.
+    kernel: compiled by Numba. It must compute each of the `count` items (mostly samples)
+    independently, so that the number of threads changes no result. A share has at least
+    `least_share` items. There are at most `most_shares` shares; the default is two per thread,
+    because a thread may start late. Returns False if a call of the kernel returned False.
 
-    Raises what a kernel raises; RuntimeError in its place where it has run on several threads.
+    Raises the kernel's exception, or RuntimeError if the kernel ran on several threads.
     """
     threads = 1 if _is_forked else torch.get_num_threads()
     region = _region_of(kernel) if threads > 1 else None
     if region is None:
         return kernel(*arguments, np.uint64(0), np.uint64(count)) is not False
     shares = max(min(SHARES * threads if most_shares is None else most_shares, count // least_share), 1)
-    # One thread or all of torch's: OpenMP lets those end that a region of fewer leaves out, and starts them again for the next.
+    # Use one thread or all of torch's threads. For a region with fewer threads, OpenMP ends the
+    # unused threads and starts them again for the next region.
     outcome = region(tuple(arguments), np.uint64(count), np.uint64(shares), np.uint32(threads if shares > 1 else 1))
     if not outcome & NONE_RAISED:
-        raise RuntimeError(f"{kernel.__name__} has failed on one of {threads} threads")
+        raise RuntimeError(f"{kernel.__name__} failed on one of {threads} threads")
     return bool(outcome & ALL_TRUE)
 
 
@@ -72,7 +78,9 @@ def _region_of(
 
 
 def _forget_threads() -> None:
-    """OpenMP's threads are not there in a forked process, where a region would wait for them forever."""
+    """Forget OpenMP's threads: they do not exist in a forked process, where a region would wait for
+    them forever.
+    """
     global _is_forked
     _is_forked = True
 

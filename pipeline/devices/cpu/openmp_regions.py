@@ -1,7 +1,9 @@
-"""Run compiled kernels on torch's own OpenMP threads, which are awake where torch has just used them.
+"""Run compiled kernels on torch's OpenMP threads, which are still awake if torch has just used
+them.
 
-A second pool of threads beside torch's is woken anew for each kernel, by way of Python's lock, on cores where torch's threads may still spin.
-libgomp and LLVM's OpenMP on Linux both begin a parallel region by GOMP_parallel, which compilers call for `#pragma omp parallel`
+A second thread pool would be woken for each kernel, through Python's lock, on cores where torch's
+threads may still spin. On Linux, libgomp and LLVM's OpenMP both start a parallel region with
+GOMP_parallel, which compilers call for `#pragma omp parallel`
 (https://gcc.gnu.org/onlinedocs/libgomp/Implementing-PARALLEL-construct.html).
 """
 
@@ -25,13 +27,15 @@ from pipeline.devices.cpu.kernel_pool import ALL_TRUE, NONE_RAISED
 
 Kernel = Any  # a function that Numba compiles: kernel(*arguments, begin, end)
 INT64, INT32, ADDRESS = ir.IntType(64), ir.IntType(32), ir.IntType(8).as_pointer()
-NEXT, OUTCOME, COUNT, SHARES, ARGUMENTS = range(5)  # of what a region's threads have in common
+NEXT, OUTCOME, COUNT, SHARES, ARGUMENTS = range(5)  # what the threads of a region share
 START = "GOMP_parallel"
 
 
 @cache
 def is_there() -> bool:
-    """Whether torch's OpenMP can be asked; where it cannot (torch for macOS), kernels run on the thread that calls them."""
+    """Return whether torch's OpenMP is accessible. If not (torch for macOS), kernels run on the
+    calling thread.
+    """
     try:
         start = getattr(ctypes.CDLL(torch._C.__file__), START)
     except (OSError, AttributeError):
@@ -42,9 +46,11 @@ def is_there() -> bool:
 
 @cache
 def region_of(kernel: Kernel) -> Callable[[tuple[Any, ...], np.uint64, np.uint64, np.uint32], int]:
-    """region(arguments, count, shares, threads): kernel(*arguments, begin, end) for each of the shares of 0..count, on so many threads.
+    """Return region(arguments, count, shares, threads), which runs kernel(*arguments, begin, end)
+    on all shares.
 
-    It returns the bits ALL_TRUE and NONE_RAISED. It is compiled as part of the kernel's own file, and kept on disk with it.
+    The shares divide 0..count. The region returns the bits ALL_TRUE and NONE_RAISED. It is compiled
+    as part of the kernel's file and cached on disk with the kernel.
     """
     own, name = kernel.py_func, f"{kernel.py_func.__name__}_region"
     code = _region.__code__.replace(
@@ -64,7 +70,7 @@ def _region(arguments, count, shares, threads):  # type: ignore[no-untyped-def]
 def _run_shares(
     _: Any, kernel: Any, arguments: Any, count: Any, shares: Any, threads: Any
 ) -> tuple[Signature, Callable[..., Any]]:
-    """Each thread takes the next share until none is left: another one may come late."""
+    """Let each thread take the next share until none is left, because a thread may start late."""
     dispatcher, number = kernel.dispatcher, types.uint64
 
     def call(arguments, begin, end):  # type: ignore[no-untyped-def]
@@ -98,7 +104,7 @@ def _run_shares(
 
 
 def _take_shares(context: Any, work: ir.Function, kind: ir.PointerType, compiled: Any) -> None:
-    """The body of a region's thread: calls of the compiled kernel until no share is left."""
+    """Write the body of a region's thread: call the compiled kernel until no share is left."""
     builder = ir.IRBuilder(work.append_basic_block("entry"))
     common = _Common(builder, builder.bitcast(work.args[0], kind))
     count, shares, arguments = (common.load(place) for place in (COUNT, SHARES, ARGUMENTS))
@@ -124,7 +130,7 @@ def _take_shares(context: Any, work: ir.Function, kind: ir.PointerType, compiled
 
 
 class _Common:
-    """What a region's threads have in common, as one of them reaches it."""
+    """Access the data that the threads of a region share."""
 
     def __init__(self, builder: Any, pointer: Any) -> None:
         self._builder, self.pointer = builder, pointer

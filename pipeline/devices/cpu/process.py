@@ -1,6 +1,7 @@
-"""Set OpenMP's waits, huge pages and Numba's folder for a process that computes on the CPU.
+"""Set OpenMP's spin time, huge pages and Numba's cache folder for a process that computes on the
+CPU.
 
-They are set before torch and Numba are imported. A user's own setting is kept.
+Call these functions before torch and Numba are imported. Settings of the user are kept.
 """
 
 from __future__ import annotations
@@ -18,40 +19,48 @@ import pipeline
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 KERNEL_CACHE = "NUMBA_CACHE_DIR"
-GPU_FILE = Path("/dev/nvidia0")  # made by NVIDIA's driver for the first GPU of a host
+GPU_FILE = Path("/dev/nvidia0")  # the NVIDIA driver makes it for the first GPU of a host
 
 
 def computes_here(overrides: Sequence[str]) -> bool:
-    """Whether a training computes on this host's CPU, as far as can be told before torch is imported."""
+    """Return whether a training computes on this host's CPU, as far as this is known before torch
+    is imported.
+    """
     asked = {"hardware=cpu", "comms.backend=gloo"} & set(overrides)
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return bool(asked) or hidden or not GPU_FILE.exists()
 
 
 def wait_briefly() -> None:
-    """Let OpenMP's threads (libgomp's) sleep soon after a parallel region. Before torch is imported; a user's own wins.
+    """Let OpenMP's threads (libgomp) sleep soon after a parallel region. Call it before torch is
+    imported.
 
-    By default they spin for milliseconds: on cores that readers want, or other programs. 1,000 turns are about 50 us, by which a thread is mostly
-    still awake when the next operation begins. 20,000 made a step on cores of its own 3 to 6 % shorter, and one on shared cores 4 to 8 times longer.
+    By default the threads spin for milliseconds on cores that readers or other programs need. 1,000
+    turns are about 50 us, so a thread is mostly still awake when the next operation begins. 20,000
+    turns made a step 3 to 6 % shorter on reserved cores, and 4 to 8 times longer on shared cores. A
+    user's setting is kept.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def use_huge_pages() -> None:
-    """Ask the kernel for huge pages for CPU tensors of 2 MiB and more. Before torch is imported; a user's own wins.
+    """Request huge pages for CPU tensors of 2 MiB and more. Call it before torch is imported.
 
-    Temporary tensors that the C library gives back come to the next step as pages that the kernel has to clear: 512 page
-    faults fewer for each 2 MiB of them, and rows at random miss the TLB less often. THP_MEM_ALLOC_ENABLE is torch's own
-    (c10/core/impl/alloc_cpu.cpp, madvise by tensor); it does nothing where /sys/kernel/mm/transparent_hugepage/enabled says never.
+    The C library returns temporary tensors to the kernel, which clears their pages again in the
+    next step. Huge pages save 512 page faults for each 2 MiB, and random rows cause fewer TLB
+    misses. THP_MEM_ALLOC_ENABLE is torch's setting (c10/core/impl/alloc_cpu.cpp, madvise for each
+    tensor). It has no effect if /sys/kernel/mm/transparent_hugepage/enabled is `never`. A user's
+    setting is kept.
     """
     os.environ.setdefault(HUGE_PAGES, "1")
 
 
 def use_small_pages(address: int, num_bytes: int) -> None:
-    """For memory that is there once and stays, before it is written.
+    """Use small pages for memory that is allocated once and kept. Call it before the memory is
+    written.
 
-    Where a virtual machine hands free memory back to its host, a huge page is one that the host has to find again: tables of 2 GiB
-    took 5.2 CPU-seconds to draw instead of 1.1 (docs/adr/0054).
+    If a virtual machine returns free memory to its host, the host has to find each huge page again:
+    initializing tables of 2 GiB took 5.2 CPU-seconds instead of 1.1 (docs/adr/0054).
     """
     if os.environ.get(HUGE_PAGES) != "1" or not hasattr(mmap, "MADV_NOHUGEPAGE"):
         return
@@ -63,7 +72,9 @@ def use_small_pages(address: int, num_bytes: int) -> None:
 
 
 def find_kernel_cache() -> None:
-    """What an image has compiled is copied, for Numba takes nothing from a folder that it cannot write to."""
+    """Set Numba's cache folder. Copy the kernels of an image, because Numba only uses a folder that
+    it can write to.
+    """
     given = os.environ.get(KERNEL_CACHE)
     if given:
         usable = _is_writable(Path(given))
@@ -79,13 +90,16 @@ def find_kernel_cache() -> None:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Or can be made, and then is."""
+    """Return whether the folder is writable.
+
+    If it does not exist, check its closest existing parent.
+    """
     there = next((each for each in (folder, *folder.parents) if each.exists()), folder)
     return os.access(there, os.W_OK | os.X_OK)
 
 
 def _copy(source: Path, folder: Path) -> None:
-    """Whole or not at all: of several ranks one comes first."""
+    """Copy the folder completely or not at all, because several ranks may copy at the same time."""
     staged = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     with contextlib.suppress(OSError):
         shutil.copytree(source, staged, dirs_exist_ok=True)

@@ -1,8 +1,10 @@
-"""Multiply fp32 matrices of linear layers by oneDNN on CPUs where torch's own BLAS uses half of their vector width.
+"""Multiply fp32 matrices of linear layers by oneDNN if torch's BLAS uses only half of the CPU's
+vector width.
 
-torch multiplies fp32 matrices by MKL, which runs AVX2 code on AMD's CPUs even if they have AVX-512. oneDNN is part of
-torch and does not check the vendor: it is 1.8 to 2.4 times as fast there (docs/explain/performance.md). Intel's CPUs keep MKL.
-oneDNN's products have the same bits on any number of threads.
+torch multiplies fp32 matrices by MKL, which runs AVX2 code on AMD's CPUs even if they have AVX-512.
+oneDNN is part of torch and does not check the vendor: it is 1.8 to 2.4 times as fast there
+(docs/explain/performance.md). Intel's CPUs keep MKL. oneDNN's products have the same bits on any
+number of threads.
 """
 
 from __future__ import annotations
@@ -21,13 +23,16 @@ from pipeline.devices.cpu.kernel_pool import can_read
 if TYPE_CHECKING:
     from torchrec.modules.crossnet import LowRankCrossNet
 
-LEAST_WIDTH = 8  # columns: memory limits narrower products, and oneDNN is not faster
-LEAST_PRODUCTS = 1 << 20  # of numbers: below, a call of oneDNN's wrapper takes longer than MKL does
+LEAST_WIDTH = 8  # columns; memory bandwidth limits narrower products, so oneDNN is not faster
+# multiplications; below this, the overhead of oneDNN's wrapper exceeds MKL's time
+LEAST_PRODUCTS = 1 << 20
 
 
 @cache
 def onednn_multiplies_faster() -> bool:
-    """Return whether oneDNN is faster here, by vendor and width alone: a resumed job computes the same numbers."""
+    """Return whether oneDNN is faster on this CPU. It depends on vendor and width only, so a resume
+    gives equal bits.
+    """
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
         return False
     info = Path("/proc/cpuinfo")
@@ -37,7 +42,7 @@ def onednn_multiplies_faster() -> bool:
 def outputs(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_relu: bool = False
 ) -> torch.Tensor:
-    """inputs [B, I] times weight [O, I] transposed, plus bias [O]: [B, O]."""
+    """Return inputs [B, I] times the transposed weight [O, I], plus bias [O]: [B, O]."""
     if is_for_onednn(inputs, weight, inputs.shape[-1]):
         return _multiply(inputs, weight, bias, is_relu)
     values = F.linear(inputs, weight, bias)
@@ -45,14 +50,17 @@ def outputs(
 
 
 def gradient_of_inputs(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[B, O] times [O, I]: [B, I]."""
+    """Return gradient [B, O] times weight [O, I]: [B, I]."""
     if not is_for_onednn(gradient, weight, len(weight)):
         return gradient @ weight
     return _multiply(gradient, weight.t())
 
 
 def gradient_of_weight(gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """[B, O] transposed times [B, I]: [O, I]. oneDNN's wrapper transposes one factor in memory: the narrower one."""
+    """Return the transposed gradient [B, O] times inputs [B, I]: [O, I].
+
+    oneDNN's wrapper transposes one factor in memory. The function chooses the narrower factor.
+    """
     if not is_for_onednn(gradient, inputs, len(inputs)):
         return gradient.t() @ inputs
     if 2 * inputs.shape[1] < gradient.shape[1]:
@@ -61,7 +69,7 @@ def gradient_of_weight(gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Te
 
 
 def is_for_onednn(first: torch.Tensor, second: torch.Tensor, inner: int) -> bool:
-    """Return whether oneDNN multiplies two matrices. `inner`: the dimension of both that is summed over."""
+    """Return whether oneDNN multiplies two matrices. inner: the dimension that is summed over."""
     return (
         first.dtype == second.dtype == torch.float32
         and first.device.type == second.device.type == "cpu"
@@ -101,7 +109,9 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """[..., I] -> [..., O], by the faster library. Other types and autocast take torch's product."""
+    """Apply a linear layer [..., I] -> [..., O] by the faster library. Other types and autocast use
+    torch.
+    """
     if not _takes_onednn(inputs):
         return F.linear(inputs, weight, bias)
     values = _Linear.apply(inputs.reshape(-1, inputs.shape[-1]), weight, bias)  # type: ignore[no-untyped-call]
@@ -114,7 +124,7 @@ def _takes_onednn(inputs: torch.Tensor) -> bool:
 
 
 class FastLinear:
-    """Replaces the forward of a linear layer: [..., I] -> [..., O]."""
+    """Replace the forward of a linear layer: [..., I] -> [..., O]."""
 
     def __init__(self, layer: nn.Linear) -> None:
         self._layer = layer
@@ -124,7 +134,9 @@ class FastLinear:
 
 
 class FastCross:
-    """Replaces the forward of TorchRec's low-rank cross network in fp32: [B, width] -> [B, width]."""
+    """Replace the forward of TorchRec's low-rank cross network in fp32: [B, width] -> [B,
+    width].
+    """
 
     def __init__(self, network: LowRankCrossNet) -> None:
         self._forward, self._network = network.forward, network
@@ -142,7 +154,8 @@ def speed_up_linear_layers(model: nn.Module) -> int:
     """Replace the forward of each linear layer and cross network if oneDNN is faster on this CPU. Return how many."""
     if not onednn_multiplies_faster():
         return 0
-    from torchrec.modules.crossnet import LowRankCrossNet  # here, because serving uses this module without TorchRec
+    # imported here, because serving uses this module without TorchRec
+    from torchrec.modules.crossnet import LowRankCrossNet
 
     kinds = {nn.Linear: FastLinear, LowRankCrossNet: FastCross}
     modules = [module for module in model.modules() if type(module) in kinds]

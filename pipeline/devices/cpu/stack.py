@@ -1,6 +1,8 @@
-"""Train narrow stacks of linear layers with relu by kernels that take a block of samples through all layers at once.
+"""Train narrow stacks of linear layers with relu by kernels that run a block of samples through all
+layers.
 
-On two threads torch wakes the second one for each of some sixty small operations, which takes longer than they do.
+With two threads, torch wakes the second thread for each of some sixty small operations. Waking
+takes longer than the operations.
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ from pipeline.devices.base import autocast_dtype
 from pipeline.devices.cpu.kernel_pool import can_read, kernels, on_all_threads
 
 KERNELS = "pipeline.devices.cpu.kernels.stack"
-MAX_WEIGHTS = 1 << 16  # of a stack: more leave the second cache, and oneDNN multiplies wide layers faster
-MIN_GROUP, MAX_GROUPS = 2, 32  # blocks whose gradients are summed together, and groups of a batch
+# in a stack; more do not fit the second-level cache, and oneDNN multiplies wide layers faster
+MAX_WEIGHTS = 1 << 16
+MIN_GROUP, MAX_GROUPS = 2, 32  # blocks whose gradients are summed together; groups of a batch
 Array = np.ndarray[Any, Any]
 
 
 class Shape:
-    """`sizes`: widths of the inputs and of each layer's outputs."""
+    """Describe a stack. sizes: the width of the inputs and of each layer's outputs."""
 
     def __init__(self, sizes: Sequence[int], has_relu: Sequence[bool]) -> None:
         floors = np.array([0.0 if each else -np.inf for each in has_relu], np.float32)
@@ -78,10 +81,10 @@ def _flat(values: torch.Tensor) -> Array:
 
 
 class FastStack:
-    """Replaces a module's forward: [B, I] -> [B, O], by the kernels while it trains in fp32."""
+    """Replace a module's forward [B, I] -> [B, O] with the kernels during training in fp32."""
 
     def __init__(self, module: nn.Module, layers: Sequence[tuple[nn.Linear, bool]]) -> None:
-        """layers: each with whether relu follows."""
+        """layers: the linear layers, each with whether relu follows."""
         self._forward = module.forward
         self._inside = [child for child in module.modules() if child is not module]
         self._layers = [layer for layer, _ in layers]
@@ -115,7 +118,9 @@ def speed_up_stacks(model: nn.Module) -> int:
 
 
 def stack_of(module: nn.Module) -> list[tuple[nn.Linear, bool]]:
-    """Return the linear layers that a module runs one after the other, each with whether relu follows; else none."""
+    """Return the linear layers that a module runs in sequence, each with whether relu follows;
+    empty if it is no such stack.
+    """
     if hasattr(module, "linear_layers"):  # models.layers.mlp.MLP
         return module.linear_layers()  # type: ignore[no-any-return,operator]
     if type(module) is torchrec.modules.mlp.MLP and isinstance(module._mlp, nn.Sequential):

@@ -1,7 +1,7 @@
 """Hash text values and look them up in vocabularies, many at a time: compiled by Numba.
 
-The hash is that of data.raw.hashing, bit for bit. Texts and vocabularies are data.raw.hashing.Texts: `words` has a word
-of eight bytes that begins at every byte, so that a text's bytes are read eight at a time.
+The hash equals data.raw.hashing bit for bit. Texts and vocabularies are data.raw.hashing.Texts:
+`words` has a word of eight bytes for each position, so that a text is read eight bytes at a time.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def _mix(state):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def _word(words, at, count):  # type: ignore[no-untyped-def]
-    """The first `count` bytes at `at`, eight at most."""
+    """Return the first `count` bytes at `at`. count is at most 8."""
     return words[at] if count >= WORD_BYTES else words[at] & (ALL >> U(8 * (WORD_BYTES - count)))
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def hash_values(words, offsets, seed, hashes, begin, end):  # type: ignore[no-untyped-def]
-    """hashes[i] = data.raw.hashing.hash_texts of text i, for the texts begin..end."""
+    """Set hashes[i] = data.raw.hashing.hash_texts of text i, for texts begin..end."""
     start = _mix(seed)
     for i in range(begin, end):
         state = start
@@ -42,17 +42,21 @@ def hash_values(words, offsets, seed, hashes, begin, end):  # type: ignore[no-un
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def find_slots(hashes, directory, directory_bits, first, slots, begin, end):  # type: ignore[no-untyped-def]
-    """slots[i] = a slot of the vocabulary, at or before the key of hashes[i]. `first`: the vocabulary's first slot."""
+    """Set slots[i] to a slot of the vocabulary at or before the key of hashes[i].
+
+    first: the vocabulary's first slot.
+    """
     for i in range(begin, end):
         slots[i] = first + directory[hashes[i] >> (U(64) - directory_bits)]
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def listed_ids(texts, slots, index, vocabulary, ids, begin, end):  # type: ignore[no-untyped-def]
-    """ids[i] = the id of text i in a vocabulary, 0 if it is unknown or empty, for the texts begin..end.
+    """Set ids[i] to the id of text i in a vocabulary, for texts begin..end. 0: unknown or empty.
 
     texts: words, offsets, hashes. index: the keys, ids, words and offsets of all vocabularies
-    (data.read.value_index.ValueIndex). vocabulary: its number, and the bits of a number in a key.
+    (data.read.value_index.ValueIndex). vocabulary: its number, and how many bits a number has in a
+    key.
     """
     words, offsets, hashes = texts
     keys, row_ids, known_words, known_offsets = index
@@ -78,6 +82,6 @@ def listed_ids(texts, slots, index, vocabulary, ids, begin, end):  # type: ignor
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def hashed_ids(offsets, hashes, size, ids, begin, end):  # type: ignore[no-untyped-def]
-    """ids[i] = data.raw.hashing.hash_ids of text i, 0 if it is empty, for the texts begin..end."""
+    """Set ids[i] = data.raw.hashing.hash_ids of text i, for texts begin..end. 0: empty."""
     for i in range(begin, end):
         ids[i] = I64(hashes[i] % (size - U(1)) + U(1)) if offsets[i + 1] > offsets[i] else I64(0)

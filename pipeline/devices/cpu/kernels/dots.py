@@ -1,8 +1,8 @@
 """Multiply each sample's rows with each other, forward and backward: compiled by Numba.
 
-A sample's rows and products stay in the first cache. Sums are fp32, one rounding at
-the end; a sample is computed by itself, so threads change no bit. bf16 comes and goes as uint16. Positions are unsigned, for
-Numba then leaves out its check for negative ones.
+A sample's rows and products stay in the first-level cache. Sums are fp32 and are rounded once at
+the end. Each sample is computed independently, so threads change no bit. bf16 is passed as uint16.
+Positions are unsigned because Numba then omits its check for negative indices.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ L = U(LANES)
 
 @part()
 def _multiply(a, rows, step, b, columns, width, count, c):  # type: ignore[no-untyped-def]
-    """c[r, j] = the sum over k < count of a[r, k] b[k, j], for rows (first, last) and 16 columns at a time from `columns` on.
+    """Set c[r, j] = the sum over k < count of a[r, k] b[k, j], 16 columns at a time from `columns`
+    on.
 
-    a has `step` numbers a row, b and c `width`, which is a multiple of 16; last - first is a multiple of 4.
+    rows: (first, last); last - first is a multiple of 4. a has `step` numbers per row. b and c have
+    `width` numbers per row, a multiple of 16.
     """
     row, last = rows
     while row < last:
@@ -52,7 +54,11 @@ def _multiply(a, rows, step, b, columns, width, count, c):  # type: ignore[no-un
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def dots(rows, num_rows, dim, lead, out, begin, end):  # type: ignore[no-untyped-def]
-    """out [B, lead + pairs]: the first `lead` numbers of the sample's rows [B, num_rows, dim], then i . j for all i < j."""
+    """Fill out [B, lead + pairs]: the first `lead` numbers of the sample's rows, then i . j for all
+    i < j.
+
+    rows: [B, num_rows, dim].
+    """
     padded, width = (num_rows + U(3)) // U(4) * U(4), (num_rows + L - U(1)) // L * L
     num_pairs = num_rows * (num_rows - U(1)) // U(2)
     a, b = np.zeros(width * dim + L, np.float32), np.empty((dim + L) * width, np.float32)
@@ -62,12 +68,12 @@ def dots(rows, num_rows, dim, lead, out, begin, end):  # type: ignore[no-untyped
         for row in range(U(0), width, L):
             for k in range(U(0), dim, L):
                 transpose_16(a, row * dim + k, dim, b, k * width + row, width)
-        for first in range(U(0), padded, U(8)):  # of what lies right of the diagonal
+        for first in range(U(0), padded, U(8)):  # products right of the diagonal
             _multiply(a, (first, min(first + U(8), padded)), dim, b, (first + U(1)) // L * L, width, dim, c)
         at = U(0)
         for row in range(num_rows - U(1)):
             count = num_rows - U(1) - row
-            for k in range(U(0), count, L):  # what is too much, the next row's overwrite
+            for k in range(U(0), count, L):  # the next row overwrites the surplus
                 move_16(c, row * width + row + U(1) + k, pairs, at + k)
             at += count
         place = sample * (lead + num_pairs)
@@ -77,7 +83,7 @@ def dots(rows, num_rows, dim, lead, out, begin, end):  # type: ignore[no-untyped
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def dots_backward(gradient, rows, num_rows, dim, lead, out, begin, end):  # type: ignore[no-untyped-def]
-    """out [B, num_rows, dim]: the gradient of `rows`, of gradient [B, lead + pairs]."""
+    """Fill out [B, num_rows, dim] with the gradient of `rows`, from gradient [B, lead + pairs]."""
     padded, width = (num_rows + U(3)) // U(4) * U(4), (dim + L - U(1)) // L * L
     num_pairs = num_rows * (num_rows - U(1)) // U(2)
     g = np.empty(lead + num_pairs + U(2) * L, np.float32)
@@ -90,7 +96,8 @@ def dots_backward(gradient, rows, num_rows, dim, lead, out, begin, end):  # type
         at = lead
         for row in range(num_rows - U(1)):
             count = num_rows - U(1) - row
-            for k in range(U(0), count, L):  # what is too much lies left of the diagonal, and is overwritten
+            # the surplus is left of the diagonal and is overwritten
+            for k in range(U(0), count, L):
                 move_16(g, at + k, s, row * num_rows + row + U(1) + k)
             at += count
         for row in range(num_rows):

@@ -1,7 +1,7 @@
 """Define LLVM intrinsics for the CPU kernels: sixteen numbers at a time, casts, prefetches.
 
-Numba vectorizes long loops alone, and an embedding's row is a short one. Arrays are flat. An array of uint16 holds bf16
-where it is gradients or pooled rows, and fp16 where it is a table.
+Numba vectorizes only long loops, and an embedding's row is short. Arrays are flat. An array of
+uint16 holds bf16 if it has gradients or pooled rows, and fp16 if it is a table.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ FLOAT, HALF, INT32, INT16 = ir.FloatType(), ir.HalfType(), ir.IntType(32), ir.In
 
 
 class _SayOnce(event.Listener):  # type: ignore[misc]
-    """Log once that kernels are compiled: the first job of a new checkout would wait in silence.
+    """Log once that kernels are compiled, so that the first job of a new checkout does not wait
+    silently.
 
-    Numba reports what its cache lacks. A kernel that Numba cannot keep is compiled in each process, and takes little time.
+    Numba reports each cache miss. A kernel that Numba cannot cache is compiled in each process in a
+    short time.
     """
 
     said = False
@@ -62,7 +64,7 @@ def _pointer(builder: Any, data: Any, index: Any, kind: Any, lanes: int) -> Any:
 
 
 def _load(builder: Any, data: Any, index: Any, dtype: Any, is_table: bool, lanes: int) -> Any:
-    """fp32, from fp32, fp16 (a table) or bf16."""
+    """Load fp32 from fp32, fp16 (a table) or bf16."""
     if dtype == types.float32:
         return builder.load(_pointer(builder, data, index, FLOAT, lanes), align=4)
     bits = builder.load(_pointer(builder, data, index, INT16, lanes), align=2)
@@ -73,7 +75,10 @@ def _load(builder: Any, data: Any, index: Any, dtype: Any, is_table: bool, lanes
 
 
 def _store(builder: Any, numbers: Any, data: Any, index: Any, dtype: Any, lanes: int) -> None:
-    """fp32 to fp32, or to bf16: to the nearest, halves to even, NaN stays NaN, as torch rounds."""
+    """Store fp32 as fp32 or bf16.
+
+    Round as torch does: to the nearest, ties to even; NaN stays NaN.
+    """
     if dtype == types.float32:
         builder.store(numbers, _pointer(builder, data, index, FLOAT, lanes), align=4)
         return
@@ -82,7 +87,7 @@ def _store(builder: Any, numbers: Any, data: Any, index: Any, dtype: Any, lanes:
 
 
 def _as_bf16_bits(builder: Any, numbers: Any, lanes: int) -> Any:
-    """fp32 -> bf16 in the lower half of 32 bits."""
+    """Convert fp32 to bf16 in the lower half of 32 bits."""
     bits = builder.bitcast(numbers, _across(INT32, lanes))
     sixteen = _whole(INT32, lanes, 16)
     odd = builder.and_(builder.lshr(bits, sixteen), _whole(INT32, lanes, 1))
@@ -122,7 +127,7 @@ def _make_add(lanes: int, is_table: bool = False) -> Any:
             factor = _splat(builder, arguments[4], lanes)
             numbers = _load(builder, data, arguments[3], source.dtype, is_table, lanes)
             before = _load(builder, sums, arguments[1], into.dtype, False, lanes)
-            # In one rounding where the CPU can: "contract".
+            # "contract" lets the CPU round once.
             total = builder.fadd(before, builder.fmul(numbers, factor, flags=("contract",)), flags=("contract",))
             _store(builder, total, sums, arguments[1], into.dtype, lanes)
             return context.get_dummy_value()
@@ -133,7 +138,7 @@ def _make_add(lanes: int, is_table: bool = False) -> Any:
 
 
 def _blend(builder: Any, before: Any, decay: Any, value: Any, share: Any) -> Any:
-    """decay * before + share * value, in two roundings where the CPU can."""
+    """Compute decay * before + share * value, in two roundings if the CPU can."""
     contract = ("contract",)
     return builder.fadd(
         builder.fmul(before, decay, flags=contract), builder.fmul(value, share, flags=contract), flags=contract
@@ -141,7 +146,8 @@ def _blend(builder: Any, before: Any, decay: Any, value: Any, share: Any) -> Any
 
 
 def _root(builder: Any, numbers: Any, lanes: int) -> Any:
-    name = f"llvm.sqrt.v{lanes}f32" if lanes > 1 else "llvm.sqrt.f32"  # llvmlite names intrinsics of scalars only
+    # llvmlite names intrinsics of scalars only
+    name = f"llvm.sqrt.v{lanes}f32" if lanes > 1 else "llvm.sqrt.f32"
     kind = ir.FunctionType(numbers.type, [numbers.type])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
     return builder.call(function, [numbers])
@@ -165,7 +171,7 @@ def _make_moment(lanes: int) -> Any:
 
 
 def _make_adam(lanes: int) -> Any:
-    def typed(  # twelve numbers: an intrinsic takes no structure
+    def typed(  # twelve numbers, because an intrinsic takes no structure
         _: Any, moments: Any, squares: Any, at: Any, square_at: Any, gradient: Any, k: Any, decay: Any, share: Any,
         square_decay: Any, square_share: Any, square_scale: Any, eps: Any,
     ) -> tuple[Signature, Any]:  # fmt: skip
@@ -192,7 +198,7 @@ def _make_adam(lanes: int) -> Any:
 
 
 def _make_multiply(rows: int, vectors: int) -> Any:
-    """`rows` times `vectors` sums stay in registers while both factors go by."""
+    """Keep `rows` times `vectors` sums in registers and stream both factors through them."""
 
     def typed(_: Any, a: Any, at: Any, step: Any, b: Any, begin: Any, width: Any, count: Any, c: Any, into: Any, stride: Any) -> tuple[Signature, Any]:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -228,7 +234,7 @@ def _make_multiply(rows: int, vectors: int) -> Any:
 
 
 def _make_sum(vectors: int) -> Any:
-    """`vectors` sums stay in registers while the rows go by, in one of two loops: scaled or not."""
+    """Keep `vectors` sums in registers and stream the rows, in one of two loops: scaled or not."""
 
     def typed(_: Any, rows: Any, start: Any, dim: Any, order: Any, scales: Any, is_scaled: Any, first: Any, last: Any, k: Any, into: Any) -> tuple[Signature, Any]:  # fmt: skip
         def add_all(context: Any, builder: Any, signature: Any, arguments: Any, sums: Any, has_factors: bool) -> None:
@@ -269,7 +275,7 @@ def _make_sum(vectors: int) -> Any:
 
 
 def _transpose_16(_: Any, a: Any, at: Any, step: Any, b: Any, begin: Any, width: Any) -> tuple[Signature, Any]:
-    """Pairs of rows exchange halves, quarters and so on: 64 shuffles."""
+    """Transpose 16 x 16: pairs of rows exchange halves, quarters and so on, in 64 shuffles."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, target = (_data(context, builder, signature, arguments, position) for position in (0, 3))
@@ -304,33 +310,40 @@ def _named(name: str, typed: Any) -> Any:
     return intrinsic(typed)
 
 
-# copy(table, at, into, position): into[position:][:lanes] = table[at:][:lanes], rounded to bf16 where `into` holds that.
+# copy(table, at, into, position): into[position:][:lanes] = table[at:][:lanes], rounded to bf16 if
+# `into` is bf16.
 copy_16, copy_1 = _named("copy_16", _make_copy(LANES)), _named("copy_1", _make_copy(1))
-# move(source, at, into, position): into[position:][:lanes] = source[at:][:lanes], where uint16 is bf16 on either side.
+# move(source, at, into, position): into[position:][:lanes] = source[at:][:lanes]. uint16 is bf16 on
+# both sides.
 move_16, move_1 = _named("move_16", _make_copy(LANES, False)), _named("move_1", _make_copy(1, False))
-# multiply_RxV(a, at, step, b, begin, width, count, c, into, stride): c[into + r stride:][:16 V] = the sum over k < count of
-# a[at + r step + k] b[begin + k width:][:16 V], for R rows r; all fp32, in the order of k.
+# multiply_RxV(a, at, step, b, begin, width, count, c, into, stride), for R rows r: c[into + r
+# stride:][:16 V] = the sum over k < count of a[at + r step + k] b[begin + k width:][:16 V]. All
+# numbers are fp32, added in the order of k.
 multiply_8x1, multiply_8x2 = _named("multiply_8x1", _make_multiply(8, 1)), _named("multiply_8x2", _make_multiply(8, 2))
 multiply_4x1, multiply_4x2 = _named("multiply_4x1", _make_multiply(4, 1)), _named("multiply_4x2", _make_multiply(4, 2))
-# transpose_16(a, at, step, b, begin, width): b[begin + k width + r] = a[at + r step + k], for 16 rows r and columns k; fp32.
+# transpose_16(a, at, step, b, begin, width): b[begin + k width + r] = a[at + r step + k], for 16
+# rows r and 16 columns k, fp32.
 transpose_16 = _named("transpose_16", _transpose_16)
-# sum_rows_V(rows, start, dim, order, scales, is_scaled, first, last, k, into): into[k:][:16 V] = the sum over e in first..last
-# of rows[start + order[e] * dim + k:][:16 V], in their order, in fp32, each times scales[e] if is_scaled; uint16 is fp16.
+# sum_rows_V(rows, start, dim, order, scales, is_scaled, first, last, k, into): into[k:][:16 V] =
+# the sum over e in first..last of rows[start + order[e] * dim + k:][:16 V], in the order of e, in
+# fp32. Each row is multiplied by scales[e] if is_scaled. uint16 is fp16.
 sum_rows_1, sum_rows_2, sum_rows_4 = (_named(f"sum_rows_{count}", _make_sum(count)) for count in (1, 2, 4))
-# add(sums, at, gradients, begin, scale): sums[at:][:lanes] += scale * gradients[begin:][:lanes], `sums` in fp32.
+# add(sums, at, gradients, begin, scale): sums[at:][:lanes] += scale * gradients[begin:][:lanes].
+# `sums` is fp32.
 add_16, add_1 = _named("add_16", _make_add(LANES)), _named("add_1", _make_add(1))
-# The same of a table's rows: uint16 is fp16.
+# The same for rows of a table: uint16 is fp16.
 add_row_16, add_row_1 = _named("add_row_16", _make_add(LANES, True)), _named("add_row_1", _make_add(1, True))
-# moment(moments, at, gradient, k, decay, share): moments[at:][:lanes] and then gradient[k:][:lanes] become
-# decay * moments + share * gradient.
+# moment(moments, at, gradient, k, decay, share): moments[at:][:lanes] = decay * moments + share *
+# gradient, and gradient[k:][:lanes] gets the same numbers.
 moment_16, moment_1 = _named("moment_16", _make_moment(LANES)), _named("moment_1", _make_moment(1))
-# adam(moments, squares, at, square_at, gradient, k, decay, share, square_decay, square_share, square_scale, eps): both moments
-# are updated, and gradient[k:][:lanes] becomes moments / (sqrt(squares * square_scale) + eps).
+# adam(moments, squares, at, square_at, gradient, k, decay, share, square_decay, square_share,
+# square_scale, eps): update both moments, then gradient[k:][:lanes] = moments / (sqrt(squares *
+# square_scale) + eps).
 adam_16, adam_1 = _named("adam_16", _make_adam(LANES)), _named("adam_1", _make_adam(1))
 
 
 def _cast(name: str, from_type: Any, to_type: Any, steps: list[tuple[str, Any]]) -> Any:
-    """An intrinsic of one number: LLVM's casts, one after the other."""
+    """Make an intrinsic for one number that applies LLVM's casts one after the other."""
 
     def typed(_: Any, value: Any) -> tuple[Signature, Any]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -357,7 +370,8 @@ def _make_prefetch(to_write: int) -> Any:
             line = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
             kind = ir.FunctionType(ir.VoidType(), [line.type, INT32, INT32, INT32])
             function = builder.module.declare_intrinsic("llvm.prefetch", [line.type], kind)
-            builder.call(function, [line, INT32(to_write), INT32(3), INT32(1)])  # to keep, data
+            # locality: keep; cache type: data
+            builder.call(function, [line, INT32(to_write), INT32(3), INT32(1)])
             return context.get_dummy_value()
 
         return types.void(array, index), generate
@@ -365,6 +379,6 @@ def _make_prefetch(to_write: int) -> Any:
     return typed
 
 
-# prefetch(array, index): load the cache line that array[index] lies in, to read it or to write to it.
+# prefetch(array, index): load the cache line of array[index], to read it or to write it.
 prefetch_to_read = _named("prefetch_to_read", _make_prefetch(0))
 prefetch_to_write = _named("prefetch_to_write", _make_prefetch(1))

@@ -1,7 +1,7 @@
 """Look up and pool rows on the CPU by kernels that Numba compiles.
 
-FBGEMM's kernel checks the ids in a pass of its own and returns fp32, which a bf16 model then casts in another. Here one pass
-checks, pools and rounds. Rows are summed in fp32, in the order of the bag's ids.
+FBGEMM checks the ids in a separate pass and returns fp32, which a bf16 model casts in another pass.
+Here one pass checks, pools and rounds. Rows are summed in fp32, in the order of the bag's ids.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from pipeline.devices.cpu.kernels.parts import part, sum_rows
 
 U = np.uint64
 AHEAD = 8  # ids
-BLOCK = 32  # samples whose pooled rows stay in the second cache until the last feature's are there
+# samples whose pooled rows stay in the second-level cache until the last feature is done
+BLOCK = 32
 
 
 @part()
@@ -35,7 +36,7 @@ def _copy(table, at, into, position, dim):  # type: ignore[no-untyped-def]
 
 @part()
 def _prefetch(table, begin, indices, position, limit, dim):  # type: ignore[no-untyped-def]
-    """The row of an id that nobody has checked yet."""
+    """Prefetch the row of an id that is not checked yet."""
     if position < U(len(indices)):
         at = begin + min(U(indices[position]), limit) * dim
         for k in range(U(0), dim, U(LANES)):
@@ -44,7 +45,9 @@ def _prefetch(table, begin, indices, position, limit, dim):  # type: ignore[no-u
 
 @part()
 def _sum_scaled(table, begin, indices, factors, first, last, scale, dim, sums):  # type: ignore[no-untyped-def]
-    """sums[:dim] = scale * the rows of indices[first:last], each times its factor where there are some."""
+    """Set sums[:dim] = scale * the sum of the rows of indices[first:last], each times its factor if
+    given.
+    """
     sums[:dim] = np.float32(0)
     whole = dim // U(LANES) * U(LANES)
     for position in range(first, last):
@@ -58,16 +61,18 @@ def _sum_scaled(table, begin, indices, factors, first, last, scale, dim, sums): 
             add_row_1(sums, k, table, at + k, share)
 
 
-# Numba compiles plain arrays and numbers: no object can bundle them.
+# Plain arrays and numbers, because Numba cannot compile a record that bundles them.
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def look_up(  # type: ignore[no-untyped-def]
     indices, offsets, factors, num_samples, columns, table, table_begins, num_rows, is_mean, out, width, begin, end
 ):  # fmt: skip
-    """Fill out[s * width + columns[f]:] with the pooled rows of each feature f for samples s in begin..end.
+    """Fill out[s * width + columns[f]:] with the pooled rows of each feature f for samples s in
+    begin..end.
 
-    indices [L], offsets [F * B + 1], columns [F + 1]; factors: a weight for each id [L], or none [0], and a mean is divided by
-    the number of ids, whatever their weights; table: all tables' rows, flat, those of feature f from table_begins[f]
-    on, num_rows[f] of them. False where an id or an offset is out of range: `out` is then unfinished.
+    indices [L], offsets [F * B + 1], columns [F + 1]. factors: a weight for each id [L], or empty
+    [0]; a mean is divided by the number of ids, not by the sum of weights. table: the rows of all
+    tables, flat; feature f's rows start at table_begins[f], and there are num_rows[f]. Returns
+    False if an id or an offset is out of range; `out` is then incomplete.
     """
     num_features = U(len(columns) - 1)
     widest = U(0)
@@ -85,9 +90,9 @@ def look_up(  # type: ignore[no-untyped-def]
                 if first > last or last > U(len(indices)):
                     return False
                 for position in range(first, last):
-                    if U(indices[position]) >= limit:  # a negative id is a large one
+                    if U(indices[position]) >= limit:  # a negative id becomes a large one
                         return False
-                    # A neighbour's, where bags are short.
+                    # The id of the next bag if bags are short.
                     _prefetch(table, table_begin, indices, position + U(AHEAD), limit, dim)
                 target = sample * width + U(columns[feature])
                 if last - first == U(1) and not len(factors):

@@ -1,7 +1,7 @@
-"""Compute the optimizers' steps of one row: its states, and what its weights change by.
+"""Compute the optimizer's step of one row: its states, and the change of its weights.
 
-fp16 rows come as uint16. They are computed in fp32 and rounded up or down at random, in proportion: rounding to the
-nearest would lose every update below 1/2048 of a weight.
+fp16 rows are passed as uint16. They are computed in fp32 and rounded stochastically, because
+rounding to the nearest would lose every update below 1/2048 of a weight.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from pipeline.devices.cpu.kernels.llvm_intrinsics import (
 from pipeline.devices.cpu.kernels.parts import part
 
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM, ROWWISE_ADAM = range(5)
-# Places in the array of a step's numbers, which pipeline.sharding.torchrec.update_rule fills: the learning rate; the
-# moments' decays, what a gradient's share is of them, and their bias corrections; what remains of a weight after
-# decoupled decay; the largest number and the largest norm of a row's gradient (0: no limit).
+# Places in the array of a step's numbers, which pipeline.sharding.torchrec.update_rule fills: the
+# learning rate; the decays of the moments, the gradient's share in them, and their bias
+# corrections; what remains of a weight after decoupled decay; the largest number and the largest
+# norm of a row's gradient (0: no limit).
 LR, EPS, DECAY, SHARE, SCALE, SQUARE_DECAY, SQUARE_SHARE, SQUARE_SCALE, KEEP, MOST, NORM = range(11)
 U = np.uint64
 
@@ -45,13 +46,17 @@ def subtract(into, at, gradient, scale, keep, dim):  # type: ignore[no-untyped-d
 
 @part()
 def _rounded(value, key):  # type: ignore[no-untyped-def]
-    """fp32 -> fp16 as uint16: to a neighbour, chosen by `key` with the probability that makes the mean `value`."""
-    key ^= key >> U(33)  # the finaliser of MurmurHash3
+    """Round fp32 to fp16 (as uint16): to a neighbour, chosen by `key`, so that the mean equals
+    `value`.
+    """
+    key ^= key >> U(33)  # the finalizer of MurmurHash3
     key *= U(0xFF51AFD7ED558CCD)
     key ^= key >> U(33)
     offset = np.float32(key >> U(40)) * np.float32(2.0**-24) - np.float32(0.5)
-    exponent = max((bits(value) >> np.uint32(23)) & np.uint32(0xFF), np.uint32(113))  # 113: 2^-14, fp16's least normal
-    step = from_bits(np.uint32((exponent - np.uint32(10)) << np.uint32(23)))  # between neighbours
+    # 113: 2^-14, the smallest normal number of fp16
+    exponent = max((bits(value) >> np.uint32(23)) & np.uint32(0xFF), np.uint32(113))
+    # distance between two neighbours
+    step = from_bits(np.uint32((exponent - np.uint32(10)) << np.uint32(23)))
     return narrow(min(max(value + offset * step, np.float32(-65504)), np.float32(65504)))
 
 
@@ -82,7 +87,9 @@ def _adagrad(states, at, gradient, lr, eps, dim):  # type: ignore[no-untyped-def
 
 @part()
 def _adam(states, squares, at, square_at, gradient, begin, numbers, dim):  # type: ignore[no-untyped-def]
-    """The gradient becomes the direction of the update, but for the first moment's bias correction."""
+    """Replace the gradient with Adam's direction, without the bias correction of the first
+    moment.
+    """
     decay, share, scale = numbers[SQUARE_DECAY], numbers[SQUARE_SHARE], numbers[SQUARE_SCALE]
     first_decay, first_share, eps = numbers[DECAY], numbers[SHARE], numbers[EPS]
     whole = dim // U(LANES) * U(LANES)
@@ -112,7 +119,7 @@ def largest_size(values, begin, end):  # type: ignore[no-untyped-def]
     largest = np.float32(0)
     for k in range(begin, end):
         value = abs(values[k])
-        if not value <= largest:  # NaN too
+        if not value <= largest:  # true for NaN too
             largest = value
     return largest
 
@@ -127,7 +134,10 @@ def _squares(gradient, begin, end):  # type: ignore[no-untyped-def]
 
 @part(fastmath=True)
 def clip(gradient, begin, end, most, norm):  # type: ignore[no-untyped-def]
-    """Numbers to [-most, most], then the row to a norm of at most `norm`; 0: no limit."""
+    """Clip numbers to [-most, most], then scale the row to a norm of at most `norm`.
+
+    0: no limit.
+    """
     if most > np.float32(0):
         for k in range(begin, end):
             gradient[k] = min(max(gradient[k], -most), most)
@@ -140,7 +150,9 @@ def clip(gradient, begin, end, most, norm):  # type: ignore[no-untyped-def]
 
 @part(fastmath=True)
 def to_direction(gradient, states, squares, state, square, kind, numbers, dim):  # type: ignore[no-untyped-def]
-    """Update the row's state; its gradient becomes the direction, which the weights go by the factor returned."""
+    """Update the row's state and replace its gradient with the direction. Return the factor of the
+    direction.
+    """
     scale = numbers[LR]
     if kind == ROWWISE_ADAGRAD:
         states[state] += _mean_square(gradient, dim)

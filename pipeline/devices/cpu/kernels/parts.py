@@ -1,6 +1,6 @@
-"""Build parts of kernels: how they are compiled, and the copies and sums that several kernels use.
+"""Build parts of kernels: how to compile them, and the copies and sums that several kernels use.
 
-A compiled function calls a part for each row or number. Python never calls one.
+A compiled function calls a part for each row or number. Python never calls a part.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ L = U(LANES)
 
 
 def part(*, fastmath: bool = False) -> Callable[[Kernel], Kernel]:
-    """njit for a function that allocates nothing. It is inlined, and counts no references to its arrays.
+    """Compile a function that allocates nothing. It is inlined and counts no references to its
+    arrays.
 
-    Numba counts a reference to each array for the time of a call, by two atomic operations: they took three quarters of the time
-    of an update of tables, whose parts take up to eight arrays.
+    Otherwise Numba counts a reference to each array during a call, by two atomic operations. These
+    took three quarters of the time of a table update, because its parts take up to eight arrays.
     """
     settings: dict[str, Any] = {"nogil": True, "cache": True, "forceinline": True, "_nrt": False, "fastmath": fastmath}
     compiled: Callable[[Kernel], Kernel] = njit(**settings)
@@ -39,21 +40,23 @@ def part(*, fastmath: bool = False) -> Callable[[Kernel], Kernel]:
 
 @part()
 def move(source, at, into, position, count):  # type: ignore[no-untyped-def]
-    """into[position : position + count] = source[at : at + count], rounded to `into`'s type."""
+    """Set into[position : position + count] = source[at : at + count], rounded to `into`'s type."""
     if count < L:
         for k in range(count):
             move_1(source, at + k, into, position + k)
         return
     for k in range(U(0), count - L, L):
         move_16(source, at + k, into, position + k)
-    move_16(source, at + count - L, into, position + count - L)  # over what the one before has moved, in part
+    move_16(source, at + count - L, into, position + count - L)  # overlaps the previous move
 
 
 @part()
 def sum_rows(table, begin, dim, order, factors, is_scaled, first, last, sums):  # type: ignore[no-untyped-def]
-    """sums[:dim] = the sum over e in first..last of table[begin + order[e] * dim:][:dim], times factors[e] if is_scaled.
+    """Set sums[:dim] = the sum over e in first..last of table[begin + order[e] * dim:][:dim].
 
-    In registers: 64 columns at a time, then 32, 16 and single ones. In their order, in fp32; uint16 is fp16. Without is_scaled `factors` is any array of fp32, which is not read.
+    Each row is multiplied by factors[e] if is_scaled; otherwise `factors` is any fp32 array and is
+    not read. Sums stay in registers: 64 columns at a time, then 32, 16 and single columns. Rows are
+    added in order, in fp32. uint16 is fp16.
     """
     k = U(0)
     while k + U(4) * L <= dim:

@@ -1,7 +1,8 @@
 """Sample uniform and normal numbers by Philox on the CPU, by kernels that Numba compiles.
 
-The same numbers as philox.py, which says what they are: bit for bit, so no kernel here may fuse or reorder operations on floats.
-Loops are over LANES numbers each, for LLVM vectorizes those; every index is unsigned, as in update_kernels.
+The numbers equal those of philox.py bit for bit, so no kernel here may fuse or reorder float
+operations. Loops run over LANES numbers, because LLVM vectorizes such loops. Every index is
+unsigned, as in update.py.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ L, G = U(LANES), U(GROUP)
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def _words(group, key0, key1, words):  # type: ignore[no-untyped-def]
-    """The group's four words of each lane, word after word."""
+    """Compute the group's four words for each lane, word by word."""
     first = group * L
     for lane in range(L):
         counter = first + lane
@@ -59,7 +60,7 @@ def _uniform(words, out, at, unit):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def _pair(word0, word1, std):  # type: ignore[no-untyped-def]
-    """Two independent normal numbers by Box and Muller's way."""
+    """Return two independent normal numbers by the Box-Muller transform."""
     u = F(I32(word0 >> U32(8))) * F(2.0**-24) + F(2.0**-25)
     shifted = U32(bits(u) - U32(ROOT_HALF))
     exponent = F(I32(shifted) >> I32(23))
@@ -80,7 +81,7 @@ def _pair(word0, word1, std):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def _normal(words, out, at, std):  # type: ignore[no-untyped-def]
-    for k in range(L):  # two pairs at once: one waits for its own results most of the time
+    for k in range(L):  # two pairs at once, because one pair mostly waits for its previous result
         a, b = _pair(words[k], words[L + k], std)
         c, d = _pair(words[U(2) * L + k], words[U(3) * L + k], std)
         out[at + k], out[at + L + k] = a, b
@@ -89,12 +90,13 @@ def _normal(words, out, at, std):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def fill(out, first, key0, key1, is_normal, unit, begin, end):  # type: ignore[no-untyped-def]
-    """Numbers `first` and on of the key into `out`, of the groups begin..end that `out` lies in, counted from its first.
+    """Write the key's numbers from `first` on into `out`, for groups begin..end counted from out's
+    first group.
 
-    unit: the std of normal numbers, 2^-23 of the bound of uniform ones.
+    unit: the standard deviation of normal numbers, or 2^-23 of the bound of uniform numbers.
     """
     words, group_out = np.empty(GROUP, np.uint32), np.empty(GROUP, np.float32)
-    offset = first % G  # of out[0] in its group
+    offset = first % G  # position of out[0] in its group
     for group in range(begin, end):
         _words(first // G + group, key0, key1, words)
         low, high = max(group * G, offset), min((group + U(1)) * G, offset + U(len(out)))
@@ -111,7 +113,10 @@ def fill(out, first, key0, key1, is_normal, unit, begin, end):  # type: ignore[n
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def sample_rows(rows, slots, first_row, first_column, width, key0, key1, is_normal, unit, values):  # type: ignore[no-untyped-def]
-    """values[slots[i]] = the first weights of row first_row + rows[i] of a table with `width` columns, from first_column on."""
+    """Set values[slots[i]] to the initial weights of row first_row + rows[i] of a table.
+
+    width: columns of the table. first_column: the first column to sample.
+    """
     numbers = np.empty(width, np.float32)
     for position in range(len(rows)):
         first = U(first_row + rows[position]) * U(width)

@@ -1,9 +1,12 @@
-"""Find the rows that a batch names, and bring together what each row's gradient is summed from.
+"""Find the distinct rows of a batch, and group the gradients that each row's gradient is summed
+from.
 
-A table of slots finds the rows. The bags of each row are then laid out one after the other, in their order, so sums do
-not depend on threads. Gradients are copied together first, for in the batch's own array they lie a page apart.
+A table of slots finds the rows. The bags of each row are then stored one after the other in a fixed
+order, so sums do not depend on threads. Gradients are first copied together, because in the batch's
+array they are a page apart.
 
-Shapes: F features, B samples, L ids, D the width of a row. Every index is unsigned, as in update_kernels.
+Shapes: F features, B samples, L ids, D the width of a row. Every index is unsigned, as in
+update.py.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ AHEAD = 8  # rows
 
 @part()
 def buffer_sizes(units, feature_begins, offsets, columns, num_samples):  # type: ignore[no-untyped-def]
-    """The most ids, and the most numbers of gradients, that one of the units' tables has."""
+    """Return the largest number of ids, and of gradient values, of any table in `units`."""
     longest, most = U(0), U(0)
     for unit in range(len(units)):
         table = U(units[unit, 0])
@@ -34,10 +37,11 @@ def buffer_sizes(units, feature_begins, offsets, columns, num_samples):  # type:
 def own_ids(  # type: ignore[no-untyped-def]
     indices, offsets, factors, first_bag, last_bag, is_mean, part, num_parts, ids, bags, scales
 ):  # fmt: skip
-    """The part's ids into `ids`, their bags, counted from the first, and factors; how many they are, and the largest.
+    """Write the part's ids, their bags (counted from the first) and factors. Return their number
+    and the largest id.
 
-    num_parts: a power of two, at most 64; a hash of the row chooses its part. Arrays have room for one id more than
-    there are.
+    num_parts: a power of two, at most 64; a hash of the row chooses its part. The arrays need space
+    for one more id than there are.
     """
     count, largest, is_weighted = U(0), U(0), len(factors) > 0
     for bag in range(first_bag, last_bag):
@@ -60,10 +64,11 @@ def own_ids(  # type: ignore[no-untyped-def]
 
 @part()
 def find_rows(ids, count, largest, slots, rows, counts, entries):  # type: ignore[no-untyped-def]
-    """The distinct ones of ids[:count] into `rows`, how often each occurs, and each id's entry; the number of rows.
+    """Write the distinct ids of ids[:count] to `rows`, their counts, and each id's entry. Return
+    the number of rows.
 
-    Where ids are small enough a row's slot is its own: rows that occur often come first, and their slots stay in the
-    cache. Else a hash table has it.
+    If ids are small enough, the slot of a row is its id. Frequent rows have small ids, so their
+    slots stay in the cache. Otherwise the slots are a hash table.
     """
     distinct = U(0)
     counts[:count] = 0
@@ -101,7 +106,10 @@ def find_rows(ids, count, largest, slots, rows, counts, entries):  # type: ignor
 
 @part()
 def sort_bags(bags, scales, entries, count, distinct, has_scales, ends, order, factors):  # type: ignore[no-untyped-def]
-    """The bags of each row into `order`, row after row, with their factors; `ends`: counts, which become rows' ends."""
+    """Write the bags of each row to `order`, row by row, with their factors.
+
+    ends: on entry the count of each row, on return the end of each row in `order`.
+    """
     total = U(0)
     for entry in range(distinct):
         number = U(ends[entry])
@@ -118,7 +126,7 @@ def sort_bags(bags, scales, entries, count, distinct, has_scales, ends, order, f
 
 @part()
 def bring_near(gradients, width, columns, first, last, num_samples, dim, near):  # type: ignore[no-untyped-def]
-    """near [features first..last, B, dim]: their gradients, in fp32."""
+    """Copy gradients to near [features first..last, B, dim], in fp32."""
     place = U(0)
     for feature in range(first, last):
         at = U(columns[feature])

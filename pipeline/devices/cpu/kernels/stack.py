@@ -1,13 +1,16 @@
-"""Run a stack of narrow linear layers, forward and backward, a block of samples at a time: compiled by Numba.
+"""Run a stack of narrow linear layers, forward and backward, a block of samples at a time: compiled
+by Numba.
 
-torch runs each product, sum and relu as an operation of its own, and wakes its threads for each. For narrow layers
-that takes longer than their arithmetic. Here a block's numbers stay in the cache from the first layer to the last.
-A weight's gradient is summed over the blocks of a group, and groups in their order, so threads change no bit.
+torch runs each product, sum and relu as a separate operation and wakes its threads for each. For
+narrow layers that takes longer than the arithmetic. Here the numbers of a block stay in the cache
+from the first layer to the last. The gradient of a weight is summed over the blocks of a group, and
+groups are added in a fixed order, so threads change no bit.
 
-Widths are padded with zeros to a multiple of 16: P of a width. Arrays are flat, and positions unsigned. `forth` and
-`back` hold each layer's weights as both directions multiply by them, [P of inputs, P of outputs] and transposed.
-acts: each layer's outputs [blocks * ROWS, P]. shape: widths, of the inputs first, and the floor of each layer's
-outputs: 0 if relu follows. Numbers are fp32.
+Widths are padded with zeros to a multiple of 16: P of a width. Arrays are flat and positions
+unsigned. `forth` and `back` hold each layer's weights as each direction needs them: [P of inputs, P
+of outputs] and transposed. acts: each layer's outputs [blocks * ROWS, P]. shape: widths (the
+inputs' width first), and the lower limit of each layer's outputs: 0 if relu follows. Numbers are
+fp32.
 """
 
 from __future__ import annotations
@@ -39,9 +42,10 @@ def _widest(sizes):  # type: ignore[no-untyped-def]
 
 @part()
 def _multiply(left, rows, right, out):  # type: ignore[no-untyped-def]
-    """out (array, begin) = left (array, begin, numbers a row) times right (array, begin, width, rows).
+    """Set out (array, begin) = left (array, begin, numbers per row) times right (array, begin,
+    width, rows).
 
-    `rows` of left are a multiple of 8, the width is a multiple of 16.
+    The `rows` of left are a multiple of 8; the width is a multiple of 16.
     """
     a, at, step = left
     b, begin, width, count = right
@@ -60,7 +64,7 @@ def _multiply(left, rows, right, out):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def pack(weights, sizes, forth, back, biases):  # type: ignore[no-untyped-def]
-    """weights: of each layer [outputs, inputs] and its bias."""
+    """Pack the weights. weights: [outputs, inputs] and the bias of each layer."""
     at, place, bias = U(0), U(0), U(0)
     back[:] = ZERO
     biases[:] = ZERO
@@ -80,7 +84,7 @@ def pack(weights, sizes, forth, back, biases):  # type: ignore[no-untyped-def]
 
 @part()
 def _finish(values, at, width, rows, biases, bias, floor):  # type: ignore[no-untyped-def]
-    """Add the biases, then take relu, if `floor` is 0. NaN stays NaN."""
+    """Add the biases, then apply relu if `floor` is 0. NaN stays NaN."""
     for row in range(rows):
         for k in range(width):
             value = values[at + row * width + k] + biases[bias + k]
@@ -113,7 +117,9 @@ def forward(inputs, packed, shape, acts, out, num_samples, begin, end):  # type:
 
 @part()
 def _load_block(source, width, block, num_samples, into):  # type: ignore[no-untyped-def]
-    """into [ROWS, P] = a block's rows of [B, width], and 0 after the last row; return their number in eights."""
+    """Copy a block's rows of [B, width] to [ROWS, P], with 0 after the last row. Return the rows in
+    eights.
+    """
     across, first = _pad(width), block * ROWS
     rows = min(ROWS, num_samples - first)
     for row in range(rows):
@@ -124,7 +130,7 @@ def _load_block(source, width, block, num_samples, into):  # type: ignore[no-unt
 
 @part()
 def _store_block(source, at, width, block, num_samples, into):  # type: ignore[no-untyped-def]
-    """into [B, width] = the rows of a block [ROWS, P], which begins at `at`."""
+    """Copy the rows of a block [ROWS, P], which begins at `at`, to [B, width]."""
     across, first = _pad(width), block * ROWS
     for row in range(min(ROWS, num_samples - first)):
         move(source, at + row * across, into, (first + row) * width, width)
@@ -132,7 +138,9 @@ def _store_block(source, at, width, block, num_samples, into):  # type: ignore[n
 
 @part()
 def _through_bias(acts, begin, floor, gradient, width, rows, sums, turned):  # type: ignore[no-untyped-def]
-    """Take a layer's gradient [ROWS, P] through its relu, in place; add it to the bias's sums, and transpose it."""
+    """Apply relu's derivative to the gradient [ROWS, P] in place, add it to the bias's sums, and
+    transpose it.
+    """
     if floor == ZERO:
         for k in range(rows * width):
             gradient[k] = ZERO if acts[begin + k] <= ZERO else gradient[k]
@@ -146,7 +154,7 @@ def _through_bias(acts, begin, floor, gradient, width, rows, sums, turned):  # t
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def backward(given, back, shape, sums, to_inputs, num_groups, begin, end):  # type: ignore[no-untyped-def]
-    """Fill the weights' gradients of the groups begin..end, and to_inputs [B, inputs], or [0] for none.
+    """Fill the weights' gradients of groups begin..end, and to_inputs [B, inputs], or [0] for none.
 
     given: the outputs' gradient [B, outputs], inputs, acts and B. sums [groups, ..]: layer by layer
     [P of outputs, P of inputs] and [P of outputs].
@@ -190,7 +198,7 @@ def backward(given, back, shape, sums, to_inputs, num_groups, begin, end):  # ty
 
 @part()
 def ends(sizes, all_rows):  # type: ignore[no-untyped-def]
-    """The lengths of a group's sums, of all weights as they are multiplied, and of all acts."""
+    """Return the lengths of one group's sums, of all packed weights, and of all acts."""
     total, places, acts = U(0), U(0), U(0)
     for layer in range(len(sizes) - 1):
         wide, down = _pad(sizes[layer]), _pad(sizes[layer + 1])

@@ -1,17 +1,20 @@
-"""Update tables in position on the CPU by kernels that Numba compiles.
+"""Update tables in place on the CPU by kernels that Numba compiles.
 
-update_tables takes pooled gradients. Each row that a batch touched is updated once with the sum of its gradients, as
-FBGEMM's exact optimizers do; a row that none touched stays as it is, its moments too, unless the table's rule is for all
-rows. FBGEMM sorts the ids of every table for that; here a table of slots finds the rows (row_kernels). The next rows are
-prefetched, for the time goes into waiting for memory. Threads take tables from one list, and large tables in parts, of
-which each has its own rows. update_rows takes the dense gradient of many small replicated tables, which lie one after the
-other in fp32 arrays, as FBGEMM's dense lookup has them.
+update_tables takes pooled gradients. It updates each row of a batch once with the sum of the row's
+gradients, as FBGEMM's exact optimizers do. Other rows and their moments stay unchanged, unless the
+table's rule is for all rows. FBGEMM sorts the ids of every table; here a table of slots finds the
+rows (row.py). Rows are prefetched, because most time is spent waiting for memory. Threads take
+tables from one list. A large table is split into parts with separate rows. update_rows takes the
+dense gradient of many small replicated tables, which are stored one after the other in fp32 arrays,
+as in FBGEMM's dense lookup.
 
-fp16 tables come as uint16, and are rounded at random (optimizer_kernels). The random number is a hash of the step, the
-table's offset and the row, so it is the same on any number of threads, and in a resumed run.
+fp16 tables are passed as uint16 and rounded stochastically (optimizer.py). The random number is a
+hash of the step, the table's offset and the row, so it is the same for any number of threads and
+after a resume.
 
-Shapes: F features, B samples, L ids, T tables, D the width of a row. Weights and states of all tables lie one after
-the other in 1-D arrays. Every index is unsigned: Numba then leaves out its check for negative ones, and LLVM vectorises.
+Shapes: F features, B samples, L ids, T tables, D the width of a row. Weights and states of all
+tables are stored one after the other in 1-D arrays. Every index is unsigned: Numba then omits its
+check for negative indices, and LLVM vectorizes.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ from pipeline.devices.cpu.kernels.row import (
 )
 
 U = np.uint64
-TOGETHER = U(128)  # numbers of rows that update_rows looks at at once
+TOGETHER = U(128)  # numbers of rows that update_rows reads at a time
 
 
 @part()
@@ -71,9 +74,10 @@ def _prefetch_row(row, weights, halves, is_half, states, squares, kind, begins, 
 def _update_row(  # type: ignore[no-untyped-def]
     row, gradient, weights, halves, is_half, states, squares, kind, numbers, l2, step, begins, sizes
 ):  # fmt: skip
-    """Of a table whose weights and two states begin at `begins` and are `sizes` long a row; `gradient` is overwritten.
+    """Update a row of a table whose weights and two states begin at `begins`, with `sizes` numbers
+    per row.
 
-    Thirteen parameters, for the reason that update_tables gives.
+    `gradient` is overwritten. Thirteen parameters, for the reason that update_tables states.
     """
     at, state, square = begins[0] + row * sizes[0], begins[1] + row * sizes[1], begins[2] + row * sizes[2]
     dim = sizes[0]
@@ -90,7 +94,9 @@ def _update_row(  # type: ignore[no-untyped-def]
 def _update_others(  # type: ignore[no-untyped-def]
     touched, gradient, weights, halves, is_half, states, squares, kind, numbers, l2, step, begins, sizes
 ):  # fmt: skip
-    """The rows not in `touched` [rows of the table, or 0], as by a gradient of 0. Parameters: as _update_row's."""
+    """Update the rows not in `touched` [rows of the table, or 0] with a gradient of 0. Parameters:
+    as _update_row's.
+    """
     for row in range(U(0), U(len(touched))):
         if not touched[row]:
             gradient[:] = np.float32(0)
@@ -110,8 +116,10 @@ def _update_rows_of(  # type: ignore[no-untyped-def]
     near, order, scales, has_scales, rows, ends, distinct, gradient, weights, halves, is_half, states, squares, kind,
     numbers, l2, step, begins, sizes, marks, touched,
 ):  # fmt: skip
-    """Each of a unit's rows, by the sum over its bags. Parameters: as update_tables and _update_row have them."""
-    # Without these an untouched row's formulas change nothing.
+    """Update each row of a unit with the sum over its bags. Parameters: as update_tables' and
+    _update_row's.
+    """
+    # With these settings the formulas do not change an untouched row.
     skips, begin = kind >= ADAM or numbers[KEEP] != np.float32(1) or l2 != np.float32(0), U(0)
     for entry in range(distinct):
         if entry + U(AHEAD) < distinct:
@@ -131,7 +139,9 @@ def _update_rows_of(  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def mark_ids(marks, mark_begins, feature_begins, indices, offsets, num_samples):  # type: ignore[no-untyped-def]
-    """Set the bits of all rows that a batch names, in the bitmaps of update_tables: for updates that are not its own."""
+    """Set the bits of all rows of a batch in the bitmaps of update_tables, for updates made
+    elsewhere.
+    """
     for table in range(len(feature_begins) - 1):
         first, last = U(feature_begins[table]) * num_samples, U(feature_begins[table + 1]) * num_samples
         for position in range(U(offsets[first]), U(offsets[last])):
@@ -144,16 +154,20 @@ def update_tables(  # type: ignore[no-untyped-def]
     weight_begins, states, state_begins, squares, square_begins, kind, is_mean, numbers, l2s, every, step,
     marks, mark_begins, begin, end,
 ):  # fmt: skip
-    """Update tables in `halves` (fp16 as uint16) if `is_half`, else in `weights`: the units begin..end.
+    """Update tables in `halves` (fp16 as uint16) if `is_half`, otherwise in `weights`: the units
+    begin..end.
 
-    Twenty-seven parameters, because Numba compiles arrays and numbers: a structure would be boxed or copied at each call.
+    Twenty-seven parameters, because Numba compiles arrays and numbers: a structure would be boxed
+    or copied at each call.
 
-    units [n, 3]: a table, a part of its rows, and how many parts there are; tables with `every` or `marks` have one
-    part. feature_begins [T + 1]: a table's features are neighbours. offsets [F * B + 1] into indices [L]. factors: a weight for each id [L], or none [0].
-    gradients: fp32, or bf16 as uint16; sample b's begin at b * width, feature f's at columns [F + 1] from there.
-    numbers: as LR and what follows it say. l2s [T]: a touched row's gradient gains l2 * its weights. every [T]: the
-    table's rows, where untouched ones are updated too, as by a gradient of 0; else 0. marks: a bitmap of the updated rows
-    for each table, which begins at byte mark_begins [T + 1]; empty where nobody asks for them.
+    units [n, 3]: a table, a part of its rows, and the number of parts; tables with `every` or
+    `marks` have one part. feature_begins [T + 1]: the features of a table are adjacent. offsets [F
+    * B + 1] into indices [L]. factors: a weight for each id [L], or empty [0]. gradients: fp32, or
+    bf16 as uint16; those of sample b begin at b * width, and those of feature f at columns [F + 1]
+    from there. numbers: see LR and the constants after it. l2s [T]: l2 * weights is added to the
+    gradient of a touched row. every [T]: the number of rows of the table if untouched rows are also
+    updated, with a gradient of 0; otherwise 0. marks: a bitmap of updated rows for each table,
+    which begins at byte mark_begins [T + 1]; empty if not needed.
     """
     longest, most = buffer_sizes(units[begin:end], feature_begins, offsets, columns, num_samples)
     slots = np.empty(U(4) * longest + U(16), np.int32)
@@ -192,7 +206,7 @@ def update_tables(  # type: ignore[no-untyped-def]
 
 @part()
 def _has_bits(bits, begin, end):  # type: ignore[no-untyped-def]
-    """Whether any of the numbers begin..end is other than zero, whose bits are `bits`."""
+    """Return whether any of the numbers begin..end is not zero. `bits`: the bits of the numbers."""
     found = np.uint32(0)
     for k in range(begin, end):
         found |= bits[k]
@@ -203,10 +217,11 @@ def _has_bits(bits, begin, end):  # type: ignore[no-untyped-def]
 def update_rows(  # type: ignore[no-untyped-def]
     weights, gradient, states, squares, rows, dims, kind, numbers, l2s, every, marks
 ):  # fmt: skip
-    """The same updates from a dense gradient; tables have `rows` [T] of `dims` [T], states a number a weight, or a row.
+    """Make the same updates from a dense gradient. Tables have `rows` [T] of `dims` [T] numbers.
 
-    A row is touched where its gradient is not all zero; every [T]: not 0 where untouched rows are updated too. marks: a
-    byte for each row of all tables, which becomes 1 where the row is updated; empty where nobody asks for them.
+    States have a number for each weight or for each row. A row is touched if its gradient is not
+    all zero. every [T]: not 0 if untouched rows are also updated. marks: a byte for each row of all
+    tables, set to 1 if the row is updated; empty if not needed.
     """
     begin, state, square, marked = U(0), U(0), U(0), U(0)
     bits = gradient.view(np.uint32)
