@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -51,13 +51,12 @@ def hide(url: str) -> None:
     _hidden.update(value for value in (url, path) if len(value) >= MIN_HIDDEN_LETTERS)
 
 
-def without_hidden(values: Any) -> Any:
-    """Return nested dicts and lists with the texts given to `hide` replaced by ***."""
-    if isinstance(values, dict):
-        return {name: without_hidden(value) for name, value in values.items()}
-    if isinstance(values, list | tuple):
-        return [without_hidden(value) for value in values]
-    return MASK if isinstance(values, str) and values in _hidden else values
+def without_hidden(values: Mapping[str, object]) -> dict[str, object]:
+    """Return nested dicts with the texts given to `hide` replaced by ***."""
+    return {
+        name: without_hidden(value) if isinstance(value, dict) else MASK if value in list(_hidden) else value
+        for name, value in values.items()
+    }
 
 
 def find_secret(values: Any, key: str = "") -> str:
