@@ -27,7 +27,7 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python3 -m venv /opt/venv
 WORKDIR /src
 # What the wheel will ask for, before its sources are there: a change of code does not install torch again.
-COPY setup.cfg constraints.txt ./
+COPY setup.cfg constraints.txt requirements.lock ./
 # Further extras of setup.cfg, separated by commas: ray, sweep, otlp, kafka, ...
 ARG EXTRAS=
 RUN for set in cpu gpu; do python -c "import configparser, sys; file = configparser.ConfigParser(interpolation=None); \
@@ -47,7 +47,10 @@ FROM build AS cpu-venv
 ARG CPU_TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG TORCHREC=torchrec==1.9.2
 # hadolint ignore=DL3013
-RUN pip install --extra-index-url "$CPU_TORCH_INDEX" -r requirements.cpu.txt -c constraints.txt \
+# What requirements.lock names is installed only if its SHA-256 is right. torch and FBGEMM are pinned by version: they have
+# builds for CPU and for CUDA, from different indexes.
+RUN pip install --require-hashes --no-deps -r requirements.lock \
+    && pip install --extra-index-url "$CPU_TORCH_INDEX" -r requirements.cpu.txt -c constraints.txt \
     && pip install --no-deps "$TORCHREC"
 COPY --from=wheel /wheel /wheel
 RUN pip install --no-deps /wheel/*.whl && pip uninstall -y pip
@@ -55,8 +58,9 @@ RUN pip install --no-deps /wheel/*.whl && pip uninstall -y pip
 
 FROM build AS gpu-venv
 ARG TORCHREC=torchrec==1.9.2
-# hadolint ignore=DL3013
-RUN pip install -r requirements.gpu.txt -c constraints.txt \
+# hadolint ignore=DL3013,DL3042
+RUN pip install --require-hashes --no-deps -r requirements.lock \
+    && pip install -r requirements.gpu.txt -c constraints.txt \
     && pip install --no-deps "$TORCHREC"
 COPY --from=wheel /wheel /wheel
 RUN pip install --no-deps /wheel/*.whl && pip uninstall -y pip

@@ -102,6 +102,29 @@ docs: $(VENV)/installed-docs  ## build the site of docs/, with a search: site/in
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 	@echo "site        site/index.html"
 
+# torch, FBGEMM and their CUDA libraries come in builds for CPU and for CUDA: setup.cfg pins their versions only.
+UNLOCKED := torch fbgemm-gpu-cpu triton cuda-bindings cuda-pathfinder cuda-toolkit nvidia-cublas nvidia-cuda-cupti \
+	nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cudnn-cu13 nvidia-cufft nvidia-cufile nvidia-curand nvidia-cusolver \
+	nvidia-cusparse nvidia-cusparselt-cu13 nvidia-nccl-cu13 nvidia-nvjitlink nvidia-nvshmem-cu13 nvidia-nvtx
+
+.PHONY: lock
+lock:  ## write requirements.lock, versions and SHA-256 of what the images install; needs uv
+	@uv pip compile -q --generate-hashes --no-header --no-annotate --python-version 3.11 \
+		--python-platform x86_64-unknown-linux-gnu setup.cfg --extra cpu --extra s3 --extra serve -c constraints.txt \
+		$(addprefix --no-emit-package ,$(UNLOCKED)) -o requirements.lock
+
+.PHONY: sbom
+sbom: $(VENV)/installed  ## write sbom/sbom.cdx.json (CycloneDX) and sbom/licenses.md of what .venv has
+	@[ -x sbom/venv/bin/pip-audit ] || { $(PYTHON) -m venv sbom/venv && sbom/venv/bin/python -m pip install -q $(PIP_FLAGS) \
+		cyclonedx-bom==7.5.0 pip-licenses==5.5.5 pip-audit==2.10.1; }
+	@sbom/venv/bin/cyclonedx-py environment --output-reproducible -o sbom/sbom.cdx.json $(PY)
+	@sbom/venv/bin/pip-licenses --python $(PY) --format markdown --order license --output-file sbom/licenses.md >/dev/null
+	@echo "components  sbom/sbom.cdx.json"; echo "licences    sbom/licenses.md"
+
+.PHONY: audit
+audit: sbom  ## ask PyPI for known vulnerabilities of what .venv has; exit 1 if it knows one, or does not answer
+	@sbom/venv/bin/pip-audit --strict --skip-editable --path "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+
 .PHONY: clean
 clean:  ## remove .venv, .venv-gpu, builds and caches; data sets and runs stay
 	rm -rf $(VENV) $(GPU_VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

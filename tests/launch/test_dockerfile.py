@@ -58,6 +58,21 @@ def test_every_library_in_the_image_has_one_version_within_its_range(tmp_path: P
     assert missing == [], "constraints.txt: add `name==version` for these, as `pip freeze` has them"
 
 
+def test_what_is_installed_has_a_hash(tmp_path: Path) -> None:
+    constraints = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    pinned = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in constraints)}
+    entries = (REPOSITORY / "requirements.lock").read_text().replace("\\\n", " ").splitlines()
+    locked = {}
+    for entry in entries:
+        requirement, *hashes = entry.split()
+        name, _, version = requirement.partition("==")
+        assert hashes and all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", each) for each in hashes), entry
+        locked[canonicalize_name(name)] = version
+    asked = {each.name for kind in ("cpu", "gpu") for each in _installed_by(tmp_path, kind)} - {*BUILDS_OF_THEIR_OWN}
+    assert {canonicalize_name(name) for name in asked} <= {*locked}, "run make lock"
+    assert {name: version for name, version in locked.items() if pinned.get(name, version) != version} == {}
+
+
 def _with_dependencies(requirements: list[Requirement]) -> set[str]:
     """Names of the distributions that come with these, as far as they are installed here."""
     found: set[str] = set()
