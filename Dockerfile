@@ -46,9 +46,9 @@ FROM build AS cpu-venv
 # PyPI's torch for Linux is the CUDA one, ten times as large.
 ARG CPU_TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG TORCHREC=torchrec==1.9.2
-# hadolint ignore=DL3013
 # What requirements.lock names is installed only if its SHA-256 is right. torch and FBGEMM are pinned by version: they have
 # builds for CPU and for CUDA, from different indexes.
+# hadolint ignore=DL3013
 RUN pip install --require-hashes --no-deps -r requirements.lock \
     && pip install --extra-index-url "$CPU_TORCH_INDEX" -r requirements.cpu.txt -c constraints.txt \
     && pip install --no-deps "$TORCHREC"
@@ -58,7 +58,7 @@ RUN pip install --no-deps /wheel/*.whl && pip uninstall -y pip
 
 FROM build AS gpu-venv
 ARG TORCHREC=torchrec==1.9.2
-# hadolint ignore=DL3013,DL3042
+# hadolint ignore=DL3013
 RUN pip install --require-hashes --no-deps -r requirements.lock \
     && pip install -r requirements.gpu.txt -c constraints.txt \
     && pip install --no-deps "$TORCHREC"
