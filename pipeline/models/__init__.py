@@ -1,1 +1,3 @@
-"""Models, a file each: its config, registration and build; and the layers and tasks that they share."""
+"""Define the models, one file each (config, registration, build), and the layers and tasks that
+they share.
+"""

@@ -1,4 +1,6 @@
-"""AutoInt: multi-head attention between the features' vectors, beside an MLP over them (stdlib only; layers import torch)."""
+"""Define AutoInt: multi-head attention between the features' vectors, with an optional MLP (stdlib
+only; layers import torch).
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,11 @@ if TYPE_CHECKING:
 @register("model", "autoint")
 @dataclass
 class AutoIntConfig(VectorsConfig):
-    """AutoInt and AutoInt+ (arXiv 1810.11921): interacting layers, and with `hidden_layer_sizes` an MLP beside them.
+    """Configure AutoInt and AutoInt+ (arXiv 1810.11921): interacting layers, and with
+    `hidden_layer_sizes` also an MLP.
 
-    The defaults are of AutoInt+ as BARS (arXiv 2205.09626) found it best on most of its data sets.
-    `dropout`, `batch_norm` and `layer_norm` are the MLP's.
+    The defaults are those of AutoInt+ that BARS (arXiv 2205.09626) found best on most of its data
+    sets. `dropout`, `batch_norm` and `layer_norm` apply to the MLP.
     """
 
     kind: str = "autoint"
@@ -41,7 +44,10 @@ class AutoIntConfig(VectorsConfig):
 
     @property
     def table_init(self) -> InitConfig:
-        """Smaller than beside an MLP alone: attention would begin as noise of rare ids."""
+        """Use smaller weights than for an MLP alone.
+
+        Otherwise attention starts with noise from rare ids.
+        """
         return InitConfig("normal", 0.001)
 
     def __post_init__(self) -> None:
@@ -53,8 +59,9 @@ class AutoIntConfig(VectorsConfig):
         check_below_one("model.attention_dropout", self.attention_dropout)
         if self.attention_dim % self.num_heads:
             raise ConfigError(
-                f"model.attention_dim={self.attention_dim} is no multiple of model.num_heads={self.num_heads}, "
-                "and each head takes as many columns; choose another"
+                f"model.attention_dim={self.attention_dim} is not a multiple of "
+                f"model.num_heads={self.num_heads}, and all heads take equally many columns; "
+                "choose another"
             )
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
@@ -62,8 +69,8 @@ class AutoIntConfig(VectorsConfig):
         if self.dense_features == "values" and num_dense_features and not (tables and self.hidden_layer_sizes):
             lacking = "the data set has 0 sparse features" if not tables else "model.hidden_layer_sizes=[]"
             raise ConfigError(
-                f"model.dense_features=values hands {num_dense_features} dense features to the MLP alone, "
-                f"and {lacking}; set model.dense_features=vectors"
+                f"model.dense_features=values passes {num_dense_features} dense features to the "
+                f"MLP only, and {lacking}; set model.dense_features=vectors"
             )
 
     def build_over_arch(self, inputs: FeatureInputs, feature_names: list[str], dim: int) -> nn.Module:

@@ -1,4 +1,6 @@
-"""BST: transformer blocks over a sequence with its target at the end (stdlib only; layers import torch)."""
+"""Define BST: transformer blocks over a sequence with its target at the end (stdlib only; layers
+import torch).
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ if TYPE_CHECKING:
 @register("model", "bst")
 @dataclass
 class BSTConfig(SelfAttentionConfig):
-    """Behaviour sequence transformer (arXiv 1905.06874), causal as SASRec (arXiv 1808.09781), with learnt positions.
+    """Configure the behaviour sequence transformer (arXiv 1905.06874), causal as SASRec (arXiv
+    1808.09781).
 
-    feed_forward: the units of each block's hidden layer. What the blocks make of the target's place goes into the MLP.
+    Positions are learnt. feed_forward: the units of each block's hidden layer. The blocks' output
+    at the target's position is an input of the MLP.
     """
 
     kind: str = "bst"

@@ -1,4 +1,6 @@
-"""Build the module that a model config describes: tables on the meta device, dense layers real and seeded."""
+"""Build the module of a model config: tables on the meta device, dense layers initialized by the
+seed.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,20 @@ def build_model(
     seed: int = 0,
     targets: Sequence[Target] | None = None,
 ) -> nn.Module:
-    """A module with forward(dense_features [batch, num_dense], sparse_features) -> logits [batch, 1].
+    """Return a module with forward(dense_features [batch, num_dense], sparse_features) -> logits
+    [batch, 1].
 
-    A model that learns all labels gives the targets' widths of numbers a row.
+    A model that learns all labels returns as many numbers per row as the targets have in total. A
+    two-tower model returns (users, items) and is trained by a separate task (models.tasks). Tables
+    of features that the model does not read are left out.
 
-    A two-tower model gives (users, items) instead, and is trained by a task of its own (models.tasks). Tables of features
-    that the model does not read are left out.
-
-    Dense layers are initialized from `seed` alone, so every rank builds the same; the caller's random state is kept.
+    Dense layers are initialized from `seed` alone, so every rank builds the same layers. The random
+    state of the caller is restored.
 
     Raises:
         ConfigError: the model cannot be built on these tables.
     """
-    import torch  # here, for the models' configs lie beside this file and are composed without torch
+    import torch  # imported here, because the configs of models are composed without torch
 
     from pipeline import devices
     from pipeline.models.layers.mlp import initialize_linear_layers

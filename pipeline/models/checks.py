@@ -16,15 +16,16 @@ def check_layer_sizes(name: str, sizes: list[int], least: int = 1) -> None:
 
 
 def check_one_dim(tables: list[Table]) -> int:
-    """The embedding_dim that all tables share.
+    """Return the embedding_dim that all tables share.
 
     Raises:
-        ConfigError: they differ, or there are none.
+        ConfigError: the tables differ, or there are none.
     """
     if not tables:
         raise ConfigError(
-            "the model is over the tables of categorical features, and the data set has 0; name some in "
-            "data.columns.sparse, or take a model that reads dense features alone, such as model=wide_deep"
+            "the model reads tables of categorical features, and the data set has 0; name some in "
+            "data.columns.sparse, or choose a model that reads dense features only, such as "
+            "model=wide_deep"
         )
     dims = sorted({table.embedding_dim for table in tables})
     if len(dims) > 1:
@@ -45,7 +46,9 @@ def check_least_dim(tables: list[Table], least: int, why: str) -> None:
 
 
 def check_features(roles: Iterable[tuple[str, str]], tables: list[Table]) -> None:
-    """Raises ConfigError unless each (config key, feature) names a feature of the data, and no feature comes twice."""
+    """Raise ConfigError unless each (config key, feature) names a feature of the data and no
+    feature occurs twice.
+    """
     known = [feature for table in tables for feature in table.feature_names]
     seen: dict[str, str] = {}
     for key, feature in roles:
@@ -62,5 +65,5 @@ def check_features(roles: Iterable[tuple[str, str]], tables: list[Table]) -> Non
 
 
 def dims_of_features(tables: list[Table]) -> dict[str, int]:
-    """Feature -> embedding_dim of its table."""
+    """Return the embedding_dim of each feature's table."""
     return {feature: table.embedding_dim for table in tables for feature in table.feature_names}

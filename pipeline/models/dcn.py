@@ -1,4 +1,4 @@
-"""Deep & Cross networks, DCN and DCNv2 (stdlib only; layers import torch)."""
+"""Define the deep & cross networks DCN and DCNv2 (stdlib only; layers import torch)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 @register("model", "dcn")
 @dataclass
 class DCNConfig(VectorsConfig):
-    """DCN (arXiv 1708.05123): crosses by a weight vector a layer beside an MLP, and a linear layer over both.
+    """Configure DCN (arXiv 1708.05123): crosses by a weight vector per layer, an MLP, and a linear
+    layer over both.
 
     The defaults are those that BARS (arXiv 2205.09626) found best on most of its data sets.
     """
@@ -51,12 +52,12 @@ class DCNConfig(VectorsConfig):
 @register("model", "dcnv2")
 @dataclass
 class DCNv2Config(VectorsConfig):
-    """DCNv2 (arXiv 2008.13535): crosses by a matrix a layer, and an MLP over the same inputs or over what is crossed.
+    """Configure DCNv2 (arXiv 2008.13535): crosses by a matrix per layer, with an MLP.
 
-    cross: "matrix"; "low_rank": the matrix is a product of two of `low_rank` columns; "mixture": `num_experts` such products
-        with tanh between them, weighted by gates.
-    structure: "parallel": the MLP beside the crosses; "stacked": behind them; "stacked_parallel": one behind and one beside;
-        "cross": none.
+    cross: "matrix"; "low_rank": the matrix is a product of two matrices of `low_rank` columns;
+        "mixture": `num_experts` such products with tanh between them, weighted by gates.
+    structure: the input of the MLP. "parallel": the inputs; "stacked": the crosses;
+        "stacked_parallel": one MLP for each; "cross": no MLP.
     The defaults are those that BARS (arXiv 2205.09626) found best on most of its data sets.
     """
 
@@ -72,7 +73,10 @@ class DCNv2Config(VectorsConfig):
 
     @property
     def table_init(self) -> InitConfig:
-        """Smaller than beside an MLP alone: crosses would begin as noise of rare ids."""
+        """Use smaller weights than for an MLP alone.
+
+        Otherwise crosses start with noise from rare ids.
+        """
         return InitConfig("normal", 0.001)
 
     def __post_init__(self) -> None:

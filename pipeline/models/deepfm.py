@@ -1,4 +1,6 @@
-"""DeepFM, and the simpler model of TorchRec that bears its name (stdlib only; layers import torch)."""
+"""Define DeepFM, and the simpler model of TorchRec with the same name (stdlib only; layers import
+torch).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 @register("model", "deepfm")
 @dataclass
 class DeepFMConfig(LinearVectorsConfig):
-    """DeepFM (arXiv 1703.04247): linear terms, a factorization machine and an MLP over the same vectors, added up.
+    """Configure DeepFM (arXiv 1703.04247): the sum of linear terms, a factorization machine and an
+    MLP over the vectors.
 
     The defaults are those that BARS (arXiv 2205.09626) found best on most of its data sets.
     """
@@ -46,9 +49,11 @@ class DeepFMConfig(LinearVectorsConfig):
 @register("model", "simple_deepfm")
 @dataclass
 class SimpleDeepFMConfig(ModelConfig):
-    """torchrec.models.deepfm.SimpleDeepFMNN: an MLP over the dense features, whose output is one vector more of an FM.
+    """Configure torchrec.models.deepfm.SimpleDeepFMNN: an MLP over the dense features gives one
+    more vector of an FM.
 
-    Not the model of the paper: that is `deepfm`. A run that was saved with this model as `deepfm` is read as this one.
+    The model of the paper is `deepfm`. A saved run with SimpleDeepFMConfig under the name `deepfm`
+    is read as this model.
     """
 
     kind: str = "simple_deepfm"
@@ -64,7 +69,8 @@ class SimpleDeepFMConfig(ModelConfig):
         check_one_dim(tables)
         if num_dense_features == 0:
             raise ConfigError(
-                "model=simple_deepfm is an MLP over dense features and the data set has none; use model=deepfm, "
+                "model=simple_deepfm needs dense features, and the data set has none; use "
+                "model=deepfm, "
                 "or map dense columns in data.columns"
             )
 
@@ -79,6 +85,7 @@ class SimpleDeepFMConfig(ModelConfig):
             hidden_layer_size=self.hidden_layer_size,
             deep_fm_dimension=self.deep_fm_dimension,
         )
-        # TorchRec ends the model in a sigmoid; the task wants logits, whose loss is stable in the tails.
+        # TorchRec ends the model in a sigmoid. The task needs logits, because their loss is stable
+        # in the tails.
         model.over_arch.model = model.over_arch.model[0]
         return model

@@ -1,4 +1,6 @@
-"""DIN: what a sequence says of this target, by a learnt weight for each position (stdlib only; layers import torch)."""
+"""Define DIN: a weighted sum of a sequence, with a learnt weight for each position (stdlib only;
+layers import torch).
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ if TYPE_CHECKING:
 @register("model", "din")
 @dataclass
 class DINConfig(HistoryConfig):
-    """Deep interest network (arXiv 1706.06978). attention_*: of the attention unit; its weights are not a softmax in the paper.
+    """Configure the deep interest network (arXiv 1706.06978).
 
-    search: one of `sequences`; only positions with its target's id are read, the newest num_positions of these: the hard search
-    of SIM (arXiv 2006.05639), by category, which lets the data keep a long history and the model look up a short one.
+    attention_*: settings of the attention unit. In the paper its weights are not a softmax. search:
+    one of `sequences`. The model then reads only the positions with the target's id, at most the
+    newest num_positions of them. This is the hard search of SIM (arXiv 2006.05639) by category: the
+    data keep a long history, and the model reads a short one.
     """
 
     kind: str = "din"
@@ -40,7 +44,8 @@ class DINConfig(HistoryConfig):
         searchable = self.sequences[: len(self.targets)]
         if self.search is not None and self.search not in searchable:
             raise ConfigError(
-                f"model.search={self.search!r} is no sequence with a target{did_you_mean(self.search, searchable)}; name one of "
+                f"model.search={self.search!r} is not a sequence with a "
+                f"target{did_you_mean(self.search, searchable)}; name one of "
                 f"{', '.join(searchable)}"
             )
 

@@ -1,4 +1,6 @@
-"""DLRM and DLRM_DCN: their sizes, checked against the tables (stdlib only; layers import torch)."""
+"""Define DLRM and DLRM_DCN, and check their sizes against the tables (stdlib only; layers import
+torch).
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,13 @@ if TYPE_CHECKING:
 @register("model", "dlrm")
 @dataclass
 class DLRMConfig(LayersConfig):
-    """DLRM with dot interaction (arXiv 1906.00091); layer sizes as torchrec.models.dlrm.DLRM takes them.
+    """Configure DLRM with dot interaction (arXiv 1906.00091).
 
-    dense_arch_layer_sizes: of the layers over the dense features; the last is the tables' embedding_dim. None: 512, 256 and
-        that. Without dense features there are none, and the interaction is over the tables alone.
+    Layer sizes are those of torchrec.models.dlrm.DLRM.
+
+    dense_arch_layer_sizes: the layers over the dense features; the last size is the embedding_dim
+    of the tables. None: 512, 256 and the embedding_dim. Without dense features there are no such
+    layers, and the interaction is over the tables only.
     """
 
     kind: str = "dlrm"
@@ -38,7 +43,7 @@ class DLRMConfig(LayersConfig):
         check_layer_sizes("model.over_arch_layer_sizes", self.over_arch_layer_sizes, least=2)
         if self.over_arch_layer_sizes[-1] != 1:
             raise ConfigError(
-                f"model.over_arch_layer_sizes={self.over_arch_layer_sizes} must end in 1: one logit a sample"
+                f"model.over_arch_layer_sizes={self.over_arch_layer_sizes} must end in 1: one logit per sample"
             )
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
@@ -87,7 +92,9 @@ class DLRMConfig(LayersConfig):
 @register("model", "dlrm_dcn")
 @dataclass
 class DLRMDCNConfig(DLRMConfig):
-    """DLRM with a low-rank cross network (DCNv2, arXiv 2008.13535), the MLPerf DLRMv2 model."""
+    """Configure DLRM with a low-rank cross network (DCNv2, arXiv 2008.13535), the model of MLPerf
+    DLRMv2.
+    """
 
     kind: str = "dlrm_dcn"
     dcn_num_layers: int = 3

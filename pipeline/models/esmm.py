@@ -1,4 +1,6 @@
-"""ESMM: conversion learnt on all impressions, as click times conversion after a click (stdlib only; layers import torch)."""
+"""Define ESMM: conversion learnt on all impressions, as click times conversion after a click
+(stdlib only; layers import torch).
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,16 @@ if TYPE_CHECKING:
 @register("model", "esmm")
 @dataclass
 class ESMMConfig(TowersConfig):
-    """Entire space multi-task model (Ma et al., SIGIR 2018): a click, and a conversion that has the click for its mask.
+    """Configure the entire space multi-task model (Ma et al., SIGIR 2018): a click, and a
+    conversion masked by the click.
 
-    The towers share the tables. The score of the conversion is its probability after a click; times the click's it is that of
-    a click that converts, which the loss is of. hidden_layer_sizes: of each tower, under tower_layer_sizes.
+    The towers share the tables. The score of the conversion is its probability after a click. The
+    loss uses its product with the probability of a click, which is the probability of a click that
+    converts. hidden_layer_sizes: the layers of each tower, below tower_layer_sizes.
 
-    inverse_propensity adds as much times the conversion's own loss over clicks, each divided by the click's predicted probability
-    (ESCM2-IPS: Wang et al., SIGIR 2022, section 3.2), at least propensity_floor: clicks then stand for all impressions.
+    inverse_propensity: the weight of the conversion's loss over clicks, each divided by the click's
+    predicted probability, so that clicks represent all impressions (ESCM2-IPS: Wang et al., SIGIR
+    2022, section 3.2). propensity_floor: the smallest probability to divide by.
     """
 
     kind: str = "esmm"

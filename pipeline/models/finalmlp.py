@@ -1,4 +1,6 @@
-"""FinalMLP: two MLPs, each with its own gates over the features, fused by a bilinear form (stdlib only; layers import torch)."""
+"""Define FinalMLP: two MLPs with separate gates over the features, and a bilinear fusion (stdlib
+only; layers import torch).
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ if TYPE_CHECKING:
 @register("model", "finalmlp")
 @dataclass
 class FinalMLPConfig(VectorsConfig):
-    """FinalMLP (arXiv 2304.00902): a stream's gate scales each input by 0 to 2, of features that it is given, or learnt.
+    """Configure FinalMLP (arXiv 2304.00902). The gate of a stream scales each input by 0 to 2.
 
-    With `feature_gates` false it is the paper's DualMLP under bilinear fusion. A context feature's vector is the one that the
-    streams take (the authors' code looks up another). The defaults are of BARS (arXiv 2205.09626) on most of its data sets.
+    A gate reads the given context features or a learnt vector. With feature_gates=false the model
+    is the paper's DualMLP with bilinear fusion. Streams and gates share the vector of a context
+    feature (the authors' code uses a second table). The defaults are those that BARS (arXiv
+    2205.09626) found best on most of its data sets.
     """
 
     kind: str = "finalmlp"
@@ -46,8 +50,9 @@ class FinalMLPConfig(VectorsConfig):
         for key in ("first_layer_sizes", "second_layer_sizes"):
             if (width := getattr(self, key)[-1]) % self.num_heads:
                 raise ConfigError(
-                    f"model.{key} ends in {width}, which is no multiple of model.num_heads={self.num_heads}, "
-                    "and each head takes as many columns; choose another"
+                    f"model.{key} ends in {width}, which is not a multiple of "
+                    f"model.num_heads={self.num_heads}, and all heads take equally many columns; "
+                    "choose another"
                 )
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:

@@ -1,4 +1,4 @@
-"""The base of models over one behaviour sequence and the target that it is read for (stdlib only)."""
+"""Define the base of models that read one behaviour sequence for a target (stdlib only)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class HistoryConfig(LayersConfig):
-    """Of models that read a sequence position by position; what they make of it goes into an MLP with all other features.
+    """Configure a model that reads a sequence position by position and passes the result to an MLP
+    with all other features.
 
-    sequences: the behaviour, then what stands beside it (its side information). targets: for the first of these, in their
-    order, the feature of the row with the same meaning: the item for the items, its category for their categories.
-    num_positions: the newest ids alone; None: as many as the data keep. Other sequences of the data set are pooled.
+    sequences: the behaviour first, then its side information. targets: for the first sequences, in
+    their order, the feature of the row with the same meaning (the item for the items, the item's
+    category for their categories). num_positions: read only the newest ids; None: all that the data
+    keep. Other sequences of the data set are pooled.
     """
 
     init: str = "xavier_normal"
@@ -83,13 +85,19 @@ class HistoryConfig(LayersConfig):
         return HistoryModel(build_embeddings(tables), inputs, encoder, layers)
 
     def build_encoder(self, inputs: HistoryInputs, num_positions: int) -> tuple[nn.Module, int]:
-        """What makes [B, width] of (target [B, Q], rows [B, num_positions, K], mask [B, num_positions]), and its width."""
+        """Return a module and its output width.
+
+        The module maps target [B, Q], rows [B, num_positions, K] and mask [B, num_positions] to [B,
+        width].
+        """
         raise NotImplementedError(f"{type(self).__name__} has no build_encoder()")
 
 
 @dataclass
 class SelfAttentionConfig(HistoryConfig):
-    """Of models with blocks of self attention over the sequence and the target behind it, `attention_dim` columns wide."""
+    """Configure a model with blocks of self attention, `attention_dim` wide, over the sequence and
+    the target after it.
+    """
 
     learnt_positions: ClassVar[bool] = True
     attention_dim: int = 32
@@ -104,11 +112,12 @@ class SelfAttentionConfig(HistoryConfig):
         check_below_one("model.attention_dropout", self.attention_dropout)
         if self.attention_dim % self.num_heads:
             raise ConfigError(
-                f"model.attention_dim={self.attention_dim} is no multiple of model.num_heads={self.num_heads}; choose another"
+                f"model.attention_dim={self.attention_dim} is not a multiple of "
+                f"model.num_heads={self.num_heads}; choose another"
             )
 
     def build_block(self, num_positions: int) -> nn.Module:
-        """Takes (values [B, L, attention_dim], ages [B, L], seen [B, L, L])."""
+        """Return a block that takes (values [B, L, attention_dim], ages [B, L], seen [B, L, L])."""
         raise NotImplementedError(f"{type(self).__name__} has no build_block()")
 
     def build_encoder(self, inputs: HistoryInputs, num_positions: int) -> tuple[nn.Module, int]:

@@ -1,4 +1,6 @@
-"""HSTU as layers of a ranking model: pointwise attention over a sequence with its target (stdlib only; layers import torch)."""
+"""Define HSTU: layers of pointwise attention over a sequence with its target (stdlib only; layers
+import torch).
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ if TYPE_CHECKING:
 @register("model", "hstu")
 @dataclass
 class HSTUConfig(SelfAttentionConfig):
-    """Hierarchical sequential transduction units (arXiv 2402.17152), with a bias by how far apart positions are.
+    """Configure hierarchical sequential transduction units (arXiv 2402.17152), with a bias by the
+    distance of positions.
 
-    The unit is the paper's; the sequence is of one kind of action, and no time stamps enter the bias.
+    The unit is that in the paper. The sequence has one kind of action, and time stamps do not enter
+    the bias.
     """
 
     kind: str = "hstu"

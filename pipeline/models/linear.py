@@ -1,6 +1,8 @@
-"""Logistic regression, FM and Wide&Deep, which begin with linear weights (stdlib only; layers import torch).
+"""Define logistic regression, FM and Wide&Deep, which have linear weights (stdlib only; layers
+import torch).
 
-FM and Wide&Deep keep an id's linear weight in the last column of its row, beside its vector: one table a feature, one lookup.
+FM and Wide&Deep store an id's linear weight in the last column of its row, next to its vector, so
+that a feature needs one table and one lookup.
 """
 
 from __future__ import annotations
@@ -23,16 +25,20 @@ if TYPE_CHECKING:
 @register("model", "logistic_regression")
 @dataclass
 class LogisticRegressionConfig(ModelConfig):
-    """A weight an id, a weight a dense feature, a bias.
+    """Configure logistic regression: a weight per id, a weight per dense feature, a bias.
 
-    The weight of an id is the sum of its row: sharded tables are 4 columns wide at least, data_parallel ones may be 1.
+    The weight of an id is the sum of its row. Sharded tables have at least 4 columns; data_parallel
+    tables may have 1.
     """
 
     kind: str = "logistic_regression"
 
     @property
     def table_init(self) -> InitConfig:
-        """Weights near 0: by 1/sqrt(rows), ids of small tables would begin with scores of their own."""
+        """Start near 0.
+
+        With 1/sqrt(rows) the ids of small tables would start with large random scores.
+        """
         return InitConfig("normal", 0.001)
 
     def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
@@ -45,10 +51,10 @@ class LogisticRegressionConfig(ModelConfig):
 @register("model", "fm")
 @dataclass
 class FMConfig(ModelConfig):
-    """Factorisation machine of second order (Rendle, ICDM 2010).
+    """Configure a factorization machine of second order (Rendle, ICDM 2010).
 
-    dense_features: "vectors": a dense feature is a learnt vector times its value; "values": a linear term alone.
-    linear_scale: as deepfm's.
+    dense_features: "vectors": a dense feature is a learnt vector times its value; "values": only a
+    linear term. linear_scale: as in deepfm.
     """
 
     kind: str = "fm"
@@ -62,13 +68,16 @@ class FMConfig(ModelConfig):
 
     @property
     def table_init(self) -> InitConfig:
-        """As logistic regression's; pairs of vectors take part when they have grown."""
+        """Start near 0 as logistic regression does.
+
+        Pairs of vectors take effect when the vectors have grown.
+        """
         return InitConfig("normal", 0.001)
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
         if tables:
             check_one_dim(tables)
-        check_least_dim(tables, 2, "FM keeps a vector of embedding_dim - 1 and a linear weight in a row")
+        check_least_dim(tables, 2, "FM stores a vector of embedding_dim - 1 and a linear weight in a row")
 
     def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
         from pipeline.embeddings.collection import build_embeddings
@@ -84,9 +93,10 @@ class FMConfig(ModelConfig):
 @register("model", "wide_deep")
 @dataclass
 class WideDeepConfig(DeepConfig):
-    """Wide&Deep (arXiv 1606.07792): linear weights of ids and dense features beside an MLP over their vectors.
+    """Configure Wide&Deep (arXiv 1606.07792): linear weights of ids and dense features, and an MLP
+    over their vectors.
 
-    Tables may differ in embedding_dim: the MLP takes the vectors one after the other.
+    Tables may differ in embedding_dim, because the MLP takes the concatenated vectors.
     """
 
     kind: str = "wide_deep"
@@ -94,11 +104,11 @@ class WideDeepConfig(DeepConfig):
 
     @property
     def table_init(self) -> InitConfig:
-        """Small, whatever the table's rows, as of all models over vectors."""
+        """Start small for any number of rows, as all models over vectors do."""
         return InitConfig("normal", 0.01)
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
-        check_least_dim(tables, 2, "Wide&Deep keeps a vector of embedding_dim - 1 and a linear weight in a row")
+        check_least_dim(tables, 2, "Wide&Deep stores a vector of embedding_dim - 1 and a linear weight in a row")
 
     def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
         from pipeline.embeddings.collection import build_embeddings

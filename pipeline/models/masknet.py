@@ -1,4 +1,6 @@
-"""MaskNet: layers whose inputs are multiplied by masks made of the sample itself (stdlib only; layers import torch)."""
+"""Define MaskNet: layers whose inputs are multiplied by masks computed from the sample (stdlib
+only; layers import torch).
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,13 @@ MASKNET_VARIANTS = ("serial", "parallel")
 @register("model", "masknet")
 @dataclass
 class MaskNetConfig(VectorsConfig):
-    """MaskNet (arXiv 2102.07619), its blocks on each other (serial) or side by side under an MLP (parallel).
+    """Configure MaskNet (arXiv 2102.07619), with blocks in sequence (serial), or in parallel under
+    an MLP (parallel).
 
-    serial: a block a size of `hidden_layer_sizes`. parallel: `num_blocks` of `block_dim` units, and the sizes are the MLP's.
-    `layer_norm` is that of the blocks. The defaults are those that BARS (arXiv 2205.09626) found best on most of its data
-    sets; the paper also normalizes the features' vectors (`feature_norm`).
+    serial: one block for each size of `hidden_layer_sizes`. parallel: `num_blocks` blocks of
+    `block_dim` units, and the sizes are the MLP's. `layer_norm` applies to the blocks. The defaults
+    are those that BARS (arXiv 2205.09626) found best on most of its data sets. The paper also
+    normalizes the features' vectors (`feature_norm`).
     """
 
     kind: str = "masknet"
@@ -41,7 +45,10 @@ class MaskNetConfig(VectorsConfig):
 
     @property
     def table_init(self) -> InitConfig:
-        """Next to nothing: norms of features and blocks bring it to size, and with it what rare ids have not learnt yet."""
+        """Start almost at 0.
+
+        The norms of features and blocks scale the vectors up, including the noise of rare ids.
+        """
         return InitConfig("normal", 0.0001)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,6 @@
-"""MMoE: experts that all labels share, and a gate over them for each label (stdlib only; layers import torch)."""
+"""Define MMoE: experts that all labels share, and a gate over them for each label (stdlib only;
+layers import torch).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
 @register("model", "mmoe")
 @dataclass
 class MMoEConfig(TowersConfig):
-    """Multi-gate mixture-of-experts (Ma et al., KDD 2018). expert_layer_sizes: the units of each expert's MLP."""
+    """Configure multi-gate mixture-of-experts (Ma et al., KDD 2018). expert_layer_sizes: the units
+    of each expert's MLP.
+    """
 
     kind: str = "mmoe"
     num_experts: int = 4

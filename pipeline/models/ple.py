@@ -1,4 +1,6 @@
-"""PLE: experts of each label's own beside shared ones, level by level (stdlib only; layers import torch)."""
+"""Define PLE: levels of shared experts and of separate experts for each label (stdlib only; layers
+import torch).
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ if TYPE_CHECKING:
 @register("model", "ple")
 @dataclass
 class PLEConfig(TowersConfig):
-    """Progressive layered extraction (Tang et al., RecSys 2020). num_levels=1 is CGC, its customized gate control.
+    """Configure progressive layered extraction (Tang et al., RecSys 2020). num_levels=1 is CGC
+    (customized gate control).
 
-    Each level has `num_own_experts` of each label and `num_shared_experts`, MLPs of `expert_layer_sizes` units.
+    Each level has `num_own_experts` experts for each label and `num_shared_experts` shared experts.
+    An expert is an MLP of `expert_layer_sizes` units.
     """
 
     kind: str = "ple"

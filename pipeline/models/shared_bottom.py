@@ -1,4 +1,6 @@
-"""Shared bottom: one MLP over all features, and a tower for each label (stdlib only; layers import torch)."""
+"""Define the shared bottom: one MLP over all features, and a tower for each label (stdlib only;
+layers import torch).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 @register("model", "shared_bottom")
 @dataclass
 class SharedBottomConfig(TowersConfig):
-    """Multitask learning by hard sharing (Caruana 1997): all labels read the same hidden layers."""
+    """Configure multitask learning by hard sharing (Caruana 1997): all labels read the same hidden
+    layers.
+    """
 
     kind: str = "shared_bottom"
     hidden_layer_sizes: list[int] = field(default_factory=lambda: [256, 128])

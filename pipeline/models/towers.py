@@ -1,4 +1,6 @@
-"""The base of models of several labels: a body that all labels share, more or less, and a tower for each (stdlib only)."""
+"""Define the base of models of several labels: a body that labels share, and a tower for each label
+(stdlib only).
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class TowersConfig(VectorsConfig):
-    """Of models that learn all labels of the data set, which data.columns.labels lists.
+    """Configure a model that learns all labels of the data set (data.columns.labels).
 
-    tower_layer_sizes: the units of the hidden layers of each label's MLP; towers: label -> those of a label by itself.
-    uncertainty_weights: the labels' weights in the loss are learnt (Kendall et al., CVPR 2018), on top of those given.
+    tower_layer_sizes: the hidden layers of each label's MLP. towers: the hidden layers of single
+    labels, by label. uncertainty_weights: learn weights of the labels in the loss (Kendall et al.,
+    CVPR 2018), in addition to the given weights.
     """
 
     tower_layer_sizes: list[int] = field(default_factory=lambda: [64])
@@ -57,13 +60,16 @@ class TowersConfig(VectorsConfig):
         return RowsModel(build_embeddings(tables), list(dims), dim, towers)
 
     def check_targets(self, targets: list[Target]) -> None:
-        """Raises ConfigError where the model cannot learn these labels."""
+        """Raise ConfigError if the model cannot learn these labels."""
         names = [target.name for target in targets]
         if unknown := [name for name in self.towers if name not in names]:
             raise ConfigError(
-                f"model.towers names {unknown[0]!r}, which is no label{did_you_mean(unknown[0], names)}; there are {', '.join(names)}"
+                f"model.towers names {unknown[0]!r}, which is not a "
+                f"label{did_you_mean(unknown[0], names)}; there are {', '.join(names)}"
             )
 
     def build_body(self, width: int, targets: list[Target]) -> tuple[nn.Module, int]:
-        """What makes of inputs [B, width] one tensor a target, and its width."""
+        """Return a module that maps inputs [B, width] to one tensor per target, and the width of a
+        tensor.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no build_body()")

@@ -1,4 +1,6 @@
-"""Models of the affinity of users and items: matrix factorization, NCF and two towers (stdlib only; layers import torch)."""
+"""Define models of the affinity of users and items: matrix factorization, NCF and two towers
+(stdlib only; layers import torch).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class UserItemConfig(ModelConfig):
-    """One feature names the user, one the item; the data set's other features are not read."""
+    """Configure a model with one user feature and one item feature.
+
+    It does not read the other features of the data set.
+    """
 
     user_feature: str = "user_id"
     item_feature: str = "item_id"
@@ -36,18 +41,20 @@ class UserItemConfig(ModelConfig):
         self.check_dim(used)
 
     def check_dim(self, tables: list[Table]) -> None:
-        """`tables` share one embedding_dim."""
+        """Check that the tables share one embedding_dim."""
 
 
 @register("model", "matrix_factorization")
 @dataclass
 class MatrixFactorizationConfig(UserItemConfig):
-    """Dot product of a user's and an item's vector and a bias of each (Koren et al., 2009), through a sigmoid."""
+    """Configure matrix factorization: the sigmoid of user . item and a bias of each (Koren et al.,
+    2009).
+    """
 
     kind: str = "matrix_factorization"
 
     def check_dim(self, tables: list[Table]) -> None:
-        check_least_dim(tables, 2, "matrix factorisation keeps a vector of embedding_dim - 1 and a bias in a row")
+        check_least_dim(tables, 2, "matrix factorization stores a vector of embedding_dim - 1 and a bias in a row")
 
     def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
         from pipeline.embeddings.collection import build_embeddings
@@ -59,10 +66,11 @@ class MatrixFactorizationConfig(UserItemConfig):
 @register("model", "ncf")
 @dataclass
 class NCFConfig(UserItemConfig, LayersConfig):
-    """Neural collaborative filtering (arXiv 1708.05031).
+    """Configure neural collaborative filtering (arXiv 1708.05031).
 
-    gmf: a weighted product of the two vectors; mlp: layers over both; neumf: both side by side, each with vectors of its
-    own: the first `gmf_dim` columns of a row (None: half) are GMF's, the rest the MLP's.
+    gmf: a weighted product of the two vectors. mlp: layers over both vectors. neumf: both, with
+    separate vectors: the first `gmf_dim` columns of a row (None: half) are GMF's, the rest are the
+    MLP's.
     """
 
     kind: str = "ncf"
@@ -77,11 +85,11 @@ class NCFConfig(UserItemConfig, LayersConfig):
         check_at_least("model.gmf_dim", self.gmf_dim, 1, allow_none=True)
         if self.gmf_dim is not None and self.variant != "neumf":
             raise ConfigError(
-                f"model.gmf_dim={self.gmf_dim} goes with model.variant=neumf; {self.variant} takes whole rows"
+                f"model.gmf_dim={self.gmf_dim} needs model.variant=neumf; {self.variant} uses all columns of a row"
             )
 
     def gmf_columns(self, embedding_dim: int) -> int:
-        """Columns of a row that GMF takes; the MLP takes the rest."""
+        """Return the number of columns of a row that GMF takes. The MLP takes the rest."""
         if self.variant == "neumf":
             return embedding_dim // 2 if self.gmf_dim is None else self.gmf_dim
         return embedding_dim if self.variant == "gmf" else 0
@@ -104,12 +112,14 @@ class NCFConfig(UserItemConfig, LayersConfig):
 @register("model", "two_tower")
 @dataclass
 class TwoTowerConfig(LayersConfig):
-    """A user's and an item's tower whose dot product ranks items (Yi et al., RecSys 2019); clicked rows are the positives.
+    """Configure a user's and an item's tower whose dot product ranks items (Yi et al., RecSys
+    2019).
 
-    `item_features[0]` names the item. Dense features go to the user's tower: they describe the request. A row's
-    negatives are the items of all rows of the global batch, on whatever rank. `log_q_correction` takes off each item's
-    log frequency in the training rows, which makes frequent items frequent negatives. hard_negatives: so many of the
-    negatives count in a row's loss, those that score highest; None: all.
+    Clicked rows are the positives. `item_features[0]` names the item. Dense features are inputs of
+    the user's tower, because they describe the request. A row's negatives are the items of all rows
+    of the global batch, on all ranks. `log_q_correction` subtracts each item's log frequency in the
+    training rows, because frequent items are frequent negatives. hard_negatives: how many negatives
+    with the highest scores count in a row's loss; None: all.
     """
 
     kind: str = "two_tower"
@@ -133,7 +143,8 @@ class TwoTowerConfig(LayersConfig):
         if self.user_layer_sizes[-1] != self.item_layer_sizes[-1]:
             raise ConfigError(
                 f"model.user_layer_sizes ends in {self.user_layer_sizes[-1]} and model.item_layer_sizes in "
-                f"{self.item_layer_sizes[-1]}, but a score is the dot product of both ends; end them alike"
+                f"{self.item_layer_sizes[-1]}, but a score is the dot product of both outputs; "
+                "end both lists with the same size"
             )
         for name, features in (("user", self.user_features), ("item", self.item_features)):
             if not features:
@@ -165,7 +176,8 @@ class TwoTowerConfig(LayersConfig):
             return
         if table.frequencies is None or not table.frequencies.by_row or len(table.feature_names) > 1:
             raise ConfigError(
-                f"model.log_q_correction needs to know how often each item comes, and the data do not say it of {item!r}: "
+                "model.log_q_correction needs the frequency of each item, and the data have none "
+                f"for {item!r}: "
                 "its ids must come from a vocabulary (ids.kind=vocabulary) and have a table of their own; "
                 "or set model.log_q_correction=false"
             )

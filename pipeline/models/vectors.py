@@ -1,4 +1,6 @@
-"""The base of models over one vector a feature, categorical or dense (stdlib only; layers import torch)."""
+"""Define the base of models over one vector per feature, categorical or dense (stdlib only; layers
+import torch).
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,16 @@ if TYPE_CHECKING:
     from pipeline.models.layers.features import FeatureInputs
 
 DENSE_FEATURES = ("vectors", "values")
-DIM_WITHOUT_TABLES = 16  # of dense features' vectors; tables say theirs by embedding_dim
+DIM_WITHOUT_TABLES = 16  # the width of dense features' vectors; tables set theirs by embedding_dim
 
 
 @dataclass
 class VectorsConfig(LayersConfig):
-    """Of models over one vector a feature, all of one width: [batch, num_features, embedding_dim].
+    """Configure a model over one vector per feature, all of one width: [batch, num_features,
+    embedding_dim].
 
-    dense_features: how a dense feature takes part. "vectors": as a learnt vector times its value, a feature as all others;
-        "values": as its value, an input of the layers over all columns alone.
+    dense_features: "vectors": a dense feature is a learnt vector times its value, like other
+        features; "values": its value is an input only of the layers over all columns.
     """
 
     init: str = "xavier_normal"
@@ -37,7 +40,10 @@ class VectorsConfig(LayersConfig):
 
     @property
     def table_init(self) -> InitConfig:
-        """Small, whatever the table's rows: by 1/sqrt(rows), rows of small tables would outweigh all others."""
+        """Start small for any number of rows.
+
+        With 1/sqrt(rows) the rows of small tables would outweigh all other rows.
+        """
         return InitConfig("normal", 0.01)
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
@@ -58,16 +64,20 @@ class VectorsConfig(LayersConfig):
         return RowsModel(build_embeddings(tables), list(dims), dim, self.build_over_arch(inputs, list(dims), dim))
 
     def build_over_arch(self, inputs: FeatureInputs, feature_names: list[str], dim: int) -> nn.Module:
-        """What makes logits [B, 1] of dense features [B, num_dense] and rows [B, len(feature_names), dim]."""
+        """Return a module that maps dense features [B, num_dense] and rows [B, len(feature_names),
+        dim] to logits [B, 1].
+        """
         raise NotImplementedError(f"{type(self).__name__} has no build_over_arch()")
 
 
 @dataclass
 class LinearVectorsConfig(VectorsConfig):
-    """Of models that keep an id's linear weight in the last column of its row, beside its vector: one lookup for both.
+    """Configure a model that stores an id's linear weight in the last column of its row, so that
+    one lookup reads both.
 
-    linear_scale: the logit takes so many times the ids' linear weights. tables.*.l2 is one for a row's vector and weight: with 3
-    and nine times the L2, weights are as free as before, and vectors of rare ids stay nearer to 0.
+    linear_scale: the factor of the ids' linear weights in the logit. A table has one L2 penalty
+    (tables.*.l2) for vectors and weights. With a factor of 3 and nine times the penalty, weights
+    are as free as before, and vectors of rare ids stay nearer to 0.
     """
 
     linear_scale: float = 1.0
@@ -79,7 +89,7 @@ class LinearVectorsConfig(VectorsConfig):
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
         super().check_tables(tables, num_dense_features)
         check_least_dim(
-            tables, 2, f"model={self.kind} keeps a vector of embedding_dim - 1 and a linear weight in a row"
+            tables, 2, f"model={self.kind} stores a vector of embedding_dim - 1 and a linear weight in a row"
         )
 
     def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
@@ -92,5 +102,7 @@ class LinearVectorsConfig(VectorsConfig):
         return RowsModel(build_embeddings(tables), list(dims), dim, self.build_logits(inputs, num_dense_features))
 
     def build_logits(self, inputs: FeatureInputs, num_dense_features: int) -> nn.Module:
-        """What makes logits [B, 1] of dense features [B, num_dense] and rows [B, F, embedding_dim]."""
+        """Return a module that maps dense features [B, num_dense] and rows [B, F, embedding_dim] to
+        logits [B, 1].
+        """
         raise NotImplementedError(f"{type(self).__name__} has no build_logits()")

@@ -1,4 +1,6 @@
-"""xDeepFM: a compressed interaction network and an MLP over the same vectors (stdlib only; layers import torch)."""
+"""Define xDeepFM: a compressed interaction network and an MLP over the same vectors (stdlib only;
+layers import torch).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 @register("model", "xdeepfm")
 @dataclass
 class XDeepFMConfig(LinearVectorsConfig):
-    """xDeepFM (arXiv 1803.05170): linear terms, a CIN and an MLP, added up.
+    """Configure xDeepFM (arXiv 1803.05170): the sum of linear terms, a CIN and an MLP.
 
     The defaults are those that BARS (arXiv 2205.09626) found best on most of its data sets.
     """
@@ -32,7 +34,10 @@ class XDeepFMConfig(LinearVectorsConfig):
 
     @property
     def table_init(self) -> InitConfig:
-        """Smaller than beside an MLP alone: products of three vectors and more would begin as noise of rare ids."""
+        """Use smaller weights than for an MLP alone.
+
+        Otherwise products of three or more vectors start with noise from rare ids.
+        """
         return InitConfig("normal", 0.001)
 
     def __post_init__(self) -> None:

@@ -1,1 +1,1 @@
-"""Layers that models are built from."""
+"""Define the layers that models are built from."""

@@ -10,11 +10,13 @@ from pipeline.models.layers.features import FeatureInputs
 
 
 class MultiHeadInteraction(nn.Module):
-    """rows [B, F, in_features] -> [B, F, width]: relu(heads of attention, side by side, + the residual).
+    """Apply multi-head attention: rows [B, F, in_features] -> [B, F, width] = relu(concatenated
+    heads + residual).
 
-    A head's vector of a feature is the sum of all features' values, weighted by a softmax of the products of its query with
-    their keys. `scale` divides the products by the root of a head's width, which the paper leaves out. The residual is the
-    rows themselves where the widths are equal, else a linear map of them.
+    A head computes for each feature a sum of all features' values, weighted by a softmax of the
+    products of its query with all keys. `scale` divides the products by the square root of a head's
+    width; the paper does not. The residual is the rows if the widths are equal, otherwise a linear
+    map of the rows.
     """
 
     def __init__(
@@ -28,7 +30,7 @@ class MultiHeadInteraction(nn.Module):
         scale: bool = False,
         layer_norm: bool = False,
     ) -> None:
-        """`width` is a multiple of `num_heads`; `dropout` leaves out weights of the attention."""
+        """width: a multiple of `num_heads`. dropout: the share of attention weights to drop."""
         super().__init__()
         self.num_heads, self._dropout = num_heads, dropout
         self._scale = (width // num_heads) ** -0.5 if scale else 1.0
@@ -39,7 +41,8 @@ class MultiHeadInteraction(nn.Module):
         self.norm = nn.LayerNorm(width) if layer_norm else None
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        # One call for products, softmax and sum: torch's CPU kernel writes no [B, heads, F, F] to memory.
+        # One call for products, softmax and sum, because torch's CPU kernel then writes no [B,
+        # heads, F, F] to memory.
         attended = F.scaled_dot_product_attention(
             self._heads(self.query(rows)),
             self._heads(self.key(rows)),
@@ -53,12 +56,13 @@ class MultiHeadInteraction(nn.Module):
         return F.relu(values if self.norm is None else self.norm(values))
 
     def _heads(self, values: torch.Tensor) -> torch.Tensor:
-        """[B, F, width] -> [B, heads, F, width of a head]"""
+        """Reshape [B, F, width] to [B, heads, F, width of a head]."""
         return values.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
 
 
 class AttendedFeatures(nn.Module):
-    """dense [B, N], rows [B, F, D] -> logits [B, 1]: interacting layers on each other, and a linear layer over their outputs.
+    """Map dense [B, N] and rows [B, F, D] to logits [B, 1]: interacting layers in sequence, then a
+    linear layer.
 
     With `deep` the logit of an MLP over the inputs is added (AutoInt+, section 5.5).
     """

@@ -1,6 +1,7 @@
-"""Normalize columns by mean and variance of the global batch, over all ranks, on any device.
+"""Normalize columns by the mean and variance of the global batch, over all ranks, on any device.
 
-torch's SyncBatchNorm refuses CPU tensors. With statistics of a rank's own rows, training would depend on the world size.
+torch's SyncBatchNorm refuses CPU tensors. With statistics of one rank's rows, training would depend
+on the world size.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from pipeline.devices.cpu.host_exchange import all_gather, all_reduce, num_excha
 
 
 class BatchNorm(nn.Module):
-    """[B, width] -> [B, width], as nn.BatchNorm1d of the rows of all ranks at once (arXiv 1502.03167).
+    """Map [B, width] -> [B, width], as nn.BatchNorm1d on the rows of all ranks (arXiv 1502.03167).
 
-    Collective while training: every rank must call it, with as many rows as it has; forward and backward exchange a message
-    each. The running mean and variance are state, and equal on all ranks. Evaluation uses them, and exchanges nothing.
-    Numbers are float32 whatever the autocast, the output has the input's type.
+    Collective during training: every rank must call it, with any number of rows. Forward and
+    backward exchange one message each. The running mean and variance are state and equal on all
+    ranks. Evaluation uses them and exchanges nothing. Numbers are float32 under any autocast; the
+    output has the input's type.
     """
 
     def __init__(self, width: int, momentum: float = 0.1, eps: float = 1e-5, affine: bool = True) -> None:
@@ -40,7 +42,7 @@ class BatchNorm(nn.Module):
             return _over_all_ranks(self, rows)
         normalized = F.batch_norm(
             rows.float(),
-            self.running_mean.float(),  # itself, but in layers that were exported in bf16
+            self.running_mean.float(),  # no change, except in layers that were exported in bf16
             self.running_var.float(),
             None if self.weight is None else self.weight.float(),
             None if self.bias is None else self.bias.float(),
@@ -61,7 +63,7 @@ def _over_all_ranks(norm: BatchNorm, rows: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         momentum = norm.momentum * (count > 1)
         norm.running_mean.lerp_(mean, momentum)
-        # of the population, as torch has it
+        # The variance of the population, as in torch.
         norm.running_var.lerp_(variance * (count / (count - 1).clamp(min=1)), momentum)
     scale = torch.rsqrt(variance + norm.eps)
     normalized = _Normalize.apply(values, mean, scale, count)  # type: ignore[no-untyped-call]
@@ -71,9 +73,11 @@ def _over_all_ranks(norm: BatchNorm, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _global_statistics(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Collective: mean [width], variance [width] and number of the rows of all ranks, the same bits on each.
+    """Collective: return mean [width], variance [width] and number of the rows of all ranks, with
+    equal bits on each.
 
-    Each rank sends its mean and its squares about it, which lose nothing where the mean is large beside the spread.
+    Each rank sends its mean and the squared deviations from it, which stay precise if the mean is
+    much larger than the deviations.
     """
     local_count = rows.new_tensor([rows.shape[0]])
     local_mean = rows.sum(dim=0) / local_count.clamp(min=1)
@@ -88,7 +92,7 @@ def _global_statistics(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 class _Normalize(torch.autograd.Function):
-    """(rows - mean) * scale, whose mean and scale depend on the rows of all ranks."""
+    """Compute (rows - mean) * scale, where mean and scale depend on the rows of all ranks."""
 
     @staticmethod
     def forward(  # type: ignore[override]

@@ -1,4 +1,6 @@
-"""Combine vectors by products of their columns, a degree a layer: the compressed interaction network (arXiv 1803.05170)."""
+"""Combine vectors by products of their columns, one degree per layer: the compressed interaction
+network (arXiv 1803.05170).
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ from pipeline.models.layers.fm import DenseTerm, scaled, split_rows
 
 
 class CompressedInteraction(nn.Module):
-    """vectors [B, F, D] -> [B, sum of layer_sizes]: each layer's vectors, added up over their columns.
+    """Map vectors [B, F, D] to [B, sum of layer_sizes]: each layer's vectors, summed over their
+    columns.
 
-    A vector of layer k is a weighted sum of all products, column by column, of a vector of layer k - 1 with one of the
-    first layer, and a bias (arXiv 1803.05170, equation 6; no activation, as the paper found best).
+    A vector of layer k is a bias and a weighted sum of all column-wise products of a vector of
+    layer k - 1 with a vector of the first layer (arXiv 1803.05170, equation 6; without activation,
+    which the paper found best).
     """
 
     def __init__(self, num_vectors: int, layer_sizes: Sequence[int]) -> None:
@@ -27,9 +31,7 @@ class CompressedInteraction(nn.Module):
         )
 
     def forward(self, vectors: torch.Tensor) -> torch.Tensor:
-        first = last = vectors.transpose(
-            1, 2
-        )  # [B, D, F]: a column's products lie beside each other for the matrix product
+        first = last = vectors.transpose(1, 2)  # [B, D, F]: products of a column are adjacent for the matrix product
         sums = []
         for layer in self.layers:
             products = (last.unsqueeze(3) * first.unsqueeze(2)).flatten(2)
@@ -39,7 +41,8 @@ class CompressedInteraction(nn.Module):
 
 
 class CINAndDeep(nn.Module):
-    """dense [B, num_dense], rows [B, F, D + 1] -> logits [B, 1]: linear terms, a CIN, and an MLP over the vectors or none.
+    """Map dense [B, num_dense] and rows [B, F, D + 1] to logits [B, 1]: linear terms, a CIN, and an
+    optional MLP.
 
     The last column of a row is its linear weight.
     """

@@ -1,4 +1,6 @@
-"""Cross the features' columns with each other, a degree a layer (DCN, arXiv 1708.05123; DCNv2, arXiv 2008.13535)."""
+"""Cross the features' columns with each other, one degree per layer (DCN, arXiv 1708.05123; DCNv2,
+arXiv 2008.13535).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from pipeline.models.layers.features import FeatureInputs
 
 
 class VectorCross(nn.Module):
-    """first, last [B, width] -> first * (last . w) + b + last (arXiv 1708.05123, equation 3)."""
+    """Map first, last [B, width] to first * (last . w) + b + last (arXiv 1708.05123,
+    equation 3).
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -21,7 +25,10 @@ class VectorCross(nn.Module):
 
 
 class MatrixCross(nn.Module):
-    """first, last [B, width] -> first * (W last + b) + last, W of full rank or U V of `rank` (arXiv 2008.13535, 3.1, 3.2)."""
+    """Map first, last [B, width] to first * (W last + b) + last.
+
+    W has full rank or is U V of `rank` (arXiv 2008.13535, 3.1, 3.2).
+    """
 
     def __init__(self, width: int, rank: int | None = None) -> None:
         super().__init__()
@@ -34,10 +41,13 @@ class MatrixCross(nn.Module):
 
 
 class MixtureCross(nn.Module):
-    """first, last [B, width] -> first * (sum of gated experts + b) + last; an expert is U tanh(C tanh(V last)).
+    """Map first, last [B, width] to first * (sum of gated experts + b) + last.
 
-    arXiv 2008.13535, section 3.2 (DCN-Mix): the gates are a softmax of a linear map of `last`. All experts are computed as
-    two products, with the gate ahead of the second: it is the same sum.
+    An expert is U tanh(C tanh(V last)).
+
+    Source: arXiv 2008.13535, section 3.2 (DCN-Mix). The gates are a softmax of a linear map of
+    `last`. All experts are computed as two products, with the gate applied before the second
+    product; the sum is the same.
     """
 
     def __init__(self, width: int, rank: int, num_experts: int) -> None:
@@ -57,7 +67,9 @@ class MixtureCross(nn.Module):
 
 
 class CrossNetwork(nn.Module):
-    """inputs [B, width] -> [B, width]: each layer crosses the inputs with what the layer before it gave."""
+    """Map inputs [B, width] -> [B, width]: each layer crosses the inputs with the output of the
+    previous layer.
+    """
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
@@ -71,12 +83,17 @@ class CrossNetwork(nn.Module):
 
 
 class CrossAndDeep(nn.Module):
-    """dense [B, num_dense], rows [B, F, D] -> logits [B, 1]: a cross network, with an MLP behind it, beside it, both or none."""
+    """Map dense [B, num_dense] and rows [B, F, D] to logits [B, 1]: a cross network with up to two
+    MLPs.
+    """
 
     def __init__(
         self, inputs: FeatureInputs, cross: CrossNetwork, behind: nn.Module | None, beside: nn.Module | None
     ) -> None:
-        """`behind` and `beside` are MLPs over [B, inputs.width] that end in a hidden layer (their `out_features`)."""
+        """behind: an MLP over the crosses. beside: an MLP over the inputs.
+
+        Both take [B, inputs.width] and end in a hidden layer (their `out_features`).
+        """
         super().__init__()
         self.inputs, self.cross, self.behind, self.beside = inputs, cross, behind, beside
         widths = [inputs.width if behind is None else behind.out_features]

@@ -1,7 +1,8 @@
 """Compute the logits of TorchRec's DLRM and DLRM_DCN with less copying.
 
-Parameters, their names and the numbers are TorchRec's. Its own forward reads the embeddings key by key, copies them
-twice and gathers the pairs by index: on a CPU that takes longer than the layers.
+Parameters, their names and the results are TorchRec's. TorchRec's forward reads the embeddings key
+by key, copies them twice and gathers the pairs by index. On a CPU that takes longer than the
+layers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pipeline.models.layers.mlp import MLP, Layer
 
 
 class DotDLRM(DLRM):
-    """forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1]."""
+    """Compute forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1]."""
 
     def __init__(self, settings: LayerSettings = LayerSettings(), **arguments: Any) -> None:  # noqa: B008  # frozen
         super().__init__(**arguments)
@@ -38,7 +39,7 @@ class DotDLRM(DLRM):
 
 
 class CrossDLRM(DLRM_DCN):
-    """forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1]."""
+    """Compute forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1]."""
 
     def __init__(self, settings: LayerSettings = LayerSettings(), **arguments: Any) -> None:  # noqa: B008  # frozen
         super().__init__(**arguments)
@@ -53,9 +54,10 @@ class CrossDLRM(DLRM_DCN):
 
 
 class SparseDLRM(nn.Module):
-    """forward(dense_features [B, 0], sparse_features) -> logits [B, 1]: a DLRM over the tables alone, without a dense arch.
+    """Compute a DLRM over tables only, without a dense arch.
 
-    `inter_arch` takes (None, rows [B, F, D]) and gives [B, inter_arch.out_features].
+    forward(dense_features [B, 0], sparse_features) -> logits [B, 1]. `inter_arch` takes (None, rows
+    [B, F, D]) and returns [B, inter_arch.out_features].
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class SparseDLRM(nn.Module):
 
 
 class CrossedRows(nn.Module):
-    """None, rows [B, F, D] -> [B, F D]: low-rank crosses of all columns."""
+    """Map (None, rows [B, F, D]) to [B, F D]: low-rank crosses of all columns."""
 
     def __init__(self, width: int, num_layers: int, rank: int) -> None:
         super().__init__()
@@ -93,9 +95,12 @@ class CrossedRows(nn.Module):
 
 
 def _set_layers(model: DotDLRM | CrossDLRM, settings: LayerSettings) -> None:
-    """Layers with norms, dropout or another activation in the place of TorchRec's, under the same names of weights.
+    """Replace TorchRec's layers by layers with norms, dropout or another activation.
 
-    What the interaction takes of the dense arch has neither norm nor dropout: it is a vector as the tables' are.
+    Names of weights stay the same.
+
+    The output of the dense arch that enters the interaction has neither norm nor dropout, like the
+    vectors of the tables.
     """
     if settings == LayerSettings():
         _activate_in_place(model)
@@ -108,22 +113,25 @@ def _set_layers(model: DotDLRM | CrossDLRM, settings: LayerSettings) -> None:
 
 
 def _sizes(mlp: nn.Module) -> list[int]:
-    """Columns of the input and of each layer's output."""
+    """Return the width of the input and of each layer's output."""
     layers = [layer for layer in mlp.modules() if isinstance(layer, nn.Linear)]
     return [layers[0].in_features, *(layer.out_features for layer in layers)]
 
 
 def _activate_in_place(model: nn.Module) -> None:
-    """A layer's own output is nobody else's, and its backward does not ask for it."""
+    """Apply relu in place.
+
+    Only its layer uses the output, and its backward does not need the input.
+    """
     for layer in model.modules():
         if isinstance(layer, Perceptron) and layer._activation_fn is torch.relu:
             layer._activation_fn = torch.relu_
 
 
 def use_torchrec_layers(model: nn.Module) -> None:
-    """Let each DLRM inside `model` run TorchRec's own forward, interaction and activations, to compare with.
+    """Let each DLRM in `model` run TorchRec's forward, interaction and activations, as a baseline.
 
-    Parameters and their names stay as they are.
+    Parameters and their names stay the same.
     """
     for dlrm in model.modules():
         if isinstance(dlrm, DotDLRM):
@@ -147,10 +155,13 @@ def _forward(
 
 
 def join_lookups_to_products(model: nn.Module) -> int:
-    """Let each DLRM's lookup leave its rows where its dot products want them, in their type; how many do.
+    """Let the lookup of each DLRM write its rows in the type and place that the dot products need.
 
-    Where one lookup holds all tables, in the model's order and of one width: what it leaves is then the dot products' whole
-    input but for the dense layers' row. The numbers are the same: a row is rounded once, at another point.
+    Return how many do.
+
+    This needs one lookup with all tables in the model's order and of one width. Its output is then
+    the complete input of the dot products, except for the row of the dense layers. The numbers are
+    the same: each row is rounded once, at another point.
     """
     joined = 0
     for dlrm in (module for module in model.modules() if isinstance(module, DotDLRM)):

@@ -1,4 +1,6 @@
-"""Bring a sample's features together as vectors: rows of tables, and a learnt vector a dense feature, scaled by its value."""
+"""Represent a sample's features as vectors: rows of tables, and for each dense feature a learnt
+vector times its value.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ from pipeline.models.layers.interaction import PooledRows
 
 
 class RowsModel(nn.Module):
-    """forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1]: `over_arch` of (dense, rows [B, F, D]).
+    """Compute forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1] =
+    over_arch(dense, rows [B, F, D]).
 
-    The rows are in the order of `feature_names`, whatever the plan; without features they are [B, 0, D].
+    The rows are in the order of `feature_names` under any plan. Without features they are [B, 0,
+    D].
     """
 
     def __init__(
@@ -34,11 +38,15 @@ class RowsModel(nn.Module):
 
 
 class DenseVectors(nn.Module):
-    """dense [B, N], rows [B, F, D] -> [B, N + F, D]: dense feature n is its value times a learnt vector."""
+    """Map dense [B, N] and rows [B, F, D] to [B, N + F, D].
+
+    Dense feature n is its value times a learnt vector.
+    """
 
     def __init__(self, num_dense_features: int, dim: int) -> None:
         super().__init__()
-        # Small as the tables' rows: values are not scaled to 1, and products of large vectors would drown the logit.
+        # As small as the rows of tables. Values are not scaled to 1, and products of large vectors
+        # would dominate the logit.
         weight = torch.empty(num_dense_features, dim)
         self.weight = nn.Parameter(nn.init.normal_(weight, std=0.01)) if num_dense_features else None
 
@@ -49,9 +57,10 @@ class DenseVectors(nn.Module):
 
 
 class FeatureInputs(nn.Module):
-    """dense [B, N], rows [B, F, D] -> (vectors [B, num_vectors, D], inputs [B, width]): the latter for layers over all columns.
+    """Map dense [B, N] and rows [B, F, D] to (vectors [B, num_vectors, D], inputs [B, width]).
 
-    Dense features are among the vectors, or else only among the inputs, by their values.
+    `inputs` are for layers over all columns. Dense features are part of the vectors, or enter
+    `inputs` only, by value.
     """
 
     def __init__(self, num_sparse_features: int, num_dense_features: int, dim: int, dense_as_vectors: bool) -> None:

@@ -1,4 +1,6 @@
-"""Add up the dot products of every pair of vectors (factorization machines: Rendle, ICDM 2010), and linear terms."""
+"""Compute linear terms and the sum of the dot products of all pairs of vectors (factorization
+machines: Rendle, ICDM 2010).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from pipeline.models.layers.features import FeatureInputs
 
 
 class DenseTerm(nn.Module):
-    """dense_features [B, num_dense] -> weights . dense + bias [B, 1]; the bias alone where there are none."""
+    """Map dense_features [B, num_dense] to weights . dense + bias [B, 1], or to the bias if there
+    are no dense features.
+    """
 
     def __init__(self, num_dense_features: int) -> None:
         super().__init__()
@@ -20,15 +24,17 @@ class DenseTerm(nn.Module):
 
     def forward(self, dense_features: torch.Tensor) -> torch.Tensor:
         if self.weights is None:
-            return self.bias.expand(dense_features.shape[0], 1)  # len() would fix the batch size under torch.export
+            # len() would fix the batch size under torch.export
+            return self.bias.expand(dense_features.shape[0], 1)
         return dense_features @ self.weights + self.bias
 
 
 class PairTerms(nn.Module):
-    """dense [B, num_dense], rows [B, F, D + 1] -> [B, 1]: linear terms, and the dot product of every pair of vectors.
+    """Map dense [B, num_dense] and rows [B, F, D + 1] to [B, 1]: linear terms and the dot products
+    of all pairs of vectors.
 
-    The last column of a row is its linear weight. A dense feature is a learnt vector times its value, or with
-    `dense_as_vectors` False a linear term alone.
+    The last column of a row is its linear weight. A dense feature is a learnt vector times its
+    value, or only a linear term if `dense_as_vectors` is False.
     """
 
     def __init__(
@@ -53,10 +59,11 @@ class PairTerms(nn.Module):
 
 
 class _SumsOfRows(torch.autograd.Function):
-    """rows [B, F, D + 1] -> the vectors' sum [B, D], the sum of their squares [B, D], the sum of the last columns [B, 1].
+    """Map rows [B, F, D + 1] to the sum of vectors [B, D], the sum of squares [B, D] and the sum of
+    last columns [B, 1].
 
-    Backward writes the rows' gradient once, where autograd's own fills one with zeros for each slice and adds them up; the
-    numbers are the same.
+    Backward writes the gradient of the rows once. Autograd would fill one tensor with zeros for
+    each slice and add them up. The numbers are the same.
     """
 
     @staticmethod
@@ -76,7 +83,10 @@ class _SumsOfRows(torch.autograd.Function):
 
 
 class _SplitRows(torch.autograd.Function):
-    """rows [B, F, D + 1] -> vectors [B, F, D], the sum of the last columns [B, 1]. Backward: as _SumsOfRows'."""
+    """Map rows [B, F, D + 1] to vectors [B, F, D] and the sum of last columns [B, 1].
+
+    Backward: as in _SumsOfRows.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
@@ -88,7 +98,9 @@ class _SplitRows(torch.autograd.Function):
 
 
 def split_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows [B, F, D + 1] -> vectors [B, F, D], the sum of their linear weights [B, 1]."""
+    """Split rows [B, F, D + 1] into vectors [B, F, D] and the sum of their linear weights
+    [B, 1].
+    """
     return _SplitRows.apply(rows)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -97,7 +109,10 @@ def scaled(weights: torch.Tensor, linear_scale: float) -> torch.Tensor:
 
 
 class _PairProducts(torch.autograd.Function):
-    """Backward computes (sum of vectors - vector) for all of them at once, in the roundings of autograd's own."""
+    """Sum the products of pairs.
+
+    Backward computes (sum of vectors - vector) at once, rounded as autograd rounds it.
+    """
 
     @staticmethod
     def forward(ctx: Any, vectors: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -112,7 +127,7 @@ class _PairProducts(torch.autograd.Function):
 
 
 def pair_products(vectors: torch.Tensor) -> torch.Tensor:
-    """[B, F, D] -> [B, 1]: the sum of the dot products of all pairs.
+    """Map [B, F, D] to [B, 1]: the sum of the dot products of all pairs.
 
     It is ((sum of vectors)^2 - sum of vectors^2) / 2 (Rendle 2010, lemma 3.1).
     """
@@ -120,7 +135,8 @@ def pair_products(vectors: torch.Tensor) -> torch.Tensor:
 
 
 class FMAndDeep(nn.Module):
-    """dense [B, num_dense], rows [B, F, D + 1] -> logits [B, 1]: linear terms, all pairs of vectors, and an MLP over them.
+    """Map dense [B, num_dense] and rows [B, F, D + 1] to logits [B, 1]: linear terms, all pairs of
+    vectors, and an MLP.
 
     The last column of a row is its linear weight.
     """

@@ -1,4 +1,6 @@
-"""Take a batch's behaviour sequence, its target and all other features apart, and join what an encoder makes of them."""
+"""Separate a batch's behaviour sequence, its target and the other features, and join the encoder's
+output with the others.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,12 @@ from pipeline.embeddings.positions import COUNT_COLUMNS, COUNT_UNIT
 
 
 class History(NamedTuple):
-    """target [B, Q]; rows [B, L, K], the first Q columns of which are of the target's features, oldest first; mask [B, L],
-    true where there is an id; others [B, W]: the columns of all features that are no sequences."""
+    """The inputs of an encoder of histories.
+
+    target [B, Q]. rows [B, L, K], oldest first; the first Q columns have the same features as the
+    target. mask [B, L]: true if the position has an id. others [B, W]: the columns of all features
+    that are not sequences.
+    """
 
     target: torch.Tensor
     rows: torch.Tensor
@@ -23,7 +29,10 @@ class History(NamedTuple):
 
 
 class HistoryInputs(nn.Module):
-    """KeyedTensor by feature -> History. A sequence's rows are zeros where there is no id, and no sum has them."""
+    """Map a KeyedTensor by feature to a History.
+
+    A position without an id has a row of zeros and enters no sum.
+    """
 
     def __init__(
         self, sequences: Sequence[str], targets: Sequence[str], others: Sequence[str], dims: dict[str, int]
@@ -40,7 +49,8 @@ class HistoryInputs(nn.Module):
         rows = [
             block[:, :-COUNT_COLUMNS].unflatten(1, (-1, dim)) for block, dim in zip(blocks, self._dims, strict=True)
         ]
-        counts = blocks[0][:, -COUNT_COLUMNS:].to(torch.int64)  # of the first: the others are as long
+        # of the first sequence, because all sequences have the same lengths
+        counts = blocks[0][:, -COUNT_COLUMNS:].to(torch.int64)
         count = counts[:, :1] * COUNT_UNIT + counts[:, 1:]
         mask = torch.arange(rows[0].shape[1], device=count.device) < count
         return History(
@@ -52,8 +62,11 @@ class HistoryInputs(nn.Module):
 
 
 class HistoryModel(nn.Module):
-    """forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1]: `layers` over dense features, all others,
-    and what `encoder`(target, rows, mask) makes of the sequence."""
+    """Compute forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1].
+
+    `layers` read the dense features, the other features and the output of `encoder`(target, rows,
+    mask).
+    """
 
     def __init__(self, embeddings: nn.Module, inputs: HistoryInputs, encoder: nn.Module, layers: nn.Module) -> None:
         super().__init__()
@@ -68,5 +81,7 @@ class HistoryModel(nn.Module):
 
 
 def ages(mask: torch.Tensor) -> torch.Tensor:
-    """[B, L] int64: 1 for the newest id of a sequence, 2 for the one before; below 1 where there is none."""
+    """Return [B, L] int64: 1 for the newest id of a sequence, 2 for the one before; below 1 if
+    there is no id.
+    """
     return mask.sum(dim=1, keepdim=True) - torch.arange(mask.shape[1], device=mask.device)

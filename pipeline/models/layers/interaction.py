@@ -14,7 +14,10 @@ from pipeline.devices.cpu.dots import dots, dots_backward, multiplies_rows
 
 
 class PooledRows(nn.Module):
-    """KeyedTensor -> [batch, F, D] in the order of `feature_names`, whatever order the plan has left its columns in."""
+    """Map a KeyedTensor to [batch, F, D] in the order of `feature_names`.
+
+    The plan may order the columns differently.
+    """
 
     def __init__(self, feature_names: list[str]) -> None:
         super().__init__()
@@ -36,7 +39,10 @@ class PooledRows(nn.Module):
 
 
 class _Reordered(torch.autograd.Function):
-    """index_select along dimension 1 by a permutation: its backward is one too, where torch's adds up from zeros."""
+    """Permute dimension 1 by an index_select.
+
+    Backward is a permutation too; torch's adds up from zeros.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -52,18 +58,22 @@ class _Reordered(torch.autograd.Function):
 
 
 class DotInteraction(nn.Module):
-    """dense [B, D], rows [B, F, D] -> [B, D + F + F (F - 1) / 2]: dense, then the dot product of every pair.
+    """Map dense [B, D] and rows [B, F, D] to [B, D + F + F (F - 1) / 2]: dense, then the dot
+    product of every pair.
 
-    The same numbers in the same order as torchrec.models.dlrm.InteractionArch. The products' matrix X X^T is symmetric,
-    so backward is one product (G + G^T) X, and autograd's of the bmm takes two. Without dense features dense is None,
-    and only the products of the rows are returned [B, F (F - 1) / 2].
+    The numbers and their order are those of torchrec.models.dlrm.InteractionArch. The matrix of
+    products X X^T is symmetric, so backward is one product (G + G^T) X, where autograd's backward
+    of bmm takes two. Without dense features dense is None, and the result has only the products of
+    the rows [B, F (F - 1) / 2].
     """
 
     def __init__(self, num_sparse_features: int, has_dense: bool = True) -> None:
         super().__init__()
         self.num_sparse_features, self.has_dense = num_sparse_features, has_dense
-        self.out_features = num_sparse_features * (num_sparse_features - 1) // 2  # without those of dense
-        self.rows_have_room = False  # for `dense` ahead of each sample's rows, in one block of memory
+        # without the products with dense
+        self.out_features = num_sparse_features * (num_sparse_features - 1) // 2
+        # True: memory is reserved for `dense` before each sample's rows
+        self.rows_have_room = False
         self.uses_kernel = True
         self._positions: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -74,11 +84,13 @@ class DotInteraction(nn.Module):
         return _Dots.apply(dense, rows, dtype, self.rows_have_room, positions)  # type: ignore[no-any-return,no-untyped-call]
 
     def _positions_on(self, device: torch.device, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the places of the pairs in a flat [n, n], and the place of each of a flat [n, n] in the pairs and a zero.
+        """Return the positions of the pairs in a flat [n, n], and the position of each of the flat
+        [n, n] in the pairs and a zero.
 
-        By them torch gathers the pairs in one call. Slices of rows would be a call of the host for each row.
+        With them torch gathers the pairs in one call. Slices would need one call from the host for
+        each row.
         """
-        if torch.compiler.is_compiling():  # what is traced is not kept
+        if torch.compiler.is_compiling():  # tensors made during tracing are not kept
             return _positions(device, num_rows)
         if device not in self._positions:
             self._positions[device] = _positions(device, num_rows)
@@ -126,7 +138,11 @@ class _Dots(torch.autograd.Function):
 def _split(
     both: torch.Tensor, first: torch.Tensor | None, to_dense: torch.dtype | None, to_rows_type: torch.dtype
 ) -> tuple[torch.Tensor | None, torch.Tensor, None, None, None]:
-    """The gradients of dense and of rows, where `both` [B, F + 1, D] has that of dense, which is `first`, ahead of the others."""
+    """Return the gradients of dense and of rows.
+
+    both: [B, F + 1, D], with the gradient of dense first, or [B, F, D] without dense. first: the
+    gradient of dense.
+    """
     to_rows = both if first is None else both[:, 1:]
     if to_rows.dtype != to_rows_type:
         to_rows = to_rows.to(to_rows_type, memory_format=torch.contiguous_format)
@@ -134,20 +150,24 @@ def _split(
 
 
 def _in_place(dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """`dense` written into the room ahead of `rows`, and the whole [B, F + 1, D]; None where there is no such room."""
+    """Write `dense` into the reserved memory before `rows` and return all as [B, F + 1, D]; None if
+    none is reserved.
+    """
     batch, num_features, dim = rows.shape
     strides, count = ((num_features + 1) * dim, dim, 1), batch * (num_features + 1) * dim
     is_slice = rows.stride() == strides and rows.storage_offset() == dim
     if not is_slice or rows.dtype != dtype or rows.untyped_storage().nbytes() != count * rows.element_size():
         return None
-    # Not rows itself: autograd would see its memory change.
+    # A view of rows.data, because autograd would notice a change of the memory of `rows`.
     combined = rows.data.as_strided((batch, num_features + 1, dim), strides, 0)
     combined[:, 0] = dense
     return combined
 
 
 def _combined(dense: torch.Tensor | None, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[B, D] and [B, F, D] -> [B, F + 1, D], cast on the way; without dense the rows."""
+    """Join [B, D] and [B, F, D] to [B, F + 1, D], cast on the way. Without dense return the
+    rows.
+    """
     if dense is None:
         return rows.to(dtype).contiguous()
     if torch.compiler.is_compiling() or not in_host_memory(dense):
@@ -158,14 +178,16 @@ def _combined(dense: torch.Tensor | None, rows: torch.Tensor, dtype: torch.dtype
 
 
 def _symmetric(gradient: torch.Tensor, both_ways: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[B, P] -> G + G^T [B, n, n], where the upper triangle of G holds the columns, row by row."""
+    """Return G + G^T [B, n, n] of gradient [B, P], which lists the upper triangle of G row
+    by row.
+    """
     with_zero = torch.nn.functional.pad(gradient, (0, 1))
     return with_zero.index_select(1, both_ways).view(len(gradient), num_rows, num_rows)
 
 
 def _positions(device: torch.device, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     pairs = list(combinations(range(num_rows), 2))
-    both_ways = [len(pairs)] * num_rows**2  # the diagonal: the zero behind the pairs
+    both_ways = [len(pairs)] * num_rows**2  # the diagonal: index of the zero after the pairs
     for number, (i, j) in enumerate(pairs):
         both_ways[i * num_rows + j] = both_ways[j * num_rows + i] = number
     above = [i * num_rows + j for i, j in pairs]

@@ -1,4 +1,4 @@
-"""The modules of logistic regression and Wide&Deep."""
+"""Define the modules of logistic regression and Wide&Deep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from pipeline.models.layers.mlp import MLP
 
 
 class LogisticRegression(nn.Module):
-    """forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1]: the weight of an id is the sum of its row."""
+    """Compute forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1].
+
+    The weight of an id is the sum of its row.
+    """
 
     def __init__(self, embedding_bag_collection: nn.Module, num_dense_features: int) -> None:
         super().__init__()
@@ -20,13 +23,17 @@ class LogisticRegression(nn.Module):
         self.dense_term = DenseTerm(num_dense_features)
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        weights = self.embedding_bag_collection(sparse_features).values()  # summed, so in any order
+        # they are summed, so the order does not matter
+        weights = self.embedding_bag_collection(sparse_features).values()
         logits: torch.Tensor = weights.sum(dim=1, keepdim=True) + self.dense_term(dense_features)
         return logits
 
 
 class WideDeep(nn.Module):
-    """forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1]; tables may differ in embedding_dim."""
+    """Compute forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1].
+
+    Tables may differ in embedding_dim.
+    """
 
     def __init__(
         self,
@@ -36,7 +43,7 @@ class WideDeep(nn.Module):
         hidden_layer_sizes: list[int],
         settings: LayerSettings = LayerSettings(),  # noqa: B008  # frozen
     ) -> None:
-        """`dims` maps each feature to its table's embedding_dim."""
+        """dims: the embedding_dim of each feature's table."""
         super().__init__()
         self.embedding_bag_collection = embedding_bag_collection
         self.split = WideAndDeepColumns(list(dims))
@@ -52,7 +59,9 @@ class WideDeep(nn.Module):
 
 
 class WideAndDeepColumns(nn.Module):
-    """KeyedTensor -> (sum of all last columns [B, 1], the other columns [B, sum of dims - F] in the order of features)."""
+    """Map a KeyedTensor to (sum of all last columns [B, 1], the other columns [B, sum of dims - F]
+    in the order of features).
+    """
 
     def __init__(self, feature_names: list[str]) -> None:
         super().__init__()

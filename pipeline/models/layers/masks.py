@@ -1,4 +1,4 @@
-"""Multiply hidden layers by masks that are computed of the sample itself (MaskNet, arXiv 2102.07619)."""
+"""Multiply hidden layers by masks that are computed from the sample (MaskNet, arXiv 2102.07619)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from pipeline.models.layers.mlp import Activation
 
 
 class FeatureNorm(nn.Module):
-    """[B, F, D] -> [B, F, D]: layer norm of each feature's vector, with weights of its own (section 3.2)."""
+    """Apply layer norm with separate weights to each feature's vector: [B, F, D] -> [B, F, D]
+    (section 3.2).
+    """
 
     def __init__(self, num_features: int, dim: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -27,7 +29,9 @@ class FeatureNorm(nn.Module):
 
 
 class InstanceGuidedMask(nn.Module):
-    """inputs [B, in_features] -> mask [B, width], by a layer of `reduction` * width units between (section 3.1)."""
+    """Map inputs [B, in_features] to a mask [B, width], with a hidden layer of `reduction` * width
+    units (section 3.1).
+    """
 
     def __init__(self, in_features: int, width: int, reduction: float) -> None:
         super().__init__()
@@ -40,9 +44,10 @@ class InstanceGuidedMask(nn.Module):
 
 
 class MaskBlock(nn.Module):
-    """inputs [B, in_features], hidden [B, width] -> [B, out_features]: masked, linear, norm, activation (section 3.3).
+    """Map inputs [B, in_features] and hidden [B, width] to [B, out_features]: mask, linear, norm,
+    activation (section 3.3).
 
-    `inputs` are the vectors of the features as they were looked up; `hidden` is what the mask falls on.
+    inputs: the vectors of the features as looked up. hidden: the numbers that are masked.
     """
 
     def __init__(
@@ -68,7 +73,9 @@ class MaskBlock(nn.Module):
 
 
 class SerialMasks(nn.Module):
-    """inputs, hidden [B, in_features] -> [B, layer_sizes[-1]]: a block on the other, each masked by the inputs (figure 3a)."""
+    """Apply blocks in sequence, each masked by the inputs: inputs, hidden [B, in_features] -> [B,
+    layer_sizes[-1]] (figure 3a).
+    """
 
     def __init__(self, in_features: int, layer_sizes: list[int], reduction: float, settings: LayerSettings) -> None:
         super().__init__()
@@ -85,7 +92,9 @@ class SerialMasks(nn.Module):
 
 
 class ParallelMasks(nn.Module):
-    """inputs, hidden [B, in_features] -> [B, num_blocks * block_dim]: blocks side by side (figure 3b)."""
+    """Apply blocks in parallel: inputs, hidden [B, in_features] -> [B, num_blocks * block_dim]
+    (figure 3b).
+    """
 
     def __init__(
         self, in_features: int, num_blocks: int, block_dim: int, reduction: float, settings: LayerSettings
@@ -100,7 +109,9 @@ class ParallelMasks(nn.Module):
 
 
 class MaskedFeatures(nn.Module):
-    """dense [B, N], rows [B, F, D] -> logits [B, 1]: `over` what the blocks make of the features and masks of them."""
+    """Map dense [B, N] and rows [B, F, D] to logits [B, 1]: blocks of masked features, then the
+    layers `over`.
+    """
 
     def __init__(
         self, inputs: FeatureInputs, dim: int, blocks: nn.Module, over: nn.Module, has_feature_norm: bool

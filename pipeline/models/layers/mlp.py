@@ -1,4 +1,6 @@
-"""The multi-layer perceptron that all models share, and the ways in which linear layers are initialized."""
+"""Define the multi-layer perceptron that all models share, and the initializations of linear
+layers.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from torch import nn
 from pipeline.config.model import LayerSettings
 from pipeline.models.layers.batch_norm import BatchNorm
 
-# In place where backward needs the output alone, or nothing: a linear layer's or norm's own output is nobody else's.
+# In place if backward needs only the output or nothing, because no other code uses the output of
+# the layer before.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": torch.relu_,
     "leaky_relu": F.leaky_relu,
@@ -24,11 +27,14 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Dice(nn.Module):
-    """The activation of DIN, a PReLU whose bend is at the mean of the batch (arXiv 1706.06978, 4.3).
+    """Apply the activation of DIN, a PReLU that bends at the mean of the batch (arXiv 1706.06978,
+    4.3).
 
-    [rows, width] -> [rows, width]: p x + (1 - p) alpha x, where p = sigmoid(x normalized over the rows of all ranks).
+    [rows, width] -> [rows, width]: p x + (1 - p) alpha x, where p = sigmoid(x normalized over the
+    rows of all ranks).
 
-    Collective while training, because BatchNorm is. Its running mean and variance are state. `alpha` begins at 0.
+    Collective during training, because BatchNorm is. Its running mean and variance are state.
+    `alpha` starts at 0.
     """
 
     def __init__(self, width: int) -> None:
@@ -42,7 +48,10 @@ class Dice(nn.Module):
 
 
 class Activation(nn.Module):
-    """[rows, width] -> [rows, width], by its name; "dice" alone has parameters."""
+    """Apply the activation of this name: [rows, width] -> [rows, width].
+
+    Only "dice" has parameters.
+    """
 
     def __init__(self, name: str, width: int) -> None:
         super().__init__()
@@ -57,9 +66,11 @@ class Activation(nn.Module):
 
 
 class MLP(nn.Module):
-    """[B, in_features] -> [B, layer_sizes[-1]], or [B, out_features] where a linear layer without activation ends it.
+    """Map [B, in_features] to [B, layer_sizes[-1]], or to [B, out_features] if it ends in a linear
+    layer without activation.
 
-    The names of parameters are those of torchrec.modules.mlp.MLP, and so are the numbers of plain relu layers.
+    The names of parameters are those of torchrec.modules.mlp.MLP, and layers with plain relu give
+    the same numbers.
     """
 
     def __init__(
@@ -81,7 +92,9 @@ class MLP(nn.Module):
         return hidden if self.last is None else self.last(hidden)
 
     def linear_layers(self) -> list[tuple[nn.Linear, bool]]:
-        """Return each linear layer with whether relu follows it; none if there is anything else between them."""
+        """Return each linear layer with whether relu follows it; empty if the layers have anything
+        else between them.
+        """
         layers = [layer for layer in self._mlp if isinstance(layer, Layer)]
         if not all(layer.is_relu_alone for layer in layers):
             return []
@@ -90,7 +103,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """[B, in_features] -> [B, out_features]: linear, norm, activation, dropout."""
+    """Apply linear, norm, activation and dropout: [B, in_features] -> [B, out_features]."""
 
     def __init__(self, in_features: int, out_features: int, settings: LayerSettings) -> None:
         super().__init__()
@@ -113,9 +126,11 @@ class Layer(nn.Module):
 
 
 def initialize_linear_layers(model: nn.Module, init: str) -> None:
-    """Draw the weights of all linear layers of `model` anew, in their order, and set their biases to 0; `torch`: leave them.
+    """Initialize the weights of all linear layers of `model` again, in their order, and set their
+    biases to 0.
 
-    xavier: Glorot and Bengio 2010; kaiming: arXiv 1502.01852, for relu.
+    init: torch (no change), xavier (Glorot and Bengio 2010), or kaiming (arXiv 1502.01852, for
+    relu).
     """
     draws: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "xavier_uniform": nn.init.xavier_uniform_,

@@ -1,4 +1,6 @@
-"""Layers over a sequence with its target at the end: transformer blocks (BST, SASRec) and HSTU's pointwise attention."""
+"""Define layers over a sequence with its target at the end: transformer blocks (BST, SASRec) and
+HSTU's pointwise attention.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,13 @@ from pipeline.models.layers.history import ages
 
 
 class WithTarget(nn.Module):
-    """target [B, Q], rows [B, L, K], mask [B, L] -> [B, width]: what `blocks` make of the target's place behind the sequence.
+    """Map target [B, Q], rows [B, L, K] and mask [B, L] to [B, width]: the blocks' output at the
+    target's position.
 
-    A linear layer brings target and rows to `width` columns. Positions count back from the target, which is 0: the newest id
-    is 1 whatever the sequence's length. Each block takes (values [B, L + 1, width], ages [B, L + 1], seen [B, L + 1, L + 1]).
-    learnt_positions: a vector for each is added, for blocks that do not tell positions themselves.
+    The target follows the sequence. A linear layer maps target and rows to `width` columns.
+    Positions count back from the target, which is 0; the newest id is 1 for any length of the
+    sequence. Each block takes (values [B, L + 1, width], ages [B, L + 1], seen [B, L + 1, L + 1]).
+    learnt_positions: add a vector for each position, for blocks that do not use ages.
     """
 
     def __init__(
@@ -40,7 +44,8 @@ class WithTarget(nn.Module):
         present = F.pad(mask, (0, 1), value=True)
         if self.positions is not None:
             values = values + F.embedding(age, self.positions)
-        # Each position sees ids that are there and not newer than itself; padding sees the target, or its softmax were of nothing.
+        # Each position sees ids that exist and are not newer than the position. Padding sees the
+        # target, because a softmax over nothing is undefined.
         is_older = age.unsqueeze(2) <= age.unsqueeze(1)
         seen = present.unsqueeze(1) & (is_older | ~present.unsqueeze(2))
         for block in self.blocks:
@@ -50,7 +55,11 @@ class WithTarget(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Multi-head attention, then a layer for each position, both with a norm before and a residual (arXiv 1905.06874, 1808.09781)."""
+    """Apply multi-head attention, then a layer for each position, each after a norm and with a
+    residual.
+
+    Source: arXiv 1905.06874 and 1808.09781.
+    """
 
     def __init__(self, width: int, num_heads: int, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -72,9 +81,12 @@ class TransformerBlock(nn.Module):
 
 
 class HSTUBlock(nn.Module):
-    """Pointwise attention with a gate (arXiv 2402.17152, 3.2): no softmax, so that how often something happened is not lost.
+    """Apply pointwise attention with a gate (arXiv 2402.17152, 3.2).
 
-    Y = norm(A V) * U with A = silu(Q K^T + bias) / L, the bias by heads and by how far apart two positions are.
+    Without a softmax, counts of events are kept.
+
+    Y = norm(A V) * U with A = silu(Q K^T + bias) / L. The bias depends on the head and on the
+    distance of two positions.
     """
 
     def __init__(self, width: int, num_heads: int, num_positions: int, dropout: float) -> None:
@@ -88,7 +100,8 @@ class HSTUBlock(nn.Module):
     def forward(self, values: torch.Tensor, age: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         gate, *heads = F.silu(self.inputs(self.input_norm(values))).chunk(4, dim=2)
         query, key, value = (each.unflatten(2, (self._num_heads, -1)).transpose(1, 2) for each in heads)
-        distance = (age.unsqueeze(1) - age.unsqueeze(2)).clamp(min=0)  # [B, L, L]: how much older what is seen is
+        # [B, L, L]: how much older the seen position is
+        distance = (age.unsqueeze(1) - age.unsqueeze(2)).clamp(min=0)
         bias = F.embedding(distance, self.bias).permute(0, 3, 1, 2)
         weights = F.silu(query @ key.transpose(2, 3) + bias) * seen.unsqueeze(1) / self.bias.shape[0]
         attended = (weights @ value).transpose(1, 2).flatten(2)

@@ -1,4 +1,6 @@
-"""Give two streams of layers their own view of the features, and fuse what they make of it (FinalMLP, arXiv 2304.00902)."""
+"""Give two streams of layers separate views of the features, and fuse their outputs (FinalMLP,
+arXiv 2304.00902).
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,15 @@ from pipeline.models.layers.mlp import MLP
 
 
 class FeatureGate(nn.Module):
-    """rows [B, F, dim] -> gate [B, width] of values from 0 to 2, made of the context features' rows (section 3.2).
+    """Map rows [B, F, dim] to a gate [B, width] of values from 0 to 2, computed from the context
+    features' rows (section 3.2).
 
-    Without context features a learnt vector takes their place: the gate is [1, width], the same for all samples.
+    Without context features the gate is computed from a learnt vector: [1, width], the same for all
+    samples.
     """
 
     def __init__(self, positions: list[int], dim: int, layer_sizes: list[int], width: int) -> None:
-        """`positions` are the context features' among the F."""
+        """positions: the positions of the context features among the F features."""
         super().__init__()
         self._positions = positions
         self.context = None if positions else nn.Parameter(torch.zeros(1, dim))
@@ -29,7 +33,9 @@ class FeatureGate(nn.Module):
 
 
 class Stream(nn.Module):
-    """inputs [B, in_features], rows [B, F, D] -> [B, width of the last layer]: `layers` over the inputs times their gate."""
+    """Map inputs [B, in_features] and rows [B, F, D] to [B, width of the last layer]: `layers` over
+    the inputs times their gate.
+    """
 
     def __init__(self, gate: FeatureGate | None, layers: MLP) -> None:
         super().__init__()
@@ -41,18 +47,19 @@ class Stream(nn.Module):
 
 
 class BilinearFusion(nn.Module):
-    """first [B, M], second [B, N] -> logits [B, 1]: linear terms of both, and x_h^T W_h y_h summed over heads h (section 3.3).
+    """Map first [B, M] and second [B, N] to logits [B, 1]: linear terms, and the sum of x_h^T W_h
+    y_h over heads h (section 3.3).
 
-    A head takes a share of each vector's columns: with k heads there are M N / k weights.
+    A head takes a share of the columns of each vector: k heads have M N / k weights.
     """
 
     def __init__(self, first_features: int, second_features: int, num_heads: int) -> None:
-        """`num_heads` divides both widths."""
+        """num_heads: divides both widths."""
         super().__init__()
         self.num_heads = num_heads
         self.first, self.second = nn.Linear(first_features, 1), nn.Linear(second_features, 1)
         weight = torch.empty(num_heads, first_features // num_heads, second_features // num_heads)
-        # As one linear layer of all products of columns would begin (Glorot and Bengio 2010).
+        # Initialized as one linear layer over all products of columns (Glorot and Bengio 2010).
         self.weight = nn.Parameter(nn.init.normal_(weight, std=(2 / (weight.numel() + 1)) ** 0.5))
 
     def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -63,7 +70,9 @@ class BilinearFusion(nn.Module):
 
 
 class TwoStreams(nn.Module):
-    """dense [B, N], rows [B, F, D] -> logits [B, 1]: two streams over the same inputs, fused."""
+    """Map dense [B, N] and rows [B, F, D] to logits [B, 1]: two streams over the same inputs,
+    fused.
+    """
 
     def __init__(self, inputs: FeatureInputs, first: Stream, second: Stream, fusion: BilinearFusion) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""DIN's attention unit: how much each position of a sequence has to do with the target (arXiv 1706.06978, 4.2)."""
+"""Define DIN's attention unit, which weights each position of a sequence by its relevance to the
+target (arXiv 1706.06978, 4.2).
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,13 @@ from pipeline.models.layers.mlp import MLP, Activation
 
 
 class TargetAttention(nn.Module):
-    """target [B, Q], rows [B, L, K], mask [B, L] -> [B, K]: the rows' sum, each by the weight that an MLP gives it.
+    """Map target [B, Q], rows [B, L, K] and mask [B, L] to [B, K]: the sum of the rows, weighted by
+    an MLP.
 
-    The MLP reads target, row, their difference and product, and what a row has beside the target's columns. It sees no
-    padding: while training, the rows of all samples are one matrix [ids, K], over which Dice takes its mean and variance.
-    softmax: weights that add up to 1; the paper takes them as they are, so that many like rows weigh more.
+    The MLP reads the target, the row, their difference, their product, and the row's side
+    information. It does not read padding: during training the rows of all samples are one matrix
+    [ids, K], over which Dice takes its mean and variance. softmax: scale the weights so that they
+    add up to 1. The paper does not, so that many similar rows count more.
     """
 
     def __init__(
@@ -35,11 +39,11 @@ class TargetAttention(nn.Module):
         weights = self._jagged(target, rows, mask) if self.training else self._padded(target, rows)
         if self._softmax:
             weights = torch.softmax(weights.masked_fill(~mask, -1e9), dim=1)
-        weights = weights * mask  # nothing of a position without an id, whatever its row is
+        weights = weights * mask  # the row of a position without an id counts nothing
         return torch.bmm(weights.unsqueeze(1).to(rows.dtype), rows).squeeze(1)
 
     def _jagged(self, target: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """[B, L], zeros where there is no id."""
+        """Return [B, L], zero at positions without an id."""
         positions = mask.flatten().nonzero().squeeze(1)
         hidden = self._hidden(target, rows)
         if len(positions) < mask.numel():
@@ -48,14 +52,16 @@ class TargetAttention(nn.Module):
         return found.new_zeros(mask.numel()).index_copy(0, positions, found).view(mask.shape)
 
     def _padded(self, target: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """[B, L], of every position."""
+        """Return [B, L] for every position."""
         found: torch.Tensor = self.layers(self.activation(self._hidden(target, rows)))
         return found.view(rows.shape[:2])
 
     def _hidden(self, target: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """[B * L, hidden] of W [q, k, q - k, side, q k] = (Wq + Wd) q + (Wk - Wd + Wp diag(q)) k + Ws side.
+        """Return [B * L, hidden] = W [q, k, q - k, side, q k] = (Wq + Wd) q + (Wk - Wd + Wp
+        diag(q)) k + Ws side.
 
-        What is of the target alone is worked out once a sample, and so is the matrix that its rows k are multiplied by.
+        Terms that depend only on the target are computed once per sample, and so is the matrix that
+        multiplies the rows k.
         """
         of_target, of_row, of_difference, of_side, of_product = self.first.weight.split(self._widths, dim=1)
         at_target = F.linear(target, of_target + of_difference, self.first.bias)

@@ -1,4 +1,6 @@
-"""Share layers between labels: one bottom for all, experts and gates (MMoE, PLE), and a tower for each label on top."""
+"""Share layers between labels (one bottom, or experts and gates: MMoE, PLE), with a tower for each
+label on top.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from pipeline.models.layers.mlp import MLP
 
 
 class Towers(nn.Module):
-    """dense [B, N], rows [B, F, D] -> [B, sum of the targets' widths]: each target's MLP over what `body` makes for it."""
+    """Map dense [B, N] and rows [B, F, D] to [B, sum of the targets' widths]: each target's MLP
+    over the output of `body` for it.
+    """
 
     def __init__(
         self,
@@ -40,7 +44,7 @@ class Towers(nn.Module):
 
 
 class SharedBottom(nn.Module):
-    """[B, in_features] -> the same [B, layers' last] for each of `num_targets`."""
+    """Map [B, in_features] to one [B, layers' last] for all `num_targets` targets."""
 
     def __init__(self, layers: nn.Module, num_targets: int) -> None:
         super().__init__()
@@ -51,7 +55,10 @@ class SharedBottom(nn.Module):
 
 
 class OwnBottoms(nn.Module):
-    """[B, in_features] -> [B, layers' last] for each target, by layers of its own: tables are all that targets share."""
+    """Map [B, in_features] to a [B, layers' last] for each target, by separate layers.
+
+    Targets share only the tables.
+    """
 
     def __init__(self, layers: list[MLP]) -> None:
         super().__init__()
@@ -62,7 +69,9 @@ class OwnBottoms(nn.Module):
 
 
 class Gate(nn.Module):
-    """inputs [B, in_features], experts [B, E, H] -> [B, H]: their sum, weighed by a softmax of the inputs."""
+    """Map inputs [B, in_features] and experts [B, E, H] to [B, H]: the sum of experts, weighted by
+    a softmax of the inputs.
+    """
 
     def __init__(self, in_features: int, num_experts: int) -> None:
         super().__init__()
@@ -74,7 +83,7 @@ class Gate(nn.Module):
 
 
 class Experts(nn.Module):
-    """[B, in_features] -> each expert's [B, sizes[-1]]."""
+    """Map [B, in_features] to [B, sizes[-1]] of each expert."""
 
     def __init__(self, count: int, in_features: int, sizes: list[int], settings: LayerSettings) -> None:
         super().__init__()
@@ -85,7 +94,10 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """[B, in_features] -> [B, H] for each target, by a gate of its own over the experts of all (MMoE, section 4.2)."""
+    """Map [B, in_features] to [B, H] for each target.
+
+    Each target has a gate over the shared experts (MMoE, section 4.2).
+    """
 
     def __init__(
         self, in_features: int, num_experts: int, sizes: list[int], num_targets: int, settings: LayerSettings
@@ -100,9 +112,11 @@ class MixtureOfExperts(nn.Module):
 
 
 class ExtractionLevel(nn.Module):
-    """Inputs of each target, and behind them the shared ones, [B, in_features] each -> the same of [B, H] (PLE, section 4.2).
+    """Map inputs [B, in_features] of each target and of the shared experts to as many outputs [B,
+    H] (PLE, section 4.2).
 
-    A target's gate is over its own experts and the shared ones; the shared gate, which the last level does without, over all.
+    The shared inputs are last. A target's gate is over the experts of the target and the shared
+    experts. The shared gate is over all experts; the last level has none.
     """
 
     def __init__(
@@ -134,7 +148,9 @@ class ExtractionLevel(nn.Module):
 
 
 class ProgressiveExtraction(nn.Module):
-    """[B, in_features] -> [B, H] for each target, by levels of experts on each other (PLE; one level is CGC)."""
+    """Map [B, in_features] to [B, H] for each target, by a sequence of extraction levels (PLE; one
+    level is CGC).
+    """
 
     def __init__(self, levels: list[ExtractionLevel], num_targets: int) -> None:
         super().__init__()

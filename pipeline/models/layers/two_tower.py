@@ -1,4 +1,6 @@
-"""Two towers: vectors of users and items whose dot product ranks items for a user (Yi et al., RecSys 2019)."""
+"""Define two towers: vectors of users and items whose dot product ranks items for a user (Yi et
+al., RecSys 2019).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from pipeline.models.layers.mlp import MLP
 
 
 class TwoTower(nn.Module):
-    """forward(dense_features [B, num_dense], sparse_features) -> (users [B, D], items [B, D])."""
+    """Compute forward(dense_features [B, num_dense], sparse_features) -> (users [B, D], items [B,
+    D]).
+    """
 
     def __init__(
         self,
@@ -26,7 +30,10 @@ class TwoTower(nn.Module):
         normalize: bool,
         settings: LayerSettings = LayerSettings(),  # noqa: B008  # frozen
     ) -> None:
-        """`dims` maps each feature to its table's embedding_dim. Dense features go to the user's tower."""
+        """dims: the embedding_dim of each feature's table.
+
+        Dense features are inputs of the user's tower.
+        """
         super().__init__()
         self.embedding_bag_collection = embedding_bag_collection
         self.user_columns, self.item_columns = Columns(user_features), Columns(item_features)
@@ -41,18 +48,23 @@ class TwoTower(nn.Module):
         return self.user_vectors(dense_features, pooled), self.item_vectors(dense_features, pooled)
 
     def user_vectors(self, dense_features: torch.Tensor, pooled: KeyedTensor) -> torch.Tensor:
-        """[B, D], of the user's features alone: `pooled` may lack all others."""
+        """Return users [B, D] from the user's features alone. `pooled` may lack the other
+        features.
+        """
         vectors: torch.Tensor = self.user_tower(torch.cat([dense_features, self.user_columns(pooled)], dim=1))
         return vectors
 
     def item_vectors(self, dense_features: torch.Tensor, pooled: KeyedTensor) -> torch.Tensor:
-        """[B, D], of the item's features alone; dense features are the user's."""
+        """Return items [B, D] from the item's features alone. Dense features belong to the user."""
         vectors: torch.Tensor = self.item_tower(self.item_columns(pooled))
         return vectors
 
 
 class Columns(nn.Module):
-    """KeyedTensor -> [B, sum of dims] of `feature_names`, one after the other, wherever the plan has left them."""
+    """Map a KeyedTensor to [B, sum of dims] of `feature_names` in their order.
+
+    The plan may order the columns differently.
+    """
 
     def __init__(self, feature_names: list[str]) -> None:
         super().__init__()
@@ -63,7 +75,10 @@ class Columns(nn.Module):
 
 
 class Tower(nn.Module):
-    """[B, width] -> [B, layer_sizes[-1]]; the last layer is linear. `normalize`: to length 1, so that scores are cosines."""
+    """Map [B, width] to [B, layer_sizes[-1]].
+
+    The last layer is linear. `normalize`: to length 1, so that scores are cosines.
+    """
 
     def __init__(self, width: int, layer_sizes: list[int], normalize: bool, settings: LayerSettings) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Compute the logit of a click from a user's and an item's row: matrix factorization, and NCF's GMF, MLP and NeuMF."""
+"""Compute the logit of a click from a user's and an item's row: matrix factorization, and NCF's
+GMF, MLP and NeuMF.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from pipeline.models.layers.mlp import MLP
 
 
 class UserItemModel(nn.Module):
-    """forward(dense_features [B, any], sparse_features) -> logits [B, 1]: `over_arch` of the user's and the item's row."""
+    """Compute forward(dense_features [B, any], sparse_features) -> logits [B, 1] = over_arch(user's
+    row, item's row).
+    """
 
     def __init__(
         self,
@@ -32,7 +36,10 @@ class UserItemModel(nn.Module):
 
 
 class UserAndItemRows(nn.Module):
-    """KeyedTensor -> (users [B, D], items [B, D]), wherever the plan has left them."""
+    """Map a KeyedTensor to (users [B, D], items [B, D]).
+
+    The plan may order the columns differently.
+    """
 
     def __init__(self, user_feature: str, item_feature: str) -> None:
         super().__init__()
@@ -43,7 +50,10 @@ class UserAndItemRows(nn.Module):
 
 
 class BiasedDot(nn.Module):
-    """users, items [B, D + 1] -> u . i + b_u + b_i + b [B, 1]; the last column of a row is its bias."""
+    """Map users, items [B, D + 1] to u . i + b_u + b_i + b [B, 1].
+
+    The last column of a row is its bias.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,9 +65,10 @@ class BiasedDot(nn.Module):
 
 
 class NeuralFiltering(nn.Module):
-    """users, items [B, D] -> [B, 1]: GMF over the first `gmf_columns` columns, an MLP over the others, one layer over both.
+    """Map users, items [B, D] to [B, 1]: GMF over the first `gmf_columns` columns, an MLP over the
+    rest, one layer over both.
 
-    arXiv 1708.05031, section 3.4; with all columns or none it is its GMF or its MLP.
+    Source: arXiv 1708.05031, section 3.4. With all columns it is GMF, with none it is MLP.
     """
 
     def __init__(

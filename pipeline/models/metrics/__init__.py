@@ -1,1 +1,3 @@
-"""Metrics of binary labels that an evaluation adds where trainer.metrics or evaluate's `metrics` names them."""
+"""Define metrics of binary labels that an evaluation adds if trainer.metrics or evaluate's
+`metrics` names them.
+"""

@@ -1,4 +1,6 @@
-"""The Brier score: the mean squared difference between a prediction and its label (Brier 1950); 0 is best."""
+"""Compute the Brier score: the mean squared difference between a prediction and its label (Brier
+1950); 0 is best.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The expected calibration error: how far predictions are from the label rate, bucket by bucket of predictions; 0 is best.
+"""Compute the expected calibration error: the distance of predictions from the label rate, by
+buckets of predictions; 0 is best.
 
-Calibration as a whole can be 1 where low predictions are too low and high ones too high. This sees both (Naeini, Cooper and
-Hauskrecht 2015, Obtaining Well Calibrated Probabilities Using Bayesian Binning, equation 3).
+The overall calibration can be 1 although low predictions are too low and high predictions too high.
+This metric shows both (Naeini, Cooper and Hauskrecht 2015, Obtaining Well Calibrated Probabilities
+Using Bayesian Binning, equation 3).
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ NUM_BUCKETS = 100  # of equal width
 @register("metric", "ece")
 class ExpectedCalibrationError(Metric):
     def sums(self, predictions: Floats, labels: Floats, weights: Floats) -> Floats:
-        """[1 + NUM_BUCKETS]: the weight of all rows, then each bucket's predictions less its labels."""
+        """Return [1 + NUM_BUCKETS]: the weight of all rows, then for each bucket the predictions
+        minus the labels.
+        """
         buckets = np.minimum((predictions * NUM_BUCKETS).astype(np.int64), NUM_BUCKETS - 1)
         excess = np.bincount(buckets, weights * (predictions - labels), minlength=NUM_BUCKETS)
         return np.concatenate([[weights.sum()], excess])

@@ -1,4 +1,5 @@
-"""What a metric is: a number of an evaluation, added to those of the model's task by name.
+"""Define the interface of a metric: a number of an evaluation, added by name to the metrics of the
+model's task.
 
     @register("metric", "accuracy")
     class Accuracy(Metric):
@@ -10,8 +11,9 @@
         def value(self, sums):
             return sums[1] / sums[0]
 
-`trainer.metrics=[accuracy]` measures it at each evaluation of a training, and early stopping, plateaus and best steps may go by
-it. `python -m pipeline evaluate run=... metrics=[accuracy]` measures it once.
+`trainer.metrics=[accuracy]` measures it at each evaluation of a training. Early stopping, plateaus
+and best steps may use it. `python -m pipeline evaluate run=... metrics=[accuracy]` measures it
+once.
 """
 
 from __future__ import annotations
@@ -22,18 +24,22 @@ from pipeline.data.quality import Floats
 
 
 class Metric:
-    """A number that follows from sums over rows. So it is the same in any order of rows and over any number of ranks."""
+    """Compute a number from sums over rows, so that the order of rows and the number of ranks do
+    not change it.
+    """
 
     higher_is_better: ClassVar[bool] = False
 
     def sums(self, predictions: Floats, labels: Floats, weights: Floats) -> Floats:
-        """Local. Of the rows of a batch, [n] each, to [k]; those of all batches and ranks are added up.
+        """Local: return the sums [k] over the rows [n] of a batch.
 
-        predictions: probabilities, the sigmoid of the logits. labels: 0 or 1. weights: above 0; other rows are left out.
-        A batch may have no row.
+        The sums of all batches and ranks are added up.
+
+        predictions: probabilities, the sigmoid of the logits. labels: 0 or 1. weights: above 0;
+        other rows are left out. A batch may have no row.
         """
         raise NotImplementedError(f"{type(self).__name__} has no sums")
 
     def value(self, sums: Floats) -> float:
-        """Of the sums over all rows, [k]; NaN where they leave it undefined."""
+        """Return the metric from the sums [k] over all rows; NaN if the sums leave it undefined."""
         raise NotImplementedError(f"{type(self).__name__} has no value")

@@ -1,1 +1,1 @@
-"""Tasks: what a model is trained for, its loss and its measures."""
+"""Define tasks: the losses that models are trained with, and their metrics."""

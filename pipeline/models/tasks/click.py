@@ -1,4 +1,6 @@
-"""Click-through rate: binary cross-entropy of a logit a row, and the metrics of the field (NE, AUC, calibration)."""
+"""Predict click-through rates: binary cross-entropy of one logit per row, and the field's metrics
+(NE, AUC, calibration).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from pipeline.runtime.process.distributed import DistributedContext
 
 @register("task", "click")
 class ClickTask(nn.Module):
-    """Binary cross-entropy with logits [batch, 1], weighted by the rows' weights."""
+    """Compute binary cross-entropy of logits [batch, 1], weighted by the rows' weights."""
 
     no_export = ""
 
@@ -31,7 +33,7 @@ class ClickTask(nn.Module):
         return loss, Prediction(loss.detach(), logits.detach(), batch.labels, batch.sample_weights)
 
     def losses(self, prediction: Prediction) -> torch.Tensor:
-        """[batch]"""
+        """Return the loss of each row [batch]."""
         return F.binary_cross_entropy_with_logits(
             prediction.logits, prediction.labels, weight=prediction.sample_weights, reduction="none"
         )
@@ -44,17 +46,19 @@ class ClickTask(nn.Module):
 
 
 def logit_a_row(output: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[batch] float32. Raises ConfigError where a model gives anything else."""
+    """Return the logits [batch] as float32. Raises ConfigError if the model returns
+    anything else.
+    """
     if not isinstance(output, torch.Tensor) or output.numel() != num_rows:
         given = list(output.shape) if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
         raise ConfigError(
-            f"the model gives {given} for {num_rows} rows: its forward returns a logit a row, [{num_rows}, 1]"
+            f"the model returns {given} for {num_rows} rows; its forward must return one logit per row, [{num_rows}, 1]"
         )
     return output.reshape(-1).float()
 
 
 class ClickMeasure:
-    """NE, logloss, calibration, label rate, AUC, AUPRC and the number of samples."""
+    """Measure NE, logloss, calibration, label rate, AUC, AUPRC and the number of samples."""
 
     def __init__(self, context: DistributedContext, batch_size: int) -> None:
         self._context = context
@@ -65,5 +69,5 @@ class ClickMeasure:
         self._scores.update(prediction)
 
     def compute(self) -> dict[str, float]:
-        """Collective."""
+        """Collective: return the metrics, equal on every rank."""
         return {**self._running.compute(), **self._scores.compute(self._context)}

@@ -1,4 +1,6 @@
-"""Measure predictions of clicks: NE, logloss, calibration and label rate by TorchRec, AUC and AUPRC by us."""
+"""Measure predictions of clicks: NE, logloss, calibration and label rate by TorchRec; AUC and AUPRC
+by this package.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,12 @@ from pipeline.models.tasks.score_counts import ScoreCounts
 from pipeline.runtime.process.distributed import DistributedContext
 
 TASK = RecTaskInfo(name="click", label_name="label", prediction_name="prediction", weight_name="weight")
-# TorchRec's metric keys -> the field's. Its logloss is in bits (log2), ours in nats as the field reports it.
+# TorchRec's metric keys and the field's names. TorchRec's logloss is in bits (log2); ours is in
+# nats, as usual in the field.
 NAMES = {"ne-click|{}_ne": "ne", "ne-click|{}_logloss": "logloss", "calibration-click|{}_calibration": "calibration"}
 BATCHES_AT_ONCE = 64
-EXACT_ROWS = 1 << 24  # of which AUC is exact: 80 MiB of logits and labels
-COUNTED_AT_ONCE = 1 << 20  # rows that are put into buckets together
+EXACT_ROWS = 1 << 24  # rows up to which AUC is exact: 80 MiB of logits and labels
+COUNTED_AT_ONCE = 1 << 20  # rows that are counted into buckets at a time
 LABEL_RATE = "ctr-click|{}_ctr"
 
 
@@ -37,11 +40,14 @@ class Prediction(NamedTuple):
 
 
 class RunningMetrics:
-    """NE, logloss [nats], calibration (sum of predictions / sum of labels) and label rate over all ranks.
+    """Measure NE, logloss [nats], calibration (sum of predictions / sum of labels) and label rate
+    over all ranks.
 
-    NaN is what labels of one kind leave undefined: NE, and without a positive one calibration.
+    A metric is NaN if the labels leave it undefined: NE with labels of one class, calibration
+    without a positive label.
 
-    `window_samples` None: over everything since construction; else over about that many last samples of all ranks.
+    window_samples: about how many of the last samples of all ranks count; None: all since
+    construction.
     """
 
     def __init__(self, context: DistributedContext, batch_size: int, window_samples: int | None = None) -> None:
@@ -54,18 +60,24 @@ class RunningMetrics:
                 window_size=max(window_samples or 0, batch_size * context.world_size),
                 compute_on_all_ranks=True,
                 process_group=dist.group.WORLD,
-                sync_on_compute=context.world_size > 1,  # one rank would still gather each state from itself
+                # one rank would still gather each state from itself
+                sync_on_compute=context.world_size > 1,
                 **extra,
             ).to(context.device)
 
         self._metrics = [make(NEMetric, include_logloss=True), make(CalibrationMetric), make(CTRMetric)]
         for state in (each for metric in self._metrics for each in metric.modules() if isinstance(each, Metric)):
-            state.dist_sync_fn = _gathered  # torchmetrics' own asks for sizes, and for a barrier, before each state
+            # torchmetrics' function gathers sizes and calls a barrier before each state
+            state.dist_sync_fn = _gathered
         self._prefix = "window" if window_samples else "lifetime"
         self._pending: list[Prediction] = []
 
     def update(self, prediction: Prediction) -> None:
-        """Cheap: the metrics take many batches at once, for an update costs them as much as a small model's step."""
+        """Add a batch.
+
+        The metrics take many batches at a time, because one update costs as much as a small model's
+        step.
+        """
         self._pending.append(prediction)
         if len(self._pending) == BATCHES_AT_ONCE:
             self._flush()
@@ -83,28 +95,30 @@ class RunningMetrics:
             metric.update(**{name: {TASK.name: value} for name, value in values.items()})
 
     def compute(self) -> dict[str, float]:
-        """Collective: the same numbers on every rank."""
+        """Collective: return the metrics, equal on every rank."""
         self._flush()
         raw = {name: float(value) for metric in self._metrics for name, value in metric.compute().items()}
         values = {name: raw[torchrec_name.format(self._prefix)] for torchrec_name, name in NAMES.items()}
         values["logloss"] *= math.log(2.0)
         rate = values["label_rate"] = raw[LABEL_RATE.format(self._prefix)]
-        if rate in (0.0, 1.0):  # the label rate has no entropy, and TorchRec divides by its epsilon
+        # the entropy of the label rate is 0, and TorchRec divides by its epsilon
+        if rate in (0.0, 1.0):
             values["ne"] = math.nan
             values["calibration"] = values["calibration"] if rate else math.nan
         return values
 
 
 def _gathered(state: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
-    """Collective: a metric's state, of one shape on all ranks, by rank."""
+    """Collective: return a metric's state of each rank. The state has one shape on all ranks."""
     return list(all_gather(state))
 
 
 class ScoreCollector:
-    """AUC and AUPRC of all ranks' samples, in memory that does not grow with their number.
+    """Compute AUC and AUPRC of all ranks' samples in bounded memory.
 
-    Up to `exact_rows` of all ranks together they are exact: each sample's logit and label is kept (5 bytes a sample), and
-    rank 0 sorts them. Of more samples they are counted by buckets of logits (10 MiB), and what is found states its error.
+    Up to `exact_rows` samples of all ranks the metrics are exact: each sample's logit and label is
+    kept (5 bytes), and rank 0 sorts them. More samples are counted by buckets of logits (10 MiB),
+    and the result states its error.
     """
 
     def __init__(self, exact_rows: int = EXACT_ROWS) -> None:
@@ -115,7 +129,7 @@ class ScoreCollector:
 
     @property
     def kept_bytes(self) -> int:
-        """Of samples and counts on this rank."""
+        """Return the bytes of samples and counts on this rank."""
         counted = 0 if self._counts is None else self._counts.counts.nbytes
         return counted + sum(part.nbytes for part in (*self._logits, *self._labels))
 
@@ -128,7 +142,7 @@ class ScoreCollector:
             self._count()
 
     def _count(self) -> ScoreCounts:
-        """What is kept goes into the buckets."""
+        """Move the kept samples into the buckets."""
         counts = self._counts = self._counts or ScoreCounts()
         if self._logits:
             counts.add(torch.cat(self._logits).float().numpy(), torch.cat(self._labels).numpy())
@@ -136,8 +150,11 @@ class ScoreCollector:
         return counts
 
     def compute(self, context: DistributedContext) -> dict[str, float]:
-        """Collective: AUC and AUPRC over all ranks' samples, and their number; `auc_error` and `auprc_error` where they
-        are by buckets: the exact ones lie no further off than that."""
+        """Collective: return AUC, AUPRC and the number of all ranks' samples.
+
+        If they are computed from buckets, `auc_error` and `auprc_error` bound the distance from the
+        exact values.
+        """
         counted = 0 if self._counts is None else int(self._counts.counts.sum())
         num_samples = torch.tensor(counted + self._num_kept, device=context.device)
         dist.all_reduce(num_samples)
@@ -155,8 +172,9 @@ class ScoreCollector:
         return [auc(logits.numpy(), labels.numpy()), auprc(logits, labels)] if context.is_main else [0.0, 0.0]
 
     def _by_buckets(self, context: DistributedContext) -> list[float]:
-        """AUC, AUPRC and their errors."""
-        total = torch.from_numpy(self._count().counts.copy()).to(context.device)  # compute() may come twice
+        """Return AUC, AUPRC and their errors from the buckets."""
+        # a copy, because compute() may be called again
+        total = torch.from_numpy(self._count().counts.copy()).to(context.device)
         dist.reduce(total, dst=0)
         if not context.is_main:
             return [0.0] * 4
@@ -166,7 +184,9 @@ class ScoreCollector:
 
 
 def gather_to_main(local: torch.Tensor, context: DistributedContext) -> torch.Tensor:
-    """Collective: all ranks' 1-D tensors one after the other on rank 0, an empty tensor elsewhere."""
+    """Collective: return all ranks' 1-D tensors concatenated on rank 0, and an empty tensor on
+    other ranks.
+    """
     if context.world_size == 1:
         return local.cpu()
     size = torch.tensor([len(local)], device=context.device)
@@ -183,7 +203,9 @@ def gather_to_main(local: torch.Tensor, context: DistributedContext) -> torch.Te
 
 
 def auprc(scores: torch.Tensor, labels: torch.Tensor) -> float:
-    """Average precision: the sum over score thresholds of precision times the step in recall."""
+    """Return the average precision: the sum over score thresholds of precision times the step in
+    recall.
+    """
     if len(scores) == 0:
         return math.nan
     positives, sizes = (torch.from_numpy(counts) for counts in ranked_groups(scores.numpy(), labels.numpy()))

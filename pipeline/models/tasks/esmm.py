@@ -1,4 +1,6 @@
-"""The loss of ESMM: of clicks, and of clicks that convert, both over all impressions (Ma et al., SIGIR 2018, section 2.2)."""
+"""Define the loss of ESMM: clicks, and clicks that convert, over all impressions (Ma et al., SIGIR
+2018, section 2.2).
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ from pipeline.models.tasks.labels import LabelsTask
 
 @register("task", "esmm")
 class ESMMTask(LabelsTask):
-    """Cross-entropy of click, and of click * conversion by the product of both probabilities.
+    """Compute cross-entropy of click, and of click * conversion with the product of both
+    probabilities.
 
-    Both count on all rows: the mask of the conversion says only on which its metrics are measured. A config may have
-    `inverse_propensity` and `propensity_floor` (models/esmm.py).
+    Both losses use all rows. The mask of the conversion only selects the rows of its metrics. A
+    config may have `inverse_propensity` and `propensity_floor` (models/esmm.py).
     """
 
     def __init__(self, config: ModelConfig, tables: list[Table], targets: list[Target]) -> None:
@@ -33,7 +36,8 @@ class ESMMTask(LabelsTask):
         click, conversion = outputs[self._click][:, 0], outputs[self._conversion][:, 0]
         rows, clicked = weights[:, self._click], labels[:, self._click]
         converted = clicked * labels[:, self._conversion]
-        both = F.logsigmoid(click) + F.logsigmoid(conversion)  # log of the product, and below that of what is left of 1
+        # log of the product; below: log of 1 minus the product
+        both = F.logsigmoid(click) + F.logsigmoid(conversion)
         neither = torch.stack([-click, -conversion, -click - conversion], dim=1).logsumexp(dim=1) + both
         losses = {
             self._click: F.binary_cross_entropy_with_logits(click, clicked, reduction="none"),

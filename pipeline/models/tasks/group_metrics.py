@@ -1,6 +1,8 @@
-"""Measure how scores rank rows within groups, a user's say: GAUC, NDCG@k and hit rate@k, exactly and over all ranks.
+"""Measure how scores rank rows within groups, for example of a user: exact GAUC, NDCG@k and hit
+rate@k over all ranks.
 
-GAUC is the mean of the groups' AUCs, weighted by their rows (Zhou et al. 2018, Deep Interest Network, section 6.2).
+GAUC is the mean of the groups' AUCs, weighted by their rows (Zhou et al. 2018, Deep Interest
+Network, section 6.2).
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from pipeline.runtime.process.distributed import DistributedContext
 
 
 class GroupMeasure:
-    """Keeps each row's group, logit and label: 13 bytes a row, and those of all ranks on rank 0 at the end."""
+    """Keep each row's group, logit and label: 13 bytes per row. compute() collects the rows of all
+    ranks on rank 0.
+    """
 
     def __init__(self, context: DistributedContext, at: list[int]) -> None:
         self._context, self._at = context, at
@@ -29,7 +33,10 @@ class GroupMeasure:
         self._labels: list[torch.Tensor] = []
 
     def update(self, prediction: Any, groups: torch.Tensor | None) -> None:
-        """Local. `prediction` has logits, labels and sample_weights [batch]; rows of group 0 belong to none."""
+        """Local: add a batch. prediction: logits, labels and sample_weights [batch].
+
+        Rows of group 0 belong to no group.
+        """
         if groups is None:
             return
         real = (prediction.sample_weights.cpu() > 0) & (groups != 0)
@@ -38,7 +45,7 @@ class GroupMeasure:
         self._labels.append(prediction.labels.cpu()[real].to(torch.uint8))
 
     def compute(self) -> dict[str, float]:
-        """Collective: the same numbers on every rank (see group_metrics)."""
+        """Collective: return the metrics (see group_metrics), equal on every rank."""
         kinds = (torch.int64, torch.float32, torch.uint8)
         parts = zip((self._groups, self._logits, self._labels), kinds, strict=True)
         local = [torch.cat(part) if part else torch.empty(0, dtype=kind) for part, kind in parts]
@@ -59,10 +66,11 @@ class GroupMeasure:
 def group_metrics(
     groups: NDArray[np.int64], scores: NDArray[np.floating], labels: NDArray[np.number], at: list[int]
 ) -> dict[str, float]:
-    """Of rows [n]: gauc; ndcg_at_<k> and hit_rate_at_<k>, each group counting once; num_groups and num_one_class_groups.
+    """Return gauc, ndcg_at_<k>, hit_rate_at_<k>, num_groups and num_one_class_groups of rows [n].
 
-    A group whose labels are of one class ranks nothing: it is left out of all three, and counted. Rows with equal scores
-    count as the mean over all their orders, so the order of rows makes no difference. NaN without a group to rank.
+    Each group counts once in ndcg and hit rate. A group with labels of one class ranks nothing: it
+    is left out of all metrics and counted. Rows with equal scores count as the mean over all their
+    orders, so the order of rows does not matter. NaN without a group to rank.
     """
     ties, num_groups = _ties_of(groups, scores, labels)
     positives, rows = ties.total(ties.positives), ties.total(ties.sizes)
@@ -75,16 +83,18 @@ def group_metrics(
 
 @dataclass(frozen=True)
 class _Ties:
-    """Runs of rows of one group with one score, the group's best first: arrays [num_ties], `firsts` [num_groups]."""
+    """Runs of rows of one group with equal scores, best first in each group: arrays [num_ties],
+    `firsts` [num_groups].
+    """
 
     sizes: Floats
     positives: Floats
-    before: Floats  # rows of the group that score higher
+    before: Floats  # rows of the group with a higher score
     positives_before: Floats
-    firsts: NDArray[np.int64]  # the number of each group's first run
+    firsts: NDArray[np.int64]  # the index of each group's first run
 
     def total(self, values: Floats) -> Floats:
-        """[num_groups]: sums over the runs of each group."""
+        """Return [num_groups]: sums over the runs of each group."""
         sums: Floats = np.add.reduceat(values, self.firsts) if len(self.firsts) else np.zeros(0)
         return sums
 
@@ -106,14 +116,17 @@ def _ties_of(groups: NDArray[np.int64], scores: NDArray[np.floating], labels: ND
 
 
 def _aucs(ties: _Ties, positives: Floats, rows: Floats) -> Floats:
-    """[num_groups]; of a group of one class, any number."""
+    """Return the AUC of each group [num_groups]; any number for a group of one class."""
     above = (ties.sizes - ties.positives) * (ties.positives_before + ties.positives / 2)
     aucs: Floats = ties.total(above) / np.maximum(positives * (rows - positives), 1.0)
     return aucs
 
 
 def _ndcg(ties: _Ties, positives: Floats, k: int) -> Floats:
-    """[num_groups]; each place of a run gains the run's share of positives (McSherry and Najork 2008)."""
+    """Return the NDCG of each group [num_groups].
+
+    Each position of a run gains the run's share of positives (McSherry and Najork 2008).
+    """
     discounts = np.concatenate([[0.0], np.cumsum(1.0 / np.log2(np.arange(k) + 2.0))])
     first, last = (np.minimum(places, k).astype(np.int64) for places in (ties.before, ties.before + ties.sizes))
     gains = ties.positives / ties.sizes * (discounts[last] - discounts[first])
@@ -123,7 +136,9 @@ def _ndcg(ties: _Ties, positives: Floats, k: int) -> Floats:
 
 
 def _hits(ties: _Ties, k: int) -> Floats:
-    """[num_groups]: the chance that a positive is among the first k, over the orders of equal scores."""
+    """Return for each group [num_groups] the probability of a positive among the first k, over
+    orders of equal scores.
+    """
     end = ties.before + ties.sizes
     missed = np.where((ties.positives > 0) & (end <= k), 0.0, 1.0)
     for run in np.flatnonzero((ties.before < k) & (end > k) & (ties.positives > 0)):

@@ -1,7 +1,8 @@
-"""What becomes of a model's numbers for a label of each kind: the loss and the metrics.
+"""Define the loss and the metrics for each kind of label.
 
-binary: a logit, cross-entropy. regression: a value, squared error. ordinal: for each bucket but the first the logit of
-"this bucket or a later one" (Frank and Hall 2001), whose cross-entropies are averaged.
+binary: a logit, cross-entropy. regression: a value, squared error. ordinal: for each bucket except
+the first, the logit of "this bucket or a later bucket" (Frank and Hall 2001); the cross-entropies
+are averaged.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pipeline.runtime.process.distributed import DistributedContext
 
 
 def losses_of(target: Target, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """outputs [B, target.width], labels [B] -> [B] without weights."""
+    """Return the unweighted losses [B] of outputs [B, target.width] and labels [B]."""
     if target.kind == "binary":
         return F.binary_cross_entropy_with_logits(outputs[:, 0], labels, reduction="none")
     if target.kind == "regression":
@@ -30,13 +31,14 @@ def losses_of(target: Target, outputs: torch.Tensor, labels: torch.Tensor) -> to
 
 
 def passed_buckets(labels: torch.Tensor, width: int) -> torch.Tensor:
-    """Buckets [B] -> [B, width] float32: 1 where the bucket is k + 1 or a later one."""
-    # No torch.arange: TorchRec traces this with torch.fx, where labels have no device yet.
+    """Map buckets [B] to [B, width] float32: 1 if the bucket is k + 1 or later."""
+    # Not torch.arange, because TorchRec traces this code with torch.fx, where labels have no device
+    # yet.
     return torch.stack([(labels > bucket).float() for bucket in range(width)], dim=1)
 
 
 class TargetPrediction(NamedTuple):
-    """Detached: outputs [B, width], labels and sample_weights [B]."""
+    """Detached tensors: outputs [B, width], labels and sample_weights [B]."""
 
     loss: torch.Tensor  # scalar, of the batch and all targets
     outputs: torch.Tensor
@@ -48,7 +50,7 @@ class TargetPrediction(NamedTuple):
 
 
 class BinaryTargetMeasure:
-    """NE, log loss, calibration and label rate; of an evaluation also AUC and AUPRC."""
+    """Measure NE, log loss, calibration and label rate; in an evaluation also AUC and AUPRC."""
 
     def __init__(self, measure: RunningMetrics | ClickMeasure) -> None:
         self._measure = measure
@@ -57,12 +59,14 @@ class BinaryTargetMeasure:
         self._measure.update(prediction.as_click())
 
     def compute(self) -> dict[str, float]:
-        """Collective."""
+        """Collective: return the metrics, equal on every rank."""
         return self._measure.compute()
 
 
 class SumsMeasure:
-    """Metrics that follow from weighted sums over rows, which it keeps in float64 and adds up over ranks."""
+    """Measure metrics of weighted sums over rows. The sums are float64 and are added up
+    over ranks.
+    """
 
     def __init__(
         self,
@@ -71,7 +75,11 @@ class SumsMeasure:
         metrics: Callable[[list[float]], dict[str, float]],
         starts_anew: bool,
     ) -> None:
-        """`sums` of a batch are [n]; `metrics` of those of all batches. starts_anew: after each compute()."""
+        """sums: returns the sums [n] of a batch. metrics: returns the metrics of the sums of all
+        batches.
+
+        starts_anew: reset the sums after each compute().
+        """
         self._context, self._sums_of, self._metrics, self._starts_anew = context, sums, metrics, starts_anew
         self._sums: torch.Tensor | None = None
         self._num_samples = 0
@@ -84,7 +92,7 @@ class SumsMeasure:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def compute(self) -> dict[str, float]:
-        """Collective."""
+        """Collective: return the metrics, equal on every rank."""
         assert self._sums is not None, "no batch was measured"
         total = torch.cat([self._sums, torch.tensor([float(self._num_samples)], dtype=torch.float64)])
         total = total.to(self._context.device)
@@ -104,7 +112,7 @@ def _regression_sums(prediction: TargetPrediction) -> torch.Tensor:
 
 
 def _regression_metrics(sums: list[float]) -> dict[str, float]:
-    """mse, mae, r2 (1 - mse / variance of the label) and means; NaN where no row counts."""
+    """Return mse, mae, r2 (1 - mse / variance of the label) and means; NaN if no row counts."""
     weight, squares, absolutes, labels, label_squares, outputs = (_ratio(each, sums[0]) for each in sums)
     variance = label_squares - labels**2
     return {
@@ -126,7 +134,7 @@ def _ordinal_sums(prediction: TargetPrediction) -> torch.Tensor:
 
 
 def _ordinal_metrics(sums: list[float]) -> dict[str, float]:
-    """ne: log loss of all thresholds over their entropy; mae: of the expected bucket."""
+    """Return ne (log loss of all thresholds over their entropy) and mae of the expected bucket."""
     weight, absolutes, losses, *passed = sums
     rates = [_ratio(each, weight) for each in passed]
     entropy = sum(-p * math.log(p) - (1 - p) * math.log(1 - p) for p in rates if 0.0 < p < 1.0)

@@ -1,4 +1,6 @@
-"""Several labels, or one that is not binary: each label's loss by its kind, weighed and added up, and metrics by its name."""
+"""Train several labels, or one that is not binary: the weighted sum of a loss for each label, and
+metrics by label.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from pipeline.runtime.process.distributed import DistributedContext
 
 
 class LabelsPrediction(NamedTuple):
-    """Detached: outputs [B, sum of the targets' widths], labels and sample_weights [B, targets], losses [B]."""
+    """Detached tensors: outputs [B, sum of the targets' widths], labels and sample_weights [B,
+    targets], losses [B].
+    """
 
     loss: torch.Tensor  # scalar
     outputs: torch.Tensor
@@ -36,10 +40,12 @@ class LabelsPrediction(NamedTuple):
 
 @register("task", "labels")
 class LabelsTask(nn.Module):
-    """The sum over targets of weight * loss, each a mean over the batch's rows in which a row that does not count adds 0.
+    """Compute the sum over targets of weight * loss.
 
-    So a step is the same at any number of ranks. A target that few rows count for weighs less by that: `weight` may make
-    up for it.
+    A loss is a mean over all rows of the batch; a masked row adds 0.
+
+    So a step is the same for any number of ranks. A target with few unmasked rows has less
+    influence, which `weight` may compensate.
     """
 
     no_export = ""
@@ -49,17 +55,18 @@ class LabelsTask(nn.Module):
         super().__init__()
         self.targets = targets
         ends = [sum(target.width for target in targets[: number + 1]) for number in range(len(targets))]
-        # Logarithms of each loss's variance (Kendall et al., CVPR 2018), learnt beside the model; none: the weights are given.
+        # Logarithms of each loss's variance (Kendall et al., CVPR 2018), learnt with the model.
+        # None: the weights are given.
         learns_weights = getattr(config, "uncertainty_weights", False)
         self.log_variances = nn.Parameter(torch.zeros(len(targets))) if learns_weights else None
         self._columns = [slice(end - target.width, end) for end, target in zip(ends, targets, strict=True)]
 
     def forward(self, outputs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, LabelsPrediction]:
-        """`outputs` [B, sum of widths], targets in their order, the main one first."""
+        """outputs: [B, sum of widths], in the order of targets, the main target first."""
         outputs = outputs.float()
         labels, weights = (part.reshape(-1, len(self.targets)) for part in (batch.labels, batch.sample_weights))
         parts = [outputs[:, columns] for columns in self._columns]
-        if self.training:  # on rows that were sampled: the model's own logits are of all rows
+        if self.training:  # rows were sampled in training; the model's logits describe all rows
             parts = [
                 part + target.train_offset if target.train_offset else part
                 for part, target in zip(parts, self.targets, strict=True)
@@ -72,25 +79,31 @@ class LabelsTask(nn.Module):
     def losses_of_targets(
         self, outputs: list[torch.Tensor], labels: torch.Tensor, weights: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Each target's [B], weighed by its weight and the rows'."""
+        """Return the losses [B] of each target, times the weights of the target and the rows."""
         return [
             target.weight * weights[:, number] * losses_of(target, outputs[number], labels[:, number])
             for number, target in enumerate(self.targets)
         ]
 
     def total(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """The scalar of the targets' losses [B]: their sum, or with uncertainty weights sum of exp(-s) * loss + s / 2."""
+        """Return the scalar loss: the sum of the targets' mean losses.
+
+        With uncertainty weights s it is the sum of exp(-s) * loss + s / 2.
+        """
         means = torch.stack([each.mean() for each in losses])
         if self.log_variances is None:
             return means.sum()
         return (torch.exp(-self.log_variances) * means + self.log_variances / 2).sum()
 
     def losses(self, prediction: LabelsPrediction) -> torch.Tensor:
-        """[batch]"""
+        """Return the loss of each row [batch]."""
         return prediction.losses
 
     def clicks(self, prediction: LabelsPrediction) -> dict[str, Prediction]:
-        """Of binary targets, by what their metrics' names begin with: what groups of rows are ranked by."""
+        """Return the predictions of binary targets by the prefix of their metrics' names.
+
+        Groups of rows are ranked by them.
+        """
         return {
             prefix: self.of_target(prediction, number).as_click()
             for number, (prefix, target) in enumerate(zip(self.prefixes, self.targets, strict=True))
@@ -106,12 +119,12 @@ class LabelsTask(nn.Module):
         )
 
     def number_of(self, name: str | None) -> int:
-        """Of the target called so; None: the main one, which is the first."""
+        """Return the position of the target of this name. None: the main target, which is first."""
         return 0 if name is None else [target.name for target in self.targets].index(name)
 
     @property
     def prefixes(self) -> list[str]:
-        """Of the names of metrics: <label>/, and nothing where there is one label."""
+        """Return the prefixes of metrics' names: <label>/, or nothing if there is one label."""
         return [f"{target.name}/" for target in self.targets] if len(self.targets) > 1 else [""]
 
     def training_measure(self, context: DistributedContext, batch_size: int, window_samples: int) -> Measure:
@@ -123,7 +136,7 @@ class LabelsTask(nn.Module):
 
 
 class LabelsMeasure:
-    """Each target's metrics, <label>/<metric> where there are several targets."""
+    """Measure each target's metrics, named <label>/<metric> if there are several targets."""
 
     def __init__(self, task: LabelsTask, measures: list[TargetMeasure]) -> None:
         self._task, self._measures = task, measures
@@ -133,7 +146,7 @@ class LabelsMeasure:
             measure.update(self._task.of_target(prediction, number))
 
     def compute(self) -> dict[str, float]:
-        """Collective. num_samples is the most that any target has."""
+        """Collective: return the metrics. num_samples is the largest number of any target."""
         found: dict[str, float] = {}
         for prefix, measure in zip(self._task.prefixes, self._measures, strict=True):
             found |= {prefix + name: value for name, value in measure.compute().items()}

@@ -1,4 +1,6 @@
-"""Measure what trainer.metrics names beside the task's own metrics, for each binary label and over all ranks."""
+"""Measure the metrics named by trainer.metrics in addition to the task's metrics, for each binary
+label over all ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,18 @@ from pipeline.runtime.process.distributed import DistributedContext
 
 
 class NamedMetrics:
-    """The sums of registered metrics over the batches of an evaluation."""
+    """Add up the sums of registered metrics over the batches of an evaluation."""
 
     def __init__(self, context: DistributedContext, names: Sequence[str]) -> None:
-        """Raises ConfigError for a name that nothing registers."""
+        """Raises ConfigError if a name is not registered."""
         self._context = context
         self._metrics: dict[str, Metric] = {name: find("metric", name, "trainer.metrics")() for name in names}
         self._sums: dict[str, Floats] = {}
 
     def update(self, clicks: Mapping[str, Any]) -> None:
-        """Local. By the prefix of each binary label: what has logits, labels and sample_weights, [batch] each."""
+        """Local: add a batch. clicks: by the prefix of each binary label, an object with logits,
+        labels and sample_weights [batch].
+        """
         for prefix, prediction in clicks.items() if self._metrics else ():
             weights = prediction.sample_weights.double()
             counts = weights > 0
@@ -35,7 +39,7 @@ class NamedMetrics:
                 self._sums[prefix + name] = self._sums.get(prefix + name, 0.0) + sums
 
     def compute(self) -> dict[str, float]:
-        """Collective: the same numbers on every rank."""
+        """Collective: return the metrics, equal on every rank."""
         found = {}
         for name, sums in self._sums.items():
             total = torch.as_tensor(sums, dtype=torch.float64).to(self._context.device)

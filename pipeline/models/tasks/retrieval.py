@@ -1,7 +1,10 @@
-"""Item retrieval: each clicked row's item against the items of the whole global batch; recall@k and MRR measure it.
+"""Train item retrieval: each clicked row's item against the items of the global batch.
 
-Negatives come from all ranks, so that a step is the same at any number of ranks: item vectors are gathered, and their
-gradients go home summed. With a batch of 8192 and vectors of 32 columns that is 1 MiB a rank and step.
+Measure recall@k and MRR.
+
+Negatives come from all ranks, so that a step is the same for any number of ranks: item vectors are
+gathered, and their gradients are summed and returned to their ranks. With a batch of 8192 and
+vectors of 32 columns that is 1 MiB per rank and step.
 """
 
 from __future__ import annotations
@@ -24,14 +27,15 @@ from pipeline.models.tasks.task import Measure
 from pipeline.models.user_item import TwoTowerConfig
 from pipeline.runtime.process.distributed import DistributedContext
 
-NO_ITEM = -1  # of padding and quarantined rows
+NO_ITEM = -1  # the id of padding and quarantined rows
 
 
 @register("task", "retrieval")
 class RetrievalTask(nn.Module):
-    """Softmax cross-entropy of each positive row's item among the global batch's (Yi et al., RecSys 2019, section 3).
+    """Compute softmax cross-entropy of each positive row's item among the global batch's (Yi et
+    al., RecSys 2019, section 3).
 
-    A candidate of the same item as the row's own is no negative, nor is one of a row of weight 0.
+    A candidate with the same item as the row is not a negative. Rows of weight 0 give no candidate.
     """
 
     no_export = ""
@@ -49,15 +53,18 @@ class RetrievalTask(nn.Module):
     def forward(
         self, vectors: tuple[torch.Tensor, torch.Tensor], batch: Batch
     ) -> tuple[torch.Tensor, RetrievalPrediction]:
-        """`vectors`: users and items, [B, D]. Collective in training mode; in evaluation the loss is 0, for a batch's
-        negatives say nothing of a catalogue."""
+        """vectors: users and items [B, D]. Collective in training mode.
+
+        In evaluation the loss is 0, because negatives of a batch do not represent the catalogue.
+        """
         users, items = (part.float() for part in vectors)
         labels, sample_weights = batch.labels, batch.sample_weights
         ids = first_ids(batch.sparse_features, self._item_feature)
         losses = torch.zeros_like(labels)
         if self.training:
             weights = labels * sample_weights
-            # A row that was not clicked asks for nothing. NaN, not above 0, is kept: the guard is to see it.
+            # Rows without a click have no loss. A NaN weight is kept, so that the guard against NaN
+            # sees it.
             rows = torch.nonzero(weights != 0).flatten()
             clicked = self._losses(users, items, ids, sample_weights, rows) * weights[rows]
             losses = losses.index_put((rows,), clicked)
@@ -67,7 +74,7 @@ class RetrievalTask(nn.Module):
         )
 
     def losses(self, prediction: RetrievalPrediction) -> torch.Tensor:
-        """[B]"""
+        """Return the loss of each row [B]."""
         return prediction.losses
 
     def training_measure(self, context: DistributedContext, batch_size: int, window_samples: int) -> Measure:
@@ -84,7 +91,7 @@ class RetrievalTask(nn.Module):
         sample_weights: torch.Tensor,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        """Collective: those of `rows` [P] of this rank's batch, [P]."""
+        """Collective: return the losses [P] of `rows` [P] of this rank's batch."""
         candidates = gather_rows(items)
         candidate_ids, weights = gather_rows(ids), gather_rows(sample_weights)
         scores = (users[rows] / self._temperature) @ candidates.T
@@ -100,9 +107,11 @@ class RetrievalTask(nn.Module):
 
 
 def hardest_cross_entropy(scores: torch.Tensor, own: torch.Tensor, count: int) -> torch.Tensor:
-    """[P]: softmax cross-entropy of each row's own candidate among `count` others, those that score highest.
+    """Return [P]: softmax cross-entropy of each row's candidate among the `count` other candidates
+    with the highest scores.
 
-    scores [P, N], -inf where a candidate is no negative; own [P], the number of the row's candidate.
+    scores: [P, N], -inf if a candidate is not a negative. own: [P], the index of the row's
+    candidate.
     """
     positive = scores.gather(1, own[:, None])
     others = scores.scatter(1, own[:, None], float("-inf")).topk(min(count, scores.shape[1] - 1), dim=1).values
@@ -110,7 +119,7 @@ def hardest_cross_entropy(scores: torch.Tensor, own: torch.Tensor, count: int) -
 
 
 def first_ids(sparse_features: KeyedJaggedTensor, feature: str) -> torch.Tensor:
-    """[B] int64: the first id of each row, NO_ITEM where there is none."""
+    """Return [B] int64: the first id of each row, or NO_ITEM."""
     bags = sparse_features[feature]
     values, starts, lengths = bags.values(), bags.offsets()[:-1].long(), bags.lengths()
     if not len(values):
@@ -119,10 +128,12 @@ def first_ids(sparse_features: KeyedJaggedTensor, feature: str) -> torch.Tensor:
 
 
 class LogFrequency(nn.Module):
-    """Item ids -> log of each item's share of the training rows, from the curve of its table's frequencies.
+    """Map item ids to the log of each item's share of the training rows, from the frequency curve
+    of its table.
 
-    Ids come by descending frequency from 1; between the curve's points log share is linear in log rank, as it is under a
-    power law. The unknown item, 0, counts as the rarest.
+    Ids are sorted by descending frequency and start at 1. Between the points of the curve, log
+    share is linear in log rank, as under a power law. The unknown item (0) counts as the rarest
+    item.
     """
 
     _centres: torch.Tensor
@@ -150,7 +161,10 @@ class LogFrequency(nn.Module):
 
 
 def gather_rows(local: torch.Tensor) -> torch.Tensor:
-    """Collective: every rank's [B, ...], one after the other; gradients of all ranks come back to whose rows they are."""
+    """Collective: return every rank's [B, ...] concatenated.
+
+    Gradients of all ranks return to the rank of the row.
+    """
     if num_exchanging_ranks() == 1:
         return local
     return _Gathered.apply(local)  # type: ignore[no-any-return,no-untyped-call]

@@ -1,7 +1,8 @@
-"""Measure recall@k and MRR of users' and items' vectors against the whole catalogue of the split, exactly.
+"""Measure exact recall@k and MRR of users' and items' vectors against all items of the split.
 
-The catalogue is every item of the split's rows; each clicked row asks where its own item comes among all of them by
-score. The unknown item (id 0) cannot be retrieved: it is in no catalogue, and a click on it is a miss.
+The catalogue is every item of the split's rows. Each clicked row finds the position of its item
+among all items by score. The unknown item (id 0) cannot be retrieved: it is in no catalogue, and a
+click on it is a miss.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ SCORES_AT_ONCE = 1 << 24  # numbers in one block of scores, 64 MiB
 
 
 class RetrievalPrediction(NamedTuple):
-    """Detached tensors; `losses` [B] are 0 where a row is no positive, users and items [B, D] float32, item_ids [B]."""
+    """Detached tensors: losses [B] (0 if a row is not a positive), users and items [B, D] float32,
+    item_ids [B].
+    """
 
     loss: torch.Tensor  # scalar
     losses: torch.Tensor
@@ -31,7 +34,9 @@ class RetrievalPrediction(NamedTuple):
 
 
 class RetrievalLossWindow:
-    """The training loss over all ranks, a clicked row's mean, since the last compute(), and the share of clicked rows."""
+    """Measure the training loss per clicked row over all ranks since the last compute(), and the
+    share of clicked rows.
+    """
 
     def __init__(self, context: DistributedContext) -> None:
         self._context = context
@@ -43,7 +48,7 @@ class RetrievalLossWindow:
         self._sums += torch.stack([part.double() for part in parts]).cpu()
 
     def compute(self) -> dict[str, float]:
-        """Collective."""
+        """Collective: return the metrics, equal on every rank."""
         sums = self._sums.to(self._context.device)
         if self._context.world_size > 1:
             dist.all_reduce(sums)
@@ -56,7 +61,9 @@ class RetrievalLossWindow:
 
 
 class RetrievalMetrics:
-    """Keeps each clicked row's user vector and each item's vector once: 4 D bytes each, D columns."""
+    """Keep each clicked row's user vector, and each item's vector once: 4 D bytes each for D
+    columns.
+    """
 
     def __init__(self, context: DistributedContext, recall_at: list[int]) -> None:
         self._context, self._recall_at = context, recall_at
@@ -88,10 +95,10 @@ class RetrievalMetrics:
         self._items.append(items[first[new]])
 
     def compute(self) -> dict[str, float]:
-        """Collective: the same numbers on every rank.
+        """Collective: return the metrics, equal on every rank.
 
-        recall_at_k: the share of clicked rows whose item is among the k best (ties count half each way); mrr: the mean of
-        1 / position; NaN without a clicked row.
+        recall_at_k: the share of clicked rows whose item is among the k best (ties count half each
+        way). mrr: the mean of 1 / position. NaN without a clicked row.
         """
         ids, items = self._catalogue()
         positions = [
@@ -114,7 +121,10 @@ class RetrievalMetrics:
         }
 
     def _catalogue(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Collective: ids ascending [M] and their vectors [M, D]; of ranks that met the same item, the first one's."""
+        """Collective: return ids ascending [M] and their vectors [M, D].
+
+        If several ranks have an item, use the first rank's.
+        """
         ids = torch.cat(self._item_ids) if self._item_ids else torch.empty(0, dtype=torch.int64)
         items = torch.cat(self._items) if self._items else torch.empty(0, 1)
         ids, items = _gather(ids, self._context), _gather(items, self._context)
@@ -127,14 +137,16 @@ def _share(part: float, whole: float) -> float:
 
 
 def _first_positions(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Distinct ids ascending, and where each first stands."""
+    """Return the distinct ids, ascending, and the index of the first occurrence of each."""
     distinct, position = torch.unique(ids, return_inverse=True)
     first = torch.full((len(distinct),), len(ids), dtype=torch.int64)
     return distinct, first.scatter_reduce(0, position, torch.arange(len(ids)), "amin")
 
 
 def _positions(users: torch.Tensor, wanted: torch.Tensor, ids: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-    """The position, from 1, of each user's wanted item among all items; infinite where the catalogue lacks it. [P] float64"""
+    """Return [P] float64: the position, from 1, of each user's wanted item; infinite if the
+    catalogue lacks the item.
+    """
     positions = torch.full((len(users),), math.inf, dtype=torch.float64)
     known = torch.nonzero(wanted > UNKNOWN_ITEM).flatten()
     for rows in known.split(max(1, SCORES_AT_ONCE // max(1, len(ids)))):
@@ -148,7 +160,7 @@ def _positions(users: torch.Tensor, wanted: torch.Tensor, ids: torch.Tensor, ite
 
 
 def _gather(local: torch.Tensor, context: DistributedContext) -> torch.Tensor:
-    """Collective: all ranks' [n, ...] one after the other, on every rank's host memory."""
+    """Collective: return all ranks' [n, ...] concatenated, in host memory of every rank."""
     if context.world_size == 1:
         return local
     shape = torch.tensor([len(local), *local.shape[1:]], device=context.device)

@@ -1,9 +1,11 @@
-"""Count labels by buckets of logits, so that AUC and AUPRC of any number of rows take the same memory.
+"""Count labels by buckets of logits, so that AUC and AUPRC of any number of rows take the same
+memory.
 
-A bucket's rows are taken as equal scores, and both measures state how far that can put them off: an upper bound, for rows
-whose scores are equal indeed add to it and put nothing off. Buckets are those of the
-upper bits of a float32: BUCKETS_OF_OCTAVE of equal width between two powers of 2, for magnitudes from 2**-12 up to 2**8.
-Smaller and larger magnitudes lie in the first and last bucket of their sign.
+Rows of a bucket are treated as equal scores, and both metrics report an upper bound of the error
+that this causes. It is only a bound, because rows with equal scores add to it and cause no error.
+Buckets are the upper bits of a float32: BUCKETS_OF_OCTAVE of equal width between two powers of 2,
+for magnitudes from 2**-12 to 2**8. Smaller and larger magnitudes are in the first and last bucket
+of their sign.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ BUCKETS = 2 * BUCKETS_OF_SIGN
 
 
 class Bounded(NamedTuple):
-    """A measure, and how far the exact one can lie from it on either side."""
+    """A metric, and the largest distance of the exact value from it."""
 
     value: float
     error: float
 
 
 def bucket_of(logits: NDArray[np.float32]) -> NDArray[np.int64]:
-    """[n] in 0 to BUCKETS - 1, ascending with the logit; a NaN is in the last."""
+    """Return [n] in 0 to BUCKETS - 1, ascending with the logit. NaN is in the last bucket."""
     positive_zeros = logits + np.float32(0.0)
     bits = positive_zeros.view(np.int32)
     magnitudes = np.clip(bits & 0x7FFFFFFF, LEAST, MOST - 1)
@@ -48,7 +50,9 @@ def _zeros() -> NDArray[np.int64]:
 
 @dataclass
 class ScoreCounts:
-    """`counts` [2, BUCKETS]: rows of label 0 and of label 1. Those of several ranks are added up."""
+    """Count rows by label and bucket: `counts` [2, BUCKETS]. Counts of several ranks are
+    added up.
+    """
 
     counts: NDArray[np.int64] = field(default_factory=_zeros)
 
@@ -58,7 +62,11 @@ class ScoreCounts:
             self.counts[label] += np.bincount(buckets[labels == label], minlength=BUCKETS)
 
     def auc(self) -> Bounded:
-        """Pairs of unlike labels in one bucket count half, and each may count 0 or 1. NaN where labels are alike."""
+        """Return AUC.
+
+        A pair of unlike labels in one bucket counts 1/2, with an error of 1/2. NaN if all labels
+        are equal.
+        """
         negatives, positives = self._best_first()
         pairs = positives.sum() * negatives.sum()
         if not pairs:
@@ -68,7 +76,12 @@ class ScoreCounts:
         return Bounded(float(((negatives * above).sum() + undecided) / pairs), float(undecided / pairs))
 
     def auprc(self) -> Bounded:
-        """A bucket's positives may all come before its negatives, or the first of them after. NaN without a positive."""
+        """Return AUPRC and its error by the order of positives within a bucket.
+
+        NaN without a positive.
+
+        At best all positives of a bucket come before its negatives; at worst they come after.
+        """
         negatives, positives = self._best_first()
         if not positives.sum():
             return Bounded(math.nan, 0.0)
@@ -85,6 +98,6 @@ class ScoreCounts:
         return Bounded(value, max(most - value, value - least))
 
     def _best_first(self) -> tuple[Floats, Floats]:
-        """Rows of label 0 and of label 1 by bucket."""
+        """Return the rows of label 0 and of label 1 by bucket, best first."""
         negatives, positives = self.counts[:, ::-1].astype(np.float64)
         return negatives, positives

@@ -1,10 +1,11 @@
-"""What a task is: the loss that a model is trained with and the metrics that measure it, registered together by name.
+"""Define the interface of a task: the loss that a model is trained with and its metrics, registered
+by name.
 
     @register("task", "my_task")
     class MyTask(nn.Module): ...
 
-A model's config names its task. A task of one's own may inherit from a task of this package, or be any module that does
-what Task says.
+A model's config names its task. A new task may inherit from a task of this package, or be any
+module with the methods of Task.
 """
 
 from __future__ import annotations
@@ -25,49 +26,68 @@ from pipeline.runtime.process.distributed import DistributedContext
 
 
 class Measure(Protocol):
-    """Metrics that grow batch by batch. `prediction` is whatever the task's forward gives."""
+    """Measure metrics batch by batch. `prediction` is what the task's forward returns."""
 
     def update(self, prediction: Any) -> None:
         """Local: add one batch."""
 
     def compute(self) -> dict[str, float]:
-        """Collective: the same numbers on every rank; of an evaluation with `num_samples` among them."""
+        """Collective: return the metrics, equal on every rank.
+
+        Those of an evaluation include `num_samples`.
+        """
 
 
 class Task(Protocol):
-    """What is registered as a "task": an nn.Module, made from the model's config and its tables.
+    """The interface of a registered "task": an nn.Module, made from the model's config and its
+    tables.
 
-    no_export: why its models cannot be exported; empty where they can, which takes outputs of one logit a row, or of the
-    targets' widths. `exports = "towers"` says that its models give vectors of users and of items in the place of logits, by
-    user_vectors and item_vectors (models/layers/two_tower.py), with a config that names `user_features` and `item_features`,
-    and that items are retrieved by their dot product (serving/retrieval). One with `takes_targets = True` is made from the list of data.targets.Target besides, and learns labels
-    of any kind and number; others learn one that is binary.
+    no_export: why models of this task cannot be exported; empty if they can. A model can be
+    exported if its outputs are one logit per row, or the targets' widths. exports="towers": the
+    model gives vectors of users and items by user_vectors and item_vectors
+    (models/layers/two_tower.py), its config has `user_features` and `item_features`, and items are
+    retrieved by the dot product of the vectors (extras/retrieval). takes_targets=True: the task
+    also takes the list of data.targets.Target and learns labels of any kind and number. Other tasks
+    learn one binary label.
     """
 
     no_export: str
 
     def forward(self, outputs: Any, batch: Batch) -> tuple[torch.Tensor, Any]:
-        """The model's outputs for a batch -> (loss, prediction).
+        """Return (loss, prediction) for the model's outputs of a batch.
 
-        The loss is a scalar, a mean over the batch's rows; rows of sample weight 0 count nothing. The prediction is a
-        NamedTuple of detached tensors with the loss as `loss`, for the measures.
+        The loss is a scalar, a mean over the batch's rows. Rows of sample weight 0 count nothing.
+        The prediction is a NamedTuple of detached tensors with the loss as `loss`, for the
+        measures.
         """
 
     def losses(self, prediction: Any) -> torch.Tensor:
-        """[batch]: each row's loss, for the error that names the rows whose loss is not finite."""
+        """Return the loss of each row [batch], for the error that names rows whose loss is not
+        finite.
+        """
 
     def training_measure(self, context: DistributedContext, batch_size: int, window_samples: int) -> Measure:
-        """Of the training steps, over about the last `window_samples` of all ranks; `batch_size` is a rank's."""
+        """Return the measure of training steps, over about the last `window_samples` of all ranks.
+        batch_size: per rank.
+        """
 
     def evaluation_measure(self, context: DistributedContext, batch_size: int) -> Measure:
-        """Of an evaluation; the names of its metrics are the model config's `metrics`."""
+        """Return the measure of an evaluation.
+
+        The model config's `metrics` lists the names of its metrics.
+        """
 
 
 class TaskModel(nn.Module):
-    """A model and its task: forward(batch) -> (loss, prediction). `bf16` autocasts all but the loss."""
+    """Join a model and its task: forward(batch) -> (loss, prediction).
+
+    `bf16` autocasts all except the loss.
+    """
 
     def __init__(self, model: nn.Module, loss: nn.Module, precision: str = "fp32", train_offset: float = 0.0) -> None:
-        """train_offset: added to the logits in training mode, where rows were sampled (data.targets)."""
+        """train_offset: added to the logits in training mode, if rows were sampled
+        (data.targets).
+        """
         super().__init__()
         self.model, self.loss = model, loss
         self._bf16, self._train_offset = precision == "bf16", train_offset
@@ -77,7 +97,8 @@ class TaskModel(nn.Module):
         return self.loss  # type: ignore[return-value]
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, Any]:
-        # Two branches, not a flag to autocast: TorchRec traces this with torch.fx, where batch has no device yet.
+        # Two branches instead of a flag for autocast, because TorchRec traces this with torch.fx,
+        # where batch has no device yet.
         if self._bf16:
             with devices.current().autocast(torch.bfloat16):
                 outputs = self.model(batch.dense_features, batch.sparse_features)
@@ -88,7 +109,7 @@ class TaskModel(nn.Module):
         return self.loss(outputs, batch)  # type: ignore[no-any-return]
 
     def losses(self, prediction: Any) -> torch.Tensor:
-        """[batch]"""
+        """Return the loss of each row [batch]."""
         return self.task.losses(prediction)
 
     def training_measure(self, context: DistributedContext, batch_size: int, window_samples: int) -> Measure:
@@ -103,9 +124,11 @@ def make_task(
     *,
     precision: str = "fp32",
 ) -> TaskModel:
-    """`model`, which is build_model's for the same config and tables, with the task that the config names.
+    """Join `model` (made by build_model from the same config and tables) and the task that the
+    config names.
 
-    targets: what it learns; None: one binary label. A model of one logit learns one label of any kind but ordinal.
+    targets: the labels to learn; None: one binary label. A model of one logit learns one label of
+    any kind except ordinal.
 
     Raises:
         ConfigError: the task learns one binary label, and the targets are others.
@@ -113,8 +136,9 @@ def make_task(
     targets = targets or [Target("label")]
     if not config.learns_all and targets[0].width > 1:
         raise ConfigError(
-            f"model={config.kind} gives one number a row, and ordinal label {targets[0].name!r} of {targets[0].num_buckets} "
-            f"buckets wants {targets[0].width}: take a model with a tower for each label, such as model=shared_bottom"
+            f"model={config.kind} gives one number per row, and ordinal label {targets[0].name!r} "
+            f"of {targets[0].num_buckets} buckets needs {targets[0].width}; choose a model with a "
+            "tower for each label, such as model=shared_bottom"
         )
     plain = len(targets) == 1 and targets[0].kind == "binary"
     name = "labels" if config.task == "click" and not plain else config.task
@@ -128,5 +152,5 @@ def make_task(
 
 
 def task_in(model: nn.Module) -> Task:
-    """Of a model that may be sharded."""
+    """Return the task of a model, which may be sharded."""
     return next(module for module in model.modules() if isinstance(module, TaskModel)).task
