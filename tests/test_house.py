@@ -168,6 +168,7 @@ UNTYPED = {
     "option ->": "dataclasses.field says Any too",
     "find ->": "a component of any kind",
     "from_extra ->": "a function of any signature",
+    "if_installed ->": "a function of any signature",
     "options ->": "a compression kind's own settings",
     "decode ->": "of the given kind",
 }

@@ -22,7 +22,6 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from html import escape
 from typing import TYPE_CHECKING
 
 import yaml
@@ -34,7 +33,7 @@ from pipeline.cli.compose import config_folders
 from pipeline.cli.verb import verb
 from pipeline.config.jobs.train import PlanJob
 from pipeline.config.planner import HardwareConfig
-from pipeline.config.registry import from_extra
+from pipeline.config.registry import from_extra, if_installed
 from pipeline.data.dataset import check_multi_hot
 from pipeline.embeddings.table import Table
 from pipeline.planner.head_rows import choose_heads
@@ -50,6 +49,7 @@ from pipeline.training.preflight import check_resolved, load_or_describe
 if TYPE_CHECKING:
     from pipeline.planner.plan_forecast import PlannedJob
     from pipeline.planner.request import PlanRequest
+    from pipeline.planner.step_time.forecast import PlanForecast
     from pipeline.planner.tier_slots import SlotChoice
 
 STALE = 1  # exit code of check
@@ -60,7 +60,7 @@ logger = get_logger("pipeline.plan")  # run as a command, __name__ is another
 @dataclass
 class PlanSummary:
     plan_file: str
-    page: str | None  # None where the plan was read from its file
+    page: str | None  # None: the plan was read from its file, or the extra `pages` is not installed
     planner: str
     hardware: str
     world_size: int
@@ -100,20 +100,19 @@ def plan(job: PlanJob) -> PlanSummary:
     # Imported here, for a mistake in the job must fail before torch is loaded.
     from pipeline.embeddings.describe import describe_savings, savings_of
     from pipeline.planner.explain import explain, summarize
-    from pipeline.planner.page import page_path, write_page
-    from pipeline.planner.plan_codec import encode_plan, write_plan
+    from pipeline.planner.plan_codec import write_plan
     from pipeline.planner.plan_forecast import PlannedJob
     from pipeline.planner.planner import make_plan
 
     record = make_plan(job.planner, request)
     planned = PlannedJob(resolved, request, record)
-    lines, sections = _predict(job, planned) if job.planner.predict_step else ([], [])
+    lines, forecasts, in_tiers = _predict(job, planned) if job.planner.predict_step else ([], [], [])
     page = None
     if job.planner.kind != "file":
-        page = page_path(job.planner.plan_file)
         write_plan(job.planner.plan_file, record)
-        title = f"{job.name} on {job.world_size} x {record.hardware}"
-        write_page(page, title, record, encode_plan(record.plan), _made(), sections)
+        if write_page := if_installed("write_plan_page"):
+            title = f"{job.name} on {job.world_size} x {record.hardware}"
+            page = write_page(job.planner.plan_file, title, record, _made(), forecasts, in_tiers)
     return PlanSummary(
         plan_file=job.planner.plan_file,
         page=page,
@@ -165,19 +164,17 @@ def _hardware_to_try(job: PlanJob) -> dict[str, HardwareConfig]:
     return usable
 
 
-def _predict(job: PlanJob, planned: PlannedJob) -> tuple[list[str], list[str]]:
-    """Lines for the terminal, and sections for the page."""
+def _predict(job: PlanJob, planned: PlannedJob) -> tuple[list[str], list[PlanForecast], list[str]]:
+    """Return lines for the terminal, the forecasts for the page, and its lines about tiers."""
     from pipeline.planner.plan_forecast import foresee
-    from pipeline.planner.step_time.step_charts import step_sections
 
     found = foresee(job, planned, prepare)
     if not found.forecasts:
-        return found.lines, []
+        return found.lines, [], []
     in_tiers: list[str] = []
     if any(choice.tiers is not None for choice in planned.record.tables):
         in_tiers = from_extra("tier_outlook", "tables.*.tiers")(job, planned.record, found.forecasts[0].step_ms)
-    sections = step_sections(found.forecasts[0], found.forecasts)
-    return found.lines + in_tiers, [*sections, *(f"<p>{escape(line)}</p>" for line in in_tiers)]
+    return found.lines + in_tiers, found.forecasts, in_tiers
 
 
 def prepare(job: PlanJob) -> tuple[ResolvedJob, PlanRequest]:

@@ -17,6 +17,7 @@ import sys
 from pipeline.cli.arguments import Command
 from pipeline.cli.verb import verb
 from pipeline.config.jobs.retrain import RegistryJob
+from pipeline.config.registry import from_extra
 from pipeline.config.retraining import REGISTRY_COMMANDS
 from pipeline.retraining.ledger import ROLLED_BACK, UNPINNED, Ledger, Record, describe_record
 from pipeline.retraining.promotion import add_run
@@ -57,8 +58,7 @@ def list_versions(job: RegistryJob) -> list[str]:
 def show_history(job: RegistryJob) -> list[str]:
     """The newest `job.num` records, oldest first; job.html gets a page of the champions and of all decisions."""
     if job.html:
-        from pipeline.retraining.page import render_registry
-
+        render_registry = from_extra("render_registry", "html=")
         storage.publish_text(job.html, render_registry(Registry(job.registry), Ledger(job.registry)))
     records = [record for record, _ in zip(Ledger(job.registry).newest(), range(job.num), strict=False)]
     return [describe_record(record) for record in reversed(records)] or [f"{job.registry} has no history yet"]

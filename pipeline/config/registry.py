@@ -144,9 +144,17 @@ def from_extra(name: str, key: str) -> Any:
     Raises:
         ConfigError: no extra that is installed has it.
     """
-    found = next((place for extra in _extras() if (place := getattr(extra, "FUNCTIONS", {}).get(name))), None)
+    found = if_installed(name)
     if found is None:
         raise ConfigError(f"{key} needs an extra that is not installed: nothing in pipeline/extras gives {name!r}")
+    return found
+
+
+def if_installed(name: str) -> Any:
+    """Return the function that an extra gives to the core as `name`, or None if no installed extra gives it."""
+    found = next((place for extra in _extras() if (place := getattr(extra, "FUNCTIONS", {}).get(name))), None)
+    if found is None:
+        return None
     module, _, function = found.partition(":")
     return attrgetter(function)(importlib.import_module(module))
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.jobs.evaluate import EvaluateJob
+from pipeline.config.registry import if_installed
 from pipeline.runtime.logs import to_json
 from pipeline.runtime.storage import storage
 from pipeline.training.remarks import undefined
@@ -56,9 +57,8 @@ def write_summary(summary: EvaluateSummary, stats: EvaluationStats | None) -> No
     storage.publish_text(summary.path, to_json(written, indent=1))
     if summary.importance:
         storage.publish_text(storage.join(summary.run, IMPORTANCE), to_json(summary.importance, indent=1))
-    if storage.exists(storage.join(summary.run, REPORT)):
-        from pipeline.training.runs.report import try_report
-
+    try_report = if_installed("try_report")
+    if try_report and storage.exists(storage.join(summary.run, REPORT)):
         summary.report = try_report(summary.run)
 
 

@@ -18,6 +18,7 @@ from pipeline.checkpoint.changes import CHECKPOINT
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.random_state import kept_random_state, seed_random_state
 from pipeline.config.jobs.train import TrainJob
+from pipeline.config.registry import if_installed
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.read.batches import BatchReader
 from pipeline.data.read.endless import ENDLESS_STEPS, StreamReading
@@ -52,7 +53,6 @@ from pipeline.training.remarks import remarks
 from pipeline.training.resolve import resolve
 from pipeline.training.run_state import describe_job, earlier_tables, growing, open_checkpoints, resume, start_warm
 from pipeline.training.runs.folder import flat
-from pipeline.training.runs.report import try_report
 from pipeline.training.sharded_model import ShardedModel, shard
 from pipeline.training.summary import TrainSummary, summarize, write_summary
 from pipeline.training.trainer import FitResult, Trainer
@@ -195,5 +195,5 @@ def _finish(
     steps = summary.step if steps >= ENDLESS_STEPS else steps  # the rows of a stream are trained on once
     summary.remarks = remarks(job.trainer, summary.step, steps, summary.validation, writer.path)
     write_summary(summary)
-    if job.logger.report:
+    if job.logger.report and (try_report := if_installed("try_report")):
         summary.report = try_report(job.run_dir)

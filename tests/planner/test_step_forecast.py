@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pipeline.cli.plan import with_sizes
+from pipeline.extras.pages.step_charts import gantt, step_sections
 from pipeline.planner.step_time.clocks import Span
 from pipeline.planner.step_time.forecast import (
     PlanForecast,
@@ -17,7 +18,6 @@ from pipeline.planner.step_time.forecast import (
     where_it_stops,
 )
 from pipeline.planner.step_time.overheads import READER, SAVES, Saves, overheads_of
-from pipeline.planner.step_time.step_charts import gantt, step_sections
 from tests.planner.step_jobs import SPEEDS as MEASURED
 from tests.support.messages import mentions
 

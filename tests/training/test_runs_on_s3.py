@@ -9,11 +9,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.cli import report as report_verb
-from pipeline.cli import runs as verb
 from pipeline.cli.arguments import read_arguments
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs.runs import ReportJob, RunsJob
+from pipeline.extras.runs.cli import report as report_verb
+from pipeline.extras.runs.cli import runs as verb
+from pipeline.extras.runs.config import ReportJob, RunsJob
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.storage import storage
 from pipeline.training.runs.folder import find_runs

@@ -7,7 +7,6 @@ from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob, PredictJob
 from pipeline.config.jobs.machine import CheckNodesJob, InitJob
 from pipeline.config.jobs.prepare import GenerateJob, InspectJob, PrepareJob
 from pipeline.config.jobs.retrain import RegistryJob, RetrainJob
-from pipeline.config.jobs.runs import ReportJob, RunsJob
 from pipeline.config.jobs.serve import ServeJob
 from pipeline.config.jobs.train import PlanJob, TrainJob
 
@@ -16,7 +15,6 @@ CONFIG_NAMES: dict[type, str] = {
     GenerateJob: "generate", PrepareJob: "prepare", PlanJob: "plan", TrainJob: "train", EvaluateJob: "evaluate",
     CheckpointsJob: "checkpoints", ExportJob: "export",
     RetrainJob: "retrain", RegistryJob: "registry",
-    PredictJob: "predict", ServeJob: "serve", RunsJob: "runs",
-    ReportJob: "report",
+    PredictJob: "predict", ServeJob: "serve",
     InspectJob: "inspect", InitJob: "init", CheckNodesJob: "check_nodes",
 }  # fmt: skip

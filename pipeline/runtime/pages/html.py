@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 @cache
 def _environment() -> Environment:
-    """Templates are named by their path below the package, such as retraining/registry.html."""
+    """Templates are named by their path below the package, such as serving/http/docs.html."""
     return Environment(
         loader=FileSystemLoader(Path(__file__).parents[2]),
         autoescape=True,

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import devices
-from pipeline.planner.charts import Cell, Column, MapRow, column_chart, rank_map
+from pipeline.extras.pages.plan_charts import Cell, Column, MapRow, column_chart, rank_map
+from pipeline.extras.pages.step_charts import step_sections
 from pipeline.planner.explain import show_ranks
 from pipeline.planner.fingerprint import describe_hosts
-from pipeline.planner.plan_record import PHASES, PlanDescription, RankLoad, TableChoice
+from pipeline.planner.plan_record import PHASES, PlanDescription, PlanRecord, RankLoad, TableChoice
+from pipeline.planner.step_time.forecast import PlanForecast
 from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.pages.html import cards, document, figure, folded, legend, table
 from pipeline.runtime.storage import storage
@@ -48,17 +50,31 @@ def page_path(plan_file: str) -> str:
     return plan_file.removesuffix(".json") + ".html"
 
 
-def write_page(
-    path: str, title: str, plan: PlanDescription, shardings: Shardings, made: str = "", step: Sequence[str] = ()
-) -> None:
-    """Atomic. `shardings` as in a plan file: module -> table -> ParameterSharding; `made`: when, and by which command; `step`:
-    sections about the predicted step (step_time.step_charts)."""
-    storage.publish_text(path, render_page(title, plan, shardings, made, step))
+def write_plan_page(
+    plan_file: str,
+    title: str,
+    record: PlanRecord,
+    made: str,
+    forecasts: Sequence[PlanForecast] = (),
+    notes: Sequence[str] = (),
+) -> str:
+    """Write the page next to the plan file, and return its path.
+
+    made: when and by which command the plan was made; forecasts: of the step, the first one for
+    the plan's own ranks; notes: lines to print below the forecast.
+    """
+    from pipeline.planner.plan_codec import encode_plan  # loads torch
+
+    step = [*step_sections(forecasts[0], forecasts), *(f"<p>{escape(note)}</p>" for note in notes)] if forecasts else []
+    path = page_path(plan_file)
+    storage.publish_text(path, render_page(title, record, encode_plan(record.plan), made, step))
+    return path
 
 
 def render_page(
     title: str, plan: PlanDescription, shardings: Shardings, made: str = "", step: Sequence[str] = ()
 ) -> str:
+    """Return the page. `shardings`: module -> table -> ParameterSharding, as in a plan file; `step`: its sections."""
     shares = _table_shares(plan, shardings)
     # Side by side where their charts are small.
     beside = (
@@ -71,7 +87,7 @@ def render_page(
         _choices(plan), _tiers(plan), _rank_numbers(plan), _made_for(plan), _foot(plan, made),
     )  # fmt: skip
     body = [part for section in sections for part in section]
-    return document(f"Plan: {title}", body, Path(__file__).with_name("page.css").read_text())
+    return document(f"Plan: {title}", body, Path(__file__).with_name("plan.css").read_text())
 
 
 def _table_shares(plan: PlanDescription, shardings: Shardings) -> dict[str, dict[int, TableShare]]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from pipeline.data.dataset import Dataset, SparseFeature
-from pipeline.runtime.pages.charts import Bar, bar_chart
+from pipeline.extras.pages.charts import Bar, bar_chart
 from pipeline.runtime.pages.html import fixed
 from pipeline.runtime.storage import storage
 from pipeline.training.runs.evaluation_stats import EvaluationStats, Slice

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.planner.page import MAX_MAPPED, page_path, render_page, write_page
+from pipeline.extras.pages.plan_page import MAX_MAPPED, page_path, render_page
 from pipeline.planner.tiers import TierForecast
 from pipeline.runtime.byte_counts import show_bytes
 from tests.planner.plans import drawn_plan
@@ -148,7 +148,7 @@ def test_the_head_says_time_memory_and_gap_and_the_foot_when_and_by_what() -> No
 
 
 def test_no_colour_stands_for_two_things() -> None:
-    css = (Path(render_page.__code__.co_filename).with_name("page.css")).read_text()
+    css = (Path(render_page.__code__.co_filename).with_name("plan.css")).read_text()
     for block in css.split("@media"):
         colours = re.findall(r"--[a-z_]+: (#[0-9a-f]{6})", block)
         assert len(colours) >= 8 and [each for each, count in Counter(colours).items() if count > 1] == []
@@ -167,12 +167,10 @@ def test_a_limit_far_above_the_columns_is_said_in_place_of_drawn() -> None:
     assert "far above this scale" in memory and 'class="limit"' not in memory
 
 
-def test_the_page_lies_beside_its_plan_and_is_made_without_torch(tmp_path: Path) -> None:
+def test_the_page_is_next_to_its_plan_and_is_rendered_without_torch() -> None:
     assert page_path("s3://b/plans/a.b.json") == "s3://b/plans/a.b.html"
-    path = str(tmp_path / "deep" / "p.html")
-    write_page(path, "p", *drawn_plan(3, 2))
-    assert "</html>" in Path(path).read_text()
-    code = "import sys, pipeline.planner.page; assert not {'torch', 'torchrec'} & set(sys.modules)"
+    assert "</html>" in render_page("p", *drawn_plan(3, 2))
+    code = "import sys, pipeline.extras.pages.plan_page; assert not {'torch', 'torchrec'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -10,24 +10,24 @@ from typing import Any
 import yaml
 
 from pipeline.data.dataset import Dataset, load_dataset
-from pipeline.planner.explain import explain
-from pipeline.planner.plan_file import read_view
-from pipeline.planner.plan_record import PlanDescription
-from pipeline.runtime.errors import DataError, PlanError, UserError
-from pipeline.runtime.logs import get_logger
-from pipeline.runtime.pages.charts import Line, line_chart
-from pipeline.runtime.pages.html import fixed, render
-from pipeline.runtime.storage import storage
-from pipeline.training.runs.compare import choose_split
-from pipeline.training.runs.evaluation_stats import EvaluationStats, read_stats
-from pipeline.training.runs.folder import PLAN, Run
-from pipeline.training.runs.report_features import (
+from pipeline.extras.pages.charts import Line, line_chart
+from pipeline.extras.runs.compare import choose_split
+from pipeline.extras.runs.report_features import (
     FEATURE_HEADINGS,
     MIN_SLICE_ROWS,
     feature_rows,
     importance_chart,
     slice_rows,
 )
+from pipeline.planner.explain import explain
+from pipeline.planner.plan_file import read_view
+from pipeline.planner.plan_record import PlanDescription
+from pipeline.runtime.errors import DataError, PlanError, UserError
+from pipeline.runtime.logs import get_logger
+from pipeline.runtime.pages.html import fixed, render
+from pipeline.runtime.storage import storage
+from pipeline.training.runs.evaluation_stats import EvaluationStats, read_stats
+from pipeline.training.runs.folder import PLAN, Run
 
 FILE = "report.html"
 MAX_EVALUATIONS = 40  # the last ones, on the page
@@ -68,7 +68,7 @@ def render_report(run: Run) -> str:
     points = [(each.prediction, each.label_rate) for each in bins]
     has_features = dataset is not None and (dataset.sparse_features or dataset.dense_features)
     return render(
-        "training/runs/report.html",
+        "extras/runs/report.html",
         f"Run {run.name}",
         run=run,
         split=split,

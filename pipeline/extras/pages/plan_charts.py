@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from pipeline.runtime.pages.charts import rect, round_up, shorten, svg, text
+from pipeline.extras.pages.charts import rect, round_up, shorten, svg, text
 
 HEIGHT = 220  # of the plot
 LEFT, TOP, BOTTOM, RIGHT = 58, 36, 40, 12

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from pipeline.runtime.pages.charts import line_chart
+from pipeline.extras.pages.charts import line_chart
+from pipeline.extras.runs.compare import Comparison, MetricRow, describe
+from pipeline.extras.runs.report import COLOURS, curve, metric_text
 from pipeline.runtime.pages.html import render
-from pipeline.training.runs.compare import Comparison, MetricRow, describe
-from pipeline.training.runs.report import COLOURS, curve, metric_text
 
 CURVES = (
     ("validation", "Validation NE", "ne"), ("validation", "Validation AUC", "auc"), ("train", "Training NE", "ne"),
@@ -29,7 +29,7 @@ def render_comparison(comparison: Comparison) -> str:
         ]
         charts.append((title, line_chart(f"{title} over steps", metric, lines)))
     return render(
-        "training/runs/comparison.html",
+        "extras/runs/comparison.html",
         "Comparison of runs",
         heading=f"{len(variants)} variants, {sum(len(each.runs) for each in variants)} runs",
         variants=[(colours[each.letter], each.label) for each in variants],

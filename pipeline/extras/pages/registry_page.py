@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.extras.pages.charts import Line, line_chart
 from pipeline.retraining.ledger import ADDED, PROMOTED, REJECTED, ROLLED_BACK, Ledger, Record
 from pipeline.retraining.registry import Pointer, Registry
 from pipeline.runtime.errors import UserError
-from pipeline.runtime.pages.charts import Line, line_chart
 from pipeline.runtime.pages.html import fixed, render
 
 MAX_RECORDS = 500  # the newest, on the page
@@ -39,7 +39,9 @@ def render_registry(registry: Registry, ledger: Ledger) -> str:
     }
     if pointer is not None:
         values |= {"cards": _cards(pointer, names, records, found), "warnings": _warnings(pointer, records)}
-    return render("retraining/registry.html", f"Registry {registry.path}", registry=registry, pointer=pointer, **values)
+    return render(
+        "extras/pages/registry.html", f"Registry {registry.path}", registry=registry, pointer=pointer, **values
+    )
 
 
 def reigns(records: Sequence[Record]) -> list[Reign]:

@@ -7,13 +7,13 @@ Training writes it at the end of each run (logger.report). Several runs: python 
 from __future__ import annotations
 
 from pipeline.cli.verb import verb
-from pipeline.config.jobs.runs import ReportJob
+from pipeline.extras.runs.config import ReportJob
 
 
 def report(job: ReportJob) -> str:
     """Where the page was written to. Raises ConfigError where there is no run."""
+    from pipeline.extras.runs.report import write_report
     from pipeline.training.runs.folder import open_run
-    from pipeline.training.runs.report import write_report
 
     return write_report(open_run(job.run), job.output)
 

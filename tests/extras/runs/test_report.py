@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli import report as verb
-from pipeline.cli import runs as runs_verb
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs.runs import ReportJob, RunsJob
+from pipeline.extras.pages.charts import LEFT, MAX_POINTS, WIDTH, Line, line_chart, thinned
+from pipeline.extras.runs.cli import report as verb
+from pipeline.extras.runs.cli import runs as runs_verb
+from pipeline.extras.runs.config import ReportJob, RunsJob
+from pipeline.extras.runs.report import render_report, warnings_of
+from pipeline.extras.runs.report_features import _finite, worst_slices
 from pipeline.runtime.errors import ConfigError
-from pipeline.runtime.pages.charts import LEFT, MAX_POINTS, WIDTH, Line, line_chart, thinned
 from pipeline.training.runs.evaluation_stats import Slice
 from pipeline.training.runs.folder import open_run
-from pipeline.training.runs.report import render_report, warnings_of
-from pipeline.training.runs.report_features import _finite, worst_slices
 from tests.support.browser import open_page
 from tests.support.messages import names
 

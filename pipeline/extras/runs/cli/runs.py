@@ -16,14 +16,14 @@ from collections.abc import Callable
 
 from pipeline.cli.arguments import Command
 from pipeline.cli.verb import verb
-from pipeline.config.jobs.runs import RunsJob
+from pipeline.extras.runs.config import RunsJob
 from pipeline.runtime.storage import storage
 
 
 def list_runs(job: RunsJob) -> str:
     """A line a run."""
+    from pipeline.extras.runs.listing import as_rows, as_text, sorted_runs, write_parquet
     from pipeline.training.runs.folder import find_runs
-    from pipeline.training.runs.listing import as_rows, as_text, sorted_runs, write_parquet
 
     found = find_runs(job.root)
     if not found:
@@ -35,10 +35,10 @@ def list_runs(job: RunsJob) -> str:
 
 
 def compare_runs(job: RunsJob) -> str:
-    from pipeline.training.runs.compare import compare
+    from pipeline.extras.runs.compare import compare
+    from pipeline.extras.runs.listing import write_parquet
+    from pipeline.extras.runs.report_comparison import render_comparison
     from pipeline.training.runs.folder import open_run
-    from pipeline.training.runs.listing import write_parquet
-    from pipeline.training.runs.report_comparison import render_comparison
 
     comparison = compare([open_run(path) for path in job.runs], job.split, job.confidence)
     if job.output:
@@ -49,30 +49,30 @@ def compare_runs(job: RunsJob) -> str:
 
 
 def show_run(job: RunsJob) -> str:
+    from pipeline.extras.runs.listing import describe_run
     from pipeline.training.runs.folder import open_run
-    from pipeline.training.runs.listing import describe_run
 
     return "\n".join(describe_run(open_run(job.run)))
 
 
 def tag_run(job: RunsJob) -> str:
+    from pipeline.extras.runs.listing import tag
     from pipeline.training.runs.folder import open_run
-    from pipeline.training.runs.listing import tag
 
     return f"{job.run}  tags: {', '.join(tag(open_run(job.run), job.tags, job.note)) or 'none'}"
 
 
 def clean_run(job: RunsJob) -> str:
+    from pipeline.extras.runs.listing import clean
     from pipeline.training.runs.folder import open_run
-    from pipeline.training.runs.listing import clean
 
     removed = clean(open_run(job.run), job.keep_days)
     return "\n".join([*(f"removed {path}" for path in removed), f"{len(removed)} removed from {job.run}"])
 
 
 def remove_run(job: RunsJob) -> str:
+    from pipeline.extras.runs.listing import remove
     from pipeline.training.runs.folder import open_run
-    from pipeline.training.runs.listing import remove
 
     remove(open_run(job.run), job.force)
     return f"removed {job.run}"

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from pipeline.data.quality import auc
-from pipeline.training.runs.compare import describe
+from pipeline.extras.runs.compare import describe
+from pipeline.extras.runs.intervals import difference, resampled_measures
 from pipeline.training.runs.evaluation_stats import Blocks, EvaluationStats, summarize_rows
-from pipeline.training.runs.intervals import difference, resampled_measures
 
 NUM_BLOCKS, CONFIDENCE = 500, 0.98
 

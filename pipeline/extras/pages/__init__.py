@@ -1,0 +1,6 @@
+"""Draw pages and charts: a plan, a predicted step, a registry. Each page is one HTML file that opens from disk."""
+
+FUNCTIONS = {
+    "write_plan_page": "pipeline.extras.pages.plan_page:write_plan_page",
+    "render_registry": "pipeline.extras.pages.registry_page:render_registry",
+}
