@@ -54,7 +54,7 @@ from pipeline.serving.artifact.quantize import dequantize_rows, quantize_rows
 from pipeline.serving.artifact.source import Source, open_source
 from pipeline.serving.artifact.table_files import block_rows, write_bytes
 from pipeline.serving.artifact.task_quality import quality
-from pipeline.serving.scoring.patching import Patch, StagedDelta, catch_up
+from pipeline.serving.scoring.patching import Patch, StagedDelta
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.run_state import folder_of
 
@@ -94,7 +94,7 @@ class Publisher:
         self._manifest = self._predictor.manifest
         _check_artifact(artifact, self._manifest)
         self._run = job.run or str(self._manifest.lineage["run"])
-        catch_up(self._predictor, artifact)
+        self._predictor.catch_up(artifact)
         if self._predictor.sequence != newest_sequence(self._folder):
             raise ServingError(
                 f"{self._folder} holds a delta that cannot be used: pin={self._predictor.sequence}, and export anew"

@@ -14,7 +14,7 @@ import contextlib
 import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -30,6 +30,7 @@ from pipeline.serving.scoring.lookup import (
     ServedFeature,
     ServedTable,
     read_rows,
+    replace_rows,
     stored_rows_of,
 )
 
@@ -97,16 +98,23 @@ class SsdLookup:
         """What changed rows take in memory beside the cache."""
         return sum(ids.nbytes + rows.nbytes for ids, rows in self._patched)
 
-    def patch(self, table: int, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Hot rows are changed where they lie; the others are kept in memory from now on."""
+    def patch(self, table: int, ids: torch.Tensor, rows: torch.Tensor) -> Callable[[], None]:
+        """Overwrite hot rows in the cache; keep the other rows in memory from now on."""
         head = self.heads[table]
         is_hot = ids < head
-        self._regions[table][ids[is_hot]] = rows[is_hot]
-        ids, rows = ids[~is_hot], rows[~is_hot]
-        before, old = self._patched[table]
-        stays = ~torch.isin(before, ids)
-        merged, order = torch.cat([before[stays], ids]).sort()
-        self._patched[table] = merged, torch.cat([old[stays], rows])[order]
+        cold, cold_rows = ids[~is_hot], rows[~is_hot]
+        earlier = before, old = self._patched[table]
+        stays = ~torch.isin(before, cold)
+        merged, order = torch.cat([before[stays], cold]).sort()
+        patched = merged, torch.cat([old[stays], cold_rows])[order]
+        put_back_hot = replace_rows(self._regions[table], ids[is_hot], rows[is_hot])
+        self._patched[table] = patched
+
+        def put_back() -> None:
+            put_back_hot()
+            self._patched[table] = earlier
+
+        return put_back
 
     def stored(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         found = self._files[table][ids]

@@ -49,6 +49,9 @@ class ComposedTables:
             raise ServingError(
                 f"tables {[part.name for part in managed]} want maps, there are those of {[*self.row_maps]}"
             )
+        for part in managed:
+            if problem := self.row_maps[part.name].problem(part.num_embeddings):
+                raise ServingError(f"the map of table {part.name!r} {problem}")
         self._map_of = {feature: self.row_maps[part.name] for part in managed for feature in part.feature_names}
         self.composition = (composition or Composition(self.tables)).eval().requires_grad_(False)
         self._split = IdSplitter(self.tables)

@@ -14,6 +14,7 @@ or not at all. It is committed as a checkpoint's step is, and never changed.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,12 @@ DTYPES = {
 }  # fmt: skip
 OF_VERSION = re.compile(r".*/versions/v\d{6,}/artifact")
 TABLE_FILE = re.compile(r"\d{5}\.(ids|rows)")
+LARGEST = 1e300  # of a number that other numbers are added to
+TABLE_KEYS = {"table", "rows", "ids", "values"}
+KINDS: dict[str, tuple[type, ...]] = {  # of the values of a manifest; 41 may be written for 41.0
+    "base_version": (str,), "sequence": (int,), "previous_sha256": (str,), "step": (int,), "saved_at": (float, int),
+    "save_id": (str,), "attempt": (str,), "tables": (list,), "stats": (dict,),
+}  # fmt: skip
 
 
 class NewIds(NamedTuple):
@@ -141,32 +148,57 @@ def read_delta(folder: str, artifact: str, manifest: Manifest, sequence: int) ->
     path = storage.join(folder, name_of(sequence))
     values = open_manifest(storage.join(path, MANIFEST), FORMAT_VERSION)
     before = storage.join(folder, name_of(sequence - 1)) if sequence > 1 else artifact
-    if problem := _problem(values, manifest, sequence):
+    if problem := _kinds_problem(values) or _problem(values, manifest, sequence):
         raise DamagedError(f"{path} {problem}")
     if values["previous_sha256"] != sealed_digest(storage.join(before, MANIFEST)):
         raise DamagedError(f"{path} was made for another {'delta' if sequence > 1 else 'artifact'} than {before}")
     return Delta(
-        path, sequence, int(values["step"]), float(values["saved_at"]), str(values["save_id"]),
+        path, sequence, values["step"], values["saved_at"], values["save_id"],
         [TableChange(**change) for change in values["tables"]], values["files"], values["stats"],
-        sealed_digest(storage.join(path, MANIFEST)), str(values["attempt"]),
+        sealed_digest(storage.join(path, MANIFEST)), values["attempt"],
     )  # fmt: skip
 
 
+def _kinds_problem(values: dict[str, Any]) -> str:
+    """Return what is of another type than a delta's manifest has, or an empty string."""
+    for name, kind in KINDS.items():
+        if type(values.get(name)) not in kind:
+            return f"says {name}={str(values.get(name))[:100]!r}, which is no {kind[0].__name__}"
+    for change in values["tables"]:
+        if not isinstance(change, dict) or set(change) != TABLE_KEYS:
+            return f"has {str(change)[:100]!r} in tables, and a change has the keys {sorted(TABLE_KEYS)}"
+    for name, number in values["stats"].items():
+        if number is not None and not _is_number(number):
+            return f"says {str(name)[:100]}={str(number)[:100]!r} in its stats, which is no number"
+    return "" if _is_number(values["saved_at"]) else f"says saved_at={str(values['saved_at'])[:100]}"
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) < LARGEST  # type: ignore[arg-type, operator]
+
+
 def _problem(values: dict[str, Any], manifest: Manifest, sequence: int) -> str:
-    """Empty, or what no delta `sequence` of the artifact says."""
-    if values.get("base_version") != manifest.version or values.get("sequence") != sequence:
-        return f"is delta {values.get('sequence')} of artifact {values.get('base_version')}, not {sequence} of {manifest.version}"
+    """Return what does not fit delta `sequence` of the artifact, or an empty string."""
+    if (values["base_version"], values["sequence"]) != (manifest.version, sequence):
+        return (
+            f"is delta {values['sequence']} of artifact {values['base_version']}, not {sequence} of {manifest.version}"
+        )
     files, wanted = values["files"], {LAYERS_FILE}
     if COMPOSED_FILE in manifest.files:
         wanted.add(COMPOSED_FILE)
     if VALUES_FILE in files:
         wanted.add(VALUES_FILE)
-    for change in values.get("tables", []):
-        table, rows = change.get("table"), change.get("rows")
+    changed = [change["table"] for change in values["tables"]]
+    if len(set(map(str, changed))) != len(changed):
+        return f"changes a table twice: {str(changed)[:100]}"
+    for change in values["tables"]:
+        table, rows = change["table"], change["rows"]
         if type(table) is not int or not 0 <= table < len(manifest.tables) or type(rows) is not int or rows < 1:
-            return f"changes {rows} rows of table {table}"
-        names = {change.get("ids"), change.get("values")}
-        if not all(isinstance(name, str) and TABLE_FILE.fullmatch(name) and name in files for name in names):
+            return f"changes {str(rows)[:100]} rows of table {str(table)[:100]}"
+        names = (
+            {change["ids"], change["values"]} if all(type(change[key]) is str for key in ("ids", "values")) else {""}
+        )
+        if len(names) != 2 or not all(TABLE_FILE.fullmatch(name) and name in files for name in names):
             return f"keeps changes of table {table} in {sorted(map(str, names))}"
         size = manifest.tables[table].size_bytes // manifest.tables[table].stored_rows
         if (files[change["ids"]]["size_bytes"], files[change["values"]]["size_bytes"]) != (8 * rows, size * rows):
@@ -186,13 +218,15 @@ def values_from_bytes(content: bytes, manifest: Manifest) -> dict[str, NewIds]:
     found = {}
     try:
         for name, (first, values) in json.loads(content).items():
-            if not all(isinstance(value, str) and value for value in values):
+            if type(values) is not list or not all(isinstance(value, str) and value for value in values):
                 raise ValueError(f"{name} has values that are no text")
-            if not cardinalities[name] <= first <= first + len(values) <= rows[name]:
+            if len(set(values)) != len(values):
+                raise ValueError(f"{name} has a value twice")
+            if type(first) is not int or not cardinalities[name] <= first <= first + len(values) <= rows[name]:
                 raise ValueError(f"{name} has {len(values)} values from id {first} on, and {rows[name]} rows")
             found[name] = NewIds(first, values)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{VALUES_FILE} does not fit the artifact: {error!r}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{VALUES_FILE} does not fit the artifact: {str(error)[:200]}") from None
     return found
 
 
@@ -207,11 +241,13 @@ def tensors_from_bytes(content: bytes) -> list[torch.Tensor]:
     """Raises DamagedError for what tensors_to_bytes() has not written."""
     line, _, rest = content.partition(b"\n")
     try:
-        about = [(DTYPES[one["dtype"]], tuple(map(int, one["shape"]))) for one in json.loads(line)]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"tensors open with no line that describes them: {error!r}") from None
-    sizes = [torch.Size(shape).numel() * dtype.itemsize for dtype, shape in about]
-    if any(number < 0 for _, shape in about for number in shape) or sum(sizes) != len(rest):
+        about = [(DTYPES[one["dtype"]], tuple(one["shape"])) for one in json.loads(line)]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedError(f"tensors open with no line that describes them: {str(error)[:200]}") from None
+    if wrong := [shape for _, shape in about if not all(type(size) is int and size >= 0 for size in shape)]:
+        raise DamagedError(f"a tensor has the shape {str(wrong[0])[:100]}")
+    sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in about]
+    if sum(sizes) != len(rest):
         raise DamagedError(f"{len(rest)} bytes are no tensors of {sum(sizes)}")
     parts = torch.frombuffer(bytearray(rest), dtype=torch.uint8).split(sizes) if rest else [torch.empty(0)] * len(about)
     return [part.clone().view(dtype).reshape(shape) for part, (dtype, shape) in zip(parts, about, strict=True)]

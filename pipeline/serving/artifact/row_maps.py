@@ -21,6 +21,16 @@ class RowMap:
     rows: NDArray[np.int64]
     rows_a_bucket: int
 
+    def problem(self, num_rows: int) -> str:
+        """Return what no map of a table with `num_rows` rows has, or an empty string."""
+        if not 1 <= self.rows_a_bucket <= num_rows:
+            return f"has {self.rows_a_bucket} rows a bucket, and the table has {num_rows}"
+        if len(self.ids) and (self.rows.min() < 0 or self.rows.max() >= num_rows):
+            return f"has rows from {self.rows.min()} to {self.rows.max()}, and the table has {num_rows}"
+        if (self.ids[1:] <= self.ids[:-1]).any():
+            return "has ids that do not ascend"
+        return ""
+
     def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """[n] -> [n]"""
         shared = (ids // IDS_A_BUCKET + 1) * self.rows_a_bucket - 1

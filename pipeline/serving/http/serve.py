@@ -41,11 +41,12 @@ def serve(
         except ImportError as error:
             raise ServingError(f"serving needs its extra: pip install 'torchrec-pipeline[serve]' ({error})") from error
         from pipeline.serving.scoring.load import load_artifact
-        from pipeline.serving.scoring.patching import catch_up
+        from pipeline.serving.scoring.predictor import Predictor
 
     def load_found(found: FoundArtifact) -> Scorer:
         scorer = load_artifact(found.path, job.memory, job.ssd, job.threads, job.compiled)
-        catch_up(scorer, found.path)
+        if isinstance(scorer, Predictor):  # the items of a retriever would have to be found again
+            scorer.catch_up(found.path)
         return scorer
 
     run_server(Settings(job.server, job.batching, job.limits), listener, lambda: find(job.artifact), load or load_found)

@@ -24,7 +24,7 @@ from pipeline.serving.http.batching import Batcher
 from pipeline.serving.http.metrics import ServerMetrics
 from pipeline.serving.http.request_rows import RequestReader
 from pipeline.serving.scoring.load import FoundArtifact
-from pipeline.serving.scoring.patching import StagedDelta, follows_deltas, stage_delta
+from pipeline.serving.scoring.patching import StagedDelta, stage_delta
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.serving.scoring.scorer import Scorer, retrieves
 
@@ -151,7 +151,7 @@ class ModelSlot:
     async def _follow_deltas(self, found: FoundArtifact) -> None:
         """Take the deltas that have come; where a pin has gone back, load the artifact and take those up to it."""
         scorer = self.model.scorer
-        if not follows_deltas(scorer):
+        if not isinstance(scorer, Predictor):  # the items of a retriever would have to be found again
             return
         refused, when = self._refused_delta
         try:
@@ -196,7 +196,7 @@ class ModelSlot:
 
     def _count_version(self, scorer: Scorer) -> None:
         self._metrics.artifact.labels(scorer.version).set(1)
-        self._metrics.delta_sequence.set(scorer.sequence if follows_deltas(scorer) else 0)
+        self._metrics.delta_sequence.set(scorer.sequence if isinstance(scorer, Predictor) else 0)
 
     def _warn_once(self, text: str) -> None:
         if text != self._said:

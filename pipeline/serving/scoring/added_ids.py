@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -16,10 +16,18 @@ class AddedIds:
         self._ids: dict[int, dict[str, int]] = {}
         self._unknown: dict[int, set[str]] = {}
 
-    def add(self, feature: int, first: int, values: Sequence[str]) -> None:
-        """Ids from `first` on."""
+    def add(self, feature: int, first: int, values: Sequence[str]) -> Callable[[], None]:
+        """Give the values ids from `first` on. Return a function that takes them away again."""
         own = self._ids.setdefault(feature, {})
+        before = {value: own[value] for value in values if value in own}
         own.update(zip(values, range(first, first + len(values)), strict=True))
+
+        def take_away() -> None:
+            for value in values:
+                own.pop(value, None)
+            own.update(before)
+
+        return take_away
 
     def forget(self) -> None:
         self._ids.clear()

@@ -7,7 +7,7 @@ inference lookup over a buffer and offsets of the caller's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -70,10 +70,11 @@ class TableLookup(Protocol):
     tables: list[ServedTable]
     features: list[ServedFeature]
 
-    def patch(self, table: int, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    def patch(self, table: int, ids: torch.Tensor, rows: torch.Tensor) -> Callable[[], None]:
         """Let rows `ids` [n] of table number `table` be `rows` [n, row_bytes] from now on; the table's file stays as it is.
 
-        `ids` ascend. Not while pooled() runs.
+        `ids` ascend and are rows of the table. Return a function that puts the earlier rows back. Neither may run
+        while pooled() runs.
         """
 
     def stored(self, table: int, ids: torch.Tensor) -> torch.Tensor:
@@ -190,8 +191,8 @@ class BufferLookup:
             for table, begin in zip(tables, begins, strict=True)
         ]
 
-    def patch(self, table: int, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        self._rows[table][ids] = rows
+    def patch(self, table: int, ids: torch.Tensor, rows: torch.Tensor) -> Callable[[], None]:
+        return replace_rows(self._rows[table], ids, rows)
 
     def stored(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         return self._rows[table][ids]
@@ -213,6 +214,13 @@ class RamLookup(BufferLookup):
         for table, begin in zip(tables, begins, strict=True):
             read_rows(table, memoryview(buffer.numpy())[begin : begin + table.size_bytes])  # type: ignore[arg-type]
         super().__init__(tables, features, buffer, begins)
+
+
+def replace_rows(of: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> Callable[[], None]:
+    """Write `rows` [n, row_bytes] over rows `ids` of a table. Return a function that puts the earlier rows back."""
+    before = of[ids]
+    of[ids] = rows
+    return lambda: of.__setitem__(ids, before)
 
 
 def read_rows(table: ServedTable, into: memoryview) -> None:
@@ -242,9 +250,9 @@ class MappedLookup:
             for feature in features
         ]
 
-    def patch(self, table: int, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    def patch(self, table: int, ids: torch.Tensor, rows: torch.Tensor) -> Callable[[], None]:
         """The pages that hold these rows become this process's own."""
-        self._of(table)[ids] = rows
+        return replace_rows(self._of(table), ids, rows)
 
     def stored(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         return self._of(table)[ids]

@@ -1,31 +1,29 @@
-"""Bring a loaded artifact up to its newest delta: read and verify first, then change tables and layers in one go."""
+"""Read a delta of an artifact into memory and check all of it, before anything that serves changes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeGuard
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from pipeline.runtime.errors import DamagedError, ServingError
-from pipeline.runtime.logs import get_logger
-from pipeline.serving.artifact.composed import ComposedTables
+from pipeline.runtime.errors import DamagedError
 from pipeline.serving.artifact.deltas import (
     LAYERS_FILE,
     VALUES_FILE,
     Delta,
     NewIds,
+    TableChange,
     deltas_folder,
-    newest_sequence,
     read_delta,
     tensors_from_bytes,
     values_from_bytes,
 )
 from pipeline.serving.artifact.manifest import COMPOSED_FILE, Manifest
-from pipeline.serving.scoring.predictor import Predictor
 
-logger = get_logger(__name__)
+if TYPE_CHECKING:
+    from pipeline.serving.artifact.composed import ComposedTables
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class StagedDelta:
-    """A delta in memory, verified; nothing of it serves yet."""
+    """A verified delta in memory. Nothing of it serves yet."""
 
     delta: Delta
     patches: list[Patch]
@@ -48,39 +46,30 @@ class StagedDelta:
     values: dict[str, NewIds] = field(default_factory=dict)  # by feature: those that have ids from now on
 
 
-def follows_deltas(scorer: object) -> TypeGuard[Predictor]:
-    """Whether it is an artifact's predictor; a retriever's items would have to be found anew."""
-    return isinstance(scorer, Predictor)
-
-
-def catch_up(scorer: object, artifact: str) -> None:
-    """Before it serves, bring what was loaded from `artifact` up to its newest delta, or to the one before a damaged one."""
-    if not follows_deltas(scorer):
-        return
-    try:
-        for sequence in range(scorer.sequence + 1, newest_sequence(deltas_folder(artifact)) + 1):
-            scorer.apply(stage_delta(artifact, scorer.manifest, sequence))
-    except (OSError, ServingError, DamagedError) as error:
-        logger.error("%s serves delta %d, and not the ones after it: %s", artifact, scorer.sequence, error)
-
-
 def stage_delta(artifact: str, manifest: Manifest, sequence: int) -> StagedDelta:
-    """Raises DamagedError where it cannot follow on what serves, or names rows that there are not."""
+    """Raise DamagedError if the delta does not follow on the artifact, or names rows that do not exist."""
     delta = read_delta(deltas_folder(artifact), artifact, manifest, sequence)
-    patches = []
-    for change in delta.tables:
-        table = manifest.tables[change.table]
-        ids = np.frombuffer(delta.content(change.ids), "<u8")
-        if (np.diff(ids.astype(np.int64)) <= 0).any() or int(ids[-1]) >= table.stored_rows:
-            raise DamagedError(f"{delta.path}: {change.ids} names no ascending rows below {table.stored_rows}")
-        rows = np.frombuffer(bytearray(delta.content(change.values)), np.uint8).reshape(len(ids), -1)
-        patches.append(Patch(change.table, torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(rows)))
+    patches = [_read_patch(delta, change, manifest.tables[change.table].stored_rows) for change in delta.tables]
     constants = tensors_from_bytes(delta.content(LAYERS_FILE))
     composed = None
     if COMPOSED_FILE in delta.files:
+        from pipeline.serving.artifact.composed import ComposedTables  # it imports TorchRec
+
         try:
             composed = ComposedTables.from_bytes(delta.content(COMPOSED_FILE))
-        except (ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise DamagedError(f"{delta.path}: {COMPOSED_FILE} is not of this release ({error})") from None
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise DamagedError(f"{delta.path}: {COMPOSED_FILE} is not of this release ({error!r})") from None
     values = values_from_bytes(delta.content(VALUES_FILE), manifest) if VALUES_FILE in delta.files else {}
     return StagedDelta(delta, patches, constants, composed, values)
+
+
+def _read_patch(delta: Delta, change: TableChange, stored_rows: int) -> Patch:
+    """Compare ids as the unsigned numbers that they are: as int64 an id of 2^63 or more is a negative number."""
+    ids = np.frombuffer(delta.content(change.ids), "<u8")
+    if (ids[1:] <= ids[:-1]).any() or int(ids[-1]) >= stored_rows:
+        raise DamagedError(
+            f"{delta.path}: {change.ids} has ids from {ids.min()} to {ids.max()}, and they must ascend below the "
+            f"{stored_rows} rows of table {change.table}; publish the delta again"
+        )
+    rows = np.frombuffer(bytearray(delta.content(change.values)), np.uint8).reshape(len(ids), -1)
+    return Patch(change.table, torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(rows))

@@ -7,6 +7,7 @@ the functions that prepare reads them with. What is loaded was verified first, b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ from pipeline.config.columns import ColumnsConfig
 from pipeline.config.server import SsdConfig
 from pipeline.data.raw.blocks import QuarantinedRow
 from pipeline.runtime.errors import DataError, ServingError, check_choice
+from pipeline.runtime.logs import get_logger
+from pipeline.serving.artifact.deltas import Delta, deltas_folder, newest_sequence
 from pipeline.serving.artifact.manifest import COMPILED_FILE, ArtifactError, Manifest, read_manifest
 from pipeline.serving.artifact.served_tasks import ServedTask, scores_of
 from pipeline.serving.scoring.artifact_files import ArtifactFiles, open_lookup
@@ -25,15 +28,15 @@ from pipeline.serving.scoring.column_lists import Rows
 from pipeline.serving.scoring.coverage import by_feature, count_row_zero, warning
 from pipeline.serving.scoring.dense_program import DenseProgram, Program, load_compiled
 from pipeline.serving.scoring.lookup import TableLookup, select_features
+from pipeline.serving.scoring.patching import StagedDelta, stage_delta
 from pipeline.serving.scoring.raw_rows import RowEncoder
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from pipeline.serving.artifact.composed import ComposedTables
-    from pipeline.serving.artifact.deltas import Delta
-    from pipeline.serving.scoring.patching import StagedDelta
 
+logger = get_logger(__name__)
 MEMORIES = ("ram", "mapped", "ssd")
 ROWS_AT_ONCE = 8192
 
@@ -112,9 +115,16 @@ class Predictor:
         table is read, so none counts as a lookup."""
         nothing = torch.zeros(2, len(self.encoder.schema.dense))
         ids, offsets = torch.zeros(0, dtype=torch.int64), torch.zeros(2 * len(self._keys) + 1, dtype=torch.int64)
-        wanted = (2, *self._width)
-        if (found := self._score(nothing, ids, offsets).shape) != wanted:
-            raise ServingError(f"scores of 2 rows have the shape {tuple(found)}, not {wanted}")
+        wanted, features = (2, *self._width), [feature.name for feature in self.lookup.features]
+        if self._composed is not None and self._composed.looked_up != features:
+            raise ServingError(
+                f"tables are looked up by {features[:3]}, and composed of {self._composed.looked_up[:3]}"
+            )
+        scores = self._score(nothing, ids, offsets)
+        if scores.shape != wanted:
+            raise ServingError(f"scores of 2 rows have the shape {tuple(scores.shape)}, not {wanted}")
+        if not np.isfinite(scores).all():
+            raise ServingError(f"the score of a row without values is {scores.ravel()[0]}")
 
     @property
     def version(self) -> str:
@@ -146,12 +156,42 @@ class Predictor:
         """When the step that serves was saved, in seconds since 1970; None where nobody has said."""
         return self._applied.saved_at if self._applied else self.manifest.exported_at
 
+    def catch_up(self, artifact: str) -> None:
+        """Apply the deltas of `artifact` before it serves. Stop before a delta that is damaged or does not fit."""
+        try:
+            for sequence in range(self.sequence + 1, newest_sequence(deltas_folder(artifact)) + 1):
+                self.apply(stage_delta(artifact, self.manifest, sequence))
+        except Exception as error:  # as a running server, which refuses the delta whatever is wrong with it
+            logger.error("%s serves delta %d, and not the ones after it: %s", artifact, self.sequence, error)
+
     def apply(self, staged: StagedDelta) -> None:
-        """Change to the delta that follows on what is loaded. For the thread that scores, between two calls.
+        """Apply the next delta. Call it on the thread that scores, between two calls of score().
 
         Raises:
-            ServingError: it follows on another one, or its layers do not fit; nothing has changed then.
+            ServingError: the delta follows on another delta or does not fit. Every score is then as it was, to the bit.
         """
+        program, names = self._check_follows(staged), dict(staged.values)
+        try:
+            with ExitStack() as undo:
+                for patch in staged.patches:
+                    undo.callback(self.lookup.patch(patch.table, patch.ids, patch.rows))
+                undo.callback(program.replace_constants, program.constants)
+                program.replace_constants(staged.constants)
+                undo.callback(setattr, self, "_composed", self._composed)
+                self._composed = staged.composed or self._composed
+                self._try()
+                for name, new in names.items():
+                    undo.callback(self.encoder.added.add(self._keys.index(name), *new))
+                undo.pop_all()  # nothing failed
+        except Exception as error:
+            said = " ".join(str(error).split())[:200] or type(error).__name__
+            raise ServingError(f"{staged.delta.path} does not fit the artifact: {said}") from error
+        for name, new in names.items():
+            self._num_ids[name] += len(new.values)
+        self._applied = staged.delta
+
+    def _check_follows(self, staged: StagedDelta) -> DenseProgram:
+        """Return the program whose constants the delta changes."""
         if staged.delta.sequence != self.sequence + 1:
             raise ServingError(f"delta {staged.delta.sequence} does not follow on {self.sequence}")
         if not isinstance(self._program, DenseProgram):
@@ -159,26 +199,11 @@ class Predictor:
                 "deltas change the layers of dense.pt2, and compiled ones run: serve with compiled=false"
             )
         for name, new in staged.values.items():
-            if new.first != self._num_ids[name]:
+            if new.first != self._num_ids.get(name):
                 raise ServingError(
-                    f"{staged.delta.path} gives {name!r} ids from {new.first} on, not from {self._num_ids[name]}"
+                    f"{staged.delta.path} gives {name!r} ids from {new.first} on, not from {self._num_ids.get(name)}"
                 )
-        constants, composed = self._program.constants, self._composed
-        try:
-            self._program.replace_constants(staged.constants)
-            self._composed = staged.composed or composed
-            self._try()
-        except (RuntimeError, IndexError, AssertionError, ServingError) as error:
-            self._program.replace_constants(constants)
-            self._composed = composed
-            said = " ".join(str(error).split())[:200]
-            raise ServingError(f"{staged.delta.path} does not fit the artifact: {said}") from None
-        for patch in staged.patches:
-            self.lookup.patch(patch.table, patch.ids, patch.rows)
-        for name, new in staged.values.items():
-            self.encoder.added.add(self._keys.index(name), *new)
-            self._num_ids[name] += len(new.values)
-        self._applied = staged.delta
+        return self._program
 
     def num_ids(self, feature: str) -> int:
         """Of values that have rows of their own, and of the unknown one."""

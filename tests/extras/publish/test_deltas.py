@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +25,7 @@ from pipeline.extras.publish.publish import publish
 from pipeline.extras.publish.publisher import Publisher
 from pipeline.runtime.errors import ConfigError, DamagedError, ServingError
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.manifest import read_sealed, seal_manifest
 from pipeline.serving.artifact.deltas import (
     LAYERS_FILE,
     deltas_folder,
@@ -32,10 +36,11 @@ from pipeline.serving.artifact.deltas import (
 )
 from pipeline.serving.artifact.export_run import ExportSummary, export
 from pipeline.serving.artifact.manifest import read_manifest
+from pipeline.serving.artifact.table_files import write_bytes
 from pipeline.serving.http.batching import Batcher, Scores
 from pipeline.serving.http.metrics import ServerMetrics
 from pipeline.serving.scoring.load import find_folder
-from pipeline.serving.scoring.patching import catch_up, stage_delta
+from pipeline.serving.scoring.patching import stage_delta
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.train import train
 from tests.serving.servers import ROW, running
@@ -82,7 +87,7 @@ def test_an_artifact_after_a_delta_scores_as_a_whole_export_of_its_step(
 ) -> None:
     predictor = Predictor.load(published, memory=memory, cache_bytes=200_000 if memory == "ssd" else None)
     before, base = predictor.score(rows).scores, predictor.version
-    catch_up(predictor, published)
+    predictor.catch_up(published)
     assert (predictor.sequence, predictor.version) == (1, f"{base}+1")
     whole = Predictor.load(small_artifact.artifact).score(rows).scores
     np.testing.assert_array_equal(predictor.score(rows).scores, whole)
@@ -108,12 +113,89 @@ def test_a_damaged_delta_is_not_taken_and_what_served_goes_on(
         with pytest.raises(DamagedError):
             stage_delta(str(copy), manifest, 1)
     predictor = Predictor.load(str(copy))
-    catch_up(predictor, str(copy))
+    predictor.catch_up(str(copy))
     assert predictor.sequence == 0 and "serves delta 0" in caplog.text
     other = Path(shutil.copytree(small_artifact.artifact, tmp_path / "other"))
     shutil.copytree(Path(published) / "deltas", other / "deltas")
     with pytest.raises(DamagedError, match=names(manifest.version)):
         stage_delta(str(other), read_manifest(str(other)), 1)
+
+
+def _reseal_delta(artifact: Path, change: Callable[[dict[str, Any]], object], **contents: bytes) -> None:
+    """Change the delta's manifest and files (dots of names as underscores), and make every checksum agree."""
+    folder = artifact / "deltas" / "00000001"
+    values = read_sealed(str(folder / "manifest.json"))
+    for name, content in contents.items():
+        file = folder / name.removeprefix("f").replace("_", ".")
+        file.unlink()
+        values["files"][file.name] = write_bytes(str(file), content)
+    change(values)
+    (folder / "manifest.json").write_text(seal_manifest(values))
+
+
+@pytest.mark.parametrize("memory", ["ram", "mapped", "ssd"])
+def test_a_delta_that_is_refused_leaves_every_bit_of_the_scores(
+    published: str, rows: pa.Table, tmp_path: Path, memory: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = Path(shutil.copytree(published, tmp_path / "copy"))
+    delta, table = copy / "deltas" / "00000001", read_manifest(published).tables[25]
+    ids, layers = np.fromfile(delta / "00025.ids", "<u8"), (delta / LAYERS_FILE).read_bytes()
+    predictor = Predictor.load(str(copy), memory=memory, cache_bytes=200_000 if memory == "ssd" else None)
+    before, version = predictor.score(rows).scores, predictor.version
+    every = [torch.arange(one.stored_rows) for one in predictor.manifest.tables]
+    stored = [predictor.lookup.stored(number, numbers) for number, numbers in enumerate(every)]
+
+    def assert_refused(what: str) -> None:
+        caplog.clear()
+        predictor.catch_up(str(copy))
+        assert "serves delta 0" in caplog.text and predictor.version == version, what
+        np.testing.assert_array_equal(predictor.score(rows).scores, before, what)
+        assert all(torch.equal(predictor.lookup.stored(n, every[n]), stored[n]) for n in range(len(every))), what
+
+    for first in (2**64 - 5, 2**64 - 10**7, 2**63, table.stored_rows):
+        for changed in ([first, *ids[1:]], [*ids[:-1], first], [first] * len(ids)):
+            _reseal_delta(copy, lambda _: None, f00025_ids=np.array(changed, "<u8").tobytes())
+            assert_refused(f"id {first}")
+    _reseal_delta(copy, lambda _: None, f00025_ids=ids[::-1].tobytes())
+    assert_refused("descending ids")
+    _reseal_delta(copy, lambda _: None, f00025_ids=ids.tobytes(), dense_tensors=tensors_to_bytes([torch.zeros(1)]))
+    assert_refused("other layers")
+    bad = [torch.full_like(one, torch.nan) if one.is_floating_point() else one for one in tensors_from_bytes(layers)]
+    _reseal_delta(copy, lambda _: None, dense_tensors=tensors_to_bytes(bad))
+    assert_refused("layers of NaN")
+    _reseal_delta(copy, lambda _: None, dense_tensors=layers)
+    patch, calls = predictor.lookup.patch, []
+
+    def fail_on_the_last(*of: Any) -> Callable[[], None]:
+        calls.append(of)
+        if len(calls) == 26:
+            raise MemoryError("no room for the last table")
+        return patch(*of)
+
+    predictor.lookup.patch = fail_on_the_last  # type: ignore[method-assign]
+    assert_refused("no memory")
+    predictor.lookup.patch = patch  # type: ignore[method-assign]
+    predictor.catch_up(str(copy))
+    assert predictor.sequence == 1 and not np.array_equal(predictor.score(rows).scores, before)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": None}, {"sequence": "1"}, {"saved_at": 10**400}, {"stats": {"event_time": "now"}}, {"stats": []},
+        {"tables": {}}, {"tables": [[]]}, {"tables": [{"table": 0}]}, {"previous_sha256": 5}, {"attempt": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_delta_whose_manifest_has_a_value_of_another_type_is_damaged(
+    published: str, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    copy = Path(shutil.copytree(published, tmp_path / "copy", copy_function=os.link))
+    (copy / "deltas/00000001/manifest.json").unlink()
+    shutil.copy(Path(published) / "deltas/00000001/manifest.json", copy / "deltas/00000001")
+    _reseal_delta(copy, lambda values: values.update(change))
+    with pytest.raises(DamagedError, match=names(*change)):
+        stage_delta(str(copy), read_manifest(published), 1)
 
 
 def test_nothing_is_published_twice_or_past_a_pin_or_the_gate(small_run: Path, published: str, tmp_path: Path) -> None:
@@ -281,7 +363,7 @@ def test_an_artifact_in_an_object_store_takes_deltas_too(
     publish(job_of(remote), find_folder)
     assert newest_sequence("s3://bucket/versions/v000001/deltas") == 1
     predictor = Predictor.load(remote)
-    catch_up(predictor, remote)
+    predictor.catch_up(remote)
     whole = Predictor.load(small_artifact.artifact)
     np.testing.assert_array_equal(predictor.score(rows).scores, whole.score(rows).scores)
     publish(job_of(remote, "pin=0"), find_folder)

@@ -23,7 +23,6 @@ from pipeline.extras.publish.hook import Answer, PublishDeltas
 from pipeline.models.tasks.click import Prediction
 from pipeline.serving.artifact.deltas import deltas_folder, newest_sequence, read_delta
 from pipeline.serving.artifact.manifest import read_manifest
-from pipeline.serving.scoring.patching import catch_up
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.hooks.progressive import ProgressiveValidation, normalized_entropy
 from pipeline.training.train import train
@@ -153,7 +152,7 @@ def test_a_training_publishes_what_an_export_of_its_last_step_scores(
     train(load_config(TrainJob, _words(prepared_clicks, run, f"checkpoint.asynchronous={str(asynchronous).lower()}")))
     artifact = str(run / "artifacts/published")
     predictor = Predictor.load(artifact)
-    catch_up(predictor, artifact)
+    predictor.catch_up(artifact)
     assert predictor.sequence == newest_sequence(deltas_folder(artifact)) >= 1
     assert predictor.applied is not None and predictor.applied.step == 24
     rows = raw_rows(Path(prepared_clicks).parent / "clicks.tsv", 300)
@@ -188,7 +187,7 @@ def test_a_chain_that_is_long_ends_with_a_whole_artifact_of_its_last_step(
     assert made.is_symlink() and made.resolve().name == "published.000003"
     assert not (tmp_path / "published.000001").exists(), "two are kept"
     begun = Predictor.load(str(tmp_path / "published.000002"))
-    catch_up(begun, str(tmp_path / "published.000002"))
+    begun.catch_up(str(tmp_path / "published.000002"))
     ids = torch.arange(100)
     assert torch.equal(begun.lookup.stored(25, ids), Predictor.load(str(made)).lookup.stored(25, ids))
 
@@ -208,5 +207,5 @@ def test_a_delta_that_does_not_pass_stops_the_chain_and_not_the_training(
     assert pin["sequence"] == 0 and "max_rows_fraction" in pin["reason"]
     assert any(record.levelname == "ERROR" and "unpin=true" in record.message for record in caplog.records)
     predictor = Predictor.load(str(artifact))
-    catch_up(predictor, str(artifact))
+    predictor.catch_up(str(artifact))
     assert predictor.sequence == 0

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from pipeline.runtime.process.exit_codes import REQUEUE
-from pipeline.serving.scoring.patching import catch_up
 from pipeline.serving.scoring.predictor import Predictor
 from tests.extras.stream.following import copy_journal, follow_words, newest_step, start_retrain, values_of, wait_until
 from tests.support.forks import WarmCommand
@@ -220,5 +219,5 @@ def test_a_server_takes_what_a_training_that_follows_publishes(prepared_clicks: 
     assert start_retrain(words).wait(300) == 0
     artifact = str(run / "follow/artifacts/published")
     predictor = Predictor.load(artifact)
-    catch_up(predictor, artifact)
+    predictor.catch_up(artifact)
     assert predictor.sequence >= 1 and predictor.applied is not None and predictor.applied.step == 30
