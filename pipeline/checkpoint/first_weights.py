@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.devices.philox import fill_normal, fill_uniform
+from pipeline.runtime.storage.unpack import unpack_zlib
 
 NORMAL, UNIFORM = "normal", "uniform"
 LOW = 0xFFFFFFFF
@@ -108,10 +109,7 @@ class SampledPiece:
     def unpack(self, content: bytes) -> Mask:
         """The groups that are stored, of the bytes that lie in the file. Raises ValueError for bytes that pack() did not make."""
         count = -(-self.sizes[0] // self.rows_a_group)
-        try:
-            bits = np.frombuffer(zlib.decompress(content), np.uint8)
-        except zlib.error as error:
-            raise ValueError(str(error)) from None
+        bits = np.frombuffer(unpack_zlib(content, -(-count // 8)), np.uint8)
         if len(bits) != -(-count // 8):
             raise ValueError(f"{len(bits)} bytes of bits for {count} groups")
         return np.unpackbits(bits, bitorder="little")[:count].astype(np.bool_)

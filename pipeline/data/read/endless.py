@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from pipeline.runtime.errors import DamagedError
+from pipeline.runtime.storage.unpack import unpack_zlib
 
 ENDLESS_STEPS = 1 << 40  # of an epoch of a stream
 FILE = "new_values.json.z"  # of a step: what to_bytes() makes
+LEAST_UNPACKED, LARGEST_RATIO = 16 << 20, 32
 Values = dict[str, list[str]]  # by vocabulary, which has the name of the feature that it belongs to
 
 
@@ -25,15 +27,31 @@ class Known(NamedTuple):
 
 
 def to_bytes(known: Known) -> bytes:
-    return zlib.compress(json.dumps(known._asdict(), ensure_ascii=False).encode(), 1)
+    text = json.dumps(known._asdict(), ensure_ascii=False).encode()
+    packed = zlib.compress(text, 1)
+    return packed if len(text) <= _most_bytes(packed) else zlib.compress(text, 0)
 
 
 def from_bytes(content: bytes) -> Known:
     """Raise DamagedError if to_bytes() has not written `content`."""
     try:
-        return Known(**json.loads(zlib.decompress(content)))
-    except (zlib.error, ValueError, TypeError) as error:
-        raise DamagedError(f"{FILE} is not what a training writes ({error!r})") from None
+        known = Known(**json.loads(unpack_zlib(content, _most_bytes(content))))
+        if not all(map(_are_values, known)):
+            raise ValueError("it holds other things than texts by vocabulary")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DamagedError(f"{FILE} is not what a training writes ({str(error)[:200]})") from None
+    return known
+
+
+def _most_bytes(packed: bytes) -> int:
+    """Return how many bytes are unpacked. Values differ, so they do not shrink as the text of a bomb does."""
+    return LEAST_UNPACKED + LARGEST_RATIO * len(packed)
+
+
+def _are_values(values: object) -> bool:
+    return isinstance(values, dict) and all(
+        isinstance(texts, list) and all(isinstance(text, str) for text in texts) for texts in values.values()
+    )
 
 
 class EndOfInputError(Exception):

@@ -6,8 +6,9 @@ Arrow   an IPC stream of record batches with every column; without compression, 
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -17,6 +18,7 @@ from pipeline.config.columns import ColumnsConfig
 from pipeline.config.server import LimitsConfig
 from pipeline.data.raw.spelling import spell, spell_value
 from pipeline.runtime.errors import did_you_mean
+from pipeline.serving.http.arrow_bounds import EXPANSION, bytes_before_reading, has_compression, text_bytes
 from pipeline.serving.scoring.column_ids import LEAST_ROWS, is_whole_number
 from pipeline.serving.scoring.column_lists import ColumnLists, Rows
 from pipeline.serving.scoring.scorer import schema_of
@@ -26,6 +28,7 @@ USUAL_K = 10  # items of a request to /retrieve that does not say how many
 ARROW_TYPE = "application/vnd.apache.arrow.stream"
 OUT_OF_RANGE = "Number out of range"  # msgspec's words
 UNTYPED = msgspec.json.Decoder(float_hook=float)
+UNFIT = re.compile(r'["\\\x00-\x1f]')  # in the name of a field
 
 
 class BadRequest(Exception):
@@ -36,13 +39,23 @@ class BadRequest(Exception):
         self.status, self.message, self.more = status, message, more
 
 
+class CountedRows(msgspec.Struct):
+    """A body whose rows are counted before they are decoded."""
+
+    rows: list[msgspec.Raw] = []
+
+
+COUNTED = msgspec.json.Decoder(CountedRows)
+
+
 class RequestReader:
     """Of one artifact's columns. Safe from several threads."""
 
     def __init__(self, columns: ColumnsConfig, limits: LimitsConfig, more: Sequence[tuple[str, Any, Any]] = ()) -> None:
         """more: what a body may have beside its rows: name, type, default."""
         self.columns, self.schema, self._limits = columns, schema_of(columns), limits
-        self._decoder = msgspec.json.Decoder(_body_type(columns, limits, more))
+        self._field_names = _field_names(self.schema.names)
+        self._decoder = msgspec.json.Decoder(_body_type(columns, limits, more, self._field_names))
         self._names = [*self.schema.names, *(name for name, *_ in more)]
         self._readers = [_reader_of(field.type) for field in self.schema]
 
@@ -59,22 +72,50 @@ class RequestReader:
         return self.lists_of(self.decode(body).rows)
 
     def decode(self, body: bytes) -> Any:
-        """A struct with `rows` and what else a body may have. Raises BadRequest."""
+        """Return a struct with `rows` and what else a body may have. Raises BadRequest."""
         try:
+            # msgspec counts the rows after it has decoded all: 8 MB of `{},` would take 1 GB. A row has a brace.
+            if body.count(b"{") > self._limits.rows + 1:
+                num_rows = len(COUNTED.decode(body).rows)
+                if num_rows > self._limits.rows:
+                    raise BadRequest(
+                        422, f"{num_rows} rows, and limits.rows={self._limits.rows}: send several requests"
+                    )
             return self._decode(body)
         except msgspec.ValidationError as error:
-            raise BadRequest(422, f"{_plain(error)}{self._near_column(str(error))}{_limit_in(str(error))}") from None
+            message = self._with_columns(_plain(error))
+            raise BadRequest(422, f"{message}{self._near_column(message)}{_limit_in(message)}") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadRequest(400, f"the body is not JSON: {_plain(error)}") from None
 
     def _decode(self, body: bytes) -> Any:
-        """A number with too large an exponent, 1e400, is an infinity, which makes its row a bad one and leaves the others."""
-        try:
-            return self._decoder.decode(body)
-        except msgspec.ValidationError as error:
-            if not str(error).startswith(OUT_OF_RANGE):
-                raise
-        return msgspec.convert(UNTYPED.decode(body), self._decoder.type)
+        """Decode a number with too large an exponent, 1e400, as an infinity, which makes only its row a bad one."""
+        if not self._field_names:
+            try:
+                return self._decoder.decode(body)
+            except msgspec.ValidationError as error:
+                if not str(error).startswith(OUT_OF_RANGE):
+                    raise
+        return msgspec.convert(self._renamed(UNTYPED.decode(body)), self._decoder.type)
+
+    def _renamed(self, body: Any) -> Any:
+        """Replace the names of columns that no field of a struct may have."""
+        rows = body.get("rows") if self._field_names and isinstance(body, dict) else None
+        if not isinstance(rows, list):
+            return body
+        taken, names = set(self._field_names.values()), self._field_names
+
+        def field_name(key: str) -> str:
+            return names.get(key) or (f"{key}?" if key in taken else key)
+
+        renamed = [{field_name(key): row[key] for key in row} if isinstance(row, dict) else row for row in rows]
+        return {**body, "rows": renamed}
+
+    def _with_columns(self, message: str) -> str:
+        """The message with the columns' own names."""
+        for name, field in self._field_names.items():
+            message = message.replace(f".{field}`", f".{name}`").replace(f".{field}[", f".{name}[")
+        return message
 
     def lists_of(self, rows: Sequence[Any]) -> ColumnLists:
         """Raises BadRequest."""
@@ -94,27 +135,31 @@ class RequestReader:
         """The columns of the schema from an Arrow IPC stream, in one chunk each.
 
         Raises:
-            BadRequest: 400 where the body is no such stream or is compressed, 422 where a column has a type that rows cannot have, and
-                what the limits on rows and lengths say.
+            BadRequest: 400 if the body is not such a stream, 415 if it is compressed, 422 if a column has a type
+                that rows cannot have, and the answers of the limits on rows, sizes and lengths.
         """
         try:
-            refuse_compression(body)
+            if has_compression(body):
+                raise BadRequest(415, "compressed Arrow buffers are not read: write the stream without compression")
             with pa.ipc.open_stream(pa.py_buffer(body)) as stream:
                 self._check_names(stream.schema.names)
                 kinds = {field.name: field.type for field in stream.schema}
                 for field in self.schema:
                     _check_type(field.name, kinds[field.name], field.type)
                 table = pa.Table.from_batches(self._bounded(stream), stream.schema)
+            table.validate()  # of lengths alone: the full one below reads every value
+            self._check_expanded(bytes_before_reading(table))
             table.validate(full=True)
         except (pa.ArrowException, struct.error, UnicodeDecodeError, ValueError, OSError, KeyError) as error:
             raise BadRequest(400, f"the body is not an Arrow IPC stream: {_plain(error)}") from None
+        self._check_expanded(bytes_before_reading(table) + text_bytes(table))
+        self._check_lengths(table)
         try:
             table = table.select(self.schema.names)
             if (wanted := self._schema_of(table)) != table.schema:
                 table = _spelled(table, wanted).cast(wanted)
         except (pa.ArrowException, UnicodeDecodeError) as error:
             raise BadRequest(422, f"a column cannot be read: {_plain(error)}") from None
-        self._check_lengths(table)
         return table.combine_chunks()
 
     def _schema_of(self, table: pa.Table) -> pa.Schema:
@@ -146,6 +191,14 @@ class RequestReader:
             batches.append(batch)
         return batches
 
+    def _check_expanded(self, num_bytes: int) -> None:
+        if num_bytes > EXPANSION * self._limits.body_bytes:
+            raise BadRequest(
+                413,
+                f"the rows take {num_bytes / 2**20:.1f} MiB or more in memory, and {EXPANSION} times limits.body_mb="
+                f"{self._limits.body_mb:g} are read: send them in several requests, with smaller dictionaries",
+            )
+
     def _check_lengths(self, table: pa.Table) -> None:
         for name in self.columns.lists:
             most = pa.compute.max(pa.compute.list_value_length(table[name])).as_py() or 0
@@ -155,8 +208,18 @@ class RequestReader:
                 )
 
 
-def _body_type(columns: ColumnsConfig, limits: LimitsConfig, more: Sequence[tuple[str, Any, Any]]) -> Any:
-    """A struct that has a field for each column: msgspec then says at which row and column something is wrong."""
+def _field_names(columns: Sequence[str]) -> dict[str, str]:
+    """Return another name for each column whose name msgspec refuses: quotes, backslashes, control characters."""
+    return {name: f"column {number}" for number, name in enumerate(columns) if UNFIT.search(name)}
+
+
+def _body_type(
+    columns: ColumnsConfig,
+    limits: LimitsConfig,
+    more: Sequence[tuple[str, Any, Any]],
+    field_names: Mapping[str, str],
+) -> Any:
+    """Return a struct with a field for each column: msgspec then names the row and column of an error."""
     text = str | int | float | bool | None
     listed = Annotated[list[text], msgspec.Meta(max_length=limits.values_per_cell)] | None
     kinds = [*((name, float | None) for name in columns.dense), *((name, text) for name in columns.sparse)]
@@ -164,7 +227,7 @@ def _body_type(columns: ColumnsConfig, limits: LimitsConfig, more: Sequence[tupl
     row = msgspec.defstruct(
         "Row",
         [(f"c{number}", kind, None) for number, (_, kind) in enumerate(kinds)],
-        rename={f"c{number}": name for number, (name, _) in enumerate(kinds)},
+        rename={f"c{number}": field_names.get(name, name) for number, (name, _) in enumerate(kinds)},
         forbid_unknown_fields=True,
         gc=False,
     )
@@ -221,7 +284,7 @@ def _spelled(table: pa.Table, wanted: pa.Schema) -> pa.Table:
     """Fractions of categorical columns as text, as prepare spells them, and large whole numbers of dense ones: Arrow's own
     cast gives the former an exponent and refuses the latter."""
     for number, field in enumerate(wanted):
-        column = table[number]
+        column = _without_dictionary(table[number])
         if pa.types.is_floating(field.type) and pa.types.is_integer(
             column.type
         ):  # that no float64 is, as prepare reads it
@@ -236,41 +299,15 @@ def _spelled(table: pa.Table, wanted: pa.Schema) -> pa.Table:
     return table
 
 
-def refuse_compression(body: bytes) -> None:
-    """A few bytes of a compressed buffer may stand for gigabytes, and Arrow allocates what they claim."""
-    reader = pa.ipc.MessageReader.open_stream(pa.py_buffer(body))
-    while True:
-        try:
-            message = reader.read_next_message()
-        except StopIteration:
-            return
-        if message.type in ("record batch", "dictionary") and _is_compressed(
-            message.metadata.to_pybytes(), message.type
-        ):
-            raise BadRequest(415, "compressed Arrow buffers are not read: write the stream without compression")
-
-
-def _is_compressed(metadata: bytes, kind: str) -> bool:
-    """Whether a message's RecordBatch has a `compression` (arrow/format/Message.fbs). Raises struct.error where it is torn."""
-    header = _table_at(metadata, struct.unpack_from("<I", metadata, 0)[0], 2)
-    if kind == "dictionary" and header:
-        header = _table_at(metadata, header, 1)  # DictionaryBatch: id, data
-    return bool(header and _field(metadata, header, 3))  # RecordBatch: length, nodes, buffers, compression
-
-
-def _field(data: bytes, table: int, number: int) -> int:
-    """Where a flatbuffer table's field lies, 0 where it is left out."""
-    vtable = table - struct.unpack_from("<i", data, table)[0]
-    if vtable < 0:
-        raise struct.error("a table points before the message")
-    size = struct.unpack_from("<H", data, vtable)[0]
-    offset = struct.unpack_from("<H", data, vtable + 4 + 2 * number)[0] if 6 + 2 * number <= size else 0
-    return table + offset if offset else 0
-
-
-def _table_at(data: bytes, table: int, number: int) -> int:
-    offset = _field(data, table, number)
-    return offset + int(struct.unpack_from("<I", data, offset)[0]) if offset else 0
+def _without_dictionary(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Fractions of a dictionary are spelled as fractions of a column are."""
+    kind = column.type
+    if pa.types.is_dictionary(kind) and pa.types.is_floating(kind.value_type):
+        return column.cast(kind.value_type)
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if is_list and pa.types.is_dictionary(kind.value_type) and pa.types.is_floating(kind.value_type.value_type):
+        return column.cast(pa.list_(kind.value_type.value_type))
+    return column
 
 
 def _limit_in(message: str) -> str:

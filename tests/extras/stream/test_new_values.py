@@ -6,6 +6,7 @@ import itertools
 import json
 import signal
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,6 @@ from pipeline.runtime.errors import ConfigError, DamagedError
 from pipeline.runtime.process.distributed import own_store
 from pipeline.runtime.process.exit_codes import REQUEUE
 from pipeline.serving.artifact.export_run import export
-from pipeline.serving.scoring.patching import catch_up
 from pipeline.serving.scoring.predictor import Predictor
 from tests.extras.stream.following import (
     CRITEO,
@@ -157,6 +157,14 @@ def test_a_new_value_has_a_row_from_the_next_batch_on(prepared_clicks: str, fold
     assert [row for batch in [*before, *after] for row in rows_of(batch)] == whole, "as if there had been room"
     with pytest.raises(DamagedError):
         from_bytes(content[:-3])
+
+
+def test_a_file_of_new_values_is_read_within_a_limit() -> None:
+    for other in (b'{"values": {"a": [1]}, "waiting": {}}', b"[" * 99_999, b"[]", b'"' + b"x" * (20 << 20) + b'"'):
+        with pytest.raises(DamagedError):
+            from_bytes(zlib.compress(other))
+    alike = Known({"a": ["x" * (20 << 20)]}, {})  # shrinks as a bomb does
+    assert from_bytes(to_bytes(alike)) == alike
 
 
 def test_values_are_those_of_the_step_that_is_gone_back_to(prepared_clicks: str, folder: Path, tmp_path: Path) -> None:
@@ -348,7 +356,7 @@ def test_a_server_knows_the_values_that_a_training_has_given_rows(prepared_click
     artifact = str(folder / "published")
     predictor = Predictor.load(artifact)
     base = predictor.num_ids("cat_3")
-    catch_up(predictor, artifact)
+    predictor.catch_up(artifact)
     assert predictor.applied is not None and predictor.num_ids("cat_3") > base > 1
     limits = [f"parity.{name}=1" for name in ("max_ne_increase", "max_auc_decrease", "max_score_difference")]
     given = [
