@@ -1,1 +1,1 @@
-"""Shard tables over ranks with TorchRec, and exchange between ranks."""
+"""Shard tables over ranks with TorchRec, and exchange data between ranks."""

@@ -1,11 +1,15 @@
-"""Refuse versions of torch, torchrec and fbgemm that this room was not written for, and list what it uses of their insides.
+"""Refuse untested versions of torch, torchrec and fbgemm, and list the private names of theirs that
+this codebase uses.
 
-TorchRec and FBGEMM promise nothing about the names below, and a renamed one may be silent: an attribute that is set but no
-longer read, a method that is overridden but no longer called. So pipeline.sharding.torchrec checks the versions when it is
-imported, and tests/sharding/test_private_names.py holds each name, with its parameters, to what is installed.
+TorchRec and FBGEMM may change the names below without notice, and the result may be silent: an
+attribute that is set but no longer read, a method that is overridden but no longer called. So
+pipeline.sharding.torchrec checks the versions when it is imported, and
+tests/sharding/test_private_names.py checks each name and its parameters against the installed
+version.
 
-Only WRITTEN_FOR is allowed by default. docs/learn/getting_started.md, "Versions", lists what runs on torch 2.11 with torchrec
-1.6.1. To use other versions, set sharding.allow_untested_versions=true, and run the tests first.
+By default only WRITTEN_FOR is allowed. docs/learn/getting_started.md, "Versions", lists what runs
+on torch 2.11 with torchrec 1.6.1. To use other versions, run the tests, then set
+sharding.allow_untested_versions=true.
 """
 
 from __future__ import annotations
@@ -16,11 +20,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pipeline.runtime.errors import ShardingError
 
 WRITTEN_FOR = {"torch": "2.14", "torchrec": "1.9", "fbgemm": "1.9"}
-DISTRIBUTIONS = {"fbgemm": ("fbgemm-gpu-cpu", "fbgemm-gpu")}  # whichever is there; the others go by their own name
+# whichever is installed; the other libraries have the name of their distribution
+DISTRIBUTIONS = {"fbgemm": ("fbgemm-gpu-cpu", "fbgemm-gpu")}
 
 
 class VersionError(ShardingError):
-    """torch, torchrec or fbgemm is missing, or of a version that pipeline.sharding was not written for."""
+    """torch, torchrec or fbgemm is missing, or has a version that pipeline.sharding does not
+    support.
+    """
 
     code = "version"
 
@@ -29,20 +36,24 @@ _are_untested_allowed = False
 
 
 def allow_untested_versions() -> None:
-    """For the rest of this process; called before pipeline.sharding.torchrec is imported."""
+    """Allow untested versions in this process.
+
+    Call it before pipeline.sharding.torchrec is imported.
+    """
     global _are_untested_allowed
     _are_untested_allowed = True
 
 
 def check_versions() -> None:
-    """Raises VersionError for the first library of another version than the one written for, and where one is missing."""
+    """Raise VersionError if a library is missing or has another version than WRITTEN_FOR."""
     for name, wanted in WRITTEN_FOR.items():
         found = _installed(name)
         if found is None:
             raise VersionError(f"{name} is not installed; {_how_to_install()}")
         if not _are_untested_allowed and found.split(".")[:2] != wanted.split("."):
             raise VersionError(
-                f"{name} {found} is installed, and tables are sharded by internals of {name} {wanted}; {_how_to_install()}, "
+                f"{name} {found} is installed, but sharding uses internals of {name} {wanted}; "
+                f"{_how_to_install()}, "
                 "or accept silent errors with sharding.allow_untested_versions=true"
             )
 
@@ -63,9 +74,10 @@ def _how_to_install() -> str:
 
 @dataclass(frozen=True)
 class PrivateName:
-    """`owner` is "module" or "module:Class"; `parameters` are those of a method or function, None for an attribute.
+    """A private name of a library.
 
-    `used_by` are the files that would have to be looked at when the name changes, below pipeline/.
+    owner: "module" or "module:Class". parameters: of a method or function; None for an attribute.
+    used_by: the files, below pipeline/, to check if the name changes.
     """
 
     owner: str
@@ -75,7 +87,7 @@ class PrivateName:
 
 
 def _names(owner: str, used_by: str, *names: str) -> list[PrivateName]:
-    """Attributes; `used_by` lists files, with spaces between them."""
+    """List attributes of one owner. used_by: files, separated by spaces."""
     return [PrivateName(owner, name, tuple(used_by.split())) for name in names]
 
 
@@ -101,7 +113,7 @@ SYNC, ESTIMATOR = "sharding/torchrec/embedding_sync.py", "planner/estimator.py"
 COMMS_WAIT, AVERAGING = "runtime/process/comms_wait.py", "sharding/collectives/averaging.py"
 
 PRIVATE_NAMES: list[PrivateName] = [
-    # FBGEMM's lookup on CPU: public attributes by name, its inside by nature.
+    # FBGEMM's lookup on CPU: the attributes are public by name, but internal.
     *_names(LOOKUP, CPU_TABLES, "weights_host", "weights_offsets", "momentum1_host", "momentum1_offsets", "rows_per_table",
             "D_offsets", "feature_table_map", "step", "optimizer_args", "use_cpu", "optimizer", "weights_precision",
             "output_dtype", "pooling_mode", "momentum2_host", "embedding_specs", "table_names"),
@@ -140,9 +152,10 @@ PRIVATE_NAMES: list[PrivateName] = [
     _call(f"{TORCHREC}.train_pipeline:TrainPipelineSparseDist", SHARDER, "wait_sparse_data_dist", "self context"),
     *_names(f"{TORCHREC}.train_pipeline:TrainPipelineSparseDist", SHARDER, "_pipelined_modules"),
     *_names(f"{TORCHREC}.train_pipeline:TrainPipelineContext", SHARDER, "input_dist_tensors_requests"),
-    *[PrivateName(f"{TORCHREC}.comm_ops", name, (COMMS_WAIT,))  # autograd nodes, by the end of their names
+    # autograd nodes, found by the end of their names
+    *[PrivateName(f"{TORCHREC}.comm_ops", name, (COMMS_WAIT,))
       for name in ("All2All_Pooled_Req", "Variable_Batch_All2All_Pooled_Req", "ReduceScatterBase_Req", "ReduceScatterV_Req")],
-    # The exchanges that are replaced.
+    # The exchanges that host_dists replaces.
     _call(f"{TORCHREC}.dist_data:KJTAllToAll", HOST_DISTS, "forward", "self input"),
     *_names(f"{TORCHREC}.dist_data:KJTAllToAll", HOST_DISTS, "_splits", "_pg"),
     *_names(f"{TORCHREC}.dist_data:KJTAllToAllTensorsAwaitable", HOST_DISTS, "_stride_per_rank"),
@@ -156,14 +169,15 @@ PRIVATE_NAMES: list[PrivateName] = [
     *_names(f"{TORCHREC}.sharding.rw_sharding:RwSparseFeaturesDist", MANAGED, "_feature_block_sizes_tensor", "_world_size"),
     *_names(f"{TORCHREC}.embedding_lookup:GroupedPooledEmbeddingsLookup", VARIABLE, "grouped_configs"),
     *_names(f"{TORCHREC}.embedding_lookup:GroupedPooledEmbeddingsLookup", f"{MANAGED} sharding/table_storage.py {CHANGED} {VARIABLE}", "_emb_modules"),
-    # Managed rows: the whole inside of TorchRec's map.
+    # Managed rows: the internals of TorchRec's map.
     *_names(MCH, MANAGED, "_input_history_buffer_size", "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", "_mch_metadata",
             "_current_iter", "_history_accumulator", "_current_history_buffer_offset", "_history_metadata", "_eviction_policy"),
     _call(MCH, MANAGED, "_match_indices", "self sorted_sequence search_values"),
     _call(MCH, MANAGED, "_coalesce_history", "self"),
     _call(MCH, MANAGED, "_sort_mch_buffers", "self"),
     _call(MCH, MANAGED, "evict", "self"),
-    *_names("torchrec.sparse.jagged_tensor_validator", MANAGED, "has range"),  # the warning that is filtered, by its text
+    # part of the text of a warning that is filtered out
+    *_names("torchrec.sparse.jagged_tensor_validator", MANAGED, "has range"),
     _call("torch.nn:Module", MANAGED, "_register_state_dict_hook", "self hook"),
     _call("torch.nn:Module", MANAGED, "_register_load_state_dict_pre_hook", "self hook with_module"),
     # Replication and gradients.

@@ -1,4 +1,7 @@
-"""Define the interface of tables whose rows are stored elsewhere than in memory: an extra registers the storage."""
+"""Define the interface of tables whose rows are stored outside memory.
+
+An extra registers the storage.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 @dataclass(frozen=True)
 class TierSettings:
-    """slots: table -> the share of its rows that have a slot, or above 1 how many have. folder: on a local SSD.
+    """Settings of tables with tiers.
 
-    heads: table -> the share of a shard's slots that its first rows keep; a table that is not named has none.
+    slots: for each table the share of its rows that have a slot, or, above 1, the number of slots.
+    folder: on a local SSD. heads: for each table the share of a shard's slots that is reserved for
+    its first rows; a missing table has none.
     """
 
     slots: Mapping[str, float]
@@ -27,10 +32,10 @@ class TierSettings:
 
 @dataclass
 class TierStats:
-    """Since the start, of training but for reads and writes.
+    """Statistics since the start; of training only, except for reads and writes.
 
-    rows: distinct rows of a batch; missed: of lookups and rows, those without a slot when first resolved. stall_seconds: that the
-    training thread waited for rows.
+    rows: distinct rows per batch. missed: the share of lookups and of rows without a slot when
+    first resolved. stall_seconds: how long the training thread waited for rows.
     """
 
     lookups: int = 0
@@ -52,20 +57,20 @@ class TierStats:
 
 
 class PinnedSlots(Protocol):
-    """Slots that a batch uses until its backward is over."""
+    """Slots that a batch uses until its backward has finished."""
 
     def release(self) -> None: ...
 
 
 class StorageLookup(Protocol):
-    """Looks up the slots of the tables of one FBGEMM module; rows without a slot are brought in."""
+    """Look up slots of the tables of one FBGEMM module. Rows without a slot are loaded first."""
 
     def to_slots(
         self, indices: NDArray[np.int64], offsets: NDArray[np.int64], training: bool
     ) -> tuple[NDArray[np.int64], PinnedSlots]: ...
 
     def look_ahead(self, ids: Sequence[NDArray[np.int64]]) -> None:
-        """Begin to bring in the rows of a coming batch: ids by stored table."""
+        """Start loading the rows of a coming batch. ids: one array for each stored table."""
 
     def stats(self) -> TierStats: ...
 
@@ -77,20 +82,20 @@ class StorageGroup(Protocol):
     def lookup(self) -> StorageLookup: ...
 
     def look_ahead(self, features: KeyedJaggedTensor) -> None:
-        """Begin to bring in the rows of ids that have arrived for the whole lookup."""
+        """Start loading the rows of ids that have arrived for the complete lookup."""
 
     def names(self, features: Sequence[str]) -> list[list[str]]:
-        """By stored table, its features among those of the lookup."""
+        """Return the names of the features of each stored table. features: of the lookup."""
 
 
 class TableStorage(Protocol):
-    """The storage of the shards of one FBGEMM module, which holds slots instead of rows."""
+    """Store the shards of one FBGEMM module, which holds slots instead of rows."""
 
     @property
     def lookup(self) -> StorageLookup: ...
 
     def slot_specs(self, specs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """FBGEMM's specs of tables of slots."""
+        """Return FBGEMM's specs with slots instead of rows."""
 
     def open(
         self,
@@ -98,15 +103,17 @@ class TableStorage(Protocol):
         states: Sequence[Sequence[torch.Tensor]],
         begins: NDArray[np.int64],
     ) -> None:
-        """Open the stores. weights[t] and states[t] are the slots'."""
+        """Open the stores. weights[t] and states[t] hold the slots of table t."""
 
     def stored_weights(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """By table, all rows of its shard."""
+        """Return all rows of each table's shard."""
 
     def stored_states(self, states: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]: ...
 
     def group(self, first_feature: int) -> StorageGroup:
-        """`first_feature`: position of the module's first feature in its lookup."""
+        """Return the group. first_feature: the position of the module's first feature in its
+        lookup.
+        """
 
 
 def storage_groups(lookup: nn.Module) -> list[StorageGroup]:

@@ -1,1 +1,1 @@
-"""Collectives between ranks: precisions, shared memory, waits."""
+"""Replace collectives between the ranks of one host."""

@@ -1,7 +1,8 @@
 """Average the gradients of dense layers and replicated tables over the ranks of one host.
 
-DistributedDataParallel copies gradients into buckets and has gloo's threads send them, which for a small model takes longer
-than the layers. Here one message goes out at the end of backward. Parameters' gradients become views of one block.
+DistributedDataParallel copies gradients into buckets, which gloo's threads send. For a small model
+that takes longer than the layers. Here each rank sends one message at the end of backward. The
+gradients of parameters become views of one block.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ from torch import nn
 from pipeline.devices.cpu.host_exchange import HostExchange
 from pipeline.runtime.process.comms_wait import working
 
-BROADCAST_BYTES = 25 << 20  # at once
+BROADCAST_BYTES = 25 << 20  # sent at a time
 
 
 class GradientAverage:
-    """Averages the gradients of `parameters` wherever a backward reaches any of them.
+    """Average the gradients of `parameters` after each backward that reaches any of them.
 
-    Every rank reaches the same parameters; one that no rank has reached stays without a gradient.
+    Every rank must reach the same parameters. A parameter that no rank has reached stays without a
+    gradient.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], exchange: HostExchange) -> None:
-        """Collective: parameters become rank 0's, as under DDP."""
+        """Collective: set the parameters to those of rank 0, as DDP does."""
         world = dist.GroupMember.WORLD
         assert world is not None
         dist._broadcast_coalesced(world, [parameter.detach() for parameter in parameters], BROADCAST_BYTES, 0)
@@ -46,7 +48,7 @@ class GradientAverage:
     @torch.no_grad()
     def _average(self) -> None:
         self._is_queued = False
-        with working():  # the exchange counts its own waits
+        with working():  # the exchange measures its waits itself
             for block in self._blocks:
                 block.gather()
                 block.flat.div_(self._exchange.world_size)
@@ -65,7 +67,10 @@ class _Block:
         ]
 
     def gather(self) -> None:
-        """Copy the gradients that are not in the block yet, and let the parameters' gradients be its views from now on."""
+        """Copy the gradients that are not in the block yet.
+
+        From now on the parameters' gradients are views of the block.
+        """
         views, gradients = [], []
         for parameter, view in zip(self._parameters, self._views, strict=True):
             gradient = parameter.grad

@@ -1,9 +1,10 @@
-"""Exchange ids and pooled rows without gloo where all CPU ranks share one host.
+"""Exchange ids and pooled rows without gloo if all CPU ranks are on one host.
 
-TorchRec sends ids and pooled rows through the process group. On one rank there is nobody to send ids to: they stay where
-they are. Several ranks of one host send those of tables that lie whole, or by columns, through HostExchange. Ids then need
-no exchange of splits ahead of them: a message tells its own sizes. Numbers, their order and autograd are TorchRec's.
-Batches whose features have different numbers of bags, quantized rows and row-sharded tables still go TorchRec's way.
+TorchRec sends ids and pooled rows through the process group. A single rank keeps its ids without a
+copy. Several ranks of one host send the ids and rows of table_wise and column_wise tables through
+HostExchange. Ids then need no previous exchange of splits, because a message states its sizes.
+Numbers, their order and autograd are TorchRec's. TorchRec still exchanges batches whose features
+have different numbers of bags, quantized rows and row-sharded tables.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ COUNT_DTYPE = torch.int64
 
 
 def skip_id_exchange(input_dists: Iterable[nn.Module]) -> None:
-    """Let a collection on one rank keep its ids. TrainPipelineSparseDist puts an exchange of its own in place of this."""
+    """Let a collection on one rank keep its ids.
+
+    TrainPipelineSparseDist replaces this with its exchange.
+    """
     for dist in input_dists:
         for module in dist.modules():
             if isinstance(module, KJTAllToAll):
@@ -39,14 +43,17 @@ def skip_id_exchange(input_dists: Iterable[nn.Module]) -> None:
 
 
 def keep_ids(features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-    """In place of KJTAllToAll.forward."""
+    """Replace KJTAllToAll.forward: return the features unchanged."""
     return NoWait(NoWait(features))
 
 
 def exchange_on_host(tables: ShardedEmbeddingBagCollection, exchange: HostExchange) -> int:
-    """Replace the collectives of `tables`, whose input dists exist; the number of shardings that changed.
+    """Replace the collectives of `tables`, whose input dists exist.
 
-    Quantized embeddings keep TorchRec's, so that what is asked for is what is trained with.
+    Return the number of shardings that changed.
+
+    Quantized embeddings keep TorchRec's collectives, so that the requested precision is the
+    precision in use.
     """
     changed = 0
     for index, (ids, pooled) in enumerate(zip(tables._input_dists, tables._output_dists, strict=True)):
@@ -59,12 +66,15 @@ def exchange_on_host(tables: ShardedEmbeddingBagCollection, exchange: HostExchan
 
 
 class IdsOnHost(nn.Module):
-    """forward(features, rank 0's first) -> awaitable of an awaitable of this rank's features, from all ranks."""
+    """Exchange ids: forward(features, rank 0's first) -> awaitable of an awaitable of this rank's
+    features, from all ranks.
+    """
 
     def __init__(self, torchrec_dist: TwSparseFeaturesDist, exchange: HostExchange) -> None:
         super().__init__()
         self._torchrec_dist, self._exchange, self._channel = torchrec_dist, exchange, exchange.new_channel()
-        self._bounds = list(pairwise([0, *accumulate(torchrec_dist._dist._splits)]))  # of each rank's features
+        # the features of each rank
+        self._bounds = list(pairwise([0, *accumulate(torchrec_dist._dist._splits)]))
 
     def forward(self, features: KeyedJaggedTensor) -> Awaitable[Any]:
         if features.variable_stride_per_key():
@@ -84,7 +94,7 @@ class IdsOnHost(nn.Module):
 
 
 class _IdsAwaitable(Awaitable[Awaitable[KeyedJaggedTensor]]):
-    """Posts this rank's ids when made, and reads the other ranks' when waited for."""
+    """Send this rank's ids when made, and read the other ranks' ids when waited for."""
 
     def __init__(self, exchange: HostExchange, channel: int, parts: list[list[torch.Tensor]], keys: list[str]) -> None:
         super().__init__()
@@ -92,7 +102,7 @@ class _IdsAwaitable(Awaitable[Awaitable[KeyedJaggedTensor]]):
         self._number = exchange.post(channel, parts)
 
     def _wait_impl(self) -> Awaitable[KeyedJaggedTensor]:
-        with working():  # the exchange counts its own waits
+        with working():  # the exchange measures its waits itself
             return self._read()
 
     def _read(self) -> Awaitable[KeyedJaggedTensor]:
@@ -128,13 +138,15 @@ class _IdsAwaitable(Awaitable[Awaitable[KeyedJaggedTensor]]):
 
 
 def _by_feature(of_ranks: list[tuple[torch.Tensor, ...]], dtype: torch.dtype) -> torch.Tensor:
-    """Feature by feature, in each the ranks in order."""
+    """Join the pieces feature by feature, and by rank within a feature."""
     pieces = [piece for of_feature in zip(*of_ranks, strict=True) for piece in of_feature]
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype)
 
 
 class _ReceivedIds(KJTAllToAllTensorsAwaitable):
-    """Ids that are here already, as the type by which TorchRec knows that it has batch sizes to remember."""
+    """Ids that have already arrived, in the type from which TorchRec knows that it has to store
+    batch sizes.
+    """
 
     def __init__(self, features: KeyedJaggedTensor, strides: list[int]) -> None:
         Awaitable.__init__(self)
@@ -146,7 +158,9 @@ class _ReceivedIds(KJTAllToAllTensorsAwaitable):
 
 
 class PooledOnHost(nn.Module):
-    """forward(pooled [all ranks' B, this rank's D]) -> awaitable of [B, all ranks' D]."""
+    """Exchange pooled rows: forward(pooled [all ranks' B, this rank's D]) -> awaitable of [B, all
+    ranks' D].
+    """
 
     def __init__(self, torchrec_dist: TwPooledEmbeddingDist, exchange: HostExchange) -> None:
         super().__init__()
@@ -164,25 +178,27 @@ class PooledOnHost(nn.Module):
         if not sizes:
             sizes = [len(pooled) // self._exchange.world_size] * self._exchange.world_size
         received = _PooledAwaitable(_PooledExchange(self._exchange, *self._channels, self._dims, sizes), pooled)
-        received.callbacks.extend(self._torchrec_dist._callbacks or [])  # columns back into their tables
+        # join the columns of a table again
+        received.callbacks.extend(self._torchrec_dist._callbacks or [])
         return received
 
 
 @dataclass
 class _PooledExchange:
-    """One batch's exchange of pooled rows, and of their gradients on the way back."""
+    """The exchange of one batch's pooled rows, and of their gradients in backward."""
 
     exchange: HostExchange
     forward_channel: int
     backward_channel: int
-    dims: list[int]  # columns, by rank
-    sizes: list[int]  # samples, by rank
-    number: int = 0  # of the message that is under way
-    local_block: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # what this rank keeps for itself
+    dims: list[int]  # columns of each rank
+    sizes: list[int]  # samples of each rank
+    number: int = 0  # the number of the message that is being exchanged
+    # the part that this rank keeps
+    local_block: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 class _PooledAwaitable(Awaitable[torch.Tensor]):
-    """Posts this rank's columns when made, and reads the other ranks' when waited for."""
+    """Send this rank's columns when made, and read the other ranks' columns when waited for."""
 
     def __init__(self, batch: _PooledExchange, pooled: torch.Tensor) -> None:
         super().__init__()
@@ -195,12 +211,12 @@ class _PooledAwaitable(Awaitable[torch.Tensor]):
 
 
 class _Post(torch.autograd.Function):
-    """Forward posts pooled rows; backward, which runs last, reads their gradients."""
+    """Forward sends pooled rows. Backward, which runs last, reads their gradients."""
 
     @staticmethod
     def forward(ctx: Any, pooled: torch.Tensor, batch: _PooledExchange) -> torch.Tensor:  # type: ignore[override]
         ctx.batch, ctx.shape = batch, pooled.shape
-        # A rank without tables hands in an empty tensor.
+        # A rank without tables passes an empty tensor.
         blocks = pooled.view(sum(batch.sizes), batch.dims[batch.exchange.rank]).split(batch.sizes)
         batch.local_block = blocks[batch.exchange.rank]
         batch.number = batch.exchange.post(batch.forward_channel, [[block] for block in blocks])
@@ -222,7 +238,7 @@ class _Post(torch.autograd.Function):
 
 
 class _Read(torch.autograd.Function):
-    """Forward reads pooled rows; backward, which runs first, posts their gradients."""
+    """Forward reads pooled rows. Backward, which runs first, sends their gradients."""
 
     @staticmethod
     def forward(ctx: Any, posted: torch.Tensor, batch: _PooledExchange) -> torch.Tensor:  # type: ignore[override]

@@ -1,4 +1,6 @@
-"""Subclasses of TorchRec and FBGEMM classes, and replacements of their CPU paths, for the versions that compat names."""
+"""Subclass TorchRec and FBGEMM classes, and replace their CPU code, for the versions that compat.py
+names.
+"""
 
 from pipeline.sharding.compat import check_versions
 

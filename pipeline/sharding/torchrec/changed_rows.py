@@ -1,9 +1,12 @@
-"""Track which rows of a model's tables training changes, for checkpoints and publications that hold changes alone.
+"""Track which rows of a model's tables change, for checkpoints and publications that store only
+changes.
 
-Each shard has a bitmap that its updates fill, and a bitmap a consumer, which a take() empties. The CPU kernels set a row's
-bit when they update it. Where FBGEMM updates (a GPU, weighted ids, sharding.fast_cpu=false) every row that a batch looks up
-counts as changed. Replicated tables are marked by their averaged gradient, so all ranks mark the same rows. A managed table's
-row also changes where another id gets it. A row is never missing; one whose gradient happens to be zero may be among them.
+Each shard has a bitmap that its updates set, and a bitmap for each consumer, which take() clears.
+The CPU kernels set a row's bit when they update it. If FBGEMM updates the rows (on a GPU, with
+weighted ids, or with sharding.fast_cpu=false), every row that a batch looks up counts as changed.
+Replicated tables are marked by their averaged gradient, so all ranks mark the same rows. A row of a
+managed table also changes if another id gets it. No changed row is missing. A row whose gradient is
+zero may be marked although it did not change.
 """
 
 from __future__ import annotations
@@ -28,15 +31,17 @@ Bits = NDArray[np.uint8]
 
 
 class TrackedRows:
-    """The tables of a sharded model, by the shards that lie on this rank. It is a checkpoint.changes.ChangedRows.
+    """Track the changed rows of this rank's shards of a sharded model.
 
-    It begins to track when it is made: what changed before is nobody's.
+    Implements checkpoint.changes.ChangedRows.
+
+    Tracking starts when the object is made. Earlier changes are not reported.
     """
 
     def __init__(
         self, model: nn.Module, replicated: ReplicatedTablesOptimizer | None, consumers: Iterable[str]
     ) -> None:
-        """Raises ShardingError for a table whose updates cannot be followed."""
+        """Raises ShardingError for a table whose updates cannot be tracked."""
         self._shards = dict(_shards(model, replicated))
         self._taken = {
             consumer: {place: np.zeros_like(shard.no_bits) for place, shard in self._shards.items()}
@@ -71,7 +76,10 @@ class TrackedRows:
 
 
 class _Shard:
-    """`read_and_clear` gives the bitmap of the rows updated since the last call."""
+    """The rows of a shard.
+
+    `read_and_clear` returns the bitmap of the rows updated since the last call.
+    """
 
     def __init__(self, num_rows: int, read_and_clear: Callable[[], Bits]) -> None:
         self.num_rows, self.read_and_clear = num_rows, read_and_clear
@@ -97,7 +105,7 @@ def _of_device_bits(num_rows: int, bits: torch.Tensor) -> _Shard:
 
 
 def _of_numbers(numbers: torch.Tensor) -> _Shard:
-    """`numbers`: [rows], not 0 where a row was updated."""
+    """Make a shard from numbers [rows], which are not 0 if the row was updated."""
 
     def read_and_clear() -> Bits:
         found = np.packbits(numbers.cpu().numpy() != 0, bitorder="little")
@@ -108,7 +116,7 @@ def _of_numbers(numbers: torch.Tensor) -> _Shard:
 
 
 def _rows_of(bits: Bits, num_rows: int) -> Rows:
-    """Ascending; looks at the bytes that hold a bit."""
+    """Return the rows whose bit is set, ascending. Reads only bytes that are not zero."""
     (places,) = bits.nonzero()
     unpacked = np.unpackbits(bits[places], bitorder="little").reshape(-1, 8)
     within, columns = unpacked.nonzero()
@@ -130,7 +138,7 @@ def _shards(model: nn.Module, replicated: ReplicatedTablesOptimizer | None) -> I
 
 
 def _fused_shards(sharded: ShardedEmbeddingBagCollection) -> Iterator[tuple[ShardPlace, _Shard]]:
-    """Of the tables that FBGEMM's modules on this rank hold."""
+    """Iterate over the tables that FBGEMM's modules hold on this rank."""
     for lookup in sharded._lookups:
         for kernel in getattr(lookup, "_emb_modules", []):
             fbgemm = kernel.emb_module
@@ -138,8 +146,9 @@ def _fused_shards(sharded: ShardedEmbeddingBagCollection) -> Iterator[tuple[Shar
             if not hasattr(fbgemm, "split_optimizer_states"):
                 if any(table.local_metadata is not None for table in tables):
                     raise ShardingError(
-                        f"table {tables[0].name!r} lies in {type(fbgemm).__name__}, whose changed rows are not known; set "
-                        "checkpoint.differential=false and publish nothing while it trains"
+                        f"table {tables[0].name!r} is stored in {type(fbgemm).__name__}, which "
+                        "does not report changed rows; set checkpoint.differential=false and do "
+                        "not publish deltas during training"
                     )
                 continue  # replicated
             places = [ShardPlace(table.name, *_offsets(table)) for table in tables]
@@ -155,8 +164,9 @@ def _track(fbgemm: SplitTableBatchedEmbeddingBagsCodegen, rows: list[int]) -> li
     held = [spec[0] for spec in fbgemm.embedding_specs]
     if held != rows:
         raise ShardingError(
-            f"{type(fbgemm).__name__} holds {held} rows of tables that have {rows}: the rows that change are not known; set "
-            "checkpoint.differential=false and publish nothing while it trains"
+            f"{type(fbgemm).__name__} holds {held} rows of tables with {rows} rows, so the "
+            "changed rows are unknown; set checkpoint.differential=false and do not publish "
+            "deltas during training"
         )
     if isinstance(fbgemm.forward, FastLookup):
         return [_of_bits(count, bits) for count, bits in zip(rows, fbgemm.forward.track_rows(), strict=True)]
@@ -166,9 +176,10 @@ def _track(fbgemm: SplitTableBatchedEmbeddingBagsCodegen, rows: list[int]) -> li
 
 
 class _MarkingForward:
-    """In place of the module's forward: in training it marks the rows that are looked up, for backward will update them.
+    """Replace the module's forward: in training, mark the rows that are looked up, because backward
+    updates them.
 
-    A row takes one bit of the device's memory, and marking does not wait for the device.
+    A row takes one bit of the device's memory. Marking does not wait for the device.
     """
 
     def __init__(self, fbgemm: SplitTableBatchedEmbeddingBagsCodegen) -> None:
@@ -178,13 +189,14 @@ class _MarkingForward:
         self._sizes = -(-rows // 8)  # bytes of each table
         self._bits = torch.zeros(int(self._sizes.sum()), dtype=torch.uint8, device=device)
         tables = torch.tensor(fbgemm.feature_table_map)
-        self._first_bits = 8 * (self._sizes.cumsum(0) - self._sizes)[tables].to(device)  # of each feature's table
+        # first bit of each feature's table
+        self._first_bits = 8 * (self._sizes.cumsum(0) - self._sizes)[tables].to(device)
         self._num_rows = rows[tables].to(device)
         self._bags: list[int] = []
         self._ends = torch.empty(0, device=device)
 
     def bitmaps(self) -> list[torch.Tensor]:
-        """Of each table, the first row in the lowest bit."""
+        """Return a bitmap for each table, with the first row in the lowest bit."""
         return list(self._bits.split(self._sizes.tolist()))
 
     def __call__(self, indices: torch.Tensor, offsets: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
@@ -193,7 +205,7 @@ class _MarkingForward:
         return self._forward(indices, offsets, *arguments, **keywords)  # type: ignore[no-any-return]
 
     def _mark(self, indices: torch.Tensor, offsets: torch.Tensor, sizes: list[list[int]] | None) -> None:
-        """Ids out of range become row 0 where FBGEMM does not raise."""
+        """Mark the rows of ids. An id out of range becomes row 0 if FBGEMM does not raise."""
         num_features = len(self._num_rows)
         bags = [(len(offsets) - 1) // num_features] * num_features if sizes is None else [sum(one) for one in sizes]
         if bags != self._bags:
@@ -205,7 +217,7 @@ class _MarkingForward:
         self._set(self._first_bits[features] + torch.where(is_row, indices, 0))
 
     def _set(self, bits: torch.Tensor) -> None:
-        """Adding is as setting, because each bit that is not set yet is added once."""
+        """Set the bits. Adding equals setting, because each unset bit is added once."""
         bits = bits.sort().values
         is_first = torch.ones_like(bits, dtype=torch.bool)
         is_first[1:] = bits[1:] != bits[:-1]

@@ -1,8 +1,10 @@
-"""Run FBGEMM's lookup modules on CPU by Numba kernels: the same weights, states and learning rates.
+"""Run FBGEMM's lookup modules on CPU by Numba kernels, with FBGEMM's weights, states and learning
+rates.
 
-FBGEMM keeps the tables and the optimizer's state, so checkpoints and schedules see no difference. Its forward, which goes
-over the ids twice, and its backward, which sorts the ids of each table, do not run. Adam and partial row-wise Adam, which
-FBGEMM has on GPUs alone, keep the state that it would have there (TablesWithMoments).
+FBGEMM still holds the tables and the optimizer's state, so checkpoints and schedules do not change.
+The kernels replace FBGEMM's forward, which reads the ids twice, and its backward, which sorts the
+ids of each table. FBGEMM has Adam and partial row-wise Adam on GPUs only. Here their state has the
+form that it has on GPUs (TablesWithMoments).
 """
 
 from __future__ import annotations
@@ -33,25 +35,28 @@ from pipeline.runtime.logs import get_logger
 from pipeline.sharding.table_storage import PinnedSlots, StorageLookup, TableStorage, TierSettings
 from pipeline.sharding.torchrec.update_rule import UpdateRule
 
-# FBGEMM's optimizer -> its number in our kernels.
+# FBGEMM's optimizer and its number in our kernels.
 KINDS = {
     EmbOptimType[entry.fbgemm]: entry.cpu_kernel for entry in all_optimizers().values() if entry.cpu_kernel is not None
 }
 POOLINGS = (PoolingMode.SUM, PoolingMode.MEAN)
-# Optimizers whose state FBGEMM allocates on GPUs alone: whether the second moment is one number a row.
+# Optimizers whose state FBGEMM allocates on GPUs only. True: the second moment is one number per
+# row.
 MOMENTS = {EmbOptimType.ADAM: False, EmbOptimType.PARTIAL_ROWWISE_ADAM: True}
-LEAST_SAMPLES = 32  # of a thread that looks up, however many ids they have
-SHARES = 2  # of a thread: a table with more than one of them is split
-LEAST_UNIT = 100_000  # of partition_tables' work: each part goes over all ids of its table
-MOST_SPLITS = 6  # in halves: 64 parts
+LEAST_SAMPLES = 32  # minimum for each thread of a lookup, for any number of ids
+SHARES = 2  # per thread; a table with more than one share is split
+# of the work in partition_tables, because each part reads all ids of its table
+LEAST_UNIT = 100_000
+MOST_SPLITS = 6  # each halves a table: 64 parts
 logger = get_logger(__name__)
 
 
 class TablesWithMoments(SplitTableBatchedEmbeddingBagsCodegen):
-    """FBGEMM's module, which on CPU has Adam's state too and looks rows up; a FastLookup in it trains them.
+    """Give FBGEMM's module Adam's state on CPU. It looks rows up; a FastLookup in it trains them.
 
-    FBGEMM refuses these optimizers in its CPU constructor. Built for Adagrad, whose state is the first moment's, and given
-    the second one, it answers get_optimizer_state, which checkpoints go by, as it does on GPUs.
+    FBGEMM refuses these optimizers in its CPU constructor. The module is built for Adagrad, whose
+    state serves as the first moment, and gets the second moment. get_optimizer_state, which
+    checkpoints use, then answers as on GPUs.
     """
 
     tiers: TableStorage | None = None
@@ -64,7 +69,7 @@ class TablesWithMoments(SplitTableBatchedEmbeddingBagsCodegen):
         super().__init__(*arguments, optimizer=optimizer if moments is None else EmbOptimType.EXACT_ADAGRAD, **keywords)
         if moments is not None:
             state = construct_split_state(self.embedding_specs, rowwise=moments, cacheable=False)
-            del self.momentum2_host  # a buffer, in whose place comes a parameter
+            del self.momentum2_host  # a buffer, which a parameter replaces
             self._apply_split(state, prefix="momentum2", dtype=torch.float32)
             self.optimizer = optimizer
         if tiers is not None:
@@ -72,7 +77,7 @@ class TablesWithMoments(SplitTableBatchedEmbeddingBagsCodegen):
             self.tiers = tiers
 
     def split_embedding_weights(self) -> list[torch.Tensor]:
-        """Each table's rows: of one in tiers, all that it has, which lie in a store."""
+        """Return each table's rows. For a table with tiers: all its rows, which are in a store."""
         weights: list[torch.Tensor] = super().split_embedding_weights()
         return weights if self.tiers is None else self.tiers.stored_weights(weights)
 
@@ -81,15 +86,18 @@ class TablesWithMoments(SplitTableBatchedEmbeddingBagsCodegen):
         return states if self.tiers is None else self.tiers.stored_states(states)
 
     def forward(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        """Raises ShardingError for what FBGEMM would have to train: weights of ids that are trained too."""
+        """Raises ShardingError if FBGEMM would have to train, which is if weights of ids are
+        trained too.
+        """
         if self.optimizer not in MOMENTS:
             return super().forward(*arguments, **keywords)
         if torch.is_grad_enabled():
             raise ShardingError(
-                f"on CPU {self.optimizer.name} trains tables and not the weights of their ids; use "
+                f"on CPU {self.optimizer.name} does not train the weights of ids; use "
                 "optimizer.sparse.name=adagrad, or train on a GPU"
             )
-        optimizer, self.optimizer = self.optimizer, EmbOptimType.EXACT_ADAGRAD  # whose forward is there
+        # its forward exists on CPU
+        optimizer, self.optimizer = self.optimizer, EmbOptimType.EXACT_ADAGRAD
         try:
             return super().forward(*arguments, **keywords)
         finally:
@@ -97,17 +105,22 @@ class TablesWithMoments(SplitTableBatchedEmbeddingBagsCodegen):
 
 
 def feature_begins(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> np.ndarray[Any, Any]:
-    """[T + 1]: where each table's features begin. They are neighbours: FBGEMM checks it."""
+    """Return [T + 1]: where each table's features begin.
+
+    A table's features are adjacent; FBGEMM checks it.
+    """
     tables = lookup.feature_table_map
     begins = [0, *(index for index, (before, table) in enumerate(pairwise(tables), start=1) if table != before)]
     return np.array([*begins, len(tables)], dtype=np.int64)
 
 
-_tiers: TierSettings | None = None  # of the tables that are being built
+_tiers: TierSettings | None = None  # settings of the tables that are being built
 
 
 def _storage_of(keywords: Mapping[str, Any]) -> TableStorage | None:
-    """Return the storage of the module that TorchRec builds with `keywords`; None if no table of it has tiers."""
+    """Return the storage of the module that TorchRec builds with `keywords`, or None if no table of
+    it has tiers.
+    """
     if _tiers is None:
         return None
     storage: TableStorage | None = from_extra("table_storage", "tables.*.tiers")(_tiers, keywords)
@@ -116,7 +129,9 @@ def _storage_of(keywords: Mapping[str, Any]) -> TableStorage | None:
 
 @contextmanager
 def tables_with_moments(tiers: TierSettings | None = None) -> Iterator[None]:
-    """Inside, TorchRec builds TablesWithMoments where FBGEMM lacks optimizers; the tables that `tiers` names in tiers."""
+    """Let TorchRec build TablesWithMoments for optimizers that FBGEMM lacks, and tables with
+    `tiers` in a storage.
+    """
     global _tiers
     if devices.current().fbgemm_is_complete:
         yield
@@ -131,11 +146,14 @@ def tables_with_moments(tiers: TierSettings | None = None) -> Iterator[None]:
 
 
 def speed_up_cpu_tables(modules: Iterable[nn.Module], rules: Mapping[str, UpdateRule] | None = None) -> int:
-    """Replace the forward and backward of every lookup in `modules` that the kernels support; the number of these.
+    """Replace forward and backward of every lookup in `modules` that the kernels support.
 
-    They support fp32 and fp16 tables with SUM or MEAN pooling under the optimizers that have a cpu_kernel. FBGEMM rounds
-    fp16 to the nearest on the CPU, the kernels stochastically. Without Numba nothing is replaced. `rules`: table -> what its
-    rows are updated by, where that is more than FBGEMM's settings.
+    Return the number of lookups.
+
+    The kernels support fp32 and fp16 tables with SUM or MEAN pooling and optimizers that have a
+    cpu_kernel. On CPU, FBGEMM rounds fp16 to the nearest, the kernels round stochastically. Without
+    Numba nothing is replaced. rules: the update rules of tables that need more than FBGEMM's
+    settings, by table.
     """
     inside = (child for module in modules for child in module.modules())
     lookups = [
@@ -147,7 +165,7 @@ def speed_up_cpu_tables(modules: Iterable[nn.Module], rules: Mapping[str, Update
         from pipeline.devices.cpu.kernels.lookup import look_up
         from pipeline.devices.cpu.kernels.update import update_tables
     except ImportError as error:
-        logger.info("tables train by FBGEMM's own backward, which is slower: %s", error)
+        logger.info("tables are trained by FBGEMM's backward, which is slower: %s", error)
         return 0
     for lookup in lookups:
         lookup.forward = FastLookup(lookup, look_up, update_tables, rules or {})  # type: ignore[method-assign]
@@ -155,7 +173,7 @@ def speed_up_cpu_tables(modules: Iterable[nn.Module], rules: Mapping[str, Update
 
 
 def fast_lookups(model: nn.Module) -> list[FastLookup]:
-    """Of all sharded tables in `model`."""
+    """Return the fast lookups of all sharded tables in `model`."""
     sharded = [module for module in model.modules() if isinstance(module, ShardedEmbeddingBagCollection)]
     inside = (child for module in sharded for lookup in module._lookups for child in lookup.modules())
     return [child.forward for child in inside if isinstance(child.forward, FastLookup)]
@@ -173,20 +191,22 @@ def _is_supported(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
 
 
 class Bags(NamedTuple):
-    """indices [L], offsets [F * B + 1], and where ids have weights, [L] of these."""
+    """Ids: indices [L], offsets [F * B + 1], and if ids have weights, weights [L]."""
 
     indices: torch.Tensor
     offsets: torch.Tensor
     weights: torch.Tensor | None = None
 
     def arrays(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """As the kernels take them: without weights, none."""
+        """Return the arrays that the kernels take. Without weights their array is empty."""
         weights = np.empty(0, np.float32) if self.weights is None else self.weights.detach().float().numpy()
         return self.indices.numpy(), self.offsets.numpy(), weights
 
 
 class FastLookup:
-    """In place of the module's forward(indices [L], offsets [F * B + 1], weights of the ids [L]) -> [B, all features' D]."""
+    """Replace the module's forward(indices [L], offsets [F * B + 1], weights of the ids [L]) -> [B,
+    all features' D].
+    """
 
     def __init__(
         self, lookup: SplitTableBatchedEmbeddingBagsCodegen, pool: Callable[..., bool], update: Callable[..., None],
@@ -197,7 +217,8 @@ class FastLookup:
         tiers = getattr(lookup, "tiers", None)
         self.tiered: StorageLookup | None = tiers.lookup if tiers is not None else None
         own = [rules[name] for name in lookup.table_names or [] if name in rules]
-        self._rule = own[0] if own else _rule_of(lookup)  # of one optimizer, so they differ in l2 and all_rows alone
+        # rules of one optimizer, so they differ only in l2 and all_rows
+        self._rule = own[0] if own else _rule_of(lookup)
         self._l2s = np.array([rule.l2 for rule in own] or [0.0] * len(lookup.embedding_specs), dtype=np.float32)
         shard_rows = [spec[0] for spec in lookup.embedding_specs]
         self._every = np.array(
@@ -205,12 +226,14 @@ class FastLookup:
         )
         if not own:
             self._every = np.zeros(len(shard_rows), np.int64)
-        # Bitmaps of the rows that were updated, one table after the other; empty until track_rows().
+        # Bitmaps of the rows that were updated, one table after the other. Empty until track_rows()
+        # is called.
         self._marks, self._mark_begins = np.empty(0, np.uint8), np.zeros(len(shard_rows) + 1, np.int64)
         self.step = 0  # micro-batches of the run; seeds the rounding of fp16 rows
-        self.num_steps = 0  # updates of the optimizer before the next one
-        # Set where the model takes it (pipeline.models.layers.dlrm): columns left free ahead of the features', for the model
-        # to write into; and pooled rows in autocast's type where that is on.
+        self.num_steps = 0  # updates that the optimizer has made
+        # Set if the model uses it (pipeline.models.layers.dlrm): the columns to reserve before the
+        # features' columns, which the model writes. Pooled rows then have autocast's type if
+        # autocast is on.
         self.room = 0
         self.follows_autocast = False
         self._feature_begins = feature_begins(lookup)
@@ -219,18 +242,19 @@ class FastLookup:
 
     @property
     def weights(self) -> torch.Tensor:
-        """Of all tables, flat."""
+        """Return the weights of all tables as one flat tensor."""
         return self._lookup.weights_host  # type: ignore[no-any-return]
 
     @property
     def dims(self) -> list[int]:
-        """Of each feature."""
+        """Return the dim of each feature."""
         return [int(dim) for dim in np.diff(self._columns)]
 
     def track_rows(self) -> list[np.ndarray[Any, Any]]:
-        """Keep bitmaps of the rows that updates change: one for each table, as numpy.packbits(bitorder="little") has them.
+        """Keep a bitmap for each table of the rows that updates change, in the format of
+        numpy.packbits(bitorder="little").
 
-        Who reads a bitmap clears it.
+        The reader of a bitmap must clear it.
         """
         if not len(self._marks):
             sizes = [-(-spec[0] // 8) for spec in self._lookup.embedding_specs]
@@ -257,7 +281,8 @@ class FastLookup:
         bags = Bags(indices, offsets.to(indices.dtype), per_sample_weights)
         if self.tiered is not None:
             return self._in_tiers(self.tiered, bags, special or (trains_weights and torch.is_grad_enabled()))
-        if by_fbgemm and len(self._marks) and torch.is_grad_enabled():  # its backward will update them
+        # FBGEMM's backward will update them
+        if by_fbgemm and len(self._marks) and torch.is_grad_enabled():
             self._mark_ids(indices, offsets)
         if by_fbgemm or not torch.is_grad_enabled():
             return self._fbgemm_forward(indices, offsets, per_sample_weights, *arguments, **keywords)
@@ -268,18 +293,21 @@ class FastLookup:
         return _Pooled.apply(self.weights, *bags, self.row_dtype(), self, pins)  # type: ignore[no-any-return,no-untyped-call]
 
     def count_step(self) -> None:
-        """FBGEMM's count, of forwards that are trained."""
+        """Count a trained forward in FBGEMM's counter."""
         self._lookup.step += 1
 
     def row_dtype(self) -> torch.dtype:
-        """Of pooled rows."""
+        """Return the dtype of pooled rows."""
         bf16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
         return torch.bfloat16 if bf16 and self.follows_autocast else torch.float32
 
     def _in_tiers(self, tiered: StorageLookup, bags: Bags, by_fbgemm: bool) -> torch.Tensor:
-        """Looks slots up in place of rows, which hold them until the batch's backward is over."""
+        """Look up slots instead of rows.
+
+        The slots keep their rows until the batch's backward has finished.
+        """
         if by_fbgemm:
-            raise ShardingError("tables with tiers do not train the weights of ids; leave tables.*.tiers out")
+            raise ShardingError("tables with tiers do not train the weights of ids; remove tables.*.tiers")
         training = torch.is_grad_enabled()
         slots, pins = tiered.to_slots(bags.indices.numpy(), bags.offsets.numpy(), training)
         bags = bags._replace(indices=torch.from_numpy(slots))
@@ -291,10 +319,10 @@ class FastLookup:
             pins.release()
 
     def look_up(self, bags: Bags, dtype: torch.dtype) -> tuple[torch.Tensor, Bags]:
-        """Pooled rows, and the bags that they are of: FBGEMM's where it had to fix them.
+        """Return pooled rows and their bags. If FBGEMM corrected ids, return the corrected bags.
 
         Raises:
-            RuntimeError: FBGEMM's, for ids out of range, where its bounds check is set to raise.
+            RuntimeError: FBGEMM found ids out of range and its bounds check is set to raise.
         """
         num_samples = (len(bags.offsets) - 1) // len(self._num_rows)
         out = torch.empty(num_samples, self.room + int(self._columns[-1]), dtype=dtype)
@@ -303,16 +331,22 @@ class FastLookup:
         return out[:, self.room :], bags
 
     def fill_fixed(self, out: torch.Tensor, begin: int, bags: Bags) -> Bags:
-        """As fill, of what FBGEMM makes of the bags. Raises RuntimeError as look_up."""
+        """Fill as fill() does, with the bags as FBGEMM corrects them.
+
+        Raises RuntimeError as look_up does.
+        """
         bags = Bags(*self._lookup.prepare_inputs(*bags, force_cast_input_types=True)[:3])
         if not self.fill(out, begin, bags):
-            raise RuntimeError("FBGEMM has let ids or offsets pass that are out of range")
+            raise RuntimeError("FBGEMM accepted ids or offsets that are out of range")
         return bags
 
     def fill(self, out: torch.Tensor, begin: int, bags: Bags) -> bool:
-        """Fill the columns of `out` [B, width] from `begin` on; False where an id or an offset is out of range.
+        """Fill the columns of `out` [B, width] from `begin` on.
 
-        Samples are partitioned over torch's threads. Offsets may begin behind the first of the bags' ids.
+        Return False if an id or an offset is out of range.
+
+        Samples are partitioned over torch's threads. Offsets may begin after the first of the bags'
+        ids.
         """
         fbgemm, num_samples, width = self._lookup, len(out), out.shape[1]
         if not num_samples:
@@ -320,14 +354,17 @@ class FastLookup:
         arguments = (
             *bags.arrays(), np.uint64(num_samples), self._columns + begin, _flat(fbgemm.weights_host), fbgemm.weights_offsets.numpy(), self._num_rows, fbgemm.pooling_mode == PoolingMode.MEAN, _flat(out), np.uint64(width),
         )  # fmt: skip
-        # What is worth a thread is counted in ids.
+        # The minimum for a thread is counted in ids.
         least_share = (
             LEAST_SHARE * min(len(self._num_rows) * num_samples, len(bags.indices)) // max(len(bags.indices), 1)
         )
         return on_all_threads(self._pool, arguments, num_samples, max(least_share, LEAST_SAMPLES))
 
     def update(self, gradients: torch.Tensor, bags: Bags) -> None:
-        """By torch's threads; each row is one thread's, so their number changes no result."""
+        """Update the tables on torch's threads.
+
+        Each row belongs to one thread, so their number changes no result.
+        """
         fbgemm, rule = self._lookup, self._rule
         is_half = fbgemm.weights_precision == SparseType.FP16
         stored = _flat(fbgemm.weights_host)
@@ -357,21 +394,26 @@ def _rule_of(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> UpdateRule:
 def _state(
     lookup: SplitTableBatchedEmbeddingBagsCodegen, values: torch.Tensor, offsets: torch.Tensor
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """A state's numbers, and where each feature's table has its own; none where the optimizer has no such state."""
+    """Return a state's numbers, and where the part of each feature's table begins.
+
+    Empty if the optimizer has no such state.
+    """
     if values.dtype != torch.float32:  # FBGEMM's placeholder
         return np.empty(0, np.float32), lookup.weights_offsets.numpy()
     return values.detach().numpy(), offsets.detach().numpy()
 
 
 def _flat(values: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A contiguous tensor's numbers in one row; bf16 and fp16 as uint16."""
+    """Return the numbers of a contiguous tensor as one row; bf16 and fp16 as uint16."""
     values = values.detach()
     bits = values if values.dtype == torch.float32 else values.view(torch.uint16)
     return bits.numpy().reshape(-1)
 
 
 def _rows(gradients: torch.Tensor) -> tuple[np.ndarray[Any, Any], int]:
-    """What memory holds of fp32 or bf16 [B, D] from the first number to the last, and how far apart rows lie."""
+    """Return the memory of fp32 or bf16 [B, D] from the first to the last number, and the distance
+    of rows.
+    """
     if gradients.dtype not in (torch.float32, torch.bfloat16):
         gradients = gradients.float()
     if gradients.stride(1) != 1 or gradients.stride(0) < gradients.shape[1]:
@@ -387,10 +429,12 @@ def partition_tables(
     every: np.ndarray[Any, Any] | int = 0,
     can_split: bool = True,
 ) -> np.ndarray[Any, Any]:
-    """Units of work for threads that take one after the other, those with most work first: [n, 3] of table, part and number of parts.
+    """Return units of work for threads, the largest first: [n, 3] of table, part and number of
+    parts.
 
-    first_ids [T + 1]: where each table's ids begin; dims [T]; every [T]: rows that are updated though no id is of them: such a table
-    is not split. A part is of its own rows, so no result depends on parts.
+    first_ids [T + 1]: where each table's ids begin. dims [T]. every [T]: rows that are updated even
+    if no id names them; such a table is not split. Parts have separate rows, so no result depends
+    on parts.
     """
     # Reading a row costs about as much as 16 of its numbers.
     work = np.diff(first_ids) * (dims + 16) + every * dims + 256
@@ -408,7 +452,10 @@ def partition_tables(
 
 
 class _Pooled(torch.autograd.Function):
-    """Backward updates the tables and returns no gradient; `weights` is an input so that autograd calls it."""
+    """Pooled rows whose backward updates the tables and returns no gradient.
+
+    Autograd calls it because `weights` is an input.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]

@@ -1,7 +1,8 @@
-"""Combine pooled embeddings in the order of the collection's features, whatever order the plan has.
+"""Combine pooled embeddings in the order of the collection's features under any plan.
 
-TorchRec concatenates the parts of several shardings, one sharding after the other, and a model that wants the features in
-their own order copies them once more, forward and backward. Here the parts are put together in that order at once.
+TorchRec concatenates the parts of several shardings, one sharding after the other. A model that
+needs the features in the order of the configs copies them again, forward and backward. Here the
+parts are joined in that order at once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class Columns(NamedTuple):
 
 
 class FeatureOrder:
-    """The features of `tables` in the order of their configs, and the columns in which each part holds them."""
+    """The features of `tables` in the order of their configs, and the columns of each feature in
+    the parts.
+    """
 
     def __init__(self, tables: ShardedEmbeddingBagCollection) -> None:
         columns = {}
@@ -35,7 +38,7 @@ class FeatureOrder:
         self.names = [name for name in wanted if name in columns]
         self.dims = [columns[name].end - columns[name].begin for name in self.names]
         self.is_complete = len(self.names) == len(tables._embedding_names) == len(set(self.names))
-        self.runs: list[Columns] = []  # neighbours are one copy
+        self.runs: list[Columns] = []  # adjacent columns are copied together
         for part, begin, end in (columns[name] for name in self.names):
             if self.runs and self.runs[-1].part == part and self.runs[-1].end == begin:
                 begin = self.runs.pop().begin
@@ -58,7 +61,7 @@ class InOrder(EmbeddingBagCollectionAwaitable):
 
 
 class _Combined(torch.autograd.Function):
-    """[B, D of each part] -> [B, all D], run by run."""
+    """Join [B, D of each part] to [B, all D], run by run."""
 
     @staticmethod
     def forward(ctx: Any, runs: list[Columns], *parts: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

@@ -1,7 +1,8 @@
-"""Step the optimizer of replicated (data_parallel) tables on CPU by one kernel call instead of one a table.
+"""Update replicated (data_parallel) tables on CPU with one kernel call instead of one call per
+table.
 
-TorchRec keeps such tables as slices of one flat parameter. torch's optimizers go from slice to slice in Python, which for
-two dozen small tables took longer than their whole forward pass.
+TorchRec stores such tables as slices of one flat parameter. torch's optimizers visit the slices one
+by one in Python, which for two dozen small tables took longer than the complete forward pass.
 """
 
 from __future__ import annotations
@@ -20,30 +21,35 @@ from pipeline.devices.base import in_host_memory
 from pipeline.sharding.torchrec.touched_rows import STATES, TouchedRows
 from pipeline.sharding.torchrec.update_rule import ADAGRAD, ROWWISE_ADAGRAD, SGD, UpdateRule
 
-# torch's optimizer of replicated tables -> its number in our kernels.
+# torch's optimizer of replicated tables and its number in our kernels.
 KINDS: dict[type[torch.optim.Optimizer], int] = {
     torch.optim.SGD: SGD,
     torch.optim.Adagrad: ADAGRAD,
     RowWiseAdagrad: ROWWISE_ADAGRAD,
 }
-PLAIN = ("weight_decay", "momentum", "nesterov", "dampening", "lr_decay", "maximize")  # settings that the kernel lacks
+# settings that the kernel lacks
+PLAIN = ("weight_decay", "momentum", "nesterov", "dampening", "lr_decay", "maximize")
 
 
 @dataclass(frozen=True)
 class _Block:
-    """One flat parameter: its tables' rows, widths, L2 and `every` in order, and each of their states in one array."""
+    """One flat parameter: rows, widths, L2 and `every` of its tables, and each state of all tables
+    in one array.
+    """
 
-    tables: list[int]  # the id() of each one's weight
+    tables: list[int]  # the id() of each table's weight
     weights: torch.Tensor
     rows: np.ndarray[Any, Any]
     dims: np.ndarray[Any, Any]
     l2s: np.ndarray[Any, Any]
     every: np.ndarray[Any, Any]  # whether untouched rows are updated too
-    states: list[torch.Tensor]  # two; empty where the optimizer has fewer
+    states: list[torch.Tensor]  # two; empty if the optimizer has fewer states
 
 
 class FlatUpdate:
-    """Steps a torch optimizer whose parameters are the tables of flat parameters, each of them whole."""
+    """Replace the step of a torch optimizer whose parameters are the tables of complete flat
+    parameters.
+    """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, rule: UpdateRule, blocks: list[_Block], update: Callable[..., None]
@@ -52,7 +58,10 @@ class FlatUpdate:
         self._marks = [np.empty(0, np.uint8) for _ in blocks]
 
     def track_rows(self) -> dict[int, np.ndarray[Any, Any]]:
-        """Keep a byte for each row, which becomes 1 where the row is updated: by the id() of its table's weight."""
+        """Keep a byte for each row, set to 1 if the row is updated.
+
+        Return the bytes by the id() of the table's weight.
+        """
         self._marks = [np.zeros(int(block.rows.sum()), np.uint8) for block in self._blocks]
         found: dict[int, np.ndarray[Any, Any]] = {}
         for block, marks in zip(self._blocks, self._marks, strict=True):
@@ -61,10 +70,13 @@ class FlatUpdate:
 
     def clear_gradients(self) -> None:
         for block in self._blocks:
-            block.weights.grad = None  # and with it the slices'
+            block.weights.grad = None  # also removes the gradients of the slices
 
     def step(self) -> None:
-        """As optimizer.step(); of counts of steps only that of TouchedRows is kept, the others' updates depend on none."""
+        """Make one step, as optimizer.step() does.
+
+        Counts steps only for TouchedRows, because other updates do not depend on them.
+        """
         optimizer, step = self._optimizer, 1
         if isinstance(optimizer, TouchedRows):
             optimizer.num_steps += 1
@@ -80,7 +92,10 @@ class FlatUpdate:
 
 
 def flat_update(params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> FlatUpdate | None:
-    """None where the kernel does not support the optimizer. Its states become views of one array: load them in place."""
+    """Return None if the kernel does not support the optimizer.
+
+    The optimizer's states become views of one array, so load them in place.
+    """
     rules = _rules(optimizer)
     if not rules:
         return None
@@ -101,7 +116,10 @@ def flat_update(params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optim
 
 
 def _rules(optimizer: torch.optim.Optimizer) -> dict[int, UpdateRule]:
-    """Of each weight, by its id; they differ in l2 and all_rows alone. Empty where the kernel does not support the optimizer."""
+    """Return the rule of each weight by its id().
+
+    They differ only in l2 and all_rows. Empty if the kernel lacks the optimizer.
+    """
     if len(optimizer.param_groups) != 1:
         return {}
     (group,) = optimizer.param_groups
@@ -137,7 +155,7 @@ def _block(
 
 
 def _joined(tables: list[TableBatchedEmbeddingSlice], optimizer: torch.optim.Optimizer, name: str) -> torch.Tensor:
-    """The tables' states of one name in one array, of which the optimizer now holds views."""
+    """Join the tables' states of one name to one array. The optimizer then holds views of it."""
     own = [optimizer.state[table][name] for table in tables]
     whole = torch.cat([state.reshape(-1) for state in own])
     for table, state, part in zip(tables, own, whole.split([state.numel() for state in own]), strict=True):

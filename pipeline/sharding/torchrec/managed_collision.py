@@ -1,12 +1,16 @@
-"""Map hashed ids to rows on the rank that holds them: each id in use has a row of its own, by TorchRec's MCH modules.
+"""Map hashed ids to rows on the rank that holds them, with TorchRec's MCH modules.
 
-A table's rows lie in buckets. Each bucket has a map and a history of the ids since its last eviction. Every eviction_interval
-steps, and when the history is full, the policy decides which ids keep their row, which are evicted, and which get a row that
-has become free: that row is initialized anew, and its optimizer state is zero. Ids without a row share the last one of their
-bucket. Maps and histories are in the checkpoint, a shard of buckets to a rank.
+Each id in use has a separate row.
 
-An id without a row may have to come several times, or to be drawn, before it is considered for one, and an id that does not come
-may lose its row (ManagedRows). Draws are hashes of id and step, so they are the same on any rank and in a resumed run.
+A table's rows are divided into buckets. Each bucket has a map, and a history of the ids since its
+last eviction. Every eviction_interval steps, and when the history is full, the policy decides which
+ids keep their row, which are evicted, and which get a free row. That row is initialized again, and
+its optimizer state is set to zero. Ids without a row share the last row of their bucket. Maps and
+histories are part of the checkpoint; each rank has a shard of the buckets.
+
+With ManagedRows, an id without a row may have to occur several times, or to be sampled, before it
+can get a row, and an id that does not occur may lose its row. Samples are hashes of id and step, so
+they are the same on any rank and after a resume.
 """
 
 from __future__ import annotations
@@ -48,11 +52,13 @@ POLICIES: dict[str, Callable[[], MCHEvictionPolicy]] = {
     "distance_lfu": DistanceLFU_EvictionPolicy,
 }
 LEAST_HISTORY = 1024
-FREE = torch.iinfo(torch.int64).max  # what TorchRec has in the place of an id for a row that nobody has
+FREE = torch.iinfo(torch.int64).max  # TorchRec's value instead of an id for a row without an id
 
 
 class LocalTable(NamedTuple):
-    """The part of a table that FBGEMM holds on this rank: [rows, dim] from `first_row` on, and its optimizer's states."""
+    """The part of a table that FBGEMM holds on this rank: [rows, dim] from `first_row` on, and its
+    optimizer's states.
+    """
 
     weight: torch.Tensor
     states: list[torch.Tensor]
@@ -60,10 +66,10 @@ class LocalTable(NamedTuple):
 
 
 class ManagedTable:
-    """The buckets of one table that lie on this rank, from number `first_bucket` on.
+    """The buckets of one table on this rank, from number `first_bucket` on.
 
     A step looks up and counts the ids of all buckets at once, without waiting for a GPU. Only an
-    eviction goes bucket by bucket.
+    eviction visits the buckets one by one.
     """
 
     def __init__(self, managed: ManagedRows, config: EmbeddingBagConfig, local: LocalTable, seed: int) -> None:
@@ -73,31 +79,36 @@ class ManagedTable:
         self.num_buckets = len(local.weight) // managed.rows_a_bucket
         sizes = state_sizes(managed)
         self._history_size = sizes["history"]
-        # One number more than the state has. A step writes there what it leaves out: selecting by a
-        # mask instead would wait for the GPU to count the mask.
+        # One number more than the state. A step writes excluded ids there. Selecting by a mask
+        # would wait for the GPU to count the mask.
         self._padded = {
             name: torch.zeros(self.num_buckets * size + 1, dtype=torch.int64, device=local.weight.device)
             for name, size in sizes.items()
         }
         self.state = {name: padded[:-1] for name, padded in self._padded.items()}
         self._maps = [self._make_map(bucket) for bucket in range(self.num_buckets)]
-        self.on_initialized: Callable[[torch.Tensor], None] | None = None  # given the local rows that begin anew
+        # called with the local rows that are initialized again
+        self.on_initialized: Callable[[torch.Tensor], None] | None = None
         self.state_has_changed()
 
     def state_has_changed(self) -> None:
-        """Forget what this object knows of `state`, because a checkpoint was loaded into it."""
-        self._steps: int | None = None  # all buckets count the same
-        self._most_counted: int | None = None  # no bucket's history is longer
-        self._keys: torch.Tensor | None = None  # [rows] ascending: the ids of all maps, counted as in remap()
+        """Drop cached values of `state`, because a checkpoint was loaded into it."""
+        self._steps: int | None = None  # all buckets have the same count
+        self._most_counted: int | None = None  # the length of the longest history
+        # [rows] ascending: the ids of all maps, numbered as in remap()
+        self._keys: torch.Tensor | None = None
 
     def _make_map(self, bucket: int) -> MCHManagedCollisionModule:
-        """TorchRec's map of a bucket, whose tensors are views of `state`: a checkpoint loads into them."""
+        """Make TorchRec's map of a bucket.
+
+        Its tensors are views of `state`, so a checkpoint loads into them.
+        """
         bucket_map = MCHManagedCollisionModule(
             zch_size=self.managed.rows_a_bucket,
             device=self._weight.device,
             eviction_policy=POLICIES[self.managed.policy](),
             eviction_interval=self.managed.eviction_interval,
-        )  # its rows count from the bucket's first
+        )  # its rows are numbered from the bucket's first row
         bucket_map._input_history_buffer_size = self._history_size
         initial = {
             "sorted_ids": bucket_map._mch_sorted_raw_ids,
@@ -112,13 +123,16 @@ class ManagedTable:
         return bucket_map
 
     def _of_bucket(self, name: str, bucket: int) -> torch.Tensor:
-        """A view of the bucket's part of `state[name]`."""
+        """Return a view of the bucket's part of `state[name]`."""
         whole = self.state[name]
         size = len(whole) // self.num_buckets
         return whole[bucket * size : (bucket + 1) * size]
 
     def remap(self, ids: torch.Tensor, training: bool) -> torch.Tensor:
-        """[n] hashed ids, counted from this rank's first bucket -> [n] local rows. In training ids are counted first."""
+        """Map [n] hashed ids, numbered from this rank's first bucket, to [n] local rows.
+
+        In training, count the ids first.
+        """
         buckets = ids // IDS_A_BUCKET
         if training:
             self._count(ids, buckets)
@@ -127,16 +141,19 @@ class ManagedTable:
         return buckets * self.managed.rows_a_bucket + rows_within
 
     def _find(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[n] hashed ids -> whether each has a row, and if so its place in the maps."""
+        """Return for [n] hashed ids whether each has a row, and its place in the maps."""
         if self._keys is None:
             of_buckets = self.state["sorted_ids"].view(self.num_buckets, -1)
             begins = torch.arange(self.num_buckets, device=ids.device)[:, None] * IDS_A_BUCKET
-            self._keys = (of_buckets.clamp(max=IDS_A_BUCKET - 1) + begins).view(-1)  # FREE is larger than any id
+            # FREE is larger than any id
+            self._keys = (of_buckets.clamp(max=IDS_A_BUCKET - 1) + begins).view(-1)
         places = torch.searchsorted(self._keys, ids).clamp_(max=len(self._keys) - 1)
         return (self._keys[places] == ids) & (self.state["sorted_ids"][places] != FREE), places
 
     def _count(self, ids: torch.Tensor, buckets: torch.Tensor) -> None:
-        """Add a step's ids to the history; evict if it is full, and if the interval has passed."""
+        """Add a step's ids to the history. Evict if the history is full or the interval has
+        passed.
+        """
         if self._steps is None:
             self._steps = int(self.state["steps"][0])
         self._steps += 1
@@ -158,7 +175,10 @@ class ManagedTable:
             self._most_counted = 0
 
     def _have_room(self, counts: torch.Tensor, num_ids: int) -> bool:
-        """Whether every history can take its part of the step's ids. Reads counts only if it must."""
+        """Return whether every history has space for its part of the step's ids.
+
+        Reads counts only if necessary.
+        """
         if self._most_counted is not None and self._most_counted + num_ids <= self._history_size:
             self._most_counted += num_ids
             return True
@@ -166,7 +186,10 @@ class ManagedTable:
         return self._most_counted <= self._history_size
 
     def _append(self, ids: torch.Tensor, buckets: torch.Tensor, is_counted: torch.Tensor, counts: torch.Tensor) -> None:
-        """To the histories of all buckets. `ids` are within their buckets, bucket by bucket."""
+        """Append ids to the histories of all buckets.
+
+        `ids` are numbered within their bucket and sorted by bucket.
+        """
         first_of_bucket = counts.cumsum(0) - counts
         earlier = is_counted.cumsum(0) - 1 - first_of_bucket[buckets]  # ids of the same bucket
         places = buckets * self._history_size + self.state["history_length"][buckets] + earlier
@@ -186,11 +209,14 @@ class ManagedTable:
             history_steps[begin : begin + len(added)] = self._steps
             length += len(added)
             ids = ids[len(added) :]
-            if len(ids):  # the history has no room for the remaining ones
+            if len(ids):  # the history has no space for the remaining ids
                 self._evict(bucket)
 
     def _seen(self, ids: torch.Tensor, buckets: torch.Tensor, step: int) -> torch.Tensor:
-        """Note when rows were last asked for. Return which ids are counted: all that have a row, and drawn ones."""
+        """Store when rows were last used.
+
+        Return which ids are counted: all that have a row, and sampled ids.
+        """
         managed = self.managed
         if managed.max_idle_steps is None and managed.admit_probability >= 1.0:
             return torch.ones_like(ids, dtype=torch.bool)
@@ -204,7 +230,10 @@ class ManagedTable:
         return is_known | (_draws(ids % IDS_A_BUCKET, step) < managed.admit_probability)
 
     def _drop_rare(self, bucket: int, bucket_map: MCHManagedCollisionModule, length: int) -> int:
-        """Take ids without a row that came too seldom out of the history. Returns its new length."""
+        """Remove ids without a row that occurred too rarely from the history.
+
+        Return the new length.
+        """
         least = self.managed.admit_count
         if least <= 1 or not length:
             return length
@@ -216,7 +245,10 @@ class ManagedTable:
         return len(kept)
 
     def _expire(self, bucket: int, bucket_map: MCHManagedCollisionModule) -> None:
-        """Take their rows from ids that have not come for long; TorchRec gives free rows away first, and they begin anew."""
+        """Free the rows of ids that have not occurred for long.
+
+        TorchRec assigns free rows first, and they are initialized again.
+        """
         longest = self.managed.max_idle_steps
         if longest is None:
             return
@@ -232,7 +264,9 @@ class ManagedTable:
 
     @torch.no_grad()
     def _evict(self, bucket: int) -> None:
-        """Let the policy decide over the ids of the history, initialize the rows that have another id now, empty the history."""
+        """Apply the policy to the ids of the history, initialize rows with a new id, and empty the
+        history.
+        """
         assert self._steps is not None
         bucket_map, length = self._maps[bucket], self._of_bucket("history_length", bucket)
         self._expire(bucket, bucket_map)
@@ -256,7 +290,9 @@ class ManagedTable:
         self._keys = None
 
     def _initialize_rows(self, rows: torch.Tensor, bucket: int, step: int) -> None:
-        """From (seed, table, bucket, step) alone, so that a resumed run does the same."""
+        """Initialize rows from (seed, table, bucket, step), so that a resumed run gets the same
+        weights.
+        """
         text = f"{self._seed}/{self.managed.table}/{bucket}/{step}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
         init_fn = self._config.init_fn
@@ -273,7 +309,10 @@ class ManagedTable:
 
 
 class ManagedTables:
-    """The managed tables of a sharded collection, and this rank's part of their maps. False where there are none."""
+    """The managed tables of a sharded collection, and this rank's part of their maps.
+
+    False if there are none.
+    """
 
     def __init__(
         self,
@@ -285,7 +324,7 @@ class ManagedTables:
         self._group = env.process_group
         self._num_buckets: dict[str, int] = {}
         self._tables: dict[str, ManagedTable] = {}
-        self._features: dict[str, str] = {}  # feature -> its table
+        self._features: dict[str, str] = {}  # feature -> table
         self._sizes: dict[str, dict[str, int]] = {}
         local_tables = dict(_local_tables(sharded))
         for config in configs:
@@ -303,7 +342,9 @@ class ManagedTables:
         return bool(self._num_buckets)
 
     def watch_initialized(self, mark: Callable[[ShardPlace, torch.Tensor], None]) -> None:
-        """`mark` is given the rows of a shard, counted from its first, that another id has now and that begin anew."""
+        """Call `mark` with the rows of a shard, numbered from its first row, that got another id
+        and were initialized again.
+        """
         for name, table in self._tables.items():
             first_row = table.first_bucket * table.managed.rows_a_bucket
             table.on_initialized = partial(mark, ShardPlace(name, first_row, 0))
@@ -313,12 +354,16 @@ class ManagedTables:
             table.state_has_changed()
 
     def num_hashed_ids(self, feature: str) -> int | None:
-        """Of a managed table's feature; None where its table is another."""
+        """Return the number of hashed ids of a managed table's feature, or None if its table is not
+        managed.
+        """
         table = self._features.get(feature)
         return None if table is None else self._num_buckets[table] * IDS_A_BUCKET
 
     def remap(self, features: KeyedJaggedTensor, training: bool) -> KeyedJaggedTensor:
-        """What has arrived at this rank, with the ids of managed features made into rows."""
+        """Return the features that arrived at this rank, with the ids of managed features mapped to
+        rows.
+        """
         offsets = features.offset_per_key()
         by_table: dict[str, list[slice]] = {}
         for position, feature in enumerate(features.keys()):
@@ -336,7 +381,9 @@ class ManagedTables:
         return _with_values(features, values)
 
     def state(self) -> dict[str, ShardedTensor]:
-        """Collective. `<table>.<name>` -> a tensor over all ranks' buckets, in their order."""
+        """Collective: return `<table>.<name>` -> a tensor over all ranks' buckets, in their
+        order.
+        """
         tensors = {}
         for table, sizes in self._sizes.items():
             local = self._tables.get(table)
@@ -350,7 +397,7 @@ class ManagedTables:
 
 
 def _draws(ids: torch.Tensor, step: int) -> torch.Tensor:
-    """[n] float64 within [0, 1), a hash of each id and the step. Products of int64 wrap."""
+    """Return [n] float64 in [0, 1): a hash of each id and the step. Products of int64 wrap."""
     words = (ids ^ (step * 0x2545F4914F6CDD1D % 2**63)) * -7046029254386353131
     words = (words ^ (words >> 29)) * -4658895280553007687
     words = (words ^ (words >> 32)) * -7723592293110705685
@@ -358,12 +405,15 @@ def _draws(ids: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def state_sizes(managed: ManagedRows) -> dict[str, int]:
-    """Numbers a bucket, by name; the same on ranks without a bucket of the table."""
+    """Return how many numbers of each name a bucket has.
+
+    It is the same on ranks without a bucket of the table.
+    """
     history = max(LEAST_HISTORY, managed.rows_a_bucket)
     policy = POLICIES[managed.policy]()
     rows = ["sorted_ids", "rows", *(info.metadata_name for info in policy.metadata_info if info.is_mch_metadata)]
     if managed.max_idle_steps is not None:
-        rows.append("last_seen")  # of each row, by its number
+        rows.append("last_seen")  # of each row
     sizes = dict.fromkeys(rows, managed.rows_a_bucket)
     return {**sizes, "history": history, "history_steps": history, "history_length": 1, "steps": 1}
 
@@ -374,17 +424,17 @@ def _shard(tensor: torch.Tensor, offset: int, group: dist.ProcessGroup) -> Shard
 
 
 def _check_shards(managed: ManagedRows, sharding: ParameterSharding, world_size: int) -> None:
-    """Raises ShardingError where a bucket would lie on two ranks."""
+    """Raise ShardingError if a bucket would be split between two ranks."""
     if sharding.sharding_type == "row_wise" and managed.num_buckets % world_size:
         raise ShardingError(
-            f"table {managed.table!r} has {managed.num_buckets} buckets, which {world_size} ranks cannot share out evenly; set "
-            "compression.buckets to a multiple of the ranks (a run keeps its buckets, whatever its ranks), or allow "
-            "table_wise alone"
+            f"table {managed.table!r} has {managed.num_buckets} buckets, which cannot be divided "
+            f"evenly by {world_size} ranks; set compression.buckets to a multiple of the ranks (a "
+            "run keeps its number of buckets for any number of ranks), or allow only table_wise"
         )
 
 
 def _local_tables(sharded: ShardedEmbeddingBagCollection) -> Iterator[tuple[str, LocalTable]]:
-    """Table by name, of FBGEMM's modules on this rank."""
+    """Iterate over the tables of FBGEMM's modules on this rank, by name."""
     for lookup in sharded._lookups:
         for kernel in getattr(lookup, "_emb_modules", []):
             fbgemm = kernel.emb_module
@@ -413,7 +463,9 @@ def _with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJagg
 
 
 def partition_hashed_ids(input_dist: RwSparseFeaturesDist, features: list[str], managed: ManagedTables) -> None:
-    """Send each rank the hashed ids of its own buckets, where TorchRec would partition row numbers."""
+    """Send each rank the hashed ids of its buckets. TorchRec would partition row numbers
+    instead.
+    """
     sizes, world_size = input_dist._feature_block_sizes_tensor, input_dist._world_size
     for position, feature in enumerate(features):
         if (num_ids := managed.num_hashed_ids(feature)) is not None:
@@ -421,14 +473,18 @@ def partition_hashed_ids(input_dist: RwSparseFeaturesDist, features: list[str], 
 
 
 def _is_no_hash(record: logging.LogRecord) -> bool:
-    """TorchRec warns of ids that are no rows; hashed ids become rows only where they arrive."""
+    """Filter out TorchRec's warning about ids that are not rows, because hashed ids become rows
+    only on arrival.
+    """
     return f"__{MANAGED} has range" not in record.getMessage()
 
 
 def add_managed_tables(
     sharded: ShardedEmbeddingBagCollection, configs: list[EmbeddingBagConfig], env: ShardingEnv, seed: int
 ) -> ManagedTables:
-    """Collective. The maps of `sharded`'s managed tables, in its state_dict beside its weights."""
+    """Collective: add the maps of `sharded`'s managed tables to its state_dict, next to its
+    weights.
+    """
     managed = ManagedTables(sharded, configs, env, seed)
     if managed:
         logging.getLogger("torchrec.sparse.jagged_tensor_validator").addFilter(_is_no_hash)

@@ -1,6 +1,7 @@
-"""Shard an EmbeddingBagCollection on meta, with TorchRec's silent traps fixed or refused.
+"""Shard an EmbeddingBagCollection on meta. Fix or refuse what TorchRec does wrong without an error.
 
-Each trap below is in torchrec 1.8 and 1.9. All except the optimizer ones concern every plan that a planner may make.
+Each problem below exists in torchrec 1.8 and 1.9. All except the optimizer problems concern every
+plan.
 """
 
 from __future__ import annotations
@@ -58,25 +59,31 @@ MEAN, SUM = PoolingType.MEAN.value, PoolingType.SUM.value
 
 
 class ShardedTables(ShardedEmbeddingBagCollection):
-    """TorchRec's sharded collection, which checks what comes in and runs on this package's exchanges where they fit."""
+    """TorchRec's sharded collection, which checks its inputs and uses this package's exchanges if
+    they apply.
+    """
 
     tables_without_optimizer: list[str]
     update_rules: dict[str, UpdateRule]  # by table
     managed: ManagedTables
-    has_tiers: bool = False  # of any table, on whatever rank its rows are
-    whole_lookup: WholeLookup | None = None  # of all tables, where one rank has them
+    has_tiers: bool = False  # whether any table has tiers, on any rank
+    whole_lookup: WholeLookup | None = None  # of all tables, if one rank has them
 
     def __init__(self, *, exchange: HostExchange | None = None, **arguments: Any) -> None:
-        self.exchange = exchange  # first: TorchRec's constructor calls init_data_parallel
+        # set first, because TorchRec's constructor calls init_data_parallel
+        self.exchange = exchange
         super().__init__(**arguments)
         self._groups_of_lookups = [storage_groups(lookup) for lookup in self._lookups]
         order = FeatureOrder(self) if self.exchange is not None else None
         self._order = order if order is not None and order.is_complete and len(order.runs) > 1 else None
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor | LazyAwaitable[KeyedTensor]:
-        """Collective: the pooled rows as a KeyedTensor, or what becomes one. Raises ShardingError as input_dist does."""
+        """Collective: return the pooled rows as a KeyedTensor or an awaitable of one.
+
+        Raises ShardingError as input_dist does.
+        """
         lookup = self.whole_lookup
-        # The first batch goes TorchRec's way, which checks names and ids.
+        # TorchRec runs the first batch, because it checks names and ids.
         if lookup is not None and not self._has_uninitialized_input_dist and not features.variable_stride_per_key():
             _check_dtypes(features)
             ordered = lookup.in_order(features)
@@ -91,14 +98,15 @@ class ShardedTables(ShardedEmbeddingBagCollection):
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Collective.
+        """Collective: send the ids to the ranks that hold the tables.
 
         Raises:
-            ShardingError: ids or lengths of another dtype than the one that all ranks have agreed on.
+            ShardingError: the dtype of ids or lengths differs from the dtype that all ranks have agreed on.
         """
         _check_dtypes(features)
         if not devices.current().copies_batches:
-            # A train pipeline may switch this on; it would free the caller's batch, not a copy of it.
+            # A train pipeline may switch this on. It would free the caller's batch instead of a
+            # copy.
             self._free_features_storage_early = False
         if features.variable_stride_per_key():
             features = in_order_of(
@@ -107,12 +115,15 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         with _means_by_number_of_ids():
             awaitable: Awaitable[Awaitable[KJTList]] = super().input_dist(ctx, features)
         if self._has_mean_pooling_callback:
-            # TorchRec adds 1e-6 to every length, also to the 1 of the tables that are not to be divided.
+            # TorchRec adds 1e-6 to every length, also to the 1 of tables whose sums are not
+            # divided.
             ctx.divisor = ctx.divisor.round_().clamp_(min=1)
         return awaitable
 
     def look_ahead(self, features: KeyedJaggedTensor) -> None:
-        """Begin to bring the rows of a coming batch of this one rank into slots, where tables have tiers."""
+        """Start loading the rows of this single rank's coming batch into slots, if tables have
+        tiers.
+        """
         if not self.tiered_groups:
             return
         keys, offsets, values = features.keys(), features.offset_per_key(), features.values()
@@ -124,19 +135,19 @@ class ShardedTables(ShardedEmbeddingBagCollection):
                     group.lookup.look_ahead([torch.cat([values[spans[name]] for name in own]).numpy() for own in names])
 
     def look_ahead_on_rank(self, features: KJTList) -> None:
-        """As look_ahead, by what has arrived at this one of several ranks."""
+        """Do the same as look_ahead on one of several ranks, with the ids that arrived here."""
         for groups, arrived in zip(self._groups_of_lookups, features, strict=True):
             for group in groups:
                 group.look_ahead(arrived)
 
     @property
     def tiered_groups(self) -> list[StorageGroup]:
-        """Of all lookups on this rank."""
+        """Return the groups of all lookups on this rank."""
         return [group for groups in self._groups_of_lookups for group in groups]
 
     @staticmethod
     def _pre_load_state_dict_hook(self: ShardedTables, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
-        """Stored rows were loaded where they lie: TorchRec would bring them together in memory."""
+        """Skip stored rows, which were loaded in place. TorchRec would collect them in memory."""
         for table in self.module_sharding_plan:
             key = f"{prefix}embedding_bags.{table}.weight"
             value = state_dict.get(key)
@@ -153,7 +164,9 @@ class ShardedTables(ShardedEmbeddingBagCollection):
             super().init_data_parallel()
 
     def replicated_weights(self) -> list[nn.Parameter]:
-        """The flat parameters of the data_parallel tables, where no DDP averages their gradients."""
+        """Return the flat parameters of the data_parallel tables whose gradients no DDP
+        averages.
+        """
         if self.exchange is None:
             return []
         pairs = zip(self._embedding_shardings, self._lookups, strict=True)
@@ -172,7 +185,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
             exchange_on_host(self, self.exchange)
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
-        """Collective."""
+        """Collective: look up the rows and send them to the ranks of the samples."""
         if self.managed:
             input = KJTList([self.managed.remap(features, self.training) for features in input])
         pooled: LazyAwaitable[KeyedTensor] = super().compute_and_output_dist(ctx, input)
@@ -180,12 +193,12 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         for part in pooled._awaitables:  # of each sharding
             clock_awaitable(part)
         if self._order is None or type(pooled) is not EmbeddingBagCollectionAwaitable or pooled.callbacks:
-            return pooled  # a divisor of means goes by TorchRec's order
+            return pooled  # the divisor of means uses TorchRec's order
         return InOrder(pooled, self._order)
 
 
 class ClockedSparseDist(TrainPipelineSparseDist[Any, Any]):
-    """TorchRec's train pipeline, with its waits for splits and ids on the clock of comms_wait."""
+    """TorchRec's train pipeline. comms_wait measures its waits for splits and ids."""
 
     def wait_sparse_data_dist(self, context: TrainPipelineContext) -> None:
         with waiting():
@@ -193,14 +206,15 @@ class ClockedSparseDist(TrainPipelineSparseDist[Any, Any]):
         for name, request in context.input_dist_tensors_requests.items():
             request.wait = _clocked(request.wait)  # type: ignore[method-assign]
             tables = self._tiered_tables.get(name)
-            if tables is not None:  # their ids are waited for now, and their rows come in beside this step's backward
+            # wait for their ids now; their rows are loaded during this step's backward
+            if tables is not None:
                 arrived = request.wait()
                 tables.look_ahead_on_rank(arrived)
                 request.wait = partial(_given, arrived)  # type: ignore[method-assign]
 
     @cached_property
     def _tiered_tables(self) -> dict[str, ShardedTables]:
-        """By the name that the pipeline knows a module by."""
+        """Return the tables with tiers by the pipeline's name of their module."""
         modules = [module for module in self._pipelined_modules if isinstance(module, ShardedTables)]
         forwards: list[tuple[Any, ShardedTables]] = [(module.forward, module) for module in modules]
         return {forward.name: module for forward, module in forwards if module.tiered_groups}
@@ -212,9 +226,10 @@ def _given(value: Any) -> Any:
 
 @contextmanager
 def _means_by_number_of_ids() -> Iterator[None]:
-    """Inside, TorchRec divides row-sharded MEAN bags by their number of ids, also where ids have weights.
+    """Let TorchRec divide row-sharded MEAN bags by their number of ids, even if ids have weights.
 
-    It would divide by the sum of the weights there, while FBGEMM, which divides in all other tables, goes by the number.
+    TorchRec would divide by the sum of the weights. FBGEMM, which divides in all other tables, uses
+    the number of ids.
     """
     torchrec_divisor = embeddingbag._create_mean_pooling_divisor
     embeddingbag._create_mean_pooling_divisor = partial(_without_weights, torchrec_divisor)
@@ -240,14 +255,16 @@ def _check_dtypes(features: KeyedJaggedTensor) -> None:
     dtypes = (features.values().dtype, features.lengths().dtype)
     if dtypes != (ID_DTYPE, LENGTH_DTYPE):
         raise ShardingError(
-            f"sparse_features have {dtypes[0]} ids and {dtypes[1]} lengths; every rank must send {ID_DTYPE} ids and "
-            f"{LENGTH_DTYPE} lengths, for where dtypes differ between ranks the ids arrive as garbage. "
-            "Build batches with pipeline.data.read.batch.keyed_jagged_tensor"
+            f"sparse_features have {dtypes[0]} ids and {dtypes[1]} lengths; every rank must send "
+            f"{ID_DTYPE} ids and {LENGTH_DTYPE} lengths, because ids arrive as garbage if dtypes "
+            "differ between ranks. Build batches with pipeline.data.read.batch.keyed_jagged_tensor"
         )
 
 
 class TableSharder(EmbeddingBagCollectionSharder):
-    """Shards tables by any sharding type on any device, and does not initialize their weights. `seed`: of managed rows."""
+    """Shard tables by any sharding type on any device, without initializing their weights. seed:
+    for managed rows.
+    """
 
     def __init__(
         self,
@@ -260,7 +277,8 @@ class TableSharder(EmbeddingBagCollectionSharder):
         self._seed, self._exchange, self._tiers = seed, exchange, tiers
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        # Every device has what TorchRec offers on GPUs: on cpu it leaves out what needs a reduce-scatter, which gloo has.
+        # Every device gets the sharding types of GPUs. For cpu, TorchRec omits types that need a
+        # reduce-scatter, which gloo has.
         return super().sharding_types("cuda")
 
     def shard(
@@ -271,10 +289,10 @@ class TableSharder(EmbeddingBagCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedTables:
-        """Collective.
+        """Collective: shard the tables of `module`.
 
         Raises:
-            ShardingError: the plan asks for what TorchRec would do wrongly without saying so.
+            ShardingError: TorchRec would execute the plan wrongly without an error.
         """
         here = devices.current()
         check_sharding(module, params)
@@ -312,7 +330,8 @@ class TableSharder(EmbeddingBagCollectionSharder):
         if not here.fbgemm_is_complete:
             divide_weights_of_means(sharded._lookups)
         if here.has_kernels:
-            speed_up_cpu_tables(sharded._lookups, sharded.update_rules)  # a plain list: modules() does not go by them
+            # a plain list, which modules() does not enter
+            speed_up_cpu_tables(sharded._lookups, sharded.update_rules)
         accept_variable_batches(sharded._lookups)
         reduce_scatter_variable_batches(sharded._output_dists)
         if here.has_kernels and env.world_size == 1:
@@ -321,7 +340,10 @@ class TableSharder(EmbeddingBagCollectionSharder):
 
 
 def _lookup_of_all(sharded: ShardedTables) -> WholeLookup | None:
-    """What gives what the collection gives; None where not all tables have our kernels, or their rows are changed after."""
+    """Return a lookup that replaces the collection's.
+
+    None if not all tables have our kernels, or rows are changed later.
+    """
     lookups = fast_lookups(sharded)
     changes = sharded.managed or sharded._has_mean_pooling_callback
     if not lookups or changes or (len(lookups) > 1 and any(lookup.tiered is not None for lookup in lookups)):
@@ -332,7 +354,10 @@ def _lookup_of_all(sharded: ShardedTables) -> WholeLookup | None:
 
 
 def _give_each_parameter_its_own_kwargs(module: EmbeddingBagCollection) -> None:
-    """TorchRec renames `lr` inside the dict that apply_optimizer_in_backward was given, and all tables share it."""
+    """Copy each table's kwargs.
+
+    TorchRec renames `lr` in the dict of apply_optimizer_in_backward, which all tables share.
+    """
     for weight in module.parameters():
         if hasattr(weight, "_optimizer_kwargs"):
             weight._optimizer_kwargs = [dict(kwargs) for kwargs in weight._optimizer_kwargs]
@@ -340,7 +365,10 @@ def _give_each_parameter_its_own_kwargs(module: EmbeddingBagCollection) -> None:
 
 @contextmanager
 def _pooled_as_sum(configs: list[EmbeddingBagConfig]) -> Iterator[None]:
-    """Under grid_shard each rank sees some of a bag's rows: their mean is not a part of the bag's mean, their sum is."""
+    """Pool MEAN tables under grid_shard as sums.
+
+    Each rank has some of a bag's rows, and partial means do not add up.
+    """
     for config in configs:
         config.pooling = PoolingType.SUM
     try:
@@ -352,7 +380,9 @@ def _pooled_as_sum(configs: list[EmbeddingBagConfig]) -> Iterator[None]:
 
 @contextmanager
 def _not_initialized(configs: list[EmbeddingBagConfig]) -> Iterator[None]:
-    """Skip TorchRec's own initialization from the rank's random state: initialize_tables is in its place."""
+    """Skip TorchRec's initialization from the rank's random state. initialize_tables
+    replaces it.
+    """
     init_fns = [config.init_fn for config in configs]
     for config in configs:
         config.init_fn = _keep
@@ -373,10 +403,12 @@ def _fix_mean_pooling(
     grid_means: list[EmbeddingBagConfig],
     params: dict[str, ParameterSharding],
 ) -> None:
-    """Let TorchRec divide the sums of row-sharded MEAN tables by the bags' lengths, and no other table's.
+    """Let TorchRec divide the sums of row-sharded MEAN tables by the bags' lengths, and no other
+    tables.
 
-    It divides every feature that is not on its list of row-sharded SUM features; tables that are not sharded
-    by rows are on no list. Putting them on the SUM list makes their divisor 1.
+    TorchRec divides every feature that is not on its list of row-sharded SUM features. Tables that
+    are not sharded by rows are on no list. This puts them on the SUM list, so that their divisor is
+    1.
     """
     features = sharded._pooling_type_to_rs_features
     for config in grid_means:
@@ -388,8 +420,8 @@ def _fix_mean_pooling(
         if config not in grid_means and params[config.name].sharding_type not in ROW_SHARDING_TYPES:
             features[SUM].extend(config.feature_names)
     if twice := set(features[MEAN]) & set(features[SUM]):
-        # The divisor goes by feature, so the tables of one feature cannot differ in it.
+        # There is one divisor per feature, so it must be the same for all tables of a feature.
         raise ShardingError(
             f"feature {sorted(twice)[0]!r} is in a row-sharded MEAN table and in a table of another pooling or sharding; "
-            "give both the same, or the feature to one table"
+            "give both tables the same, or use the feature in one table"
         )

@@ -30,8 +30,9 @@ from pipeline.sharding.torchrec.sharding_checks import (
 )
 from pipeline.sharding.torchrec.table_init import initialize_tables, keep_small_pages
 
-# Pooled rows travel by all-to-all (table_wise, column_wise and their kin, between hosts) or by reduce-scatter (row_wise and
-# its kin, within a host); their gradients come back by all-to-all and all-gather.
+# Pooled rows are sent by all-to-all (table_wise, column_wise and similar, between hosts) or by
+# reduce-scatter (row_wise and similar, within a host). Their gradients return by all-to-all and
+# all-gather.
 COLLECTIVES = {
     "all_to_all": CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL,
     "reduce_scatter": CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER,
@@ -41,22 +42,29 @@ logger = get_logger(__name__)
 
 
 def join_hosts(hosts_per_nvlink_domain: int) -> None:
-    """Let table_row_wise and grid_shard treat so many hosts as one. Every rank calls it before shard_model.
+    """Let table_row_wise and grid_shard treat this many hosts as one.
 
-    TorchRec reads the number from the environment (torchrec.distributed.comm.get_topology_group_world_size).
+    Every rank calls it before shard_model.
+
+    TorchRec reads the number from the environment
+    (torchrec.distributed.comm.get_topology_group_world_size).
     """
     os.environ[HOSTS_OF_DOMAIN] = str(hosts_per_nvlink_domain)
 
 
 def make_codecs(comms: CommsConfig) -> dict[str, QuantizedCommCodecs] | None:
-    """The registry that TorchRec's sharders take, a pair of codecs a collective; None when nothing is quantized.
+    """Return the registry of codecs that TorchRec's sharders take, two codecs for each collective.
 
-    Ids and lengths are never quantized, nor is the all-reduce of data_parallel tables and dense layers.
+    None: nothing is quantized.
+
+    Ids and lengths are never quantized, and neither is the all-reduce of data_parallel tables and
+    dense layers.
     """
     registry: dict[str, QuantizedCommCodecs] = {}
     for name, (forward, backward) in precisions(comms).items():
         config = QCommsConfig(forward_precision=CommType(forward), backward_precision=CommType(backward))
-        # device="cuda" whatever the device: for "cpu" the registry makes bf16 into fp16, though gloo carries bf16.
+        # device="cuda" on every device: for "cpu" the registry replaces bf16 by fp16, although gloo
+        # supports bf16.
         registry |= get_qcomm_codecs_registry(config, [COLLECTIVES[name]], torch.device("cuda")) or {}
     return registry or None
 
@@ -67,7 +75,9 @@ def make_sharders(
     exchange: HostExchange | None = None,
     tiers: TierSettings | None = None,
 ) -> list[ModuleSharder[nn.Module]]:
-    """What a planner enumerates sharding types with, and shard_model shards with."""
+    """Return the sharders that a planner uses to enumerate sharding types, and that shard_model
+    uses.
+    """
     return [TableSharder(make_codecs(comms), seed, exchange, tiers)]  # type: ignore[list-item]  # TorchRec's own annotation is invariant
 
 
@@ -83,15 +93,18 @@ def shard_model(
     initialize: bool = True,
     tier_folder: str | None = None,
 ) -> DistributedModelParallel:
-    """Collective: place tables by `plan`, replicate the dense layers, initialize what is on meta from `seed`.
+    """Collective: shard tables by `plan`, replicate the dense layers, initialize modules on meta
+    from `seed`.
 
-    Every rank passes the same seed; the first weights do not depend on plan or world size. With `tables`, column
-    shards under a row-wise optimizer are refused unless the table's config names them. `replicated`: the plan is for the
-    ranks of one host, and every host has its tables by it (training.embedding_sync). `tier_folder`: where the rows of `tables` with tiers lie; None: all tables are in memory. `initialize=False`: tables are as allocated, for initialize_tables or a checkpoint to fill. The
-    caller's random state is kept.
+    Every rank must pass the same seed. The initial weights do not depend on plan or world size.
+    With `tables`, column shards under a row-wise optimizer are refused unless the table's config
+    names them. replicated: the plan is for the ranks of one host, and every host has a replica of
+    the tables (parallel.embedding_sync). tier_folder: where rows of `tables` with tiers are stored;
+    None: all tables are in memory. initialize=False: tables stay as allocated, so that
+    initialize_tables or a checkpoint can fill them. The random state of the caller is restored.
 
     Raises:
-        ShardingError: the plan does not fit the model, or asks for what would silently go wrong.
+        ShardingError: the plan does not fit the model, or TorchRec would execute it wrongly without an error.
     """
     check_plan_covers_tables(model, plan)
     check_dense_layers_can_be_initialized(model)
@@ -111,10 +124,12 @@ def shard_model(
             sharders=make_sharders(comms, seed, exchange, _tier_settings(tables or [], tier_folder)),
             init_data_parallel=False,
             init_parameters=False,
-            # Every step runs the same graph: DDP then needs no search for unused parameters, and overlaps more.
+            # Every step runs the same graph, so DDP need not search for unused parameters and
+            # overlaps more.
             data_parallel_wrapper=_AverageOverRanks(exchange),
         )
-        # Dense layers on meta are initialized only now: how much randomness the tables took depends on the plan.
+        # Dense layers on meta are initialized only now, because how many random numbers the tables
+        # used depends on the plan.
         torch.manual_seed(seed)
         sharded.init_parameters = True
         sharded.init_data_parallel()
@@ -134,8 +149,11 @@ def _tier_settings(tables: list[Table], folder: str | None) -> TierSettings | No
 
 
 class _AverageOverRanks(DefaultDataParallelWrapper):
-    """DDP, but for one rank, where it would copy every gradient into buckets for nothing, and for ranks that have an
-    exchange, whose gradients GradientAverage averages."""
+    """Use DDP, except for one rank and for ranks with an exchange.
+
+    With one rank DDP would copy every gradient into buckets for nothing. With an exchange
+    GradientAverage averages.
+    """
 
     def __init__(self, exchange: HostExchange | None) -> None:
         super().__init__(static_graph=True)
@@ -144,7 +162,7 @@ class _AverageOverRanks(DefaultDataParallelWrapper):
     def _ddp_wrap(
         self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device, ddp_ignore_param_names: set[str]
     ) -> None:
-        if dist.get_world_size() == 1:  # the environment's may be that of a host
+        if dist.get_world_size() == 1:  # the environment's world size may be that of one host
             dmp._dmp_wrapped_module.to(device)
         elif self._exchange is not None:
             dmp._dmp_wrapped_module.to(device)
@@ -162,5 +180,5 @@ def _log(comms: CommsConfig, exchange: HostExchange | None, device: Device) -> N
         return  # nothing is exchanged
     how = "; ranks of this host exchange through shared memory" if exchange else ""
     if device.has_torchrec_layers:
-        how = "; sharding.fast_cpu=false: kernels and exchanges are TorchRec's, FBGEMM's and DDP's own"
+        how = "; sharding.fast_cpu=false: kernels and exchanges are those of TorchRec, FBGEMM and DDP"
     logger.info("comms: %s%s", ", ".join(f"{name} {what}" for name, what in describe_comms(comms).items()), how)

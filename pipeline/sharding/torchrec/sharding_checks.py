@@ -1,4 +1,4 @@
-"""Refuse what TorchRec and FBGEMM would silently do wrongly, before memory is allocated."""
+"""Refuse what TorchRec and FBGEMM would do wrong without an error, before memory is allocated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 
 def optimizer_class_of(weight: torch.Tensor) -> type | None:
-    """The class that apply_sparse_optimizer attached to an unsharded table."""
+    """Return the class that apply_sparse_optimizer attached to an unsharded table."""
     classes = getattr(weight, "_optimizer_classes", [])
     return classes[0] if classes else None
 
@@ -35,7 +35,9 @@ def _entry(fused: type) -> type[Optimizer]:
 
 
 def check_sharding(module: EmbeddingBagCollection, params: dict[str, ParameterSharding]) -> None:
-    """Raises ShardingError for the first table whose plan and optimizer do not go together on this device."""
+    """Raise ShardingError for the first table whose plan and optimizer do not work together on this
+    device.
+    """
     for config in module.embedding_bag_configs():
         weight = module.embedding_bags[config.name].weight
         sharding = params[config.name]
@@ -50,8 +52,9 @@ def check_sharding(module: EmbeddingBagCollection, params: dict[str, ParameterSh
         _check_widths(config.name, sharding)
         if sharding.compute_kernel == "dense":
             raise ShardingError(
-                f"table {entry_name(config.name)!r} is planned as {sharding.sharding_type} with the dense kernel, whose optimizer "
-                "state checkpoints mix up between ranks; use compute_kernel fused, or data_parallel"
+                f"table {entry_name(config.name)!r} is planned as {sharding.sharding_type} with "
+                "the dense kernel, and checkpoints would mix up its optimizer state between "
+                "ranks; use compute_kernel fused, or data_parallel"
             )
         _check_managed(config, sharding)
         if not devices.current().fbgemm_is_complete:
@@ -64,7 +67,9 @@ def check_tiers(
     params: dict[str, ParameterSharding],
     tiers: TierSettings,
 ) -> None:
-    """Raises ShardingError for the first table with tiers that would not train exactly, or not at all."""
+    """Raise ShardingError for the first table with tiers that would not train exactly, or not at
+    all.
+    """
     for config in module.embedding_bag_configs():
         if config.name in tiers.slots and (problem := _tiers_problem(config, module, params)):
             raise ShardingError(
@@ -77,7 +82,7 @@ def _tiers_problem(
     module: EmbeddingBagCollection,
     params: dict[str, ParameterSharding],
 ) -> str:
-    """What stands in the way of tiers, and the way out; empty: nothing."""
+    """Return why the table cannot have tiers, and the fix. Empty: it can."""
     weight = module.embedding_bags[config.name].weight
     rule, optimizer = getattr(weight, "update_rule", None), optimizer_class_of(weight)
     if devices.current().has_own_memory:
@@ -85,13 +90,14 @@ def _tiers_problem(
     if not devices.current().has_kernels or find_spec("numba") is None:
         return "tiers need Numba and sharding.fast_cpu=true"
     if params[config.name].sharding_type == "data_parallel":
-        return "a replicated table lies in memory whole; leave data_parallel out of its sharding.sharding_types"
+        return "a replicated table is completely in memory; remove data_parallel from its sharding.sharding_types"
     if config.data_type != DataType.FP32:
         return (
-            f"its data_type is {config.data_type.value.lower()}, whose rounding depends on where a row lies; use fp32"
+            f"its data_type is {config.data_type.value.lower()}, whose rounding depends on the "
+            "position of a row; use fp32"
         )
     if isinstance(config.init_fn, Managed):
-        return "managed_collision moves its rows by itself; drop one of the two"
+        return "managed_collision moves rows itself; remove one of the two settings"
     if optimizer is not None and (rule is None or rule.kind not in range(5)):
         return f"{optimizer.__name__} has no CPU kernel; use sgd, adagrad, rowwise_adagrad, adam or adamw"
     if rule is not None and rule.all_rows:
@@ -102,8 +108,9 @@ def _tiers_problem(
 def _check_managed(config: EmbeddingBagConfig, sharding: ParameterSharding) -> None:
     if isinstance(config.init_fn, Managed) and sharding.compute_kernel not in KERNELS_OF_MANAGED_ROWS:
         raise ShardingError(
-            f"table {entry_name(config.name)!r} is planned with kernel {sharding.compute_kernel}, and managed_collision writes the "
-            "rows of evicted ids behind its cache; plan again, or set "
+            f"table {entry_name(config.name)!r} is planned with kernel {sharding.compute_kernel}, "
+            "and managed_collision writes the rows of evicted ids without the cache; plan again, "
+            "or set "
             f"tables.{entry_name(config.name)}.sharding.compute_kernels=[fused_uvm]"
         )
 
@@ -114,16 +121,18 @@ def _check_widths(name: str, sharding: ParameterSharding) -> None:
     for shard in spec.shards:
         if (width := shard.shard_sizes[1]) % SHARD_WIDTH:
             raise ShardingError(
-                f"table {entry_name(name)!r} is planned as {sharding.sharding_type} with {width} columns to a shard, and FBGEMM wants a "
-                f"multiple of {SHARD_WIDTH}; change its embedding_dim or sharding.min_partition, or make it data_parallel"
+                f"table {entry_name(name)!r} is planned as {sharding.sharding_type} with {width} "
+                f"columns per shard, but FBGEMM needs a multiple of {SHARD_WIDTH}; change its "
+                "embedding_dim or sharding.min_partition, or make it data_parallel"
             )
 
 
 def _check_replicated(name: str, weight: torch.Tensor, data_type: DataType) -> None:
     if data_type != DataType.FP32 and optimizer_class_of(weight) is not None:
         raise ShardingError(
-            f"table {entry_name(name)!r} is data_parallel in {data_type.value}, and so would be its optimizer state; "
-            "use data_type fp32 (replicated tables are small), or leave data_parallel out of its sharding.sharding_types"
+            f"table {entry_name(name)!r} is data_parallel in {data_type.value}, and its optimizer "
+            "state would have the same type; use data_type fp32 (replicated tables are small), or "
+            "remove data_parallel from its sharding.sharding_types"
         )
 
 
@@ -143,7 +152,8 @@ def _check_fused_on_cpu(name: str, weight: torch.Tensor, data_type: DataType) ->
     rule = getattr(weight, "update_rule", None)
     if rule is not None and rule.extras and not has_kernels:
         raise ShardingError(
-            f"table {entry_name(name)!r}: FBGEMM ignores {rule.extras} on CPU; install Numba and set sharding.fast_cpu=true, or leave them out"
+            f"table {entry_name(name)!r}: FBGEMM ignores {rule.extras} on CPU; install Numba and "
+            "set sharding.fast_cpu=true, or remove these settings"
         )
     if value := getattr(weight, "_optimizer_kwargs", [{}])[0].get("max_norm"):
         raise ShardingError(
@@ -164,15 +174,17 @@ def _warn_of_row_state(name: str, weight: torch.Tensor, sharding_type: str) -> N
     rule = getattr(weight, "update_rule", None)
     if rule is not None and rule.clip_norm:
         _warn_once(
-            "table %r is %s: optimizer.sparse.gradient_clip_norm limits the norm of each column shard's part of a row; leave "
-            "that type out of its sharding.sharding_types for the row's, or use gradient_clip_value",
+            "table %r is %s: optimizer.sparse.gradient_clip_norm limits the norm of each column "
+            "shard's part of a row; to limit the norm of the row, remove that type from its "
+            "sharding.sharding_types, or use gradient_clip_value",
             name,
             sharding_type,
         )
     if _entry(optimizer).whole_rows:
         _warn_once(
-            "table %r is %s: each column shard keeps a %s state of its own, which is not the optimizer of the "
-            "unsharded table; leave that type out of its sharding.sharding_types for exact training",
+            "table %r is %s: each column shard has a separate %s state, so the optimizer differs "
+            "from that of the unsharded table; for exact training remove that type from its "
+            "sharding.sharding_types",
             name,
             sharding_type,
             optimizer.__name__,
@@ -180,20 +192,22 @@ def _warn_of_row_state(name: str, weight: torch.Tensor, sharding_type: str) -> N
 
 
 def _warn_once(message: str, *values: object) -> None:
-    """On rank 0: every rank checks the same plan."""
+    """Log the warning on rank 0 only, because every rank checks the same plan."""
     if dist.get_rank() == 0:
         logger.warning(message, *values)
 
 
 def check_plan_covers_tables(model: nn.Module, plan: ShardingPlan) -> None:
-    """Raises ShardingError when a table would silently stay unsharded, or the plan names one that the model lacks."""
+    """Raise ShardingError if a table would stay unsharded without an error, or the plan names an
+    unknown table.
+    """
     collections = {name: child for name, child in model.named_modules() if isinstance(child, EmbeddingBagCollection)}
     for path, collection in collections.items():
         planned = set(plan.plan.get(path, {}))
         tables = {config.name for config in collection.embedding_bag_configs()}
         if missing := sorted(tables - planned):
             raise ShardingError(
-                f"the plan leaves out table(s) {', '.join(missing)} of {path!r}; search it again for this model"
+                f"the plan lacks table(s) {', '.join(missing)} of {path!r}; search it again for this model"
             )
         if unknown := sorted(planned - tables):
             raise ShardingError(
@@ -207,7 +221,9 @@ def check_plan_covers_tables(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def check_plan_is_exact(model: nn.Module, plan: ShardingPlan, tables: list[Table]) -> None:
-    """Raises ShardingError for column shards under a row-wise optimizer that the table's config does not ask for."""
+    """Raise ShardingError for column shards under a row-wise optimizer unless the table's config
+    names them.
+    """
     by_name = {table.name: table for table in tables}
     for path, shardings in plan.plan.items():
         for name, sharding in shardings.items():
@@ -217,14 +233,17 @@ def check_plan_is_exact(model: nn.Module, plan: ShardingPlan, tables: list[Table
             kind = sharding.sharding_type
             if kind in COLUMN_SHARDING_TYPES and kind not in by_name[name].sharding.sharding_types:
                 raise ShardingError(
-                    f"the plan makes table {entry_name(name)!r} {kind}, but {optimizer.__name__} keeps one state a row and would "
-                    f"become another optimizer; plan again without it, or accept that with "
+                    f"the plan makes table {entry_name(name)!r} {kind}, but {optimizer.__name__} "
+                    "has one state per row and would compute other updates; plan again without "
+                    f"{kind}, or accept the change with "
                     f"tables.{by_name[name].config_name}.sharding.sharding_types=[{kind}]"
                 )
 
 
 def check_dense_layers_can_be_initialized(model: nn.Module) -> None:
-    """Raises ShardingError for a module on meta that would come up with whatever memory holds, or with zeroed buffers."""
+    """Raise ShardingError for a module on meta that would start with uninitialized memory or zeroed
+    buffers.
+    """
     for name, child in model.named_modules():
         if isinstance(child, EmbeddingBagCollection) or "embedding_bags" in name.split("."):
             continue
@@ -232,6 +251,6 @@ def check_dense_layers_can_be_initialized(model: nn.Module) -> None:
         buffers = [key for key, value in child.named_buffers(recurse=False) if value.is_meta]
         if (own and not hasattr(child, "reset_parameters")) or buffers:
             raise ShardingError(
-                f"{type(child).__name__} {name!r} has {(own + buffers)[0]!r} on the meta device and no way to fill it; "
-                "build all but the tables on cpu"
+                f"{type(child).__name__} {name!r} has {(own + buffers)[0]!r} on the meta device, "
+                "and nothing would initialize it; build everything except the tables on cpu"
             )

@@ -1,4 +1,4 @@
-"""Leave out the update of a batch in tables whose optimizer runs inside backward, decided on the device."""
+"""Skip the update of a batch in tables whose optimizer runs inside backward. The device decides."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ LOOKUPS = (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBags
 
 @contextmanager
 def without_updates(model: nn.Module, is_bad: torch.Tensor) -> Iterator[None]:
-    """Inside, FBGEMM's lookups of `model` get gradients of zero in a backward at which `is_bad` is True.
+    """Give FBGEMM's lookups of `model` zero gradients in a backward for which `is_bad` is True.
 
-    is_bad: [] bool on the model's device. It is read by the device during backward, so it may be written after forward.
-    A loss that is not finite has NaN in its gradients even if it is multiplied by zero, so these are replaced.
+    is_bad: [] bool on the model's device. The device reads it during backward, so it may be written
+    after forward. If the loss is not finite, its gradients have NaN even after a multiplication by
+    zero, so they are replaced.
     """
     zeros: dict[torch.dtype, torch.Tensor] = {}
 

@@ -1,8 +1,8 @@
-"""Make the tables' optimizer: fused into backward, or a torch optimizer for replicated tables.
+"""Make the optimizer of tables: fused into backward, or a torch optimizer for replicated tables.
 
-FBGEMM updates a sharded table's rows inside backward. A data_parallel table leaves that optimizer behind with no
-error, so it gets a torch optimizer of the same rule; its state goes by the fused one's names and shapes, so that
-a checkpoint fits either.
+FBGEMM updates a sharded table's rows inside backward. A data_parallel table would ignore that
+optimizer without an error, so it gets a torch optimizer with the same rule. The names and shapes of
+its state are those of the fused optimizer, so that a checkpoint fits both.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ from pipeline.sharding.torchrec.flat_update import flat_update
 from pipeline.sharding.torchrec.touched_rows import TouchedRows
 from pipeline.sharding.torchrec.update_rule import UpdateRule
 
-# What materialize_state knows the state of.
-KEEP_OTHER_ROWS = (torch.optim.SGD, torch.optim.Adagrad, optim.RowWiseAdagrad)  # rows whose gradient is all zero
+# Optimizers whose state materialize_state knows.
+# rows with an all-zero gradient stay unchanged
+KEEP_OTHER_ROWS = (torch.optim.SGD, torch.optim.Adagrad, optim.RowWiseAdagrad)
 KNOWN = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, optim.RowWiseAdagrad)
 
 
 def check_sparse_optimizer(config: SparseOptimizerConfig) -> None:
-    """Raises ShardingError for settings that FBGEMM would ignore without saying so, on every device."""
+    """Raise ShardingError for settings that FBGEMM would ignore without an error, on every
+    device.
+    """
     if config.momentum:
         raise ShardingError(
-            f"optimizer.sparse.momentum={config.momentum:g}: the tables' {config.name} has no momentum, it would be ignored; "
-            "set it to 0"
+            f"optimizer.sparse.momentum={config.momentum:g}: {config.name} for tables has no "
+            "momentum and would ignore it; set it to 0"
         )
     entry = find_optimizer(config.name)
     if entry.positive_eps and not config.eps > 0:
@@ -49,12 +52,12 @@ def check_sparse_optimizer(config: SparseOptimizerConfig) -> None:
 def apply_sparse_optimizer(
     model: nn.Module, config: SparseOptimizerConfig, l2s: Mapping[str, float] | None = None
 ) -> None:
-    """Attach the optimizer to every table of `model`; call it once, before planning and sharding.
+    """Attach the optimizer to every table of `model`. Call it once, before planning and sharding.
 
-    `l2s`: of tables that have one of their own.
+    l2s: the L2 penalty of tables that do not use the default.
 
     Raises:
-        ShardingError: a setting that would be ignored.
+        ShardingError: a setting would be ignored.
     """
     check_sparse_optimizer(config)
     l2s = l2s or {}
@@ -64,7 +67,7 @@ def apply_sparse_optimizer(
         if isinstance(module, EmbeddingBagCollection):
             for name, bag in module.embedding_bags.items():
                 weight = bag.weight
-                # A dict of its own for each table: TorchRec writes into it.
+                # A separate dict for each table, because TorchRec writes into it.
                 _apply_optimizer_in_backward(kind, [weight], _fused_kwargs(config))
                 if entry.cpu_kernel is not None:
                     weight.update_rule = UpdateRule.of(config, l2s.get(name, 0.0), bag.num_embeddings)
@@ -81,13 +84,14 @@ def _fused_kwargs(config: SparseOptimizerConfig) -> dict[str, Any]:
         kwargs["eps"] = config.eps
     if entry.counts_steps:
         kwargs |= {"beta1": config.beta1, "beta2": config.beta2}
-    if config.weight_decay and entry.cpu_kernel is None:  # else an UpdateRule has it
+    if config.weight_decay and entry.cpu_kernel is None:  # otherwise an UpdateRule has it
         kwargs["weight_decay"] = config.weight_decay
     return kwargs
 
 
 def tell_fbgemm(name: str, weight: nn.Parameter) -> None:
-    """Put the decay of a table's rule into what FBGEMM is built with on a GPU, where its own kernels update the rows.
+    """Pass the weight decay of a table's rule to FBGEMM on GPUs, where FBGEMM's kernels update the
+    rows.
 
     Raises:
         ShardingError: FBGEMM would ignore the decay or the clipping.
@@ -113,10 +117,11 @@ def tell_fbgemm(name: str, weight: nn.Parameter) -> None:
 
 
 class ReplicatedTablesOptimizer(KeyedOptimizer):
-    """A torch optimizer over data_parallel tables, whose state looks like the fused optimizer's.
+    """A torch optimizer over data_parallel tables, whose state looks like the state of the fused
+    optimizer.
 
-    `params` maps "<path>.embedding_bags.<table>.weight" to the table. The count of steps is not part of the state,
-    as it is not of the fused one: TrainingOptimizer keeps it.
+    `params` maps "<path>.embedding_bags.<table>.weight" to the table. As in the fused optimizer,
+    the number of steps is not part of the state: TrainingOptimizer stores it.
     """
 
     def __init__(
@@ -125,7 +130,7 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
         config: SparseOptimizerConfig,
         rules: Mapping[str, UpdateRule] | None = None,
     ) -> None:
-        """`rules`: by table, where they are more than `config` says."""
+        """rules: the update rules of tables that need more than `config`, by table."""
         by_weight = {weight: (rules or {}).get(key.split(".")[-2]) for key, weight in params.items()}
         self._optimizer = _make_replicated(by_weight, config)
         self._flat = flat_update(params, self._optimizer) if devices.current().has_kernels else None
@@ -142,9 +147,11 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
         super().__init__(params, state, self._optimizer.param_groups)
 
     def track_rows(self) -> dict[str, torch.Tensor]:
-        """Keep a number for each row of each table, by the table's name, which becomes 1 where a step updates the row.
+        """Keep a number for each row of each table, by the table's name.
 
-        Who reads them clears them.
+        A step that updates the row sets it to 1.
+
+        The reader must clear the numbers.
         """
         by_weight = {weight: key.split(".")[-2] for key, weight in self.params.items()}
         if self._flat:
@@ -156,7 +163,10 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
         return {by_weight[weight]: marks for weight, marks in self._marks.items()}
 
     def _mark_rows(self) -> None:
-        """As TouchedRows has it; another optimizer that nobody here knows may change any row."""
+        """Mark rows as TouchedRows does.
+
+        For an unknown optimizer mark all rows, because it may change any row.
+        """
         for weight, marks in self._marks.items():
             if not isinstance(self._optimizer, (TouchedRows, *KEEP_OTHER_ROWS)) or (
                 isinstance(self._optimizer, TouchedRows) and self._optimizer.updates_all(weight)
@@ -189,13 +199,14 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
 def _make_replicated(
     params: Mapping[nn.Parameter, UpdateRule | None], config: SparseOptimizerConfig
 ) -> torch.optim.Optimizer:
-    """torch's optimizer where it changes touched rows alone; its state is there."""
+    """Return torch's optimizer if it changes only touched rows. Its state exists."""
     entry = find_optimizer(config.name)
     if entry.replicated_states is None:
         known = ", ".join(name for name, each in all_optimizers().items() if each.replicated_states is not None)
         raise ShardingError(
-            f"optimizer.sparse.name={config.name} exists only fused into sharded tables, but {len(params)} tables are "
-            f"data_parallel; leave data_parallel out of their sharding.sharding_types, or use one of {known}"
+            f"optimizer.sparse.name={config.name} exists only for sharded tables, but "
+            f"{len(params)} tables are data_parallel; remove data_parallel from their "
+            f"sharding.sharding_types, or use one of {known}"
         )
     if entry.cpu_kernel is not None:
         rules = [rule or UpdateRule.of(config) for rule in params.values()]
@@ -216,7 +227,9 @@ def _make_replicated(
 
 @torch.no_grad()
 def materialize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state that torch makes at the first step, so that a checkpoint can be loaded into it before one."""
+    """Make the state that torch makes at the first step, so that a checkpoint can be loaded before
+    a step.
+    """
     if not isinstance(optimizer, KNOWN):
         _step_on_nothing(optimizer)
         return
@@ -224,8 +237,8 @@ def materialize_state(optimizer: torch.optim.Optimizer) -> None:
         for weight in group["params"]:
             state = optimizer.state[weight]
             if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-                # Kernels of these groups read the counter on the device. A CUDA kernel that is given a counter
-                # on the host reads a host address (torch/optim/adam.py, _init_group).
+                # Kernels of these groups read the counter on the device. A CUDA kernel with a
+                # counter on the host would read a host address (torch/optim/adam.py, _init_group).
                 on_device = group["fused"] or group["capturable"]
                 state["step"] = torch.zeros((), device=weight.device if on_device else "cpu")
                 state["exp_avg"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
@@ -235,7 +248,10 @@ def materialize_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _step_on_nothing(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state of an optimizer that nobody here knows by a step without gradients; weights and count stay."""
+    """Make the state of an unknown optimizer by a step without gradients.
+
+    Weights and step count stay the same.
+    """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     before = [weight.detach().clone() for weight in weights]
     for weight in weights:
@@ -253,9 +269,9 @@ def _step_on_nothing(optimizer: torch.optim.Optimizer) -> None:
 class RowWiseAdagradAtOnce(optim.RowWiseAdagrad):
     """Update replicated tables in a few launches for each width, on devices without our kernels.
 
-    The formula and the state are those of TorchRec's RowWiseAdagrad without decay.
-
-    TorchRec's calls seven operations a table, which its host cannot issue in time for small tables on a GPU.
+    The formula and the state are those of TorchRec's RowWiseAdagrad without decay. TorchRec's class
+    calls seven operations per table, which its host cannot issue fast enough for small tables on a
+    GPU.
     """
 
     @torch.no_grad()

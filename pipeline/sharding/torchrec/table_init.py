@@ -1,9 +1,12 @@
-"""Initialize tables from a seed, to the same weights whatever the plan and the number of ranks and threads.
+"""Initialize tables from a seed.
 
-TorchRec initializes each shard from its rank's own random state: a table's weights then depend on the plan, and with one
-seed on all ranks every shard of a row_wise table gets the same rows. Here each weight is that number of Philox's that its
-place in the whole table says, under a key of (seed, table), so a shard samples its own part alone and all threads share it.
-An init_fn that is none of embeddings.collection's fills blocks of rows of the whole table, each from a seed of its own.
+The weights do not depend on the plan or the number of ranks and threads.
+
+TorchRec initializes each shard from its rank's random state: a table's weights then depend on the
+plan, and with one seed on all ranks every shard of a row_wise table gets the same rows. Here the
+number of a weight in Philox's sequence is its position in the complete table, and the key is (seed,
+table). So a shard samples only its part, and all threads share the work. An init_fn that is not
+from embeddings.collection fills blocks of rows of the complete table, each with a separate seed.
 """
 
 from __future__ import annotations
@@ -27,14 +30,18 @@ from pipeline.devices.cpu.process import use_small_pages
 from pipeline.devices.philox import fill_normal, fill_uniform
 from pipeline.embeddings.collection import Managed, Normal, RowsOf, Uniform, Zeros
 
-BLOCK_ROWS = 4096  # of another init_fn; changing it changes the models that a given seed initializes by it
-AT_ONCE = 1 << 22  # numbers, of what cannot be sampled where it lies: columns of a table, and fp16
-OWN_KERNELS = {"dense", "fused", "fused_uvm", "fused_uvm_caching"}  # key-value stores initialize rows on first use
+# for such an init_fn; changing it changes the models that a given seed initializes
+BLOCK_ROWS = 4096
+AT_ONCE = 1 << 22  # numbers, for what cannot be sampled in place: columns of a table, and fp16
+# key-value stores initialize rows on first use
+OWN_KERNELS = {"dense", "fused", "fused_uvm", "fused_uvm_caching"}
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows and columns of a table that lie in one tensor, from `row` and `column` of it on."""
+    """Rows and columns of a table in one tensor, which begins at `row` and `column` of the
+    table.
+    """
 
     values: torch.Tensor
     row: int
@@ -42,14 +49,16 @@ class _Part:
 
 
 def initialize_tables(module: nn.Module, seed: int, only: Collection[str] | None = None) -> None:
-    """Initialize the tables inside `module`, sharded or not, by their configs' init_fn; the caller's random state is kept.
+    """Initialize the tables inside `module`, sharded or not, by their configs' init_fn.
 
-    `only`: the names of those to initialize; None: all. An init_fn of other code must sample element by element: it is
-    called on float32 blocks of rows.
+    The random state is restored.
+
+    only: the names of tables to initialize; None: all. A foreign init_fn must sample element by
+    element: it is called on float32 blocks of rows.
     """
     for config, parts in _tables(module):
         for part in parts if only is None or config.name in only else []:
-            if isinstance(config.init_fn, RowsOf):  # its rows are a block of another table's
+            if isinstance(config.init_fn, RowsOf):  # its rows are a block of another table
                 block = config.init_fn.block
                 whole = replace(config, name=block.table, num_embeddings=block.num_embeddings)
                 _fill(replace(part, row=block.first_row + part.row), whole, seed)
@@ -58,7 +67,10 @@ def initialize_tables(module: nn.Module, seed: int, only: Collection[str] | None
 
 
 def keep_small_pages(module: nn.Module) -> None:
-    """Of tables inside `module` that lie in this host's memory, before they are filled."""
+    """Use small pages for tables inside `module` that are in this host's memory.
+
+    Call it before they are filled.
+    """
     for _, parts in _tables(module):
         for part in parts:
             if in_host_memory(part.values) and not isinstance(part.values, StoredRows):
@@ -66,7 +78,7 @@ def keep_small_pages(module: nn.Module) -> None:
 
 
 def _tables(module: nn.Module) -> Iterator[tuple[EmbeddingBagConfig, list[_Part]]]:
-    """Those that kernels of our own or TorchRec's hold, with what of them lies on this rank."""
+    """Iterate over the tables held by our kernels or TorchRec's, with their parts on this rank."""
     for child in module.modules():
         if isinstance(child, ShardedEmbeddingBagCollection):
             configs = child._embedding_bag_configs
@@ -82,7 +94,7 @@ def _tables(module: nn.Module) -> Iterator[tuple[EmbeddingBagConfig, list[_Part]
 
 
 def _local_parts(weight: torch.Tensor | ShardedTensor) -> Iterator[_Part]:
-    """Those of the table that lie on this rank."""
+    """Iterate over the parts of the table on this rank."""
     if isinstance(weight, ShardedTensor):
         for shard in weight.local_shards():
             row, column = shard.metadata.shard_offsets
@@ -110,7 +122,7 @@ def _fill(part: _Part, config: EmbeddingBagConfig, seed: int) -> None:
 def _begin_stored(
     part: _Part, config: EmbeddingBagConfig, initialize: Callable[[torch.Tensor], torch.Tensor | None], seed: int
 ) -> None:
-    """Rows of a store are sampled when they are first asked for; those of an init_fn of other code are written."""
+    """Initialize stored rows: sample them on first use, or write them if the init_fn is foreign."""
     assert isinstance(part.values, StoredRows)
     first = FirstWeights()
     if isinstance(initialize, (Uniform, Normal)):
@@ -125,7 +137,7 @@ def _begin_stored(
 
 
 def _sample(part: _Part, config: EmbeddingBagConfig, distribution: Uniform | Normal, key: int) -> None:
-    """Samples on the device of `part`."""
+    """Sample on the device of `part`."""
     values, width = part.values, config.embedding_dim
     num_rows, num_columns = values.shape
     if values.dtype == torch.float32 and num_columns == width and values.is_contiguous():
@@ -164,5 +176,5 @@ def _fill_by_blocks(part: _Part, config: EmbeddingBagConfig, seed: int) -> None:
 
 
 def _seed(text: str) -> int:
-    """64 bits."""
+    """Return a hash of 64 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

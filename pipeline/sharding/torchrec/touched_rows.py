@@ -1,8 +1,9 @@
 """Update the rows of replicated tables that a batch touched, by torch's operations on any device.
 
-torch's own Adam would go on moving every row by its old momentum, and its weight decay would shrink every row at every step; a
-sharded table's optimizer changes the rows of the batch alone. So that a run does not depend on its plan, replicated tables
-follow the same rule (update_rule.py). On CPU flat_update.py does it in one kernel call.
+torch's Adam would also move untouched rows by their old momentum, and its weight decay would shrink
+every row at every step. The optimizer of a sharded table changes only the rows of the batch.
+Replicated tables follow the same rule (update_rule.py), so that a run does not depend on its plan.
+On CPU flat_update.py does this in one kernel call.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import nn
 
 from pipeline.sharding.torchrec.update_rule import ADAGRAD, ADAM, ROWWISE_ADAGRAD, ROWWISE_ADAM, UpdateRule
 
-# Kind -> its states, and whether each is one number a row, as [rows, 1].
+# Kind -> its states; True: one number per row, as [rows, 1].
 STATES: dict[int, dict[str, bool]] = {
     ADAGRAD: {"sum": False},
     ROWWISE_ADAGRAD: {"sum": True},
@@ -25,7 +26,10 @@ STATES: dict[int, dict[str, bool]] = {
 
 
 class TouchedRows(torch.optim.Optimizer):
-    """One group, whose rate may change; `rules[i]`, of one kind, is that of `weights[i]`, [rows, dim] in fp32."""
+    """Optimize one group with a variable rate.
+
+    `rules[i]`, all of one kind, is the rule of `weights[i]`, [rows, dim] in fp32.
+    """
 
     def __init__(self, weights: Sequence[nn.Parameter], rules: Sequence[UpdateRule], lr: float) -> None:
         super().__init__(list(weights), {"lr": lr})
@@ -36,7 +40,9 @@ class TouchedRows(torch.optim.Optimizer):
                 self.state[weight][name] = torch.zeros(shape, dtype=torch.float32, device=weight.device)
 
     def updates_all(self, weight: nn.Parameter) -> bool:
-        """Whether a step updates the rows of this table that the batch does not touch."""
+        """Return whether a step also updates the rows of this table that the batch does not
+        touch.
+        """
         (group,) = self.param_groups
         return any(rule.all_rows for one, rule in zip(group["params"], self.rules, strict=True) if one is weight)
 
@@ -53,7 +59,7 @@ class TouchedRows(torch.optim.Optimizer):
 def _update(
     weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], rule: UpdateRule, lr: float, step: int
 ) -> None:
-    touched = (gradient != 0).any(dim=1, keepdim=True)  # no row of NaN is equal to 0
+    touched = (gradient != 0).any(dim=1, keepdim=True)  # a row with NaN is not equal to 0
     if rule.all_rows:
         touched = torch.ones_like(touched)
     if rule.clip_value:

@@ -1,9 +1,10 @@
-"""Run lookups whose features differ in their number of bags, by padding features with bags without ids.
+"""Run lookups whose features differ in their number of bags, by padding features with empty bags.
 
-A KeyedJaggedTensor whose features have fewer bags than there are samples (TorchRec's "variable batch per feature") saves
-the bytes of the bags that are left out. TorchRec's collectives support such features everywhere, FBGEMM's kernels do not:
-the dense kernel ignores them on CPU, and on GPUs Adagrad, LAMB and partial row-wise Adam refuse them. After padding, the
-kernels see equal batches. TorchRec has nothing in this place, so sharding.fast_cpu=false leaves the padding as it is.
+A KeyedJaggedTensor whose features have fewer bags than samples (TorchRec's "variable batch per
+feature") saves the bytes of the omitted bags. TorchRec's collectives support such features
+everywhere, but FBGEMM's kernels do not: the dense kernel ignores them on CPU, and on GPUs Adagrad,
+LAMB and partial row-wise Adam refuse them. After padding, the kernels get equal batches. TorchRec
+has no alternative, so the padding also runs with sharding.fast_cpu=false.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.runtime.process.comms_wait import waiting
 
-# The optimizers of this package that FBGEMM's CUDA kernels combine with variable batches (_generate_vbe_metadata).
+# The optimizers of this package that FBGEMM's CUDA kernels combine with variable batches
+# (_generate_vbe_metadata).
 WITH_VARIABLE_BATCHES = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM)
 
 # They reduce within a host, then exchange between hosts.
@@ -37,7 +39,9 @@ WITHIN_HOSTS = (TwRwPooledEmbeddingDist, GridPooledEmbeddingDist)
 
 
 def accept_variable_batches(lookups: Iterable[nn.Module]) -> None:
-    """Replace the forward of TorchRec's grouped lookups by one that pads, if FBGEMM needs equal numbers of bags."""
+    """Replace the forward of TorchRec's grouped lookups by one that pads, if FBGEMM needs equal
+    numbers of bags.
+    """
     for lookup in lookups:
         inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
         kernels: Iterable[Any] = inner._emb_modules  # type: ignore[assignment]
@@ -46,14 +50,19 @@ def accept_variable_batches(lookups: Iterable[nn.Module]) -> None:
 
 
 def takes_variable_batches(fbgemm: nn.Module) -> bool:
-    """Whether this module of FBGEMM can look up features that differ in their number of bags."""
+    """Return whether this module of FBGEMM can look up features that differ in their number of
+    bags.
+    """
     if fbgemm.use_cpu:
         return False
-    return getattr(fbgemm, "optimizer", None) in (None, *WITH_VARIABLE_BATCHES)  # the dense kernel has none
+    # the dense kernel has no optimizer
+    return getattr(fbgemm, "optimizer", None) in (None, *WITH_VARIABLE_BATCHES)
 
 
 class _PaddedLookup:
-    """In place of the module's forward(features) -> [B, all features' D], or of the bags that there are, flat."""
+    """Replace the module's forward(features) -> [B, all features' D], or the existing bags,
+    flat.
+    """
 
     def __init__(self, lookup: nn.Module) -> None:
         self._torchrec_forward = lookup.forward
@@ -69,7 +78,9 @@ class _PaddedLookup:
 
 
 def padded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """The same ids with bags of none at the end of each feature, so that all have as many as the longest."""
+    """Return the same ids with empty bags at the end of each feature, so that all have as many bags
+    as the longest.
+    """
     counts = features.stride_per_key()
     lengths = features.lengths()
     even = lengths.new_zeros(len(counts), max(counts))
@@ -81,13 +92,16 @@ def padded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         features.weights_or_none(),
         lengths=even.view(-1),
         stride=max(counts),
-        length_per_key=features.length_per_key_or_none(),  # on a GPU, computing them would wait for it
+        # on a GPU, computing them would wait for it
+        length_per_key=features.length_per_key_or_none(),
         offset_per_key=features.offset_per_key_or_none(),
     )
 
 
 class _Flattened(torch.autograd.Function):
-    """[max B, sum of D] -> flat: of each rank, of each feature, its `counts[feature][rank]` bags."""
+    """Map [max B, sum of D] to a flat tensor: for each rank, for each feature, its
+    `counts[feature][rank]` bags.
+    """
 
     @staticmethod
     def forward(ctx: Any, pooled: torch.Tensor, counts: list[list[int]], dims: list[int]) -> torch.Tensor:  # type: ignore[override]
@@ -108,7 +122,10 @@ class _Flattened(torch.autograd.Function):
 
 
 def _pieces(counts: list[list[int]], dims: list[int]) -> list[tuple[slice, slice, slice]]:
-    """Rows and columns of a block, and its span of the flat tensor; a feature's bags lie one rank after the other."""
+    """Return rows and columns of each block, and its span in the flat tensor.
+
+    A feature's bags are sorted by rank.
+    """
     columns = [0, *accumulate(dims)]
     first_rows = [[0, *accumulate(of_ranks)] for of_ranks in counts]
     pieces, begin = [], 0
@@ -122,12 +139,14 @@ def _pieces(counts: list[list[int]], dims: list[int]) -> list[tuple[slice, slice
 
 
 def in_order_of(features: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTensor:
-    """`features` with the inverse indices in the order of `names`, the sharded tables'.
+    """Return `features` with the inverse indices in the order of `names`, the order of the sharded
+    tables.
 
-    TorchRec puts features into that order and, dividing MEAN bags, takes the inverse indices for already being in it.
+    TorchRec sorts features into that order. When it divides MEAN bags, it assumes that the inverse
+    indices are sorted too.
     """
     keys, bags = features.inverse_indices()
-    if len(keys) != len(names):  # then it looks them up by name
+    if len(keys) != len(names):  # TorchRec then looks them up by name
         return features
     return KeyedJaggedTensor(
         features.keys(),
@@ -142,7 +161,7 @@ def in_order_of(features: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTen
 
 
 def reduce_scatter_variable_batches(output_dists: Iterable[nn.Module]) -> None:
-    """Let shards of rows exchange such batches on gloo too, whose all-gather wants equal ones."""
+    """Let row shards exchange variable batches on gloo, whose all-gather needs equal batches."""
     for output_dist in output_dists:
         if isinstance(output_dist, RwPooledEmbeddingDist) and output_dist._pg.name() == "gloo":
             output_dist._create_output_dist_module = partial(_create_output_dist_module, output_dist)  # type: ignore[method-assign]
@@ -166,7 +185,9 @@ def _create_output_dist_modules(
 
 
 class _VariableReduceScatter(nn.Module):
-    """What VariableBatchPooledEmbeddingsReduceScatter does, by all-to-alls of as many bytes."""
+    """Do the same as VariableBatchPooledEmbeddingsReduceScatter, with all-to-alls of the same
+    number of bytes.
+    """
 
     def __init__(self, group: dist.ProcessGroup, codecs: QuantizedCommCodecs | None) -> None:
         super().__init__()
@@ -178,7 +199,9 @@ class _VariableReduceScatter(nn.Module):
         batch_size_per_rank_per_feature: list[list[int]],
         embedding_dims: list[int],
     ) -> Awaitable[torch.Tensor]:
-        """Collective. Flat partial sums of every rank's bags -> flat sums of this rank's bags."""
+        """Collective: map flat partial sums of every rank's bags to flat sums of this
+        rank's bags.
+        """
         sizes = [
             sum(count * dim for count, dim in zip(counts, embedding_dims, strict=True))
             for counts in batch_size_per_rank_per_feature

@@ -1,8 +1,9 @@
-"""Let FBGEMM's lookups on CPU take the mean of weighted rows, as a sum.
+"""Let FBGEMM's lookups on CPU compute the mean of weighted rows as a sum.
 
-Where ids have weights FBGEMM's mean is the sum of weight * row, divided by the number of ids. On CPU its forward divides and
-its backward does not (seen on fbgemm 1.8 and 1.9), so that a row of a bag of three
-ids would learn three times too fast. A sum of rows whose weights were divided is the same number, and its gradient is right.
+If ids have weights, FBGEMM's mean is the sum of weight * row, divided by the number of ids. On CPU
+its forward divides and its backward does not (seen on fbgemm 1.8 and 1.9), so a row of a bag of
+three ids would learn three times too fast. A sum with divided weights is the same number, and its
+gradient is correct.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ LOOKUPS = (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBags
 
 
 def divide_weights_of_means(modules: Iterable[nn.Module]) -> None:
-    """In every lookup of means in `modules`."""
+    """Replace the forward of every lookup of means in `modules`."""
     for lookup in (child for module in modules for child in module.modules() if isinstance(child, LOOKUPS)):
         if lookup.pooling_mode == PoolingMode.MEAN:
             lookup.forward = _MeansAsSums(lookup)  # type: ignore[method-assign]
 
 
 class _MeansAsSums:
-    """In place of the module's forward(indices [L], offsets [F * B + 1], weights of the ids [L])."""
+    """Replace the module's forward(indices [L], offsets [F * B + 1], weights of the ids [L])."""
 
     def __init__(self, lookup: nn.Module) -> None:
         self._fbgemm_forward, self._lookup = lookup.forward, lookup

@@ -1,8 +1,8 @@
-"""Look up all tables of one CPU rank at once, whatever groups TorchRec has put them into.
+"""Look up all tables of one CPU rank at once, for any grouping by TorchRec.
 
-TorchRec keeps a lookup for each pooling and data type. It splits a batch between them and joins their rows, in modules with
-profiler ranges of their own: for a small model that takes longer than the lookups. Here they write into one tensor, under
-one node of autograd, by the kernels that they have anyway: the numbers are the same.
+TorchRec has a lookup for each pooling and data type. It splits a batch between them and joins their
+rows, in modules with profiler ranges. For a small model that takes longer than the lookups. Here
+all lookups write into one tensor under one autograd node. The kernels and the numbers are the same.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from pipeline.sharding.torchrec.cpu_tables import Bags, FastLookup
 
 
 class WholeLookup:
-    """Batch whose keys are `feature_names`, in their order -> [B, all features' D]."""
+    """Map a batch with the keys `feature_names`, in their order, to [B, all features' D]."""
 
     def __init__(self, lookups: Sequence[FastLookup], feature_names: list[str]) -> None:
-        """The features are those of the first lookup, then those of the second, and so on."""
+        """The features are those of the first lookup, then those of the second lookup, and
+        so on.
+        """
         self.lookups, self.feature_names = list(lookups), feature_names
         self.room = 0
         self.dims = [dim for lookup in lookups for dim in lookup.dims]
@@ -31,13 +33,18 @@ class WholeLookup:
         self._orders: dict[tuple[str, ...], torch.Tensor | None] = {}
 
     def make_room(self, columns: int) -> None:
-        """Leave so many ahead of the features', for the model to write into, and give rows in autocast's type where it is on."""
+        """Reserve columns before the features' columns, which the model writes.
+
+        Return rows in autocast's type if it is on.
+        """
         self.room = columns
         for lookup in self.lookups:
             lookup.room, lookup.follows_autocast = columns, True
 
     def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Raises RuntimeError: FBGEMM's, for ids out of range, where its bounds check is set to raise."""
+        """Raises RuntimeError if FBGEMM finds ids out of range and its bounds check is set to
+        raise.
+        """
         values, offsets, weights = features.values(), features.offsets(), features.weights_or_none()
         if len(self.lookups) == 1:
             return self.lookups[0](values, offsets, weights)
@@ -51,7 +58,7 @@ class WholeLookup:
         return _Rows.apply(self.lookups[0].weights, *bags, dtype, self)  # type: ignore[no-any-return,no-untyped-call]
 
     def in_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor | None:
-        """The batch with feature_names for its keys; None where it lacks one."""
+        """Return the batch with the keys feature_names, or None if a key is missing."""
         keys = features.keys()
         if keys == self.feature_names:
             return features
@@ -64,7 +71,7 @@ class WholeLookup:
         return None if permutation is None else features.permute(permutation.tolist(), permutation)
 
     def _parts(self, bags: Bags) -> list[Bags]:
-        """Each lookup's own, whose offsets begin at 0."""
+        """Return the bags of each lookup, with offsets that begin at 0."""
         stride = (len(bags.offsets) - 1) // len(self.dims)
         parts = []
         for first, last in self._features:
@@ -75,12 +82,15 @@ class WholeLookup:
         return parts
 
     def look_up(self, bags: Bags, dtype: torch.dtype) -> tuple[torch.Tensor, list[Bags]]:
-        """Pooled rows, and each lookup's bags: FBGEMM's where it had to fix them."""
+        """Return pooled rows and each lookup's bags.
+
+        If FBGEMM corrected ids, return the corrected bags.
+        """
         num_samples = (len(bags.offsets) - 1) // len(self.dims)
         out = torch.empty(num_samples, self.room + sum(self.dims), dtype=dtype)
         parts = []
         for number, (lookup, (first, last)) in enumerate(zip(self.lookups, self._features, strict=True)):
-            # Offsets of the whole batch: the kernels go by them, wherever they begin.
+            # Offsets of the complete batch. The kernels accept offsets that do not begin at 0.
             part = bags._replace(offsets=bags.offsets[first * num_samples : last * num_samples + 1])
             position = self.room + self._columns[number][0]
             is_whole = lookup.fill(out, position, part)
@@ -93,7 +103,10 @@ class WholeLookup:
 
 
 class _Rows(torch.autograd.Function):
-    """As cpu_tables' own: backward updates the tables; `weights` is an input so that autograd calls it."""
+    """The same as in cpu_tables: backward updates the tables.
+
+    Autograd calls it because `weights` is an input.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
