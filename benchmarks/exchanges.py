@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from pipeline.devices.cpu.process import use_huge_pages, wait_briefly
+from pipeline.devices.cpu.process import limit_openmp_spin, use_huge_pages
 
 ROWS = [
     1460, 583, 100_000, 100_000, 305, 24, 12517, 633, 3, 93145, 5683, 100_000, 3194, 27, 14992, 100_000, 10, 5652, 2173,
@@ -206,7 +206,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(words)
-    wait_briefly()  # as train does, before torch is imported by the ranks
+    limit_openmp_spin()  # as train does, before torch is imported by the ranks
     use_huge_pages()
     found = []
     for model in options.models:

@@ -241,7 +241,7 @@ def draw(work: Path, size: int) -> Cost:
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
     from pipeline.embeddings.collection import Uniform
-    from pipeline.sharding.torchrec.table_init import initialize_tables, keep_small_pages
+    from pipeline.sharding.torchrec.table_init import disable_huge_pages, initialize_tables
 
     def collection(rows: int) -> EmbeddingBagCollection:
         config = EmbeddingBagConfig(num_embeddings=rows, embedding_dim=DIM, name="table", feature_names=["f"])
@@ -251,7 +251,7 @@ def draw(work: Path, size: int) -> Cost:
     initialize_tables(collection(1024), seed=0)  # compiles
     with counted() as cost:
         tables = collection(size)
-        keep_small_pages(tables)  # as sharding does
+        disable_huge_pages(tables)  # as sharding does
         initialize_tables(tables, seed=0)
     return cost
 

@@ -22,9 +22,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
-from pipeline.devices.cpu.process import use_huge_pages, wait_briefly
+from pipeline.devices.cpu.process import limit_openmp_spin, use_huge_pages
 
-wait_briefly()  # as train does, before torch is imported
+limit_openmp_spin()  # as train does, before torch is imported
 use_huge_pages()
 
 import torch  # noqa: E402
@@ -47,7 +47,7 @@ WITHOUT: dict[str, dict[str, object]] = {
     "dots": {"pipeline.models.layers.interaction.multiplies_rows": False},
     "stacks": {f"{BUILD}.speed_up_stacks": 0},
     "join": JOIN,
-    "whole_lookup": {f"{SHARDER}._lookup_of_all": None, **JOIN},
+    "fused_lookup": {f"{SHARDER}._lookup_of_all": None, **JOIN},
     "tables": {f"{SHARDER}.speed_up_cpu_tables": 0},
     "same": {},
 }
@@ -96,7 +96,7 @@ def run_preset(name: str, precision: str, kernels: list[str], rounds: int, steps
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", nargs="+", default=FIVE)
-    parser.add_argument("--without", nargs="+", default=["stacks", "dots", "join", "whole_lookup", "tables"])
+    parser.add_argument("--without", nargs="+", default=["stacks", "dots", "join", "fused_lookup", "tables"])
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=8)

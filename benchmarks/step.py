@@ -34,7 +34,7 @@ import torch.multiprocessing as multiprocessing
 
 from benchmarks.about import about
 from benchmarks.reader import cpu_name
-from pipeline.devices.cpu.process import use_huge_pages, wait_briefly
+from pipeline.devices.cpu.process import limit_openmp_spin, use_huge_pages
 
 VARIANTS = {
     "ours fp32": [],
@@ -114,7 +114,7 @@ class Side:
             if name in SMALL_PAGES:
                 os.environ["THP_MEM_ALLOC_ENABLE"] = "0"
             if name != TORCHREC:
-                wait_briefly()  # as train does, before torch is imported
+                limit_openmp_spin()  # as train does, before torch is imported
                 use_huge_pages()
             for rank in range(ranks):
                 ours, theirs = context.Pipe()

@@ -29,7 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline.devices.cpu.process import use_huge_pages, wait_briefly
+from pipeline.devices.cpu.process import limit_openmp_spin, use_huge_pages
 from pipeline.extras.calibration.job import CalibrateJob
 from pipeline.extras.calibration.jobs import SmallJob, small_jobs
 from pipeline.extras.calibration.run import Found, Setup, calibration_of, calibration_setups, run_in_turns
@@ -215,7 +215,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     options = parse(argv)
     use_huge_pages()
-    wait_briefly()
+    limit_openmp_spin()
     if options.measure:
         os.environ.pop("OMP_NUM_THREADS", None)
         options.measure.write_text(json.dumps(measure(options)))

@@ -28,7 +28,7 @@ import torch.multiprocessing as multiprocessing
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.reader import cpu_name
-from pipeline.devices.cpu.process import use_huge_pages, wait_briefly
+from pipeline.devices.cpu.process import limit_openmp_spin, use_huge_pages
 
 THREADS = (1, 2)
 PYTHON = "Python between operations"
@@ -94,7 +94,7 @@ def sections(preset: str, precision: str, one: dict[str, float], two: dict[str, 
 def measure(preset: str, precision: str, rounds: int, steps: int) -> tuple[list[Section], dict[int, float]]:
     """Medians over the rounds; and milliseconds a step without the profiler."""
     context = multiprocessing.get_context("spawn")
-    wait_briefly()
+    limit_openmp_spin()
     use_huge_pages()
     found: dict[int, list[dict[str, float]]] = {threads: [] for threads in THREADS}
     with tempfile.TemporaryDirectory() as folder:

@@ -146,7 +146,7 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
         ids, offsets = coming
         coming = next(source)
         if forward.tiered:
-            forward.tiered.look_ahead(forward.tiered.ids_by_table(coming[0].numpy(), coming[1].numpy()))
+            forward.tiered.prefetch_rows(forward.tiered.ids_by_table(coming[0].numpy(), coming[1].numpy()))
         forward.num_steps = step
         optimizer.zero_grad()
         loss = layers(forward(ids, offsets)).square().mean()

@@ -43,7 +43,7 @@ Tensors = list[torch.Tensor]  # in the order of ShardPlan.items
 Places = dict[MetadataIndex, _StorageInfo]
 Sampled = list[dict[str, Any]]  # entries of first_weights.SampledPiece
 _Out = ChecksummedWriter | PackedWriter
-LEAST_BLOCKS_BYTES = 1 << 20  # a smaller tensor is copied from a GPU whole
+MIN_BLOCKS_BYTES = 1 << 20  # a smaller tensor is copied from a GPU whole
 
 
 @dataclass
@@ -131,7 +131,7 @@ def write_shards(
                     held = _save_stored(tensor, writer)
                     if tensor.column == 0 and not held.all():
                         left_out.append((_sampled_piece(item, tensor, name), pack(held)))
-                elif not in_host_memory(tensor) and tensor.nbytes >= LEAST_BLOCKS_BYTES:
+                elif not in_host_memory(tensor) and tensor.nbytes >= MIN_BLOCKS_BYTES:
                     _save_from_gpu(tensor, out)
                 else:
                     torch.save(_exact(tensor), out)  # type: ignore[arg-type]

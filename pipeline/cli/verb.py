@@ -27,7 +27,7 @@ from pipeline.cli.command_line import parse_command_line, print_line, print_user
 from pipeline.config.jobs.names import CONFIG_NAMES
 from pipeline.config.registry import register
 from pipeline.config.training import LoggerConfig, TrainerConfig
-from pipeline.devices.cpu.process import computes_here, find_kernel_cache, use_huge_pages, wait_briefly
+from pipeline.devices.cpu.process import computes_here, find_kernel_cache, limit_openmp_spin, use_huge_pages
 from pipeline.runtime.logs import configure_logging
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.exit_codes import FAILED, INTERRUPTED
@@ -113,7 +113,7 @@ class Verb(Generic[Job, Result]):
         if self.runs_kernels:
             find_kernel_cache()
             if not self.runs_on_ranks or computes_here(sys.argv[1:]):
-                wait_briefly()
+                limit_openmp_spin()
                 use_huge_pages()
         if self.handles_sigterm:
             preemption.listen()

@@ -28,7 +28,7 @@ ROW_STATE_POLICIES = ("refuse", "average")
 SAVE_FAILURE_POLICIES = ("stop", "continue")
 DECAY_MODES = ("auto", "l2", "decoupled")
 UPDATE_ROWS = ("touched", "all", "auto")
-MOST_ROWS_OF_AUTO = 16_384
+MAX_ROWS_OF_AUTO = 16_384
 BACKENDS = ("auto", "gloo", "nccl")
 LOG_FORMATS = ("text", "full", "json")
 
@@ -38,7 +38,7 @@ class SparseOptimizerConfig:
     """The tables' optimizer, fused into backward; it updates the rows that a step touches, in data_parallel tables too.
 
     update_rows: touched; all, as torch's dense optimizers do (on CPU, with one batch a step); auto is all for tables of at
-    most MOST_ROWS_OF_AUTO rows where that can be, else touched.
+    most MAX_ROWS_OF_AUTO rows where that can be, else touched.
 
     weight_decay_mode: l2 adds weight_decay * row to a row's gradient; decoupled takes lr * weight_decay of the row beside the
     update (Loshchilov and Hutter, ICLR 2019); auto is decoupled for adamw, partial_rowwise_adam and lamb, else l2.
@@ -68,7 +68,7 @@ class SparseOptimizerConfig:
 
     def updates_all(self, num_rows: int) -> bool:
         """Whether a step updates all rows of a table of so many."""
-        return self.update_rows == "all" or (self.update_rows == "auto" and num_rows <= MOST_ROWS_OF_AUTO)
+        return self.update_rows == "all" or (self.update_rows == "auto" and num_rows <= MAX_ROWS_OF_AUTO)
 
     @property
     def decouples(self) -> bool:

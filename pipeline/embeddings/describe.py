@@ -15,7 +15,7 @@ from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
 from pipeline.runtime.byte_counts import show_bytes
 
-MOST_COUNTED = 1 << 26  # ids; of larger tables so many of the hottest are counted
+MAX_COUNTED = 1 << 26  # ids; of larger tables so many of the hottest are counted
 IDS_AT_ONCE = 1 << 20
 ITEM_BYTES = {"fp32": 4, "fp16": 2}
 
@@ -97,7 +97,7 @@ def _count(kind: CompressionKind, parts: list[Table]) -> Collisions | None:
     if kind.shared_rows(np.zeros(0, np.int64)) is None:
         return None
     num_rows = parts[0].num_embeddings
-    counted = min(table.num_embeddings, MOST_COUNTED)
+    counted = min(table.num_embeddings, MAX_COUNTED)
     rows = np.zeros(num_rows, np.int64)
     first_of_row = np.full(num_rows, -1, np.int64)  # ids come by descending frequency
     for begin in range(0, counted, IDS_AT_ONCE):

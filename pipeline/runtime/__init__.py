@@ -1,1 +1,1 @@
-"""Processes, files, errors and logs: what every room stands on."""
+"""Provide processes, files, errors and logs, which all other packages use."""

@@ -1,4 +1,4 @@
-"""Write numbers of bytes as people read them."""
+"""Format numbers of bytes for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 def show_bytes(num_bytes: float) -> str:
-    """With two decimals, in the largest of GiB, MiB and KiB of which there is a tenth at least: 0.15 MiB."""
+    """Format with two decimals in GiB, MiB or KiB: the largest unit with a value of at least 0.1,
+    such as 0.15 MiB.
+    """
     for unit, size in UNITS[:-1]:
         if abs(num_bytes) >= size / 10:
             return f"{num_bytes / size:,.2f} {unit}"
@@ -14,7 +16,9 @@ def show_bytes(num_bytes: float) -> str:
 
 
 def show_size(size_bytes: int) -> str:
-    """Of a file or folder: with one decimal, in the largest unit of which there is one at least: 153.6 KiB, 12 B."""
+    """Format the size of a file or folder with one decimal, in the largest unit with a value of at
+    least 1, such as 153.6 KiB.
+    """
     for unit, size in UNITS:
         if size_bytes >= size:
             return f"{size_bytes / size:.1f} {unit}"

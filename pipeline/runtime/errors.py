@@ -1,4 +1,4 @@
-"""Errors that a person can put right, and checks that raise them (stdlib only)."""
+"""Define errors that a user can fix, and checks that raise them (stdlib only)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from collections.abc import Collection
 
 
 class UserError(ValueError):
-    """Something that a person can put right; a verb prints its one line and ends with exit code 2.
+    """An error that a user can fix. A verb prints it in one line and ends with exit code 2.
 
-    The text says what is wrong, with numbers, and then how to put it right. `code` names the class for programs and tests.
-    Every other exception is a bug, of ours or of a library: it keeps its traceback and ends with exit code 1.
+    The text says what is wrong, with numbers, and then how to fix it. `code` names the class for
+    programs and tests. Every other exception is a bug of this codebase or of a library: it keeps
+    its traceback and ends with exit code 1.
     """
 
     code = "user"
 
 
 class ConfigError(UserError):
-    """A value, key or option of a job does not hold, alone or beside others."""
+    """A value, key or option of a job is invalid, alone or in combination with others."""
 
     code = "config"
 
@@ -30,41 +31,43 @@ class DataError(UserError):
 
 
 class LimitError(DataError):
-    """The job's limits are too low for rows that may well be sound."""
+    """The limits of the job are too low for rows that may be valid."""
 
 
 class PlanError(UserError):
-    """No plan holds the tables, or a plan file does not fit the job."""
+    """No plan fits the tables into memory, or a plan file does not fit the job."""
 
     code = "plan"
 
 
 class ShardingError(UserError):
-    """Tables cannot be sharded as asked on this backend."""
+    """Tables cannot be sharded as configured on this backend."""
 
     code = "sharding"
 
 
 class TierError(ShardingError):
-    """Rows of a table that lie on an SSD cannot be read or written, or their slots do not hold a batch."""
+    """Rows of a table on an SSD cannot be read or written, or a table has too few slots for a
+    batch.
+    """
 
     code = "tiers"
 
 
 class TrainingError(UserError):
-    """A run cannot go on, or not with this job."""
+    """A run cannot continue, or not with this job."""
 
     code = "training"
 
 
 class ServingError(UserError):
-    """An artifact cannot be made, loaded or served as asked."""
+    """An artifact cannot be made, loaded or served as configured."""
 
     code = "serving"
 
 
 class RetrainingError(UserError):
-    """Windows, champion and registry do not allow what was asked."""
+    """Windows, champion or registry do not allow the requested action."""
 
     code = "retraining"
 
@@ -76,21 +79,23 @@ class StorageError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint cannot be used, or not be saved; the text names it, says why, and what to do."""
+    """A checkpoint cannot be used or saved. The text names it, the reason and the fix."""
 
     code = "checkpoint"
 
 
 class StepTakenError(CheckpointError):
-    """The step to be saved is committed already: another run writes to the folder."""
+    """The step to be saved is already committed, because another run writes to the folder."""
 
 
 class DamagedError(CheckpointError):
-    """A file of a checkpoint step, an artifact or a registry version is not what its manifest says."""
+    """A file of a checkpoint step, an artifact or a registry version differs from its manifest."""
 
 
 class ForeignFileError(DamagedError):
-    """A file of a checkpoint step was written by another save, step or rank, whatever its checksum says."""
+    """A file of a checkpoint step was written by another save, step or rank, although its checksum
+    may match.
+    """
 
     code = "foreign_file"
 
@@ -102,15 +107,17 @@ class LaunchError(UserError):
 
 
 def did_you_mean(name: str, choices: Collection[str]) -> str:
-    """`"; did you mean 'x'?"` for the nearest of `choices`, else the empty string."""
+    """Return `"; did you mean 'x'?"` for the most similar of `choices`, or an empty string."""
     near = nearest(name, choices)
     return f"; did you mean {near!r}?" if near else ""
 
 
 def nearest(name: str, choices: Collection[str], least_alike: float = 0.5) -> str:
-    """The choice that `name` is most like, by at least that share of its letters; empty where none is.
+    """Return the choice most similar to `name`, if at least this share of letters matches;
+    otherwise an empty string.
 
-    A choice that `name` begins counts as nearer than any other: h100 means h100_80gb, though h200 shares more letters.
+    A choice that starts with `name` comes before all other choices: h100 means h100_80gb, although
+    h200 shares more letters.
     """
     begun = [choice for choice in choices if name and choice.startswith(name)]
     near = difflib.get_close_matches(name, begun or list(choices), n=1, cutoff=0.0 if begun else least_alike)
@@ -131,7 +138,8 @@ def check_given(field: str, value: str) -> None:
 
 def check_finite(field: str, value: float) -> None:
     """Raise ConfigError for NaN and the infinities."""
-    if isinstance(value, float) and not math.isfinite(value):  # math.isfinite overflows on whole numbers above 1e308
+    # math.isfinite overflows on integers above 1e308
+    if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{field}={value} must be a finite number")
 
 
@@ -153,7 +161,9 @@ def check_above(field: str, value: float, floor: float) -> None:
 
 
 def check_below_one(field: str, value: float) -> None:
-    """Raise ConfigError unless 0 <= `value` < 1, as decay rates of running means are."""
+    """Raise ConfigError unless 0 <= `value` < 1, which is the range of decay rates of running
+    means.
+    """
     check_finite(field, value)
     if not 0.0 <= value < 1.0:
         raise ConfigError(f"{field}={value} must be at least 0 and below 1")
@@ -163,4 +173,4 @@ def check_within(field: str, value: float, least: float, most: float) -> None:
     """Raise ConfigError unless `value` is finite and `least` <= `value` <= `most`."""
     check_finite(field, value)
     if not least <= value <= most:
-        raise ConfigError(f"{field}={value} must lie within [{least}, {most}]")
+        raise ConfigError(f"{field}={value} must be within [{least}, {most}]")

@@ -1,7 +1,9 @@
-"""Write TensorBoard's event files: a measure of training and of validation on one chart, what the system does apart.
+"""Write TensorBoard's event files: training and validation of a metric in one chart, system metrics
+in separate charts.
 
-Charts of one tag are laid over each other for each run, and a folder of event files is a run: train and validation are two. HParams go
-with validation, whose measures its table then compares.
+TensorBoard shows each folder of event files as a run and draws runs with the same tag in one chart,
+so training and validation are two folders. HParams are written with validation, whose metrics
+TensorBoard's table then compares.
 """
 
 from __future__ import annotations
@@ -21,20 +23,22 @@ SYSTEM = {
     "tier_stall_percent", "tier_hit_percent", "tier_row_hit_percent", "tier_read_mb_per_step", "tier_written_mb_per_step",
 }  # fmt: skip
 LEARNING_RATE = "lr_"
-COMPARED = "validation"  # the kind of line that HParams go with
+COMPARED = "validation"  # the kind of line that HParams are written with
 
 
 def tag_of(name: str) -> str:
-    """The chart of a number of metrics.jsonl, below the group that TensorBoard shows it in."""
+    """Return the tag of a number of metrics.jsonl, which begins with TensorBoard's group."""
     if name in SYSTEM:
         return f"system/{name}"
     if name.startswith(LEARNING_RATE):
         return f"learning_rate/{name.removeprefix(LEARNING_RATE)}"
-    return name if "/" in name else f"quality/{name}"  # of several labels: label/ne
+    return name if "/" in name else f"quality/{name}"  # metrics of several labels, such as label/ne
 
 
 class EventFiles:
-    """A folder of event files for each kind of line, opened by the first one: a run with none leaves no file.
+    """Write a folder of event files for each kind of line.
+
+    The first line opens it, so a run without lines leaves no file.
 
     config: dotted key -> value, shown as text and as HParams.
     """
@@ -67,7 +71,9 @@ class EventFiles:
         return writer
 
     def close(self, after_step: int | None = None) -> None:
-        """after_step: what comes next goes on from there, and later numbers are dropped."""
+        """Close the files. after_step: the run continues from this step, and TensorBoard drops
+        later numbers.
+        """
         for writer in self._writers.values():
             writer.close()
         self._writers = {}

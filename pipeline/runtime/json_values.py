@@ -1,4 +1,4 @@
-"""Make values that JSON can hold: it has no NaN and no infinity."""
+"""Convert values to values that JSON supports. JSON has no NaN and no infinity."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import math
 
 
 def finite(value: object) -> object:
-    """The same, in nested dicts, lists and tuples, with None for every number that is not finite."""
+    """Return the value with None instead of every number that is not finite, also in nested dicts,
+    lists and tuples.
+    """
     if isinstance(value, dict):
         return {name: finite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Write log lines, progress bars and metric files, and keep the libraries' noise out of them."""
+"""Write log lines, progress bars and metric files, and suppress the libraries' noise."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from pipeline.runtime.masking import for_log, mask
 from pipeline.runtime.process.processes import ELASTIC_JOB
 from pipeline.runtime.storage import storage
 
-QUIET_AFTER_S = 2.0  # what ends sooner needs no progress bar
-PLAIN_LINE_EVERY_S = 5.0  # without a terminal a bar becomes a line now and then
+QUIET_AFTER_S = 2.0  # a task that ends sooner needs no progress bar
+PLAIN_LINE_EVERY_S = 5.0  # without a terminal a bar becomes a line from time to time
 
-# Messages that TorchRec 1.6 to 1.9 and torch print about their own internals. Each was seen; none asks the user for
-# anything. "autograd kernel was not registered" is about FBGEMM's dense lookup on CPU, an autograd function below the
-# dispatcher's CPU key; its gradients equal torch's (tests/sharding/test_cpu_tables.py).
+# Messages that TorchRec 1.6 to 1.9 and torch print about their internals. Each was seen; none asks
+# the user for anything. "autograd kernel was not registered" is about FBGEMM's dense lookup on CPU,
+# an autograd function below the dispatcher's CPU key. Its gradients equal torch's
+# (tests/sharding/test_cpu_tables.py).
 NOISY_WARNINGS = (
     "broadcast_buffers", "reduce_scatter_tensor", "all_gather_into_tensor", "_all_gather_base", "_reduce_scatter_base",
     "ShardedTensor", "HeuristicalStorageReservation", "dense_embedding_codegen_lookup_function",
@@ -44,7 +45,10 @@ def get_logger(name: str) -> logging.Logger:
 
 
 class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to what sys.stderr is at that moment: a progress bar puts itself in its place, to stay below the lines."""
+    """Write to the current sys.stderr.
+
+    A progress bar replaces sys.stderr, so that it stays below the lines.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -57,22 +61,29 @@ class _DropNoise(logging.Filter):
 
 
 def attempt() -> str:
-    """Which start of the job this is: the scheduler's requeues and the agent's restarts, 0.0 for the first."""
+    """Return which start of the job this is, from the scheduler's requeues and the agent's
+    restarts; 0.0 for the first.
+    """
     return ".".join(os.environ.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
 
 
 def job_id() -> str:
-    """The scheduler's or the launcher's name of the job; empty for a process that was started by hand."""
+    """Return the scheduler's or the launcher's name of the job; empty for a process that was
+    started by hand.
+    """
     return next(filter(None, map(os.environ.get, (ELASTIC_JOB, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"))), "")
 
 
 def fields(**values: object) -> dict[str, dict[str, object]]:
-    """`extra` of a log line: what it says as names and values, for logs of JSON."""
+    """Return `extra` of a log line: its values by name, for JSON logs."""
     return {"fields": values}
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a line, for whatever collects logs; a line's own fields() stand beside its message."""
+    """Write one JSON object per line, for log collectors.
+
+    The line's fields() are next to its message.
+    """
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -102,7 +113,9 @@ def _full_formatter(rank: int) -> logging.Formatter:
 
 
 def configure_logging(rank: int = 0, log_format: str = "text") -> None:
-    """Rank 0 logs from INFO, the others from WARNING with their rank; libraries only what asks for an action.
+    """Log from INFO on rank 0, and from WARNING with the rank on other ranks.
+
+    Libraries log only what asks for an action.
 
     log_format: text, full (with date, zone, level, job, attempt and rank) or json.
     """
@@ -119,7 +132,7 @@ def configure_logging(rank: int = 0, log_format: str = "text") -> None:
 
 @contextmanager
 def log_file(path: str | None) -> Iterator[None]:
-    """While it lasts the package's lines go to the end of this file too, with date and zone; None: nowhere else."""
+    """Also append the package's lines to this file, with date and zone. None: no file."""
     if path is None:
         yield
         return
@@ -137,7 +150,7 @@ def log_file(path: str | None) -> Iterator[None]:
 
 
 def silence_libraries() -> None:
-    """Drop the libraries' messages about their own insides; call it before importing them."""
+    """Suppress the libraries' messages about their internals. Call it before importing them."""
     for message in NOISY_WARNINGS:
         warnings.filterwarnings("ignore", message=f".*{message}.*")
     for name in NOISY_LOGGERS:
@@ -149,7 +162,7 @@ class Progress(Protocol):
 
 
 class _PlainProgress:
-    """A log line now and then, for output that goes to a file or through a launcher."""
+    """Write a log line from time to time, for output to a file or through a launcher."""
 
     def __init__(self, description: str, total: float | None) -> None:
         self._description, self._total, self._done = description, total, 0.0
@@ -180,7 +193,9 @@ class _NoProgress:
 
 @contextmanager
 def progress(description: str, total: float | None = None, visible: bool = True) -> Iterator[Progress]:
-    """A progress bar on stderr where that is a terminal, else a plain line now and then; nothing unless `visible`."""
+    """Show a progress bar on stderr if it is a terminal, otherwise a line from time to time;
+    nothing unless `visible`.
+    """
     if not visible:
         yield _NoProgress()
         return
@@ -197,21 +212,22 @@ def progress(description: str, total: float | None = None, visible: bool = True)
 
 
 def to_json(values: Any, indent: int | None = None) -> str:
-    """JSON has no NaN and no infinity: they become null."""
+    """Return JSON with null for NaN and infinity, which JSON lacks."""
     return json.dumps(finite(values), indent=indent, allow_nan=False)
 
 
 class Mirror(Protocol):
-    """Is given each line of metrics.jsonl too; it must neither wait nor raise."""
+    """Receive each line of metrics.jsonl too. It must neither wait nor raise."""
 
     def write(self, kind: str, step: int, values: dict[str, float]) -> None: ...
 
 
 class MetricsWriter:
-    """Append one JSON object a line to metrics.jsonl, and the same numbers to TensorBoard if wanted; only rank 0 writes.
+    """Append one JSON object per line to metrics.jsonl, and the same numbers to TensorBoard if
+    configured. Only rank 0 writes.
 
-    A resumed run drops the lines after the step it resumes from, so that every step stands there once. config: by dotted key, for
-    TensorBoard.
+    A resumed run drops the lines after the step it resumes from, so that every step has one line.
+    config: by dotted key, for TensorBoard.
     """
 
     def __init__(
@@ -226,11 +242,12 @@ class MetricsWriter:
         )
 
     def _keep_up_to(self, step: int) -> None:
-        """A file that holds nothing later is left as it is."""
+        """Drop later lines. A file without later lines is not written."""
         kept = "".join(_lines_up_to(self.path, step) if step else [])
         if not step and (lost := _newest_step(self.path)):
             get_logger(__name__).warning(
-                "%s has steps up to %d, and no checkpoint of them is there: training starts from step 0, and they are dropped",
+                "%s has steps up to %d, but there is no checkpoint of them: training starts from "
+                "step 0, and they are dropped",
                 self.path,
                 lost,
             )
@@ -249,7 +266,7 @@ class MetricsWriter:
             self._event_files.write(kind, step, values)
 
     def drop_after(self, step: int) -> None:
-        """Forget the lines after `step`, for a run that goes on from there."""
+        """Drop the lines after `step`, for a run that continues from there."""
         storage.publish_text(self.path, "".join(_lines_up_to(self.path, step)))
         if self._event_files is not None:
             self._event_files.close(after_step=step)
@@ -260,24 +277,27 @@ class MetricsWriter:
 
 
 def _lines_up_to(path: str, step: int) -> list[str]:
-    """The whole lines of steps up to `step`. A full disk or a lost power supply leaves a torn line: it is dropped."""
+    """Return the complete lines of steps up to `step`.
+
+    A full disk or a power loss leaves a partial line, which is dropped.
+    """
     if not storage.exists(path):
         return []
     lines = storage.read_text(path).splitlines()
     steps = [_step_of(line) for line in lines]
     if torn := sum(number is None for number in steps):
-        get_logger(__name__).warning("%s: dropped %d line(s) that were blank or cut off", path, torn)
+        get_logger(__name__).warning("%s: dropped %d line(s) that were blank or incomplete", path, torn)
     return [line + "\n" for line, number in zip(lines, steps, strict=True) if number is not None and number <= step]
 
 
 def _newest_step(path: str) -> int:
-    """0 where there is no file, or no step in it."""
+    """Return the highest step in the file; 0 if there is no file or no step."""
     lines = storage.read_text(path).splitlines() if storage.exists(path) else []
     return max((step for line in lines if (step := _step_of(line)) is not None), default=0)
 
 
 def _step_of(line: str) -> int | None:
-    """None for a line that is not a whole JSON object with a step."""
+    """Return the step of a line, or None if the line is not a complete JSON object with a step."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):

@@ -1,8 +1,9 @@
 """Let FBGEMM's CUDA build load on a host without NVIDIA's driver, such as a login node or a laptop.
 
-One of FBGEMM's libraries links libnvidia-ml.so.1, which only the driver installs, to ask how GPUs are connected.
-Without it `import fbgemm_gpu` fails, although preparing, planning, exporting and serving need no GPU. There a library
-of the same name takes its place: its functions return the error that NVML itself returns without a driver.
+A library of FBGEMM links libnvidia-ml.so.1, which only the driver installs, to find out how GPUs
+are connected. Without it `import fbgemm_gpu` fails, although preparing, planning, exporting and
+serving need no GPU. This module then loads a library of the same name, whose functions return the
+error that NVML itself returns without a driver.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import struct
 import sys
 
 LIBRARY = "libnvidia-ml.so.1"
-FUNCTIONS = (  # what FBGEMM links. torch and pynvml look for others, find none, and take NVML to be absent.
+# the functions that FBGEMM links; torch and pynvml look for other functions, find none, and treat
+# NVML as absent
+FUNCTIONS = (
     "nvmlInit_v2", "nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetPciInfo_v3",
     "nvmlDeviceGetNvLinkState", "nvmlDeviceGetNvLinkRemotePciInfo_v2",
 )  # fmt: skip
-# os.uname().machine -> ELF's number of it, and `return 12`: NVML_ERROR_LIBRARY_NOT_FOUND.
+# os.uname().machine -> its number in ELF, and the code of `return 12`
+# (NVML_ERROR_LIBRARY_NOT_FOUND).
 MACHINES = {
     "x86_64": (62, bytes.fromhex("b80c000000 c3")),  # mov eax, 12; ret
     "aarch64": (183, bytes.fromhex("80018052 c0035fd6")),  # mov w0, #12; ret
@@ -24,7 +28,10 @@ MACHINES = {
 
 
 class BeforeFbgemm:
-    """A finder of modules, which Python asks before each import: for fbgemm_gpu it loads the stub, and finds nothing."""
+    """Load the stub before fbgemm_gpu is imported.
+
+    Python asks this finder of modules, which never finds a module.
+    """
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
         if name == "fbgemm_gpu":
@@ -33,7 +40,7 @@ class BeforeFbgemm:
 
 
 def load_stub_without_driver() -> bool:
-    """Whether the driver's library is absent and the stub has taken its place in this process."""
+    """Load the stub if the driver's library is absent. Return whether it was loaded."""
     import ctypes
 
     machine = os.uname().machine
@@ -43,7 +50,8 @@ def load_stub_without_driver() -> bool:
     except OSError:
         if sys.platform != "linux" or machine not in MACHINES:
             return False
-    memory = os.memfd_create(LIBRARY)  # no file: a temporary folder may be full, or forbid to execute
+    # no file, because a temporary folder may be full or forbid execution
+    memory = os.memfd_create(LIBRARY)
     try:
         os.write(memory, stub(machine))
         ctypes.CDLL(f"/proc/self/fd/{memory}", mode=ctypes.RTLD_GLOBAL)
@@ -53,16 +61,17 @@ def load_stub_without_driver() -> bool:
 
 
 def stub(machine: str) -> bytes:
-    """A shared library in ELF's format (`man 5 elf`): LIBRARY's name, and FUNCTIONS that all return an error.
+    """Return a shared library in ELF's format (`man 5 elf`) with LIBRARY's name and FUNCTIONS that
+    all return an error.
 
-    It is written here because a host cannot be assumed to have a compiler. It has two segments: what is read and
-    executed, and the dynamic section, which the loader also writes to.
+    It is assembled here because a host may have no compiler. It has two segments: one is read and
+    executed, the other is the dynamic section, which the loader also writes to.
     """
     elf_machine, code = MACHINES[machine]
     names = b"\0" + b"".join(name.encode() + b"\0" for name in (LIBRARY, *FUNCTIONS))
-    count = len(FUNCTIONS) + 1  # symbol 0 is the undefined one
-    header_bytes, far = 64 + 4 * 56, 0x10000  # `far`: the largest page of both machines
-    # One bucket, whose chain goes through all symbols.
+    count = len(FUNCTIONS) + 1  # symbol 0 is the undefined symbol
+    header_bytes, far = 64 + 4 * 56, 0x10000  # `far`: the largest page size of both machines
+    # One bucket, whose chain has all symbols.
     hash_table = struct.pack(f"<{3 + count}I", 1, count, 1, 0, *range(2, count), 0)
     hash_at = header_bytes
     symbols_at = _aligned(hash_at + len(hash_table))

@@ -1,4 +1,4 @@
-"""Write `key=value` as it is typed into a shell: commands that are printed can be copied, whatever a path is called."""
+"""Quote `key=value` for a shell, so that printed commands can be copied for any path."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ def word(key: str, value: object) -> str:
 
 
 def command(verb: str, words: Sequence[str] | None = None) -> str:
-    """`python -m pipeline <verb>` with the --config-dir of this process' command line, without which a user's own options are
-    not found. `words`: those of the command line."""
+    """Return `python -m pipeline <verb>` with the --config-dir of this process's command line.
+
+    A user's own options are not found without --config-dir. words: those of the command line.
+    """
     given = list(sys.argv[1:] if words is None else words)
     flag: list[str] = []
     for number, each in enumerate(given):
@@ -28,7 +30,7 @@ def command(verb: str, words: Sequence[str] | None = None) -> str:
 
 
 def quoted(text: str) -> str:
-    """Once for Hydra and once for the shell, where either would read something else."""
+    """Quote once for Hydra and once for the shell, if they would change the text."""
     if PLAIN.fullmatch(text):
         return text
     mark = "'" if '"' in text else '"'

@@ -69,7 +69,7 @@ class StorageLookup(Protocol):
         self, indices: NDArray[np.int64], offsets: NDArray[np.int64], training: bool
     ) -> tuple[NDArray[np.int64], PinnedSlots]: ...
 
-    def look_ahead(self, ids: Sequence[NDArray[np.int64]]) -> None:
+    def prefetch_rows(self, ids: Sequence[NDArray[np.int64]]) -> None:
         """Start loading the rows of a coming batch. ids: one array for each stored table."""
 
     def stats(self) -> TierStats: ...
@@ -81,7 +81,7 @@ class StorageGroup(Protocol):
     @property
     def lookup(self) -> StorageLookup: ...
 
-    def look_ahead(self, features: KeyedJaggedTensor) -> None:
+    def prefetch_rows(self, features: KeyedJaggedTensor) -> None:
         """Start loading the rows of ids that have arrived for the complete lookup."""
 
     def names(self, features: Sequence[str]) -> list[list[str]]:

@@ -22,7 +22,7 @@ FIRST_STEP = ("warm_start", ".init.")
 TRAINS = ("optimizer.", "schedule.", "model.", "tables.", "parallel.", "warm_start", "trainer.precision",
           "trainer.gradient_clip_", "comms.forward_precision", "comms.backward_precision",
           "data.synthetic_multi_hot")  # fmt: skip
-MOST_NAMED = 8
+MAX_NAMED = 8
 
 
 def differences(job: TrainJob, config: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -70,8 +70,8 @@ def check_finished(run_dir: str, step: int, found: dict[str, tuple[Any, Any]]) -
 
 
 def _named(found: dict[str, tuple[Any, Any]]) -> str:
-    texts = [f"{key}={now} (the run: {before})" for key, (before, now) in list(found.items())[:MOST_NAMED]]
-    more = len(found) - MOST_NAMED
+    texts = [f"{key}={now} (the run: {before})" for key, (before, now) in list(found.items())[:MAX_NAMED]]
+    more = len(found) - MAX_NAMED
     return ", ".join(texts) + (f" and {more} more" if more > 0 else "")
 
 

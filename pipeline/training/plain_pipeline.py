@@ -34,7 +34,7 @@ class PlainPipeline:
         self._next = next(batches, None)
         if self._next is not None:
             for tables in self._tiered:
-                tables.look_ahead(self._next.sparse_features)  # beside this step
+                tables.prefetch_rows(self._next.sparse_features)  # beside this step
         self._optimizer.zero_grad()
         loss, prediction = self._model(batch)
         loss.backward()

@@ -17,7 +17,7 @@ from pipeline.data.read.batch import Batch
 from pipeline.data.read.endless import EndOfInputError, TablesFullError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process import preemption, watchdog
-from pipeline.sharding.torchrec.sharder import ClockedSparseDist
+from pipeline.sharding.torchrec.sharder import TimedTrainPipeline
 from pipeline.training.agreement import NonFiniteLossError, StepAgreement
 from pipeline.training.batch_order import BatchOrder
 from pipeline.training.hooks.base import Hook, HookList, TrainingParts, TrainingState
@@ -27,7 +27,7 @@ from pipeline.training.optimizer import TrainingOptimizer
 from pipeline.training.plain_pipeline import PlainPipeline
 from pipeline.training.step_optimizer import StepOptimizer
 
-PIPELINES = {"sparse_dist": ClockedSparseDist, "base": TrainPipelineBase, "plain": PlainPipeline}
+PIPELINES = {"sparse_dist": TimedTrainPipeline, "base": TrainPipelineBase, "plain": PlainPipeline}
 logger = get_logger(__name__)
 
 
@@ -201,7 +201,7 @@ class Trainer:
         # Without tables there is no exchange to overlap, and TorchRec's pipeline would trace the layers themselves.
         asked = self._config.pipeline if has_tables else "base"
         kind = PIPELINES[devices.current().pipeline(asked, context.world_size)]
-        extra = {"execute_all_batches": True} if kind is ClockedSparseDist else {}
+        extra = {"execute_all_batches": True} if kind is TimedTrainPipeline else {}
         self._parts.model.train()
         return kind(self._parts.model, self._optimizer, context.device, **extra)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.devices.cpu.process import use_huge_pages, wait_briefly
+from pipeline.devices.cpu.process import limit_openmp_spin, use_huge_pages
 
 TRAIN = """
 import os, warnings
@@ -47,7 +47,7 @@ def test_training_compiles_nothing_after_it(prepared_clicks: str, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("ask", "variable", "usual", "own"),
-    [(wait_briefly, "GOMP_SPINCOUNT", "1000", "7"), (use_huge_pages, "THP_MEM_ALLOC_ENABLE", "1", "0")],
+    [(limit_openmp_spin, "GOMP_SPINCOUNT", "1000", "7"), (use_huge_pages, "THP_MEM_ALLOC_ENABLE", "1", "0")],
     ids=["openmp", "huge_pages"],
 )
 def test_libraries_have_our_settings_unless_the_user_says_otherwise(

@@ -61,13 +61,13 @@ def test_a_lost_node_is_done_without_and_taken_up_again_with_the_same_bits(launc
     stays, lost = sorted(("0", "1"), key=lambda task: launch.cluster.job(f"{job_id}_{task}")["NodeList"])
     assert launch.cluster.job(f"{job_id}_{lost}")["NodeList"] == "node2"
     launch.cluster.hosts["node2"].cut_power()
-    launch.wait_for(f"{job_id}_{stays}", r"1 node\(s\) have met, of 2 before")
+    launch.wait_for(f"{job_id}_{stays}", r"1 node\(s\) have joined; before: 2")
     launch.wait_for(f"{job_id}_{stays}", RESUMED.pattern.replace(r"(\d) rank", "2 rank"))
     from_two = int(RESUMED.findall(launch.output(f"{job_id}_{stays}"))[-1][0])
     assert re.search(rf"step {from_two}  loaded from \S+ in \d+\.\d s", launch.output(f"{job_id}_{stays}"))
     alone = _until_saved(launch, run, from_two, 2)
     launch.cluster.start_node("node2")
-    launch.wait_for(f"{job_id}_{stays}", "a node has come")
+    launch.wait_for(f"{job_id}_{stays}", "a node has joined")
     wait_until(lambda: [step for step, ranks in _resumed(launch, job_id) if ranks == 1], "both going on", START_S)
     (from_one,) = (step for step, ranks in _resumed(launch, job_id) if ranks == 1)
     assert from_one >= alone and from_one in _steps(run)  # saved for the node that came, at no loss

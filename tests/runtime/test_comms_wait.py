@@ -17,7 +17,7 @@ from torch import nn
 from pipeline.config.training import CommsConfig
 from pipeline.data.read.batch import Batch
 from pipeline.runtime.process.comms_wait import CommsWait, waiting, working
-from pipeline.sharding.torchrec.sharder import ClockedSparseDist
+from pipeline.sharding.torchrec.sharder import TimedTrainPipeline
 from tests.support.clicks import Clicks, labelled
 from tests.support.optimizers import ROWWISE
 from tests.support.ranks import RankPool
@@ -58,7 +58,7 @@ def _steps(rank: int, pipelined: bool) -> list[tuple[str, bool]]:
     # Only the test replaces it: nothing of the package does.
     with patch.object(dist.Work, "wait", wait), clock.clocked(task.loss):
         if pipelined:
-            pipeline = ClockedSparseDist(model, optimizer, torch.device("cpu"), execute_all_batches=True)
+            pipeline = TimedTrainPipeline(model, optimizer, torch.device("cpu"), execute_all_batches=True)
             for _ in range(NUM_STEPS):
                 pipeline.progress(stream)
         else:

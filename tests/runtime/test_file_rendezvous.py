@@ -124,13 +124,13 @@ def test_for_a_node_that_comes_the_ranks_save_and_all_start_again(tmp_path: Path
     second.wait_for("of 2 at ")
     (tmp_path / "done").write_text("0")
     code, said = first.ends()
-    assert code == 0 and "a node has come" in said and "2 node(s) have met, of 1 before" in said
+    assert code == 0 and "a node has joined" in said and "2 node(s) have joined; before: 1" in said
     assert second.ends()[0] == 0
     ports = {line.split()[5] for line in (first.said() + second.said()).splitlines() if "of 2 at" in line}
     assert len(ports) == 1  # both went to the same first node
     late = Node(tmp_path, "late")
     code, said = late.ends()
-    assert code == 0 and "the job's other nodes have ended it with code 0" in said and late.said() == ""
+    assert code == 0 and "other nodes of the job have ended it with code 0" in said and late.said() == ""
 
 
 @pytest.mark.campaign

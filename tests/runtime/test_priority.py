@@ -11,7 +11,7 @@ import pytest
 
 LOOK = """
 import json, os, sys, threading
-from pipeline.runtime.process.priority import give_way
+from pipeline.runtime.process.priority import lower_priority
 
 def state(thread):
     return os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread) - before
@@ -20,7 +20,7 @@ before = os.getpriority(os.PRIO_PROCESS, 0)
 stop, found = threading.Event(), []
 waiting = threading.Thread(target=stop.wait)
 waiting.start()
-give_way(sys.argv[1])
+lower_priority(sys.argv[1])
 later = threading.Thread(target=lambda: found.append(state(threading.get_native_id())))
 later.start()
 later.join()

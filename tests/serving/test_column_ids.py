@@ -16,7 +16,7 @@ from pipeline.data.read.value_index import ValueIndex, index_values
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
 from pipeline.serving.http.request_rows import ARROW_TYPE, RequestReader
 from pipeline.serving.scoring import column_ids
-from pipeline.serving.scoring.column_ids import LEAST_ROWS, ColumnIds
+from pipeline.serving.scoring.column_ids import MIN_ROWS, ColumnIds
 from pipeline.serving.scoring.column_lists import ColumnLists, concat_rows
 from pipeline.serving.scoring.raw_rows import RowEncoder
 from pipeline.serving.scoring.scorer import schema_of
@@ -74,7 +74,7 @@ def test_columns_of_text_and_whole_numbers_have_the_ids_that_prepare_gives(lists
 
 def test_rows_as_lists_and_as_a_table_have_the_same_ids() -> None:
     encoder = encoder_of([["red", "7"], ["blue"]])
-    rows = [{"d": 1.0, "c0": "red", "c1": "blue", "h": "7"}, {"e": 2.5, "c0": "", "c1": None, "g": "x"}] * LEAST_ROWS
+    rows = [{"d": 1.0, "c0": "red", "c1": "blue", "h": "7"}, {"e": 2.5, "c0": "", "c1": None, "g": "x"}] * MIN_ROWS
     table = pa.Table.from_pylist(rows, schema=schema_of(encoder.layout.columns))
     lists = ColumnLists(table.schema, [column.to_pylist() for column in table.columns], table.num_rows)
     found, wanted = encoder._encode_whole(lists), encoder._encode_table(table)
@@ -90,17 +90,17 @@ def test_added_values_have_the_ids_that_a_vocabulary_would_give_them(by_kernels:
     grown.added.note_unknown([2])
     rows = [{"d": 1.0, "c0": "Ünï", "c1": "blue", "h": "7"}, {"e": 2.5, "c0": "", "c1": None}, {"c0": "x", "c1": "y"}]
     for table in (
-        pa.Table.from_pylist(rows * LEAST_ROWS, schema=schema_of(whole.layout.columns)),
+        pa.Table.from_pylist(rows * MIN_ROWS, schema=schema_of(whole.layout.columns)),
         pa.Table.from_pylist(rows, schema=schema_of(whole.layout.columns)),
-        pa.Table.from_pylist([{"c0": "7", "c1": "z"}] * LEAST_ROWS, schema=schema_of(whole.layout.columns)),
+        pa.Table.from_pylist([{"c0": "7", "c1": "z"}] * MIN_ROWS, schema=schema_of(whole.layout.columns)),
     ):
         assert torch.equal(grown.encode(table).values, whole.encode(table).values)
     numbers = {"d": [1.0], "e": [1.0], **dict.fromkeys(("c0", "c1", "h", "g"), pa.array([7], pa.int16()))}
-    table = pa.concat_tables([pa.table(numbers)] * LEAST_ROWS)
+    table = pa.concat_tables([pa.table(numbers)] * MIN_ROWS)
     assert torch.equal(grown.encode(table).values, whole.encode(table).values)
     assert grown.added.take_unknown() == {2: {"y", "z", "7"}} and grown.added.take_unknown() == {}
     grown.forget_added()
-    assert grown.encode(table).values[LEAST_ROWS] == 0
+    assert grown.encode(table).values[MIN_ROWS] == 0
 
 
 @pytest.mark.parametrize("by_kernels", [True, False])
@@ -109,7 +109,7 @@ def test_requests_of_whole_numbers_and_of_text_are_scored_together(by_kernels: b
     if not by_kernels:
         encoder._ids._of_arrow = None
     reader, wanted, parts = RequestReader(encoder.layout.columns, LimitsConfig()), [], []
-    for num_rows in (LEAST_ROWS, 3, LEAST_ROWS + 5):
+    for num_rows in (MIN_ROWS, 3, MIN_ROWS + 5):
         for kind in (pa.int16(), pa.string(), pa.uint64()):
             numbers = [abs(number) if kind == pa.uint64() else number for number in (7, -12, 3)] * num_rows
             texts = pa.array(numbers[:num_rows]).cast(kind)
@@ -152,15 +152,15 @@ def test_vocabularies_without_a_value_know_none() -> None:
 
 def test_bytes_that_are_no_text_go_the_long_way_and_are_named() -> None:
     encoder = encoder_of([["red"]])
-    good = pa.Table.from_pylist([{"d": 1.0, "c0": "red"}] * LEAST_ROWS, schema=schema_of(encoder.layout.columns))
+    good = pa.Table.from_pylist([{"d": 1.0, "c0": "red"}] * MIN_ROWS, schema=schema_of(encoder.layout.columns))
     for name in ("c0", "h"):
-        garbled = pa.array([b"\xff", *[b"red"] * (LEAST_ROWS - 1)], pa.binary()).view(pa.string())
+        garbled = pa.array([b"\xff", *[b"red"] * (MIN_ROWS - 1)], pa.binary()).view(pa.string())
         table = good.set_column(good.schema.get_field_index(name), name, garbled)
         assert encoder._encode_whole(table) is None
         (bad,) = encoder.encode(table).bad_rows
         assert bad.line == 1 and mentions(bad.reason, f"{name} UTF-8")
-    large = good.set_column(0, "d", pa.array([1e300] * LEAST_ROWS))
-    assert len(encoder.encode(large).bad_rows) == LEAST_ROWS
+    large = good.set_column(0, "d", pa.array([1e300] * MIN_ROWS))
+    assert len(encoder.encode(large).bad_rows) == MIN_ROWS
 
 
 def test_without_numba_and_for_other_features_rows_are_read_as_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,7 @@ def test_layers_are_multiplied_by_onednn_with_their_relu_where_that_is_faster() 
         with (
             patch.object(dense_program, "onednn_multiplies_faster", lambda is_faster=is_faster: is_faster),
             patch.object(products, "onednn_multiplies_faster", lambda: True),
-            patch.object(products, "LEAST_PRODUCTS", 0),
+            patch.object(products, "MIN_PRODUCTS", 0),
         ):
             program = load_program(content, "dense.pt2")
             found.append((program(*inputs), program.code.count("relu"), program.code.count("linear.default")))

@@ -252,7 +252,7 @@ def test_a_split_table_has_the_bits_of_a_whole_one(
     assert speed_up_cpu_tables([whole, split]) == 2
     expected = _train(whole, 9)
     units: list[list[int]] = []
-    monkeypatch.setattr(cpu_tables, "LEAST_UNIT", 1)
+    monkeypatch.setattr(cpu_tables, "MIN_UNIT", 1)
     monkeypatch.setattr(cpu_tables, "SHARES", 20)
     kept = partition_tables
     monkeypatch.setattr(

@@ -22,7 +22,7 @@ from pipeline.planner.limits import allowed_sharding_types, sharding_types_exact
 from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.torchrec import sharding_checks
 from pipeline.sharding.torchrec.sharding import shard_model
-from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer, tell_fbgemm
+from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer, configure_fbgemm
 from tests.support.messages import mentions, names
 from tests.support.optimizers import ROWWISE, SGD
 from tests.support.ranks import RankPool
@@ -111,7 +111,7 @@ def told(config: SparseOptimizerConfig, l2: float = 0.0) -> dict[str, Any]:
     model = TinyModel([TinyTable("a")])
     apply_sparse_optimizer(model, config, {"a": l2})
     weight = model.embedding_bag_collection.embedding_bags["a"].weight
-    tell_fbgemm("a", weight)
+    configure_fbgemm("a", weight)
     return dict(weight._optimizer_kwargs[0])
 
 

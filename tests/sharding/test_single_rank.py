@@ -33,9 +33,9 @@ def _twice(rank: int, precision: str) -> list[tuple[list[float], dict[str, torch
         tables = _tables(model)
         if is_ours:
             assert join_lookups_to_products(model) == 1
-            assert tables.whole_lookup is not None and tables.whole_lookup.room == 8
+            assert tables.fused_lookup is not None and tables.fused_lookup.reserved_columns == 8
         else:
-            tables.whole_lookup = None
+            tables.fused_lookup = None
         losses = train_steps(model, optimizer, draw_batches(0, 1, NUM_STEPS))
         found.append((losses, full_state(model)))
     return found
@@ -69,7 +69,7 @@ def _mixed(rank: int) -> tuple[bool, int, list[float]]:
         {"a": "table_wise", "b": "row_wise", "c": "table_wise", "d": "data_parallel"}
     )
     joined = join_lookups_to_products(model)
-    return _tables(model).whole_lookup is None, joined, train_steps(model, optimizer, draw_batches(0, 1, NUM_STEPS))
+    return _tables(model).fused_lookup is None, joined, train_steps(model, optimizer, draw_batches(0, 1, NUM_STEPS))
 
 
 def test_tables_that_do_not_lie_in_one_block_train_as_before(ranks: RankPool) -> None:
@@ -108,9 +108,9 @@ def _groups(rank: int, precision: str) -> list[tuple[list[float], dict[str, torc
         task, model, optimizer, _ = build_sharded(TABLE_WISE, settings=GROUPS)
         task._bf16 = precision == "bf16"
         tables = _tables(model)
-        assert tables.whole_lookup is not None and len(tables.whole_lookup.lookups) == 3
+        assert tables.fused_lookup is not None and len(tables.fused_lookup.lookups) == 3
         if not is_ours:
-            tables.whole_lookup = None
+            tables.fused_lookup = None
         losses = train_steps(model, optimizer, map(_bags, range(NUM_STEPS)))
         with torch.no_grad():
             logits = model(_bags(NUM_STEPS))[1].logits
@@ -179,6 +179,6 @@ def test_a_block_that_is_not_the_lookups_own_is_left_alone() -> None:
     before, dense = whole.clone(), torch.randn(4, 8)
     interaction = DotInteraction(3)
     expected = interaction(dense, whole[1:5, 1:])
-    interaction.rows_have_room = True
+    interaction.rows_are_padded = True
     assert torch.equal(interaction(dense, whole[1:5, 1:]), expected)
     assert torch.equal(whole, before)

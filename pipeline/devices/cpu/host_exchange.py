@@ -28,7 +28,7 @@ from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.comms_wait import waiting
 from pipeline.runtime.process.distributed import DistributedContext
 
-MOST_RANKS = 8  # every rank reads from every other rank; with more ranks a ring moves fewer bytes
+MAX_RANKS = 8  # every rank reads from every other rank; with more ranks a ring moves fewer bytes
 JOIN_S = 30.0
 ALIGNMENT = 64
 # the largest size of a slot; the file is sparse, so only written parts take memory
@@ -318,7 +318,7 @@ def connect(context: DistributedContext, timeout_s: float) -> HostExchange | Non
         _current[1].close()
         _current = None
     fits = context.backend == "gloo" and context.device.type == "cpu" and hasattr(os, "memfd_create")
-    if not fits or not 1 < context.world_size <= MOST_RANKS or context.local_world_size != context.world_size:
+    if not fits or not 1 < context.world_size <= MAX_RANKS or context.local_world_size != context.world_size:
         return None
     exchange, problem = None, ""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-LEAST_SHARE = 256  # samples; a smaller share does not pay for a thread
+MIN_SHARE = 256  # samples; a smaller share does not pay for a thread
 SHARES = 2  # per thread
 # bits of a region's result: no call of the kernel returned False, and no call raised
 ALL_TRUE, NONE_RAISED = 1, 2
@@ -43,7 +43,7 @@ def on_all_threads(
     kernel: Callable[..., object],
     arguments: Sequence[Any],
     count: int,
-    least_share: int = LEAST_SHARE,
+    least_share: int = MIN_SHARE,
     most_shares: int | None = None,
 ) -> bool:
     """Run kernel(*arguments, begin, end) on shares of 0..count on torch's threads, in any order.

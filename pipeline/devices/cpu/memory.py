@@ -13,13 +13,13 @@ from pipeline.runtime.host_memory import host_memory_bytes
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 LARGEST_KEPT_BYTES = 64 << 20
-MOST_KEPT_BYTES = 512 << 20
+MAX_KEPT_BYTES = 512 << 20
 # Larger blocks are tables, buffers of checkpoints, and activations of very large batches. If these
 # are kept too, a step of 65,536 samples is twice as fast, but memory fragments by 1 to 2 GiB
 # (docs/explain/performance.md). So they are kept only if a rank has this much memory.
-ROOMY_BYTES = 8 << 30
+LARGE_MEMORY_BYTES = 8 << 30
 LARGEST_KEPT_IN_ROOM_BYTES = 256 << 20
-MOST_KEPT_IN_ROOM_BYTES = 2 << 30
+MAX_KEPT_BYTES_OF_LARGE_MEMORY = 2 << 30
 
 
 def kept_bytes(memory_bytes: int) -> tuple[int, int]:
@@ -27,9 +27,9 @@ def kept_bytes(memory_bytes: int) -> tuple[int, int]:
 
     memory_bytes: a rank's share of its host's memory.
     """
-    if memory_bytes < ROOMY_BYTES:
-        return LARGEST_KEPT_BYTES, MOST_KEPT_BYTES
-    return LARGEST_KEPT_IN_ROOM_BYTES, min(MOST_KEPT_IN_ROOM_BYTES, memory_bytes // 8)
+    if memory_bytes < LARGE_MEMORY_BYTES:
+        return LARGEST_KEPT_BYTES, MAX_KEPT_BYTES
+    return LARGEST_KEPT_IN_ROOM_BYTES, min(MAX_KEPT_BYTES_OF_LARGE_MEMORY, memory_bytes // 8)
 
 
 def keep_freed_memory(num_ranks: int = 1) -> bool:

@@ -31,7 +31,7 @@ def computes_here(overrides: Sequence[str]) -> bool:
     return bool(asked) or hidden or not GPU_FILE.exists()
 
 
-def wait_briefly() -> None:
+def limit_openmp_spin() -> None:
     """Let OpenMP's threads (libgomp) sleep soon after a parallel region. Call it before torch is
     imported.
 
@@ -55,7 +55,7 @@ def use_huge_pages() -> None:
     os.environ.setdefault(HUGE_PAGES, "1")
 
 
-def use_small_pages(address: int, num_bytes: int) -> None:
+def disable_huge_pages_of(address: int, num_bytes: int) -> None:
     """Use small pages for memory that is allocated once and kept. Call it before the memory is
     written.
 

@@ -23,9 +23,9 @@ from pipeline.devices.cpu.kernel_pool import can_read
 if TYPE_CHECKING:
     from torchrec.modules.crossnet import LowRankCrossNet
 
-LEAST_WIDTH = 8  # columns; memory bandwidth limits narrower products, so oneDNN is not faster
+MIN_WIDTH = 8  # columns; memory bandwidth limits narrower products, so oneDNN is not faster
 # multiplications; below this, the overhead of oneDNN's wrapper exceeds MKL's time
-LEAST_PRODUCTS = 1 << 20
+MIN_PRODUCTS = 1 << 20
 
 
 @cache
@@ -73,8 +73,8 @@ def is_for_onednn(first: torch.Tensor, second: torch.Tensor, inner: int) -> bool
     return (
         first.dtype == second.dtype == torch.float32
         and first.device.type == second.device.type == "cpu"
-        and min(*first.shape, *second.shape) >= LEAST_WIDTH
-        and first.numel() * second.numel() >= LEAST_PRODUCTS * inner
+        and min(*first.shape, *second.shape) >= MIN_WIDTH
+        and first.numel() * second.numel() >= MIN_PRODUCTS * inner
         and onednn_multiplies_faster()
     )
 

@@ -1,4 +1,4 @@
-"""Draw SVG charts of lines and points, small enough for a phone, with a text on every mark."""
+"""Draw SVG charts of lines and points, small enough for a phone, with a text for every mark."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-WIDTH, HEIGHT = 272, 150  # of the plot: with its margins it fits a phone's width
+WIDTH, HEIGHT = 272, 150  # of the plot; with its margins it fits a phone
 LEFT, TOP, BOTTOM, RIGHT = 54, 24, 38, 12
 BAR_NAMES, BAR_STEP, BAR_LETTERS = (
     138,
     20,
     18,
-)  # of a bar chart: where bars begin, how far they are apart, and of a name
-NEAR = 1e-5  # values so much apart, of their size, are drawn as one: numbers on the axis would not tell them apart
-MAX_POINTS = 300  # of a line: more cannot be told apart
+)  # of a bar chart: the start of bars, their distance, and the length of a name
+# values with a smaller relative distance are drawn as one, because the axis could not distinguish
+# them
+NEAR = 1e-5
+MAX_POINTS = 300  # of a line; more points cannot be distinguished
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Line:
-    """`colour` names a CSS colour. marks: a dot at each point, where there are few; joined: a line through the points."""
+    """A line of a chart. colour: the name of a CSS colour. marks: draw a dot at each point. joined:
+    draw a line.
+    """
 
     name: str
     colour: str
@@ -47,14 +51,17 @@ def line_chart(
     bounds: tuple[float, float] | None = None,
     log_x: bool = False,
 ) -> str:
-    """Points that are not finite are left out. log, log_x: on a logarithmic scale; diagonal: a line where y is x."""
+    """Draw a chart of lines. Points that are not finite are left out.
+
+    log, log_x: use a logarithmic scale. diagonal: also draw the line y = x.
+    """
     drawn = [replace(line, points=thinned(_finite(line.points, log))) for line in lines]
     points = [point for line in drawn for point in line.points]
     if not points:
         return ""
     xs, ys = [x for x, _ in points], [y for _, y in points]
     left, right = min(xs), max(xs)
-    is_one = left == right and not diagonal  # place: in the middle
+    is_one = left == right and not diagonal  # draw it in the middle
     if is_one:
         left, right, log_x = left - 1.0, right + 1.0, False
     low, high = bounds or _bounds(min(ys), max(ys), log)
@@ -83,7 +90,10 @@ def line_chart(
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most MAX_POINTS: of neighbours the mean; the last point stays."""
+    """Return at most MAX_POINTS points: each is the mean of neighbouring points.
+
+    The last point stays.
+    """
     if len(points) <= MAX_POINTS:
         return list(points)
     size = len(points) / MAX_POINTS
@@ -99,7 +109,10 @@ def _finite(points: Sequence[Point], positive: bool) -> list[Point]:
 
 
 def _bounds(low: float, high: float, log: bool) -> tuple[float, float]:
-    """Whole ticks around the values; whole powers of ten on a logarithmic scale, 0 where values are near enough to it."""
+    """Return bounds at ticks around the values.
+
+    On a logarithmic scale the bounds are powers of ten. A bound is 0 if the values are close to 0.
+    """
     if log:
         return 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high) + 1e-9)
     if 0 <= low < 0.35 * high:
@@ -111,7 +124,7 @@ def _bounds(low: float, high: float, log: bool) -> tuple[float, float]:
 
 
 def _tick_step(low: float, high: float) -> float:
-    """1, 2 or 5 times a power of ten, so that three to six steps fit."""
+    """Return 1, 2 or 5 times a power of ten, so that three to six steps fit."""
     power = 10.0 ** math.floor(math.log10((high - low) / 4))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= (high - low) / 4 * 0.999)
 
@@ -148,7 +161,7 @@ def _tick_text(tick: float, digits: int) -> str:
 
 
 def _step_axis(steps: Sequence[float], name: str) -> list[str]:
-    """`steps`: at both ends, or the only one."""
+    """Label the axis at both ends, or at the only step."""
     y, middle = TOP + HEIGHT + 16, LEFT + WIDTH / 2
     ends = [
         text(LEFT, y, f"{steps[0]:,.6g}", "start", "faint"),
@@ -183,7 +196,11 @@ def svg(label: str, width: float, height: float, parts: Sequence[str]) -> str:
 
 
 def bar_chart(label: str, bars: Sequence[Bar], colour: str = "validation", form: str = ".4f") -> str:
-    """Horizontal bars from 0, one below the other in the order given; a whisker shows each one's error. `form` is that of the numbers."""
+    """Draw horizontal bars from 0, in the given order, one below the other, with whiskers for
+    errors.
+
+    form: the format of the numbers.
+    """
     if not bars:
         return ""
     high = max(max(bar.value + bar.error for bar in bars), 1e-12)
@@ -215,7 +232,9 @@ def text(x: float, y: float, content: str, anchor: str, kind: str = "", title: s
 
 
 def round_up(value: float) -> float:
-    """The next of 1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8 times a power of ten: quarters of it are short numbers."""
+    """Round up to 1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6 or 8 times a power of ten, because quarters of
+    these are short numbers.
+    """
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))

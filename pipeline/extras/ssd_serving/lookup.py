@@ -34,7 +34,7 @@ from pipeline.serving.scoring.lookup import (
     stored_rows_of,
 )
 
-LEAST_ROWS_A_THREAD = 4
+MIN_ROWS_A_THREAD = 4
 KEPT_ROOM_BYTES = 64 << 20  # room for missed rows that stays after a batch; a larger one is given back
 PAGE_BYTES = 4096
 NUM_PROBES = 128
@@ -165,7 +165,7 @@ class SsdLookup:
 
     def _read(self, reads: list[tuple[int, int, NDArray[np.int64]]]) -> None:
         total = sum(len(rows) for _, _, rows in reads)
-        size = max(LEAST_ROWS_A_THREAD, -(-total // self._num_threads))
+        size = max(MIN_ROWS_A_THREAD, -(-total // self._num_threads))
         pieces = [
             (table, slot + begin, rows[begin : begin + size])
             for table, slot, rows in reads

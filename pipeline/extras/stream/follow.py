@@ -21,7 +21,7 @@ from pipeline.data.dataset import load_dataset
 from pipeline.extras.stream.table_capacity import capacities_of, with_capacity
 from pipeline.retraining.registry import Registry
 from pipeline.runtime.logs import get_logger
-from pipeline.runtime.process.priority import give_way
+from pipeline.runtime.process.priority import lower_priority
 from pipeline.training.run_state import earlier_tables
 from pipeline.training.summary import TrainSummary
 
@@ -58,7 +58,7 @@ def follow(job: RetrainJob) -> FollowSummary:
     from pipeline.extras.publish.hook import artifact_of
     from pipeline.training.preflight import validate_job
 
-    give_way(job.stream.priority)
+    lower_priority(job.stream.priority)
     dataset, trained = load_dataset(job.data.path), follow_job(job)
     earlier, full = earlier_tables(trained), list[str]()
     while True:

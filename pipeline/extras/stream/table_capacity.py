@@ -16,7 +16,7 @@ from pipeline.embeddings.tables import resolve_tables
 from pipeline.extras.stream.new_values import TableCapacity
 from pipeline.planner.head_rows import without_auto
 
-LEAST_ROWS = 64  # that a table gains
+MIN_ROWS = 64  # that a table gains
 
 
 def with_capacity(
@@ -45,7 +45,7 @@ def with_capacity(
 
 
 def _more(rows: int, config: NewValuesConfig) -> int:
-    return max(LEAST_ROWS, math.ceil(config.spare * rows)) if config.spare else 0
+    return max(MIN_ROWS, math.ceil(config.spare * rows)) if config.spare else 0
 
 
 def capacities_of(job: TrainJob, dataset: Dataset, config: NewValuesConfig) -> dict[str, TableCapacity]:

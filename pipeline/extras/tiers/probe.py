@@ -16,7 +16,7 @@ import numpy as np
 from pipeline.extras.tiers.row_store import RowStore, pool_rows
 
 STORE_BYTES = 128 << 20
-ROWS_AT_ONCE, LEAST_AT_ONCE = 2048, 64
+ROWS_AT_ONCE, MIN_AT_ONCE = 2048, 64
 WARM_UP, ROUNDS = 8, 24
 COMPUTE_ROUNDS = 200
 SLOTS = 0.2  # of the rows, whose pool the store has
@@ -39,7 +39,7 @@ class SsdSpeed:
 def measure(folder: str, record: int, rows_at_once: int = ROWS_AT_ONCE) -> SsdSpeed:
     """`record`: float32 numbers a row; rows_at_once: of a step. Takes a second or two, and 160 MiB that are gone after it. Raises TierError."""
     num_rows = STORE_BYTES // (4 * record)
-    at_once = max(min(rows_at_once, num_rows // 8), LEAST_AT_ONCE)
+    at_once = max(min(rows_at_once, num_rows // 8), MIN_AT_ONCE)
     store = RowStore(folder, "probe", num_rows, (record, 0, 0), pool_rows(int(SLOTS * num_rows)))
     for first in range(0, num_rows, 1 << 14):
         rows = np.arange(first, min(first + (1 << 14), num_rows))

@@ -32,7 +32,7 @@ REGION_BYTES = 4 << 20  # of the records of neighbouring rows that share places
 SEGMENT_BYTES = 64 << 10  # of a write, at most
 SPARE_PLACES = 0.25  # of the rows of a region: the more, the fewer bytes are written again
 GAP_BYTES = 4096  # that are read between two records rather than apart
-LEAST_POOL = 16  # records
+MIN_POOL = 16  # records
 READS, READ_BYTES, WRITES, WRITTEN_BYTES, WRITTEN_ROWS = range(5)
 logger = get_logger(__name__)
 Array = np.ndarray[Any, Any]
@@ -51,7 +51,7 @@ class RowStore:
         name: str,
         num_rows: int,
         widths: Sequence[int],
-        pool_rows: int = LEAST_POOL,
+        pool_rows: int = MIN_POOL,
         region_bytes: int = REGION_BYTES,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
@@ -247,7 +247,7 @@ def make_room_together(stores: Sequence[RowStore], least: Sequence[int]) -> None
 
 def pool_rows(num_slots: int) -> int:
     """Records that wait in memory beside so many slots."""
-    return max(LEAST_POOL, num_slots // SLOTS_A_POOLED_ROW)
+    return max(MIN_POOL, num_slots // SLOTS_A_POOLED_ROW)
 
 
 def _layout(num_rows: int, record_bytes: int, region_bytes: int, segment_bytes: int) -> tuple[int, ...]:
@@ -255,7 +255,7 @@ def _layout(num_rows: int, record_bytes: int, region_bytes: int, segment_bytes: 
     rows_a_unit = max(1, BLOCK_BYTES // record_bytes)
     unit_bytes = BLOCK_BYTES if rows_a_unit > 1 else -(-record_bytes // BLOCK_BYTES) * BLOCK_BYTES
     places_a_segment = max(1, segment_bytes // unit_bytes) * rows_a_unit
-    most_segments = record_kernels.MOST_PLACES // places_a_segment
+    most_segments = record_kernels.MAX_PLACES // places_a_segment
     most_rows = int(most_segments * places_a_segment / (1 + SPARE_PLACES))
     rows_a_region = max(1, min(num_rows, region_bytes // record_bytes, most_rows))
     segments = min(most_segments, -(-int(rows_a_region * (1 + SPARE_PLACES)) // places_a_segment))

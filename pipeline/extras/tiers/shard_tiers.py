@@ -111,10 +111,10 @@ class TieredGroup:
     lookup: TieredLookup
     features: list[range]
 
-    def look_ahead(self, features: KeyedJaggedTensor) -> None:
+    def prefetch_rows(self, features: KeyedJaggedTensor) -> None:
         """Begin to bring in the rows of ids that have arrived for the whole lookup."""
         values, offsets = features.values().numpy(), features.offset_per_key()
-        self.lookup.look_ahead([values[offsets[own.start] : offsets[own.stop]] for own in self.features])
+        self.lookup.prefetch_rows([values[offsets[own.start] : offsets[own.stop]] for own in self.features])
 
     def names(self, features: Sequence[str]) -> list[list[str]]:
         return [[features[position] for position in own] for own in self.features]

@@ -35,7 +35,7 @@ from pipeline.runtime.logs import get_logger
 from pipeline.sharding.table_storage import TierStats
 
 Array = np.ndarray[Any, Any]
-MOST_AHEAD = 2
+MAX_AHEAD = 2
 logger = get_logger(__name__)
 
 
@@ -120,10 +120,10 @@ class TieredLookup:
             part[:] = found
         return result, pins
 
-    def look_ahead(self, by_table: Sequence[Array]) -> None:
+    def prefetch_rows(self, by_table: Sequence[Array]) -> None:
         """Begin to bring in the rows of a coming batch, by the ids of each tiered table. The batch before may be in flight."""
         copies = [np.array(ids) for ids in by_table]
-        while len(self._ahead) >= MOST_AHEAD:  # of batches that never came
+        while len(self._ahead) >= MAX_AHEAD:  # of batches that never came
             self._ahead.popleft()
         self._ahead.append((copies, look_ahead_pool().submit(self._bring, copies)))
         self._tidied = look_ahead_pool().submit(self._tidy)

@@ -166,10 +166,10 @@ def join_lookups_to_products(model: nn.Module) -> int:
     joined = 0
     for dlrm in (module for module in model.modules() if isinstance(module, DotDLRM)):
         tables = dlrm.sparse_arch.embedding_bag_collection
-        lookup = getattr(tables, "whole_lookup", None)
+        lookup = getattr(tables, "fused_lookup", None)
         if lookup is None or tables._embedding_names != dlrm.pooled_rows.feature_names or len(set(lookup.dims)) > 1:
             continue
-        lookup.make_room(lookup.dims[0])
-        dlrm.inter_arch.rows_have_room = True
+        lookup.reserve_columns(lookup.dims[0])
+        dlrm.inter_arch.rows_are_padded = True
         joined += 1
     return joined

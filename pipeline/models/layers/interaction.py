@@ -73,7 +73,7 @@ class DotInteraction(nn.Module):
         # without the products with dense
         self.out_features = num_sparse_features * (num_sparse_features - 1) // 2
         # True: memory is reserved for `dense` before each sample's rows
-        self.rows_have_room = False
+        self.rows_are_padded = False
         self.uses_kernel = True
         self._positions: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -81,7 +81,7 @@ class DotInteraction(nn.Module):
         dtype = autocast_dtype(rows) or (rows.dtype if dense is None else dense.dtype)
         by_kernel = self.uses_kernel and multiplies_rows(rows, dtype)
         positions = None if by_kernel else self._positions_on(rows.device, rows.shape[1] + (dense is not None))
-        return _Dots.apply(dense, rows, dtype, self.rows_have_room, positions)  # type: ignore[no-any-return,no-untyped-call]
+        return _Dots.apply(dense, rows, dtype, self.rows_are_padded, positions)  # type: ignore[no-any-return,no-untyped-call]
 
     def _positions_on(self, device: torch.device, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the positions of the pairs in a flat [n, n], and the position of each of the flat
@@ -104,12 +104,12 @@ class _Dots(torch.autograd.Function):
         dense: torch.Tensor | None,
         rows: torch.Tensor,
         dtype: torch.dtype,
-        rows_have_room: bool,
+        rows_are_padded: bool,
         positions: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
         """positions: None if the CPU's kernel multiplies."""
         ctx.dtypes = None if dense is None else dense.dtype, rows.dtype
-        combined = _in_place(dense, rows, dtype) if dense is not None and rows_have_room else None
+        combined = _in_place(dense, rows, dtype) if dense is not None and rows_are_padded else None
         if combined is None:
             combined = _combined(dense, rows, dtype)
         ctx.save_for_backward(combined, *(positions or ())[1:])

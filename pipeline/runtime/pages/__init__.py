@@ -1,1 +1,3 @@
-"""HTML pages that open from disk: one file each, inline SVG and CSS, no script, and nothing loaded from elsewhere."""
+"""Build HTML pages that open from disk: one file each, with inline SVG and CSS, no script and no
+external resources.
+"""

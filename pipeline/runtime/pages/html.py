@@ -1,4 +1,4 @@
-"""Render pages from Jinja2 templates, and the parts of a page; a page loads nothing from elsewhere."""
+"""Render pages from Jinja2 templates, and parts of pages. A page loads no external resources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 @cache
 def _environment() -> Environment:
-    """Templates are named by their path below the package, such as serving/http/docs.html."""
+    """Return the environment.
+
+    A template's name is its path below the package, such as serving/http/docs.html.
+    """
     return Environment(
         loader=FileSystemLoader(Path(__file__).parents[2]),
         autoescape=True,
@@ -46,22 +49,22 @@ def figure(caption: str, content: str) -> str:
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """(CSS colour, text)."""
+    """Render a legend from pairs of CSS colour and text."""
     return _part("legend", list(entries))
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[int] = (), label: str = "") -> str:
-    """`numbers`: columns that are aligned to the right."""
+    """Render a table. numbers: the columns to align to the right."""
     return _part("table", headings, rows, list(numbers), label)
 
 
 def folded(summary: str, content: str) -> str:
-    """Closed until it is clicked."""
+    """Render content that is hidden until the reader clicks on the summary."""
     return _part("folded", summary, content)
 
 
 def scrolled(text: str, label: str) -> str:
-    """Text as it stands, which scrolls if it is wider than the screen."""
+    """Render preformatted text, which scrolls if it is wider than the screen."""
     return _part("scrolled", text, label)
 
 

@@ -1,1 +1,1 @@
-"""Ranks, their agent, watchdog, signals and threads."""
+"""Run ranks: the launcher's agent, the watchdog, signals and processes."""

@@ -1,13 +1,15 @@
-"""Start the ranks of a verb, and start them again when one fails.
+"""Start the ranks of a verb, and restart them if one fails:
 
-python -m pipeline agent --nproc-per-node 2 -m pipeline train experiment=quickstart
+    python -m pipeline agent --nproc-per-node 2 -m pipeline train experiment=quickstart
 
-torchrun, whose flags are taken as they are, with an exit code that a scheduler can act on: ranks that end with a
-final code (pipeline.runtime.process.exit_codes) are not started again; SIGTERM and SIGINT reach the ranks, which have the grace to
-save; and what torchrun would print as a traceback of its own is a line.
+This is torchrun with the same flags and with exit codes that a scheduler can use. Ranks that end
+with a final code (pipeline.runtime.process.exit_codes) are not restarted. SIGTERM and SIGINT reach
+the ranks, which have a grace period to save. Errors that torchrun would print as a traceback are
+one line.
 
-With `--nnodes MIN:MAX --rdzv-backend folder` nodes come and go: where one is lost, or asked to stop, those that are left go on from
-the newest checkpoint; for one that comes the ranks save at the next step, and all go on from there.
+With `--nnodes MIN:MAX --rdzv-backend folder` nodes may leave and join. If a node is lost or asked
+to stop, the remaining nodes continue from the newest checkpoint. If a node joins, the ranks save at
+the next step, and all nodes continue from there.
 """
 
 from __future__ import annotations
@@ -35,27 +37,31 @@ from pipeline.runtime.process.processes import ELASTIC_JOB, ELASTIC_ROUND
 from pipeline.runtime.process.rank_logs import RankLogs
 
 GRACE = "--grace-s"
-AFTER_FAILURE_S = 5  # a rank that still runs then has lost a peer: it can save nothing
-ENDS_ALL = {DONE, *FINAL} - {REQUEUE}  # on the other nodes too, where nodes come and go
-KILL_BEFORE_S = 3  # of the grace, for ranks that no signal reaches: stopped ones
+AFTER_FAILURE_S = 5  # a rank that still runs after this has lost a peer and cannot save
+ENDS_ALL = {DONE, *FINAL} - {REQUEUE}  # these end the other nodes too, if nodes may leave and join
+KILL_BEFORE_S = 3  # part of the grace period, for stopped ranks, which no signal reaches
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 logger = get_logger("pipeline.agent")
 
 
 class Agent(LocalElasticAgent):
-    """torchelastic's, which makes the object itself: what it must know and tell stands in the class."""
+    """Extend torchelastic's agent. torchelastic makes the object, so its inputs and results are
+    attributes of the class.
+    """
 
     grace_s = 30.0
     signalled: signal.Signals | None = None
-    # Exit codes of this host's ranks: of those that had ended before the others had to end, and of all in the end.
+    # Exit codes of this host's ranks: of ranks that ended before the other ranks had to end, and of
+    # all ranks.
     first_codes: tuple[int, ...] = ()
     last_codes: tuple[int, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._processes: Any = None  # torchelastic's SubprocessContext of the running ranks
-        self._ended_first: dict[int, int] = {}  # local rank -> exit code, before the others had to end
-        self._makes_room = False  # the ranks are ended for a node that has come
+        # local rank -> exit code, before the other ranks had to end
+        self._ended_first: dict[int, int] = {}
+        self._admits_node = False  # the ranks end because a node has joined
 
     def _rendezvous(self, worker_group: Any) -> None:
         before: int | None = worker_group.group_world_size
@@ -67,22 +73,23 @@ class Agent(LocalElasticAgent):
         if before is not None and now < before:  # the ranks failed because a node was lost
             self._remaining_restarts = min(self._remaining_restarts + 1, worker_group.spec.max_restarts)
         if now != before:
-            logger.warning("%d node(s) have met, of %s", now, "none" if before is None else f"{before} before")
+            logger.warning("%d node(s) have joined; before: %s", now, "none" if before is None else before)
 
     def _restart_workers(self, worker_group: Any) -> None:
-        self._makes_room = worker_group.state == WorkerState.HEALTHY
-        if self._makes_room:
-            logger.warning("a node has come: the ranks save, and start again with it")
+        self._admits_node = worker_group.state == WorkerState.HEALTHY
+        if self._admits_node:
+            logger.warning("a node has joined: the ranks save and restart with it")
         super()._restart_workers(worker_group)
-        self._makes_room = False
+        self._admits_node = False
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
         self._ended_first, self._processes = {}, self._pcontext
         self._close = self._processes.close
-        # torchelastic waits 30 s for ranks that cannot end, whatever the reason.
+        # torchelastic waits 30 s for ranks that cannot end.
         self._processes.close = self._close_in_time
-        listen()  # start_processes has put torchelastic's handlers there, which a second signal would break
+        # start_processes has installed torchelastic's handlers, which a second signal would break
+        listen()
         return pids
 
     def _lost_a_node(self, worker_group: Any) -> bool:
@@ -95,7 +102,7 @@ class Agent(LocalElasticAgent):
 
     def _close_in_time(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
         self._ended_first = self._ended_first or self._exit_codes()
-        may_save = self.signalled or self._makes_room or REQUEUE in self._ended_first.values()
+        may_save = self.signalled or self._admits_node or REQUEUE in self._ended_first.values()
         self._close(death_sig, max(1, int(self.grace_s) - KILL_BEFORE_S) if may_save else AFTER_FAILURE_S)
         Agent.first_codes, Agent.last_codes = tuple(self._ended_first.values()), tuple(self._exit_codes().values())
 
@@ -105,9 +112,10 @@ class Agent(LocalElasticAgent):
             return result
         codes = FINAL & set(self._ended_first.values())
         if codes == {REQUEUE} and file_rendezvous.FileRendezvous.newest is not None:
-            # A rank of another node was asked to stop, or to make room: all have saved, and none has failed.
+            # A rank of another node was asked to stop, or to let a node join. All ranks have saved,
+            # and none has failed.
             self._remaining_restarts += 1
-            logger.warning("the ranks have saved; the nodes that are left start them again")
+            logger.warning("the ranks have saved; the remaining nodes restart them")
             return result
         if codes:
             self._remaining_restarts = 0
@@ -118,15 +126,15 @@ class Agent(LocalElasticAgent):
                 logger.warning("%s", describe_failure(worker.global_rank, failure))
         if not codes and self._remaining_restarts == 0 and self._lost_a_node(worker_group):
             self._remaining_restarts = 1
-            logger.warning("a node was lost: those that are left start all ranks again")
+            logger.warning("a node was lost: the remaining nodes restart all ranks")
         elif self._remaining_restarts > 0:
             most = worker_group.spec.max_restarts
-            logger.warning("starting all ranks again, %d of %d times", most - self._remaining_restarts + 1, most)
+            logger.warning("restarting all ranks, %d of %d times", most - self._remaining_restarts + 1, most)
         return result
 
 
 def describe_failure(rank: int, failure: ProcessFailure) -> str:
-    """What ended a rank: a signal, or the message that it left in its error file."""
+    """Describe what ended a rank: a signal, or the message in its error file."""
     if failure.exitcode < 0:
         return f"rank {rank} (pid {failure.pid}) was ended by {failure.signal_name()}"
     return f"rank {rank} (pid {failure.pid}) ended with code {failure.exitcode}: {_message_of(failure)[:1000]}"
@@ -140,7 +148,10 @@ def _message_of(failure: ProcessFailure) -> str:
 
 
 def listen() -> None:
-    """The first signal of a scheduler, or of the keyboard, ends the run; further ones change nothing."""
+    """Let the first signal of a scheduler or of the keyboard end the run.
+
+    Further signals change nothing.
+    """
 
     def hear(signum: int, frame: FrameType | None) -> None:
         if Agent.signalled is None:
@@ -152,8 +163,12 @@ def listen() -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """torchrun's reading of its flags. With --node-rank, which c10d alone would ignore, node 0 hosts the meeting point:
-    else torchelastic goes by names, and a pod may start before DNS knows its own."""
+    """Parse the flags as torchrun does.
+
+    With --node-rank, which c10d would ignore, node 0 hosts the rendezvous.
+
+    Otherwise torchelastic compares host names, and a pod may start before DNS knows its name.
+    """
     args = torchrun.parse_args(argv)
     if args.rdzv_backend == "c10d" and any(word.replace("_", "-").startswith("--node-rank") for word in argv):
         is_host = "true" if args.node_rank == 0 else "false"
@@ -162,7 +177,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def run(argv: list[str]) -> int:
-    """The exit code of the launch; see pipeline.runtime.process.exit_codes."""
+    """Run the launch and return its exit code (see pipeline.runtime.process.exit_codes)."""
     launcher.LocalElasticAgent = Agent  # type: ignore[misc]  # launch_agent makes its agent by this name
     torchrun.DefaultLogsSpecs = RankLogs  # type: ignore[misc]  # likewise
     file_rendezvous.register()
@@ -187,25 +202,30 @@ def _run(args: argparse.Namespace) -> int:
     except SignalException:
         return _code_after_signal()
     except RendezvousError as error:
-        logger.error("the hosts did not meet: %s: %s", type(error).__name__, error)
+        logger.error("the hosts could not connect: %s: %s", type(error).__name__, error)
         return FAILED
     return DONE
 
 
 def _code_of(error: ChildFailedError) -> int:
-    # A rank that had to end because another had died may well have ended with REQUEUE: it does not count.
+    # A rank that had to end because another rank died may end with REQUEUE, which then does not
+    # count.
     codes = Agent.first_codes
     _, first = error.get_first_failure()
     final = next((code for code in (USER_ERROR, REQUEUE, INTERRUPTED) if code in codes), None)
     if final == USER_ERROR:
         messages = [_message_of(each) for each in error.failures.values() if each.exitcode == final]
-        if messages and (0 not in error.failures or error.failures[0].exitcode != final):  # rank 0 has said nothing
+        # rank 0 reported nothing
+        if messages and (0 not in error.failures or error.failures[0].exitcode != final):
             logger.error("%s", messages[0])
     return final or (first.exitcode if first.exitcode > 0 else FAILED)
 
 
 def _code_after_signal() -> int:
-    """Ranks that had to be killed have an earlier step to go on from: that is a requeue too."""
+    """Return the exit code after a signal.
+
+    Killed ranks have an earlier step to resume from, so that is REQUEUE too.
+    """
     if Agent.last_codes and set(Agent.last_codes) == {DONE}:
         return DONE
     if USER_ERROR in Agent.last_codes:
@@ -214,7 +234,7 @@ def _code_after_signal() -> int:
 
 
 def _take_grace(argv: list[str]) -> list[str]:
-    """Our own flag out of torchrun's; it stands first."""
+    """Take this package's flag out of torchrun's flags. It must be the first flag."""
     if argv[:1] == [GRACE]:
         Agent.grace_s = float(argv[1])
         return argv[2:]
@@ -223,7 +243,8 @@ def _take_grace(argv: list[str]) -> list[str]:
 
 def main() -> None:
     configure_logging()
-    if os.environ.get("LOGLEVEL", "WARNING") == "WARNING":  # else somebody wants to read torchelastic's own
+    # otherwise a user wants to read torchelastic's messages
+    if os.environ.get("LOGLEVEL", "WARNING") == "WARNING":
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,16 +1,17 @@
-"""Measure the seconds that a rank's training thread spends waiting for collectives: the log's `comms %`.
+"""Measure the seconds that a rank's training thread waits for collectives: the log's `comms %`.
 
-Nothing of torch's is replaced. The clock runs at the points where a step can block on other ranks:
+No function of torch is replaced. The clock runs at the points where a step can block on other
+ranks:
 
-- the exchange of splits and ids: in ClockedSparseDist where a train pipeline runs, in ShardedTables.forward elsewhere;
+- the exchange of splits and ids: in TimedTrainPipeline if a train pipeline runs, otherwise in ShardedTables.forward;
 - pooled embeddings: each output awaitable in forward, and in backward the autograd node that waits for their gradients;
-- gradients under DistributedDataParallel: from the moment when backward has nothing left to compute to its end;
-- ranks of one host that exchange through memory: the wait for another rank's note (host_exchange);
-- the few collectives that our own modules call in a step, such as the loss's flags.
+- gradients under DistributedDataParallel: from the last computation of backward to its end;
+- ranks of one host that exchange through memory: the wait for another rank's message (host_exchange);
+- the few collectives that this codebase calls in a step, such as for the flags of the loss.
 
-Waiting for a slower rank counts: it is spent in a collective. So do the copies that TorchRec and DDP make between the wait
-and the end of the call, of what gloo has brought. Saves, evaluations and threads other than the training thread do not
-count. On nccl no rank blocks: the device's streams wait, which a clock on the host cannot see.
+Waiting for a slower rank counts, and so do the copies that TorchRec and DDP make of received data
+before the call returns. Saves, evaluations and other threads do not count. With nccl no rank
+blocks: the device's streams wait, which a clock on the host cannot measure.
 """
 
 from __future__ import annotations
@@ -29,20 +30,26 @@ if TYPE_CHECKING:
 
 MEASURED_BACKENDS = ("gloo",)
 REQUEST_NODES = "_ReqBackward"  # torchrec.distributed.comm_ops: All2All_Pooled_Req, ReduceScatter_Req, ...
-MAX_NODES = 64  # between an awaitable's result and its request there are two to five
+MAX_NODES = 64  # there are two to five between an awaitable's result and its request
 
 
 class CommsWait:
-    """`seconds` that this rank has waited for collectives, on the thread that made this object, while clocked."""
+    """Count the `seconds` that this rank waits for collectives, on the thread that made this
+    object, while clocked.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.thread = threading.get_ident()  # checkpoints and evaluations may have threads, and groups, of their own
+        # checkpoints and evaluations may use other threads and groups
+        self.thread = threading.get_ident()
         self._is_running, self._since = False, 0.0
 
     @contextmanager
     def clocked(self, loss: nn.Module) -> Iterator[None]:
-        """Run the clock while this rank waits, DDP's wait in the backward of what `loss` returns first included."""
+        """Run the clock while this rank waits.
+
+        `loss` returns the loss first; DDP's wait in its backward counts too.
+        """
         global _clock
         hook = loss.register_forward_hook(self._clock_backward)
         before, _clock = _clock, self
@@ -53,7 +60,7 @@ class CommsWait:
             hook.remove()
 
     def switch(self, on: bool) -> bool:
-        """Start or stop; whether the clock was running before."""
+        """Start or stop the clock. Return whether it was running before."""
         now = time.perf_counter()
         if self._is_running:
             self.seconds += now - self._since
@@ -61,15 +68,16 @@ class CommsWait:
         return was_running
 
     def _clock_backward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        # Autograd runs what was queued for the end of backward in the order in which it was queued, so the clock is started
-        # by what the loss's gradient queues, before DDP does, and stopped by what that queues in turn.
+        # Autograd runs the callbacks for the end of backward in the order in which they were
+        # queued. So the gradient of the loss queues a callback before DDP's that starts the clock.
+        # This callback queues another one that stops it.
         loss = outputs[0]
         if loss.requires_grad:
             loss.register_hook(lambda gradient: _at_the_end_of_backward(self._begin))
 
     def _begin(self) -> None:
         self.switch(True)
-        _at_the_end_of_backward(lambda: self.switch(False))  # behind DDP's
+        _at_the_end_of_backward(lambda: self.switch(False))  # after DDP's callback
 
 
 _clock: CommsWait | None = None
@@ -80,12 +88,12 @@ def _current() -> CommsWait | None:
 
 
 def waiting() -> AbstractContextManager[None]:
-    """What is done in this context is waiting for other ranks, but for what an inner `working()` takes out."""
+    """Count the time in this context as waiting for other ranks, except in an inner `working()`."""
     return _switched(True)
 
 
 def working() -> AbstractContextManager[None]:
-    """What is done in this context is the rank's own work, whoever waits for its result."""
+    """Do not count the time in this context: the rank works."""
     return _switched(False)
 
 
@@ -106,7 +114,9 @@ class _Switched(AbstractContextManager[None]):
 
 
 def clock_awaitable(awaitable: Awaitable[Any]) -> None:
-    """Let a pooled embeddings' awaitable count its wait, and in backward the wait for their gradients."""
+    """Let an awaitable of pooled embeddings count its wait, and in backward the wait for their
+    gradients.
+    """
     if _current() is None:
         return
     wait_impl: Callable[[], Any] = awaitable._wait_impl
@@ -122,7 +132,9 @@ def clock_awaitable(awaitable: Awaitable[Any]) -> None:
 
 
 def _clock_requests(last: torch.autograd.graph.Node) -> None:
-    """Clock the backward of TorchRec's requests that lie behind `last`: it begins by waiting for the gradients."""
+    """Measure the backward of TorchRec's requests below `last`, which begins by waiting for the
+    gradients.
+    """
     nodes, seen = [last], {last}
     while nodes and len(seen) < MAX_NODES:
         node = nodes.pop()

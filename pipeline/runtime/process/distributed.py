@@ -1,4 +1,4 @@
-"""Say which rank this is, and what ranks agree on."""
+"""Describe this rank, and let ranks agree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DistributedContext:
 
 
 def true_on_any_rank(flag: bool, context: DistributedContext) -> bool:
-    """Collective."""
+    """Collective: return whether the flag is true on any rank."""
     if context.world_size == 1:
         return flag
     value = torch.tensor(int(flag), device=context.device)
@@ -32,6 +32,8 @@ def true_on_any_rank(flag: bool, context: DistributedContext) -> bool:
 
 
 def own_store(name: str) -> dist.Store:
-    """The process group's store below `name`, over a connection of its own: a thread that waits there holds up nobody else."""
+    """Return the process group's store with the prefix `name`, over a separate connection, so that
+    waiting blocks only its user.
+    """
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
     return store.clone()  # type: ignore[attr-defined, no-any-return]

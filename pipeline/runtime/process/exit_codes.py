@@ -1,16 +1,18 @@
-"""Exit codes of a verb, as schedulers and the launcher's agent read them (stdlib only).
+"""Define the exit codes of a verb, which schedulers and the launcher's agent read (stdlib only).
 
-docs/do/reliability.md has the table for people.
+docs/do/reliability.md explains them.
 """
 
 from __future__ import annotations
 
 DONE = 0
-FAILED = 1  # a bug, a dead peer, a broken host: starting again may help
-USER_ERROR = 2  # config, data, disk: starting again ends the same way
-REJECTED_WINDOW = 3  # retrain with strict=true: the tick did its work, and rejected a window
-REQUEUE = 75  # EX_TEMPFAIL: asked to stop; the same command resumes from the last saved step
-HANG = 76  # the watchdog gave up on this rank or on another
-INTERRUPTED = 130  # Ctrl-C; as shells say it, 128 + SIGINT
+FAILED = 1  # a bug, a dead peer, a broken host: a restart may help
+USER_ERROR = 2  # config, data, disk: a restart ends the same way
+REJECTED_WINDOW = 3  # retrain with strict=true: the poll finished and rejected a window
+# EX_TEMPFAIL: asked to stop; run the same command again to resume from the last saved step
+REQUEUE = 75
+HANG = 76  # the watchdog found this rank or another rank hanging
+INTERRUPTED = 130  # Ctrl-C; shells use 128 + SIGINT
 
-FINAL = frozenset({USER_ERROR, REJECTED_WINDOW, REQUEUE, INTERRUPTED})  # after these the agent starts no rank again
+# after these codes the agent does not restart ranks
+FINAL = frozenset({USER_ERROR, REJECTED_WINDOW, REQUEUE, INTERRUPTED})

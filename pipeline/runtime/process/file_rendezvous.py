@@ -1,11 +1,13 @@
-"""Let agents meet in a folder that all nodes share, so that no node hosts the meeting and any of them may be lost.
+"""Let agents connect through a folder that all nodes share, so that no node is special and any node
+may be lost.
 
-    <folder>/<run id>/state.00000012    torchelastic's state of the meeting; the highest number holds
+    <folder>/<run id>/state.00000012    torchelastic's state of the rendezvous; the highest number is valid
     <folder>/<run id>/store             torch's FileStore: the ranks and addresses of each round
-    <folder>/<run id>/ended             the exit code with which the job ended for good
+    <folder>/<run id>/ended             the exit code with which the job ended
 
-A state is made by os.link, which is atomic on local disks and on NFS: of two nodes that follow the same state one succeeds.
-torchrun knows it as `--rdzv-backend folder`. The nodes' clocks must agree to a few seconds.
+os.link makes a state, which is atomic on local disks and on NFS: if two nodes replace the same
+state, one succeeds. torchrun knows this module as `--rdzv-backend folder`. The clocks of the nodes
+must agree to a few seconds.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 BACKEND = "folder"
-KEPT_STATES = 20  # a node that reads an older one while it is removed reads again
-JOIN_S, LAST_CALL_S = 3600, 20  # for the least number of nodes; for further ones once these are there
+KEPT_STATES = 20  # a node reads again if the state that it reads is removed
+JOIN_S, LAST_CALL_S = 3600, 20  # to wait for the minimum number of nodes; then for more nodes
 HEARTBEAT_S, LOST_AFTER = 5, 4  # heartbeats missed
 _STATE_CLASSES = {
     ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_RendezvousState"),
@@ -50,16 +52,18 @@ _STATE_CLASSES = {
 
 
 class _StateReader(pickle.Unpickler):
-    """Lets through what torchelastic's state is made of, and nothing that could run."""
+    """Allow the types of torchelastic's state, and nothing that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _STATE_CLASSES:
-            raise RendezvousStateError(f"the meeting's state names {module}.{name}: it is none of torchelastic's")
+            raise RendezvousStateError(
+                f"the rendezvous state names {module}.{name}, which is not part of torchelastic's state"
+            )
         return super().find_class(module, name)
 
 
 class FolderBackend(RendezvousBackend):
-    """Keeps one state that all nodes replace in turn."""
+    """Store one state that all nodes replace in turn."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -88,7 +92,7 @@ class FolderBackend(RendezvousBackend):
         return state, number, True
 
     def _make(self, number: int, state: bytes) -> bool:
-        """Whether the state of this number is ours, and the newest."""
+        """Return whether this process made the state of this number, and it is the newest."""
         staged = os.path.join(self.folder, f".{uuid.uuid4().hex}.tmp")
         with open(staged, "wb") as file:
             file.write(state)
@@ -98,7 +102,8 @@ class FolderBackend(RendezvousBackend):
             return False
         finally:
             os.remove(staged)
-        return self._numbers()[-1:] == [number]  # else this process slept, and its number was removed long ago
+        # otherwise this process slept, and its number was removed long ago
+        return self._numbers()[-1:] == [number]
 
     def _path(self, number: int) -> str:
         return os.path.join(self.folder, f"state.{number:08d}")
@@ -109,16 +114,17 @@ class FolderBackend(RendezvousBackend):
 
 
 class FileRendezvous(DynamicRendezvousHandler):
-    """torchelastic's handler, whose nodes come and go until end() says that nobody shall come any more."""
+    """Extend torchelastic's handler: nodes leave and join until end() is called."""
 
-    newest: FileRendezvous | None = None  # of this process: the launcher makes it and does not hand it out
+    # of this process, because the launcher makes it and does not return it
+    newest: FileRendezvous | None = None
     folder: str
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Each round has a store of its own on its first node.
+        """Join the next round, which has a separate store on its first node.
 
-        torch (2.13 and 2.14) keeps the address of an earlier round on every node that is not first now. If the first
-        node changes, nodes would use different addresses.
+        torch (2.13 and 2.14) keeps the address of an earlier round on every node that is not first
+        now. If the first node changes, nodes would use different addresses.
         """
         self._bootstrap_store_info, self._shared_tcp_store_server = None, None
         try:
@@ -131,7 +137,10 @@ class FileRendezvous(DynamicRendezvousHandler):
         return int(self._state_holder.state.round)
 
     def lost_one_of(self, num_nodes: int) -> bool:
-        """Whether fewer nodes are left than the `num_nodes` of this round; waits as long as a lost one may go unnoticed."""
+        """Return whether fewer nodes are left than the `num_nodes` of this round.
+
+        Waits until a lost node is noticed.
+        """
         until = time.monotonic() + HEARTBEAT_S * (LOST_AFTER + 1)
         while True:
             with self._heartbeat_lock:
@@ -143,17 +152,17 @@ class FileRendezvous(DynamicRendezvousHandler):
             time.sleep(1.0)
 
     def shutdown(self) -> bool:
-        """The launcher's at its end, whatever the reason: others may still go on."""
+        """The launcher calls this when it exits for any reason. Other nodes may continue."""
         self._stop_heartbeats()
         return True
 
     def leave(self) -> None:
-        """The other nodes need not wait until this one counts as lost."""
-        with contextlib.suppress(Exception):  # then they do
+        """Leave, so that the other nodes need not wait until this node counts as lost."""
+        with contextlib.suppress(Exception):  # otherwise they wait
             self._op_executor.run(_RendezvousExitOp(), self._get_deadline(self._settings.timeout.close))
 
     def end(self, code: int) -> None:
-        """Nobody meets here any more: who comes ends with this code."""
+        """End the rendezvous: nodes that join later end with this code."""
         staged = os.path.join(self.folder, f".{uuid.uuid4().hex}.tmp")
         with open(staged, "w") as file:
             file.write(str(code))
@@ -166,12 +175,12 @@ class RendezvousEndedError(Exception):
     """The other nodes have ended the job, with this code."""
 
     def __init__(self, code: int) -> None:
-        super().__init__(f"the job's other nodes have ended it with code {code}")
+        super().__init__(f"other nodes of the job have ended it with code {code}")
         self.code = code
 
 
 def ended_code(folder: str) -> int | None:
-    """None as long as nodes may come."""
+    """Return the exit code of the job, or None while nodes may join."""
     try:
         with open(_ended_path(folder)) as file:
             return int(file.read())
@@ -184,7 +193,7 @@ def _ended_path(folder: str) -> str:
 
 
 def _make_handler(parameters: RendezvousParameters) -> DynamicRendezvousHandler:
-    """Raises RendezvousEndedError where it is over."""
+    """Raises RendezvousEndedError if the job has ended."""
     folder = os.path.join(parameters.endpoint, parameters.run_id)
     if (code := ended_code(folder)) is not None:
         raise RendezvousEndedError(code)
@@ -203,5 +212,5 @@ def _make_handler(parameters: RendezvousParameters) -> DynamicRendezvousHandler:
 
 
 def register() -> None:
-    """Make `--rdzv-backend folder` known to torchrun; a second call changes nothing."""
+    """Register `--rdzv-backend folder` with torchrun. A second call changes nothing."""
     rendezvous_handler_registry.register(BACKEND, _make_handler)

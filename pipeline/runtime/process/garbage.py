@@ -1,4 +1,4 @@
-"""Keep Python's garbage collector from walking what will not become garbage."""
+"""Keep Python's garbage collector from scanning objects that stay alive."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def none_while_importing() -> Iterator[None]:
-    """Imports make hundreds of thousands of objects that stay: neither these nor later collections look at them.
+    """Exclude the objects that imports make from garbage collection, because hundreds of thousands
+    of them stay alive.
 
-    Where all was imported before, nothing is set aside: what is garbage then could never be freed.
+    If everything was imported before, nothing is excluded, because garbage that existed then could
+    never be freed.
     """
     was_on, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()
@@ -28,6 +30,8 @@ def none_while_importing() -> Iterator[None]:
 
 
 def _free_at_exit() -> None:
-    """nanobind, which DuckDB is bound by, prints every object of its own that the last collection cannot reach."""
+    """Let the last collection see all objects, because nanobind, which DuckDB uses, prints every
+    object that it cannot reach.
+    """
     if "duckdb" in sys.modules:
         gc.unfreeze()

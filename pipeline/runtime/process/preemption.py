@@ -1,8 +1,9 @@
-"""Handle SIGTERM, with which Slurm and Kubernetes announce the end, as a request that the run obeys where it can save.
+"""Handle SIGTERM, with which Slurm and Kubernetes announce the end, as a request to save and stop.
 
-Where nothing can be lost yet (start-up) the process ends at once, with the code for `run it again`. Inside
-`deferred()` the handler only notes the wish: all ranks agree on it at a step edge. A second SIGTERM changes nothing.
-Ctrl-C is such a request too while a training is stepping; a second one ends the process at once.
+During start-up nothing can be lost, so the process ends at once with the code for "run it again".
+Inside `deferred()` the handler only stores the request, and all ranks agree on it between two
+steps. A second SIGTERM changes nothing. While a training runs, Ctrl-C is such a request too; a
+second Ctrl-C ends the process at once.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ from pipeline.runtime.process.exit_codes import REQUEUE
 
 _wanted = False
 _interrupted = False
-_arrived_at: float | None = None  # time.monotonic(); before `_wanted` where the main thread is busy outside Python
+# time.monotonic(); earlier than `_wanted` if the main thread is busy outside Python
+_arrived_at: float | None = None
 _num_deferring = 0
 _on_request: list[Callable[[], None]] = []
 
 
 class Preempted(SystemExit):
-    """Ends the process with the requeue code; raised where no step has to be saved first."""
+    """End the process with the requeue code. Raised if no step has to be saved first."""
 
     def __init__(self) -> None:
         super().__init__(REQUEUE)
 
 
 def listen() -> None:
-    """Take SIGTERM over. Raises ConfigError outside the main thread, as signal.signal does."""
+    """Handle SIGTERM. Raises ConfigError outside the main thread, because signal.signal does."""
     signal.signal(signal.SIGTERM, _handle)
 
 
@@ -41,23 +43,23 @@ def wanted() -> bool:
 
 
 def interrupted() -> bool:
-    """Whether Ctrl-C was the request, inside deferred(interrupts=True)."""
+    """Return whether Ctrl-C was the request, inside deferred(interrupts=True)."""
     return _interrupted
 
 
 def seconds_since_arrival() -> float:
-    """0.0 as long as no SIGTERM has arrived."""
+    """Return the seconds since the first SIGTERM; 0.0 if none has arrived."""
     return 0.0 if _arrived_at is None else time.monotonic() - _arrived_at
 
 
 def note_arrival() -> None:
-    """The grace runs from here; any thread may say so."""
+    """Start the grace period. Any thread may call this."""
     global _arrived_at
     _arrived_at = time.monotonic() if _arrived_at is None else _arrived_at
 
 
 def request() -> None:
-    """Ask as a signal does; a second time changes nothing."""
+    """Request a stop as a signal does. A second call changes nothing."""
     global _wanted
     note_arrival()
     if not _wanted:
@@ -67,13 +69,15 @@ def request() -> None:
 
 
 def withdraw() -> None:
-    """Forget the wish: for a process that outlives its run."""
+    """Remove the request, for a process that outlives its run."""
     global _wanted, _arrived_at, _interrupted
     _wanted, _arrived_at, _interrupted = False, None, False
 
 
 def when_requested(call: Callable[[], None]) -> None:
-    """`call` runs inside the signal handler, on the main thread: it must be short and take no lock."""
+    """Run `call` inside the signal handler, on the main thread. It must be short and take
+    no lock.
+    """
     _on_request.append(call)
 
 
@@ -85,20 +89,23 @@ def _handle(signum: int, frame: FrameType | None) -> None:
 
 
 def _handle_interrupt(signum: int, frame: FrameType | None) -> None:
-    """No grace runs: nobody kills the process soon."""
+    """Handle Ctrl-C. There is no grace period, because nothing kills the process soon."""
     global _wanted, _interrupted
     if _interrupted:
         raise KeyboardInterrupt
     _wanted = _interrupted = True
-    os.write(2, b"\ninterrupted: the next step is saved, then the run ends; Ctrl-C again ends it at once\n")
+    os.write(2, b"\ninterrupted: the run saves the next step and ends; press Ctrl-C again to end it at once\n")
 
 
 @contextmanager
 def deferred(interrupts: bool = False) -> Iterator[None]:
-    """While it lasts SIGTERM is only noted, and with `interrupts` the first Ctrl-C. A process that does not listen() forgets
-    both afterwards."""
+    """Only store a SIGTERM, and with `interrupts` the first Ctrl-C.
+
+    A process that does not listen() drops both requests afterwards.
+    """
     global _num_deferring
-    on_main = threading.current_thread() is threading.main_thread()  # only there can handlers be set
+    # only the main thread can set handlers
+    on_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, _handle) if on_main else None
     takes_interrupts = on_main and interrupts and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if takes_interrupts:

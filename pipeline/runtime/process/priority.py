@@ -1,4 +1,4 @@
-"""Let a process give way to others on its machine (Linux, stdlib only)."""
+"""Lower the priority of a process (Linux, stdlib only)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ PRIORITIES = ("normal", "low", "idle")
 LOW = 5  # added to the nice value
 
 
-def give_way(priority: str) -> None:
-    """normal: nothing changes. low: as `nice -n 5` does. idle: it runs where no other process wants the core, and leaves it at once when
-    one does. Threads and processes that are begun later inherit it; it is not undone.
+def lower_priority(priority: str) -> None:
+    """Lower the priority of this process and of threads and processes that it starts later.
+
+    It cannot be undone.
+
+    normal: no change. low: as `nice -n 5`. idle: run only on cores that no other process wants.
     """
     for thread in map(int, os.listdir("/proc/self/task")) if priority != "normal" else ():
         try:

@@ -1,9 +1,11 @@
-"""Write each rank's output to files whose names say host, job and attempt.
+"""Write each rank's output to files whose names contain host, job and attempt.
 
-<log_dir>/<job>_<host>_<random>/attempt_<n>/<local rank>/stdout.log, stderr.log    as torchelastic writes them
-<log_dir>/rank_<rank>.stdout.log, rank_<rank>.stderr.log                           links to the newest of each
+<log_dir>/<job>_<host>_<random>/attempt_<n>/<local rank>/stdout.log, stderr.log    as torchelastic
+writes them <log_dir>/rank_<rank>.stdout.log, rank_<rank>.stderr.log                           links
+to the newest files
 
-A start removes the folders of starts that are older than KEPT_DAYS and not among the newest KEPT_STARTS.
+A start removes the folders of starts that are older than KEPT_DAYS and not among the newest
+KEPT_STARTS.
 """
 
 from __future__ import annotations
@@ -23,12 +25,15 @@ RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 
 
 def old_starts(log_dir: str, kept: int = KEPT_STARTS, days: float = KEPT_DAYS) -> list[str]:
-    """Paths of the starts' folders that nobody has written to for so many days, less the newest `kept` of all."""
+    """Return folders of starts that were not written for this many days, except for the newest
+    `kept` starts.
+    """
     before = time.time() - days * DAY_S
     found = []
     with contextlib.suppress(OSError), os.scandir(log_dir) as entries:
         for entry in entries:
-            with contextlib.suppress(OSError):  # another host's start removes them too
+            # a start on another host may remove them at the same time
+            with contextlib.suppress(OSError):
                 if entry.is_dir(follow_symlinks=False):
                     found.append((_last_written(entry.path), entry.path))
     newest_first = sorted(found, reverse=True)
@@ -36,13 +41,16 @@ def old_starts(log_dir: str, kept: int = KEPT_STARTS, days: float = KEPT_DAYS) -
 
 
 def _last_written(start: str) -> float:
-    """Of a start's folder: its attempts' files are written long after it is made."""
+    """Return when a start's folder was last written.
+
+    The files of its attempts are written long after it is made.
+    """
     files = (os.path.join(folder, name) for folder, _, names in os.walk(start) for name in names)
     return max((os.lstat(file).st_mtime for file in files), default=os.stat(start).st_mtime)
 
 
 def remove_starts(paths: list[str]) -> None:
-    """With the links that then lead nowhere."""
+    """Remove the folders, and the links that then point to nothing."""
     for path in paths:
         shutil.rmtree(path, ignore_errors=True)
     for log_dir in {os.path.dirname(path) for path in paths}:
@@ -53,7 +61,7 @@ def remove_starts(paths: list[str]) -> None:
 
 
 class RankLogs(DefaultLogsSpecs):
-    """torchelastic's, of which several hosts may write below the same folder."""
+    """Extend torchelastic's log files, so that several hosts can write below the same folder."""
 
     _num_attempts = 0
 
@@ -62,11 +70,14 @@ class RankLogs(DefaultLogsSpecs):
         os.makedirs(base, exist_ok=True)
         host = socket.gethostname().partition(".")[0]
         remove_starts(old_starts(base))
-        # A name of its own each time: a second launch under the same id must not clear the files of the first.
+        # A separate name each time, because a second launch under the same id must not clear the
+        # files of the first launch.
         return tempfile.mkdtemp(prefix=f"{rdzv_run_id}_{host}_", dir=base)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """An attempt is a start of the ranks: torchelastic's own count stands still where nodes come and go, and it clears the folder."""
+        """An attempt is a start of the ranks. torchelastic's count does not change if nodes leave
+        and join, and it clears the folder.
+        """
         attempt = {RESTART_COUNT: str(self._num_attempts)}
         self._num_attempts += 1
         counted = {rank: {**env, **attempt} for rank, env in envs.items()}
@@ -84,7 +95,7 @@ class RankLogs(DefaultLogsSpecs):
             return  # that stream goes to the console
         folder = os.path.dirname(self._run_log_dir)
         staged = os.path.join(self._run_log_dir, f".{name}")
-        # For people alone: no run ends for the want of it, on file systems without links for instance.
+        # Links only help people, so a run does not fail on a file system without links.
         with contextlib.suppress(OSError):
             os.symlink(os.path.relpath(file, folder), staged)
             os.replace(staged, os.path.join(folder, name))

@@ -1,4 +1,4 @@
-"""Write what a command answers to stdout, for a reader that may leave early (stdlib only)."""
+"""Write the answer of a command to stdout, whose reader may close it early (stdlib only)."""
 
 from __future__ import annotations
 
@@ -13,4 +13,5 @@ def write_out(text: str) -> None:
     try:
         print(printable(text), flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes as it ends
+        # for Python's last writes when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

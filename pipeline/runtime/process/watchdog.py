@@ -1,9 +1,11 @@
-"""Detect a rank that hangs, this one or another: name it, dump its stack, and end with an exit code.
+"""Detect a rank that hangs (this rank or another), name it, dump its stack, and end with an exit
+code.
 
-A thread a rank. Its own rank must report progress (`beat`, `phase`) within the budget of the phase it is in; and
-its pulse, written to a board that all ranks see (the launcher's c10d store), must be seen to change by the rank before
-it, which a stopped process cannot fake. The process ends by os._exit, which no blocked collective can hold up;
-the launcher then starts all ranks again. Stdlib only: it runs before torch is imported.
+Each rank has one watchdog thread. The rank must report progress (`beat`, `phase`) within the time
+limit of its phase. It writes a pulse to a board that all ranks see (the launcher's c10d store). The
+next rank checks that the pulse changes, which a stopped process cannot imitate. The process ends by
+os._exit, which no blocked collective can delay, and the launcher restarts all ranks. Stdlib only,
+because it runs before torch is imported.
 """
 
 from __future__ import annotations
@@ -25,12 +27,15 @@ from pipeline.runtime.process.exit_codes import HANG, REQUEUE
 from pipeline.runtime.process.failures import write_error_file
 
 WAITING_FOR_INPUT, ENDING = "waiting for input", "ending"
-SAFETY_S = 5.0  # of the grace: kept for the launcher and the kernel
+SAFETY_S = 5.0  # part of the grace period, reserved for the launcher and the kernel
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds. `stage_s`: each stage of start-up; `step_s`: a step or a batch; `save_s`: a save; 0 watches nothing."""
+    """Limits in seconds. 0: no limit.
+
+    stage_s: each stage of start-up. step_s: a step or a batch. save_s: a save.
+    """
 
     stage_s: float = 900.0
     step_s: float = 180.0
@@ -39,7 +44,10 @@ class Limits:
 
 
 class Board(Protocol):
-    """What the watchdog needs of a c10d Store. A client of its own: another thread may block in one."""
+    """The interface that the watchdog needs of a c10d Store.
+
+    Use a separate client, because another thread may block in one.
+    """
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -48,24 +56,24 @@ class Board(Protocol):
 
 @dataclass
 class Pulse:
-    """What a rank says of itself; `tick` rises as long as its process runs at all."""
+    """The state that a rank reports. `tick` rises while its process runs."""
 
     rank: int
     tick: int
     step: int
     phase: str
-    idle_s: float  # since it last got on
+    idle_s: float  # since its last progress
     host: str
     pid: int
     started: int  # processes.start_time
 
     def describe(self) -> str:
         process = f"pid {self.pid} on {self.host}"
-        return f"rank {self.rank} ({process}) stood at step {self.step}, {self.phase}, for {self.idle_s:.0f} s"
+        return f"rank {self.rank} ({process}) has been at step {self.step}, {self.phase}, for {self.idle_s:.0f} s"
 
 
 class Watchdog:
-    """start() it on the main thread; all other methods are called from there too."""
+    """Watch this process. Call start() and all other methods on the main thread."""
 
     def __init__(self, rank: int, limits: Limits) -> None:
         self.limits = limits
@@ -75,19 +83,20 @@ class Watchdog:
         self._tick = 0
         self._board: Board | None = None
         self._world_size, self._prefix = 1, ""
-        self._neighbour = (0, time.monotonic())  # its tick, and when that was first seen
+        self._neighbour = (0, time.monotonic())  # the other rank's tick, and when it was first seen
         self._identity = (processes.hostname(), os.getpid(), processes.start_time(os.getpid()))
         self._ended = threading.Event()
         self._wake_reader, self._wake_writer = os.pipe()
 
     def start(self) -> None:
         os.set_blocking(self._wake_writer, False)
-        signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)  # heard though the main thread is blocked
+        # it arrives even if the main thread is blocked
+        signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
         threading.Thread(target=self._hear_signals, name="watchdog-signals", daemon=True).start()
 
     def stop(self) -> None:
-        """Watch no more, and let nobody wait for a heartbeat."""
+        """Stop watching, and let no rank wait for a heartbeat of this one."""
         self.beat(phase=ENDING)
         self._publish()
         self._ended.set()
@@ -112,18 +121,23 @@ class Watchdog:
             self._enter(*before)
 
     def _enter(self, name: str, budget_s: float) -> None:
-        self._progress_at = time.monotonic()  # first: the thread must not measure the old time by the new budget
+        # set first, because the thread must not compare the old time with the new limit
+        self._progress_at = time.monotonic()
         self._phase, self._budget_s = name, budget_s
 
     def watch_others(self, board: Board, world_size: int, attempt: str) -> None:
-        """`attempt` tells this start of the group from earlier ones, whose pulses may still be on the board."""
+        """Watch another rank.
+
+        `attempt` separates this start of the group from earlier starts, whose pulses may remain.
+        """
         self._world_size, self._prefix = world_size, f"pulse/{attempt}/"
         self._neighbour = (-1, time.monotonic())
         self._board = board
 
     @property
     def _tick_s(self) -> float:
-        # The board takes 50 pulses a second of all ranks together: few ranks say more exactly where they stand.
+        # The board takes 50 pulses a second from all ranks together, so few ranks report more
+        # often.
         return min(1.0, max(0.1, self.limits.step_s / 10 or 1.0), max(0.1, 0.02 * self._world_size))
 
     def _run(self) -> None:
@@ -134,13 +148,13 @@ class Watchdog:
             before = now
             try:
                 found = self._look()
-            except Exception as error:  # the board's host is gone, or silent
+            except Exception as error:  # the board's host is gone or does not answer
                 found = self._own_hang() or self._silent_board(error)
             if found:
                 self._give_up(found)
 
     def _forgive(self, late_s: float) -> None:
-        """Time in which this whole process was suspended is nobody's hang."""
+        """Do not count time in which this process was suspended."""
         if late_s > max(2.0, 2 * self._tick_s):
             self._progress_at += late_s
             self._neighbour = (self._neighbour[0], self._neighbour[1] + late_s)
@@ -172,7 +186,7 @@ class Watchdog:
         idle_s = self._idle_s()
         if not 0 < self._budget_s < idle_s:
             return ""
-        return f"no progress for {idle_s:.1f} s in the phase `{self._phase}`, of which {self._budget_s:g} s are allowed"
+        return f"no progress for {idle_s:.1f} s in the phase `{self._phase}`; the limit is {self._budget_s:g} s"
 
     def _neighbour_hang(self) -> str:
         rank = (self.rank + 1) % self._world_size
@@ -184,10 +198,11 @@ class Watchdog:
         if tick != self._neighbour[0]:
             self._neighbour = (tick, now)
         silent_s = now - self._neighbour[1]
-        # One that has not come yet is the joining stage's business; one that ends takes its thread with it.
+        # The joining stage handles a rank that has not joined yet. A rank that ends also stops its
+        # watchdog.
         if pulse is None or pulse.phase == ENDING or silent_s <= self.limits.step_s:
             return ""
-        return f"rank {rank} has sent no heartbeat for {silent_s:.1f} s, of which {self.limits.step_s:g} s are allowed"
+        return f"rank {rank} has sent no heartbeat for {silent_s:.1f} s; the limit is {self.limits.step_s:g} s"
 
     def _silent_board(self, error: Exception) -> str:
         silent_s = time.monotonic() - self._neighbour[1]
@@ -209,7 +224,7 @@ class Watchdog:
         self._exit(REQUEUE)
 
     def _dump(self, text: str) -> None:
-        """To the real stderr, whatever stands in its place; all threads' stacks, without taking a lock."""
+        """Write all threads' stacks to the real stderr (not sys.stderr) without taking a lock."""
         about = f"rank {self.rank} at step {self._step}, {self._phase}"
         os.write(2, f"[{about}] {text}\nstacks of {about}:\n".encode())
         faulthandler.dump_traceback(file=2, all_threads=True)  # type: ignore[arg-type]  # a descriptor is allowed
@@ -219,18 +234,23 @@ class Watchdog:
         os._exit(code)
 
     def _suspects(self) -> list[str]:
-        """Who is to blame: processes that do not run (killed, where they are on this host), else who waits for input,
-        else who got on longest ago. Takes two seconds, in which a rank that can dumps its own stacks."""
+        """Return the ranks that cause the hang.
+
+        These are processes that do not run (killed, if they are on this host), otherwise ranks that
+        wait for input, otherwise the rank without progress for the longest time. Takes two seconds,
+        in which a rank that can dumps its stacks.
+        """
         if self._board is None or self._world_size == 1:
             return []
         try:
             first = [self._read(rank) for rank in range(self._world_size)]
-            time.sleep(max(2.0, 2.2 * self._tick_s))  # a rank that other work holds up is not taken for a stopped one
+            # so that a busy rank does not look like a stopped rank
+            time.sleep(max(2.0, 2.2 * self._tick_s))
             self._publish()
             second = [self._read(rank) for rank in range(self._world_size)]
         except Exception as error:
-            return [f"who is to blame is unknown: the launcher's store does not answer ({error})"]
-        missing = [f"rank {rank} has not come" for rank, pulse in enumerate(second) if pulse is None]
+            return [f"the cause is unknown, because the launcher's store does not answer ({error})"]
+        missing = [f"rank {rank} has not joined" for rank, pulse in enumerate(second) if pulse is None]
         pairs = [(old, new) for old, new in zip(first, second, strict=True) if old and new]
         frozen = [new for old, new in pairs if old.tick == new.tick and new.rank != self.rank]
         running = [new for _, new in pairs if new not in frozen]
@@ -239,15 +259,15 @@ class Watchdog:
         return missing + [self._end_frozen(pulse) for pulse in frozen] + [p.describe() for p in waiting + slowest]
 
     def _end_frozen(self, pulse: Pulse) -> str:
-        text = f"{pulse.describe()}, and sends no heartbeat"
+        text = f"{pulse.describe()} and sends no heartbeat"
         if pulse.host != self._identity[0]:
             return text
         text += f"; its process is {processes.state(pulse.pid)}"
-        # SIGTERM, which the launcher would send, does not reach a stopped process.
+        # SIGTERM from the launcher does not reach a stopped process.
         return f"{text}, killed" if processes.kill(pulse.pid, pulse.started) else text
 
     def _hear_signals(self) -> None:
-        """A SIGTERM counts from its arrival, though the main thread may sit in a collective."""
+        """Record when SIGTERM arrives, even if the main thread is inside a collective."""
         while os.read(self._wake_reader, 1) != bytes([signal.SIGTERM]):
             pass
         preemption.note_arrival()
@@ -257,7 +277,10 @@ _current: Watchdog | None = None
 
 
 def start(rank: int, limits: Limits | None = None) -> Watchdog:
-    """Watch this process; the functions below speak to the watchdog that runs, and do nothing where none does."""
+    """Watch this process.
+
+    The functions below call the current watchdog, and do nothing if there is none.
+    """
     global _current
     _current = Watchdog(rank, limits or Limits())
     _current.start()
@@ -276,7 +299,7 @@ def is_running() -> bool:
 
 
 def progress_at() -> float:
-    """When this rank last got on, by time.monotonic(); 0 where no watchdog runs."""
+    """Return when this rank last made progress, by time.monotonic(); 0 if no watchdog runs."""
     return _current.progress_at if _current is not None else 0.0
 
 
@@ -286,7 +309,10 @@ def use(limits: Limits) -> None:
 
 
 def watch_others(connect: Callable[[], Board], world_size: int, attempt: str) -> None:
-    """`connect` makes a client of the store that all ranks see, for the watchdog's thread alone."""
+    """Watch other ranks.
+
+    `connect` makes a client of the store that all ranks see, for the watchdog's thread only.
+    """
     if _current is not None:
         _current.watch_others(connect(), world_size, attempt)
 
@@ -297,22 +323,26 @@ def beat(step: int | None = None, phase: str | None = None) -> None:
 
 
 def stepping(name: str) -> AbstractContextManager[None]:
-    """A phase of steps or batches: each beat() gives the next one its time."""
+    """Start a phase of steps or batches. Each beat() restarts the time limit."""
     return _phase(name, lambda limits: limits.step_s)
 
 
 def saving(name: str = "saving") -> AbstractContextManager[None]:
-    """A phase that may take long without a beat: saving, scoring a whole evaluation."""
+    """Start a phase that may take long without a beat, such as saving or scoring a complete
+    evaluation.
+    """
     return _phase(name, lambda limits: limits.save_s)
 
 
 def stage(name: str) -> AbstractContextManager[None]:
-    """A stage of start-up: joining, loading."""
+    """Start a stage of start-up, such as joining or loading."""
     return _phase(name, lambda limits: limits.stage_s)
 
 
 def unwatched(name: str) -> AbstractContextManager[None]:
-    """A phase without a budget: work whose length nobody can tell, or waiting for the rank that does it."""
+    """Start a phase without a time limit: work of unknown length, or waiting for the rank that does
+    it.
+    """
     return _phase(name, lambda limits: 0.0)
 
 

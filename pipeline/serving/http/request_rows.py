@@ -19,7 +19,7 @@ from pipeline.config.server import LimitsConfig
 from pipeline.data.raw.spelling import spell, spell_value
 from pipeline.runtime.errors import did_you_mean
 from pipeline.serving.http.arrow_bounds import EXPANSION, bytes_before_reading, has_compression, text_bytes
-from pipeline.serving.scoring.column_ids import LEAST_ROWS, is_whole_number
+from pipeline.serving.scoring.column_ids import MIN_ROWS, is_whole_number
 from pipeline.serving.scoring.column_lists import ColumnLists, Rows
 from pipeline.serving.scoring.scorer import schema_of
 
@@ -164,7 +164,7 @@ class RequestReader:
 
     def _schema_of(self, table: pa.Table) -> pa.Schema:
         """Of many rows whole numbers stay what they are: the encoder spells them sooner than Arrow does."""
-        if table.num_rows < LEAST_ROWS:
+        if table.num_rows < MIN_ROWS:
             return self.schema
         kinds = [
             pa.int64() if pa.types.is_string(field.type) and is_whole_number(kind) else field.type

@@ -17,7 +17,7 @@ from pipeline.data.raw.hashing import texts_of
 from pipeline.data.read.value_index import HASH_SEED, ValueIndex
 from pipeline.serving.artifact.raw_schema import RawFeature
 
-LEAST_ROWS = 32  # fewer rows are read faster by dictionaries of Python
+MIN_ROWS = 32  # fewer rows are read faster by dictionaries of Python
 
 
 class ColumnIds:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 ROW_ZERO = "row_zero_share"  # in Manifest.lookups
 RISE = 0.25  # above the share of the validation rows
-LEAST_LOOKUPS = 100
-MOST_NAMED = 5
+MIN_LOOKUPS = 100
+MAX_NAMED = 5
 Counts = NDArray[np.int64]  # [2, features]: lookups, and those of row 0
 
 
@@ -41,7 +41,7 @@ def unusual(counts: Mapping[str, Sequence[int]], lookups: Mapping[str, Mapping[s
     found = []
     for name, (total, zeros) in counts.items():
         expected = float(lookups[name][ROW_ZERO])
-        if total >= LEAST_LOOKUPS and zeros / total > expected + RISE:
+        if total >= MIN_LOOKUPS and zeros / total > expected + RISE:
             found.append((zeros / total - expected, f"{name} {zeros / total:.1%} (validation rows: {expected:.1%})"))
     return [text for _, text in sorted(found, reverse=True)]
 
@@ -51,8 +51,9 @@ def warning(counts: Mapping[str, Sequence[int]], lookups: Mapping[str, Mapping[s
     texts = unusual(counts, lookups)
     if not texts:
         return ""
-    more = f" and {len(texts) - MOST_NAMED} more" if len(texts) > MOST_NAMED else ""
+    more = f" and {len(texts) - MAX_NAMED} more" if len(texts) > MAX_NAMED else ""
     return (
-        f"values that the model does not know, or none: {', '.join(texts[:MOST_NAMED])}{more}; are these rows of the kind that it "
+        f"values that the model does not know, or none: {', '.join(texts[:MAX_NAMED])}{more}; are "
+        "these rows of the kind that it "
         "was trained on, with the same spelling?"
     )

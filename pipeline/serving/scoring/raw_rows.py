@@ -33,7 +33,7 @@ from pipeline.data.read.multi_hot import sample_bags
 from pipeline.runtime.errors import ServingError, did_you_mean
 from pipeline.serving.artifact.raw_schema import DENSE, MULTI_HOT, SPARSE, RawFeature, RawSchema
 from pipeline.serving.scoring.added_ids import AddedIds
-from pipeline.serving.scoring.column_ids import LEAST_ROWS, is_read
+from pipeline.serving.scoring.column_ids import MIN_ROWS, is_read
 from pipeline.serving.scoring.column_lists import ColumnLists, Rows, with_text
 from pipeline.serving.scoring.feature_ids import FeatureIds
 
@@ -122,7 +122,7 @@ class RowEncoder:
 
         Raises ServingError for a column that is missing, or of a type that cannot be what it should.
         """
-        if rows.num_rows >= LEAST_ROWS and (encoded := self._encode_whole(rows)) is not None:
+        if rows.num_rows >= MIN_ROWS and (encoded := self._encode_whole(rows)) is not None:
             return encoded
         few = rows if isinstance(rows, ColumnLists) else self._few(rows)
         if few is not None and self._derived:

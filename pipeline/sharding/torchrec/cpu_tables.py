@@ -29,7 +29,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from pipeline import devices
 from pipeline.config.optimizers import all_optimizers
 from pipeline.config.registry import from_extra
-from pipeline.devices.cpu.kernel_pool import LEAST_SHARE, on_all_threads
+from pipeline.devices.cpu.kernel_pool import MIN_SHARE, on_all_threads
 from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.logs import get_logger
 from pipeline.sharding.table_storage import PinnedSlots, StorageLookup, TableStorage, TierSettings
@@ -43,11 +43,11 @@ POOLINGS = (PoolingMode.SUM, PoolingMode.MEAN)
 # Optimizers whose state FBGEMM allocates on GPUs only. True: the second moment is one number per
 # row.
 MOMENTS = {EmbOptimType.ADAM: False, EmbOptimType.PARTIAL_ROWWISE_ADAM: True}
-LEAST_SAMPLES = 32  # minimum for each thread of a lookup, for any number of ids
+MIN_SAMPLES = 32  # minimum for each thread of a lookup, for any number of ids
 SHARES = 2  # per thread; a table with more than one share is split
 # of the work in partition_tables, because each part reads all ids of its table
-LEAST_UNIT = 100_000
-MOST_SPLITS = 6  # each halves a table: 64 parts
+MIN_UNIT = 100_000
+MAX_SPLITS = 6  # each halves a table: 64 parts
 logger = get_logger(__name__)
 
 
@@ -234,7 +234,7 @@ class FastLookup:
         # Set if the model uses it (pipeline.models.layers.dlrm): the columns to reserve before the
         # features' columns, which the model writes. Pooled rows then have autocast's type if
         # autocast is on.
-        self.room = 0
+        self.reserved_columns = 0
         self.follows_autocast = False
         self._feature_begins = feature_begins(lookup)
         self._columns = lookup.D_offsets.numpy().astype(np.int64)
@@ -325,10 +325,10 @@ class FastLookup:
             RuntimeError: FBGEMM found ids out of range and its bounds check is set to raise.
         """
         num_samples = (len(bags.offsets) - 1) // len(self._num_rows)
-        out = torch.empty(num_samples, self.room + int(self._columns[-1]), dtype=dtype)
-        if not self.fill(out, self.room, bags):
-            bags = self.fill_fixed(out, self.room, bags)
-        return out[:, self.room :], bags
+        out = torch.empty(num_samples, self.reserved_columns + int(self._columns[-1]), dtype=dtype)
+        if not self.fill(out, self.reserved_columns, bags):
+            bags = self.fill_fixed(out, self.reserved_columns, bags)
+        return out[:, self.reserved_columns :], bags
 
     def fill_fixed(self, out: torch.Tensor, begin: int, bags: Bags) -> Bags:
         """Fill as fill() does, with the bags as FBGEMM corrects them.
@@ -355,10 +355,8 @@ class FastLookup:
             *bags.arrays(), np.uint64(num_samples), self._columns + begin, _flat(fbgemm.weights_host), fbgemm.weights_offsets.numpy(), self._num_rows, fbgemm.pooling_mode == PoolingMode.MEAN, _flat(out), np.uint64(width),
         )  # fmt: skip
         # The minimum for a thread is counted in ids.
-        least_share = (
-            LEAST_SHARE * min(len(self._num_rows) * num_samples, len(bags.indices)) // max(len(bags.indices), 1)
-        )
-        return on_all_threads(self._pool, arguments, num_samples, max(least_share, LEAST_SAMPLES))
+        least_share = MIN_SHARE * min(len(self._num_rows) * num_samples, len(bags.indices)) // max(len(bags.indices), 1)
+        return on_all_threads(self._pool, arguments, num_samples, max(least_share, MIN_SAMPLES))
 
     def update(self, gradients: torch.Tensor, bags: Bags) -> None:
         """Update the tables on torch's threads.
@@ -440,9 +438,9 @@ def partition_tables(
     work = np.diff(first_ids) * (dims + 16) + every * dims + 256
     parts = np.ones(len(work), np.int64)
     if can_split and (threads := torch.get_num_threads()) > 1:
-        most = max(int(work.sum()) // (SHARES * threads), LEAST_UNIT)
+        most = max(int(work.sum()) // (SHARES * threads), MIN_UNIT)
         wanted = np.ceil(np.log2(np.maximum(work / most, 1.0))).astype(np.int64)
-        parts = np.where(np.broadcast_to(every, work.shape) > 0, 1, 1 << np.minimum(wanted, MOST_SPLITS))
+        parts = np.where(np.broadcast_to(every, work.shape) > 0, 1, 1 << np.minimum(wanted, MAX_SPLITS))
     units = [
         (table, part, parts[table])
         for table in np.argsort(-work / parts, kind="stable")

@@ -51,7 +51,7 @@ POLICIES: dict[str, Callable[[], MCHEvictionPolicy]] = {
     "lru": LRU_EvictionPolicy,
     "distance_lfu": DistanceLFU_EvictionPolicy,
 }
-LEAST_HISTORY = 1024
+MIN_HISTORY = 1024
 FREE = torch.iinfo(torch.int64).max  # TorchRec's value instead of an id for a row without an id
 
 
@@ -409,7 +409,7 @@ def state_sizes(managed: ManagedRows) -> dict[str, int]:
 
     It is the same on ranks without a bucket of the table.
     """
-    history = max(LEAST_HISTORY, managed.rows_a_bucket)
+    history = max(MIN_HISTORY, managed.rows_a_bucket)
     policy = POLICIES[managed.policy]()
     rows = ["sorted_ids", "rows", *(info.metadata_name for info in policy.metadata_info if info.is_mch_metadata)]
     if managed.max_idle_steps is not None:

@@ -42,9 +42,10 @@ from pipeline.sharding.collectives.host_dists import exchange_on_host, skip_id_e
 from pipeline.sharding.table_storage import StorageGroup, TierSettings, storage_groups
 from pipeline.sharding.torchrec.cpu_tables import fast_lookups, speed_up_cpu_tables, tables_with_moments
 from pipeline.sharding.torchrec.feature_order import FeatureOrder, InOrder
+from pipeline.sharding.torchrec.fused_lookup import FusedLookup
 from pipeline.sharding.torchrec.managed_collision import ManagedTables, add_managed_tables, partition_hashed_ids
 from pipeline.sharding.torchrec.sharding_checks import check_sharding, check_tiers, optimizer_class_of
-from pipeline.sharding.torchrec.sparse_optimizer import tell_fbgemm
+from pipeline.sharding.torchrec.sparse_optimizer import configure_fbgemm
 from pipeline.sharding.torchrec.update_rule import UpdateRule
 from pipeline.sharding.torchrec.variable_batches import (
     accept_variable_batches,
@@ -52,7 +53,6 @@ from pipeline.sharding.torchrec.variable_batches import (
     reduce_scatter_variable_batches,
 )
 from pipeline.sharding.torchrec.weighted_means import divide_weights_of_means
-from pipeline.sharding.torchrec.whole_lookup import WholeLookup
 
 ROW_SHARDING_TYPES = ("row_wise", "table_row_wise")
 MEAN, SUM = PoolingType.MEAN.value, PoolingType.SUM.value
@@ -67,7 +67,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
     update_rules: dict[str, UpdateRule]  # by table
     managed: ManagedTables
     has_tiers: bool = False  # whether any table has tiers, on any rank
-    whole_lookup: WholeLookup | None = None  # of all tables, if one rank has them
+    fused_lookup: FusedLookup | None = None  # of all tables, if one rank has them
 
     def __init__(self, *, exchange: HostExchange | None = None, **arguments: Any) -> None:
         # set first, because TorchRec's constructor calls init_data_parallel
@@ -82,7 +82,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
 
         Raises ShardingError as input_dist does.
         """
-        lookup = self.whole_lookup
+        lookup = self.fused_lookup
         # TorchRec runs the first batch, because it checks names and ids.
         if lookup is not None and not self._has_uninitialized_input_dist and not features.variable_stride_per_key():
             _check_dtypes(features)
@@ -120,7 +120,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
             ctx.divisor = ctx.divisor.round_().clamp_(min=1)
         return awaitable
 
-    def look_ahead(self, features: KeyedJaggedTensor) -> None:
+    def prefetch_rows(self, features: KeyedJaggedTensor) -> None:
         """Start loading the rows of this single rank's coming batch into slots, if tables have
         tiers.
         """
@@ -132,13 +132,15 @@ class ShardedTables(ShardedEmbeddingBagCollection):
             for group in groups:
                 names = group.names(sharding.feature_names())
                 if all(name in spans for own in names for name in own):
-                    group.lookup.look_ahead([torch.cat([values[spans[name]] for name in own]).numpy() for own in names])
+                    group.lookup.prefetch_rows(
+                        [torch.cat([values[spans[name]] for name in own]).numpy() for own in names]
+                    )
 
-    def look_ahead_on_rank(self, features: KJTList) -> None:
-        """Do the same as look_ahead on one of several ranks, with the ids that arrived here."""
+    def prefetch_rows_on_rank(self, features: KJTList) -> None:
+        """Do the same as prefetch_rows on one of several ranks, with the ids that arrived here."""
         for groups, arrived in zip(self._groups_of_lookups, features, strict=True):
             for group in groups:
-                group.look_ahead(arrived)
+                group.prefetch_rows(arrived)
 
     @property
     def tiered_groups(self) -> list[StorageGroup]:
@@ -197,7 +199,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         return InOrder(pooled, self._order)
 
 
-class ClockedSparseDist(TrainPipelineSparseDist[Any, Any]):
+class TimedTrainPipeline(TrainPipelineSparseDist[Any, Any]):
     """TorchRec's train pipeline. comms_wait measures its waits for splits and ids."""
 
     def wait_sparse_data_dist(self, context: TrainPipelineContext) -> None:
@@ -209,7 +211,7 @@ class ClockedSparseDist(TrainPipelineSparseDist[Any, Any]):
             # wait for their ids now; their rows are loaded during this step's backward
             if tables is not None:
                 arrived = request.wait()
-                tables.look_ahead_on_rank(arrived)
+                tables.prefetch_rows_on_rank(arrived)
                 request.wait = partial(_given, arrived)  # type: ignore[method-assign]
 
     @cached_property
@@ -301,7 +303,7 @@ class TableSharder(EmbeddingBagCollectionSharder):
         _give_each_parameter_its_own_kwargs(module)
         if here.fbgemm_is_complete:
             for name, weight in self.shardable_parameters(module).items():
-                tell_fbgemm(name, weight)
+                configure_fbgemm(name, weight)
         configs = module.embedding_bag_configs()
         grid_means = [
             config
@@ -335,11 +337,11 @@ class TableSharder(EmbeddingBagCollectionSharder):
         accept_variable_batches(sharded._lookups)
         reduce_scatter_variable_batches(sharded._output_dists)
         if here.has_kernels and env.world_size == 1:
-            sharded.whole_lookup = _lookup_of_all(sharded)
+            sharded.fused_lookup = _lookup_of_all(sharded)
         return sharded
 
 
-def _lookup_of_all(sharded: ShardedTables) -> WholeLookup | None:
+def _lookup_of_all(sharded: ShardedTables) -> FusedLookup | None:
     """Return a lookup that replaces the collection's.
 
     None if not all tables have our kernels, or rows are changed later.
@@ -349,7 +351,7 @@ def _lookup_of_all(sharded: ShardedTables) -> WholeLookup | None:
     if not lookups or changes or (len(lookups) > 1 and any(lookup.tiered is not None for lookup in lookups)):
         return None
     names = [name for sharding in sharded._embedding_shardings for name in sharding.feature_names()]
-    whole = WholeLookup(lookups, names)
+    whole = FusedLookup(lookups, names)
     return whole if names == sharded._embedding_names and whole.dims == sharded._embedding_dims else None
 
 

@@ -28,7 +28,7 @@ from pipeline.sharding.torchrec.sharding_checks import (
     check_plan_covers_tables,
     check_plan_is_exact,
 )
-from pipeline.sharding.torchrec.table_init import initialize_tables, keep_small_pages
+from pipeline.sharding.torchrec.table_init import disable_huge_pages, initialize_tables
 
 # Pooled rows are sent by all-to-all (table_wise, column_wise and similar, between hosts) or by
 # reduce-scatter (row_wise and similar, within a host). Their gradients return by all-to-all and
@@ -133,7 +133,7 @@ def shard_model(
         torch.manual_seed(seed)
         sharded.init_parameters = True
         sharded.init_data_parallel()
-    keep_small_pages(sharded)
+    disable_huge_pages(sharded)
     if initialize:
         initialize_tables(sharded, seed)
     _log(comms, exchange, device)

@@ -89,7 +89,7 @@ def _fused_kwargs(config: SparseOptimizerConfig) -> dict[str, Any]:
     return kwargs
 
 
-def tell_fbgemm(name: str, weight: nn.Parameter) -> None:
+def configure_fbgemm(name: str, weight: nn.Parameter) -> None:
     """Pass the weight decay of a table's rule to FBGEMM on GPUs, where FBGEMM's kernels update the
     rows.
 

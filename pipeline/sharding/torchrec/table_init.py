@@ -26,7 +26,7 @@ from pipeline import devices
 from pipeline.checkpoint.first_weights import NORMAL, UNIFORM, FirstWeights
 from pipeline.checkpoint.stored_rows import StoredRows
 from pipeline.devices.base import in_host_memory
-from pipeline.devices.cpu.process import use_small_pages
+from pipeline.devices.cpu.process import disable_huge_pages_of
 from pipeline.devices.philox import fill_normal, fill_uniform
 from pipeline.embeddings.collection import Managed, Normal, RowsOf, Uniform, Zeros
 
@@ -66,7 +66,7 @@ def initialize_tables(module: nn.Module, seed: int, only: Collection[str] | None
                 _fill(part, config, seed)
 
 
-def keep_small_pages(module: nn.Module) -> None:
+def disable_huge_pages(module: nn.Module) -> None:
     """Use small pages for tables inside `module` that are in this host's memory.
 
     Call it before they are filled.
@@ -74,7 +74,7 @@ def keep_small_pages(module: nn.Module) -> None:
     for _, parts in _tables(module):
         for part in parts:
             if in_host_memory(part.values) and not isinstance(part.values, StoredRows):
-                use_small_pages(part.values.data_ptr(), part.values.nbytes)
+                disable_huge_pages_of(part.values.data_ptr(), part.values.nbytes)
 
 
 def _tables(module: nn.Module) -> Iterator[tuple[EmbeddingBagConfig, list[_Part]]]:

@@ -22,7 +22,7 @@ ABOUT = {
     "heartbeat_timestamp_seconds": "When the last step ended", "finished": "1 once the training has ended as it should",
 }  # fmt: skip
 LABELS = {"metric": ("A number of metrics.jsonl", ["split", "name"]), "rank": ("Of one rank at the last log line", ["rank", "name"])}  # fmt: skip
-MOST_WAIT_S = 60.0  # at the end, for a last answer to a Prometheus that has asked before
+MAX_WAIT_S = 60.0  # at the end, for a last answer to a Prometheus that has asked before
 logger = get_logger("pipeline.train")
 
 
@@ -159,7 +159,7 @@ class Monitor(Hook):
         self._set("finished", 1)
         if self.served is not None and self.served.scrapes is not None:
             patience_s = self.job.trainer.hang_timeout_s / 4  # of the other ranks, which are through
-            self.served.scrapes.wait_for_next(min(MOST_WAIT_S, patience_s or MOST_WAIT_S))
+            self.served.scrapes.wait_for_next(min(MAX_WAIT_S, patience_s or MAX_WAIT_S))
 
     def _set(self, gauge: str, value: float, **labels: str) -> None:
         for each in self._gauges:

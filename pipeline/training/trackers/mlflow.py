@@ -6,7 +6,7 @@ from pipeline.config.registry import register
 from pipeline.training.runs.folder import flat
 from pipeline.training.trackers.tracker import Tracker
 
-MOST_PARAMETER_CHARACTERS = 500  # what MLflow takes
+MAX_PARAMETER_CHARACTERS = 500  # what MLflow takes
 
 
 @register("tracker", "mlflow")
@@ -26,7 +26,7 @@ class MlflowTracker(Tracker):
         number = found.experiment_id if found else self._client.create_experiment(self.project)
         self._id = self._client.create_run(number, run_name=job.name, tags={"run_dir": job.run_dir}).info.run_id
         for key, value in flat(job).items():
-            self._client.log_param(self._id, key.replace("*", "_all"), str(value)[:MOST_PARAMETER_CHARACTERS])
+            self._client.log_param(self._id, key.replace("*", "_all"), str(value)[:MAX_PARAMETER_CHARACTERS])
         self.remember_run("mlflow", self._id)
 
     def write(self, kind: str, step: int, values: dict[str, float]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pipeline.devices.cpu.memory import kept_bytes
-from pipeline.devices.cpu.process import use_small_pages
+from pipeline.devices.cpu.process import disable_huge_pages_of
 
 VARIABLE = "THP_MEM_ALLOC_ENABLE"
 SCRIPT = """
@@ -85,7 +85,7 @@ def test_tables_can_be_kept_out_of_huge_pages(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(VARIABLE, "1")
     with mmap.mmap(-1, 8 << 20) as memory:
         address = np.frombuffer(memory, np.uint8).ctypes.data
-        use_small_pages(address + 100, (8 << 20) - 200)
+        disable_huge_pages_of(address + 100, (8 << 20) - 200)
         middle, flags = address + (4 << 20), ""
         for line in Path("/proc/self/smaps").read_text().splitlines():
             if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):

@@ -16,7 +16,7 @@ from torchrec.modules.mlp import Perceptron
 from pipeline.config.model import LayerSettings
 from pipeline.devices.cpu import products
 from pipeline.devices.cpu.products import (
-    LEAST_WIDTH,
+    MIN_WIDTH,
     FastCross,
     FastLinear,
     _Linear,
@@ -34,7 +34,7 @@ def _by_onednn() -> Iterator[None]:
     """As on the CPUs where it is faster: oneDNN computes on any."""
     with (
         patch.object(products, "onednn_multiplies_faster", lambda: True),
-        patch.object(products, "LEAST_PRODUCTS", 0),
+        patch.object(products, "MIN_PRODUCTS", 0),
     ):
         yield
 
@@ -60,7 +60,7 @@ def test_values_and_gradients_are_torchs(shape: tuple[int, int, int], has_bias: 
 def test_the_number_of_threads_changes_no_bit() -> None:
     """Of what oneDNN multiplies; MKL's product of 40 x 5 with 24 x 5 has other bits on 3 threads than on 1."""
     before = torch.get_num_threads()
-    wide = [shape for shape in SHAPES if min(shape) >= LEAST_WIDTH]
+    wide = [shape for shape in SHAPES if min(shape) >= MIN_WIDTH]
     found = []
     try:
         for num_threads in (1, 3):

@@ -100,7 +100,7 @@ def train(
     for step, (ids, offsets) in enumerate(coming):
         if forward.tiered and ahead and step + 1 < len(coming):
             later = coming[step + 1]
-            forward.tiered.look_ahead(forward.tiered.ids_by_table(later[0].numpy(), later[1].numpy()))
+            forward.tiered.prefetch_rows(forward.tiered.ids_by_table(later[0].numpy(), later[1].numpy()))
         forward.num_steps = step
         pooled = forward(ids, offsets)
         outputs.append(pooled.detach().clone())

@@ -21,7 +21,7 @@ from pipeline.extras.tiers.kernels.slot_map import find, insert, remove
 
 int64 = np.int64
 POOLED, FIRST = 1, 2
-MOST_PLACES = 0xFFFF - FIRST
+MAX_PLACES = 0xFFFF - FIRST
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]

@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from pipeline.sharding.torchrec.cpu_tables import Bags, FastLookup
 
 
-class WholeLookup:
+class FusedLookup:
     """Map a batch with the keys `feature_names`, in their order, to [B, all features' D]."""
 
     def __init__(self, lookups: Sequence[FastLookup], feature_names: list[str]) -> None:
@@ -25,21 +25,21 @@ class WholeLookup:
         so on.
         """
         self.lookups, self.feature_names = list(lookups), feature_names
-        self.room = 0
+        self.reserved_columns = 0
         self.dims = [dim for lookup in lookups for dim in lookup.dims]
         counts = [len(lookup.dims) for lookup in lookups]
         self._features = list(pairwise(accumulate(counts, initial=0)))
         self._columns = list(pairwise(accumulate((sum(lookup.dims) for lookup in lookups), initial=0)))
         self._orders: dict[tuple[str, ...], torch.Tensor | None] = {}
 
-    def make_room(self, columns: int) -> None:
+    def reserve_columns(self, columns: int) -> None:
         """Reserve columns before the features' columns, which the model writes.
 
         Return rows in autocast's type if it is on.
         """
-        self.room = columns
+        self.reserved_columns = columns
         for lookup in self.lookups:
-            lookup.room, lookup.follows_autocast = columns, True
+            lookup.reserved_columns, lookup.follows_autocast = columns, True
 
     def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """Raises RuntimeError if FBGEMM finds ids out of range and its bounds check is set to
@@ -87,15 +87,15 @@ class WholeLookup:
         If FBGEMM corrected ids, return the corrected bags.
         """
         num_samples = (len(bags.offsets) - 1) // len(self.dims)
-        out = torch.empty(num_samples, self.room + sum(self.dims), dtype=dtype)
+        out = torch.empty(num_samples, self.reserved_columns + sum(self.dims), dtype=dtype)
         parts = []
         for number, (lookup, (first, last)) in enumerate(zip(self.lookups, self._features, strict=True)):
             # Offsets of the complete batch. The kernels accept offsets that do not begin at 0.
             part = bags._replace(offsets=bags.offsets[first * num_samples : last * num_samples + 1])
-            position = self.room + self._columns[number][0]
+            position = self.reserved_columns + self._columns[number][0]
             is_whole = lookup.fill(out, position, part)
             parts.append(part if is_whole else lookup.fill_fixed(out, position, self._parts(bags)[number]))
-        return out[:, self.room :], parts
+        return out[:, self.reserved_columns :], parts
 
     def update(self, gradients: torch.Tensor, parts: list[Bags]) -> None:
         for lookup, (begin, end), part in zip(self.lookups, self._columns, parts, strict=True):
@@ -116,7 +116,7 @@ class _Rows(torch.autograd.Function):
         offsets: torch.Tensor,
         factors: torch.Tensor | None,
         dtype: torch.dtype,
-        lookup: WholeLookup,
+        lookup: FusedLookup,
     ) -> torch.Tensor:
         rows, ctx.parts = lookup.look_up(Bags(indices, offsets, factors), dtype)
         ctx.lookup = lookup
