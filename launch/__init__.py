@@ -1,1 +1,4 @@
-"""Launch jobs on schedulers: composed and validated here, run wherever a scheduler puts them."""
+"""Launch jobs on schedulers.
+
+A job is composed and validated on this machine, then runs where the scheduler starts it.
+"""

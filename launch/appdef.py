@@ -1,6 +1,7 @@
-"""Build a TorchX AppDef from a Workload: one role, a replica a node, and in each a shell that becomes the agent.
+"""Build a TorchX AppDef from a Workload: one role with a replica per node, each with a shell that
+becomes the agent.
 
-Kept out of components.py, where TorchX takes every function for a component.
+It is not part of components.py, because TorchX treats every function there as a component.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from torchx.specs import macros
 from launch.resources import this_host
 from launch.workload import RDZV_PORT, Mount, Where, Workload, make_workload
 
-WORKLOAD = "pipeline.workload"  # the role's metadata that our own schedulers go by
+WORKLOAD = "pipeline.workload"  # the metadata of a role that our schedulers read
 
 
 def app_of(workload: Workload) -> specs.AppDef:
-    """TorchX's description of one verb on its nodes: one role, a replica a node, or a replica a task where a verb has several."""
+    """Return TorchX's description of one verb: one role, with a replica per node, or per task if
+    the verb has several tasks.
+    """
     here = this_host()
     role = specs.Role(
         name=workload.verb,
@@ -38,12 +41,14 @@ def app_of(workload: Workload) -> specs.AppDef:
     )
     if workload.is_distributed:
         role.port_map = {"c10d": RDZV_PORT}
-        # The first node's name is known when the job runs, so a shell expands it; `$$` is TorchX's way to write `$`.
+        # The first node's name is only known when the job runs, so a shell expands it. TorchX
+        # writes `$` as `$$`.
         head = f"$${{{macros.rank0_env}:=localhost}}" if workload.nodes > 1 else "localhost"
         role.entrypoint, role.args = "bash", ["-c", f"exec {_escaped(workload, head)}"]
     else:
         role.entrypoint, *role.args = (_literally(word) for word in workload.argv())
-        if workload.tasks > 1:  # a replica a task, which TorchX numbers; Slurm's arrays number their own
+        # a replica per task, which TorchX numbers; Slurm numbers the tasks of its arrays itself
+        if workload.tasks > 1:
             role.num_replicas = workload.tasks
             role.args[-1] = f"shard={macros.replica_id}"
     return specs.AppDef(name=workload.name, roles=[role])
@@ -51,16 +56,17 @@ def app_of(workload: Workload) -> specs.AppDef:
 
 COMMON = ("cpu", "memMB", "h", "env", "image", "mount", "name")  # parameters of every component
 OVERRIDES = "as for `python -m pipeline {verb}`; `-- --help` lists them"
-CHECK_DATA = "read here what the job reads, and validate the job against it; False where this machine cannot see it"
+CHECK_DATA = "validate the job with its data from this machine; False if this machine cannot read them"
 
 
 def component(
     *names: str, verb: str = "", **values: Any
 ) -> Callable[[Callable[..., specs.AppDef]], Callable[..., specs.AppDef]]:
-    """Make a TorchX component of a function that has a name and a docstring.
+    """Make a TorchX component from a function that has a name and a docstring.
 
-    names: its parameters besides the COMMON ones, fields of Where or check_data. values: of Where that are not its own defaults.
-    TorchX reads a component's options from its signature and its docstring.
+    names: its parameters in addition to COMMON, fields of Where or check_data. values: defaults
+    that differ from Where's. TorchX reads a component's options from its signature and its
+    docstring.
     """
 
     def make(function: Callable[..., specs.AppDef]) -> Callable[..., specs.AppDef]:
@@ -89,14 +95,17 @@ def component(
 
 
 def _escaped(workload: Workload, head: str) -> str:
-    """The shell line, where only what stands for head and job id is TorchX's to substitute."""
-    head_mark, job_mark = "\0head", "\0job"  # no argument can hold NUL
+    """Return the shell line, in which TorchX may substitute only the head node and the job id."""
+    head_mark, job_mark = "\0head", "\0job"  # no argument can contain NUL
     line = _literally(workload.shell_line(head_mark, job_mark))
     return line.replace(head_mark, head).replace(job_mark, macros.app_id)
 
 
 def _literally(word: str) -> str:
-    """TorchX substitutes `${...}` in arguments: doubled, a `$` reaches the verb as it was typed and validated."""
+    """Double each `$`, because TorchX substitutes `${...}` in arguments.
+
+    The verb then gets the text that was validated.
+    """
     return word.replace("$", "$$")
 
 

@@ -1,10 +1,11 @@
-"""Print what runs several verbs one after another, from a file that names them:
+"""Print a script that runs several verbs one after another, from a file that names them:
 
-python -m launch.render chain slurm|argo|airflow|compose CHAIN.yaml [flags]
+    python -m launch.render chain slurm|argo|airflow|compose CHAIN.yaml [flags]
 
-The file has a `name`, `defaults` and `stages`: a mapping of a verb, or of a name with `verb:`, to its `overrides` and to what
-differs of the place (j, cpu, gpu, memMB, h, env, image, mount, max_retries, max_restarts). A stage starts once the one before has
-ended well, or those that `after` names. Each is composed here; what its data are is seen when it starts.
+The file has a `name`, `defaults` and `stages`. `stages` maps a verb, or a name with `verb:`, to its
+`overrides` and to settings of the place that differ (j, cpu, gpu, memMB, h, env, image, mount,
+max_retries, max_restarts). A stage starts when the previous stage, or the stages that `after`
+names, have ended successfully. Each stage is composed here; its data are read when it starts.
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ NAME = re.compile(r"[a-z]([a-z0-9-]{0,28}[a-z0-9])?")
 
 @dataclass(frozen=True)
 class Chain:
-    """Stages in an order in which each stands behind those that it waits for."""
+    """Stages in an order in which each stage comes after the stages that it waits for."""
 
     name: str
     stages: list[Stage]
 
 
 def read_chain(path: str) -> Chain:
-    """The chain of a file, each stage composed. Raises LaunchError; a stage's own mistake ends the process as in every verb."""
+    """Read a chain from a file and compose each stage. Raises LaunchError.
+
+    A mistake in a stage ends the process as in every verb.
+    """
     with print_user_errors():
         values = _mapping(path, _read(path), ("name", "defaults", "stages"))
         name = str(values.get("name", "chain"))
@@ -49,7 +53,7 @@ def read_chain(path: str) -> Chain:
         for key, stage in _mapping("stages", values.get("stages") or {}).items():
             stages.append(_stage(name, str(key), stage or {}, defaults, stages))
         if not stages:
-            raise LaunchError(f"{path} names no stages: give stages: with prepare, train, export, ...")
+            raise LaunchError(f"{path} has no stages: add stages: with prepare, train, export, ...")
     return Chain(name, stages)
 
 
@@ -63,7 +67,7 @@ def _read(path: str) -> Any:
 
 def _mapping(where: str, values: Any, keys: Optional[tuple[str, ...]] = None) -> dict[str, Any]:
     if not isinstance(values, dict):
-        raise LaunchError(f"{where}: a mapping is needed, not {type(values).__name__}")
+        raise LaunchError(f"{where}: must be a mapping, not {type(values).__name__}")
     for key in values:
         if keys is not None:
             check_choice(f"{where}: the key", str(key), keys)
@@ -72,7 +76,10 @@ def _mapping(where: str, values: Any, keys: Optional[tuple[str, ...]] = None) ->
 
 def _check_name(where: str, name: str) -> None:
     if not NAME.fullmatch(name):
-        raise LaunchError(f"{where}: {name!r} is none: up to 30 lower-case letters, digits and dashes, a letter first")
+        raise LaunchError(
+            f"{where}: {name!r} is not a valid name; use up to 30 lower-case "
+            "letters, digits and dashes, beginning with a letter"
+        )
 
 
 def _stage(chain: str, name: str, stage: Any, defaults: dict[str, Any], before: list[Stage]) -> Stage:
@@ -94,9 +101,13 @@ def _stage(chain: str, name: str, stage: Any, defaults: dict[str, Any], before: 
 
 
 def render_slurm(name: str, stages: list[Stage], options: SlurmOptions) -> str:
-    """A script that submits all stages at once; each waits for those before, and goes when one of them fails."""
+    """Return a script that submits all stages.
+
+    Each waits for earlier stages, and is cancelled if one of them fails.
+    """
     parts = [
-        f"#!/bin/bash\n# {name}: {' -> '.join(stage.name for stage in stages)}. Run it by bash; it prints a job id a stage.\n"
+        f"#!/bin/bash\n# {name}: {' -> '.join(stage.name for stage in stages)}. Run it with bash; "
+        "it prints the job id of each stage.\n"
         "set -euo pipefail"
     ]
     if any(stage.workload.image for stage in stages):
@@ -120,7 +131,9 @@ register("chain", "slurm", Target(SlurmOptions, render_slurm))
 
 
 def render_chain(argv: list[str]) -> str:
-    """The text for the words behind `chain`; --help and errors end the process as in every verb."""
+    """Return the text for the words after `chain`. --help and errors end the process as in every
+    verb.
+    """
     usage = "python -m launch.render chain TARGET CHAIN.yaml [flags]"
     with print_user_errors():
         targets = registered("chain")

@@ -1,7 +1,9 @@
-"""Components of `torchx run -s <scheduler> pipeline.<verb> -j NODESxRANKS -- key=value ...`; each job composes before it is submitted.
+"""Define the components of `torchx run -s <scheduler> pipeline.<verb> -j NODESxRANKS -- key=value
+...`.
 
-TorchX takes every function of this module for a component, and looks for its name in this file. launch.appdef gives each the
-parameters that it names here and those that all have, and the verb's workload for a body.
+Each job is composed before it is submitted. TorchX treats every function of this module as a
+component and looks for its name in this file. launch.appdef adds the parameters that a function
+names and those that all share, and the body.
 """
 
 from typing import Any
@@ -23,12 +25,16 @@ def evaluate(*overrides: str, **where: Any) -> specs.AppDef:
 
 @appdef.component("j", "max_retries")
 def prepare(*overrides: str, **where: Any) -> specs.AppDef:
-    """Prepare a data set: torchx run -s local_cwd pipeline.prepare -- data=criteo_kaggle source=train.txt"""
+    """Prepare a data set: torchx run -s local_cwd pipeline.prepare -- data=criteo_kaggle
+    source=train.txt
+    """
 
 
 @appdef.component("gpu", "check_data")
 def plan(*overrides: str, **where: Any) -> specs.AppDef:
-    """Plan how tables are sharded: torchx run -s local_cwd pipeline.plan -- experiment=quickstart world_size=2"""
+    """Plan the sharding of tables: torchx run -s local_cwd pipeline.plan -- experiment=quickstart
+    world_size=2
+    """
 
 
 @appdef.component("max_retries", "check_data")
@@ -38,7 +44,9 @@ def export(*overrides: str, **where: Any) -> specs.AppDef:
 
 @appdef.component("j", "gpu", "max_retries", "max_restarts", "check_data")
 def retrain(*overrides: str, **where: Any) -> specs.AppDef:
-    """Retrain, one tick: torchx run -s local_cwd pipeline.retrain -- experiment=quickstart source=clicks/"""
+    """Retrain once: torchx run -s local_cwd pipeline.retrain -- experiment=quickstart
+    source=clicks/
+    """
 
 
 @appdef.component("j", "gpu", verb="check_nodes", j="2x1", max_restarts=0)

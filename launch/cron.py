@@ -1,8 +1,10 @@
-"""Check a cron expression, and write it as cron, Slurm's scrontab and Kubernetes all read it.
+"""Parse a cron expression, and write it so that cron, Slurm's scrontab and Kubernetes read it
+alike.
 
-The three differ. Kubernetes has no day of the week 7. Cron takes no names in lists, and no `5/10`, which Kubernetes reads as
-5, 15, 25, ... Slurm counts the steps of 5-59/10 from 0, and those of */2 as days of the week from Monday. What is written here
-has no names, and steps only behind a lone * for minutes and hours.
+The three differ. Kubernetes has no day of the week 7. Cron accepts no names in lists, and no
+`5/10`, which Kubernetes reads as 5, 15, 25, ... Slurm counts the steps of 5-59/10 from 0, and the
+steps of */2 as days of the week from Monday. The result has no names, and has steps only after a
+lone * for minutes and hours.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ _PART = re.compile(r"(?P<range>\*|(?P<first>\w+)(?:-(?P<last>\w+))?)(?:/(?P<step
 
 @dataclass(frozen=True)
 class Field:
-    """What one of the five fields may hold; `names` stand for the numbers from `least` on."""
+    """The values that one of the five fields may have.
+
+    `names` stand for the numbers from `least` on.
+    """
 
     name: str
     least: int
@@ -42,7 +47,10 @@ FIELDS = (
 
 
 def parse_cron(expression: str) -> str:
-    """The expression in five fields of numbers. Raises LaunchError for what one of the three would refuse or misread."""
+    """Return the expression as five fields of numbers.
+
+    Raises LaunchError if a scheduler would refuse or misread it.
+    """
     text = MACROS.get(expression.strip().lower(), expression)
     words = text.split()
     if len(words) != len(FIELDS):
@@ -73,7 +81,7 @@ def _write(word: str, values: set[int], kind: Field) -> str:
 
 
 def _parse_field(word: str, kind: Field) -> set[int]:
-    """What a field matches."""
+    """Return the values that a field matches."""
     return set().union(*(_parse_part(part, kind) for part in word.split(",")))
 
 
@@ -83,14 +91,16 @@ def _parse_part(part: str, kind: Field) -> set[int]:
         raise _wrong(part, kind, "is not *, a number, a range as in 1-5, or one of these with a step as in */15")
     first, last, step = match["first"], match["last"], match["step"]
     if step is not None and first is not None and last is None:
-        raise _wrong(part, kind, f"means nothing to cron; say {first}-{kind.most}/{step}")
+        raise _wrong(part, kind, f"is not valid in cron; write {first}-{kind.most}/{step}")
     low = kind.least if first is None else _number(first, kind, part)
     high = kind.most if first is None else low if last is None else _number(last, kind, part)
     if low > high:
-        raise _wrong(part, kind, "runs backwards; give two ranges, separated by a comma")
+        raise _wrong(part, kind, "ends before it begins; give two ranges, separated by a comma")
     width = int(step or 1)
     if not 1 <= width <= max(1, high - low):
-        raise _wrong(part, kind, f"steps over the whole range; leave the step out, or give 1 to {max(1, high - low)}")
+        raise _wrong(
+            part, kind, f"has a step larger than the range; remove the step, or give 1 to {max(1, high - low)}"
+        )
     return set(range(low, high + 1, width))
 
 
@@ -98,7 +108,7 @@ def _number(word: str, kind: Field, part: str) -> int:
     if word.lower() in kind.names:
         return kind.names.index(word.lower()) + kind.least
     if word == "7" and kind.names is DAYS:
-        raise _wrong(part, kind, "has a 7, which Kubernetes refuses; Sunday is 0")
+        raise _wrong(part, kind, "has a 7, which Kubernetes refuses; write 0 for Sunday")
     if not word.isdecimal() or not kind.least <= int(word) <= kind.most:
         names = f" or {kind.names[0]}-{kind.names[-1]}" if kind.names else ""
         raise _wrong(part, kind, f"is not within {kind.least}-{kind.most}{names}")
@@ -110,7 +120,7 @@ def _wrong(part: str, kind: Field, why: str) -> LaunchError:
 
 
 def _check_dates(expression: str, days: set[int], months: set[int]) -> None:
-    """Raises LaunchError for a day that none of the months has."""
+    """Raise LaunchError for a day that none of the months has."""
     longest = max(LONGEST_MONTHS[month - 1] for month in months)
     if min(days) > longest:
-        raise LaunchError(f'--cron "{expression}" never comes: no month in it has {min(days)} days')
+        raise LaunchError(f'--cron "{expression}" never matches: no month in it has {min(days)} days')

@@ -1,6 +1,7 @@
-"""Render what an Indexed Job runs, whichever kind it lies in: a Job, a CronJob, a JobSet or Kubeflow's TrainJob.
+"""Render an Indexed Job, which a Job, a CronJob, a JobSet and Kubeflow's TrainJob contain.
 
-Pod i of the job is node i. What becomes of a failed pod, its exit code says (pipeline.runtime.process.exit_codes).
+Pod i of the job is node i. The exit code of a failed pod decides what happens next
+(pipeline.runtime.process.exit_codes).
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from launch.manifest import given
 from launch.workload import Workload
 from pipeline.runtime.process.exit_codes import FINAL, REQUEUE
 
-STAYS_SO = sorted(FINAL - {REQUEUE})  # another start would end the same way
+STAYS_SO = sorted(FINAL - {REQUEUE})  # a restart would end the same way
 QUEUE = "kueue.x-k8s.io/queue-name"
-NODES = "node"  # the one replicated job of a JobSet
+NODES = "node"  # the only replicated job of a JobSet
 
 
 def metadata(workload: Workload, options: KubernetesOptions, queued: bool = False) -> dict[str, Any]:
@@ -29,13 +30,13 @@ def queue_label(options: KubernetesOptions) -> dict[str, str]:
 
 
 def job_spec(workload: Workload, options: KubernetesOptions, template: dict[str, Any]) -> dict[str, Any]:
-    """An Indexed Job: pod i of the job is node i."""
+    """Return an Indexed Job: pod i of the job is node i."""
     return given(
         suspend=True if options.queue else None,  # until Kueue lets it start
         completionMode="Indexed",
         completions=workload.tasks if workload.tasks > 1 else workload.nodes,
         parallelism=workload.tasks if workload.tasks > 1 else workload.nodes,
-        # The end of the first node ends the others: each of their pods counts.
+        # If the first node ends, the other nodes end too, and each of their pods counts.
         backoffLimit=workload.max_retries * max(workload.nodes, workload.tasks),
         podFailurePolicy=_failure_policy(),
         activeDeadlineSeconds=options.deadline_s or None,
@@ -44,9 +45,11 @@ def job_spec(workload: Workload, options: KubernetesOptions, template: dict[str,
 
 
 def jobset_spec(workload: Workload, options: KubernetesOptions, subdomain: str = "") -> dict[str, Any]:
-    """All pods start again together when one fails for good: nodes that wait for a lost one do not linger.
+    """Return a JobSet.
 
-    subdomain: of the pods' names; else JobSet takes its own name.
+    All pods restart together if one fails for good, so that no node waits for a lost node.
+
+    subdomain: of the pods' names; default: JobSet's name.
     """
     head = f"{workload.name}-{NODES}-0-0.{workload.name}" if workload.nodes > 1 else "localhost"
     template = pod_template(workload, options, head)
@@ -62,7 +65,7 @@ def jobset_spec(workload: Workload, options: KubernetesOptions, subdomain: str =
 
 
 def _failure_policy() -> dict[str, Any]:
-    """The exit codes of pipeline agent; what no rule names counts towards the retries."""
+    """Return rules for the exit codes of the agent. Other exit codes count as retries."""
 
     def on_codes(action: str, codes: list[int]) -> dict[str, Any]:
         return {"action": action, "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": codes}}

@@ -1,8 +1,9 @@
-"""Render a Workload as manifests for Kubernetes: an Indexed Job with a headless Service, which needs no operator, a JobSet,
-or the kind of an operator (launch.extras).
+"""Render a Workload as manifests for Kubernetes.
 
-A pod a node. They meet at the pod with index 0, whose name the Service makes known. What becomes of a failed pod, its exit
-code says (pipeline.runtime.process.exit_codes).
+The kinds are an Indexed Job with a headless Service, which needs no operator, a JobSet, or the kind
+of an operator (launch.extras). Each node is a pod. The pods connect to the pod with index 0, whose
+name the Service publishes. The exit code of a failed pod decides what happens next
+(pipeline.runtime.process.exit_codes).
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ LONGEST_NAME = 50  # of a workload
 
 
 def render_job(workload: Workload, options: KubernetesOptions) -> str:
-    """YAML for `kubectl create -f -`. Raises LaunchError for what Kubernetes, or the job, cannot have."""
+    """Return YAML for `kubectl create -f -`.
+
+    Raises LaunchError for what Kubernetes or the job does not support.
+    """
     if workload.on_ray:
         options = replace(options, kind="rayjob")
     elif options.kind == "rayjob":
@@ -38,7 +42,10 @@ def render_job(workload: Workload, options: KubernetesOptions) -> str:
 
 
 def named_for_attempt(workload: Workload, options: KubernetesOptions) -> Workload:
-    """With the suffix of --attempt. The run folder is the job's own: another attempt goes on from its checkpoints."""
+    """Return the workload with the suffix of --attempt.
+
+    The run folder stays the same, so a new attempt resumes its checkpoints.
+    """
     if options.attempt is None:
         return workload
     suffix = secrets.token_hex(3) if options.attempt == "auto" else options.attempt
@@ -46,9 +53,10 @@ def named_for_attempt(workload: Workload, options: KubernetesOptions) -> Workloa
 
 
 def headless_service(workload: Workload, options: KubernetesOptions) -> dict[str, Any]:
-    """Gives each pod a name in DNS, before it is ready too: the nodes have to meet in order to become so.
+    """Give each pod a name in DNS before it is ready, because the nodes have to connect to become
+    ready.
 
-    Raises LaunchError for a name that begins with a digit: a Service's must not.
+    Raises LaunchError for a name that begins with a digit, which a Service does not allow.
     """
     check_letter_first(workload.name, "several nodes")
     spec = {
@@ -61,7 +69,10 @@ def headless_service(workload: Workload, options: KubernetesOptions) -> dict[str
 
 
 def _owned(workload: Workload, options: KubernetesOptions) -> dict[str, Any]:
-    """By the Job, whose uid is known once it is there: without this the Service stays when the Job goes."""
+    """Let the Job own the Service if its uid is known.
+
+    Otherwise the Service stays when the Job is deleted.
+    """
     if options.owner is None:
         return {}
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": workload.name, "uid": options.owner}
@@ -93,20 +104,23 @@ register("kind", "jobset", Kind(render_jobset, START_AGAIN))
 def _comment(workload: Workload, options: KubernetesOptions) -> str:
     if workload.on_ray:
         return (
-            f"{workload.verb}: a Ray cluster of {workload.nodes} pods, for KubeRay 1.3 or newer, which ends with the job.\n"
-            "A pod that is lost is replaced, and its tasks run again; when the head is lost, --max-retries starts anew and goes on."
+            f"{workload.verb}: a Ray cluster of {workload.nodes} pods for KubeRay 1.3 or newer. "
+            "It ends with the job.\n"
+            "A lost pod is replaced, and its tasks run again. If the head is lost, --max-retries "
+            "restarts the job, which then resumes."
         )
     again = registered("kind")[options.kind].again
-    where = "." if workload.nodes == 1 else f", {workload.nodes} pods that meet at the first."
+    where = "." if workload.nodes == 1 else f", {workload.nodes} pods that connect to the first pod."
     if workload.is_elastic:
-        where = f", {workload.min_nodes} to {workload.nodes} pods that meet in the run folder: one that is lost comes back when there is a node for it."
+        where = f", {workload.min_nodes} to {workload.nodes} pods that connect through the run folder. A lost pod returns when there is a node for it."
     lines = [
         f"{workload.verb}: {workload.nodes} x {workload.ranks_per_node} rank(s){where}",
-        f"Exit codes {', '.join(map(str, STAYS_SO))} (mistakes) fail the job at once; {REQUEUE} (asked to stop) and evictions {again}."
+        f"Exit codes {', '.join(map(str, STAYS_SO))} (errors that a restart cannot fix) fail the "
+        f"job at once; {REQUEUE} (asked to stop) and evictions {again}."
         if again
-        else "A PyTorchJob knows no exit codes: whatever ends a pod, a mistake too, counts towards --max-retries.",
+        else "A PyTorchJob ignores exit codes: every failed pod counts towards --max-retries.",
     ]
     if workload.log_dir and is_kept(workload, options):
-        lines.append(f"A log file a rank lies in {workload.log_dir}; rank 0's is what kubectl logs shows.")
+        lines.append(f"Each rank writes a log file in {workload.log_dir}; kubectl logs shows that of rank 0.")
     lines += warning_lines(workload, options)
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What a cluster's owner may say of a job on Kubernetes, checked where it is typed."""
+"""Define the options of a job on Kubernetes, and check them when they are read."""
 
 from __future__ import annotations
 
@@ -21,45 +21,50 @@ DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
 @dataclass(frozen=True)
 class KubernetesOptions(NetworkOptions):
-    """What Kubernetes takes beside the shape of the job."""
+    """Options of Kubernetes in addition to the shape of the job."""
 
     kind: str = option(
         "job",
-        "job: a plain Indexed Job; jobset: a JobSet, whose pods start again together; volcano: a Job of Volcano; trainjob: "
+        "job: a plain Indexed Job; jobset: a JobSet, whose pods restart together; volcano: a Job "
+        "of Volcano; trainjob: "
         "a TrainJob of Kubeflow Trainer v2; pytorchjob: a PyTorchJob of its Training Operator v1; rayjob: a RayJob of KubeRay, which "
         "prepare with engine=ray always is",
     )
-    namespace: Optional[str] = option(None, "namespace; else the one that kubectl is set to")
+    namespace: Optional[str] = option(None, "namespace; default: kubectl's")
     queue: Optional[str] = option(None, "LocalQueue of Kueue, which waits until all pods fit; queue of Volcano")
-    attempt: Optional[str] = option(None, "suffix of all names, to run a finished job again; auto: made up each time")
-    owner: Optional[str] = option(None, "uid of the Job that its Service is deleted with: docs/do/cluster.md")
-    workdir: str = option("/workspace", "folder that the job runs in; relative paths, run folders too, lie under it")
+    attempt: Optional[str] = option(None, "suffix of all names, to run a finished job again; auto: a random suffix")
+    owner: Optional[str] = option(
+        None, "uid of the Job that owns the Service, so that both are deleted together: docs/do/cluster.md"
+    )
+    workdir: str = option("/workspace", "working folder of the job; relative paths, also of run folders, start here")
     secret: Optional[str] = option(None, "Secrets whose keys become environment variables, separated by commas")
-    secret_mount: Optional[dict[str, str]] = option(None, "a Secret as files: NAME=/path; again for each")
+    secret_mount: Optional[dict[str, str]] = option(None, "a Secret as files: NAME=/path; repeatable")
     pull_secret: Optional[str] = option(None, "Secret to pull the image with")
     service_account: Optional[str] = option(None, "service account of the pods")
     priority_class: Optional[str] = option(None, "priority class of the pods")
-    node_selector: Optional[dict[str, str]] = option(None, "label that nodes must have: KEY=VALUE; again for each")
-    toleration: Optional[dict[str, str]] = option(None, "taint that may be there: KEY=VALUE:EFFECT, or KEY=:EFFECT")
-    runtime_class: Optional[str] = option(None, "RuntimeClass of the pods, where nvidia is not the nodes' default")
-    read_only_root: bool = option(True, "nothing can be written but /tmp, volumes and the run folder")
-    label: Optional[dict[str, str]] = option(None, "further label of all objects: KEY=VALUE; again for each")
+    node_selector: Optional[dict[str, str]] = option(None, "label that nodes must have: KEY=VALUE; repeatable")
+    toleration: Optional[dict[str, str]] = option(None, "taint to tolerate: KEY=VALUE:EFFECT, or KEY=:EFFECT")
+    runtime_class: Optional[str] = option(None, "RuntimeClass of the pods, if nvidia is not the nodes' default")
+    read_only_root: bool = option(True, "only /tmp, volumes and the run folder are writable")
+    label: Optional[dict[str, str]] = option(None, "additional label of all objects: KEY=VALUE; repeatable")
     gpu_resource: str = option("nvidia.com/gpu", "name that the device plugin gives GPUs")
-    resource: Optional[dict[str, str]] = option(None, "further resource of each pod: rdma/hca=8; again for each")
-    ephemeral_mb: int = option(0, "local disk of each pod, beyond which it is evicted; 0: not said")
-    capability: Optional[str] = option(None, "Linux capabilities, by commas: RDMA wants IPC_LOCK for its memory")
-    host_network: bool = option(False, "pods have their node's network: InfiniBand without a device plugin of its own")
-    together: Optional[str] = option(None, "label of near nodes: pods prefer nodes with the same value of it")
-    annotation: Optional[dict[str, str]] = option(None, "annotation of the pods: KEY=VALUE; again for each")
-    pull_policy: Optional[str] = option(None, "when the image is pulled: Always, IfNotPresent or Never")
-    patch: Optional[str] = option(None, "YAML file that is merged into the objects of the same kind")
+    resource: Optional[dict[str, str]] = option(None, "additional resource of each pod: rdma/hca=8; repeatable")
+    ephemeral_mb: int = option(0, "limit of each pod's local disk, above which it is evicted; 0: no limit")
+    capability: Optional[str] = option(
+        None, "Linux capabilities, separated by commas; RDMA needs IPC_LOCK for its memory"
+    )
+    host_network: bool = option(False, "pods use their node's network: InfiniBand without a device plugin")
+    together: Optional[str] = option(None, "label of nodes that are close: pods prefer nodes with equal values")
+    annotation: Optional[dict[str, str]] = option(None, "annotation of the pods: KEY=VALUE; repeatable")
+    pull_policy: Optional[str] = option(None, "when to pull the image: Always, IfNotPresent or Never")
+    patch: Optional[str] = option(None, "YAML file to merge into the objects of the same kind")
     shm_mb: int = option(0, "size of /dev/shm, part of the memory; 0: half of the memory")
-    run_as_user: Optional[int] = option(None, "user id of the pods; else the image's, which must not be root")
-    fs_group: int = option(1000, "group that volumes are given to; -1: leave it to the cluster (OpenShift)")
-    grace_s: Optional[int] = option(None, "seconds from SIGTERM to SIGKILL; else the job's own and 5 more")
-    deadline_s: int = option(0, "seconds after which the job is ended, however far it is; 0: never")
-    keep_s: int = option(259200, "seconds that a finished job stays to be looked at")
-    meeting_timeout_s: int = option(600, "how long the nodes of a job wait for each other")
+    run_as_user: Optional[int] = option(None, "user id of the pods; default: the image's, which must not be root")
+    fs_group: int = option(1000, "group that owns the volumes; -1: the cluster chooses (OpenShift)")
+    grace_s: Optional[int] = option(None, "seconds from SIGTERM to SIGKILL; default: the job's grace period plus 5")
+    deadline_s: int = option(0, "seconds after which the job is ended, even if it is not finished; 0: never")
+    keep_s: int = option(259200, "seconds that a finished job stays visible")
+    meeting_timeout_s: int = option(600, "seconds that the nodes of a job wait for each other")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,11 +86,11 @@ class KubernetesOptions(NetworkOptions):
             raise LaunchError(f"--attempt {self.attempt}: give 1 to 20 lower-case letters and digits, or auto")
         if self.owner is not None and (self.kind != "job" or not UID.fullmatch(self.owner)):
             raise LaunchError(
-                f"--owner {self.owner}: give the uid of a Job as kubectl shows it (--kind {self.kind}: its operator makes the "
-                "Service, and takes it away)"
+                f"--owner {self.owner}: give the uid of a Job as kubectl shows it (--kind "
+                f"{self.kind}: its operator makes and deletes the Service)"
             )
         if self.run_as_user == 0:
-            raise LaunchError("--run-as-user 0 is root; give another number, or leave it to the image")
+            raise LaunchError("--run-as-user 0 is root; give another number, or none to use the image's user")
         if not self.workdir.startswith("/"):
             raise LaunchError(f"--workdir {self.workdir}: give a path that begins with /")
         for name in NAMES:

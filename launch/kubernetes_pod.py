@@ -1,4 +1,4 @@
-"""Render one node of a Workload as a pod: command, resources, volumes, rights."""
+"""Render one node of a Workload as a pod: command, resources, volumes, permissions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from pipeline.runtime.errors import LaunchError
 
 CONTAINER = "main"
 INSTANCE = "app.kubernetes.io/instance"
-GRACE_MARGIN_S = 5  # after the ranks' own grace: the agent ends, its logs are flushed
+# in addition to the ranks' grace period, for the agent to end and flush its logs
+GRACE_MARGIN_S = 5
 SHARED_MEMORY = "/dev/shm"
-# Filled in by the Job controller in every pod of an Indexed Job.
+# The Job controller sets it in every pod of an Indexed Job.
 NODE_INDEX = "$(JOB_COMPLETION_INDEX)"
-# What a CronJob calls the Job of a tick is known when it runs: for a `head` that holds it the pod is given it.
+# The name of a CronJob's Job is only known when it runs. The pod gets it if `head` contains this
+# variable.
 JOB_NAME = "$(JOB_NAME)"
-JOB_UID = "$(JOB_UID)"  # of a Job whose pods come and go: a Job of the same name later must not meet with them
+# the id of a Job whose pods leave and join, so that they never connect to a later Job of the same
+# name
+JOB_UID = "$(JOB_UID)"
 
 
 def labels_of(workload: Workload, options: KubernetesOptions) -> dict[str, str]:
@@ -40,10 +44,12 @@ def pod_template(
     subdomain: str = "",
     node: str = NODE_INDEX,
 ) -> dict[str, Any]:
-    """`head`: the first node's name as the others know it; `node`: the number of this one. Both may hold `$(VARIABLE)`.
+    """Return the template of a pod. `head` and `node` may contain `$(VARIABLE)`.
+
+    head: the first node's name, as the other nodes know it. node: the number of this node.
 
     Raises:
-        LaunchError: the workload has no image, no size, no hardware for its ranks, or a mount that pods cannot have.
+        LaunchError: the workload has no image, size or hardware for its ranks, or a mount that pods do not support.
     """
     workload = on_cluster(workload)
     _check(workload)
@@ -54,7 +60,8 @@ def pod_template(
         serviceAccountName=options.service_account,
         priorityClassName=options.priority_class,
         hostNetwork=True if options.host_network else None,
-        dnsPolicy="ClusterFirstWithHostNet" if options.host_network else None,  # the nodes meet by a Service's name
+        # the nodes connect by a Service's name
+        dnsPolicy="ClusterFirstWithHostNet" if options.host_network else None,
         affinity=_near(workload, options.together) if options.together else None,
         nodeSelector=options.node_selector,
         tolerations=[_toleration(key, effect) for key, effect in (tolerated | (options.toleration or {})).items()],
@@ -62,7 +69,8 @@ def pod_template(
         imagePullSecrets=[{"name": options.pull_secret}] if options.pull_secret else [],
         automountServiceAccountToken=False,
         enableServiceLinks=False,
-        shareProcessNamespace=True,  # nobody's process has number 1, to which SIGTERM means nothing by default
+        # otherwise the process is number 1, which ignores SIGTERM by default
+        shareProcessNamespace=True,
         terminationGracePeriodSeconds=grace_s(workload, options),
         securityContext=_pod_rights(options),
         containers=[_container(workload, options, head, node)],
@@ -72,14 +80,17 @@ def pod_template(
 
 
 def _near(workload: Workload, label: str) -> dict[str, Any]:
-    """Where the near nodes are full, far ones do."""
+    """Prefer nodes that are close. If they are full, other nodes are used."""
     term = {"labelSelector": {"matchLabels": {INSTANCE: workload.name}}, "topologyKey": label}
     wish = {"weight": 100, "podAffinityTerm": term}
     return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [wish]}}
 
 
 def grace_s(workload: Workload, options: KubernetesOptions) -> int:
-    """From SIGTERM to SIGKILL. Raises LaunchError where that is less than the ranks count on."""
+    """Return the seconds from SIGTERM to SIGKILL.
+
+    Raises LaunchError if they are fewer than the ranks need.
+    """
     least = int(workload.grace_s) + (GRACE_MARGIN_S if workload.grace_s else 0)
     if options.grace_s is not None and options.grace_s < least:
         raise LaunchError(
@@ -90,7 +101,9 @@ def grace_s(workload: Workload, options: KubernetesOptions) -> int:
 
 
 def is_kept(workload: Workload, options: KubernetesOptions) -> bool:
-    """Whether the log files, and with them the run folder, lie on a volume that outlives the pod."""
+    """Return whether the log files, and with them the run folder, are on a volume that outlives the
+    pod.
+    """
     return is_mounted(workload, options, workload.log_dir, for_writing=True)
 
 
@@ -101,16 +114,20 @@ def is_mounted(workload: Workload, options: KubernetesOptions, path: str, for_wr
 
 
 def warning_lines(workload: Workload, options: KubernetesOptions) -> list[str]:
-    """What the pods would not find, or not leave behind; said on stderr too, because a manifest may go straight into kubectl."""
+    """Return warnings about files that the pods would not find, or would lose.
+
+    They are also printed on stderr.
+    """
     mount = f"mount a volume at {options.workdir}"
     lines = [
-        f"WARNING: {path} is read in the pod, and is on no volume: {mount}, unless the image has it."
+        f"WARNING: {path} is read in the pod, but is not on a volume: {mount}, unless the image contains it."
         for path in workload.reads
         if path and "://" not in path and not path.startswith("/") and not is_mounted(workload, options, path)
     ]
     if workload.log_dir and not is_kept(workload, options):
         lines.append(
-            f"WARNING: {workload.log_dir} lies in the pod and goes with it, checkpoints too: {mount}, or at the run folder."
+            f"WARNING: {workload.log_dir} is inside the pod and is lost with it, with all "
+            f"checkpoints: {mount}, or at the run folder."
         )
     for line in lines:
         print(line, file=sys.stderr)
@@ -119,10 +136,10 @@ def warning_lines(workload: Workload, options: KubernetesOptions) -> list[str]:
 
 def _check(workload: Workload) -> None:
     if workload.image is None:
-        raise LaunchError("--image is needed: a pod runs in an image; docs/do/cluster.md says how to build it")
+        raise LaunchError("give --image, because a pod runs in an image; docs/do/cluster.md says how to build it")
     if not workload.cpu or not workload.mem_mb:
         raise LaunchError(
-            "--cpu and --memMB are needed (or --h): a pod that asks for nothing is put anywhere and evicted first"
+            "give --cpu and --memMB (or --h): a pod without requests may run anywhere and is evicted first"
         )
 
 
@@ -144,7 +161,7 @@ def _container(workload: Workload, options: KubernetesOptions, head: str, node: 
         name=CONTAINER,
         image=workload.image,
         imagePullPolicy=options.pull_policy,
-        command=_command(workload, options, head, node),  # no shell: SIGTERM reaches the agent
+        command=_command(workload, options, head, node),  # no shell, so SIGTERM reaches the agent
         workingDir=options.workdir,
         env=variables,
         envFrom=[{"secretRef": {"name": name}} for name in options.secrets],
@@ -165,25 +182,30 @@ def _of_label(name: str, label: str) -> dict[str, Any]:
 
 
 def _command(workload: Workload, options: KubernetesOptions, head: str, node: str) -> list[str]:
-    """The words of the command, each as it was typed: Kubernetes expands `$(NAME)` and takes `$$` for `$`."""
-    head_mark, job_mark = "\0head", "\0job"  # no argument can hold NUL
+    """Return the words of the command as they were typed.
+
+    Kubernetes expands `$(NAME)` and reads `$$` as `$`.
+    """
+    head_mark, job_mark = "\0head", "\0job"  # no argument can contain NUL
     words = []
     job = JOB_UID if workload.is_elastic else workload.name
     for original, word in zip(workload.command, workload.argv(head_mark, job_mark), strict=True):
         words.append(_literally(word).replace(head_mark, head).replace(job_mark, job))
         if original == ENDPOINT and workload.nodes > 1:
-            # Pods start one after another, and a name may not be known yet when its own pod asks for it.
+            # Pods start one after another, and a pod's name may be unknown when the pod asks for
+            # it.
             patience = f"join_timeout={options.meeting_timeout_s},read_timeout={options.meeting_timeout_s}"
             words += ["--node-rank", node, "--rdzv-conf", patience]
     return words
 
 
 def check_meeting(workload: Workload, options: KubernetesOptions) -> None:
-    """Raises LaunchError where pods that come and go would not find each other."""
+    """Raise LaunchError if pods that leave and join would not find each other."""
     if workload.is_elastic and not is_kept(workload, options):
         raise LaunchError(
-            f"-j {workload.shape}: the pods meet in the run folder, and {workload.log_dir} is on no "
-            f"volume that they share: mount one at {options.workdir}, or at the run folder"
+            f"-j {workload.shape}: the pods connect through the run folder, but "
+            f"{workload.log_dir} is not on a volume that they share: mount one at "
+            f"{options.workdir}, or at the run folder"
         )
 
 
@@ -192,12 +214,14 @@ def _literally(word: str) -> str:
 
 
 def _volumes(workload: Workload, options: KubernetesOptions) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each volume of the pod with its path in the container."""
-    # The container runtime's own /dev/shm has 64 MiB; loaders, gloo and NCCL need more. It counts as memory.
+    """Return each volume of the pod with its path in the container."""
+    # The container runtime's /dev/shm has 64 MiB; loaders, gloo and NCCL need more. It counts as
+    # memory.
     shared = {"medium": "Memory", "sizeLimit": f"{options.shm_mb or workload.mem_mb // 2}Mi"}
     found = [({"name": "shm", "emptyDir": shared}, {"name": "shm", "mountPath": SHARED_MEMORY})]
     if options.read_only_root:
-        # Of the pod's own: compiled kernels, sockets and spilled rows, and a run folder that goes with the pod.
+        # Local to the pod: compiled kernels, sockets and spilled rows, and a run folder that is
+        # lost with the pod.
         written = {} if is_mounted(workload, options, "/tmp") else {"tmp": "/tmp"}
         if workload.log_dir and not is_kept(workload, options):
             written["run"] = str(PurePosixPath(options.workdir, workload.log_dir).parent)
@@ -219,12 +243,16 @@ def _source(mount: Mount) -> dict[str, Any]:
     if mount.kind == "bind":
         return {"hostPath": {"path": mount.source}}
     raise LaunchError(
-        f"--mount type={mount.kind},src={mount.source}: pods get devices from a device plugin (--gpu, --gpu-resource)"
+        f"--mount type={mount.kind},src={mount.source}: pods get devices from a device plugin: "
+        "use --gpu, --gpu-resource"
     )
 
 
 def _pod_rights(options: KubernetesOptions) -> dict[str, Any]:
-    """What Kubernetes' own standard calls restricted, with volumes that the pods' group may write."""
+    """Return the rights that Kubernetes' standard calls "restricted".
+
+    The pods' group may write volumes.
+    """
     group = options.fs_group if options.fs_group >= 0 else None
     return given(
         runAsNonRoot=True,

@@ -1,7 +1,9 @@
-"""Render a server of an artifact for Kubernetes: Deployment, Service, disruption budget and, where asked for, autoscaling and a ServiceMonitor.
+"""Render a server of an artifact for Kubernetes: Deployment, Service, disruption budget, and
+optional autoscaling and ServiceMonitor.
 
-The pods follow the artifact's link or the registry's champion themselves, so a promotion needs no new rollout; the Deployment
-rolls when its image or its command changes, a pod at a time, none taken away before the next one is ready.
+The pods follow the artifact's link or the registry's champion, so a promotion needs no new rollout.
+If the image or the command changes, the Deployment replaces one pod at a time, and stops a pod only
+when its successor is ready.
 """
 
 from __future__ import annotations
@@ -17,19 +19,20 @@ from launch.options import option
 from launch.workload import Workload
 from pipeline.runtime.errors import LaunchError, check_at_least, check_within
 
-LATENCY = "pipeline_serving_request_p95_seconds"  # as launch/monitoring/prometheus_adapter.yml names it
+# the name in launch/monitoring/prometheus_adapter.yml
+LATENCY = "pipeline_serving_request_p95_seconds"
 
 
 @dataclass(frozen=True)
 class ServingOptions(KubernetesOptions):
-    """What a server takes beside what a job does."""
+    """Options of a server in addition to those of a job."""
 
-    replicas: int = option(2, "pods; with autoscaling, the fewest")
-    max_replicas: int = option(0, "the most pods that autoscaling may start; 0: no autoscaling")
-    cpu_percent: int = option(60, "share of the cores asked for that autoscaling aims at; latency grows above")
-    latency_ms: int = option(0, "95th percentile of a request that autoscaling aims at too; see docs/do/cluster.md")
-    monitor: bool = option(False, "a ServiceMonitor, by which Prometheus' operator finds the metrics")
-    scrape_s: int = option(15, "seconds between two looks at the metrics")
+    replicas: int = option(2, "number of pods; with autoscaling, the minimum")
+    max_replicas: int = option(0, "maximum number of pods with autoscaling; 0: no autoscaling")
+    cpu_percent: int = option(60, "target share of the requested cores for autoscaling; latency grows above it")
+    latency_ms: int = option(0, "target of the 95th percentile of a request for autoscaling; see docs/do/cluster.md")
+    monitor: bool = option(False, "add a ServiceMonitor, with which Prometheus' operator finds the metrics")
+    scrape_s: int = option(15, "seconds between two reads of the metrics")
     service_port: int = option(80, "port of the Service")
     load_s: int = option(600, "seconds that a pod may take to load the artifact")
 
@@ -41,26 +44,29 @@ class ServingOptions(KubernetesOptions):
         check_within("--cpu-percent", self.cpu_percent, 1, 100)
         check_at_least("--latency-ms", self.latency_ms, 0)
         if self.latency_ms and not self.max_replicas:
-            raise LaunchError(f"--latency-ms {self.latency_ms} steers autoscaling: give --max-replicas too")
+            raise LaunchError(f"--latency-ms {self.latency_ms} is for autoscaling: give --max-replicas too")
         if self.max_replicas and self.max_replicas < self.replicas:
             raise LaunchError(
-                f"--max-replicas {self.max_replicas} is less than --replicas {self.replicas}: raise it, or leave it out"
+                f"--max-replicas {self.max_replicas} is less than --replicas {self.replicas}: raise it, or remove it"
             )
         if self.attempt or self.owner:
-            raise LaunchError("a server has one name for as long as it is there: leave --attempt and --owner out")
+            raise LaunchError("the name of a server does not change: remove --attempt and --owner")
         if self.kind != "job" or self.queue:
-            raise LaunchError("a server is a Deployment, which no queue holds: leave --kind and --queue out")
+            raise LaunchError("a server is a Deployment, which uses no queue: remove --kind and --queue")
 
 
 def render_serving(workload: Workload, options: ServingOptions) -> str:
-    """YAML for `kubectl apply -f -`. Raises LaunchError for what Kubernetes, or the server, cannot have."""
-    comment = f"{workload.verb}: {options.replicas} pods behind {workload.name}:{options.service_port}; it asks nobody who they are."
+    """Return YAML for `kubectl apply -f -`.
+
+    Raises LaunchError for what Kubernetes or the server does not support.
+    """
+    comment = f"{workload.verb}: {options.replicas} pods behind {workload.name}:{options.service_port}; it authenticates nobody."
     comment = "\n".join([comment, *warning_lines(workload, options)])
     return to_yaml(patched(serving_objects(workload, options), options.patch), comment)
 
 
 def serving_objects(workload: Workload, options: ServingOptions) -> list[dict[str, Any]]:
-    """Each object, the Deployment first."""
+    """Return all objects, the Deployment first."""
     objects = [_deployment(workload, options), _service(workload, options)]
     if options.replicas > 1:
         objects.append(_disruption_budget(workload, options))
@@ -73,7 +79,8 @@ def serving_objects(workload: Workload, options: ServingOptions) -> list[dict[st
 
 def _deployment(workload: Workload, options: ServingOptions) -> dict[str, Any]:
     spec = {
-        **({} if options.max_replicas else {"replicas": options.replicas}),  # else each apply would undo autoscaling
+        # otherwise each apply would undo autoscaling
+        **({} if options.max_replicas else {"replicas": options.replicas}),
         "selector": {"matchLabels": {INSTANCE: workload.name}},
         "progressDeadlineSeconds": options.load_s + 60,
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
@@ -85,7 +92,7 @@ def _deployment(workload: Workload, options: ServingOptions) -> dict[str, Any]:
 def _pod(workload: Workload, options: ServingOptions) -> dict[str, Any]:
     template = pod_template(workload, options, "localhost")
     pod = template["spec"]
-    pod["restartPolicy"] = "Always"  # the only one that a Deployment has
+    pod["restartPolicy"] = "Always"  # a Deployment supports no other policy
     spread = {
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",
@@ -104,7 +111,7 @@ def _pod(workload: Workload, options: ServingOptions) -> dict[str, Any]:
         "prometheus.io/port": str(workload.http_port),
         "prometheus.io/path": "/metrics",
     }
-    if not options.monitor:  # else it would be counted twice where the cluster's Prometheus goes by both
+    if not options.monitor:  # otherwise a Prometheus that reads both would count it twice
         template["metadata"]["annotations"] = {**scraped, **(options.annotation or {})}
     return template
 
@@ -121,17 +128,22 @@ def _service(workload: Workload, options: ServingOptions) -> dict[str, Any]:
 
 
 def _disruption_budget(workload: Workload, options: ServingOptions) -> dict[str, Any]:
-    """Nodes that are drained take one pod at a time."""
+    """Let the draining of nodes stop one pod at a time."""
     spec = {"maxUnavailable": 1, "selector": {"matchLabels": {INSTANCE: workload.name}}}
     return of_kind("policy/v1", "PodDisruptionBudget", metadata(workload, options), spec)
 
 
 def _autoscaler(workload: Workload, options: ServingOptions) -> dict[str, Any]:
-    """By the share of cores in use, which needs the metrics server alone, and by latency where asked for: the larger number holds."""
+    """Scale by the share of cores in use, which needs only the metrics server, and by latency if
+    configured.
+
+    The larger number of pods is used.
+    """
     target = {"type": "Utilization", "averageUtilization": options.cpu_percent}
     metrics: list[dict[str, Any]] = [{"type": "Resource", "resource": {"name": "cpu", "target": target}}]
     if options.latency_ms:
-        average = {"type": "AverageValue", "averageValue": f"{options.latency_ms}m"}  # thousandths of a second
+        # thousandths of a second
+        average = {"type": "AverageValue", "averageValue": f"{options.latency_ms}m"}
         metrics.append({"type": "Pods", "pods": {"metric": {"name": LATENCY}, "target": average}})
     spec = {
         "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": workload.name},

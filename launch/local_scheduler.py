@@ -1,6 +1,8 @@
-"""Give a job of `torchx run -s local_cwd` its grace when it is interrupted: TorchX's scheduler, by its entry point.
+"""Implement TorchX's scheduler `local_cwd` (an entry point) with a grace period for interrupted
+jobs.
 
-TorchX sends SIGTERM and kills after ten seconds, in which the tables of a large model are not saved.
+TorchX sends SIGTERM and kills after ten seconds, which is too short to save the tables of a large
+model.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class GracefulLocalScheduler(LocalScheduler):
                 each.proc.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 break
-        super().close()  # kills what is left
+        super().close()  # kills the remaining processes
 
 
 def create_scheduler(session_name: str, cache_size: int = 100, **kwargs: Any) -> GracefulLocalScheduler:

@@ -9,13 +9,16 @@ import yaml
 
 from pipeline.runtime.errors import LaunchError
 
-# What is left without quotes. YAML 1.1, YAML 1.2 and Go's reader disagree on `1e3`, `0o7`, `yes`, `1_000`, `12:30`.
+# Text without quotes. YAML 1.1, YAML 1.2 and Go's reader disagree on `1e3`, `0o7`, `yes`, `1_000`,
+# `12:30`.
 _PLAIN = re.compile(r"-{0,2}[A-Za-z/][A-Za-z0-9_./:=,-]*(?<!:)")
 _WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"})
 
 
 class _Dumper(yaml.SafeDumper):
-    """Indents lists within mappings, as kubectl prints them, and repeats an object instead of linking to it."""
+    """Indent lists within mappings, as kubectl prints them, and repeat an object instead of linking
+    to it.
+    """
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
@@ -33,21 +36,23 @@ _Dumper.add_representer(str, _text)
 
 
 def to_yaml(objects: list[dict[str, Any]], comment: str = "") -> str:
-    """One document an object; `comment` stands above the first, each of its lines behind a #."""
+    """Write one document per object. Each line of `comment` comes first, after a #."""
     head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
-    # A line break inside a word would be folded where the line is long: no line is.
+    # The width is unlimited, because a long line would be folded, and with it a line break inside a
+    # word.
     documents = [yaml.dump(each, Dumper=_Dumper, sort_keys=False, width=10**6, allow_unicode=True) for each in objects]
     return head + "---\n".join(documents)
 
 
 def patched(objects: list[dict[str, Any]], path: Optional[str]) -> list[dict[str, Any]]:
-    """Objects with each document of the file `path` merged into those of its kind, as kubectl's strategic merge does.
+    """Merge each document of the file `path` into the objects of its kind, as kubectl's strategic
+    merge does.
 
-    Mappings are merged, null removes a key, and lists are merged by the name of their members where they have one (containers,
-    env, volumes, ports), else replaced.
+    Mappings are merged, and null removes a key. Lists whose members have names are merged by name
+    (containers, env, volumes, ports); other lists are replaced.
 
     Raises:
-        LaunchError: the file cannot be read, or a document names no kind that there is.
+        LaunchError: the file cannot be read, or there is no object of a document's kind.
     """
     if path is None:
         return objects
@@ -60,7 +65,7 @@ def patched(objects: list[dict[str, Any]], path: Optional[str]) -> list[dict[str
     for document in documents:
         kind = document.get("kind") if isinstance(document, dict) else None
         if kind not in kinds:
-            raise LaunchError(f"--patch {path}: a document is for kind {kind}, and the objects are {', '.join(kinds)}")
+            raise LaunchError(f"--patch {path}: a document is for kind {kind}, but the objects are {', '.join(kinds)}")
         objects = [_merged(each, document) if each["kind"] == kind else each for each in objects]
     return objects
 
@@ -82,7 +87,7 @@ def _named(members: list[Any]) -> bool:
 
 
 def check_letter_first(name: str, whose: str) -> None:
-    """Raises LaunchError for a name that begins with a digit, which a Service's must not."""
+    """Raise LaunchError for a name that begins with a digit, which a Service does not allow."""
     if name[0].isdigit():
         raise LaunchError(f"--name {name}: names of {whose} must begin with a letter; give --name")
 
@@ -92,5 +97,5 @@ def of_kind(api_version: str, kind: str, metadata: dict[str, Any], spec: dict[st
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """The mapping without what is None, "", [] or {}; 0 and False stay."""
+    """Return the mapping without None, "", [] and {}. 0 and False stay."""
     return {key: value for key, value in values.items() if value not in (None, "", [], {})}

@@ -1,7 +1,8 @@
-"""Choose the network that ranks talk over, by NCCL's and gloo's variables, for Slurm and Kubernetes alike.
+"""Choose the network between ranks, by variables of NCCL and gloo, for Slurm and Kubernetes.
 
-NCCL uses TCP if it finds nothing faster, and says so only in its log. With NCCL_NET the job ends instead.
-Sources: docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html; github.com/aws/aws-ofi-nccl
+NCCL uses TCP if it finds no faster network, and reports it only in its log. With NCCL_NET the job
+fails instead. Sources: docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html;
+github.com/aws/aws-ofi-nccl
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ NCCL_SETTINGS = {
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    network: Optional[str] = option(None, "what NCCL must talk over, else the job ends: infiniband, roce, efa or tcp")
-    interface: Optional[str] = option(None, "network interface by which ranks find each other, for instance ib0 or eth0")  # fmt: skip
+    network: Optional[str] = option(
+        None, "network that NCCL must use, otherwise the job fails: infiniband, roce, efa or tcp"
+    )
+    interface: Optional[str] = option(None, "network interface that ranks use to connect, for "
+                                            "instance ib0 or eth0")  # fmt: skip
     hca: Optional[str] = option(None, "InfiniBand or RoCE adapters that NCCL may use, for instance mlx5 or =mlx5_0:1")
 
     def __post_init__(self) -> None:
@@ -34,18 +38,22 @@ class NetworkOptions:
             if value is not None and not re.fullmatch(r"[\^=]{0,2}[\w.:,-]+", value):
                 raise LaunchError(f"{flag} {value}: give names separated by commas, for instance ib0 or mlx5_0")
         if self.hca and self.network not in ("infiniband", "roce"):
-            raise LaunchError(f"--hca {self.hca}: give --network infiniband or roce too; no other network has adapters")
+            raise LaunchError(
+                f"--hca {self.hca}: give --network infiniband or roce too, because other networks have no adapters"
+            )
 
     @property
     def network_env(self) -> dict[str, str]:
         env = dict(NCCL_SETTINGS.get(self.network or "", {}))
         if self.interface:
             env["NCCL_SOCKET_IFNAME"] = self.interface
-            if self.interface[0] not in "^=":  # of which gloo knows nothing
+            if self.interface[0] not in "^=":  # gloo does not support these
                 env["GLOO_SOCKET_IFNAME"] = self.interface
         return {**env, "NCCL_IB_HCA": self.hca} if self.hca else env
 
     @property
     def locks_memory(self) -> bool:
-        """Whether the network reads and writes memory itself, which must then be allowed to be locked."""
+        """Return whether the network accesses memory directly, so that locking memory must be
+        allowed.
+        """
         return self.network in ("infiniband", "roce", "efa")

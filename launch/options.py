@@ -1,6 +1,6 @@
-"""Make command-line flags from a dataclass of options, and read them back into it.
+"""Make command-line flags from a dataclass of options, and read flags into the dataclass.
 
-A field's metadata holds its `help`; `--max-retries` is the field max_retries.
+A field's metadata has its `help`. `--max-retries` is the field max_retries.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Options = TypeVar("Options")
 
 
 def option(default: Any, text: str) -> Any:
-    """A field with a default and one line of help."""
+    """Define a field with a default and one line of help."""
     return dataclasses.field(default=default, metadata={"help": text})
 
 
@@ -39,7 +39,10 @@ def add_flags(parser: argparse.ArgumentParser, kind: type, title: str) -> None:
 
 
 def from_flags(kind: type[Options], typed: argparse.Namespace) -> Options:
-    """Raises LaunchError for a --env without `=`, and what the dataclass itself refuses."""
+    """Make the dataclass.
+
+    Raises LaunchError for a --env without `=`, and for values that the dataclass refuses.
+    """
     values = {each.name: getattr(typed, each.name) for each, _ in _fields(kind)}
     for each, plain in _fields(kind):
         if get_origin(plain) is dict:
@@ -50,10 +53,13 @@ def from_flags(kind: type[Options], typed: argparse.Namespace) -> Options:
 def parse_job(
     parser: argparse.ArgumentParser, argv: list[str], kinds: dict[str, type]
 ) -> tuple[argparse.Namespace, list[str], list[Any]]:
-    """Read the flags of these kinds and --check-data. Returns the flags, the overrides behind `--`, and an object a kind."""
+    """Read the flags of these kinds and --check-data.
+
+    Return the flags, the overrides after `--`, and an object per kind.
+    """
     for title, kind in kinds.items():
         add_flags(parser, kind, title)
-    text = "read here what the job reads, and validate the job against it"
+    text = "validate the job with its data from this machine"
     parser.add_argument("--check-data", action=argparse.BooleanOptionalAction, default=True, help=text)
     middle = argv.index("--") if "--" in argv else len(argv)
     typed = parser.parse_args(argv[:middle])
@@ -62,7 +68,10 @@ def parse_job(
 
 
 def main_of(doc: str, what: str, targets: Collection[str], render: Callable[[str, list[str]], str]) -> None:
-    """Print what `render` makes of the words behind a target; without a target, the usage and exit code 2."""
+    """Print the result of `render` for the words after a target.
+
+    Without a target print the usage, with exit code 2.
+    """
     argv = sys.argv[1:]
     if argv[:1] and argv[0] in targets:
         write_out(render(argv[0], argv[1:]).removesuffix("\n"))
@@ -76,7 +85,7 @@ def main_of(doc: str, what: str, targets: Collection[str], render: Callable[[str
 
 
 def _fields(kind: type) -> list[tuple["dataclasses.Field[Any]", Any]]:
-    """Every field with its type, without Optional."""
+    """Return every field with its type, without Optional."""
     hints = get_type_hints(kind)
     return [(each, _without_none(hints[each.name])) for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
 

@@ -1,10 +1,11 @@
-"""Print what runs a job on a cluster, for its owner to read and keep, without TorchX:
+"""Print the script, manifest or command of a job on a cluster, to read and keep, without TorchX:
 
-python -m launch.render slurm|kubernetes|torchrun <verb> [-j 2x8] [flags] -- experiment=... key=value
-python -m launch.render serving serve [flags] -- artifact=... key=value
-python -m launch.render chain slurm|argo|airflow|compose CHAIN.yaml [flags]
+    python -m launch.render slurm|kubernetes|torchrun <verb> [-j 2x8] [flags] -- experiment=... key=value
+    python -m launch.render serving serve [flags] -- artifact=... key=value
+    python -m launch.render chain slurm|argo|airflow|compose CHAIN.yaml [flags]
 
-The job is composed and validated as the TorchX components do it. torchrun prints the command of each node.
+The job is composed and validated as in the TorchX components. torchrun prints the command of each
+node.
 """
 
 from __future__ import annotations
@@ -31,24 +32,26 @@ from pipeline.runtime.errors import LaunchError
 
 @dataclass(frozen=True)
 class TorchrunOptions:
-    """What only the person who starts the nodes knows."""
+    """Options that only the user who starts the nodes knows."""
 
-    head: str = option("localhost", "name of the first node, as the others know it; needed for several nodes")
+    head: str = option("localhost", "name of the first node, as other nodes know it; required for several nodes")
 
 
 def render_torchrun(workload: Workload, options: TorchrunOptions) -> str:
-    """The command of every node, the same for all."""
+    """Return the command of every node. It is the same for all nodes."""
     check_one_task(workload, "torchrun")
     if workload.nodes > 1 and options.head == "localhost":
-        raise LaunchError(f"-j {workload.shape} meets at the first node: say --head NAME, as the others know it")
+        raise LaunchError(
+            f"-j {workload.shape} connects to the first node: give --head NAME, the name that other nodes know"
+        )
     env = workload.whole_env(this_host().cpu)
     lines = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
     if workload.nodes > 1:
-        lines.insert(0, f"# The same on each of the {workload.nodes} nodes.")
+        lines.insert(0, f"# Run it on each of the {workload.nodes} nodes.")
     return "\n".join([*lines, workload.shell_line(options.head, workload.name)]) + "\n"
 
 
-# Each target's options, and what renders a workload with them.
+# The options of each target, and the function that renders a workload with them.
 TARGETS: dict[str, tuple[type, Callable[[Workload, Any], str]]] = {
     "slurm": (SlurmOptions, render_sbatch),
     "kubernetes": (KubernetesOptions, render_job),
@@ -58,9 +61,12 @@ TARGETS: dict[str, tuple[type, Callable[[Workload, Any], str]]] = {
 
 
 def rehearse(workload: Workload) -> None:
-    """Try the first and the last rank on shadow GPUs, and end with the rehearsal's code if it fails."""
+    """Rehearse the first and the last rank on shadow GPUs.
+
+    Exit with the rehearsal's code if it fails.
+    """
     if workload.verb != "train":
-        raise LaunchError(f"--rehearse tries a training, and {workload.verb} is none: leave it out")
+        raise LaunchError(f"--rehearse rehearses a training, but {workload.verb} is not a training: remove it")
     last = workload.nodes * workload.ranks_per_node - 1
     overrides = workload.command[workload.command.index(workload.verb) + 1 :]
     ranks = ",".join(map(str, sorted({0, last})))
@@ -71,7 +77,9 @@ def rehearse(workload: Workload) -> None:
 
 
 def render(target: str, argv: list[str]) -> str:
-    """The text for the words behind the target; --help and errors end the process as in every verb."""
+    """Return the text for the words after the target. --help and errors end the process as in every
+    verb.
+    """
     kind, render_with = TARGETS[target]
     parser = argparse.ArgumentParser(
         prog=f"python -m launch.render {target}", allow_abbrev=False,
@@ -80,7 +88,7 @@ def render(target: str, argv: list[str]) -> str:
     verbs = SERVICES if target == "serving" else WORKLOADS
     parser.add_argument("verb", choices=sorted(verbs), metavar="VERB", help=", ".join(verbs))
     parser.add_argument(
-        "--rehearse", action="store_true", help="try a training's first and last rank on shadow GPUs before"
+        "--rehearse", action="store_true", help="first rehearse the first and last rank of a training on shadow GPUs"
     )
     typed, overrides, (where, options) = parse_job(parser, argv, {"the job": Where, target: kind})
     workload = make_workload(typed.verb, __doc__, overrides, where, typed.check_data)

@@ -1,8 +1,9 @@
-"""Print what runs a job again and again: a CronJob, a line for Slurm's scrontab or for crontab:
+"""Print what runs a job regularly: a CronJob, or a line for Slurm's scrontab or for crontab:
 
-python -m launch.schedule kubernetes|slurm|cron --cron "0 * * * *" [flags] -- experiment=... key=value
+    python -m launch.schedule kubernetes|slurm|cron --cron "0 * * * *" [flags] -- experiment=... key=value
 
-The job is `retrain` unless --verb says otherwise; it is composed and validated as the TorchX components do it.
+The job is `retrain` unless --verb names another verb. It is composed and validated as in the TorchX
+components.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from pipeline.cli.command_line import print_user_errors
 from pipeline.runtime.errors import LaunchError, check_at_least, check_choice, check_within, did_you_mean
 
 CONCURRENCY = ("Forbid", "Replace")
-# The controller looks every 10 s; with 100 missed ticks in this time it would start none ever again.
+# The controller checks every 10 s. If 100 starts were missed in this time, it would never start one
+# again.
 START_WITHIN_S = (10, 5940)
 
 
@@ -33,12 +35,15 @@ START_WITHIN_S = (10, 5940)
 class CronJobOptions(KubernetesOptions):
     """Options of a CronJob in addition to those of its Jobs."""
 
-    time_zone: Optional[str] = option(None, "time zone of the expression, as Europe/Berlin; else the control plane's, often UTC")  # fmt: skip
-    concurrency: str = option("Forbid", "Forbid: a tick waits for the one before; Replace: it ends that one")
-    start_within_s: int = option(600, "seconds that a tick may come late, while another runs or the cluster is down")
-    keep_succeeded: int = option(3, "how many finished ticks stay to be looked at")
-    keep_failed: int = option(3, "how many failed ticks stay to be looked at")
-    deadline_s: int = option(86400, "seconds after which a tick is ended, because it delays all others; 0: never")
+    time_zone: Optional[str] = option(None, "time zone of the expression, such as Europe/Berlin; "
+                                            "default: the control plane's, often UTC")  # fmt: skip
+    concurrency: str = option("Forbid", "Forbid: a run waits for the previous run; Replace: it ends the previous run")
+    start_within_s: int = option(
+        600, "seconds by which a run may be late, while another run is active or the cluster is down"
+    )
+    keep_succeeded: int = option(3, "how many finished runs stay visible")
+    keep_failed: int = option(3, "how many failed runs stay visible")
+    deadline_s: int = option(86400, "seconds after which a run is ended, because it delays later runs; 0: never")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,17 +51,20 @@ class CronJobOptions(KubernetesOptions):
         check_within("--start-within-s", self.start_within_s, *START_WITHIN_S)
         check_at_least("--keep-succeeded", self.keep_succeeded, 0)
         check_at_least("--keep-failed", self.keep_failed, 0)
-        known = zoneinfo.available_timezones()  # empty where the system has no list
+        known = zoneinfo.available_timezones()  # empty if the system has no list
         if self.time_zone is not None and known and self.time_zone not in known:
-            raise LaunchError(f"--time-zone {self.time_zone} is no time zone{did_you_mean(self.time_zone, known)}")
+            raise LaunchError(f"--time-zone {self.time_zone} is not a time zone{did_you_mean(self.time_zone, known)}")
         if self.attempt or self.owner:
-            raise LaunchError("a CronJob names its Jobs and stays itself: leave --attempt and --owner out")
+            raise LaunchError("a CronJob names its Jobs: remove --attempt and --owner")
         if self.kind != "job":
-            raise LaunchError(f"--kind {self.kind}: a CronJob makes Jobs, nothing else; leave --kind out")
+            raise LaunchError(f"--kind {self.kind}: a CronJob makes only Jobs; remove --kind")
 
 
 def render_cronjob(workload: Workload, cron: str, options: CronJobOptions) -> str:
-    """YAML for `kubectl apply -f -`. Raises LaunchError for what Kubernetes, or the job, cannot have."""
+    """Return YAML for `kubectl apply -f -`.
+
+    Raises LaunchError for what Kubernetes or the job does not support.
+    """
     many = workload.nodes > 1
     head = f"{JOB_NAME}-0.{workload.name}" if many else "localhost"
     template = pod_template(workload, options, head, workload.name if many else "")
@@ -83,20 +91,22 @@ register("schedule", "kubernetes", Target(CronJobOptions, render_cronjob))
 
 @dataclass(frozen=True)
 class Tick:
-    """What is run, and when. Raises LaunchError for an expression that no scheduler would take."""
+    """A verb and when it runs. Raises LaunchError for an expression that no scheduler accepts."""
 
     cron: str = option("", 'when: "0 * * * *", or @hourly, @daily, @weekly, @monthly')
-    verb: str = option("retrain", f"what is run: {', '.join(WORKLOADS)}")
+    verb: str = option("retrain", f"the verb to run: {', '.join(WORKLOADS)}")
 
     def __post_init__(self) -> None:
         if not self.cron:
-            raise LaunchError('--cron is needed, for instance --cron "0 * * * *"')
+            raise LaunchError('give --cron, for instance --cron "0 * * * *"')
         check_choice("--verb", self.verb, WORKLOADS)
         object.__setattr__(self, "cron", parse_cron(self.cron))
 
 
 def schedule(target: str, argv: list[str]) -> str:
-    """The text for the words behind the target; --help and errors end the process as in every verb."""
+    """Return the text for the words after the target. --help and errors end the process as in every
+    verb.
+    """
     kind = registered("schedule")[target].options
     parser = argparse.ArgumentParser(
         prog=f"python -m launch.schedule {target}", allow_abbrev=False,

@@ -1,6 +1,7 @@
-"""Render a Workload as a batch script for Slurm: one agent a node starts the ranks, and exit codes decide on requeues.
+"""Render a Workload as a batch script for Slurm: one agent per node starts the ranks; exit codes
+decide on requeues.
 
-The same script is what `torchx run -s slurm` submits and what `python -m launch.render slurm` prints.
+`torchx run -s slurm` submits this script, and `python -m launch.render slurm` prints it.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ from pipeline.runtime.masking import find_secret
 from pipeline.runtime.process.exit_codes import DONE, FINAL, REQUEUE, USER_ERROR
 
 LINE_WIDTH = 110
-AFTER_GRACE_S = 30  # between the end of the grace and the time limit, for what the batch script does then
-MAX_REQUEUES = 100  # of a job that is stopped by its time limit again and again
-EMPTY_STARTS = 3  # that may be stopped before they have saved anything, however few retries there are
-# srun lists the options of its plugins. A container that cannot start would be tried again.
+# between the end of the grace period and the time limit, for the rest of the batch script
+AFTER_GRACE_S = 30
+MAX_REQUEUES = 100  # of a job that its time limit stops again and again
+# starts that may be stopped before they have saved anything, even with few retries
+EMPTY_STARTS = 3
+# srun lists the options of its plugins. Without this check a container that cannot start would be
+# retried.
 HAS_CONTAINERS = (
-    "srun --help 2>&1 | grep -e --container-image > /dev/null || "  # all is read: pipefail
-    f'{{ echo "error: an image needs Slurm\'s plugin pyxis, which is not here: leave image out" >&2; exit {USER_ERROR}; }}'
+    # grep reads all input, because of pipefail
+    "srun --help 2>&1 | grep -e --container-image > /dev/null || "
+    f'{{ echo "error: an image needs Slurm\'s plugin pyxis, which is not installed: remove image" >&2; exit {USER_ERROR}; }}'
 )
 _TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}|UNLIMITED|infinite", re.IGNORECASE)
 _ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
@@ -39,51 +44,60 @@ _SIGNAL = re.compile(r"(?:(?:SIG)?TERM@)?(\d+)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class SlurmOptions(NetworkOptions):
-    """What sbatch takes beside the shape of the job. Raises LaunchError for what it, or the script, could not use."""
+    """Options of sbatch in addition to the shape of the job.
+
+    Raises LaunchError for values that sbatch or the script refuse.
+    """
 
     partition: Optional[str] = option(None, "partition to run in")
     account: Optional[str] = option(None, "account that is charged")
     qos: Optional[str] = option(None, "quality of service")
-    time: Optional[str] = option(None, "time limit, as sbatch takes it: minutes, hh:mm:ss or d-hh:mm:ss")
+    time: Optional[str] = option(None, "time limit in sbatch's format: minutes, hh:mm:ss or d-hh:mm:ss")
     constraint: Optional[str] = option(None, "features that the nodes must have")
-    gres: Optional[str] = option(None, "generic resources a node, for instance gpu:h100:8, instead of plain GPUs")
+    gres: Optional[str] = option(None, "generic resources per node, for instance gpu:h100:8, instead of plain GPUs")
     comment: Optional[str] = option(None, "comment on the job")
     mail_user: Optional[str] = option(None, "whom to mail")
-    mail_type: Optional[str] = option(None, "when to mail: BEGIN,END,FAIL,REQUEUE,TIME_LIMIT,...")
-    signal: Optional[str] = option(None, "TERM@SECONDS before the time limit; by default the job's grace and half a minute")  # fmt: skip
-    requeue: bool = option(True, "start the job again after a time limit, a pre-emption or the loss of a node")
+    mail_type: Optional[str] = option(None, "when to send mail: BEGIN,END,FAIL,REQUEUE,TIME_LIMIT,...")
+    signal: Optional[str] = option(None, "TERM@SECONDS before the time limit; default: the job's "
+                                         "grace period plus 30")  # fmt: skip
+    requeue: bool = option(True, "restart the job after a time limit, a preemption or the loss of a node")
     output: str = option("%x-%j.out", "file for the output (arrays: %x-%A_%a.out); its folder must exist")
-    env_file: Optional[str] = option(None, "a shell file that the job reads first (modules, credentials); its text goes nowhere")  # fmt: skip
-    array: Optional[str] = option(None, "tasks: 0-3, or 0-99%4 for four at once; each reads SLURM_ARRAY_TASK_ID")
-    sbatch: Optional[str] = option(None, "further options of sbatch, for instance '--reservation=r1 --exclusive'")
+    env_file: Optional[str] = option(None, "a shell file that the job reads first (modules, "
+                                           "credentials); it is not copied")  # fmt: skip
+    array: Optional[str] = option(None, "tasks: 0-3, or 0-99%4 for four at a time; each reads SLURM_ARRAY_TASK_ID")
+    sbatch: Optional[str] = option(None, "more options of sbatch, for instance '--reservation=r1 --exclusive'")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
             if isinstance(value, str) and not value.isprintable():
-                raise LaunchError(f"{each.name}={value!r}: one line of text is needed")
+                raise LaunchError(f"{each.name}={value!r}: give one line of text")
         if self.time is not None and not _TIME.fullmatch(self.time):
-            raise LaunchError(f"time={self.time} is no time limit of sbatch: give minutes, hh:mm:ss or d-hh:mm:ss")
+            raise LaunchError(f"time={self.time} is not a time limit of sbatch: give minutes, hh:mm:ss or d-hh:mm:ss")
         if self.array is not None and not _ARRAY.fullmatch(self.array):
             raise LaunchError(f"array={self.array} names no tasks: give 0-3, 1,5,7 or 0-99%4")
         if self.signal is not None and not _SIGNAL.fullmatch(self.signal):
             raise LaunchError(
-                f"signal={self.signal}: ranks save on TERM alone; give TERM@SECONDS, for instance TERM@120"
+                f"signal={self.signal}: ranks save only on TERM; give TERM@SECONDS, for instance TERM@120"
             )
         if key := find_secret(dataclasses.asdict(self)):
-            raise LaunchError(f"{key} holds a credential, and the script is kept by Slurm; put it into an env_file")
+            raise LaunchError(f"{key} contains a credential, and Slurm stores the script; put it into an env_file")
 
 
 def render_sbatch(workload: Workload, options: SlurmOptions) -> str:
-    """The whole script; `sbatch` of it, as it is, runs the job. Raises LaunchError for a job that could not get further."""
+    """Return the complete script, which `sbatch` can run.
+
+    Raises LaunchError for a job that could not make progress.
+    """
     if workload.is_elastic:
         options = _a_task_a_node(workload, options)
     elif workload.tasks > 1:
         every = f"0-{workload.tasks - 1}"
         if (options.array or every).partition("%")[0] != every:
             raise LaunchError(
-                f"array={options.array}, and num_shards={workload.tasks} has the tasks {every}: leave array out, or give "
+                f"array={options.array}, but num_shards={workload.tasks} has the tasks {every}: "
+                "remove array, or give "
                 f"{every}%8 for eight at once"
             )
         options = replace(options, array=options.array or every)
@@ -91,7 +105,8 @@ def render_sbatch(workload: Workload, options: SlurmOptions) -> str:
     _check_time(workload, options)
     if options.array and workload.steps and not workload.is_elastic:
         raise LaunchError(
-            f"array={options.array}: every task would train in the run folder of {workload.steps}; give each its own, for instance "
+            f"array={options.array}: every task would train in the run folder of "
+            f"{workload.steps}; give each task a separate folder, for instance "
             "'run_dir=\"runs/task${oc.env:SLURM_ARRAY_TASK_ID,0}\"'"
         )
     parts = [
@@ -105,20 +120,25 @@ def render_sbatch(workload: Workload, options: SlurmOptions) -> str:
 
 
 def _a_task_a_node(workload: Workload, options: SlurmOptions) -> SlurmOptions:
-    """Slurm gives a job no node back that it has lost, but starts a task of an array again once there is a node for it."""
+    """Return options with an array of one task per node.
+
+    Slurm does not return a lost node to a job, but restarts a task of an array when there is a node
+    for it.
+    """
     if options.array is not None:
         raise LaunchError(
-            f"array={options.array}: -j {workload.shape} is an array itself, a task a node; leave array out"
+            f"array={options.array}: -j {workload.shape} is an array itself, with a task per node; remove array"
         )
     if not options.requeue:
-        raise LaunchError(
-            "requeue=False: a node that was lost would not come back; leave it out, or give one number of nodes"
-        )
+        raise LaunchError("requeue=False: a lost node would not return; remove it, or give one number of nodes")
     return replace(options, array=f"0-{workload.nodes - 1}")
 
 
 def placed(workload: Workload, options: SlurmOptions) -> Workload:
-    """The workload with the GPUs and cores that a node is asked for. Raises LaunchError for what does not fit its ranks."""
+    """Return the workload with the requested GPUs and cores of a node.
+
+    Raises LaunchError if they do not fit its ranks.
+    """
     asked = _own_resources(options)
     cards = asked.cards(1 if workload.is_elastic else workload.nodes)
     workload = on_cluster(workload, sum(number for _, number in cards) if cards else None)
@@ -127,7 +147,7 @@ def placed(workload: Workload, options: SlurmOptions) -> Workload:
         card = kind.lower().partition("_")[0]
         if card in names and workload.hardware.partition("_")[0] in names - {card}:
             raise LaunchError(
-                f"{kind} GPUs are asked for, and the job's hardware is {workload.hardware}: give one of the two another"
+                f"{kind} GPUs are requested, but the job's hardware is {workload.hardware}: change one of the two"
             )
     if workload.gpu and not workload.cpu and not asked.cores and not slurm_jobs.gives_cores_by_gpu(options.partition):
         return replace(workload, cpu=CORES_A_RANK * workload.ranks_per_node)
@@ -135,7 +155,7 @@ def placed(workload: Workload, options: SlurmOptions) -> Workload:
 
 
 class _Asked(argparse.Namespace):
-    """What of gres and sbatch's own options is about GPUs and cores, as it was typed."""
+    """The options about GPUs and cores in gres and in sbatch's options."""
 
     gres: list[str]
     node: Optional[str]
@@ -143,7 +163,7 @@ class _Asked(argparse.Namespace):
     cores: Optional[str]
 
     def cards(self, nodes: int) -> list[tuple[str, int]]:
-        """Type, if any, and number of a node's GPUs."""
+        """Return the type, if any, and the number of a node's GPUs."""
         listed = [each.partition(":") for text in self.gres for each in text.split(",")]
         by_gres = [rest or "1" for name, _, rest in listed if name in ("gpu", "gres/gpu")]
         found = [_card(text) for text in by_gres or (self.node or self.job or "").split(",") if text]
@@ -153,7 +173,7 @@ class _Asked(argparse.Namespace):
 
 
 def _card(text: str) -> tuple[str, int]:
-    """'h100:8', '8', 'h100' and '8(S:0-1)' as Slurm reads them."""
+    """Parse 'h100:8', '8', 'h100' and '8(S:0-1)' as Slurm does."""
     kind, _, number = text.partition("(")[0].rpartition(":")
     return (kind, int(number)) if number.isdecimal() else (number, 1)
 
@@ -161,7 +181,8 @@ def _card(text: str) -> tuple[str, int]:
 def _own_resources(options: SlurmOptions) -> _Asked:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--gres", action="append", default=[options.gres] if options.gres else [])
-    parser.add_argument("--gpus-per-node", "--gpus-per-task", dest="node")  # there is a task a node
+    # there is one task per node
+    parser.add_argument("--gpus-per-node", "--gpus-per-task", dest="node")
     parser.add_argument("--gpus", "-G", dest="job")
     parser.add_argument("--cpus-per-task", "-c", "--cpus-per-gpu", dest="cores")
     try:
@@ -172,7 +193,8 @@ def _own_resources(options: SlurmOptions) -> _Asked:
 
 def sbatch_lines(workload: Workload, options: SlurmOptions) -> Iterator[str]:
     shape = {"job-name": workload.name, "nodes": 1 if workload.is_elastic else workload.nodes, "ntasks-per-node": 1}
-    # With GPUs and no --cpu the cluster's own cores a GPU hold, or those of the further options.
+    # With GPUs and no --cpu, the cluster's default of cores per GPU applies, or more options of
+    # sbatch.
     if cpus := workload.cpu or (0 if workload.gpu else workload.ranks_per_node):
         shape["cpus-per-task"] = cpus
     if workload.gpu and not _own_resources(options).cards(1):
@@ -192,7 +214,7 @@ def sbatch_lines(workload: Workload, options: SlurmOptions) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    """As sbatch reads its own lines: double quotes around what holds blanks or marks."""
+    """Quote for sbatch's lines: double quotes around text with blanks or special characters."""
     return text if re.fullmatch(r"[\w.,:=@%/+*&|\[\]-]+", text) else '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
 
 
@@ -205,7 +227,9 @@ def _signal_s(workload: Workload, options: SlurmOptions) -> int:
 
 
 def _check_time(workload: Workload, options: SlurmOptions) -> None:
-    """Raises LaunchError where the signal would come at once: the job would be requeued and never get further."""
+    """Raise LaunchError if the signal would come at once, because the job would be requeued without
+    progress.
+    """
     limit_s, lead_s = limit_seconds(options.time), _signal_s(workload, options)
     if limit_s is not None and lead_s and limit_s <= lead_s:
         raise LaunchError(
@@ -215,7 +239,10 @@ def _check_time(workload: Workload, options: SlurmOptions) -> None:
 
 
 def limit_seconds(time: Optional[str]) -> Optional[int]:
-    """Of a time limit as sbatch takes it: minutes, minutes:seconds, h:mm:ss, or days-hours[:mm[:ss]]; None: no limit."""
+    """Return the seconds of a time limit of sbatch, or None for no limit.
+
+    Formats: minutes, minutes:seconds, h:mm:ss, days-hours[:mm[:ss]].
+    """
     if time is None or not time[0].isdigit():
         return None
     days, dash, rest = time.rpartition("-")
@@ -242,14 +269,15 @@ def environment(workload: Workload, options: SlurmOptions) -> Iterator[str]:
             lines.append(f"threads=$(( {cores} ))\nexport OMP_NUM_THREADS=$(( threads > 0 ? threads : 1 ))")
     env = {**options.network_env, **workload.env}
     lines += [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
-    if options.locks_memory:  # the limit of whoever submits holds in the job too, unless slurm.conf says otherwise
-        warning = "warning: ulimit -l is $(ulimit -l) KiB, and the network needs memory that is locked: see docs/do/cluster.md"
+    # the submitting user's limit also holds in the job, unless slurm.conf sets another
+    if options.locks_memory:
+        warning = "warning: ulimit -l is $(ulimit -l) KiB, but the network needs locked memory: see docs/do/cluster.md"
         lines.append(f'ulimit -l "$(ulimit -H -l)"; [ "$(ulimit -l)" = unlimited ] || echo "{warning}" >&2')
     yield "\n".join(lines)
 
 
 def _of_task(words: list[str]) -> list[str]:
-    """The files of the ranks' output apart for each task of an array."""
+    """Return the words with a separate folder of the ranks' output for each task of an array."""
     after = [False, *(word == "--log-dir" for word in words)]
     return [
         f'{word}"/task_$SLURM_ARRAY_TASK_ID"' if is_dir else word for word, is_dir in zip(words, after, strict=False)
@@ -270,7 +298,7 @@ def _start(workload: Workload, options: SlurmOptions) -> Iterator[str]:
 
 
 def meeting_lines(workload: Workload) -> list[str]:
-    """What the words of srun refer to: the first node, and a port on it."""
+    """Return lines that define what the words of srun use: the first node, and a port on it."""
     if not workload.is_distributed or workload.is_elastic:
         return []
     return [
@@ -282,7 +310,7 @@ def meeting_lines(workload: Workload) -> list[str]:
 def srun_words(workload: Workload) -> list[str]:
     flags = ["--export=ALL", '${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"}']
     if workload.is_distributed:
-        # The last node may still be saving when the first has ended.
+        # The last node may still be saving when the first node has ended.
         flags += ["--kill-on-bad-exit=0", f"--wait={math.ceil(workload.grace_s) + AFTER_GRACE_S}"]
     if workload.image:
         mounts = ",".join(f"{m.source}:{m.target}{':ro' if m.read_only else ''}" for m in workload.mounts)
@@ -293,7 +321,7 @@ def srun_words(workload: Workload) -> list[str]:
 
 
 def _folded(words: list[str]) -> str:
-    """Write one command over several lines; a flag stays with its value."""
+    """Write one command over several lines. A flag stays with its value."""
     phrases = words[:1]
     for word in words[1:]:
         is_value = phrases[-1].startswith("-") and not set(" =") & set(phrases[-1]) and not word.startswith("-")
@@ -307,7 +335,10 @@ def _folded(words: list[str]) -> str:
 
 
 def _ending(workload: Workload, options: SlurmOptions) -> str:
-    """Requeue what another start brings further. A job that is being cancelled, requeued or pre-empted is left alone."""
+    """Requeue the job if a restart helps.
+
+    A job that is being cancelled, requeued or preempted is not changed.
+    """
     if not options.requeue:
         return 'echo "the ranks ended with code $code"\nexit $code'
     cases = [f"        {' | '.join(map(str, sorted({DONE, *FINAL} - {REQUEUE})))}) ;;"]
@@ -317,12 +348,12 @@ def _ending(workload: Workload, options: SlurmOptions) -> str:
         cases.append(f'        *) failed "code $code" {workload.max_retries} ;;')
     return f"""\
 echo "the ranks ended with code $code"
-# {REQUEUE}: stopped in time, and saved. Codes that another start would not change are left alone; others are failures.
+# {REQUEUE}: stopped in time and saved. A restart does not help after some codes; all other codes are failures.
 again=no
 failures="$SLURM_JOB_NAME-$SLURM_JOB_ID.failures"
-failed() {{  # what happened, and how often that is tried again
+failed() {{  # arguments: what happened, how often to retry it
     echo "$1" >> "$failures"
-    if [ "$(wc -l < "$failures")" -le "$2" ]; then again=yes; else echo "not tried again: $1"; fi
+    if [ "$(wc -l < "$failures")" -le "$2" ]; then again=yes; else echo "not retried: $1"; fi
 }}
 if [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)" = RUNNING ]; then
     case $code in
@@ -335,7 +366,9 @@ exit $code"""
 
 
 def _after_sigterm(workload: Workload) -> str:
-    """A start that was stopped before it saved anything counts as a failure: the next one may get no further."""
+    """Count a start that was stopped before it saved anything as a failure, because the next start
+    may not get further.
+    """
     again = f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {MAX_REQUEUES} ]'
     if not workload.steps:
         return f"        {REQUEUE}) {again} && again=yes ;;"

@@ -1,7 +1,8 @@
-"""Submit, query, cancel and list jobs by Slurm's own commands.
+"""Submit, query, cancel and list jobs by Slurm's commands.
 
-slurmctld is asked first, so no accounting is needed; where there is some, sacct knows jobs that slurmctld has forgotten
-(after MinJobAge, five minutes by default). What Slurm refuses is a LaunchError with Slurm's own words.
+slurmctld is queried first, so accounting is optional. If accounting is on, sacct knows jobs that
+slurmctld has forgotten (after MinJobAge, five minutes by default). If Slurm refuses a command,
+LaunchError quotes its message.
 """
 
 from __future__ import annotations
@@ -16,39 +17,40 @@ from typing import Optional
 from pipeline.runtime.errors import LaunchError
 
 FIELDS = "%i|%T|%j|%N|%R"  # job id, state, name, nodes, why it waits
-# The state of an array: it runs while one of its tasks runs, and has failed if one of them has failed.
+# The state of an array: running if one of its tasks runs, failed if one of them has failed.
 UNFINISHED = ("RUNNING", "COMPLETING", "PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED")
 
 
 @dataclass(frozen=True)
 class SlurmJob:
     job_id: str
-    state: str  # in Slurm's words, RUNNING for instance
+    state: str  # Slurm's word, such as RUNNING
     name: str
     nodes: list[str]
     reason: str = ""
     restarts: int = 0
-    exit_code: int = 0  # of the script; 0 too where Slurm does not say
+    exit_code: int = 0  # of the script; also 0 if Slurm does not report it
 
 
 def submit(script: str, flags: Sequence[str] = ()) -> str:
-    """The id of the job that sbatch makes of the script."""
+    """Submit the script with sbatch and return the job id."""
     return _ask(["sbatch", "--parsable", *flags], script).strip().partition(";")[0]
 
 
 def find_job(job_id: str) -> Optional[SlurmJob]:
-    """None where neither slurmctld nor accounting knows it."""
+    """Return the job, or None if neither slurmctld nor accounting knows it."""
     if not re.fullmatch(r"\d+(_\d+)?", job_id):  # 14_3: task 3 of an array
-        raise LaunchError(f"{job_id} is no number of a Slurm job, or of an array's task; `squeue --me` lists yours")
+        raise LaunchError(f"{job_id} is not the number of a Slurm job or of an array's task; `squeue --me` lists yours")
     tasks = {task.job_id: task for task in _in_queue(job_id)}
-    if not tasks or (any("_" in task for task in tasks) and "_" not in job_id):  # slurmctld forgets tasks one by one
+    # slurmctld forgets tasks one by one
+    if not tasks or (any("_" in task for task in tasks) and "_" not in job_id):
         ended = (task for task in _accounted(["--jobs", job_id]) if not tasks or "[" not in task.job_id)
         tasks = {task.job_id: task for task in ended} | tasks
     return _whole(job_id, list(tasks.values()))
 
 
 def _whole(job_id: str, tasks: list[SlurmJob]) -> Optional[SlurmJob]:
-    """The job of these tasks, of an array or the only one; None of none."""
+    """Return the job of these tasks: an array or a single job; None if there are no tasks."""
     order = [*UNFINISHED, "", "CANCELLED", "COMPLETED"]
     first = min(tasks, key=lambda task: order.index(task.state if task.state in order else ""), default=None)
     if first is None or len(tasks) == 1:
@@ -60,7 +62,7 @@ def _whole(job_id: str, tasks: list[SlurmJob]) -> Optional[SlurmJob]:
 
 
 def list_jobs() -> list[SlurmJob]:
-    """This user's jobs, the newest first."""
+    """Return this user's jobs, the newest first."""
     queued = _ask(["squeue", "--me", "--noheader", "--states=all", f"--format={FIELDS}"])
     jobs = {job.job_id: job for job in _parsed(queued)}
     jobs = {job.job_id: job for job in _accounted([])} | jobs
@@ -72,12 +74,15 @@ def cancel(job_id: str) -> None:
 
 
 def output_paths(job_id: str) -> list[str]:
-    """The files that the job's tasks write to, as long as slurmctld remembers them."""
+    """Return the files that the job's tasks write to, while slurmctld remembers them."""
     return [shown["StdOut"] for shown in _shown(job_id) if "StdOut" in shown]
 
 
 def gives_cores_by_gpu(partition: Optional[str]) -> bool:
-    """Whether a job in the partition (None: the default one) gets cores by its GPUs; False where there is no Slurm."""
+    """Return whether a job in the partition (None: the default) gets cores by its GPUs.
+
+    False without Slurm.
+    """
     if shutil.which("scontrol") is None:
         return False
     config, partitions = (_run(["scontrol", "show", what, "--oneliner"]).stdout for what in ("config", "partition"))
@@ -91,7 +96,7 @@ def gives_cores_by_gpu(partition: Optional[str]) -> bool:
 
 
 def _in_queue(job_id: str) -> list[SlurmJob]:
-    """The job, or each task of an array; nothing if slurmctld does not know it."""
+    """Return the job, or each task of an array; empty if slurmctld does not know it."""
     return [_queued(job_id, shown) for shown in _shown(job_id) if "JobState" in shown]
 
 
@@ -104,18 +109,24 @@ def _queued(job_id: str, shown: dict[str, str]) -> SlurmJob:
 
 
 def _shown(job_id: str) -> list[dict[str, str]]:
-    """What slurmctld says of a job, or of each task of an array, by key; empty if it does not know the job."""
+    """Return slurmctld's fields of a job, or of each task of an array; empty if it does not know
+    the job.
+    """
     words = ["scontrol", "show", "job", "--oneliner", job_id]
     done = _run(words)
     if done.returncode and "Invalid job id" not in done.stderr:
         raise LaunchError(_refusal(words, done.stderr))
     keys = "JobState|JobName|NodeList|Reason|Restarts|StdOut|ExitCode|ArrayJobId|ArrayTaskId"
     found = (re.findall(rf"(?:^| )({keys})=(\S*)", line) for line in done.stdout.splitlines())
-    return [dict(reversed(pairs)) for pairs in found if pairs]  # the first of each: a comment may hold anything
+    # the first of each key, because a comment may contain anything
+    return [dict(reversed(pairs)) for pairs in found if pairs]
 
 
 def _accounted(flags: list[str]) -> list[SlurmJob]:
-    """Nothing where the cluster keeps no accounts: sacct fails there, or prints a line that says so."""
+    """Return the jobs in accounting.
+
+    Empty if the cluster has no accounting, because sacct then fails or prints a message.
+    """
     done = _run(
         ["sacct", "--allocations", "--noheader", "--parsable2", "--starttime=now-30days", "--format=JobID,State,JobName,NodeList", *flags]
     )  # fmt: skip
@@ -127,13 +138,13 @@ def _parsed(text: str) -> list[SlurmJob]:
     for line in text.splitlines():
         job_id, state, name, nodes, *reason = [*line.split("|"), "", "", ""][:5]
         if re.fullmatch(r"\d+.*", job_id) and state:
-            # sacct says `CANCELLED by 1000`.
+            # sacct prints `CANCELLED by 1000`.
             jobs.append(SlurmJob(job_id, state.split()[0].rstrip("+"), name, _expanded(nodes), "".join(reason)))
     return jobs
 
 
 def _expanded(nodes: str) -> list[str]:
-    """'gpu[1-2]' -> gpu1, gpu2."""
+    """Expand 'gpu[1-2]' to gpu1, gpu2."""
     if nodes in ("", "None assigned", "(null)"):
         return []
     if "[" not in nodes and "," not in nodes:
@@ -153,8 +164,8 @@ def _run(words: Sequence[str], stdin: str = "") -> "subprocess.CompletedProcess[
         return subprocess.run(words, input=stdin, capture_output=True, text=True)
     except FileNotFoundError:
         raise LaunchError(
-            f"there is no {words[0]} on this machine: run this where the cluster's jobs are submitted, "
-            "or print the script with `python -m launch.render slurm`"
+            f"{words[0]} is not installed on this machine: run this on a machine that submits "
+            "jobs to the cluster, or print the script with `python -m launch.render slurm`"
         ) from None
 
 

@@ -1,7 +1,9 @@
-"""TorchX's scheduler `slurm`, by its entry point: run, status, log, cancel and list for our own Slurm job.
+"""Implement TorchX's scheduler `slurm` (an entry point): run, status, log, cancel and list for our
+Slurm job.
 
-For our components it submits what launch.slurm renders, not TorchX's heterogeneous job, and needs no accounting.
-Other components (dist.ddp, ...) are submitted as TorchX does it. docs/adr/0011 says why.
+For our components it submits what launch.slurm renders, instead of TorchX's heterogeneous job, and
+needs no accounting. Other components (dist.ddp, ...) are submitted as TorchX does it. docs/adr/0011
+explains why.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ NEVER_COPIED = (".git", ".venv", ".venv-gpu", "venv", "__pycache__")
 
 @dataclass
 class ScriptRequest:
-    """A script for sbatch; `job_dir` is the copy of the working folder that it runs in, if there is one."""
+    """A script for sbatch. `job_dir` is the copy of the working folder that it runs in, if any."""
 
     script: str
     job_dir: Optional[str]
@@ -61,7 +63,7 @@ class ScriptRequest:
 
 class SlurmScheduler(TorchXSlurmScheduler):
     def build_workspace_and_update_role(self, role: Role, workspace: str, cfg: Any) -> None:
-        """With job_dir the sources run from a copy of theirs; TorchX's own copy takes .venv, data sets and runs along."""
+        """Copy the sources if job_dir is set. TorchX would also copy .venv, data sets and runs."""
         if cfg.get(JOB_DIR) is not None:
             role.image = cfg[JOB_DIR]
             copy_sources(url_to_fs(workspace)[1], cfg[JOB_DIR])
@@ -101,7 +103,7 @@ class SlurmScheduler(TorchXSlurmScheduler):
         return job_id
 
     def _validate(self, app: AppDef, scheduler: str, *more: Any) -> None:
-        """Slurm itself refuses what it cannot run."""
+        """Check nothing, because Slurm refuses what it cannot run."""
 
     def _cancel_existing(self, app_id: str) -> None:
         slurm_jobs.cancel(app_id)
@@ -126,26 +128,32 @@ class SlurmScheduler(TorchXSlurmScheduler):
         self, app_id: str, role_name: str, k: int = 0, regex: Optional[str] = None, since: Optional[datetime] = None,
         until: Optional[datetime] = None, should_tail: bool = False, streams: Optional[Stream] = None,
     ) -> Iterable[str]:  # fmt: skip
-        """The lines of the job's file, or those of an array's tasks: the script's, the agents' and rank 0's, over all requeues."""
+        """Return the lines of the job's file, or of an array's tasks: script, agents and rank 0,
+        over all requeues.
+        """
         paths = slurm_jobs.output_paths(app_id) or outputs_nearby(app_id)
         if not paths:
-            # Not one of ours, or long ago.
+            # A job that this package did not submit, or an old job.
             return super().log_iter(app_id, role_name, k, regex, since, until, should_tail, streams)
         if len(paths) > 1 and should_tail:
-            raise LaunchError(f"job {app_id} is an array of tasks: follow one of them, for instance {app_id}_0")
+            raise LaunchError(f"job {app_id} is an array of tasks: follow one task, for instance {app_id}_0")
         there = [path for path in paths if os.path.exists(path)] or paths[:1]
         lines = _lines(piece for path in there for piece in self._pieces(app_id, path, should_tail))
         return filter_regex(regex, lines) if regex else lines
 
     def _pieces(self, app_id: str, path: str, should_tail: bool) -> Iterator[str]:
-        """What the file holds; with should_tail also what comes, until the job has ended and all is read."""
+        """Return the text of the file.
+
+        With should_tail also return later text, until the job has ended.
+        """
         while should_tail and not os.path.exists(path) and not self._has_ended(app_id):
             time.sleep(POLL_S)
         if not os.path.exists(path):
             raise LaunchError(f"job {app_id} has written nothing yet to {path}; `--tail` waits for it")
         with open(path, errors="replace", newline="\n") as file:
             while True:
-                ended = not should_tail or self._has_ended(app_id)  # asked first: what comes after is read below
+                # checked first, so that later text is read below
+                ended = not should_tail or self._has_ended(app_id)
                 while piece := file.read(1 << 16):
                     yield piece
                 if ended:
@@ -168,7 +176,9 @@ def create_scheduler(session_name: str, **kwargs: Any) -> SlurmScheduler:
 
 
 def sealed(typed: str, known: Iterable[str]) -> str:
-    """-cfg words in which `sbatch=` may hold `=`, `,` and `;`: it reaches up to the next key that the scheduler has."""
+    """Escape `=`, `,` and `;` in the value of `sbatch=` in -cfg, which ends before the next known
+    key.
+    """
     keys = "|".join(map(re.escape, known))
     value = re.compile(rf"(^|[,;])(sbatch=)(.*?)(?=[,;](?:{keys})=|$)", re.DOTALL)
     return value.sub(lambda found: found[1] + found[2] + found[3].translate(SEALS), typed)
@@ -179,18 +189,20 @@ def unsealed(value: str) -> str:
 
 
 def copy_sources(folder: str, target: str) -> None:
-    """Copy what git tracks in `folder`; without git all but what .torchxignore names. Links stay links.
+    """Copy the files that git tracks in `folder`; without git copy all except what .torchxignore
+    lists. Links stay links.
 
     Raises:
-        LaunchError: `target` is there already.
+        LaunchError: `target` exists.
     """
     if os.path.lexists(target):
-        raise LaunchError(f"job_dir={target} is there already; give a new folder")
+        raise LaunchError(f"job_dir={target} exists already; give a new folder")
     tracked = subprocess.run(["git", "-C", folder, "ls-files", "-z"], capture_output=True, text=True)
     if tracked.returncode == 0 and tracked.stdout:
         for name in filter(None, tracked.stdout.split("\0")):
             source, copy = os.path.join(folder, name), os.path.join(target, name)
-            if os.path.lexists(source):  # else it is deleted, and not committed so yet
+            # otherwise the file was deleted, and the deletion is not committed
+            if os.path.lexists(source):
                 os.makedirs(os.path.dirname(copy), exist_ok=True)
                 shutil.copy2(source, copy, follow_symlinks=False)
         return
@@ -200,14 +212,20 @@ def copy_sources(folder: str, target: str) -> None:
 
 
 def _check_output(output: str, folder: str) -> None:
-    """Raises LaunchError for a file in a folder that is not there: Slurm would fail the job without a word."""
+    """Raise LaunchError if the folder of the output does not exist, because Slurm would fail the
+    job without a message.
+    """
     where = os.path.join(folder, os.path.dirname(output))
     if "%" not in where and not os.path.isdir(where):
-        raise LaunchError(f"output={output}: there is no folder {where}; make it first, for Slurm does not")
+        raise LaunchError(
+            f"output={output}: the folder {where} does not exist; create it first, because Slurm does not"
+        )
 
 
 def outputs_nearby(app_id: str) -> list[str]:
-    """The output of a job that Slurm has forgotten, or the outputs of an array's tasks."""
+    """Return the output file of a job that Slurm has forgotten, or the files of an array's
+    tasks.
+    """
     folders = [".", *filter(None, [_get_job_dirs().get(app_id)])]
     names = (f"*-{app_id}.out", f"*-{app_id}_[0-9]*.out")
     return [
@@ -219,7 +237,7 @@ def outputs_nearby(app_id: str) -> list[str]:
 
 
 def _lines(pieces: Iterable[str]) -> Iterable[str]:
-    """Whole lines of a text that comes in pieces."""
+    """Join pieces of text and return complete lines."""
     rest = ""
     for piece in pieces:
         *whole, rest = (rest + piece).split("\n")

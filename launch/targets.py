@@ -1,7 +1,7 @@
-"""Find what launch renders: kinds of Kubernetes objects, targets of chains and of schedules.
+"""Register what launch renders: kinds of Kubernetes objects, targets of chains and of schedules.
 
-The core registers Slurm and Kubernetes; launch/extras registers the others. The core finds launch/extras by its
-name and works without the folder.
+The core registers Slurm and Kubernetes; launch/extras registers the rest. The core finds
+launch/extras by its name and works without the folder.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-START_AGAIN = "start a pod again, uncounted"
+START_AGAIN = "restart a pod without counting"
 EXTRAS = "launch.extras"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Of the objects on Kubernetes: what renders a workload, and what the exit code REQUEUE and an eviction do.
+    """A kind of objects on Kubernetes: how to render a workload, and the effect of exit code
+    REQUEUE and of an eviction.
 
-    again: empty if the kind knows no exit codes.
+    again: empty if the kind ignores exit codes.
     """
 
     render: Callable[[Any, Any], list[dict[str, Any]]]
@@ -29,7 +30,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Target:
-    """Of a chain, or of a schedule: the dataclass of its options, and what renders with them."""
+    """A target of a chain or of a schedule: the dataclass of its options, and its renderer."""
 
     options: type
     render: Callable[..., str]
@@ -43,7 +44,9 @@ def register(place: str, name: str, target: Kind | Target) -> None:
 
 
 def registered(place: str) -> Mapping[str, Any]:
-    """Return name -> Kind (place "kind") or Target ("chain", "schedule"), those of the extras included."""
+    """Return name -> Kind (place "kind") or Target ("chain", "schedule"), including those of the
+    extras.
+    """
     importlib.import_module("launch.kubernetes")
     if importlib.util.find_spec(EXTRAS):
         importlib.import_module(EXTRAS)

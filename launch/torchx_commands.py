@@ -1,7 +1,7 @@
-"""TorchX's own commands, by their entry points, with one line for what goes wrong in them.
+"""Extend TorchX's commands (entry points) with one-line errors.
 
-TorchX prints a traceback where a scheduler refuses, where a person presses Ctrl-C, or where nothing is there. LOGLEVEL=DEBUG
-shows it still.
+TorchX prints a traceback if a scheduler refuses, if the user presses Ctrl-C, or if a job does not
+exist. LOGLEVEL=DEBUG still shows it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Describe = type("Describe", (_Lines, CmdDescribe), {})
 
 class Run(CmdRun):
     def run(self, args: argparse.Namespace) -> None:
-        with errors_as_lines("; what a cluster has been given runs on"):
+        with errors_as_lines("; jobs on a cluster continue to run"):
             if args.scheduler == "slurm" and args.scheduler_args:
                 with get_runner() as runner:
                     known = [name for name, _ in runner.scheduler_run_opts("slurm")]
@@ -53,26 +53,26 @@ class Run(CmdRun):
             super().run(args)
 
     def _wait_and_exit(self, runner: Runner, app_handle: str, log: bool) -> None:
-        """TorchX's, without the status of a failed job in a form that nobody reads."""
+        """Do as TorchX does, without printing the raw status of a failed job."""
         following = self._start_log_thread(runner, app_handle) if log else None
         status = runner.wait(app_handle, wait_interval=1)
         if following:
             following.join()
         if status is None:
-            raise LaunchError(f"{app_handle}: the scheduler knows the job no more")
+            raise LaunchError(f"{app_handle}: the scheduler no longer knows the job")
         if status.state != AppState.SUCCEEDED:
-            hint = "" if log else f"; `torchx log {app_handle}` tells more"
+            hint = "" if log else f"; `torchx log {app_handle}` shows more"
             _end(f"{app_handle} ended as {status.state.name}{hint}", _exit_code(app_handle) or FAILED)
 
 
 class Log(CmdLog):
     def run(self, args: argparse.Namespace) -> None:
         with errors_as_lines("; the job runs on"):
-            # TorchX would wait for ever for a job that nobody knows.
+            # TorchX would wait forever for an unknown job.
             handle = "/".join(args.identifier.split("/")[:4])
             job_id = _slurm_id(handle)
             if not _is_known(handle) and job_id and (paths := slurm_scheduler.outputs_nearby(job_id)):
-                # slurmctld forgets a job minutes after its end; what it wrote is there.
+                # slurmctld forgets a job minutes after its end, but its output remains.
                 for path in paths:
                     with open(path, errors="replace") as file:
                         sys.stdout.writelines(line for line in file if not args.regex or re.search(args.regex, line))
@@ -89,20 +89,22 @@ class Cancel(CmdCancel):
 
 
 def _check_keys(scheduler: str, typed: str) -> None:
-    """Raises LaunchError for a -cfg key that the scheduler does not have: TorchX drops those without a word."""
+    """Raise LaunchError for a -cfg key that the scheduler does not have, because TorchX ignores
+    such keys.
+    """
     with get_runner() as runner:
         known = [name for name, _ in runner.scheduler_run_opts(scheduler)]
     for word in re.findall(r"(?:^|[,;])([\w-]+)=", typed):
         if word not in known:
             hint = did_you_mean(word, known)
             raise LaunchError(
-                f"-cfg {word}: the scheduler {scheduler} has no such option{hint}; it has {', '.join(known)}"
+                f"-cfg {word}: unknown option of the scheduler {scheduler}{hint}; known are {', '.join(known)}"
             )
 
 
 def _check_known(handle: str) -> None:
     if not _is_known(handle):
-        raise LaunchError(f"{handle}: the scheduler knows no such job, or knows it no more")
+        raise LaunchError(f"{handle}: the scheduler does not know this job, or no longer knows it")
 
 
 def _is_known(handle: str) -> bool:
@@ -111,24 +113,24 @@ def _is_known(handle: str) -> bool:
 
 
 def _slurm_id(handle: str) -> str:
-    """Empty for jobs of other schedulers."""
+    """Return the Slurm job id; empty for jobs of other schedulers."""
     return handle.rpartition("/")[2] if handle.startswith("slurm://") else ""
 
 
 def _exit_code(handle: str) -> int:
-    """That of the job's script; 0 where nobody knows."""
+    """Return the exit code of the job's script; 0 if it is unknown."""
     job = slurm_jobs.find_job(job_id) if (job_id := _slurm_id(handle)) else None
     return job.exit_code if job else 0
 
 
 @contextmanager
 def errors_as_lines(when_interrupted: str = "") -> Iterator[None]:
-    """End the process with a line and a code instead of a traceback."""
+    """End the process with one line and an exit code instead of a traceback."""
     try:
         yield
     except KeyboardInterrupt:
         _end(f"interrupted{when_interrupted}", INTERRUPTED)
-    except SignalException as error:  # of local_cwd, once its ranks have ended
+    except SignalException as error:  # of local_cwd, after its ranks have ended
         if error.sigval == signal.SIGINT:
             _end("interrupted; run the same command again to resume", INTERRUPTED)
         _end(f"ended by {error.sigval.name}; run the same command again to resume", REQUEUE)

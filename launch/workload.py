@@ -1,7 +1,7 @@
-"""Describe what a node runs, whichever scheduler starts it: a verb, its overrides, its resources.
+"""Describe what a node runs on any scheduler: a verb, its overrides, its resources.
 
-The job is composed and validated on the way, without torch. launch.appdef makes a TorchX AppDef of a Workload,
-launch.slurm an sbatch script, launch.kubernetes manifests, launch.render a command line.
+The job is composed and validated here, without torch. launch.appdef makes a TorchX AppDef from a
+Workload, launch.slurm an sbatch script, launch.kubernetes manifests, launch.render a command line.
 """
 
 from __future__ import annotations
@@ -39,20 +39,25 @@ from pipeline.runtime.masking import SECRET_NAME, mask
 RDZV_PORT = 29500
 MOUNT_TYPES = ("bind", "volume", "device")
 
-# Words of a command that only the place can fill in. No override can equal one: none is of the form key=value.
+# Words of a command that only the place can fill in. They have not the form key=value, so no
+# override equals them.
 ENDPOINT = "<rendezvous host:port>"
 JOB_ID = "<job id>"
 
-MEETINGS = ".meetings"  # of agents whose nodes come and go, in the run folder
+MEETINGS = ".meetings"  # folder in the run folder for agents whose nodes leave and join
 
 RAY_NODE = "pipeline.extras.ray_prepare.node"
 
-RESUMABLE = ("prepare", "train", "retrain", "predict")  # verbs whose work before a SIGTERM is not lost
+RESUMABLE = ("prepare", "train", "retrain", "predict")  # verbs that keep their work after a SIGTERM
 
 
 @dataclass(frozen=True)
 class Mount:
-    """`source` is a path of the host (bind, device) or a volume's name; it appears at `target` in the container."""
+    """A mount.
+
+    `source` is a path of the host (bind, device) or a volume's name; `target` is a path in the
+    container.
+    """
 
     kind: str
     source: str
@@ -62,33 +67,34 @@ class Mount:
 
 @dataclass(frozen=True)
 class Where:
-    """What is said of the place to run in; None: as on this machine, or as the place has it."""
+    """Where a job runs. None: as on this machine, or as the place decides."""
 
-    j: str = option("1x1", "NODESxRANKS_PER_NODE, for instance 2x8; train also LEAST:MOSTxRANKS, 2:4x8")
+    j: str = option("1x1", "NODESxRANKS_PER_NODE, for instance 2x8; train also accepts MIN:MAXxRANKS, such as 2:4x8")
     cpu: Optional[int] = option(None, "cores a node")
-    gpu: Optional[int] = option(None, "GPUs a node; 0: the ranks run on CPUs")
+    gpu: Optional[int] = option(None, "GPUs per node; 0: the ranks run on CPUs")
     memMB: Optional[int] = option(None, "memory a node")
-    h: Optional[str] = option(None, "a named host instead of cpu, gpu and memMB: h100_80gb_x8, ...")
-    env: Optional[dict[str, str]] = option(None, "environment of the job; again for each variable")
-    image: Optional[str] = option(None, "container image; without one the job runs in this Python environment")
-    mount: Optional[str] = option(None, "type=bind,src=/data,dst=/data,readonly; several after one another")
-    name: Optional[str] = option(None, "name of the job; else the run's own")
-    max_retries: int = option(0, "how often the scheduler may start the job again after a failure")
-    max_restarts: int = option(3, "how often the ranks are started again on their hosts after one dies or hangs")
+    h: Optional[str] = option(None, "a named host that sets cpu, gpu and memMB: h100_80gb_x8, ...")
+    env: Optional[dict[str, str]] = option(None, "environment of the job; repeatable")
+    image: Optional[str] = option(None, "container image; default: the job runs in this Python environment")
+    mount: Optional[str] = option(None, "type=bind,src=/data,dst=/data,readonly; several are joined by commas")
+    name: Optional[str] = option(None, "name of the job; default: the run's name")
+    max_retries: int = option(0, "how often the scheduler may restart the job after a failure")
+    max_restarts: int = option(3, "how often the ranks are restarted on their hosts after a rank dies or hangs")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One process (a verb without ranks) or one agent a node that starts `ranks_per_node` ranks.
+    """What a node runs: one process (a verb without ranks), or one agent that starts
+    `ranks_per_node` ranks.
 
-    cpu, gpu and mem_mb are a node's. 0 cores, 0 MB, or None: nobody has said, and the place decides.
+    cpu, gpu and mem_mb are per node. 0 cores, 0 MB or None: not specified, so the place decides.
     """
 
     verb: str
-    name: str  # [a-z0-9-], at most 50
+    name: str  # [a-z0-9-], at most 50 characters
     nodes: int
     ranks_per_node: int
-    command: list[str]  # of one node, with ENDPOINT and JOB_ID to fill in: by argv() or shell_line()
+    command: list[str]  # of one node; argv() and shell_line() fill in ENDPOINT and JOB_ID
     env: dict[str, str] = field(default_factory=dict)
     cpu: int = 0
     gpu: Optional[int] = None
@@ -96,84 +102,110 @@ class Workload:
     image: Optional[str] = None
     mounts: list[Mount] = field(default_factory=list)
     max_retries: int = 0
-    grace_s: float = 0.0  # seconds from SIGTERM to the end that the ranks count on; 0: the verb saves nothing
-    log_dir: str = ""  # a file a rank is written here; empty: there are no ranks, or no folder
-    device: str = ""  # of the ranks: cuda, cpu, or auto, which only the node knows; empty: no ranks
+    grace_s: float = 0.0  # seconds that the ranks need after SIGTERM; 0: the verb saves nothing
+    log_dir: str = ""  # each rank writes a file here; empty: there are no ranks or no folder
+    device: str = ""  # of the ranks: cuda, cpu, or auto (only the node knows); empty: no ranks
     hardware: str = ""  # the preset's name
-    reads: tuple[str, ...] = ()  # what a verb without ranks reads, as it was typed
+    reads: tuple[str, ...] = ()  # inputs of a verb without ranks, as typed
     http_port: int = 0  # of a server
-    tasks: int = 1  # of an array: the command runs so often, each time with another number
+    tasks: int = 1  # of an array: the command runs this many times, each with another number
     steps: str = ""  # the local folder of its checkpoints; empty: none, or in an object store
-    on_ray: bool = False  # nodes of a Ray cluster that lasts as long as the job
-    min_nodes: int = 0  # that go on when others are lost; `nodes` is then the most. 0: all are needed
+    on_ray: bool = False  # nodes of a Ray cluster that ends with the job
+    # minimum if nodes may be lost; `nodes` is then the maximum. 0: all nodes are required
+    min_nodes: int = 0
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are ranks that must meet, rather than one process."""
+        """Return whether there are ranks that must connect, instead of one process."""
         return ENDPOINT in self.command or self.is_elastic
 
     @property
     def shape(self) -> str:
-        """As -j takes it."""
+        """Return the shape in the format of -j."""
         least = f"{self.min_nodes}:" if self.is_elastic else ""
         return f"{least}{self.nodes}x{self.ranks_per_node}"
 
     @property
     def is_elastic(self) -> bool:
-        """Whether nodes may come and go: they meet in a folder, and none is the first."""
+        """Return whether nodes may leave and join.
+
+        They then connect through a folder, and no node is special.
+        """
         return self.min_nodes > 0
 
     def argv(self, host: str = "localhost", job_id: str = "none") -> list[str]:
-        """The command with the head node and the scheduler's name of the job filled in, both as plain text."""
+        """Return the command with the head node and the scheduler's job id filled in as
+        plain text.
+        """
         known = {ENDPOINT: f"{host}:{self.port}", JOB_ID: job_id}
         return [known.get(word, word) for word in self.command]
 
     def shell_words(self, host: str = "localhost", job_id: str = "none", port: Optional[str] = None) -> list[str]:
-        """The command's words, quoted for a shell. `host`, `job_id` and `port` are shell text, for instance `$head`:
-        what they stand for is expanded there; every other word arrives as it was typed."""
+        """Return the command's words, quoted for a shell.
+
+        host, job_id, port: shell text that the shell expands, such as `$head`. All other words
+        arrive as they were typed.
+        """
         known = {ENDPOINT: f'"{host}:{self.port if port is None else port}"', JOB_ID: f'"{job_id}"'}
         return [known.get(word) or shlex.quote(word) for word in self.command]
 
     def shell_line(self, host: str = "localhost", job_id: str = "none") -> str:
-        """shell_words() as one line."""
+        """Return shell_words() as one line."""
         return " ".join(self.shell_words(host, job_id))
 
     @property
     def port(self) -> int:
-        """0 on a single node: a free one, so that jobs can share a machine."""
+        """Return the rendezvous port.
+
+        On a single node it is 0, a free port, so that jobs can share a machine.
+        """
         return RDZV_PORT if self.nodes > 1 else 0
 
     @property
     def is_resumable(self) -> bool:
-        """Whether the same command gets further after a SIGTERM; an evaluation starts from its beginning."""
+        """Return whether the same command continues after a SIGTERM.
+
+        An evaluation restarts from its beginning.
+        """
         return self.verb in RESUMABLE
 
     def threads(self, default_cpu: int) -> int:
-        """OMP_NUM_THREADS of a rank; `default_cpu` cores a node where the job does not say."""
+        """Return OMP_NUM_THREADS of a rank. default_cpu: cores per node if the job does not specify
+        them.
+        """
         return threads_per_rank(self.cpu or default_cpu, self.ranks_per_node)
 
     def whole_env(self, default_cpu: int, more: Optional[dict[str, str]] = None) -> dict[str, str]:
-        """The job's environment, with `more` of the place and the number of threads of each rank."""
+        """Return the job's environment, with `more` variables of the place and each rank's number
+        of threads.
+        """
         ranks = {"OMP_NUM_THREADS": str(self.threads(default_cpu)), "LOGLEVEL": "WARNING"}
         return {**(ranks if self.is_distributed else {}), **(more or {}), **self.env}
 
 
 def _validate_here(job: TrainJob) -> None:
-    """Raises UserError; where the data set is not here, it says how to go without a look at it."""
+    """Raises UserError.
+
+    If the data set is not on this machine, the message says how to skip this check.
+    """
     try:
         validate_train(job)
     except TrainingError as error:
         if has_dataset(job):
             raise
         raise LaunchError(
-            f"{error}; where only the cluster sees data.path={job.data.path}, give --no-check-data (torchx: --check_data False)"
+            f"{error}; if only the cluster can read data.path={job.data.path}, give "
+            "--no-check-data (torchx: --check_data False)"
         ) from None
 
 
 def _validate_unseen(job: TrainJob) -> None:
-    """What needs no data set; a line on stderr says what was not looked at. Raises UserError."""
+    """Check what needs no data set, and print on stderr what was not checked. Raises UserError."""
     check_geometry(job, job.world_size)
-    print(f"data.path={job.data.path} was not looked at from here: the job checks it when it starts", file=sys.stderr)
+    print(
+        f"data.path={job.data.path} was not checked from this machine; the job checks it when it starts",
+        file=sys.stderr,
+    )
 
 
 def train(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
@@ -187,13 +219,13 @@ def train(doc: Optional[str], words: list[str], where: Where, check_data: bool =
     made = _ranks("train", words, where, job.name, f"{job.run_dir}/logs", job.trainer.grace_s)
     if least < nodes:
         made = _elastic(made, least, f"{job.run_dir}/{MEETINGS}")
-    # An array's tasks each have a run folder of their own, whose name is known when they run.
+    # Each task of an array has a separate run folder, whose name is only known when the task runs.
     varies = any("oc.env:" in word for word in words)
     return on_hardware(replace(made, steps="" if varies else _local_steps(job)), where, job.hardware)
 
 
 def _for_each_size(world_sizes: list[int], validate: Callable[[TrainJob], None]) -> Callable[[TrainJob], None]:
-    """As `validate`, and that the run may go on with each of these numbers of ranks."""
+    """Extend `validate`: check that the run may continue with each of these numbers of ranks."""
 
     def validate_all(job: TrainJob) -> None:
         check_world_sizes(job, world_sizes)
@@ -203,7 +235,9 @@ def _for_each_size(world_sizes: list[int], validate: Callable[[TrainJob], None])
 
 
 def _elastic(workload: Workload, least: int, folder: str) -> Workload:
-    """The agents meet in the run folder, which all nodes see: no node is needed for the others to meet."""
+    """Let the agents connect through the run folder, which all nodes see, so that no single node is
+    needed.
+    """
     meets = {
         "--rdzv-endpoint": folder,
         "--nnodes": f"{least}:{workload.nodes}",
@@ -225,20 +259,21 @@ def evaluate(doc: Optional[str], words: list[str], where: Where, check_data: boo
 
 
 def prepare(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
-    """With engine=ray a Ray cluster of the nodes, on whose first one the verb runs."""
+    """Prepare in one process.
+
+    With engine=ray the nodes form a Ray cluster, and the verb runs on the first node.
+    """
     job = parse_command_line(PrepareJob, doc, words)
     name = f"prepare-{job.data.name}"
     if job.engine != "ray":
         if parse_shape(where.j) != (1, 1):
-            raise LaunchError(
-                f"-j {where.j}: prepare is one process; leave -j out, or give engine=ray for many machines"
-            )
+            raise LaunchError(f"-j {where.j}: prepare is one process; remove -j, or give engine=ray for many machines")
         return _single("prepare", words, where, name, job.source or "")
     nodes, processes = parse_shape(where.j)
     if processes != 1:
-        raise LaunchError(f"-j {where.j}: a node of engine=ray has as many tasks as fit it; give -j {nodes}x1")
+        raise LaunchError(f"-j {where.j}: engine=ray starts as many tasks as fit on a node; give -j {nodes}x1")
     if job.ray.address is not None:
-        raise LaunchError(f"ray.address={job.ray.address}: the job starts a cluster of its own; leave ray.address out")
+        raise LaunchError(f"ray.address={job.ray.address}: the job starts a separate cluster; remove ray.address")
     memory = ["--memory-mb", str(where.memMB)] if where.memMB else []
     dashboard = ["--dashboard"] if job.ray.dashboard else []
     command = [_python(where), "-m", RAY_NODE, "--address", ENDPOINT, *memory, *dashboard, "--", *words]
@@ -257,16 +292,18 @@ def export(doc: Optional[str], words: list[str], where: Where, check_data: bool 
     return _single("export", words, where, "export", job.run)
 
 
-# The number of this task: Slurm's arrays and Kubernetes' Indexed Jobs put it into the environment.
+# The number of this task. Slurm's arrays and Kubernetes' Indexed Jobs set it in the environment.
 TASK_NUMBER = "${oc.env:SLURM_ARRAY_TASK_ID,${oc.env:JOB_COMPLETION_INDEX,0}}"
 
 
 def predict(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
-    """One process, or with num_shards=N an array of N, each with its own shard."""
+    """Predict in one process, or with num_shards=N in an array of N processes, each with
+    one shard.
+    """
     job = parse_command_line(PredictJob, doc, words)
     if job.num_shards > 1:
         if any(word.partition("=")[0] == "shard" for word in words):
-            raise LaunchError("shard=... with num_shards: each task of the array is given its own; leave shard out")
+            raise LaunchError("shard=... with num_shards: each task of the array gets its shard; remove shard")
         words = [*words, f'shard="{TASK_NUMBER}"']
     stem = job.output.rstrip("/").rpartition("/")[2].partition(".")[0]
     made = _single("predict", words, where, f"predict-{stem}", job.artifact, job.source)
@@ -274,15 +311,19 @@ def predict(doc: Optional[str], words: list[str], where: Where, check_data: bool
 
 
 def check_one_task(workload: Workload, what: str) -> None:
-    """Raises LaunchError for an array, or nodes that come and go, where there are none."""
+    """Raise LaunchError for an array, or for nodes that leave and join, if `what` does not support
+    them.
+    """
     if workload.is_elastic:
         raise LaunchError(
-            f"-j {workload.shape}: with {what} no node comes back by itself; give "
-            f"-j {workload.nodes}x{workload.ranks_per_node}, or use Slurm, or Kubernetes with --kind job"
+            f"-j {workload.shape}: with {what} a lost node does not return; give -j "
+            f"{workload.nodes}x{workload.ranks_per_node}, or use Slurm, or Kubernetes with --kind "
+            "job"
         )
     if workload.tasks > 1:
         raise LaunchError(
-            f"num_shards={workload.tasks} is an array of tasks, and {what} has none: Slurm's arrays and Kubernetes' Jobs do"
+            f"num_shards={workload.tasks} is an array of tasks, which {what} does not support; "
+            "use Slurm's arrays or Kubernetes' Jobs"
         )
 
 
@@ -296,7 +337,8 @@ def retrain(doc: Optional[str], words: list[str], where: Where, check_data: bool
 def check_nodes(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
     job = parse_command_line(CheckNodesJob, doc, words)
     made = _ranks("check_nodes", words, where, "check-nodes", "", TrainerConfig().grace_s)
-    device = {"nccl": "cuda", "auto": "auto"}.get(job.backend, "")  # gloo measures nodes with GPUs too
+    # gloo also measures nodes with GPUs
+    device = {"nccl": "cuda", "auto": "auto"}.get(job.backend, "")
     return replace(made, device=device, hardware=f"backend={job.backend}")
 
 
@@ -306,11 +348,13 @@ def _local_steps(job: TrainJob) -> str:
 
 
 def serve(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
-    """A server that listens to all, and goes on answering while the load balancers learn that it is about to end."""
+    """Run a server that listens on all interfaces, and keeps answering while load balancers notice
+    that it will stop.
+    """
     given = {word.partition("=")[0] for word in words}
     defaults = {"server.host": "0.0.0.0", "server.shutdown_delay_s": "5"}
     if cores := asked_host(where.cpu, where.gpu, where.memMB, where.h).cpu:
-        defaults["threads"] = str(cores)  # torch would start one for each core of the node
+        defaults["threads"] = str(cores)  # torch would start one thread per core of the node
     words = [*words, *(f"{key}={value}" for key, value in defaults.items() if key not in given)]
     job = parse_command_line(ServeJob, doc, words)
     made = _single("serve", words, where, "serve-" + job.artifact.rstrip("/").rpartition("/")[2], job.artifact)
@@ -329,7 +373,9 @@ SERVICES = {"serve": serve}  # verbs that run until they are stopped
 
 @dataclass(frozen=True)
 class Stage:
-    """Of a chain: its name there, and the stages that must have ended well before it starts."""
+    """A stage of a chain: its name, and the stages that must have ended successfully before it
+    starts.
+    """
 
     name: str
     workload: Workload
@@ -337,16 +383,20 @@ class Stage:
 
     @property
     def is_service(self) -> bool:
-        """Whether it runs until it is stopped: nothing can wait for its end."""
+        """Return whether the stage runs until it is stopped, so that no stage can wait for
+        its end.
+        """
         return self.workload.verb in SERVICES
 
 
 def make_workload(
     verb: str, doc: Optional[str], overrides: Iterable[str], where: Where, check_data: bool = True
 ) -> Workload:
-    """The workload of a verb's command line. A user's error is one line and exit code 2; nothing is submitted then.
+    """Return the workload of a verb's command line.
 
-    check_data: read here what the job reads (a data set, a run folder) and validate the job against it.
+    A user's error is one line with exit code 2, and nothing is submitted.
+
+    check_data: validate the job with its data (a data set, a run folder) from this machine.
     """
     with print_user_errors():
         check_env(where.env or {})
@@ -354,19 +404,24 @@ def make_workload(
 
 
 def check_env(env: dict[str, str]) -> None:
-    """Raises LaunchError for a credential: what is given here is written into scripts, manifests and their logs."""
+    """Raise LaunchError for a credential, because these values are written into scripts, manifests
+    and their logs.
+    """
     for name, value in env.items():
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise LaunchError(f"env: {name!r} is no name of an environment variable")
+            raise LaunchError(f"env: {name!r} is not a name of an environment variable")
         if SECRET_NAME.search(name) or mask(value) != value:
             raise LaunchError(
-                f"env: {name} looks like a credential, and the job's environment is written into what is submitted; "
-                "docs/do/cluster.md says how credentials reach a job (Slurm: from your shell or env_file, Kubernetes: a Secret)"
+                f"env: {name} looks like a credential, and the job's environment is written into "
+                "the submitted script or manifest; docs/do/cluster.md explains how to pass "
+                "credentials (Slurm: from your shell or env_file, Kubernetes: a Secret)"
             )
 
 
 def parse_mounts(text: Optional[str]) -> list[Mount]:
-    """'type=bind,src=/data,dst=/data,readonly' as TorchX writes them, several after one another."""
+    """Parse mounts in TorchX's format: 'type=bind,src=/data,dst=/data,readonly', several joined by
+    commas.
+    """
     found: list[dict[str, str]] = []
     for word in filter(None, (text or "").split(",")):
         key, _, value = word.partition("=")
@@ -389,27 +444,29 @@ def parse_mounts(text: Optional[str]) -> list[Mount]:
 
 
 def _as_composed_by_ranks(words: list[str], where: Where) -> list[str]:
-    """The overrides with the world size that the launcher will set. Raises LaunchError where they name another."""
+    """Return the overrides with the launcher's world size. Raises LaunchError if they set
+    another.
+    """
     nodes, ranks = parse_shape(where.j)
     for word in words:
         name, _, value = word.partition("=")
         if name.lstrip("+") == "world_size" and value != str(nodes * ranks):
             raise LaunchError(
-                f"{word}, but -j {where.j} starts {nodes * ranks} rank(s); leave world_size out, or change -j"
+                f"{word}, but -j {where.j} starts {nodes * ranks} rank(s); remove world_size, or change -j"
             )
     return [*words, f"world_size={nodes * ranks}"]
 
 
 def _ranks(verb: str, words: list[str], where: Where, name: str, log_dir: str, grace_s: float) -> Workload:
     nodes, ranks = parse_shape(where.j)
-    logs = "" if "://" in log_dir else log_dir  # a URI is no folder for the ranks' files
+    logs = "" if "://" in log_dir else log_dir  # a URI is not a folder for the ranks' files
     command = [
-        # Our agent: torchrun with exit codes that a scheduler can act on.
+        # Our agent: torchrun with exit codes that a scheduler can use.
         *(_python(where), "-m", "pipeline", "agent", "--grace-s", f"{grace_s:g}"),
         *("--rdzv-endpoint", ENDPOINT),
         *("--nnodes", str(nodes), "--nproc-per-node", str(ranks), "--max-restarts", str(where.max_restarts)),
         *("--rdzv-backend", "c10d", "--rdzv-id", JOB_ID),
-        # Rank 0's output goes to the console, every rank's to its file.
+        # Rank 0's output goes to the console, every rank's output to its file.
         *("--tee", "3", "--local-ranks-filter", "0", *(["--log-dir", logs] if logs else []), "--role", ""),
         *("-m", "pipeline", verb, *words),
     ]
@@ -419,7 +476,7 @@ def _ranks(verb: str, words: list[str], where: Where, name: str, log_dir: str, g
 
 def _single(verb: str, words: list[str], where: Where, name: str, *reads: str) -> Workload:
     if parse_shape(where.j) != (1, 1):
-        raise LaunchError(f"-j {where.j}: {verb} is one process; leave -j out")
+        raise LaunchError(f"-j {where.j}: {verb} is one process; remove -j")
     command = [_python(where), "-u", "-m", "pipeline", verb, *words]
     return _placed(Workload(verb, _app_name(where.name or name), 1, 1, command, reads=reads), where)
 
@@ -433,10 +490,15 @@ def _placed(workload: Workload, where: Where) -> Workload:
 
 
 def _python(where: Where) -> str:
-    """An image has its own `python`; without one the job runs in this environment, activated or not."""
+    """Return the command `python`.
+
+    An image has one; otherwise the job runs in this environment, activated or not.
+    """
     return "python" if where.image else sys.executable
 
 
 def _app_name(name: str) -> str:
-    """Lower-case letters, digits and dashes, at most 50: what every scheduler takes."""
+    """Return lower-case letters, digits and dashes, at most 50 characters, which every scheduler
+    accepts.
+    """
     return re.sub(r"[^a-z0-9]+", "-", name.lower())[:50].strip("-") or "job"

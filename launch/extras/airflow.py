@@ -1,6 +1,7 @@
-"""Render a chain as a DAG of Airflow: a task a stage, run by Slurm (sbatch --wait) or on the worker itself.
+"""Render a chain as a DAG of Airflow: one task per stage, run by Slurm (sbatch --wait) or on the
+worker.
 
-The file needs Airflow 2 or 3 and its standard provider; nothing of this package is imported while it is parsed.
+The file needs Airflow 2 or 3 and its standard provider. Parsing it imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -48,23 +49,28 @@ TASK = """    tasks[{name}] = BashOperator(
 
 @dataclass(frozen=True)
 class AirflowOptions(SlurmOptions):
-    """What a DAG takes beside what sbatch does."""
+    """Options of a DAG in addition to those of sbatch."""
 
     by: str = option("slurm", "slurm: the worker submits and waits; worker: the stages run on the worker itself")
-    cron: Optional[str] = option(None, 'when it runs: "0 * * * *", or @daily, ...; else by hand')
-    folder: str = option("", "folder that the stages run in, as the worker sees it; Airflow's own is temporary")
+    cron: Optional[str] = option(None, 'when it runs: "0 * * * *", or @daily, ...; default: by hand')
+    folder: str = option("", "working folder of the stages on the worker; Airflow's folder is temporary")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("--by", self.by, BY)
         if not self.folder.startswith("/"):
-            raise LaunchError(f"--folder {self.folder}: give the path that the stages run in, beginning with /")
+            raise LaunchError(
+                f"--folder {self.folder}: give the working folder of the stages as a path that begins with /"
+            )
         if self.cron is not None:
             object.__setattr__(self, "cron", parse_cron(self.cron))
 
 
 def render_dag(name: str, stages: list[Stage], options: AirflowOptions) -> str:
-    """A Python file for Airflow's dags folder. Raises LaunchError for what a worker cannot run."""
+    """Return a Python file for Airflow's dags folder.
+
+    Raises LaunchError for what a worker cannot run.
+    """
     title = f"{name}: {' -> '.join(stage.name for stage in stages)}"
     head = HEAD.format(title=title, title_text=json.dumps(title), dag_id=json.dumps(name), schedule=repr(options.cron))
     tasks = [_task(stage, options) for stage in stages]
@@ -73,7 +79,7 @@ def render_dag(name: str, stages: list[Stage], options: AirflowOptions) -> str:
 
 
 def _task(stage: Stage, options: AirflowOptions) -> str:
-    # Slurm tries again itself. Jinja would read braces in a command: raw keeps them.
+    # Slurm retries jobs itself. Jinja would interpret braces in a command; raw prevents it.
     retries = stage.workload.max_retries if options.by == "worker" else 0
     command = "{% raw %}" + _command(stage, options) + "{% endraw %}"
     return TASK.format(name=repr(stage.name), command=repr(command), retries=retries)
@@ -87,7 +93,7 @@ def _command(stage: Stage, options: AirflowOptions) -> str:
     check_one_task(workload, "a worker of Airflow")
     if stage.is_service or workload.nodes > 1:
         raise LaunchError(
-            f"stages.{stage.name}: a worker runs what ends, on one host: leave the stage out, or give --by slurm"
+            f"stages.{stage.name}: a worker runs only stages on one host that end; remove the stage, or give --by slurm"
         )
     exports = [f"export {key}={shlex.quote(value)}\n" for key, value in workload.env.items()]
     return f"{enter}{''.join(exports)}exec {workload.shell_line('localhost', workload.name)}\n"

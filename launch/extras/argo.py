@@ -1,6 +1,7 @@
-"""Render a chain as a Workflow of Argo: a pod a stage, a JobSet where a stage has several nodes, a Deployment for a server.
+"""Render a chain as a Workflow of Argo: a pod per stage, a JobSet for several nodes, a Deployment
+for a server.
 
-Each submission has a name of its own (kubectl create, argo submit), and so have its pods and JobSets.
+Each submission (kubectl create, argo submit) has a separate name, and so have its pods and JobSets.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from launch.targets import Target, register
 from launch.workload import Stage, check_one_task
 from pipeline.runtime.errors import LaunchError
 
-THIS_RUN = "this-run-of-the-chain"  # stands for the workflow's name until the text is whole
-# Fields of a pod that a template of Argo has under the same name; the others go through its podSpecPatch.
+THIS_RUN = "this-run-of-the-chain"  # replaced by the workflow's name when the text is complete
+# Fields of a pod that a template of Argo has under the same name. Other fields are set by its
+# podSpecPatch.
 OF_TEMPLATE = ("volumes", "securityContext", "nodeSelector", "tolerations", "affinity", "priorityClassName")
 NOT_OF_A_STEP = (
     "restartPolicy",
@@ -33,9 +35,12 @@ NOT_OF_A_STEP = (
 
 
 def render_workflow(name: str, stages: list[Stage], options: KubernetesOptions) -> str:
-    """YAML for `kubectl create -f -`. Raises LaunchError for what Kubernetes, or Argo, cannot have."""
+    """Return YAML for `kubectl create -f -`.
+
+    Raises LaunchError for what Kubernetes or Argo does not support.
+    """
     if options.kind != "job" or options.attempt or options.owner or options.patch:
-        raise LaunchError("a Workflow has a template a stage: leave --kind, --attempt, --owner and --patch out")
+        raise LaunchError("a Workflow has one template per stage; remove --kind, --attempt, --owner and --patch")
     templates: list[dict[str, Any]] = []
     tasks: list[dict[str, Any]] = []
     for stage in stages:
@@ -61,7 +66,8 @@ def _check_words(stage: Stage) -> None:
     for word in [*stage.workload.command, *stage.workload.env.values()]:
         if "{{" in word:
             raise LaunchError(
-                f"stages.{stage.name}: {word!r} has {{{{, which Argo takes for a variable; put a blank between"
+                f"stages.{stage.name}: {word!r} has "
+                f"{{{{, which Argo reads as a variable; put a blank between the braces"
             )
 
 
@@ -93,7 +99,7 @@ def _step(stage: Stage, options: KubernetesOptions) -> dict[str, Any]:
     rest = {key: value for key, value in pod.items() if key not in (*OF_TEMPLATE, *NOT_OF_A_STEP)}
     retry = None
     if workload.max_retries:
-        stays_so = f"asInt(lastRetry.exitCode) not in {STAYS_SO}"  # another start would end the same way
+        stays_so = f"asInt(lastRetry.exitCode) not in {STAYS_SO}"  # a retry would end the same way
         retry = {"limit": workload.max_retries, "retryPolicy": "Always", "expression": stays_so}
     return given(
         name=stage.name,

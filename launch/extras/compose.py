@@ -1,6 +1,7 @@
-"""Render a chain for one host as a file of Docker Compose: stages one after another, storage as S3 has it, a registry, a server that stays.
+"""Render a chain for one host as a file of Docker Compose: stages in sequence, an S3 storage, a
+registry, and a server.
 
-Credentials of the storage come from the environment or an .env file: none stands here.
+Credentials of the storage come from the environment or an .env file. The file has none.
 """
 
 from __future__ import annotations
@@ -24,28 +25,32 @@ KEY = {
 
 @dataclass(frozen=True)
 class ComposeOptions:
-    """What one host takes beside the stages."""
+    """Options of one host in addition to the stages."""
 
-    bucket: str = option("pipeline", "bucket that is made in the storage: s3://BUCKET/...")
-    storage_image: str = option("minio/minio:RELEASE.2025-04-22T22-12-26Z", "image of a storage that speaks S3")
-    client_image: str = option("minio/mc:RELEASE.2025-04-16T18-13-26Z", "image that makes the bucket")
-    workdir: str = option("/workspace", "folder that the stages run in, on a volume of its own")
-    port: int = option(8080, "port of this host on which the server answers")
+    bucket: str = option("pipeline", "bucket to create in the storage: s3://BUCKET/...")
+    storage_image: str = option("minio/minio:RELEASE.2025-04-22T22-12-26Z", "image of a storage with the S3 protocol")
+    client_image: str = option("minio/mc:RELEASE.2025-04-16T18-13-26Z", "image that creates the bucket")
+    workdir: str = option("/workspace", "working folder of the stages, on a separate volume")
+    port: int = option(8080, "port of this host for the server")
 
     def __post_init__(self) -> None:
         check_within("--port", self.port, 1, 65535)
 
 
 def render_compose(name: str, stages: list[Stage], options: ComposeOptions) -> str:
-    """YAML for `docker compose up`. Raises LaunchError for a stage without an image, or on several nodes."""
+    """Return YAML for `docker compose up`.
+
+    Raises LaunchError for a stage without an image or on several nodes.
+    """
     services: dict[str, Any] = {STORAGE: _storage(options), BUCKET: _bucket(options)}
     for stage in stages:
         if stage.name in services:
             raise LaunchError(
-                f"stages.{stage.name}: a service of this name is there already; give it another, and verb:"
+                f"stages.{stage.name}: a service of this name exists already; give the stage "
+                "another name, and set verb:"
             )
         services[stage.name] = _service(stage, options)
-    comment = f"{name}: {' -> '.join(stage.name for stage in stages)}. Set STORAGE_USER and STORAGE_PASSWORD (an .env file beside this one)."
+    comment = f"{name}: {' -> '.join(stage.name for stage in stages)}. Set STORAGE_USER and STORAGE_PASSWORD (an .env file next to this file)."
     file = {"name": name, "services": services, "volumes": {"workspace": {}, "registry": {}, "storage": {}}}
     return to_yaml([file], comment)
 
@@ -78,10 +83,10 @@ def _service(stage: Stage, options: ComposeOptions) -> dict[str, Any]:
     check_one_task(workload, "Compose")
     if workload.image is None:
         raise LaunchError(
-            f"stages.{stage.name}: image is needed (defaults: image: ...); docs/do/cluster.md says how to build it"
+            f"stages.{stage.name}: set an image (defaults: image: ...); docs/do/cluster.md says how to build it"
         )
     if workload.nodes > 1:
-        raise LaunchError(f"stages.{stage.name}: j={workload.shape}, and compose has one host")
+        raise LaunchError(f"stages.{stage.name}: j={workload.shape}, but compose has one host")
     waits = {name: {"condition": "service_completed_successfully"} for name in stage.after or (BUCKET,)}
     device = {"driver": "nvidia", "count": workload.gpu, "capabilities": ["gpu"]}
     return given(
@@ -98,7 +103,7 @@ def _service(stage: Stage, options: ComposeOptions) -> dict[str, Any]:
         cpus=workload.cpu or None,
         mem_limit=f"{workload.mem_mb}m" if workload.mem_mb else "",
         shm_size=f"{workload.mem_mb // 2}m" if workload.mem_mb else "1g",
-        init=True,  # nobody's process has number 1, to which SIGTERM means nothing by default
+        init=True,  # otherwise the process is number 1, which ignores SIGTERM by default
         stop_grace_period=f"{int(workload.grace_s) + 5}s",
         deploy={"resources": {"reservations": {"devices": [device]}}} if workload.gpu else {},
         ports=[f"{options.port}:{workload.http_port}"] if stage.is_service else [],
@@ -120,7 +125,7 @@ def _environment(workload: Workload) -> dict[str, str]:
 def _mount(stage: Stage, source: str, target: str, read_only: bool) -> str:
     if not source.startswith(("/", "./")):
         raise LaunchError(
-            f"stages.{stage.name}: mount src={source}: give a folder of this host, beginning with / or ./"
+            f"stages.{stage.name}: mount src={source}: give a folder of this host as a path that begins with / or ./"
         )
     return f"{source}:{target}{':ro' if read_only else ''}"
 

@@ -1,6 +1,7 @@
-"""Render a Workload and a cron expression as a line for crontab (a folder, a lock, a log file) or for Slurm's scrontab.
+"""Render a Workload and a cron expression as a line for crontab (with folder, lock and log file) or
+Slurm's scrontab.
 
-Slurm submits a line's next tick once the one before has ended: two never run at once.
+Slurm submits the next run of a line when the previous run has ended, so two never run at once.
 """
 
 from __future__ import annotations
@@ -17,36 +18,42 @@ from launch.targets import Target, register
 from launch.workload import Workload
 from pipeline.runtime.errors import LaunchError
 
-LONGEST_COMMAND = 998  # Vixie cron's, Debian's too
+LONGEST_COMMAND = 998  # the limit of Vixie cron and Debian's cron
 
 
 @dataclass(frozen=True)
 class CrontabOptions:
-    """What a line of a crontab needs beside the command; cron itself knows neither folder nor log nor lock."""
+    """Options of a crontab line in addition to the command. cron itself has no folder, log
+    or lock.
+    """
 
-    folder: Optional[str] = option(None, "folder to run in; else this one")
-    log: Optional[str] = option(None, "file that the output is appended to; else logs/<name>.log in the folder")
+    folder: Optional[str] = option(None, "working folder; default: the current folder")
+    log: Optional[str] = option(None, "file to append the output to; default: logs/<name>.log in the folder")
 
 
 def render_crontab(workload: Workload, cron: str, options: CrontabOptions) -> str:
-    """A comment and a line. Raises LaunchError for what cron cannot run."""
+    """Return a comment and a line. Raises LaunchError for what cron cannot run."""
     if workload.nodes > 1:
-        raise LaunchError(f"-j {workload.shape}: cron starts a job on its own host, one node; take slurm or kubernetes")  # fmt: skip
+        raise LaunchError(f"-j {workload.shape}: cron starts a job on one node, the host of cron; "
+                          "use slurm or kubernetes")  # fmt: skip
     if workload.image or workload.mounts:
-        raise LaunchError("--image and --mount: cron starts no container; leave them out, or write the line by hand")
+        raise LaunchError("--image and --mount: cron starts no container; remove them, or write the line by hand")
     folder = os.path.abspath(options.folder or ".")
     log = options.log or f"logs/{workload.name}.log"
     command = _command(workload, folder, log)
     _check_printable(command)
     if "\\" in command:
-        raise LaunchError("an override holds a backslash, which crons read differently; put it into an experiment file")
-    # A bare % is a line break to cron, and what follows it goes to stdin.
+        raise LaunchError(
+            "an override contains a backslash, which versions of cron read differently; put it into an experiment file"
+        )
+    # cron reads a bare % as a line break, and passes the text after it to stdin.
     line = command.replace("%", r"\%")
     if len(line) > LONGEST_COMMAND:
         raise LaunchError(
-            f"the command has {len(line)} characters and cron takes {LONGEST_COMMAND}; put overrides into an experiment file"
+            f"the command has {len(line)} characters, and cron accepts at most {LONGEST_COMMAND}; "
+            "put overrides into an experiment file"
         )
-    return f"# {workload.verb}. A tick that finds another one running does nothing.\n{cron} {line}\n"
+    return f"# {workload.verb}. A run that starts while another run is active does nothing.\n{cron} {line}\n"
 
 
 def _command(workload: Workload, folder: str, log: str) -> str:
@@ -61,32 +68,35 @@ def _command(workload: Workload, folder: str, log: str) -> str:
     return " && ".join(steps)
 
 
-NOT_OF_A_TICK = ("--requeue", "--no-requeue")  # a tick that fails is followed by the next one
+NOT_OF_A_TICK = ("--requeue", "--no-requeue")  # the next run follows a run that fails
 
 
 @dataclass(frozen=True)
 class ScrontabOptions(SlurmOptions):
     """Options of scrontab in addition to those of sbatch."""
 
-    folder: Optional[str] = option(None, "folder to run in, on every node; else this one")
+    folder: Optional[str] = option(None, "working folder on every node; default: the current folder")
 
 
 def render_scrontab(workload: Workload, cron: str, options: ScrontabOptions) -> str:
-    """A comment, #SCRON lines and a line of the crontab. Raises LaunchError for what these cannot hold."""
+    """Return a comment, #SCRON lines and a line of the crontab.
+
+    Raises LaunchError for what they cannot express.
+    """
     workload, folder = placed(workload, options), os.path.abspath(options.folder or ".")
     wanted = [*sbatch_lines(workload, options), f"--chdir={folder}"]
     lines = [line for line in wanted if line not in NOT_OF_A_TICK]
     for line in lines:
         if not line.isprintable() or any(sign in line for sign in " \"'"):
-            raise LaunchError(f"{line}: scrontab reads no blanks and no quotes in an option; leave them out")
+            raise LaunchError(f"{line}: scrontab supports no blanks and quotes in an option; remove them")
     command = "; ".join(_steps(workload, options))
     _check_printable(command)
-    head = f"# {workload.verb}. The next tick is queued once the one before has ended."
+    head = f"# {workload.verb}. The next run is queued when the previous run has ended."
     return "\n".join([head, *(f"#SCRON {line}" for line in lines), f"{cron} {command}"]) + "\n"
 
 
 def _steps(workload: Workload, options: ScrontabOptions) -> list[str]:
-    """The commands of the script that launch.slurm writes, up to srun, which takes the shell's place."""
+    """Return the commands of launch.slurm's script up to srun, which replaces the shell."""
     script = "\n".join([*environment(workload, options), *meeting_lines(workload)]).splitlines()
     steps = [line.partition("  # ")[0] for line in script]
     return [*steps, "exec " + " ".join(srun_words(workload))]
@@ -95,7 +105,8 @@ def _steps(workload: Workload, options: ScrontabOptions) -> list[str]:
 def _check_printable(command: str) -> None:
     if not command.isprintable():
         raise LaunchError(
-            "an override holds a line break or another sign that a crontab cannot have; put it into an experiment file"
+            "an override contains a line break or another character that a crontab cannot have; "
+            "put it into an experiment file"
         )
 
 

@@ -1,10 +1,12 @@
-"""Render a Workload for operators of Kubernetes: a Job of Volcano, a TrainJob or PyTorchJob of Kubeflow, a RayJob of KubeRay.
+"""Render a Workload for operators of Kubernetes: a Volcano Job, a Kubeflow TrainJob or PyTorchJob,
+a KubeRay RayJob.
 
-Volcano starts all pods of a job or none; `torchx run -s kubernetes` submits its Job. A task is a node, as TorchX has it, so
-that TorchX's status and log find it. A TrainJob (Trainer v2) has a runtime of its own; its pods are those of a JobSet, so they
-meet and end as in a JobSet. A PyTorchJob (Training Operator v1) has a master and workers, numbered by the operator, and knows
-no exit codes. A RayJob is a preparation with engine=ray: a head, on which the verb runs, and workers, whose command KubeRay
-gives (rayjob_types.go, raycluster_types.go).
+Volcano starts all pods of a job or none; `torchx run -s kubernetes` submits its Job. A task is a
+node, as in TorchX, so that TorchX's status and log find it. A TrainJob (Trainer v2) has a separate
+runtime. Its pods are those of a JobSet and connect and end as in a JobSet. A PyTorchJob (Training
+Operator v1) has a master and workers, which the operator numbers, and ignores exit codes. A RayJob
+prepares data with engine=ray: the verb runs on a head, and KubeRay sets the command of the workers
+(rayjob_types.go, raycluster_types.go).
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ from pipeline.runtime.errors import LaunchError
 from pipeline.runtime.process.exit_codes import FINAL, REQUEUE
 
 LONGEST_HOST_NAME = 63
-# For jobs without retries of their own: Volcano takes 0 for 3, and counts evictions as retries.
+# For jobs without retries. Volcano reads 0 as 3, and counts evictions as retries.
 MAX_EVICTIONS = 3
 
 
 def volcano_job(workload: Workload, options: KubernetesOptions) -> dict[str, Any]:
-    """Raises LaunchError for what Kubernetes, or the job, cannot have."""
+    """Raises LaunchError for what Kubernetes or the job does not support."""
     check_one_task(workload, "Volcano")
     if options.deadline_s:
-        raise LaunchError(f"--deadline-s {options.deadline_s}: Volcano ends no job by the clock; leave it out")
+        raise LaunchError(f"--deadline-s {options.deadline_s}: Volcano has no deadline of a job; remove it")
     return {
         "apiVersion": "batch.volcano.sh/v1alpha1",
         "kind": "Job",
@@ -43,7 +45,7 @@ def volcano_job(workload: Workload, options: KubernetesOptions) -> dict[str, Any
             "maxRetry": workload.max_retries or MAX_EVICTIONS,
             "ttlSecondsAfterFinished": options.keep_s,
             **given(priorityClassName=options.priority_class),
-            # Names are known before a pod is ready: the nodes have to meet in order to become so.
+            # Names exist before a pod is ready, because the nodes have to connect to become ready.
             "plugins": {"svc": ["--publish-not-ready-addresses"], "env": []},
             "policies": _policies(workload),
             "tasks": [_task(workload, options, node) for node in range(workload.nodes)],
@@ -52,21 +54,26 @@ def volcano_job(workload: Workload, options: KubernetesOptions) -> dict[str, Any
 
 
 def longest_name(verb: str, nodes: int) -> int:
-    """Characters that leave room for the host name of the last pod, <name>-<verb>-<node>-0."""
+    """Return the longest name that leaves space for the host name of the last pod,
+    <name>-<verb>-<node>-0.
+    """
     return LONGEST_HOST_NAME - len(f"-{verb}-{nodes - 1}-0")
 
 
 def _task(workload: Workload, options: KubernetesOptions, node: int) -> dict[str, Any]:
     longest = longest_name(workload.verb, workload.nodes)
     if len(workload.name) > longest:
-        raise LaunchError(f"--name {workload.name}: Volcano's names leave {longest} characters; give a shorter --name")
+        raise LaunchError(f"--name {workload.name}: Volcano's names allow {longest} characters; give a shorter --name")
     head = f"{workload.name}-{workload.verb}-0-0.{workload.name}" if workload.nodes > 1 else "localhost"
     template = pod_template(workload, options, head, node=str(node))
     return {"name": f"{workload.verb}-{node}", "replicas": 1, "template": template}
 
 
 def _policies(workload: Workload) -> list[dict[str, Any]]:
-    """What the agents' exit codes mean; the first that fits counts. All pods start again together."""
+    """Return what Volcano does for each exit code of the agents.
+
+    The first match counts. All pods restart together.
+    """
     return [
         *({"exitCode": code, "action": "TerminateJob"} for code in sorted(FINAL - {REQUEUE})),
         {"exitCode": REQUEUE, "action": "RestartJob"},
@@ -76,19 +83,23 @@ def _policies(workload: Workload) -> list[dict[str, Any]]:
 
 
 TRAINER_GROUP = "trainer.kubeflow.org"
-STEP = f"{TRAINER_GROUP}/trainjob-ancestor-step"  # says which job of a runtime is the training itself
-# The names by which the Training Operator finds its container and its port, and the variable in which it numbers the pods.
+STEP = f"{TRAINER_GROUP}/trainjob-ancestor-step"  # marks the job of a runtime that trains
+# The names by which the Training Operator finds its container and port, and the variable with the
+# number of a pod.
 PYTORCH_CONTAINER, PYTORCH_PORT, NODE_RANK = "pytorch", "pytorchjob-port", "$(RANK)"
 
 
 def train_job(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]:
-    """A TrainingRuntime and the TrainJob that runs it once. Raises LaunchError for what Kubernetes cannot have."""
+    """Return a TrainingRuntime and the TrainJob that runs it once.
+
+    Raises LaunchError for what Kubernetes does not support.
+    """
     check_letter_first(workload.name, "Kubeflow")
     template = jobset_spec(workload, replace(options, deadline_s=0))
     (nodes,) = template["replicatedJobs"]
     nodes["template"] = {"metadata": {"labels": {STEP: "trainer"}}, **nodes["template"]}
     (container,) = nodes["template"]["spec"]["template"]["spec"]["containers"]
-    container["name"] = NODES  # where Trainer looks for the training's container
+    container["name"] = NODES  # Trainer looks for the training's container under this name
     for rule in nodes["template"]["spec"]["podFailurePolicy"]["rules"]:
         if "onExitCodes" in rule:
             rule["onExitCodes"]["containerName"] = NODES
@@ -104,7 +115,7 @@ def train_job(workload: Workload, options: KubernetesOptions) -> list[dict[str, 
 
 
 def pytorch_job(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]:
-    """Raises LaunchError for what Kubernetes cannot have."""
+    """Raises LaunchError for what Kubernetes does not support."""
     check_letter_first(workload.name, "Kubeflow")
     head = f"{workload.name}-master-0" if workload.nodes > 1 else "localhost"
     replicas = {"Master": _replica(workload, options, head, "0", 1)}
@@ -114,7 +125,8 @@ def pytorch_job(workload: Workload, options: KubernetesOptions) -> list[dict[str
         cleanPodPolicy="Running",
         ttlSecondsAfterFinished=options.keep_s,
         activeDeadlineSeconds=options.deadline_s or None,
-        backoffLimit=workload.max_retries * workload.nodes,  # the end of one pod ends the others
+        # if one pod ends, the other pods end too
+        backoffLimit=workload.max_retries * workload.nodes,
         suspend=True if options.queue else None,
     )
     spec = {"runPolicy": policy, "pytorchReplicaSpecs": replicas}
@@ -128,7 +140,7 @@ def _replica(workload: Workload, options: KubernetesOptions, head: str, node: st
     container["name"] = PYTORCH_CONTAINER
     for port in container.get("ports", []):
         port["name"] = PYTORCH_PORT  # of the Service that the operator makes for the master
-    del template["spec"]["restartPolicy"]  # the operator overwrites it with that of the replica
+    del template["spec"]["restartPolicy"]  # the operator replaces it with the replica's policy
     policy = "OnFailure" if workload.max_retries else "Never"
     return {"replicas": number, "restartPolicy": policy, "template": template}
 
@@ -137,7 +149,7 @@ HEAD, WORKERS = "head", "workers"
 
 
 def ray_job(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]:
-    """Raises LaunchError for what pods cannot have."""
+    """Raises LaunchError for what pods do not support."""
     check_letter_first(workload.name, "Services, which KubeRay makes,")
     words = workload.command[workload.command.index("--") + 1 :]
     job = {
@@ -147,7 +159,7 @@ def ray_job(workload: Workload, options: KubernetesOptions) -> list[dict[str, An
         "spec": given(
             suspend=True if options.queue else None,
             entrypoint=shlex.join(["python", "-u", "-m", "pipeline", "prepare", *words]),
-            submissionMode="HTTPMode",  # without a further pod that submits
+            submissionMode="HTTPMode",  # without another pod that submits
             backoffLimit=workload.max_retries or None,
             activeDeadlineSeconds=options.deadline_s or None,
             shutdownAfterJobFinishes=True,
@@ -165,7 +177,7 @@ def ray_job(workload: Workload, options: KubernetesOptions) -> list[dict[str, An
 
 
 def _workers(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]:
-    """All nodes but the head, which runs tasks as well."""
+    """Return all nodes except the head, which also runs tasks."""
     count = workload.nodes - 1
     if not count:
         return []
@@ -174,14 +186,17 @@ def _workers(workload: Workload, options: KubernetesOptions) -> list[dict[str, A
 
 
 def _template(workload: Workload, options: KubernetesOptions, name: str) -> dict[str, Any]:
-    """As every other pod, except for what KubeRay sets: the command and the restart policy."""
+    """Return the template of a pod without the fields that KubeRay sets: the command and the
+    restart policy.
+    """
     template = pod_template(workload, options, "localhost")
     pod = template["spec"]
     container = pod["containers"][0]
     for key in ("command", "ports"):
         container.pop(key, None)
     container["name"] = f"ray-{name.removesuffix('s')}"
-    container["securityContext"]["readOnlyRootFilesystem"] = False  # what Ray writes where was not looked at
+    # Ray's write paths are not known
+    container["securityContext"]["readOnlyRootFilesystem"] = False
     pod.pop("restartPolicy")
     return template
 

@@ -1,7 +1,8 @@
-"""TorchX's scheduler `kubernetes`, by its entry point: run, status, log, cancel and list for our own Volcano Job.
+"""Implement TorchX's scheduler `kubernetes` (an entry point): run, status, log, cancel and list for
+our Volcano Job.
 
-For our components it submits what `python -m launch.render kubernetes --kind volcano` prints. Other components (dist.ddp, ...)
-are submitted as TorchX does it. docs/adr/0012 says why.
+For our components it submits what `python -m launch.render kubernetes --kind volcano` prints. Other
+components (dist.ddp, ...) are submitted as TorchX does it. docs/adr/0012 explains why.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from launch.workload import Workload, check_env
 from pipeline.runtime.errors import LaunchError
 
 DEFAULT_QUEUE = "default"
-UNIQUE = 12  # random characters behind a name
+UNIQUE = 12  # random characters after a name
 NOT_HERE = ("kind", "workdir", "node_selector", "toleration", "label", "secret_mount", "deadline_s", "attempt", "owner")
 NOT_FOUND = 404
 
 
 class VolcanoRequest(KubernetesJob):
-    """A manifest that shows itself as launch.render writes it."""
+    """A manifest that prints itself as launch.render writes it."""
 
     def __str__(self) -> str:
         return to_yaml([self.resource])
@@ -50,8 +51,11 @@ class KubernetesScheduler(TorchXKubernetesScheduler):
         return opts
 
     def build_workspace_and_update_role(self, role: Role, workspace: str, cfg: Any) -> None:
-        """The image has the wheel. The working folder is laid over it only where there is a place to push the outcome to:
-        TorchX itself asks the docker daemon for every run, --dryrun too."""
+        """Add the working folder to the image only if the image can be pushed, because the image
+        contains the wheel.
+
+        TorchX asks the docker daemon for every run, even for --dryrun.
+        """
         if cfg.get("image_repo") or WORKLOAD not in role.metadata:
             super().build_workspace_and_update_role(role, workspace, cfg)
 
@@ -61,7 +65,8 @@ class KubernetesScheduler(TorchXKubernetesScheduler):
         if workload is None:
             return super()._submit_dryrun(app, cfg)
         check_env(role.env)
-        pushed = self.dryrun_push_images(app, cfg)  # renames a local image to where it is pushed
+        # renames a local image to the name under which it is pushed
+        pushed = self.dryrun_push_images(app, cfg)
         room = longest_name(workload.verb, workload.nodes) - UNIQUE - 1
         name = normalize_str(make_unique(workload.name[:room].rstrip("-"), UNIQUE))
         image = workload.image and role.image
@@ -76,7 +81,7 @@ class KubernetesScheduler(TorchXKubernetesScheduler):
         return AppDryRunInfo(VolcanoRequest(pushed, resource), str)  # type: ignore[arg-type]
 
     def _api_client(self) -> Any:
-        """Raises LaunchError where there is no cluster to talk to; TorchX would talk to this machine."""
+        """Raises LaunchError if there is no cluster. TorchX would try to use this machine."""
         if self._client is None:
             from kubernetes import client, config
 
@@ -88,7 +93,7 @@ class KubernetesScheduler(TorchXKubernetesScheduler):
         return self._client
 
     def describe(self, app_id: str) -> Optional[DescribeAppResponse]:
-        """None where the cluster knows no such job."""
+        """Return None if the cluster does not know the job."""
         from kubernetes.client.rest import ApiException
 
         if ":" not in app_id:
@@ -116,24 +121,25 @@ def _load_as_in_a_pod(error: Exception) -> None:
         config.load_incluster_config()
     except config.ConfigException:
         raise LaunchError(
-            f"no cluster to talk to: {str(error).rstrip('.')}; set KUBECONFIG, or print a manifest: "
+            f"no cluster is configured: {str(error).rstrip('.')}; set KUBECONFIG, or print a "
+            "manifest: "
             "python -m launch.render kubernetes --kind volcano"
         ) from None
 
 
 def _own_namespace() -> str:
-    """The one that kubectl is set to."""
+    """Return the namespace that kubectl uses."""
     from kubernetes import config
 
     try:
         _, context = config.list_kube_config_contexts()
-    except config.ConfigException:  # within a pod
+    except config.ConfigException:  # inside a pod
         return "default"
     return str(context["context"].get("namespace", "default"))
 
 
 def _state(job: dict[str, Any]) -> AppState:
-    """A job that Volcano has not looked at yet has no status."""
+    """Return the state. A job that Volcano has not seen yet has no status."""
     phase = job.get("status", {}).get("state", {}).get("phase")
     return JOB_STATE.get(phase, AppState.UNKNOWN)
 
