@@ -1,6 +1,7 @@
-"""Train a challenger on a window and judge it against the champion: the long part of a tick.
+"""Train a challenger on a window and compare it with the champion: the long part of a tick.
 
-Nothing here changes the registry. What comes out is a record, and with it a candidate where the verdict is good.
+Nothing here changes the registry. The result is a record, and a candidate if the verdict is
+positive.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ History = list[tuple[str, WindowStatistics]]
 
 @dataclass(frozen=True)
 class Examined:
-    """A window's data and what the checks found; `scores` are the champion's on its rows, None without one."""
+    """A window's data and the findings of the checks.
+
+    `scores` are the champion's on its rows; None without a champion.
+    """
 
     place: WindowFiles
     data: str
@@ -46,7 +50,10 @@ class Examined:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`record` is of `window`; `candidate` is there where its challenger is to be promoted."""
+    """The result. `record` describes `window`.
+
+    `candidate` is set if the challenger is to be promoted.
+    """
 
     window: Window
     record: Record
@@ -55,7 +62,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Challenge:
-    """The challenger that `window` makes of the champion, on the rows of `judged_on`, the next window."""
+    """Train a challenger from the champion on `window`, and judge it on the rows of the next
+    window, `judged_on`.
+    """
 
     job: RetrainJob
     runner: WindowRunner
@@ -64,14 +73,15 @@ class Challenge:
     judged_on: Window
     champion: Version | None
     pointer: Pointer | None
-    about: dict[str, Any] = field(default_factory=dict)  # of every record: config_hash, code_version
+    # part of every record: config_hash, code_version
+    about: dict[str, Any] = field(default_factory=dict)
 
     @property
     def parent(self) -> str:
         return self.champion.name if self.champion else ""
 
     def run(self) -> Outcome:
-        """Of `window`, or of `judged_on` where that one is not fit to judge by.
+        """Return the outcome for `window`, or for `judged_on` if its data cannot be used to judge.
 
         Raises:
             RetrainingError: the job does not fit the data, or the first window cannot be prepared.
@@ -108,11 +118,16 @@ class Challenge:
         return self._decide(trained_on, judged_on, run, scores)
 
     def _missed_before(self, window: Window) -> set[str]:
-        """Windows that the champion has not been trained on and that lie between its own and this one."""
+        """Return the windows between the champion's window and this one that the champion was not
+        trained on.
+        """
         return windows_missed(self.ledger, self.champion.name, window.begin) if self.champion else set()
 
     def _examine(self, window: Window, history: History, age: int) -> Examined | Outcome:
-        """The window's data, prepared for the champion and checked; the window rejected where they cannot be prepared."""
+        """Prepare and check the window's data for the champion.
+
+        If that fails, return an outcome that rejects the window.
+        """
         try:
             place = self.runner.place(window)
             data = self._champions_view(place)
@@ -126,7 +141,9 @@ class Challenge:
         return Examined(place, data, found, scores, findings)
 
     def _check_job(self, error: UserError, window: Window, history: History) -> None:
-        """Raises where it is the job's mistake, or the registry's: each window that comes would be rejected for it."""
+        """Raise if the error is caused by the job or the registry, because every later window would
+        be rejected for it.
+        """
         if isinstance(error, LimitError):
             raise error
         if self.champion is not None:
@@ -135,16 +152,18 @@ class Challenge:
             raise self._first_is_unfit(str(error)) from error
 
     def _too_few_to_train(self, examined: Examined) -> str:
-        # Without a champion the window is prepared for its own challenger: the rows held out are left out already.
+        # Without a champion the window is prepared for its challenger, so held-out rows are already
+        # removed.
         held_out = self.job.growth.validation_fraction if self.champion else 0.0
         rows = int(examined.statistics.rows * (1.0 - held_out))
         batch = self.job.trainer.global_batch_size
-        return "" if rows >= batch else f"{rows:,} rows to train on are fewer than trainer.global_batch_size={batch:,}"
+        return "" if rows >= batch else f"{rows:,} training rows are fewer than trainer.global_batch_size={batch:,}"
 
     def _first_is_unfit(self, why: str) -> RetrainingError:
         return RetrainingError(
-            f"the first window, {self.window.name}, cannot be trained on: {why.rstrip('.')}. Where its files are at fault and not the job, "
-            f"windows.first={self.judged_on.begin:%Y-%m-%dT%H:%M} begins with the next one"
+            f"the first window, {self.window.name}, cannot be trained on: {why.rstrip('.')}. If "
+            "its files are wrong and the job is correct, set "
+            f"windows.first={self.judged_on.begin:%Y-%m-%dT%H:%M} to begin with the next window"
         )
 
     def _measure(
@@ -153,15 +172,18 @@ class Challenge:
         window = place.window
         found = self.runner.statistics(place, data, history)
         found = replace(found, age=age, begin=window.begin.isoformat(), apart=_apart(window, history))
-        if scores is None:  # the window's own ids: nothing can be said of unknown ones
+        if scores is None:  # these are the window's ids, so unknown ids cannot be measured
             return replace(found, empty_share={}, distance={})
         return replace(found, champion_ne=scores.ne, champion_calibration=scores.calibration)
 
     def _is_like(self, judged_on: Examined, history: History) -> bool:
-        """Whether what failed holds beside the windows before `window`: then `window` is at fault, not the next.
+        """Return whether the failed check passes for `judged_on` compared with windows before
+        `window`.
 
-        A faulty window passes while there is too little history to tell it by. Were the next one rejected for being unlike
-        it, so would be each one after that, and the faulty window never. Rows that both have are the later one's fault.
+        If so, `window` is wrong and not the next window. A wrong window passes while there is too
+        little history to detect it. If the next window were rejected for being different, so would
+        every later window, and the wrong window never. Rows that both windows have count against
+        the later window.
         """
         names = {finding.name for finding in judged_on.failed}
         if "repeated_share" in names:
@@ -173,7 +195,7 @@ class Challenge:
         return all(finding.passed for finding in findings if finding.name in names)
 
     def _unlike_the_next(self, trained_on: Examined, judged_on: Examined) -> Outcome:
-        why = f"{self.judged_on.name}, which judges it, is like the windows before it and not like this one"
+        why = f"{self.judged_on.name}, which judges it, is similar to the windows before it and not to this one"
         reasons = [f"{why}: {finding.text}" for finding in judged_on.failed]
         return self._rejected(self.window, reasons, trained_on, accepted=False)
 
@@ -181,7 +203,9 @@ class Challenge:
         return self._rejected(window, [finding.text for finding in examined.failed], examined, accepted=False)
 
     def _champions_view(self, place: WindowFiles) -> str:
-        """The folder of the window's rows as the champion reads them, or, without one, as its own challenger does."""
+        """Return the folder of the window's rows as the champion reads them; without a champion, as
+        the challenger reads them.
+        """
         if self.champion is None:
             return self.runner.challenger_data(place, None)
         return self.runner.under(place, self.champion.name, self.champion.data)
@@ -196,7 +220,7 @@ class Challenge:
         if self.job.gate.export.enabled:
             try:
                 exported = self.runner.export(run)
-            except DamagedError:  # what was trained is not what lies there: no verdict on the window
+            except DamagedError:  # the trained files were changed, so there is no verdict on the window
                 raise
             except UserError as error:
                 return self._rejected(self.window, [f"gate.export: {error}"], trained_on, metrics=metrics)
@@ -221,7 +245,9 @@ class Challenge:
         reasons: Sequence[str] = (),
         **more: Any,
     ) -> Record:
-        """A window that was used though it is not whole says so among its reasons."""
+        """Make a record. A window that was used although it is incomplete says so in its
+        reasons.
+        """
         data = {"accepted": accepted, "statistics": examined.statistics.as_dict()} if examined else {}
         return Record(
             state,
@@ -237,7 +263,10 @@ class Challenge:
 
 
 def _apart(window: Window, history: History) -> int:
-    """How many windows after the accepted one before it this one comes: what drifts has drifted so many times."""
+    """Return by how many windows this window comes after the last accepted one.
+
+    Drift is expected to grow with this number.
+    """
     if not history or not history[0][1].begin:
         return 1
     between = abs(window.begin - datetime.fromisoformat(history[0][1].begin))
@@ -245,7 +274,9 @@ def _apart(window: Window, history: History) -> int:
 
 
 def parity_metrics(exported: ExportSummary) -> dict[str, Any]:
-    """The artifact's version, and of each figure the worst of all splits; none where labels are of one kind."""
+    """Return the artifact's version and the worst of all splits for each metric; empty if labels
+    have one kind only.
+    """
     found = {
         "export_ne_delta": max(parity["ne_delta"] for parity in exported.parity.values()),
         "export_auc_delta": min(parity["auc_delta"] for parity in exported.parity.values()),
@@ -259,7 +290,7 @@ def _number(value: float) -> str:
 
 
 def log_findings(what: str, findings: list[Finding]) -> None:
-    """A line: each check with the figure that it looked at and the limit."""
+    """Log one line: each check with its value and its limit."""
     shown = ", ".join(
         f"{finding.name} {_number(finding.value)} ({'passed' if finding.passed else 'FAILED'}, {finding.bound} {_number(finding.limit)})"
         for finding in findings

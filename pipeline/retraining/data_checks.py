@@ -1,4 +1,6 @@
-"""Decide whether a window's data are fit to train and to judge by, from its numbers and those of the windows before it."""
+"""Decide whether a window's data can be used to train and to judge, from its statistics and those
+of earlier windows.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from pipeline.retraining.windows import parse_time
 
 
 def check_data(now: WindowStatistics, history: list[WindowStatistics], config: DataChecksConfig) -> list[Finding]:
-    """`history` are accepted windows, newest first. Findings of the checks that there is enough history for."""
+    """Return the findings of checks that have enough history. history: accepted windows, newest
+    first.
+    """
     first = parse_time(config.first) if config.first else None
     past = [
         earlier
@@ -22,7 +26,7 @@ def check_data(now: WindowStatistics, history: list[WindowStatistics], config: D
     findings = [_labels(now)]
     if now.outside_share is not None and config.outside_share is not None:
         share, limit = now.outside_share, config.outside_share
-        text = f"{share:.1%} of the rows have a timestamp outside the window, {limit:.1%} are allowed"
+        text = f"{share:.1%} of the rows have a timestamp outside the window; at most {limit:.1%} are allowed"
         findings.append(Finding("outside_share", share <= limit, share, limit, text))
     if config.repeated_share is not None and history:
         findings.append(_repeated(now, history[: config.trailing], config.repeated_share))
@@ -33,7 +37,8 @@ def check_data(now: WindowStatistics, history: list[WindowStatistics], config: D
             findings.append(_change(name, now, past, change))
     for name, rise in (("empty_share", config.unknown_share_rise), ("distance", config.distance_rise)):
         if rise is not None:
-            # What the champion does not know grows with the windows that it has missed; the distance does not.
+            # The share of unknown values grows with the windows that the champion has missed; the
+            # distance does not.
             allowed = rise * (1 + now.age) if name == "empty_share" else rise
             findings.append(_rise(name, now, past, allowed, config.min_history))
     before = [earlier.champion_ne for earlier in past if earlier.champion_ne is not None]
@@ -51,12 +56,15 @@ def _change(name: str, now: WindowStatistics, past: list[WindowStatistics], limi
     value, usual = getattr(now, name), median(getattr(earlier, name) for earlier in past)
     change = value / usual - 1.0
     shown = (f"{value:,}", f"{usual:,.0f}") if name == "rows" else (f"{value:.4f}", f"{usual:.4f}")
-    text = f"{name.replace('_', ' ')} {shown[0]} is {change:+.1%} from the median {shown[1]}, {limit:.0%} are allowed"
+    text = f"{name.replace('_', ' ')} {shown[0]} differs by {change:+.1%} from the median {shown[1]}; at most {limit:.0%} are allowed"
     return Finding(name, abs(change) <= limit, change, limit, text)
 
 
 def _rise(name: str, now: WindowStatistics, past: list[WindowStatistics], limit: float, least: int) -> Finding:
-    """Of the feature that rose most above what is usual: its own median, for the distance of a window times the windows apart."""
+    """Check the feature with the largest rise above its median.
+
+    For the distance, the median is multiplied by the windows apart.
+    """
     values: dict[str, float] = getattr(now, name)
     apart = now.apart if name == "distance" else 1
 
@@ -77,7 +85,8 @@ def _rise(name: str, now: WindowStatistics, past: list[WindowStatistics], limit:
     what = "rows without a known value" if name == "empty_share" else f"distance from the {before}"
     text = (
         f"feature {worst}: {what} {values[worst]:.3f}, {'median' if apart == 1 else f'{apart} times the median'} "
-        f"{usual[worst]:.3f}, a rise of {limit:g} is allowed{f' (and {len(over) - 1} more features)' if len(over) > 1 else ''}"
+        f"{usual[worst]:.3f}; a rise of at most {limit:g} is "
+        f"allowed{f' (and {len(over) - 1} more features)' if len(over) > 1 else ''}"
     )
     return Finding(name, not over, rises[worst], limit, text)
 
@@ -85,8 +94,8 @@ def _rise(name: str, now: WindowStatistics, past: list[WindowStatistics], limit:
 def _repeated(now: WindowStatistics, past: list[WindowStatistics], limit: float) -> Finding:
     usual = median(earlier.repeated_share for earlier in past)
     text = (
-        f"{now.repeated_share:.1%} of the rows are in window {now.repeated_of} too, median {usual:.1%}, "
-        f"{limit:.0%} more are allowed"
+        f"{now.repeated_share:.1%} of the rows are also in window {now.repeated_of}; the median "
+        f"is {usual:.1%}, and at most {limit:.0%} more are allowed"
     )
     return Finding("repeated_share", now.repeated_share - usual <= limit, now.repeated_share, usual + limit, text)
 
@@ -95,7 +104,8 @@ def _champion(now: float, before: list[float], limit: float) -> Finding:
     usual = median(before)
     rise = now / usual - 1.0
     text = (
-        f"the champion's NE on these rows is {now:.4f}, {rise:+.1%} from the median {usual:.4f} of windows that were new to "
-        f"their champions, {limit:+.0%} is allowed: are the labels right?"
+        f"the champion's NE on these rows is {now:.4f}, {rise:+.1%} from the median {usual:.4f} "
+        f"of windows that were new to their champions; at most {limit:+.0%} is allowed. Check the "
+        "labels"
     )
     return Finding("champion_ne", rise <= limit, rise, limit, text)

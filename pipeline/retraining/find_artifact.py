@@ -1,4 +1,4 @@
-"""Find the folder that `artifact=` names now: an artifact, a link to one, or a registry's champion."""
+"""Find the folder that `artifact=` names: an artifact, a link to one, or a registry's champion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipeline.serving.scoring.load import FoundArtifact, find_folder
 
 
 def find_artifact(artifact: str) -> FoundArtifact:
-    """Raises RetrainingError where there is none."""
+    """Find the artifact. Raises RetrainingError if there is none."""
     return _champion(artifact) if storage.is_file(storage.join(artifact, POINTER)) else find_folder(artifact)
 
 

@@ -1,7 +1,10 @@
-"""Decide whether a challenger may take the champion's place, from both models' scores of the same rows. Pure arrays.
+"""Decide whether a challenger may replace the champion, from both models' scores of the same rows.
 
-The NE of a model is its log loss over the entropy of the label rate (He et al. 2014, section 3); on the same rows the
-ratio of two models' NE is the ratio of their log losses, of which a paired bootstrap gives the upper bound.
+Uses only arrays.
+
+The NE of a model is its log loss divided by the entropy of the label rate (He et al. 2014, section
+3). On the same rows the ratio of two models' NE is the ratio of their log losses. A paired
+bootstrap gives its upper bound.
 """
 
 from __future__ import annotations
@@ -15,15 +18,18 @@ from numpy.typing import NDArray
 from pipeline.config.retraining import GateConfig
 from pipeline.data.quality import log_losses, normalized_entropy
 
-MAX_BLOCKS = 10_000  # rows are resampled in so many blocks of neighbours, which may depend on each other
+# rows are resampled in at most this many blocks of neighbours, because neighbours may depend on
+# each other
+MAX_BLOCKS = 10_000
 SAMPLES_AT_ONCE = 50
 
 
 @dataclass(frozen=True)
 class Scores:
-    """One model's scores of a window, in reading order: logits and labels [rows], slices: feature -> ids [rows].
+    """One model's scores of a window, in reading order: logits and labels [rows], slices: feature
+    -> ids [rows].
 
-    weights: of the rows; None: 1 each. held: other labels' scores, of rows of their own.
+    weights: of the rows; None: all 1. held: the scores of other labels, each with its rows.
     """
 
     logits: NDArray[np.float32]
@@ -34,7 +40,7 @@ class Scores:
 
     @property
     def losses(self) -> NDArray[np.float64]:
-        """[rows] log losses in nats, times the rows' weights."""
+        """Return [rows] log losses in nats, times the rows' weights."""
         losses = log_losses(self.logits, self.labels)
         return losses if self.weights is None else losses * self.weights
 
@@ -49,7 +55,7 @@ class Scores:
 
     @property
     def calibration(self) -> float:
-        """Sum of predictions / sum of labels."""
+        """Return the sum of predictions divided by the sum of labels."""
         weights = 1.0 if self.weights is None else self.weights
         predicted = weights / (1.0 + np.exp(-self.logits.astype(np.float64)))
         return float(predicted.sum() / max(float((weights * self.labels).sum()), 1e-12))
@@ -57,7 +63,9 @@ class Scores:
 
 @dataclass(frozen=True)
 class HeldScores:
-    """Of a label that may not get worse: losses [rows], each times its row's weight, and labels [rows]."""
+    """Scores of a label that may not get worse: losses [rows], each times its row's weight, and
+    labels [rows].
+    """
 
     losses: NDArray[np.float64]
     labels: NDArray[np.float32]
@@ -65,14 +73,14 @@ class HeldScores:
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: what was found, what is allowed, and the sentence for log and ledger."""
+    """One check: the value, the limit, and the sentence for log and ledger."""
 
     name: str
     passed: bool
     value: float
     limit: float
     text: str
-    bound: str = "at most"  # what the limit is
+    bound: str = "at most"  # the kind of limit
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,9 @@ class Verdict:
 
 
 def judge(challenger: Scores, champion: Scores | None, config: GateConfig, seed: int = 0) -> Verdict:
-    """Champion None: the first version, which is held to absolute limits alone."""
+    """Compare the challenger with the champion. champion=None: the first version, which only has
+    absolute limits.
+    """
     metrics = {"challenger_ne": challenger.ne, "challenger_calibration": challenger.calibration}
     metrics["eval_rows"], metrics["eval_label_rate"] = float(len(challenger.labels)), float(challenger.labels.mean())
     findings = [_finite(challenger), _enough_rows(challenger, config)]
@@ -116,7 +126,7 @@ def _finite(challenger: Scores) -> Finding:
 
 def _enough_rows(challenger: Scores, config: GateConfig) -> Finding:
     rows, rate = len(challenger.labels), float(challenger.labels.mean()) if len(challenger.labels) else 0.0
-    text = f"the next window has {rows:,} rows with label rate {rate:.4f}; gate.min_rows={config.min_rows:,} of both labels are wanted"
+    text = f"the next window has {rows:,} rows with label rate {rate:.4f}; gate.min_rows={config.min_rows:,} rows with both labels are required"
     return Finding("rows", rows >= config.min_rows and 0.0 < rate < 1.0, rows, config.min_rows, text, "at least")
 
 
@@ -135,14 +145,19 @@ def _absolute_ne(challenger: Scores, config: GateConfig) -> Finding:
 def _ne(metrics: dict[str, float], config: GateConfig) -> Finding:
     worst, limit = metrics["ne_ratio_upper"], 1.0 + config.ne_tolerance
     text = (
-        f"NE {metrics['challenger_ne']:.4f} to the champion's {metrics['champion_ne']:.4f}: the ratio is "
-        f"{metrics['ne_ratio']:.4f}, with {100 * config.confidence:g} % confidence at most {worst:.4f}, and {limit:.4f} is allowed"
+        f"NE {metrics['challenger_ne']:.4f}, the champion's {metrics['champion_ne']:.4f}: the "
+        "ratio is "
+        f"{metrics['ne_ratio']:.4f}, with {100 * config.confidence:g} % confidence at most "
+        f"{worst:.4f}, and at most {limit:.4f} is allowed"
     )
     return Finding("ne", worst <= limit, worst, limit, text)
 
 
 def _held(challenger: Scores, champion: Scores, config: GateConfig, seed: int) -> list[Finding]:
-    """The ratio of two models' losses of the same rows is that of their NE."""
+    """Check the held labels.
+
+    The ratio of two models' losses on the same rows is the ratio of their NE.
+    """
     findings = []
     for name, tolerance in config.held.items():
         ours, theirs, limit = challenger.held[name], champion.held[name], 1.0 + tolerance
@@ -153,7 +168,8 @@ def _held(challenger: Scores, champion: Scores, config: GateConfig, seed: int) -
             worst = upper_bound_of_ratio(ours.losses, theirs.losses, config.confidence, config.bootstrap_samples, seed)
         text = (
             f"label {name}: NE is {ratio:.4f} times the champion's on {len(ours.losses):,} rows, with "
-            f"{100 * config.confidence:g} % confidence at most {worst:.4f}, and {limit:.4f} is allowed"
+            f"{100 * config.confidence:g} % confidence at most {worst:.4f}, and at most "
+            f"{limit:.4f} is allowed"
         )
         findings.append(Finding(f"held {name}", worst <= limit, worst, limit, text))
     return findings
@@ -171,7 +187,7 @@ def _slices(challenger: Scores, champion: Scores, config: GateConfig) -> list[Fi
         for value in np.flatnonzero((counts >= config.slice_min_rows) & (clicks > 0) & (clicks < counts)):
             ratio = float(challenger_losses[value] / champion_losses[value])
             worst, at = (ratio, int(value)) if ratio > worst else (worst, at)
-        text = f"slice {name}: NE of id {at} ({int(counts[at]) if at >= 0 else 0:,} rows) is {worst:.4f} times the champion's, {limit:.4f} is allowed"
+        text = f"slice {name}: NE of id {at} ({int(counts[at]) if at >= 0 else 0:,} rows) is {worst:.4f} times the champion's; at most {limit:.4f} is allowed"
         findings.append(Finding(f"slice {name}", worst <= limit, worst, limit, text))
     return findings
 
@@ -183,8 +199,10 @@ def upper_bound_of_ratio(
     num_samples: int,
     seed: int,
 ) -> float:
-    """The one-sided upper bound of sum(ours) / sum(theirs) by a paired percentile bootstrap (Efron & Tibshirani 1993)
-    over blocks of neighbouring rows."""
+    """Return the one-sided upper bound of sum(ours) / sum(theirs).
+
+    It is a paired percentile bootstrap (Efron & Tibshirani 1993) over blocks of neighbouring rows.
+    """
     num_blocks = min(len(challenger_losses), MAX_BLOCKS)
     edges = np.linspace(0, len(challenger_losses), num_blocks + 1).astype(np.int64)[:-1]
     sums = np.stack([np.add.reduceat(challenger_losses, edges), np.add.reduceat(champion_losses, edges)], axis=1)

@@ -2,8 +2,8 @@
 
     <registry>/ledger/00000042.json
 
-A file a record: an object store cannot append, and a number can be taken once. A tick reads no more of the
-newest records than it needs.
+Each record is a file, because an object store cannot append, and because a number can be taken only
+once. A tick reads only as many of the newest records as it needs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ from pipeline.runtime.storage import storage
 
 PROMOTED, REJECTED, SKIPPED = "promoted", "rejected", "skipped"
 ROLLED_BACK, UNPINNED, ADDED = "rolled_back", "unpinned", "added"
-TERMINAL = (PROMOTED, REJECTED, SKIPPED)  # of a window: it is not worked on again
-MAX_READ = 2000  # newest records that a tick looks at
+TERMINAL = (PROMOTED, REJECTED, SKIPPED)  # final states of a window
+MAX_READ = 2000  # newest records that a tick reads
 ATTEMPTS = 20
 
 
 @dataclass(frozen=True)
 class Record:
-    """`data` are the window's statistics, which later windows are compared with; `metrics` those of the comparison."""
+    """A record.
+
+    `data` are the window's statistics, for comparison with later windows; `metrics` are those of
+    the comparison.
+    """
 
     state: str
     window: str = ""
@@ -50,7 +54,10 @@ class Ledger:
         self.folder = storage.join(registry.rstrip("/"), "ledger")
 
     def append(self, record: Record) -> Record:
-        """The record with its number and time. Raises RegistryError where others take every number."""
+        """Write the record and return it with its number and time.
+
+        Raises RegistryError if other writers take every number.
+        """
         numbers = self._numbers()
         number = numbers[-1] if numbers else 0
         for _ in range(ATTEMPTS):
@@ -61,20 +68,21 @@ class Ledger:
             except FileExistsError:
                 continue
             return written
-        raise RegistryError(f"{self.folder}: others write records all the time; try again")
+        raise RegistryError(f"{self.folder}: other processes keep writing records; try again")
 
     def newest(self) -> Iterator[Record]:
-        """Newest first."""
+        """Iterate over the records, newest first."""
         for number in reversed(self._numbers()):
             yield self.read(number)
 
     def read(self, number: int) -> Record:
-        """Raises RegistryError for a record that is not one."""
+        """Read a record. Raises RegistryError if the file is not a record."""
         try:
             return Record(**json.loads(storage.read_text(self._path(number))))
         except (TypeError, ValueError) as error:
             raise RegistryError(
-                f"{self._path(number)} is no record ({error}): was it changed? Restore it from a copy, or remove it: then its window is judged again"
+                f"{self._path(number)} is not a record ({error}); restore it from a copy, or "
+                "remove it so that its window is judged again"
             ) from None
 
     def _numbers(self) -> list[int]:
@@ -86,9 +94,10 @@ class Ledger:
 
 
 def accepted_windows(ledger: Ledger, most: int, besides: Collection[str] = ()) -> list[Record]:
-    """Of windows whose data were accepted when they were last judged, newest first, whatever came of their challengers.
+    """Return records of windows whose data were accepted at their last judgement, newest first.
 
-    besides: windows that are left out, for they are to be judged now.
+    The result of their challengers does not matter. besides: windows to leave out, because they are
+    judged now.
     """
     found: list[Record] = []
     seen = set(besides)
@@ -103,9 +112,11 @@ def accepted_windows(ledger: Ledger, most: int, besides: Collection[str] = ()) -
 
 
 def windows_missed(ledger: Ledger, version: str, begin: datetime) -> set[str]:
-    """Which windows lie between the one that made `version` and the one that begins at `begin`, whatever came of them."""
+    """Return the windows between the one that made `version` and the one that begins at `begin`,
+    whatever their result.
+    """
     missed: dict[str, datetime] = {}
-    made: datetime | None = None  # when the window of `version` began
+    made: datetime | None = None  # begin of the window of `version`
     for record, _ in zip(ledger.newest(), range(MAX_READ), strict=False):
         if made is None and record.version == version and record.state in (PROMOTED, ADDED):
             if not record.begin:

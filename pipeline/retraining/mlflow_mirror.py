@@ -1,6 +1,6 @@
-"""Mirror the ledger's records as runs of an MLflow server. Nothing is read from it.
+"""Mirror the ledger's records as runs on an MLflow server. Nothing is read from it.
 
-The ledger is what counts: a mirror that is away costs a warning.
+Only the ledger counts: if the mirror is unavailable, a warning is logged.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ logger = get_logger("pipeline.retrain")
 
 
 def mirror_record(uri: str, experiment: str, record: Record) -> None:
-    """One finished MLflow run a record: metrics as such, the rest as tags. Raises RetrainingError where MLflow is not installed."""
+    """Write one finished MLflow run per record: metrics as metrics, other fields as tags.
+
+    Raises RetrainingError if MLflow is not installed.
+    """
     try:
         from mlflow.tracking import MlflowClient
     except ImportError as error:
         raise RetrainingError(
-            "registry.mlflow needs MLflow: pip install 'torchrec-pipeline[mlflow]', or leave registry.mlflow out"
+            "registry.mlflow needs MLflow: pip install 'torchrec-pipeline[mlflow]', or remove registry.mlflow"
         ) from error
     try:
         client = MlflowClient(tracking_uri=uri)
@@ -30,8 +33,8 @@ def mirror_record(uri: str, experiment: str, record: Record) -> None:
             if isinstance(value, (int, float)):
                 client.log_metric(run.info.run_id, key, float(value))
         client.set_terminated(run.info.run_id)
-    except Exception as error:  # whatever a server or its database says
-        logger.warning("the mirror %s does not take record %d: %s", uri, record.number, error)
+    except Exception as error:  # any error of a server or its database
+        logger.warning("the mirror %s did not accept record %d: %s", uri, record.number, error)
 
 
 def _tags(record: Record) -> dict[str, str]:

@@ -1,7 +1,9 @@
-"""Promote a finished run to champion: publish it, move the pointer, record it, and prune old versions.
+"""Promote a finished run to champion: publish it, move the pointer, record it, and remove old
+versions.
 
-Each of the four may be the last thing that a killed process did. A version is found again by its candidate key, the
-pointer knows where it points, and a promotion that the ledger lacks is written down from the version's own lineage.
+A process may be killed after each of the four steps. A version is found again by its candidate key.
+The pointer states its target. A promotion that is missing in the ledger is recorded from the
+version's lineage.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ LEASE_TTL_S = 120.0
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """`manifest` is that of the step at `checkpoint`; `data` the folder of dataset.json and the vocabularies."""
+    """A finished run. `manifest`: of the step at `checkpoint`.
+
+    `data`: the folder of dataset.json and the vocabularies.
+    """
 
     folder: str
     checkpoint: str
@@ -38,7 +43,7 @@ class FinishedRun:
     manifest: dict[str, Any]
 
     def files(self) -> dict[str, str]:
-        """Path in a version -> local file, of all that a version keeps."""
+        """Return path in a version -> local file, for all files of a version."""
         step = self.checkpoint.rpartition("/")[2]
         names = ["manifest.json", *self.manifest["files"]]
         files = {f"checkpoint/{step}/{name}": storage.join(self.checkpoint, name) for name in names}
@@ -50,7 +55,9 @@ class FinishedRun:
         return files | {f"data/{name}": storage.join(self.data, name) for name in kept}
 
     def check(self, version: Version) -> None:
-        """Raises DamagedError where what was copied of the step is not what the run had written."""
+        """Raise DamagedError if a copied file of the step differs from the file that the
+        run wrote.
+        """
         step = self.checkpoint.rpartition("/")[2]
         for name, entry in self.manifest["files"].items():
             if version.manifest["files"].get(f"checkpoint/{step}/{name}") != entry:
@@ -60,12 +67,15 @@ class FinishedRun:
 
 
 def finished_run(folder: str) -> FinishedRun:
-    """Of the best step where the run keeps it, else of the newest. Raises RetrainingError where there is none, or its vocabularies are elsewhere."""
+    """Return the best step if the run keeps it, otherwise the newest step.
+
+    Raises RetrainingError if there is none, or if its vocabularies are elsewhere.
+    """
     checkpoints = storage.join(folder, "checkpoints")
     steps = list_steps(checkpoints)
     if not steps or not storage.is_file(storage.join(folder, "config.yaml")):
         raise RegistryError(
-            f"{folder} holds no finished run with checkpoints on this machine; run=<the run_dir of a training>"
+            f"{folder} has no finished run with checkpoints on this machine; give run=<the run_dir of a training>"
         )
     path = step_path(checkpoints, steps[-1])
     manifest = read_manifest(path)
@@ -77,18 +87,24 @@ def finished_run(folder: str) -> FinishedRun:
             manifest = read_manifest(path)
     if is_link(manifest):
         raise RegistryError(
-            f"{path} holds the rows that changed since the step before it, and a version holds one whole step: train with "
+            f"{path} has only the rows that changed since the previous step, but a version needs "
+            "a complete step: train with "
             "checkpoint.differential=false to promote a run"
         )
     data = str(manifest["config"]["data"]["path"])
     if load_dataset(data).fingerprint() != manifest["data_order"]["dataset"]:
-        raise RegistryError(f"{data} is no longer the data set that {folder} was trained on: prepare that one again")
+        raise RegistryError(
+            f"{data} is no longer the data set that {folder} was trained on: prepare that data set again"
+        )
     return FinishedRun(folder, path, data, manifest)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A run that has passed. `key` tells it from every other; `extra` are further files: path in the version -> local."""
+    """A run that has passed. `key` identifies it.
+
+    `extra`: more files, as path in the version -> local file.
+    """
 
     run: FinishedRun
     key: str
@@ -97,7 +113,9 @@ class Candidate:
     extra: dict[str, str]
 
     def check(self, version: Version) -> None:
-        """Raises DamagedError where what was copied is not what the training and the export had written."""
+        """Raise DamagedError if a copied file differs from the file that the training or the export
+        wrote.
+        """
         self.run.check(version)
         manifest = self.extra.get(f"{ARTIFACT}/{ARTIFACT_MANIFEST}")
         for name, entry in read_sealed(manifest)["files"].items() if manifest else ():
@@ -105,7 +123,9 @@ class Candidate:
                 raise DamagedError(f"{name} has changed since it was exported: {version.name} is not promoted")
 
     def is_in(self, version: Version) -> bool:
-        """Whether the version holds this run, and not an earlier one of the same window, whose files are lost."""
+        """Return whether the version has this run, and not an earlier run of the same window whose
+        files are lost.
+        """
         try:
             self.check(version)
         except DamagedError:
@@ -114,7 +134,7 @@ class Candidate:
 
 
 def files_of_artifact(folder: str) -> dict[str, str]:
-    """Path in a version -> local file, of a whole artifact."""
+    """Return path in a version -> local file, for a complete artifact."""
     found = [os.path.join(at, name) for at, _, names in os.walk(folder) for name in names]
     return {f"{ARTIFACT}/{os.path.relpath(path, folder)}": path for path in sorted(found)}
 
@@ -138,12 +158,15 @@ def lineage_of(candidate: Candidate) -> dict[str, Any]:
 def promote(
     registry: Registry, ledger: Ledger, candidate: Candidate, keep: int | None, fence: Callable[[], None]
 ) -> Record:
-    """The ledger's record. `fence` raises where this process may commit no more.
+    """Promote the candidate and return the ledger's record.
 
-    keep: of the newest versions; None removes nothing, which is the tick's business that holds the registry's lease.
+    `fence` raises if this process may no longer commit.
+
+    keep: how many of the newest versions to keep. None: remove nothing; only the tick with the
+    registry's lease removes.
 
     Raises:
-        PinnedError, RegistryError: the champion is no longer the one that the candidate was held to.
+        PinnedError, RegistryError: the candidate was compared with another champion than the current one.
         DamagedError: the run's files have changed since they were saved.
     """
     version = published(registry, candidate.key)
@@ -162,12 +185,17 @@ def promote(
 
 
 def published(registry: Registry, key: str) -> Version | None:
-    """The newest version of this candidate key, which an interrupted promotion has left."""
+    """Return the newest version with this candidate key, which an interrupted promotion has
+    left.
+    """
     return next((version for version in registry.versions() if version.lineage.get("candidate") == key), None)
 
 
 def complete(registry: Registry, ledger: Ledger) -> Record | None:
-    """Write down a promotion that was interrupted before it was; the champion's record, None without a champion."""
+    """Record a promotion that was interrupted before it was recorded.
+
+    Return the champion's record; None without a champion.
+    """
     champion = registry.champion()
     if champion is None:
         return None
@@ -178,14 +206,17 @@ def complete(registry: Registry, ledger: Ledger) -> Record | None:
 
 
 def add_run(registry: Registry, ledger: Ledger, folder: str) -> Record:
-    """Make a run the first champion, ungated. Raises RegistryError where there is a champion, or a tick at work."""
+    """Make a run the first champion without a gate.
+
+    Raises RegistryError if there is a champion or a tick is running.
+    """
     lease: Lease | None = None
     try:
         if storage.is_local(registry.path):
             lease = take_lease(registry.path, LEASE_TTL_S)
         return _add_run(registry, ledger, folder, lease.check if lease else lambda: None)
     except RunFolderHeldError as error:
-        raise RegistryError(f"nothing is added, a tick of retrain is at work: {error}") from None
+        raise RegistryError(f"nothing is added, because a retrain is running: {error}") from None
     finally:
         if lease is not None:
             lease.release()
@@ -194,11 +225,11 @@ def add_run(registry: Registry, ledger: Ledger, folder: str) -> Record:
 def _add_run(registry: Registry, ledger: Ledger, folder: str, fence: Callable[[], None]) -> Record:
     if (pointer := registry.pointer()) is not None:
         raise RegistryError(
-            f"{registry.path} has a champion, {pointer.version}: what comes after it must pass retrain's gate"
+            f"{registry.path} has a champion, {pointer.version}; its successor must pass the gate of retrain"
         )
     run = finished_run(folder)
     record = Record(ADDED, reasons=[f"from {os.path.abspath(folder)}"], metrics=_validation(folder))
-    # Nothing is removed: in an object store, which has no lease, a tick may be publishing.
+    # Remove nothing, because in an object store, which has no lease, a tick may be publishing.
     return promote(registry, ledger, Candidate(run, f"add {run.checkpoint}", record, None, {}), None, fence)
 
 

@@ -1,12 +1,13 @@
-"""Store trained models as immutable versions in a folder or an object store, and point to the champion.
+"""Store trained models as immutable versions in a folder or an object store, and point to the
+champion.
 
     <registry>/versions/v000012/manifest.json    lineage, and size and checksums of every other file: it is the commit
                                 checkpoint/step_00000390/...    data/dataset.json, data/vocabulary/...    artifact/...
     <registry>/champion.json                     which version serves and is trained on: replaced atomically
     <registry>/ledger/00000042.json              what was done and why (ledger.py): never changed
 
-The pointer is compared and swapped, so a promotion cannot overrun a rollback that it has not seen. No torch here: a
-rollback is to be quick.
+The pointer is compared and swapped, so a promotion cannot overwrite a rollback that it has not
+seen. This module does not import torch, so that a rollback is fast.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ PROMOTION_ATTEMPTS = 5
 
 
 class RegistryError(RetrainingError):
-    """The registry does not hold what was asked of it; the message says what it holds."""
+    """The registry lacks what was requested. The message lists what it has."""
 
 
 class PinnedError(RegistryError):
-    """A rollback holds the champion: nothing is promoted until `unpin`."""
+    """A rollback has pinned the champion: nothing is promoted until `unpin`."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """One model: `path` is its folder, `manifest` what it says of itself."""
+    """One model. `path` is its folder, `manifest` describes it."""
 
     name: str
     path: str
@@ -52,30 +53,32 @@ class Version:
 
     @property
     def lineage(self) -> dict[str, Any]:
-        """window, parent, candidate, config_hash, code_version, metrics, created_at."""
+        """Return window, parent, candidate, config_hash, code_version, metrics and created_at."""
         found: dict[str, Any] = self.manifest["lineage"]
         return found
 
     @property
     def checkpoint(self) -> str:
-        """The folder of its step (step_00000390)."""
+        """Return the folder of its step (step_00000390)."""
         steps = {name.split("/")[1] for name in self.manifest["files"] if name.startswith("checkpoint/")}
-        assert len(steps) == 1, f"{self.path} holds {len(steps)} steps, a version has one"
+        assert len(steps) == 1, f"{self.path} has {len(steps)} steps instead of one"
         return storage.join(self.path, "checkpoint", *steps)
 
     @property
     def data(self) -> str:
-        """The folder of dataset.json and the vocabularies that its ids come from; shards are not kept."""
+        """Return the folder of dataset.json and the vocabularies of its ids. Shards are not
+        kept.
+        """
         return storage.join(self.path, "data")
 
     @property
     def config(self) -> str:
-        """The train job, as YAML."""
+        """Return the path of the train job's YAML."""
         return storage.join(self.path, "config.yaml")
 
     @property
     def artifact(self) -> str | None:
-        """The folder that `serve` loads, where one was exported."""
+        """Return the folder that `serve` loads, or None if no artifact was exported."""
         has_one = any(name.startswith(f"{ARTIFACT}/") for name in self.manifest["files"])
         return storage.join(self.path, ARTIFACT) if has_one else None
 
@@ -86,7 +89,7 @@ class Version:
 
 @dataclass(frozen=True)
 class Pointer:
-    """What champion.json holds. `number` rises with every change."""
+    """The content of champion.json. `number` rises with every change."""
 
     version: str
     previous: str | None
@@ -97,7 +100,10 @@ class Pointer:
 
 
 class Registry:
-    """Many may read; one tick at a time promotes (its lease sees to that), and people roll back and unpin at any time."""
+    """Read and change a registry.
+
+    One tick at a time promotes (a lease ensures it); people may roll back and unpin anytime.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path.rstrip("/")
@@ -106,7 +112,9 @@ class Registry:
         self._folders = published_folders(self._versions, VERSION_NAME, flat=True)
 
     def champion(self) -> Version | None:
-        """The version that the pointer names; None for a registry without one. Raises DamagedError, RegistryError."""
+        """Return the version that the pointer names, or None. Raises DamagedError,
+        RegistryError.
+        """
         pointer = self.pointer()
         return None if pointer is None else self.version(pointer.version)
 
@@ -114,7 +122,7 @@ class Registry:
         return self._read_pointer()[0]
 
     def _read_pointer(self) -> tuple[Pointer | None, str | None]:
-        """And the text that it was read from."""
+        """Return the pointer and the text that it was read from."""
         try:
             text = storage.read_text(self._pointer)
         except FileNotFoundError:
@@ -123,20 +131,24 @@ class Registry:
             return Pointer(**json.loads(text)), text
         except (TypeError, ValueError) as error:
             raise DamagedError(
-                f"{self._pointer} is damaged ({error}): `python -m pipeline registry rollback {self.path} VERSION` writes it anew; "
-                f"there are {', '.join(self.names()[-10:]) or 'no versions'}"
+                f"{self._pointer} is damaged ({error}): `python -m pipeline registry rollback "
+                f"{self.path} VERSION` writes it again; the versions are "
+                f"{', '.join(self.names()[-10:]) or 'no versions'}"
             ) from None
 
     def names(self) -> list[str]:
-        """Committed versions, oldest first."""
+        """Return committed versions, oldest first."""
         return sorted(committed_names(self._versions, VERSION_NAME), key=lambda name: int(name[1:]))
 
     def versions(self) -> Iterator[Version]:
-        """Newest first."""
+        """Iterate over the versions, newest first."""
         return (self.version(name) for name in reversed(self.names()))
 
     def version(self, name: str) -> Version:
-        """Raises RegistryError where there is none of this name, DamagedError where its manifest is not what was written."""
+        """Return a version.
+
+        Raises RegistryError if it does not exist, DamagedError if its manifest was changed.
+        """
         path = storage.join(self._versions, name)
         if not VERSION_NAME.fullmatch(name) or not storage.is_file(storage.join(path, MANIFEST)):
             names = self.names()
@@ -151,10 +163,12 @@ class Registry:
         return f"v{max(taken, default=0) + 1:06d}"
 
     def publish(self, name: str, files: dict[str, str], lineage: dict[str, Any], fence: Fence | None = None) -> Version:
-        """Commit a version: `files` maps its paths to local files, which are copied. `fence` as promote() has it.
+        """Commit a version. `files` maps its paths to local files, which are copied.
+
+        `fence`: as in promote().
 
         Raises:
-            FileExistsError: there is one of this name.
+            FileExistsError: a version of this name exists.
             OSError: it cannot be written; nothing is committed.
         """
         path = storage.join(self._versions, name)
@@ -170,9 +184,11 @@ class Registry:
             raise
 
     def verify(self, version: Version, budget_s: float | None = None) -> tuple[str, int]:
-        """(empty, or what is wrong; bytes whose checksums were held to). Sizes of all files are looked at in any case.
+        """Return (error, number of bytes whose checksums were verified).
 
-        budget_s: no further file's checksums are begun after so long.
+        The error is empty if all is well.
+
+        The sizes of all files are checked. budget_s: after this time no more checksums are started.
         """
         began, checked = time.monotonic(), 0
 
@@ -183,7 +199,7 @@ class Registry:
             return damage(path, entry), int(entry["size_bytes"])
 
         files = sorted(version.manifest["files"].items(), key=lambda item: int(item[1]["size_bytes"]))
-        with ThreadPoolExecutor(8) as pool:  # reading and zlib.crc32 let go of the GIL
+        with ThreadPoolExecutor(8) as pool:  # reading and zlib.crc32 release the GIL
             problem = next(
                 filter(None, pool.map(lambda item: size_problem(storage.join(version.path, item[0]), item[1]), files)),
                 "",
@@ -195,11 +211,11 @@ class Registry:
         return problem, checked
 
     def promote(self, version: Version, expected: Pointer | None) -> Pointer:
-        """Move the pointer that is still `expected` to `version`; done before, it stays as it is.
+        """Move the pointer from `expected` to `version`. If it was moved before, it stays.
 
         Raises:
-            PinnedError: a rollback came in between, or before.
-            RegistryError: somebody else has moved the pointer.
+            PinnedError: a rollback came first.
+            RegistryError: another process has moved the pointer.
         """
         now, text = self._read_pointer()
         if now is not None and now.version == version.name and not now.pinned:
@@ -209,15 +225,17 @@ class Registry:
                 f"{self.path}: {now.version} is pinned ({now.reason or 'no reason given'}); unpin it first"
             )
         if now != expected:
-            raise RegistryError(f"{self._pointer} was moved to {now and now.version} meanwhile: nothing is promoted")
+            raise RegistryError(
+                f"{self._pointer} was moved to {now and now.version} by another process: nothing is promoted"
+            )
         number, previous = (now.number, now.version) if now else (0, None)
         moved = Pointer(version.name, previous, number + 1, timestamp())
         if not storage.swap_text(self._pointer, text, _to_text(moved)):
-            raise RegistryError(f"{self._pointer} was changed by somebody else at this moment: nothing is promoted")
+            raise RegistryError(f"{self._pointer} was changed by another process at the same time: nothing is promoted")
         return moved
 
     def pin(self, version: str, reason: str) -> Pointer:
-        """Point to `version`, whatever a tick does meanwhile, and let no tick promote until unpin()."""
+        """Point to `version` even if a tick is running, and let no tick promote until unpin()."""
         return self._change(
             lambda now: Pointer(
                 version,
@@ -230,7 +248,7 @@ class Registry:
         )
 
     def unpin(self) -> Pointer:
-        """Raises RegistryError where there is no champion."""
+        """Allow promotions again. Raises RegistryError if there is no champion."""
 
         def change(now: Pointer | None) -> Pointer:
             if now is None:
@@ -248,29 +266,36 @@ class Registry:
             moved: Pointer = change(now)
             if moved == now or storage.swap_text(self._pointer, text, _to_text(moved)):
                 return moved
-        raise RegistryError(f"{self._pointer} is changed by others all the time: try again")
+        raise RegistryError(f"{self._pointer} is changed by other processes all the time: try again")
 
     def predecessor(self) -> str | None:
-        """What a rollback goes back to: the champion's parent by lineage, where it is there, else the one before."""
+        """Return the target of a rollback: the champion's parent by lineage if it exists, otherwise
+        the version before it.
+        """
         pointer = self.pointer()
         if pointer is None:
             return None
         names = self.names()
         parent = None
-        with suppress(DamagedError):  # a champion whose manifest is damaged is what one may want to get away from
+        # the champion's manifest may be damaged, which is a reason to roll back
+        with suppress(DamagedError):
             parent = self.version(pointer.version).lineage.get("parent") if pointer.version in names else None
         return next((name for name in (parent, pointer.previous) if name in names and name != pointer.version), None)
 
     def prune(self, keep: int) -> list[str]:
-        """Remove all but the newest `keep` versions, the champion, and what it would be rolled back to; the names.
+        """Remove all versions except the newest `keep`, the champion and its rollback target.
 
-        For the process that holds the registry's lease: what it finds half written is removed too.
+        Return the removed names.
+
+        Only for the process with the registry's lease, because it also removes partly written
+        versions.
         """
         self._folders.remove_leftovers()
         names = self.names()
         removed = []
         for name in names[:-keep]:
-            pointer = self.pointer()  # again for each: a person may roll back at any moment
+            # read again each time, because a user may roll back at any moment
+            pointer = self.pointer()
             if pointer is None or name in (pointer.version, pointer.previous, self.predecessor()):
                 continue
             self._folders.remove(name)

@@ -1,7 +1,8 @@
-"""Sketch a window's raw rows, to find rows that it shares with an earlier window, in any order.
+"""Sketch a window's raw rows to find rows that it shares with an earlier window, in any order.
 
-The sketch keeps the smallest of the rows' 64-bit hashes (bottom-k; Cohen & Kaplan 2007): below the threshold of two
-sketches both hold all hashes, so the share of common rows there estimates that of the windows.
+The sketch keeps the smallest 64-bit hashes of the rows (bottom-k; Cohen & Kaplan 2007). Below the
+threshold of two sketches both have all hashes, so the share of common hashes there estimates the
+share of common rows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MEMORY_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class RowSketch:
-    """`hashes` [<= SKETCH_SIZE] ascending uint64; complete: of all distinct rows."""
+    """A sketch. `hashes`: [<= SKETCH_SIZE] ascending uint64. complete: it has all distinct rows."""
 
     hashes: NDArray[np.uint64]
 
@@ -40,7 +41,9 @@ class RowSketch:
         return cls(np.frombuffer(bytes.fromhex(text), dtype=">u8").astype(np.uint64))
 
     def share_in(self, other: RowSketch) -> float:
-        """The share of this window's distinct rows that `other` has too, within about 0.03."""
+        """Return the share of this window's distinct rows that `other` also has, within
+        about 0.03.
+        """
         if not len(self.hashes) or not len(other.hashes):
             return 0.0
         threshold = min(_reach(self), _reach(other))
@@ -49,13 +52,16 @@ class RowSketch:
 
 
 def _reach(sketch: RowSketch) -> np.uint64:
-    """Up to here the sketch holds every hash."""
+    """Return the value up to which the sketch has every hash."""
     full = len(sketch.hashes) == SKETCH_SIZE
     return np.uint64(sketch.hashes[-1]) if full else np.uint64(np.iinfo(np.uint64).max)
 
 
 def sketch_rows(sources: list[Source], config: DataConfig, threads: int) -> RowSketch:
-    """All columns count. MD5, for hashes must be the same in every release of DuckDB."""
+    """Sketch the rows with all their columns.
+
+    MD5, because the hashes must be equal in every release of DuckDB.
+    """
     with tempfile.TemporaryDirectory() as spill, closing(open_engine(spill, MEMORY_BYTES, threads)) as engine:
         found = engine.execute(
             f"SELECT DISTINCT hash FROM ({_hashes(sources, config)}) ORDER BY hash LIMIT {SKETCH_SIZE}"
@@ -64,7 +70,7 @@ def sketch_rows(sources: list[Source], config: DataConfig, threads: int) -> RowS
 
 
 def count_rows(sources: list[Source], config: DataConfig, threads: int) -> int:
-    """Lines of text without the header, or rows of Parquet."""
+    """Count lines of text without the header, or rows of Parquet."""
     with tempfile.TemporaryDirectory() as spill, closing(open_engine(spill, MEMORY_BYTES, threads)) as engine:
         query = f"SELECT count(*) FROM ({_hashes(sources, config)})"
         (number,) = engine.execute(query).fetchone() or (0,)

@@ -1,7 +1,7 @@
 """Score a prepared window with a trained model, in an order that is the same for every model.
 
-Both models of a comparison read the window under their own vocabularies, in the same files and the same order, so scores
-pair up row by row.
+Both models of a comparison read the window with their vocabularies, in the same files and the same
+order, so that their scores match row by row.
 """
 
 from __future__ import annotations
@@ -38,9 +38,12 @@ from pipeline.training.stats_collector import first_ids
 def score(
     config: str, checkpoint: str, data_path: str, gate: GateConfig, world_size: int, limits: watchdog.Limits
 ) -> Scores:
-    """Collective: the training split of `data_path`, every row once. Rank 0 gets the scores, the others empty ones.
+    """Collective: score each row of the training split of `data_path` once.
 
-    Of the labels and slices that `gate` names. `config` is a saved job, `checkpoint` the folder of a step; `data_path` was prepared under the model's vocabularies.
+    Rank 0 gets the scores, other ranks empty ones.
+
+    Also returns the labels and slices that `gate` names. `config` is a saved job, `checkpoint` the
+    folder of a step. `data_path` was prepared with the model's vocabularies.
 
     Raises:
         RetrainingError: the checkpoint is damaged or does not fit the data.
@@ -86,8 +89,9 @@ def _score(model: torch.nn.Module, reader: ShardReader, context: DistributedCont
                 for name in slices:
                     if name not in batch.sparse_features.keys():  # noqa: SIM118
                         raise RetrainingError(
-                            f"gate.slices names {name!r}, which is no feature whose ids the model reads as they are; it may "
-                            f"name {', '.join(batch.sparse_features.keys())}"
+                            f"gate.slices names {name!r}, which is not a feature whose ids the "
+                            "model reads unchanged; choose from "
+                            f"{', '.join(batch.sparse_features.keys())}"
                         )
                     parts[name].append(first_ids(batch.sparse_features[name])[real.numpy()])
             wanted = preemption.wanted()
@@ -123,7 +127,7 @@ def _scores(gathered: dict[str, NDArray], slices: list[str], held: list[str]) ->
 
 
 def _gather(local: dict[str, NDArray], context: DistributedContext) -> dict[str, NDArray]:
-    """Collective: all ranks' rows on rank 0, rank after rank."""
+    """Collective: return all ranks' rows on rank 0, in the order of ranks."""
     if context.world_size == 1:
         return local
     found: list[dict[str, NDArray]] | None = [{}] * context.world_size if context.is_main else None

@@ -1,6 +1,7 @@
 """Summarize a window as a few statistics that later windows are compared with.
 
-Taken from the rows as prepared under the champion's vocabularies, and from the raw rows for what does not depend on them.
+They come from the rows as prepared with the champion's vocabularies, and from the raw rows for
+statistics that do not depend on vocabularies.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ from pipeline.data.prepare.base_vocabulary import BUCKETS_FILE
 from pipeline.runtime.storage import storage
 
 NUM_QUANTILES = 64
-MAX_QUANTILE_ROWS = 200_000  # of a dense feature, evenly from all row groups
+MAX_QUANTILE_ROWS = 200_000  # of a dense feature, taken evenly from all row groups
 
 
 @dataclass(frozen=True)
 class WindowStatistics:
-    """`empty_share`: feature -> rows whose ids are all unknown to the champion (dense: that are 0).
+    """Statistics of a window.
 
-    `distance`: feature -> how far its values are from those of the accepted window before, 0 alike .. 1 nothing in common,
-    by the `quantiles` of dense features and the hash `buckets` of others: what the champion knows plays no part.
-    `sketch` are the smallest hashes of the window's rows (row_sketch.py). `age`: windows between the champion's and this one.
-    `begin`: of the window, ISO 8601. `apart`: how many windows after the accepted one before it comes, 1 for the next.
+    empty_share: feature -> share of rows whose ids are all unknown to the champion (dense: whose
+    value is 0). distance: feature -> distance of its values from the previous accepted window, from
+    0 (equal) to 1 (nothing in common), by the `quantiles` of dense features and the hash `buckets`
+    of other features. It does not depend on vocabularies. sketch: the smallest hashes of the
+    window's rows (row_sketch.py). age: windows between the champion's and this window. begin: of
+    the window, ISO 8601. apart: by how many windows it comes after the previous accepted one; 1 is
+    the next.
     """
 
     rows: int
@@ -56,7 +60,9 @@ class WindowStatistics:
 
 
 def measure(folder: str, previous: WindowStatistics | None) -> WindowStatistics:
-    """Of the training split of the data set in `folder`; `previous` is the accepted window before."""
+    """Measure the training split of the data set in `folder`. previous: the previous accepted
+    window.
+    """
     dataset = load_dataset(folder)
     reader = _Counts(dataset)
     for shard in dataset.splits["train"].files:
@@ -89,7 +95,7 @@ def _buckets(folder: str) -> dict[str, list[int]]:
 
 
 class _Counts:
-    """What is added up over row groups."""
+    """Sums over row groups."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
@@ -124,7 +130,9 @@ def _quantiles(values: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def ks_distance(before: list[float], now: list[float]) -> float:
-    """Kolmogorov and Smirnov's: the largest difference of two distribution functions, given by their quantiles."""
+    """Return the Kolmogorov-Smirnov distance: the largest difference of two distribution functions
+    given by quantiles.
+    """
     first, second = np.asarray(before), np.asarray(now)
     points = np.union1d(first, second)
     below = [np.searchsorted(each, points, side="right") / len(each) for each in (first, second)]
@@ -132,7 +140,7 @@ def ks_distance(before: list[float], now: list[float]) -> float:
 
 
 def total_variation(before: list[int], now: list[int]) -> float:
-    """Half the sum of the differences of two distributions over the same buckets."""
+    """Return half the sum of the differences of two distributions over the same buckets."""
     if not sum(before) or not sum(now):
         return 0.0 if sum(before) == sum(now) else 1.0
     shares = [np.asarray(counts, np.float64) / sum(counts) for counts in (before, now)]

@@ -1,8 +1,10 @@
-"""Train on what is new, and promote it if it is better:  python -m pipeline retrain experiment=quickstart source=clicks/
+"""Train on new data, and promote the model if it is better:  python -m pipeline retrain
+experiment=quickstart source=clicks/
 
-One call is one tick: it takes the oldest windows of new data (max_catchup of them), and for each prepares it, trains a
-challenger from the champion, holds both to the next window, and promotes or rejects. A tick that finds nothing to do,
-or another one at work, ends with exit code 0; it may be run as often as a scheduler likes (docs/do/retraining.md).
+One call takes the oldest windows of new data (at most max_catchup). For each window it prepares the
+data, trains a challenger from the champion, compares both on the next window, and promotes or
+rejects the challenger. A call that finds nothing to do, or another call running, ends with exit
+code 0. So a scheduler may start it at any rate (docs/do/retraining.md).
 """
 
 from __future__ import annotations
@@ -33,13 +35,16 @@ from pipeline.runtime.storage.signature import requiring, signing
 if TYPE_CHECKING:
     from pipeline.retraining.window_runner import WindowRunner
 
-MANY_REFUSED = 3  # windows in a row: more than a broken day and its repair
+MANY_REFUSED = 3  # windows in a row: more than a bad day and its repair
 logger = get_logger("pipeline.retrain")
 
 
 @dataclass
 class TickSummary:
-    """`records` are this tick's; `note` says what it leaves for the next one, or why it did nothing."""
+    """The result of a call.
+
+    `records` are new; `note` says what is left for the next call, or why nothing was done.
+    """
 
     champion: str
     records: list[Record] = field(default_factory=list)
@@ -51,7 +56,7 @@ class TickSummary:
 
 
 def retrain(job: RetrainJob) -> TickSummary:
-    """Collective: one tick.
+    """Collective: process the oldest new windows.
 
     Raises:
         RetrainingError: the job does not fit the source, the data or the registry.
@@ -68,13 +73,15 @@ def retrain(job: RetrainJob) -> TickSummary:
             leases = _take_leases(job, stack)
             return Tick(job, group, leases).run()
     except RunFolderHeldError as error:
-        return TickSummary("", note=f"nothing done: another tick is at work ({error})")
+        return TickSummary("", note=f"nothing done: another retrain is running ({error})")
     finally:
         group.end()
 
 
 def _take_leases(job: RetrainJob, stack: ExitStack) -> list[Lease]:
-    """Of run_dir, and of a registry that is a folder, which ticks with another run_dir may share."""
+    """Take the lease of run_dir, and of a local registry, which jobs with another run_dir may
+    share.
+    """
     leases = []
     for folder in [job.run_dir, *([job.registry.path] if storage.is_local(job.registry.path) else [])]:
         lease = take_lease(folder, job.trainer.lease_ttl_s, when_lost=preemption.request)
@@ -84,7 +91,10 @@ def _take_leases(job: RetrainJob, stack: ExitStack) -> list[Lease]:
 
 
 class Tick:
-    """Rank 0's part. What is done stands in the registry alone; all else may be lost or done again."""
+    """Do rank 0's part.
+
+    Only the registry stores what is done; all other files may be lost or made again.
+    """
 
     def __init__(self, job: RetrainJob, group: WorkerGroup, leases: list[Lease]) -> None:
         self.job, self._group, self._leases = job, group, leases
@@ -94,19 +104,23 @@ class Tick:
         self._began = time.monotonic()
 
     def run(self) -> TickSummary:
-        """Raises DamagedError where the champion's files are lost or damaged, and says how ticks go on."""
+        """Run the tick.
+
+        Raises DamagedError if the champion's files are lost or damaged, with the fix.
+        """
         try:
             return self._run()
         except UserError as error:
             if not self._is_of_champion(error):
                 raise
             raise DamagedError(
-                f"{str(error).rstrip('.?')}. It is the champion: `python -m pipeline registry rollback {self.registry.path}` goes back to the version "
-                f"before it, and then `unpin` lets ticks go on"
+                f"{str(error).rstrip('.?')}. It is the champion: `python -m pipeline registry "
+                f"rollback {self.registry.path}` returns to the previous version; then `unpin` "
+                "lets retraining continue"
             ) from error
 
     def _is_of_champion(self, error: UserError) -> bool:
-        with suppress(DamagedError):  # champion.json, whose error says what to do
+        with suppress(DamagedError):  # the error of champion.json says what to do
             pointer = self.registry.pointer()
             return pointer is not None and (
                 pointer.version not in self.registry.names() or f"/{pointer.version}/" in str(error)
@@ -124,14 +138,14 @@ class Tick:
             if pointer is not None and pointer.pinned:
                 note = f"{pointer.version} is pinned ({pointer.reason}): `python -m pipeline registry unpin {self.registry.path}`"
             elif worked >= self.job.max_catchup:
-                note = f"max_catchup={self.job.max_catchup} windows done; the next tick goes on"
+                note = f"max_catchup={self.job.max_catchup} windows done; the next retrain continues"
             else:
                 note = self._next(pointer)
         pointer = self.registry.pointer()
         return TickSummary(pointer.version if pointer else "none", self._records, note + self._left_of_retry())
 
     def _next(self, pointer: Pointer | None) -> str:
-        """Work on the oldest window; why nothing more can be done, else empty."""
+        """Process the oldest window. Return why nothing more can be done, or an empty string."""
         pending = self._pending()
         ready: list[Window] = []
         for window in pending:
@@ -139,36 +153,42 @@ class Tick:
                 self._record(_skipped(window))
                 return ""
             if window.state != READY:
-                return f"window {window.name} is waited for: {window.why}"
+                return f"waiting for window {window.name}: {window.why}"
             ready.append(window)
             if len(ready) == 2:
                 return self._work_on(ready[0], ready[1], pointer)
         if ready:
-            waits = f"window {ready[0].name} waits for the next one, on which its challenger is judged"
+            waits = f"window {ready[0].name} waits for the next window, on which its challenger is judged"
             return waits + _advice(self._refused)
         return "no new window" + _advice(self._refused)
 
     def _read_windows(self) -> list[Record]:
-        """The newest records of windows, newest first."""
+        """Return the newest records of windows, newest first."""
         return list(islice((record for record in self.ledger.newest() if record.window), MAX_READ))
 
     def _check_retry(self) -> None:
-        """Raises RetrainingError where no window of such a name has come; says which cannot be judged again, and why."""
+        """Raise RetrainingError for an unknown window in `retry`.
+
+        Log which windows cannot be judged again, and why.
+        """
         states = {record.window: record.state for record in reversed(self._read_windows())}
         waiting = {window.name for window in self._pending()}
         for name in self.job.retry:
             if name not in states.keys() | waiting:
                 raise RetrainingError(
-                    f"retry names {name!r}, and no window of that name was rejected or skipped; `python -m pipeline registry "
+                    f"retry names {name!r}, but no window of that name was rejected or skipped; "
+                    "`python -m pipeline registry "
                     f"history {self.registry.path}` has the names{did_you_mean(name, states.keys() | waiting)}"
                 )
             if states.get(name) == PROMOTED:
-                logger.warning("retry: window %s was promoted, and is not judged again", name)
+                logger.warning("retry: window %s was promoted and is not judged again", name)
             elif name not in waiting:
                 logger.warning("retry: window %s is not at %s, or begins before windows.first", name, self.job.source)
 
     def _left_of_retry(self) -> str:
-        """A later tick knows of `retry` only what it is given."""
+        """Return a note about windows in `retry` that were not judged, because a later call does
+        not know them.
+        """
         if not self.job.retry:
             return ""
         judged = {record.window for record in self._records}
@@ -184,12 +204,13 @@ class Tick:
                 del done[name]
         self._refused = _newest_refused(records)
         after = None
-        if len(records) == MAX_READ:  # older windows were done long ago; the median, for some were judged again
+        # older windows were done long ago; the median, because some were judged again
+        if len(records) == MAX_READ:
             after = median_low(datetime.fromisoformat(record.begin) for record in records)
         job = self.job
         return find_windows(job.windows, job.source, job.data, datetime.now(UTC), after, done)
 
-    # An idle tick loads no pyarrow: these are imported when there is work.
+    # Imported when there is work, so that an idle call loads no pyarrow.
     def _runner(self) -> WindowRunner:
         from pipeline.retraining.window_runner import WindowRunner
 
@@ -201,7 +222,10 @@ class Tick:
         return {"config_hash": config_hash(self.job), "code_version": code_version()}
 
     def _work_on(self, window: Window, judged_on: Window, pointer: Pointer | None) -> str:
-        """Ends with a record of `window`, or of `judged_on` where that one is not fit to judge by; else says why not."""
+        """Record a result for `window`, or for `judged_on` if its data cannot be used to judge.
+
+        Otherwise return the reason.
+        """
         from pipeline.retraining.challenge import Challenge
 
         champion = self.registry.champion()
@@ -227,7 +251,7 @@ class Tick:
         self._note(self.ledger.append(record))
 
     def _note(self, record: Record) -> None:
-        """Log a record that the ledger holds."""
+        """Log a record of the ledger."""
         self._records.append(record)
         log = logger.info if record.state == PROMOTED else logger.warning
         log("window %s %s%s", record.window, record.state, "".join(f"; {reason}" for reason in record.reasons))
@@ -243,19 +267,24 @@ class Tick:
 
 
 def _newest_refused(records: list[Record]) -> list[Record]:
-    """Of windows that were rejected for their data, with none between whose data were good. Both newest first."""
+    """Return the latest windows that were rejected for their data, without an accepted window
+    between. Newest first.
+    """
     come = (record for record in records if record.state != SKIPPED)
     return list(takewhile(lambda record: record.state == REJECTED and record.data.get("accepted") is False, come))
 
 
 def _advice(refused: list[Record]) -> str:
-    """Where no window passes any more: no later one may, if what has changed stays so."""
+    """Return advice if no window passes any more, because later windows cannot pass if the data
+    have changed for good.
+    """
     if len(refused) < MANY_REFUSED:
         return ""
     oldest = min(refused, key=lambda record: record.begin)
     return (
         f". The data of the last {len(refused)} windows were rejected, the oldest is {oldest.window}: if the stream has changed for "
-        f"good, checks.first={datetime.fromisoformat(oldest.begin):%Y-%m-%dT%H:%M} compares windows with none before that one"
+        f"good, checks.first={datetime.fromisoformat(oldest.begin):%Y-%m-%dT%H:%M} compares "
+        "windows with no window before that one"
     )
 
 

@@ -1,9 +1,11 @@
-"""Prepare a window, train a challenger on it and score models, so that every step may be repeated after a kill.
+"""Prepare a window, train a challenger on it and score models.
 
-    <run_dir>/work/<window>/<digest of its files>/by-v000003/                its rows under a version's vocabularies
+Every step may be repeated after a kill.
+
+    <run_dir>/work/<window>/<digest of its files>/by-v000003/                its rows with a version's vocabularies
                                                   from-v000003-1a2b3c4d/data, run    the challenger that it makes
 
-What is whole is taken as it is, what was killed goes on: only the registry says what is done.
+Complete results are used again, and a killed step resumes. Only the registry says what is done.
 """
 
 from __future__ import annotations
@@ -51,13 +53,14 @@ NOT_TRAINING = ("run_dir", "source", "follow", "stream", "publishing", "registry
                 "memory_limit_gb", "threads", "world_size", "profile", "paths", "logger")  # fmt: skip
 NOT_CONFIG = ("run_dir", "source", "follow", "stream", "publishing", "registry", "max_catchup", "retry", "strict", "memory_limit_gb", "threads", "world_size",
               "profile", "paths", "logger")  # fmt: skip
-LAYOUT = ("format", "columns", "delimiter", "header", "buckets", "transforms", "group_column")  # of a window's files
+# settings of a window's files
+LAYOUT = ("format", "columns", "delimiter", "header", "buckets", "transforms", "group_column")
 logger = get_logger("pipeline.retrain")
 
 
 @dataclass(frozen=True)
 class WindowFiles:
-    """A window whose files are known: `source` is what prepare reads, `digest` tells these files from others."""
+    """A window with known files. `source` is what prepare reads; `digest` identifies the files."""
 
     window: Window
     source: str
@@ -66,14 +69,14 @@ class WindowFiles:
 
 
 class WindowRunner:
-    """Prepares windows, trains challengers and scores, below job.run_dir."""
+    """Prepare windows, train challengers and score, below job.run_dir."""
 
     def __init__(self, job: RetrainJob, group: WorkerGroup) -> None:
         self.job, self._group = job, group
         self._key = hash_of(job, NOT_TRAINING)[:8]
 
     def place(self, window: Window) -> WindowFiles:
-        """Raises RetrainingError where the window has no files."""
+        """Find the window's files. Raises RetrainingError if it has none."""
         source = window.source
         if self.job.windows.kind == "timestamps":
             source = extract_rows(window, self.job.windows, self.job.data, self.folder(window))
@@ -88,13 +91,15 @@ class WindowRunner:
         storage.remove(self.folder(window))
 
     def under(self, place: WindowFiles, name: str, vocabularies: str) -> str:
-        """The window's rows under the frozen vocabularies of a data set: the folder."""
+        """Prepare the window's rows with the frozen vocabularies of a data set. Return the
+        folder.
+        """
         base = BaseVocabularyConfig(vocabularies, frozen=True)
         target = os.path.join(place.folder, f"by-{name}")
         return self._prepare(place, target, target, base, 0.0)
 
     def challenger_data(self, place: WindowFiles, champion: Version | None) -> str:
-        """The window's rows for training; vocabularies go on from the champion's."""
+        """Prepare the window's rows for training. Vocabularies continue the champion's."""
         decay = self.job.growth.count_decay
         base = BaseVocabularyConfig(champion.data, count_decay=decay) if champion else None
         folder = self.challenger(place, champion)
@@ -106,43 +111,50 @@ class WindowRunner:
     def _prepare(
         self, place: WindowFiles, folder: str, target: str, base: BaseVocabularyConfig | None, validation: float
     ) -> str:
-        """`folder` goes where `target` in it was made by another job or release: what lies below run_dir may be lost."""
+        """Prepare.
+
+        Remove `folder` first if another job or release made `target` in it, because files below
+        run_dir may be lost.
+        """
         data = replace(self.job.data, path=target, split=SplitConfig("row_range", validation, 0.0))
         job = PrepareJob(data, place.source, self.job.memory_limit_gb, self.job.threads, vocabularies=base)
         if is_stale(job):
-            logger.warning("%s was prepared by another job or release, and is made anew", target)
+            logger.warning("%s was prepared by another job or release, and is prepared again", target)
             storage.remove(folder)
         return prepare(job).path
 
     def check_data_of(self, champion: Version) -> None:
-        """Raises UserError where no window can be prepared for the champion, whatever its rows are."""
+        """Raise UserError if no window can be prepared for the champion, whatever its rows are."""
         data = self.job.data
         load_base(BaseVocabularyConfig(champion.data, frozen=True)).check(features_of(data, layout_of(data)))
         saved = load_saved_job(TrainJob, champion.config).data
         if differing := [name for name in LAYOUT if getattr(data, name) != getattr(saved, name)]:
             raise RetrainingError(
-                f"data.{', data.'.join(differing)} of this job are not those of {champion.name}, the champion: set them as they "
-                "were, or give another registry.path, where versions begin anew"
+                f"data.{', data.'.join(differing)} of this job differ from the settings of "
+                f"{champion.name}, the champion: restore them, or give another registry.path, "
+                "which starts without versions"
             )
 
     def train(self, place: WindowFiles, champion: Version | None) -> FinishedRun:
-        """Collective: the challenger of this window, warm-started from the champion.
+        """Collective: train the challenger of this window, warm-started from the champion.
 
         Raises:
-            NonFiniteLossError: it cannot be trained on these rows.
-            RetrainingError: the job's model is not the champion's.
+            NonFiniteLossError: training on these rows diverged.
+            RetrainingError: the job's model differs from the champion's.
         """
         folder = self.challenger(place, champion)
         job = train_job(self.job, os.path.join(folder, "data"), os.path.join(folder, "run"), champion)
         try:
             self._group.run(train_challenger, job)
         except CheckpointError as error:
-            if champion is None or "warm_start." not in str(error):  # which keys retrain sets itself
+            # retrain sets these keys itself
+            if champion is None or "warm_start." not in str(error):
                 raise
             raise RetrainingError(
-                f"the job's model does not go on from {champion.name}, the champion: {error}. Of warm_start.*, retrain has "
-                "growth.dense and growth.reset_optimizer=true; for another change, set the job as it was, or give another "
-                "registry.path, where versions begin anew"
+                f"the job's model cannot continue {champion.name}, the champion: {error}. Instead "
+                "of warm_start.*, use growth.dense and growth.reset_optimizer=true; for other "
+                "changes restore the job, or give another registry.path, which starts without "
+                "versions"
             ) from error
         return finished_run(job.run_dir)
 
@@ -157,24 +169,28 @@ class WindowRunner:
         return self._group.run(score_window, config, checkpoint, data, self.job.gate, self.job.world_size, limits)
 
     def export(self, run: FinishedRun) -> ExportSummary:
-        """The challenger's artifact, compared with it. Not collective: the other ranks wait.
+        """Export the challenger and compare the artifact with it.
+
+        Not collective: the other ranks wait.
 
         Raises:
-            RetrainingError: it lies too far from the model, or there is none of such a model.
+            RetrainingError: the artifact differs too much from the model, or such a model cannot be exported.
         """
         wanted = self.job.gate.export
         options = {
             item.name: copy.deepcopy(getattr(wanted, item.name)) for item in fields(wanted) if item.name != "enabled"
         }
         job = ExportJob(run.folder, run.manifest["step"], data_path=run.data, **options)
-        # Another release does not take up what this one has left.
+        # Another release does not continue an export that this release has left.
         folder, name = os.path.split(default_output(job, run.manifest["step"]))
         return export(replace(job, output=os.path.join(folder, pipeline.__version__, name)))
 
     def statistics(
         self, place: WindowFiles, data: str, history: list[tuple[str, WindowStatistics]]
     ) -> WindowStatistics:
-        """Of the window prepared in `data`; `history` are (name, statistics) of accepted windows, newest first."""
+        """Measure the window prepared in `data`. history: (name, statistics) of accepted windows,
+        newest first.
+        """
         from pipeline.retraining.row_sketch import RowSketch, sketch_rows
 
         found = measure(data, history[0][1] if history else None)
@@ -188,7 +204,7 @@ class WindowRunner:
 
 
 def is_stale(job: PrepareJob) -> bool:
-    """Whether another data set lies where the job's is to be, or a damaged one."""
+    """Return whether the job's output folder has another data set, or a damaged one."""
     if not storage.is_file(storage.join(job.data.path, FILE_NAME)):
         return False
     base = None if job.vocabularies is None else load_base(job.vocabularies)
@@ -230,7 +246,7 @@ def anneal(job: TrainJob) -> None:
 
 
 def train_challenger(job: TrainJob) -> None:
-    """Collective, on every rank of the group."""
+    """Collective on every rank of the group: train."""
     from pipeline.training.preflight import validate_job
 
     validate_job(job, job.world_size)
@@ -243,7 +259,10 @@ def train_challenger(job: TrainJob) -> None:
 def score_window(
     config: str, checkpoint: str, data: str, gate: GateConfig, world_size: int, limits: watchdog.Limits
 ) -> Scores:
-    """Collective. Here, so that torch is imported only where there is something to score."""
+    """Collective: score.
+
+    Defined here, so that torch is imported only if there is something to score.
+    """
     from pipeline.retraining.scoring import score
 
     return score(config, checkpoint, data, gate, world_size, limits)
@@ -255,12 +274,14 @@ def hash_of(job: RetrainJob, without: tuple[str, ...]) -> str:
 
 
 def config_hash(job: RetrainJob) -> str:
-    """Of all that decides what comes of a window."""
+    """Return a hash of everything that decides the result of a window."""
     return hash_of(job, NOT_CONFIG)[:16]
 
 
 def code_version() -> str:
-    """The release, and a hash of the package's sources, which tells two states of a checkout apart."""
+    """Return the release and a hash of the package's sources, which distinguishes two states of a
+    checkout.
+    """
     root = os.path.dirname(os.path.abspath(pipeline.__file__))
     digest = hashlib.sha256()
     for folder, folders, names in os.walk(root):

@@ -1,7 +1,8 @@
-"""Find the windows of a folder of partitions or of one growing source, and say which are ready, awaited or late.
+"""Find the windows of a folder of partitions or of one growing source, and report which are ready,
+waiting or late.
 
-Windows are named by their path below the source (dt=2026-11-20/hour=03) or by the time at which they begin. A window
-that should be there and is not counts as one that is waited for.
+A window's name is its path below the source (dt=2026-11-20/hour=03) or the time at which it begins.
+A missing window counts as waiting.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import atomic, storage
 
 READY, WAITING, LATE = "ready", "waiting", "late"
-MAX_GAP = 10_000  # windows missing in a row: then the pattern or the length is wrong
+MAX_GAP = 10_000  # missing windows in a row; more mean that the pattern or the length is wrong
 UNITS = {"s": 1, "ms": 1000, "us": 1_000_000}
-CLOCKS_DIFFER_S = 86_400  # and zones: a time may be so much later than this machine's clock
+# clocks and time zones: a time may be this much later than this machine's clock
+CLOCKS_DIFFER_S = 86_400
 FIRST_SECOND = -62_135_596_800  # of the year 1
 _STILL_OPEN = "no row of a later window"
 logger = get_logger(__name__)
@@ -30,7 +32,10 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Window:
-    """`source` is what prepare reads; `is_there` False where nothing is. `why` says what a window is waited for."""
+    """A window. `source` is what prepare reads. `is_there`: the window has data.
+
+    `why`: the reason for waiting.
+    """
 
     name: str
     begin: datetime
@@ -44,10 +49,11 @@ class Window:
 def find_windows(
     config: WindowsConfig, source: str, data: DataConfig, now: datetime, after: datetime | None, done: Iterable[str]
 ) -> list[Window]:
-    """Windows that begin after `after` and are not `done`, oldest first, each ready, waiting or late.
+    """Return windows that begin after `after` and are not `done`, oldest first, each ready, waiting
+    or late.
 
     Raises:
-        RetrainingError: there is nothing at `source` that is a window.
+        RetrainingError: `source` has no window.
     """
     first = parse_time(config.first) if config.first else None
     begin = max(filter(None, (after, first)), default=None)
@@ -100,7 +106,7 @@ def _length(config: WindowsConfig) -> timedelta:
 
 
 def _with_gaps(windows: list[Window], config: WindowsConfig) -> list[Window]:
-    """With the windows that should lie between those that are there."""
+    """Add the windows that are missing between existing windows."""
     if not config.lateness_hours:
         return windows
     filled: list[Window] = []
@@ -130,8 +136,9 @@ def _judged(window: Window, config: WindowsConfig, data: DataConfig, now: dateti
     if why == _STILL_OPEN and not config.lateness_hours:
         return replace(window, state=WAITING)
     if now < deadline:
-        return replace(window, state=WAITING, why=f"{why}; waited for until {deadline:%Y-%m-%d %H:%M} UTC")
-    if why == _STILL_OPEN:  # its time is over: of a source that has paused, or brings a day's rows after that day
+        return replace(window, state=WAITING, why=f"{why}; waiting until {deadline:%Y-%m-%d %H:%M} UTC")
+    # its time is over: the source has paused, or writes a day's rows after that day
+    if why == _STILL_OPEN:
         return replace(window, why="")
     if config.late == "use" and window.is_there:
         return replace(window, why=f"{why}; used as it is")
@@ -139,7 +146,7 @@ def _judged(window: Window, config: WindowsConfig, data: DataConfig, now: dateti
 
 
 def _lacks(window: Window, config: WindowsConfig, data: DataConfig) -> str:
-    """What a window is still to get; empty where it is whole."""
+    """Return what a window still lacks; empty if it is complete."""
     if not window.is_there:
         return "not there"
     if config.kind == "partitions" and config.marker and not storage.exists(storage.join(window.source, config.marker)):
@@ -158,7 +165,10 @@ def _lacks(window: Window, config: WindowsConfig, data: DataConfig) -> str:
 
 
 def _spans(config: WindowsConfig, source: str, data: DataConfig, after: datetime | None, now: datetime) -> list[Window]:
-    """Windows of a growing source: cut at multiples of the length, the newest of them still open."""
+    """Return windows of a growing source, cut at multiples of the length.
+
+    The newest windows are still open.
+    """
     from pipeline.data.prepare.vocabulary import open_engine
 
     seconds = int(config.length_hours * 3600)
@@ -187,7 +197,8 @@ def _spans(config: WindowsConfig, source: str, data: DataConfig, after: datetime
 def _without_strays(
     config: WindowsConfig, source: str, rows: list[tuple[int, int]], now: datetime
 ) -> list[tuple[int, int]]:
-    """(span, count) without times that are still to come, or that no date has: one garbled row would end the newest window.
+    """Return (span, count) without times in the future or without a date, because one bad row would
+    end the newest window.
 
     Raises:
         RetrainingError: nothing is left.
@@ -200,21 +211,24 @@ def _without_strays(
     count = sum(count for _, count in rows) - sum(count for _, count in sound)
     span = next(span for span, _ in reversed(rows) if not FIRST_SECOND <= span * seconds <= latest)
     text = (
-        f"{count:,} rows of {source} have a time in windows.timestamp_column={config.timestamp_column} that is no date up to now, "
-        f"{now:%Y-%m-%d %H:%M} UTC; one is {span * seconds:,} s after 1970"
+        f"{count:,} rows of {source} have a time in "
+        f"windows.timestamp_column={config.timestamp_column} that is in the future or not a date "
+        f"(now: {now:%Y-%m-%d %H:%M} UTC); one is {span * seconds:,} s after 1970"
     )
     if not sound:
         raise RetrainingError(
             f"{text}. Is windows.timestamp_unit={config.timestamp_unit} right, and this machine's clock?"
         )
-    logger.warning("%s. They are in no window", text)
+    logger.warning("%s. They belong to no window", text)
     return sound
 
 
 def extract_rows(window: Window, config: WindowsConfig, data: DataConfig, target: str) -> str:
-    """Write the window's rows of a growing source to a file in `target`, in the source's own format; its path.
+    """Write the window's rows of a growing source to a file in `target`, in the source's format.
 
-    A file that is there is taken as it is: what comes to a window after it was begun is left out.
+    Return its path.
+
+    An existing file is used unchanged: rows that arrive after the window was started are left out.
     """
     from pipeline.data.prepare.vocabulary import open_engine
     from pipeline.data.raw.layout import find_format
@@ -236,7 +250,9 @@ def extract_rows(window: Window, config: WindowsConfig, data: DataConfig, target
 
 
 def outside_share(window: Window, config: WindowsConfig, data: DataConfig) -> float | None:
-    """The share of a partition's rows whose timestamp lies outside the window; None without such a column."""
+    """Return the share of a partition's rows whose timestamp is outside the window; None without
+    such a column.
+    """
     if config.kind != "partitions" or not config.timestamp_column:
         return None
     from pipeline.data.prepare.vocabulary import open_engine
@@ -251,30 +267,32 @@ def outside_share(window: Window, config: WindowsConfig, data: DataConfig) -> fl
 
 
 def _scan(source: str, data: DataConfig) -> str:
-    """A DuckDB table of the source's rows; text files keep every value as it is written."""
+    """Return a DuckDB table of the source's rows. Text files keep every value as it is written."""
     from pipeline.data.raw.layout import find_format
     from pipeline.data.raw.source import find_sources
 
     paths = ", ".join(sql_text(os.path.abspath(storage.local_path(file.path))) for file in find_sources(source))
     table = find_format(data.format).sql_table(paths)
     if not table:
-        raise RetrainingError(f"data.format={data.format} has no time column: put each window into a folder of its own")
+        raise RetrainingError(f"data.format={data.format} has no time column: put each window into a separate folder")
     return table
 
 
 def _seconds(config: WindowsConfig) -> str:
-    """Whole seconds since 1970 of the timestamp column: numbers of the unit, or ISO 8601, UTC where it says nothing."""
+    """Return whole seconds since 1970 of the timestamp column: numbers of the unit, or ISO 8601, by
+    default in UTC.
+    """
     column = '"' + str(config.timestamp_column).replace('"', '""') + '"::VARCHAR'
     number = f"TRY_CAST({column} AS BIGINT) // {UNITS[config.timestamp_unit]}"
     return f"coalesce({number}, epoch(TRY_CAST({column} AS TIMESTAMP))::BIGINT)"
 
 
 def parse_time(text: str) -> datetime:
-    """`2026-11-20` or `2026-11-20T03`, UTC. Raises RetrainingError for anything else."""
+    """Parse `2026-11-20` or `2026-11-20T03` as UTC. Raises RetrainingError for anything else."""
     try:
         found = datetime.fromisoformat(text)
     except ValueError:
-        raise RetrainingError(f"{text!r} is no time; write 2026-11-20 or 2026-11-20T03:00") from None
+        raise RetrainingError(f"{text!r} is not a time; write 2026-11-20 or 2026-11-20T03:00") from None
     return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
 
 
@@ -283,5 +301,5 @@ def time_name(begin: datetime) -> str:
 
 
 def file_name(window: str) -> str:
-    """A window's name as that of a folder."""
+    """Return a window's name as the name of a folder."""
     return window.replace("/", "__").replace(":", "")

@@ -1,7 +1,7 @@
-"""Run the collective parts of a tick on all ranks, led by rank 0.
+"""Run the collective parts of a retraining on all ranks, led by rank 0.
 
-Rank 0 finds windows, prepares data and promotes; what is collective it runs together with the others. A tick on one rank
-is the same without the others.
+Rank 0 finds windows, prepares data and promotes. It runs collective functions together with the
+other ranks. With one rank there are no other ranks to lead.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 from pipeline.runtime.process import watchdog
 
 Result = TypeVar("Result")
-PATIENCE = timedelta(days=30)  # of ranks that wait for rank 0 to prepare data
+PATIENCE = timedelta(days=30)  # ranks wait this long for rank 0 to prepare data
 
 
 class WorkerGroup:
-    """`run` on rank 0 and `follow` on the others, until rank 0 calls `end`."""
+    """Call `run` on rank 0 and `follow` on the other ranks, until rank 0 calls `end`."""
 
     def __init__(self, world_size: int, backend: str, timeout_s: float, compute_device: str = "auto") -> None:
         self.rank, self.world_size = int(os.environ.get("RANK", 0)), world_size
@@ -38,7 +38,10 @@ class WorkerGroup:
         return self.rank == 0
 
     def run(self, task: Callable[..., Result], *args: Any) -> Result:
-        """Collective by way of the others' follow(): `task` is a function of a module, its arguments picklable."""
+        """Collective, together with follow() on the other ranks.
+
+        `task` is a function of a module with picklable arguments.
+        """
         self._send((task, args))
         with watchdog.stage("starting"):
             return task(*args)
@@ -46,11 +49,16 @@ class WorkerGroup:
     def end(self) -> None:
         if not self._is_over:
             self._is_over = True
-            with suppress(RuntimeError):  # the others have ended: SIGTERM reached all ranks, or one of them says why
+            # the other ranks have ended: SIGTERM reached all ranks, or a rank has reported an error
+            with suppress(RuntimeError):
                 self._send(None)
 
     def follow(self) -> None:
-        """Raises what the tasks raise, but for a loss that is not finite, of which rank 0 makes a rejection."""
+        """Run rank 0's tasks.
+
+        Raises what they raise, except for a loss that is not finite, which rank 0 turns into a
+        rejection.
+        """
         from pipeline.training.agreement import NonFiniteLossError
 
         with watchdog.unwatched("waiting for rank 0"):

@@ -114,11 +114,11 @@ USUAL = WindowStatistics(1000, 0.25, {"a": 0.1}, {"a": 0.02}, champion_ne=0.8)
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"rows": 500}, "rows 500 is -50.0% from the median 1,000, 30% are allowed"),
-        ({"label_rate": 0.4}, "label rate 0.4000 is +60.0% from the median 0.2500"),
+        ({"rows": 500}, "rows 500 differs by -50.0% from the median 1,000; at most 30% are allowed"),
+        ({"label_rate": 0.4}, "label rate 0.4000 differs by +60.0% from the median 0.2500"),
         ({"empty_share": {"a": 0.9}}, "feature a: rows without a known value 0.900, median 0.100"),
         ({"distance": {"a": 0.6}}, "feature a: distance from the window before 0.600, median 0.020"),
-        ({"repeated_share": 0.5, "repeated_of": "w1"}, "50.0% of the rows are in window w1 too, median 0.0%"),
+        ({"repeated_share": 0.5, "repeated_of": "w1"}, "50.0% of the rows are also in window w1; the median is 0.0%"),
         ({"champion_ne": 0.9}, "the champion's NE on these rows is 0.9000, +12.5% from the median 0.8000"),
         ({"outside_share": 0.2}, "20.0% of the rows have a timestamp outside the window"),
         ({"label_rate": 0.0}, "nothing can be learned from one kind of label"),

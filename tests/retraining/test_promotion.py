@@ -137,7 +137,7 @@ def test_adding_a_run_does_not_remove_what_a_tick_is_publishing(
     attempt.mkdir(parents=True)
     lease = take_lease(path, 60.0)
     if leased:
-        with pytest.raises(RegistryError, match="a tick of retrain is at work"):
+        with pytest.raises(RegistryError, match="a retrain is running"):
             add_run(Registry(path), Ledger(path), run.folder)
         assert Registry(path).pointer() is None
     lease.release()

@@ -36,10 +36,10 @@ def test_of_two_ticks_at_once_one_works_and_the_other_says_so(tmp_path: Path, he
     _partition(tmp_path, "dt=2026-11-01", whole=True)
     lease = take_lease(str(tmp_path / held), 60.0)
     summary = retrain(job(tmp_path))
-    assert summary.records == [] and summary.note.startswith("nothing done: another tick is at work")
+    assert summary.records == [] and summary.note.startswith("nothing done: another retrain is running")
     lease.release()
     assert (
-        retrain(job(tmp_path)).note == "window dt=2026-11-01 waits for the next one, on which its challenger is judged"
+        retrain(job(tmp_path)).note == "window dt=2026-11-01 waits for the next window, on which its challenger is judged"
     )
 
 
@@ -63,7 +63,7 @@ def test_a_window_that_came_too_late_is_skipped_once(tmp_path: Path) -> None:
     assert (record.state, record.window) == (SKIPPED, "dt=2025-11-01")
     assert record.reasons == ["no _SUCCESS 24 h after its end"]
     again = retrain(late)
-    assert again.records == [] and "dt=2025-11-02 waits for the next one" in describe(again)
+    assert again.records == [] and "dt=2025-11-02 waits for the next window" in describe(again)
 
 
 def _rejected(folder: Path, *days: int) -> None:
@@ -100,7 +100,7 @@ def test_a_window_of_long_ago_that_was_judged_again_brings_no_others_back(
     _rejected(tmp_path, *range(1, 9), 1)
     Ledger(str(tmp_path / "registry")).append(Record(UNPINNED))  # of no window
     monkeypatch.setattr("pipeline.retraining.tick.MAX_READ", 5)
-    assert retrain(job(tmp_path)).note.startswith("window dt=2026-11-09 waits for the next one")
+    assert retrain(job(tmp_path)).note.startswith("window dt=2026-11-09 waits for the next window")
 
 
 def test_windows_wait_while_a_version_is_pinned(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Show a registry as an HTML page: who was champion when, how challengers compared, and why."""
+"""Show a registry as an HTML page: which versions were champion and when, and how challengers
+compared.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ from pipeline.retraining.registry import Pointer, Registry
 from pipeline.runtime.errors import UserError
 from pipeline.runtime.pages.html import fixed, render
 
-MAX_RECORDS = 500  # the newest, on the page
+MAX_RECORDS = 500  # the newest records shown on the page
 MAX_CHAMPIONS = 100
-CROWNING = (PROMOTED, ADDED, ROLLED_BACK)  # records with which a version becomes champion
+CROWNING = (PROMOTED, ADDED, ROLLED_BACK)  # records by which a version becomes champion
 
 
 @dataclass(frozen=True)
 class Reign:
-    """The time in which a version was champion; until is empty for the one that is."""
+    """The time in which a version was champion. `until` is empty for the current champion."""
 
     version: str
     since: str
@@ -45,7 +47,7 @@ def render_registry(registry: Registry, ledger: Ledger) -> str:
 
 
 def reigns(records: Sequence[Record]) -> list[Reign]:
-    """Oldest first; `records` ascend."""
+    """Return the reigns, oldest first. `records` are in ascending order."""
     crowned = [record for record in records if record.state in CROWNING and record.version]
     ends = [record.time for record in crowned[1:]] + [""]
     return [Reign(record.version, record.time, end, record) for record, end in zip(crowned, ends, strict=False)]
@@ -54,7 +56,7 @@ def reigns(records: Sequence[Record]) -> list[Reign]:
 def _cards(
     pointer: Pointer, names: list[str], records: Sequence[Record], found: Sequence[Reign]
 ) -> list[tuple[str, str]]:
-    """A large figure each, and what it is."""
+    """Return pairs of a large figure and its description."""
     counts = Counter(record.state for record in records)
     made = next((each.how for each in reversed(found) if each.version == pointer.version and each.how.metrics), None)
     cards = [(pointer.version, f"champion; before it {pointer.previous or 'none'}")]
