@@ -1,1 +1,4 @@
-"""Parts that the core never imports: they use its public functions, and it trains without them."""
+"""Optional parts.
+
+The core never imports them and trains without them; they use the core's public functions.
+"""

@@ -1,1 +1,4 @@
-"""Measure this machine for predictions of steps: the verb `calibrate`. The core reads its result."""
+"""Measure this machine for predictions of steps: the verb `calibrate`.
+
+The planner reads its result.
+"""

@@ -1,4 +1,4 @@
-"""The config of `calibrate`."""
+"""Define the config of `calibrate`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pipeline.runtime.errors import ConfigError, check_choice, check_within
 
 @dataclass
 class CalibrateJob(Job):
-    """output: the hardware config that is written; the measurements are written next to it, as .json.
+    """The job of `calibrate`. output: the hardware config; the measurements are written next to it,
+    as .json.
 
-    setups: <ranks>x<threads> that are measured; None: one rank on one core and on all, and a rank a
-    core. clock=cpu counts the process's own CPU seconds, for a machine that others use; it measures
-    one rank with one thread.
+    setups: the <ranks>x<threads> to measure; None: one rank on one core, one rank on all cores, and
+    one rank per core. clock=cpu counts the process's CPU seconds, for a machine that others use; it
+    measures one rank with one thread.
     """
 
     name: str = "measured"

@@ -40,7 +40,7 @@ from pipeline.training.trainer import Trainer
 NUM_BATCHES = 24
 NUM_BANDS = 48  # of rows, in a frequency curve
 ROUNDS, STEPS = 3, 8
-# A round of long steps needs few of them. Two rounds warm up memory and oneDNN's products.
+# A round of long steps needs few steps. Two rounds warm up memory and oneDNN's products.
 MIN_STEPS, ROUND_S, WARM_UP_S = 2, 0.12, 0.4
 PLAN_S = 2.0
 NUM_DENSE = 13
@@ -52,11 +52,12 @@ CPU_RANK = HardwareConfig(
 
 @dataclass(frozen=True)
 class SmallJob:
-    """rows, pooling: of each feature, a table each. skew: the first x of the rows have
-    x^(1/skew) of the lookups. batch: of a rank. model: fields of its config.
+    """A small training. rows, pooling: of each feature; each feature has a table. skew: the first x
+    of the rows get x^(1/skew) of the lookups.
 
-    sharding: the one type that all tables have; None: as the planner chooses. calibration: a file by which the planner shortens
-    the predicted step (planner.objective=step_time).
+    batch: per rank. model: fields of its config. sharding: the type of all tables; None: as the
+    planner chooses. calibration: a file with which the planner shortens the predicted step
+    (planner.objective=step_time).
     """
 
     rows: list[int]
@@ -122,7 +123,7 @@ class SmallJob:
         return resolve_job(self.config(world_size, hardware), self.dataset(), world_size)
 
     def request(self, world_size: int) -> tuple[ResolvedJob, PlanRequest]:
-        """What a plan of the job is made for."""
+        """Return the inputs of a plan of this job."""
         resolved = self.resolve(world_size)
         request = PlanRequest(
             resolved.plain_tables,
@@ -135,13 +136,13 @@ class SmallJob:
         return resolved, request
 
     def amounts(self, world_size: int, threads: int, placements: list[Placement]) -> dict[str, float]:
-        """What a step of the job consists of, as a prediction counts it."""
+        """Return the amounts of work in a step, as a prediction counts them."""
         resolved, request = self.request(world_size)
         return step_request(resolved, request, None, threads).amounts(placements)
 
 
 def small_jobs(draw: random.Random) -> Iterator[SmallJob]:
-    """Jobs of all kinds whose steps take some milliseconds."""
+    """Generate jobs of all kinds whose steps take some milliseconds."""
     while True:
         kind = draw.choice(("dlrm", "dlrm", "dlrm", "dlrm_dcn", "dcnv2", "deepfm", "wide_deep"))
         dim, count = draw.choice((8, 16, 16, 32, 64)), draw.choice((4, 8, 13, 20, 26))
@@ -173,10 +174,13 @@ def _layers(draw: random.Random) -> list[int]:
 
 
 class InMemoryTraining:
-    """A small job made ready to step. Collective: every rank builds it and runs the same steps."""
+    """A small job that is ready to run steps.
+
+    Collective: every rank builds it and runs the same steps.
+    """
 
     def __init__(self, job: SmallJob, context: DistributedContext, by_cpu: bool = False) -> None:
-        """by_cpu: seconds are CPU seconds of this process, which other programs do not lengthen."""
+        """by_cpu: measure CPU seconds of this process, which other programs do not lengthen."""
         self.job, self._context, self._rate = job, context, "samples_per_cpu_s" if by_cpu else "samples_per_s"
         self.resolved = job.resolve(context.world_size)
         self.assembly: ShardedModel = build_sharded_model(self.resolved, context)
@@ -185,24 +189,24 @@ class InMemoryTraining:
         self._batches = draw_batches(job, context.rank)
 
     def run(self, rounds: int = ROUNDS, steps: int = STEPS) -> tuple[float, float]:
-        """Median seconds of a step over the rounds, and their spread.
+        """Return the median seconds of a step over the rounds, and their spread.
 
-        Two rounds before, and each round's first step, are not timed; if steps are long a round has
-        fewer than `steps`.
+        Two rounds before, and the first step of each round, are not timed. If steps are long, a
+        round has fewer than `steps`.
         """
         cold_s = self._round(MIN_STEPS)
         steps = self._steps_of(ROUND_S, self._round(self._steps_of(WARM_UP_S, cold_s, steps)), steps)
         return median_and_spread([self._round(steps) for _ in range(rounds)])
 
     def _steps_of(self, seconds: float, step_s: float, most: int) -> int:
-        """Collective: as many as rank 0 says."""
+        """Collective: return rank 0's number of steps for `seconds`."""
         steps = torch.tensor([max(min(MIN_STEPS, most), min(most, int(seconds / step_s)))])
         if self._context.world_size > 1:
             dist.broadcast(steps, 0)
         return int(steps)
 
     def _round(self, steps: int) -> float:
-        """Seconds of a step."""
+        """Run a round and return the seconds of a step."""
         job = self.resolved.job
         parts = TrainingParts(
             model=self.assembly.model,
@@ -228,7 +232,7 @@ def with_shardings(jobs: list[SmallJob]) -> list[SmallJob]:
 
 
 class TimedTrainings:
-    """Time jobs, each one several times; the fastest time counts. Collective: every rank has one."""
+    """Time each job several times and keep the fastest time. Collective: every rank has one."""
 
     def __init__(self, context: DistributedContext, threads: int, by_cpu: bool) -> None:
         self._context, self._threads, self._by_cpu = context, threads, by_cpu
@@ -239,7 +243,7 @@ class TimedTrainings:
         InMemoryTraining(job, self._context, self._by_cpu)
 
     def time(self, number: int, job: SmallJob) -> None:
-        """Nothing if the job's tables cannot be sharded as it says."""
+        """Time a job. Do nothing if its tables cannot be sharded as it says."""
         try:
             training = InMemoryTraining(job, self._context, self._by_cpu)
         except UserError:
@@ -249,7 +253,7 @@ class TimedTrainings:
         self._jobs[number] = job, placements_of(training.assembly.plan.plan)
 
     def timed_jobs(self, setup: str) -> dict[int, TimedJob]:
-        """The times with each job's amounts, which are recorded now."""
+        """Return the times with each job's amounts of work, which are recorded now."""
         found = {}
         for number, (seconds, spread) in self._times.items():
             job, placements = self._jobs[number]
@@ -278,7 +282,7 @@ def draw_batches(job: SmallJob, rank: int) -> list[Batch]:
 
 
 class BatchesInMemory:
-    """What Trainer asks of a ShardReader, over batches that lie in memory."""
+    """Provide what Trainer needs of a ShardReader, with batches in memory."""
 
     stall_seconds = 0.0
     config = ReaderConfig()
@@ -293,7 +297,7 @@ class BatchesInMemory:
 
 
 class NoCheckpoints:
-    """What Trainer asks of a Checkpointer."""
+    """Provide what Trainer needs of a Checkpointer."""
 
     asynchronous = False
 

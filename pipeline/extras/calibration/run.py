@@ -1,4 +1,6 @@
-"""Run a calibration: ranks of every setup train the same small jobs, one setup after the other, in passes."""
+"""Run a calibration: ranks of every setup train the same small jobs, one setup after the other, in
+passes.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,11 @@ from pipeline.planner.step_time.calibration import (
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.logs import get_logger
 
-PASSES = 3  # the fastest counts: another guest of the processor slows a machine down for seconds
-MAX_JOBS, MIN_JOBS = 200, 12  # of a setup; a busy machine takes longer than asked for
-START_S = 8.0  # a setup: imports, compiled kernels, recording of layers
-ENDS_AFTER, GRACE_S = 6.0, 240.0  # budgets, and seconds on a busy machine: then a rank hangs
+PASSES = 3  # the fastest pass counts, because other guests slow down a virtual machine for seconds
+MAX_JOBS, MIN_JOBS = 200, 12  # of a setup; a busy machine takes longer than requested
+START_S = 8.0  # per setup: imports, compiled kernels, recording of layers
+# multiples of the time, and seconds on a busy machine, after which a rank counts as hanging
+ENDS_AFTER, GRACE_S = 6.0, 240.0
 REFERENCE_SIZE = 384  # of the square product that is repeated throughout
 SEED = 16
 logger = get_logger(__name__)
@@ -47,7 +50,9 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Setup:
-    """Ranks of one host, each with `threads`, and the jobs that they train: as many as `seconds` allow."""
+    """Ranks of one host, each with `threads`, and the jobs that they train: as many as fit in
+    `seconds`.
+    """
 
     ranks: int
     threads: int
@@ -55,7 +60,7 @@ class Setup:
     folder: str
     seconds: float = math.inf
     by_cpu: bool = False
-    speeds: bool = True  # measure Speeds too
+    speeds: bool = True  # also measure Speeds
 
     @property
     def name(self) -> str:
@@ -64,7 +69,9 @@ class Setup:
 
 @dataclass
 class Found:
-    """jobs: by their number in the setup's list; reference: seconds of the repeated operation."""
+    """The result of a setup. jobs: by their number in the setup's list; reference: seconds of the
+    repeated operation.
+    """
 
     jobs: dict[int, TimedJob]
     reference: list[float]
@@ -73,7 +80,10 @@ class Found:
 
 
 def calibrate(job: CalibrateJob) -> Calibration:
-    """Takes about job.seconds. Raises TrainingError if the machine was too busy, or a rank ended."""
+    """Calibrate in about job.seconds.
+
+    Raises TrainingError if the machine was too busy, or a rank ended.
+    """
     if best_here() != "cpu":
         logger.warning("calibrate measures CPU ranks only: steps on GPUs are predicted from the data sheet")
     started = time.monotonic()
@@ -95,13 +105,15 @@ def calibration_setups(job: CalibrateJob, folder: str) -> list[Setup]:
 
 
 def default_setups(cores: int) -> list[str]:
-    """One rank on one core, one rank on all cores, and as many ranks as share memory."""
+    """Return one rank on one core, one rank on all cores, and as many ranks as the host exchange
+    supports.
+    """
     ranks = max(count for count in (1, 2, 4, 8) if count <= cores)
     return list(dict.fromkeys(("1x1", f"1x{cores}", f"{ranks}x{cores // ranks}")))
 
 
 def calibration_of(job: CalibrateJob, found: Sequence[Found], seconds: float) -> Calibration:
-    """Raises TrainingError if the machine was too busy."""
+    """Return the calibration. Raises TrainingError if the machine was too busy."""
     speeds: dict[str, object] = {}
     for each in found:
         speeds |= each.speeds
@@ -129,18 +141,18 @@ def calibration_of(job: CalibrateJob, found: Sequence[Found], seconds: float) ->
 
 
 def run_in_turns(setups: Sequence[Setup]) -> list[Found]:
-    """Train all setups' jobs, a pass of each setup after the other.
+    """Train all setups' jobs in passes: one pass of each setup after the other.
 
-    A rented machine is slower for a minute now and then. In turns, that minute is one pass of every
-    setup, and the other passes make up for it.
+    A rented machine is sometimes slower for a minute. With passes, that minute affects one pass of
+    every setup, and the other passes compensate.
 
     Raises:
-        TrainingError: a rank has ended, or was silent for too long.
+        TrainingError: a rank has ended, or did not answer in time.
     """
     with ExitStack() as stack:
         running = [stack.enter_context(_Ranks(setup)) for setup in setups]
         for each in running:
-            each.receive()  # starting is not measured
+            each.receive()  # the start is not measured
         for _ in range(PASSES):
             for each in running:
                 each.take_turn()
@@ -187,7 +199,7 @@ class _Ranks:
             pipe.send("go")
 
     def receive(self) -> object:
-        """Rank 0's message, after one from each rank."""
+        """Wait for a message of each rank and return rank 0's."""
         seconds = ENDS_AFTER * (min(self._setup.seconds, 600.0) + START_S) + GRACE_S
         name = self._setup.name
         found = []
@@ -210,13 +222,15 @@ class _Ranks:
 
 
 def _busy_seconds() -> float:
-    """CPU seconds of all cores; time that the hypervisor gave to others counts."""
+    """Return the CPU seconds of all cores, including time that the hypervisor gave to other
+    machines.
+    """
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system + getattr(times, "steal", 0.0) + getattr(times, "softirq", 0.0))
 
 
 def _own_seconds() -> float:
-    """CPU seconds of this process and its children."""
+    """Return the CPU seconds of this process and its children."""
     found = 0.0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         try:
@@ -266,12 +280,13 @@ def _run_rank(rank: int, setup: Setup, pipe: Connection) -> None:
     speeds = dict(measure_host() if rank == 0 and setup.name == "1x1" else {}) if setup.speeds else {}
     if setup.speeds and setup.ranks > 1:
         speeds |= measure_exchange(context)
-    dist.destroy_process_group()  # layers are recorded as where a plan is made
+    # layers are recorded without a process group, as when a plan is made
+    dist.destroy_process_group()
     pipe.send(Found(trainings.timed_jobs(setup.name) if rank == 0 else {}, reference, speeds))
 
 
 def _agree(wanted: bool) -> bool:
-    """Rank 0's answer on every rank. Collective."""
+    """Collective: return rank 0's answer on every rank."""
     import torch
     import torch.distributed as dist
 

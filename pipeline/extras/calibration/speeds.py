@@ -1,4 +1,6 @@
-"""Measure directly what no small training tells: peaks, copies, exchanges, the disk and the reader."""
+"""Measure directly what small trainings do not show: peaks, copies, exchanges, the disk and the
+reader.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ REPEATS = 8
 
 
 def seconds_of(call: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Median of some calls, after one that warms up."""
+    """Return the median time of some calls, after one warm-up call."""
     times = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
@@ -41,7 +43,7 @@ def seconds_of(call: Callable[[], object], repeats: int = REPEATS) -> float:
 
 
 def measure_host() -> dict[str, object]:
-    """Fields of Speeds that one rank measures."""
+    """Return the fields of Speeds that one rank measures."""
     square = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE)
     half = square.bfloat16()
     into, source = torch.empty(COPY_BYTES // 4), torch.ones(COPY_BYTES // 4)
@@ -59,7 +61,7 @@ def measure_host() -> dict[str, object]:
 
 
 def measure_exchange(context: DistributedContext) -> dict[str, float]:
-    """GB/s and microseconds of an all-to-all in shared memory. Collective."""
+    """Collective: return GB/s and microseconds of an all-to-all in shared memory."""
     exchange = connect(context, 60.0)
     if exchange is None:
         return {}
@@ -95,7 +97,7 @@ def _seconds_of_write(folder: Path) -> float:
 
 
 def _row_us(folder: Path, columns: int) -> float:
-    """Microseconds of a row, from decoding to the batch, of a file that is in memory."""
+    """Return the microseconds from decoding a row to the batch, for a file in the page cache."""
     dataset = _write_shard(folder, columns)
     reader = ShardReader(
         str(folder), dataset, "train", global_batch_size=BATCH, rank=0, world_size=1, config=ReaderConfig(), seed=0

@@ -1,4 +1,6 @@
-"""Compress tables in rarer ways: tensor trains, path-based rows, coprime remainders and partitions that are given."""
+"""Compress tables in rarer ways: tensor trains, path-based rows, coprime remainders and given
+partitions.
+"""
 
 COMPONENTS = {"compression": "pipeline.extras.compression"}
 FUNCTIONS = {"partitions_of": "pipeline.extras.compression.partitions:partitions_of"}

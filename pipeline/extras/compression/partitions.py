@@ -1,6 +1,8 @@
-"""Partition ids by coprime remainders, or by classes that are given (arXiv 1909.02107), for kind=quotient_remainder.
+"""Partition ids by coprime remainders or by given classes (arXiv 1909.02107), for
+kind=quotient_remainder.
 
-Remainders by bases b1 .. bk tell n ids apart if the bases are pairwise coprime and b1 * ... * bk >= n (section 3).
+Remainders by bases b1 .. bk distinguish n ids if the bases are pairwise coprime and b1 * ... * bk
+>= n (section 3).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ ARRAY_CODES = {1: "b", 2: "h", 4: "i", 8: "q"}
 
 @dataclass(frozen=True)
 class Given:
-    """The class of an id is classes[id]."""
+    """A given partition: the class of an id is classes[id]."""
 
     part: str
     num_classes: int
@@ -44,7 +46,7 @@ class Given:
         return np.asarray(self.classes).astype(np.int64, copy=False)[ids]
 
     def frequencies(self, table: Table) -> RowFrequencies | None:
-        """Unknown: no data say how lookups fall on given groups."""
+        """Return None: the data do not tell how often given groups are looked up."""
         return None
 
 
@@ -61,15 +63,17 @@ def _given(table: Table, config: CompressionConfig) -> list[Given]:
     num_ids = table.num_embeddings
     key = f"tables.{table.config_name}.compression"
     if bool(config.assignments) == (config.assignments_file is not None):
-        raise ConfigError(f"{key}: scheme=given wants one of assignments (lists of classes by id) and assignments_file")
+        raise ConfigError(f"{key}: scheme=given needs either assignments (lists of classes by id) or assignments_file")
     if config.bases or config.ratio is not None or config.num_partitions is not None:
         raise ConfigError(
-            f"{key}: scheme=given takes its sizes from the assignments; leave out bases, ratio, num_partitions"
+            f"{key}: scheme=given takes its sizes from the assignments; remove bases, ratio, num_partitions"
         )
     if config.assignments_file is not None:
         path = Path(config.assignments_file)
         if not path.is_file():
-            raise ConfigError(f"{key}.assignments_file={path} is no file; write it with numpy.save, [partitions, ids]")
+            raise ConfigError(
+                f"{key}.assignments_file={path} is not a file; write it with numpy.save, [partitions, ids]"
+            )
         stamp = path.stat()
         columns = _columns_of_file(
             str(path), (stamp.st_mtime_ns, stamp.st_size), num_ids, f"{key}.assignments_file={path}"
@@ -81,12 +85,14 @@ def _given(table: Table, config: CompressionConfig) -> list[Given]:
 
 
 def _check_given(what: str, columns: Sequence[Sequence[int]], num_ids: int) -> None:
-    """Raises ConfigError unless every id has a class in each partition and no two ids have all classes in common."""
+    """Raise ConfigError unless every id has a class in each partition and no two ids have equal
+    classes in all partitions.
+    """
     for index, column in enumerate(columns):
         if len(column) != num_ids:
-            raise ConfigError(f"{what}: partition {index} assigns {len(column):,} ids, and the table has {num_ids:,}")
+            raise ConfigError(f"{what}: partition {index} assigns {len(column):,} ids, but the table has {num_ids:,}")
         if (least := min(column)) < 0:
-            raise ConfigError(f"{what}: partition {index} has a class {least}; classes count from 0")
+            raise ConfigError(f"{what}: partition {index} has a class {least}; classes start at 0")
     first: dict[int, int] = {}
     bases = [max(column) + 1 for column in columns]
     for row, classes in enumerate(zip(*columns, strict=True)):
@@ -102,24 +108,26 @@ def _check_given(what: str, columns: Sequence[Sequence[int]], num_ids: int) -> N
 
 @lru_cache(maxsize=8)
 def _columns_of_file(path: str, stamp: tuple[int, int], num_ids: int, what: str) -> tuple[array[int], ...]:
-    """Read and checked once, as long as the file's `stamp` stays."""
+    """Read and check the file once, as long as its `stamp` does not change."""
     columns = _read_columns(path, what)
     _check_given(what, columns, num_ids)
     return columns
 
 
 def _read_columns(path: str, what: str) -> tuple[array[int], ...]:
-    """The rows of a .npy file [partitions, ids] of integers, without numpy: jobs are checked where there is none."""
+    """Read the rows of a .npy file [partitions, ids] of integers without numpy, because jobs are
+    checked without it.
+    """
     wanted = f"{what} must be a .npy file [partitions, ids] of integers (numpy.save)"
     with open(path, "rb") as file:
         if file.read(6) != NUMPY_MAGIC:
-            raise ConfigError(f"{wanted}; it is no .npy file")
+            raise ConfigError(f"{wanted}; it is not a .npy file")
         major = file.read(2)[0]
         (length,) = struct.unpack("<H", file.read(2)) if major == 1 else struct.unpack("<I", file.read(4))
         header = ast.literal_eval(file.read(length).decode("latin1"))
         shape, descr = header["shape"], str(header["descr"])
         if len(shape) != 2 or descr[0] not in "<|" or descr[1] not in "iu" or header["fortran_order"]:
-            raise ConfigError(f"{wanted}; it holds {descr} of shape {list(shape)}")
+            raise ConfigError(f"{wanted}; it has {descr} of shape {list(shape)}")
         code = ARRAY_CODES[int(descr[2:])]
         columns = []
         for _ in range(shape[0]):
@@ -130,12 +138,12 @@ def _read_columns(path: str, what: str) -> tuple[array[int], ...]:
 
 
 def check_bases(name: str, bases: Sequence[int], num_ids: int) -> None:
-    """Raises ConfigError if two ids would get the same code."""
+    """Raise ConfigError if two ids would get the same code."""
     wanted = balanced_bases(num_ids, len(bases))
     if (product := math.prod(bases)) < num_ids:
         raise ConfigError(
-            f"tables.{name}.compression.bases={list(bases)} tell {product:,} ids apart, and the table has {num_ids:,}: "
-            f"make their product at least that, e.g. {wanted}"
+            f"tables.{name}.compression.bases={list(bases)} distinguish {product:,} ids, but the "
+            f"table has {num_ids:,}: make their product at least that, e.g. {wanted}"
         )
     for left, right in combinations(bases, 2):
         if (common := math.gcd(left, right)) > 1:
@@ -147,7 +155,9 @@ def check_bases(name: str, bases: Sequence[int], num_ids: int) -> None:
 
 
 def balanced_bases(num_ids: int, num_bases: int) -> list[int]:
-    """Return coprime bases of about num_ids ** (1 / num_bases) each: the fewest classes in all."""
+    """Return coprime bases of about num_ids ** (1 / num_bases) each, which gives the fewest classes
+    in total.
+    """
     root = max(2, math.ceil(num_ids ** (1 / num_bases) - 1e-9))
     start = max(2, root - 2 * num_bases)
     while math.prod(found := coprime_from(start, num_bases)) < num_ids:
@@ -156,7 +166,9 @@ def balanced_bases(num_ids: int, num_bases: int) -> list[int]:
 
 
 def bases_within(num_ids: int, num_bases: int, max_classes: int) -> list[int] | None:
-    """Return one large base and small others, coprime, of `max_classes` in all or a little less; None if that is too few."""
+    """Return one large base and several small ones, all coprime, with at most `max_classes` in
+    total; None if that is too few.
+    """
     if sum(balanced_bases(num_ids, num_bases)) > max_classes:
         return None
     small = 2
@@ -167,13 +179,16 @@ def bases_within(num_ids: int, num_bases: int, max_classes: int) -> list[int] | 
             first -= 1
         if first > 1 and first * math.prod(others) >= num_ids:
             return [first, *others]
-        if first <= small:  # rounding left no room for a large one
+        if first <= small:  # rounding left no space for a large base
             return balanced_bases(num_ids, num_bases)
         small += 1
 
 
 def coprime_from(start: int, count: int) -> list[int]:
-    """`count` pairwise coprime numbers from `start` on, each the next that is coprime to those before."""
+    """Return `count` pairwise coprime numbers from `start` on.
+
+    Each is the next number that is coprime to the earlier ones.
+    """
     found: list[int] = []
     candidate = start
     while len(found) < count:

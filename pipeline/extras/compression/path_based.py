@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Paths:
-    """A base table of `num_rows`, chosen by the remainder, and a small network for each of `num_buckets` quotients."""
+    """A base table of `num_rows` rows, chosen by the remainder, and a small network for each of
+    `num_buckets` quotients.
+    """
 
     num_rows: int
     num_buckets: int
@@ -31,9 +33,11 @@ class Paths:
 
 @register("compression", "path_based")
 class PathBased(CompressionKind):
-    """Row of an id: W2[q] relu(W1[q] base[r] + b1[q]) + b2[q], of remainder r and quotient q. Batched over all ids.
+    """Compute the row of an id with remainder r and quotient q as W2[q] relu(W1[q] base[r] + b1[q])
+    + b2[q].
 
-    The networks are dense parameters: hidden_weight [buckets, hidden, D], output_weight [buckets, D, hidden].
+    All ids of a batch are computed together. The networks are dense parameters: hidden_weight
+    [buckets, hidden, D], output_weight [buckets, D, hidden].
     """
 
     settings = ("ratio", "num_rows", "hidden_size", "max_ids_per_bag")
@@ -47,23 +51,25 @@ class PathBased(CompressionKind):
 
     @cached_property
     def paths(self) -> Paths:
-        """Raises ConfigError where the numbers do not fit the table."""
+        """Return the paths. Raises ConfigError if the numbers do not fit the table."""
         config, num_ids, dim = self.config, self.table.num_embeddings, self.table.embedding_dim
         hidden, each = config.hidden_size, network_numbers(dim, config.hidden_size)
         if config.num_rows is not None:
             if config.ratio is not None:
-                raise ConfigError(f"{self.key}: num_rows and ratio both say the size; leave one out")
+                raise ConfigError(f"{self.key}: num_rows and ratio both set the size; remove one")
             if config.num_rows > num_ids:
                 raise ConfigError(
-                    f"{self.key}.num_rows={config.num_rows:,}, but the table has {num_ids:,} ids: a base table of more rows has some that "
-                    "no id looks up; use fewer, or kind=none"
+                    f"{self.key}.num_rows={config.num_rows:,}, but the table has {num_ids:,} ids: "
+                    "no id would look up the additional rows of the base table; use fewer rows, "
+                    "or kind=none"
                 )
             return Paths(config.num_rows, -(-num_ids // config.num_rows), hidden)
         cheapest = min(num_ids, max(1, round(math.sqrt(num_ids * each / dim))))
         limit = self.budget()
         if limit is None:
             return Paths(cheapest, -(-num_ids // cheapest), hidden)
-        # Rows and networks cost num_rows * dim + num_ids / num_rows * each: the larger root leaves most to the rows.
+        # Rows and networks cost num_rows * dim + num_ids / num_rows * each. The larger root leaves
+        # most to the rows.
         num_rows = min(num_ids, limit // dim)
         while num_rows >= cheapest and num_rows * dim + -(-num_ids // num_rows) * each > limit:
             num_rows -= max(1, (num_rows * dim + -(-num_ids // num_rows) * each - limit) // (2 * dim))
@@ -71,8 +77,8 @@ class PathBased(CompressionKind):
             least = cheapest * dim + -(-num_ids // cheapest) * each
             raise ConfigError(
                 f"{self.key}.ratio={config.ratio:g} is more than paths of {hidden} hidden units can reach for {num_ids:,} ids, which is "
-                f"{num_ids * dim / least:.3g}; lower it, use a smaller hidden_size, or leave such tables out with "
-                f"min_rows={num_ids + 1}"
+                f"{num_ids * dim / least:.3g}; lower it, use a smaller hidden_size, or exclude "
+                f"such tables with min_rows={num_ids + 1}"
             )
         return Paths(num_rows, -(-num_ids // num_rows), hidden)
 
@@ -82,14 +88,17 @@ class PathBased(CompressionKind):
         return [self.part("remainder", num_rows, frequencies=curve)]
 
     def split(self, index: int) -> Split:
-        """The rows of the base table, by their slots in the bag, and all buckets of the bag in one feature."""
+        """Return the rows of the base table by their slots in the bag, and all buckets of the bag
+        in one feature.
+        """
         from pipeline.embeddings.bags import by_slot
 
         num_rows, slots = self.paths.num_rows, [slot for slot in self.slots(index) if slot is not None]
         what = f"feature {self.table.feature_names[index]!r} of table {self.table.name!r}"
 
         def split(bags: Bags) -> Iterator[tuple[str, Bags]]:
-            rows = Bags(bags.ids % num_rows, bags.lengths)  # a weight is of what the network makes of a row
+            # a weight applies to the output of the network
+            rows = Bags(bags.ids % num_rows, bags.lengths)
             if not slots:
                 yield self.feature(index, "remainder"), rows
             else:
@@ -103,7 +112,9 @@ class PathBased(CompressionKind):
         return self.paths.num_buckets * network_numbers(self.table.embedding_dim, self.paths.hidden_size)
 
     def initial_parameters(self) -> dict[str, torch.Tensor]:
-        """Networks keep the spread of the base rows, so that rows have the spread that the table's init asks for."""
+        """Return initial networks that keep the variance of the base rows, so that rows have the
+        variance of the table's init.
+        """
         import torch
 
         dim, buckets, hidden = self.table.embedding_dim, self.paths.num_buckets, self.paths.hidden_size
@@ -121,7 +132,9 @@ class PathBased(CompressionKind):
         features: KeyedJaggedTensor,
         index: int,
     ) -> torch.Tensor:
-        """[batch, D]: each id's row of the base goes through the small network of its bucket, and a bag's are pooled."""
+        """Return [batch, D]: each id's base row goes through the network of its bucket, and the
+        rows of a bag are pooled.
+        """
         import torch
 
         from pipeline.embeddings.bags import pool_rows

@@ -18,14 +18,17 @@ if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 DEFAULT_RANK = 16
-# Where the first two cores have no more pairs, one product of all of them costs less than a product for each id of a batch.
+# If the first two cores have no more pairs than this, one product of all pairs is cheaper than one
+# per id.
 MAX_PAIRS = 4096
-LEAST = 2.0  # standard deviations; TT-Rec leaves out what is nearer to zero
+LEAST = 2.0  # standard deviations; TT-Rec excludes numbers nearer to zero
 
 
 @dataclass(frozen=True)
 class Cores:
-    """Cores [rows[0], dims[0], rank], [rows[1], rank, dims[1], rank], [rows[2], rank, dims[2]]."""
+    """The sizes of the cores: [rows[0], dims[0], rank], [rows[1], rank, dims[1], rank], [rows[2],
+    rank, dims[2]].
+    """
 
     rows: tuple[int, int, int]
     dims: tuple[int, int, int]
@@ -39,10 +42,12 @@ class Cores:
 
 @register("compression", "tensor_train")
 class TensorTrain(CompressionKind):
-    """Row of id (i1, i2, i3), the digits of the id: first[i1] second[i2] third[i3], reshaped to [D].
+    """Compute the row of id (i1, i2, i3), the digits of the id, as first[i1] second[i2] third[i3],
+    reshaped to [D].
 
-    first [n1, d1, r], second [n2, r, d2 r], third [n3, r, d3], all dense parameters, a copy on every rank. Rows are made
-    for the ids of the batch alone, by batched matrix products, and so are their gradients.
+    first [n1, d1, r], second [n2, r, d2 r], third [n3, r, d3] are dense parameters, with a copy on
+    every rank. Rows and their gradients are computed for the ids of the batch only, by batched
+    matrix products.
     """
 
     carries_weights = True
@@ -52,7 +57,10 @@ class TensorTrain(CompressionKind):
 
     @cached_property
     def cores(self) -> Cores:
-        """Raises ConfigError where factors do not cover the table, or no rank is small enough."""
+        """Return the cores.
+
+        Raises ConfigError if factors do not cover the table, or no rank is small enough.
+        """
         config, num_ids, dim = self.config, self.table.num_embeddings, self.table.embedding_dim
         rows = tuple(config.row_factors) or _factors_above(num_ids)
         dims = tuple(config.dim_factors) or _factors_of(dim)
@@ -67,7 +75,7 @@ class TensorTrain(CompressionKind):
                 f"{list(_factors_of(dim))}"
             )
         if config.rank is not None and config.ratio is not None:
-            raise ConfigError(f"{self.key}: rank and ratio both say the size; leave one out")
+            raise ConfigError(f"{self.key}: rank and ratio both set the size; remove one")
         limit = self.budget()
         rank = config.rank or DEFAULT_RANK
         if limit is not None:
@@ -98,7 +106,7 @@ class TensorTrain(CompressionKind):
 
     def initial_parameters(self) -> dict[str, torch.Tensor]:
         (n1, n2, n3), (d1, d2, d3), rank = self.cores.rows, self.cores.dims, self.cores.rank
-        # The product of a row's cores is a sum of rank^2 terms, each of three numbers.
+        # The product of a row's cores is a sum of rank^2 terms of three numbers each.
         std = (self.row_std() / rank) ** (1 / 3)
         return {
             "first": away_from_zero(n1, d1, rank) * std,
@@ -119,7 +127,7 @@ class TensorTrain(CompressionKind):
         return pool_rows(self.rows_of(parameters, bags.values()), bags)
 
     def rows_of(self, parameters: Mapping[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-        """[ids] -> [ids, D]."""
+        """Map [ids] to rows [ids, D]."""
         import torch
 
         first, second, third = (parameters[name] for name in ("first", "second", "third"))
@@ -132,12 +140,12 @@ class TensorTrain(CompressionKind):
 
 
 def _products(first: torch.Tensor, second: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-    """[ids] of (i1, i2) -> [ids, d1 d2, r]."""
+    """Map pairs (i1, i2) [ids] to products [ids, d1 d2, r]."""
     import torch
 
     (n2, rank, columns), d1 = second.shape, first.shape[1]
     left, right = first.index_select(0, pairs // n2), second.index_select(0, pairs % n2)
-    # Every size is given: torch cannot infer one in a batch without ids.
+    # All sizes are given, because torch cannot infer one for a batch without ids.
     return torch.bmm(left, right).reshape(left.shape[0], d1 * columns // rank, rank)
 
 
@@ -150,9 +158,11 @@ def _products_of_all(first: torch.Tensor, second: torch.Tensor, pairs: torch.Ten
 
 
 def away_from_zero(*shape: int) -> torch.Tensor:
-    """Sample a normal distribution without its middle, of standard deviation 1, as TT-Rec's sampled Gaussian (section 4.2).
+    """Sample a normal distribution without its middle, scaled to standard deviation 1 (TT-Rec's
+    sampled Gaussian, section 4.2).
 
-    Sums of products of such numbers come nearest to the uniform distribution that embedding tables are initialized with.
+    Sums of products of such numbers come closest to the uniform distribution that embedding tables
+    are initialized with.
     """
     import torch
 
@@ -165,14 +175,14 @@ def away_from_zero(*shape: int) -> torch.Tensor:
 
 
 def _factors_above(num_ids: int) -> tuple[int, int, int]:
-    """Three factors as even as can be whose product is num_ids or little more."""
+    """Return three similar factors whose product is num_ids or slightly more."""
     first = max(1, math.ceil(round(num_ids ** (1 / 3), 9)))
     second = max(1, math.ceil(round(math.sqrt(num_ids / first), 9)))
     return first, second, max(1, -(-num_ids // (first * second)))
 
 
 def _factors_of(dim: int) -> tuple[int, int, int]:
-    """Three factors of `dim`, as even as can be, in ascending order."""
+    """Return three similar factors of `dim` in ascending order."""
     choices = [
         (a, b, dim // (a * b))
         for a in range(1, dim + 1)

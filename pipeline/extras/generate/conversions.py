@@ -1,9 +1,11 @@
-"""Generate impressions with clicks, and conversions that follow on clicks, from a planted teacher: a TSV with a header.
+"""Generate impressions with clicks, and conversions after clicks, from a planted teacher: a TSV
+with a header.
 
-The logit of a click is the sum of effects of user and item and of one for each pair of the user's group and the item's
-category. That of a conversion after a click is such a sum too, correlated with the click's by `dependence`: who is clicked
-more converts more, so that rows that were clicked are not like all rows. The true probabilities of a click, and of a
-conversion after one, go to `<output>.teacher.parquet`.
+The logit of a click is the sum of an effect of the user, one of the item, and one of each pair of
+the user's group and the item's category. The logit of a conversion after a click is such a sum too.
+It is correlated with the click's logit by `dependence`: users who click more also convert more, so
+clicked rows differ from all rows. The true probabilities of a click, and of a conversion after a
+click, are written to `<output>.teacher.parquet`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ FEATURES = ("user_id", "user_group", "item_id", "item_category")
 
 @dataclass(frozen=True)
 class Impressions:
-    """Numbers from 0 of each row's user, group, item and category, [rows] each."""
+    """Numbers, from 0, of each row's user, group, item and category, [rows] each."""
 
     users: np.ndarray
     groups: np.ndarray
@@ -32,7 +34,9 @@ class Impressions:
 
 @dataclass(frozen=True)
 class Effects:
-    """On one logit: users [num_users], items [num_items], pairs [num_groups, num_categories]; `scale` and `bias` of their sum."""
+    """Effects on one logit: users [num_users], items [num_items], pairs [num_groups,
+    num_categories]; `scale` and `bias` of the sum.
+    """
 
     users: np.ndarray
     items: np.ndarray
@@ -60,12 +64,15 @@ class Funnel:
         return Impressions(users, self.user_groups[users], items, self.item_categories[items])
 
     def probabilities(self, rows: Impressions) -> np.ndarray:
-        """[rows, 2]: of a click, and of a conversion after a click."""
+        """Return [rows, 2]: the probability of a click, and of a conversion after a click."""
         return np.stack([sigmoid(self.click.logits(rows)), sigmoid(self.conversion.logits(rows))], axis=1)
 
 
 def make_funnel(config: ConversionsConfig) -> Funnel:
-    """Both logits have standard deviation config.teacher_scale over impressions, their means config's rates."""
+    """Make the teacher.
+
+    Both logits have standard deviation config.teacher_scale; the mean rates are the config's.
+    """
     random = np.random.default_rng([config.seed, 0])
     groups = random.integers(0, config.num_groups, config.num_users)
     categories = random.integers(0, config.num_categories, config.num_items)
@@ -102,7 +109,7 @@ def _fitted(effects: Effects, rows: Impressions, scale: float, rate: float) -> E
 
 
 def sample_labels(random: np.random.Generator, probabilities: np.ndarray) -> np.ndarray:
-    """[rows, 2] int8: clicks, and conversions of the rows that were clicked."""
+    """Return [rows, 2] int8: clicks, and conversions of clicked rows."""
     drawn = (random.random(probabilities.shape) < probabilities).astype(np.int8)
     drawn[:, 1] *= drawn[:, 0]
     return drawn
@@ -111,7 +118,7 @@ def sample_labels(random: np.random.Generator, probabilities: np.ndarray) -> np.
 def sample_rows(
     config: ConversionsConfig, funnel: Funnel, random: np.random.Generator, num_rows: int
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """The columns, and the true probabilities [rows, 2]."""
+    """Return the columns, and the true probabilities [rows, 2]."""
     rows = funnel.sample(config, random, num_rows)
     probabilities = funnel.probabilities(rows)
     labels = sample_labels(random, probabilities)
@@ -119,7 +126,10 @@ def sample_rows(
 
 
 def write_source(config: ConversionsConfig, output: str, threads: int | None = None) -> None:
-    """Write `output` (TSV) and its side file of true probabilities; equal config, equal bytes."""
+    """Write `output` (TSV) and its side file of true probabilities.
+
+    An equal config gives equal bytes.
+    """
     funnel = make_funnel(config)
     write_tsv(
         config,

@@ -1,9 +1,10 @@
-"""Generate users' histories and clicks on a target item, from a planted teacher: a TSV with a header.
+"""Generate users' histories and clicks on a target item, from a planted teacher: a TSV with a
+header.
 
-The logit is the effect of the dwell time of the last item of the history that has the target's category, 0 where none has
-it, and an effect of the target. Neither the dwell times of a history nor its categories tell by themselves which dwell time
-goes with the target's: that takes their positions together. The true probability of every row goes to
-`<output>.teacher.parquet`.
+The logit is an effect of the target plus the effect of the dwell time of the last item in the
+history that has the target's category (0 if there is none). The dwell times alone, or the
+categories alone, do not tell which dwell time counts: a model needs the pairs at each position. The
+true probability of every row is written to `<output>.teacher.parquet`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ COLUMNS = ("label", "item_id", "category", "history", "history_category", "histo
 
 @dataclass(frozen=True)
 class Behaviour:
-    """Numbers from 0: targets [rows]; items and dwells [rows, max_length], of which the first `lengths` [rows] count."""
+    """Numbers from 0: targets [rows]; items and dwells [rows, max_length], of which the first
+    `lengths` [rows] count.
+    """
 
     targets: np.ndarray
     items: np.ndarray
@@ -31,7 +34,7 @@ class Behaviour:
 
     @property
     def present(self) -> np.ndarray:
-        """[rows, max_length] bool"""
+        """Return [rows, max_length] bool: whether the position counts."""
         return np.arange(self.items.shape[1]) < self.lengths[:, None]
 
 
@@ -55,7 +58,7 @@ class Interest:
 
 
 def make_interest(config: HistoriesConfig) -> Interest:
-    """Clicks come at config.positive_rate."""
+    """Make the teacher. The rate of clicks is config.positive_rate."""
     random = np.random.default_rng([config.seed, 0])
     categories = np.arange(config.num_items) % config.num_categories
     effects = np.linspace(-1.0, 1.0, config.num_dwells) if config.num_dwells > 1 else np.ones(1)
@@ -69,7 +72,10 @@ def make_interest(config: HistoriesConfig) -> Interest:
 def sample_behaviour(
     config: HistoriesConfig, interest: Interest, random: np.random.Generator, num_rows: int
 ) -> Behaviour:
-    """Histories of different categories, but for `repeats`; the target has one of them at `match_rate`."""
+    """Sample histories of different categories, except for `repeats`.
+
+    The target has one of the categories at `match_rate`.
+    """
     count, length = config.num_categories, config.max_length
     order = np.argsort(random.random((num_rows, count)), axis=1)
     categories = order[:, :length].copy()
@@ -77,7 +83,8 @@ def sample_behaviour(
     again = random.random((num_rows, length)) < config.repeats
     again[:, 0] = False
     earlier = (random.random((num_rows, length)) * np.arange(length)).astype(np.int64)
-    for position in range(1, length):  # one after the other, for what is repeated may be a repetition
+    # one after the other, because a repeated position may be repeated again
+    for position in range(1, length):
         chosen = again[:, position]
         categories[chosen, position] = categories[chosen, earlier[chosen, position]]
     picked = (random.random(num_rows) * np.maximum(lengths, 1)).astype(np.int64)
@@ -92,7 +99,7 @@ def sample_behaviour(
 
 
 def _item_of(config: HistoriesConfig, random: np.random.Generator, categories: np.ndarray) -> np.ndarray:
-    """An item of each category, evenly: item i is of category i % num_categories."""
+    """Sample an item of each category uniformly. The category of item i is i % num_categories."""
     held = (config.num_items - categories - 1) // config.num_categories + 1
     return categories + config.num_categories * (random.random(categories.shape) * held).astype(np.int64)
 
@@ -100,7 +107,7 @@ def _item_of(config: HistoriesConfig, random: np.random.Generator, categories: n
 def sample_rows(
     config: HistoriesConfig, interest: Interest, random: np.random.Generator, num_rows: int
 ) -> tuple[list[Any], np.ndarray]:
-    """The columns, and the true probability of each row."""
+    """Return the columns, and the true probability of each row."""
     rows = sample_behaviour(config, interest, random, num_rows)
     truth = interest.probabilities(rows)
     clicks = (random.random(num_rows) < truth).astype(np.int8)
@@ -115,7 +122,10 @@ def _joined(values: np.ndarray, lengths: np.ndarray) -> list[str]:
 
 
 def write_source(config: HistoriesConfig, output: str, threads: int | None = None) -> None:
-    """Write `output` (TSV) and its side file of true probabilities; equal config, equal bytes."""
+    """Write `output` (TSV) and its side file of true probabilities.
+
+    An equal config gives equal bytes.
+    """
     interest = make_interest(config)
     write_tsv(
         config, lambda random, num_rows: sample_rows(config, interest, random, num_rows), COLUMNS, output, threads

@@ -12,10 +12,10 @@ from pipeline.runtime.errors import ConfigError, check_above, check_at_least, ch
 @register("generator", "user_item")
 @dataclass
 class UserItemConfig(GeneratorConfig):
-    """A generated data set of users' clicks on items, for `python -m pipeline generate`: a TSV with a header.
+    """Settings of a generated data set of users' clicks on items: a TSV with a header.
 
-    Users and items have probability ~ rank^-exponent. Logits are dot products of planted vectors of `latent_dim` and have
-    standard deviation `teacher_scale`.
+    The probability of users and items is ~ rank^-exponent. Logits are dot products of planted
+    vectors of `latent_dim`, with standard deviation `teacher_scale`.
     """
 
     num_rows: int = 1_000_000
@@ -47,10 +47,12 @@ class UserItemConfig(GeneratorConfig):
 @register("generator", "conversions")
 @dataclass
 class ConversionsConfig(GeneratorConfig):
-    """A generated data set of clicks and of conversions that follow on them, for `python -m pipeline generate`: a TSV with a header.
+    """Settings of a generated data set of clicks and of conversions after clicks: a TSV with a
+    header.
 
-    click_rate is the mean over impressions, conversion_rate that of the probability to convert after a click, whether there is
-    one or not. dependence: the correlation of both logits, which have standard deviation `teacher_scale`.
+    click_rate: the mean over impressions. conversion_rate: the mean probability of a conversion
+    after a click, over all impressions. dependence: the correlation of both logits, which have
+    standard deviation `teacher_scale`.
     """
 
     num_rows: int = 1_000_000
@@ -85,13 +87,13 @@ class ConversionsConfig(GeneratorConfig):
 @register("generator", "histories")
 @dataclass
 class HistoriesConfig(GeneratorConfig):
-    """A generated data set of users' histories, for `python -m pipeline generate`: a TSV with a header.
+    """Settings of a generated data set of users' histories: a TSV with a header.
 
-    A click goes by the dwell time of the last item of the history that has the target's category, and by the target itself.
-    Lengths are drawn evenly from 0 to max_length. match_rate: of the targets, whose category is one of a history that has any.
-    repeats: the share of positions with a category that the history had
-    before; at 0 at most one item matches, and the order says nothing. `dwell_effect`, `item_effect`: standard deviations of
-    both effects on the logit.
+    A click depends on the target and on the dwell time of the last item in the history with the
+    target's category. Lengths are uniform from 0 to max_length. match_rate: the share of targets
+    whose category is in the history, if it is not empty. repeats: the share of positions with an
+    earlier category; with 0 at most one item matches, and the order does not matter. dwell_effect,
+    item_effect: standard deviations of both effects on the logit.
     """
 
     num_rows: int = 200_000
@@ -116,7 +118,8 @@ class HistoriesConfig(GeneratorConfig):
         check_within("data.generator.positive_rate", self.positive_rate, 0.001, 0.999)
         if self.max_length >= self.num_categories or self.num_categories > self.num_items:
             raise ConfigError(
-                f"data.generator.max_length={self.max_length} wants as many categories and one more, and each wants an item: "
+                f"data.generator.max_length={self.max_length} needs one more category than that, "
+                "and an item for each category: "
                 f"data.generator.num_categories={self.num_categories}, num_items={self.num_items}"
             )
 
@@ -129,11 +132,12 @@ class HistoriesConfig(GeneratorConfig):
 @register("generator", "tags")
 @dataclass
 class TagsConfig(GeneratorConfig):
-    """Generated items with weighted tags, for `python -m pipeline generate`: a TSV with a header.
+    """Settings of generated items with weighted tags: a TSV with a header.
 
-    A click goes by the sum of the effects of the row's tags, each times its weight, and by the item. A row has from none to
-    max_tags different tags, of weights of mean 1 from an exponential distribution; `plain_rate` of them have no weight, and count
-    1. `tag_effect`, `item_effect`: standard deviations of the effect of one tag and of one item on the logit.
+    A click depends on the item and on the sum of the effects of the row's tags, each times its
+    weight. A row has 0 to max_tags different tags. Weights are exponential with mean 1; a share of
+    `plain_rate` has no weight and counts 1. tag_effect, item_effect: standard deviations of the
+    effect of one tag and of one item on the logit.
     """
 
     num_rows: int = 200_000
@@ -155,7 +159,8 @@ class TagsConfig(GeneratorConfig):
         check_within("data.generator.positive_rate", self.positive_rate, 0.001, 0.999)
         if self.max_tags > self.num_tags:
             raise ConfigError(
-                f"data.generator.max_tags={self.max_tags} different tags of a row are more than tags.num_tags={self.num_tags}"
+                f"data.generator.max_tags={self.max_tags} different tags in a row are more than "
+                f"tags.num_tags={self.num_tags}"
             )
 
     def write_source(self, output: str, threads: int | None = None) -> None:

@@ -1,7 +1,9 @@
-"""Generate items with weighted tags, `tag:weight`, and clicks on them, from a planted teacher: a TSV with a header.
+"""Generate items with weighted tags, `tag:weight`, and clicks on them, from a planted teacher: a
+TSV with a header.
 
-The logit is the sum of the effects of the row's tags, each times its weight, and an effect of the item. Who does not read the
-weights knows half of that sum at most. The true probability of every row goes to `<output>.teacher.parquet`.
+The logit is an effect of the item plus the sum of the effects of the row's tags, each times its
+weight. A model that ignores the weights knows at most half of that sum. The true probability of
+every row is written to `<output>.teacher.parquet`.
 """
 
 from __future__ import annotations
@@ -16,17 +18,19 @@ from pipeline.extras.generate.kinds import TagsConfig
 from pipeline.extras.generate.text import write_tsv
 
 COLUMNS = ("label", "item_id", "tags")
-PLACES = 3  # of a weight's text
+PLACES = 3  # decimals of a weight
 
 
 @dataclass(frozen=True)
 class TaggedRows:
-    """Numbers from 0: items [rows]; tags and weights [rows, max_tags], of which the first `lengths` [rows] count."""
+    """Numbers from 0: items [rows]; tags and weights [rows, max_tags], of which the first `lengths`
+    [rows] count.
+    """
 
     items: np.ndarray
     tags: np.ndarray
     weights: np.ndarray
-    is_plain: np.ndarray  # [rows, max_tags] bool: of weight 1, which the text leaves out
+    is_plain: np.ndarray  # [rows, max_tags] bool: the weight is 1 and is not written
     lengths: np.ndarray
 
 
@@ -44,7 +48,7 @@ class TagEffects:
 
 
 def make_effects(config: TagsConfig) -> TagEffects:
-    """Clicks come at config.positive_rate."""
+    """Make the teacher. The rate of clicks is config.positive_rate."""
     random = np.random.default_rng([config.seed, 0])
     tags = config.tag_effect * random.normal(0, 1, config.num_tags)
     effects = TagEffects(tags, config.item_effect * random.normal(0, 1, config.num_items), 0.0)
@@ -64,7 +68,7 @@ def sample_tags(config: TagsConfig, random: np.random.Generator, num_rows: int) 
 def sample_rows(
     config: TagsConfig, effects: TagEffects, random: np.random.Generator, num_rows: int
 ) -> tuple[list[Any], np.ndarray]:
-    """The columns, and the true probability of each row."""
+    """Return the columns, and the true probability of each row."""
     rows = sample_tags(config, random, num_rows)
     truth = sigmoid(effects.logits(rows))
     labels = (random.random(num_rows) < truth).astype(np.int8)
@@ -84,6 +88,9 @@ def _texts(rows: TaggedRows) -> list[str]:
 
 
 def write_source(config: TagsConfig, output: str, threads: int | None = None) -> None:
-    """Write `output` (TSV) and its side file of true probabilities; equal config, equal bytes."""
+    """Write `output` (TSV) and its side file of true probabilities.
+
+    An equal config gives equal bytes.
+    """
     effects = make_effects(config)
     write_tsv(config, lambda random, num_rows: sample_rows(config, effects, random, num_rows), COLUMNS, output, threads)

@@ -29,13 +29,13 @@ def write_tsv(
     threads: int | None,
     labels: Sequence[str] = (TEACHER_COLUMN,),
 ) -> None:
-    """Write `output` and its side file of true probabilities; equal config, equal bytes."""
+    """Write `output` and its side file of true probabilities. An equal config gives equal bytes."""
 
     def chunk_text(chunk: int) -> tuple[bytes, np.ndarray]:
         random = np.random.default_rng([config.seed, 2, chunk])
         values, probabilities = sample(random, min(ROWS_PER_CHUNK, config.num_rows - chunk * ROWS_PER_CHUNK))
         sink = pa.BufferOutputStream()
-        if chunk == 0:  # pyarrow would put the names in quotes
+        if chunk == 0:  # pyarrow would quote the names
             sink.write("\t".join(columns).encode() + b"\n")
         options = pa.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
         table = pa.table([pa.array(column) for column in values], names=list(columns))

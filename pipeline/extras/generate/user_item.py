@@ -1,8 +1,9 @@
 """Generate clicks of users on items from planted vectors of both: a TSV with a header.
 
-Users and items come by power laws. A click's logit is the dot product of the user's and the item's vector, plus a bias of
-each; a third of a vector's variance is its group's or genre's. No sum of effects of single features reaches it, while
-matrix factorisation can say all of it. The true probability of every row goes to `<output>.teacher.parquet`.
+Users and items follow power laws. A click's logit is the dot product of the user's and the item's
+vector plus a bias of each. A third of a vector's variance comes from its group or genre. Sums of
+effects of single features cannot represent the logit, but matrix factorization can. The true
+probability of every row is written to `<output>.teacher.parquet`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ GROUP_SHARE = 1 / 3  # of a vector's variance
 
 @dataclass(frozen=True)
 class Taste:
-    """Vectors are [users or items, latent_dim]; groups, genres, biases have one value each."""
+    """Vectors [users or items, latent_dim]; groups, genres and biases have one value each."""
 
     users: np.ndarray
     items: np.ndarray
@@ -41,7 +42,11 @@ class Taste:
 
 
 def make_taste(config: UserItemConfig) -> Taste:
-    """The logits' standard deviation is config.teacher_scale, their mean probability config.positive_rate."""
+    """Make the teacher.
+
+    The logits have standard deviation config.teacher_scale and mean probability
+    config.positive_rate.
+    """
     random = np.random.default_rng([config.seed, 0])
     users, user_groups = _vectors(random, config.num_users, config.num_groups, config.latent_dim)
     items, item_genres = _vectors(random, config.num_items, config.num_genres, config.latent_dim)
@@ -59,14 +64,14 @@ def make_taste(config: UserItemConfig) -> Taste:
 
 
 def _vectors(random: np.random.Generator, count: int, num_groups: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """(vectors [count, dim], each vector's group [count])."""
+    """Return (vectors [count, dim], each vector's group [count])."""
     groups = random.integers(0, num_groups, count)
     centres = random.normal(0, GROUP_SHARE**0.5, (num_groups, dim))
     return centres[groups] + random.normal(0, (1 - GROUP_SHARE) ** 0.5, (count, dim)), groups
 
 
 def sample_pairs(config: UserItemConfig, random: np.random.Generator, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Users and items of `num_rows` rows, counted from 0, sampled apart from each other."""
+    """Sample users and items of `num_rows` rows independently. Numbers start at 0."""
     users = power_law(random.random(num_rows), config.num_users, config.user_exponent) - 1
     return users, power_law(random.random(num_rows), config.num_items, config.item_exponent) - 1
 
@@ -74,7 +79,7 @@ def sample_pairs(config: UserItemConfig, random: np.random.Generator, num_rows: 
 def sample_rows(
     config: UserItemConfig, taste: Taste, random: np.random.Generator, num_rows: int
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """The columns, and the true probability of each row."""
+    """Return the columns, and the true probability of each row."""
     users, items = sample_pairs(config, random, num_rows)
     probabilities = taste.probabilities(users, items)
     clicks = (random.random(len(users)) < probabilities).astype(np.int8)
@@ -82,6 +87,9 @@ def sample_rows(
 
 
 def write_source(config: UserItemConfig, output: str, threads: int | None = None) -> None:
-    """Write `output` (TSV) and its side file of true probabilities; equal config, equal bytes."""
+    """Write `output` (TSV) and its side file of true probabilities.
+
+    An equal config gives equal bytes.
+    """
     taste = make_taste(config)
     write_tsv(config, lambda random, num_rows: sample_rows(config, taste, random, num_rows), COLUMNS, output, threads)

@@ -1,4 +1,4 @@
-"""Run all checks of a job's nodes, and report what they found."""
+"""Run all checks of a job's nodes, and report the results."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pipeline.extras.nodes.software import NodeFacts, gpu_problems, node_facts
 from pipeline.runtime.process.distributed import DistributedContext
 
 SLOW_LINK = 0.5  # of the median
-SHOWN_NODES = 16  # for more nodes, the slowest links are listed instead of the matrix
+SHOWN_NODES = 16  # with more nodes, the slowest links are listed instead of the matrix
 GB = 1e9
 
 
 @dataclass(frozen=True)
 class Limits:
-    """min_gb_per_s: of every link; 0: not known. max_clock_skew_s: between any two nodes."""
+    """Limits. min_gb_per_s: of every link; 0: unknown. max_clock_skew_s: between any two nodes."""
 
     min_gb_per_s: float = 0.0
     max_clock_skew_s: float = 1.0
@@ -27,7 +27,9 @@ class Limits:
 
 @dataclass
 class NodesReport:
-    """nodes: by the lowest rank of each. clocks: seconds ahead of the first node, and the bound of that estimate."""
+    """The result. nodes: by the lowest rank of each. clocks: seconds ahead of the first node, and
+    the bound of this estimate.
+    """
 
     world_size: int
     backend: str
@@ -44,9 +46,12 @@ class NodesReport:
 
 
 def check_nodes(context: DistributedContext, folder: str, megabytes: float, limits: Limits) -> NodesReport:
-    """Collective: the same report on all ranks. `folder`: a shared one; empty: none is checked."""
+    """Collective: return the same report on all ranks. folder: a shared folder; empty: do not check
+    a folder.
+    """
     gathered = gather(context, node_facts())
-    # Agents that share a host, as when a cluster is tried on one machine, count as nodes of their own.
+    # Agents that share a host, as when a cluster is simulated on one machine, count as separate
+    # nodes.
     places = [f"{facts.host}/{rank // context.local_world_size}" for rank, facts in enumerate(gathered)]
     members = sorted(places.index(place) for place in set(places))
     num_bytes = int(megabytes * 1e6)
@@ -65,7 +70,7 @@ def check_nodes(context: DistributedContext, folder: str, megabytes: float, limi
 
 
 def find_problems(report: NodesReport, limits: Limits) -> list[str]:
-    """Return what would end, slow down or spoil a run, each with what to do."""
+    """Return what would end, slow down or corrupt a run, each with the fix."""
     found = []
     for package in sorted({package for facts in report.nodes.values() for package in facts.versions}):
         hosts = defaultdict(list)
@@ -77,7 +82,7 @@ def find_problems(report: NodesReport, limits: Limits) -> list[str]:
     found += [f"{facts.host}: {text}" for facts in report.nodes.values() for text in gpu_problems(facts)]
     most = max(len(facts.gpus) for facts in report.nodes.values())
     if short := [facts.host for facts in report.nodes.values() if len(facts.gpus) < most]:
-        advice = "drain it, or ask for nodes of one kind"
+        advice = "drain it, or request nodes of one kind"
         found.append(f"{_some(short)}: fewer GPUs than the {most} of other nodes; {advice}")
     found += [*_link_problems(report, limits), *_clock_problems(report, limits)]
     return [*found, *(report.folder.problems if report.folder else [])]
@@ -94,7 +99,7 @@ def _link_problems(report: NodesReport, limits: Limits) -> list[str]:
     named = _some([f"{hosts[each.source]} -> {hosts[each.target]} {speeds[each]:.2f}" for each in slow])
     return [
         f"{len(slow)} of {len(speeds)} links are under {floor:.2f} GB/s (median {median:.2f}): {named}; "
-        "the slowest link sets every step's pace: leave out a node that is in most of them"
+        "the slowest link limits every step: exclude a node that is in most of these links"
     ]
 
 
@@ -106,7 +111,7 @@ def _clock_problems(report: NodesReport, limits: Limits) -> list[str]:
         return []
     return [
         f"the clock of {late} is {skew:.2f} s ahead of the clock of {early}, more than {limits.max_clock_skew_s:g} s: "
-        "logs and events cannot be put in order; start chrony or ntpd there"
+        "logs and events cannot be sorted; start chrony or ntpd there"
     ]
 
 
@@ -115,7 +120,9 @@ def _some(names: list[str], count: int = 4) -> str:
 
 
 def describe(report: NodesReport) -> str:
-    """Return the matrix of links, one line a measure, and the problems."""
+    """Return the report as text: the matrix of links, one line per measurement, and the
+    problems.
+    """
     lines = [f"{len(report.nodes)} node(s), {report.world_size} rank(s), {report.backend}"]
     for rank, facts in report.nodes.items():
         gpus = f", {len(facts.gpus)} x {facts.gpus[0]['name']}" if facts.gpus else ", no GPU"
@@ -125,11 +132,12 @@ def describe(report: NodesReport) -> str:
     lines += _describe_links(report)
     if report.world_size > 1:
         speed = report.all_to_all_bytes_per_s / GB
-        lines.append(f"all-to-all of {report.megabytes:g} MB a rank: {speed:.2f} GB/s sent by each rank")
+        lines.append(f"all-to-all of {report.megabytes:g} MB per rank: {speed:.2f} GB/s sent by each rank")
     if report.folder:
         found = report.folder
         lines.append(
-            f"shared folder: a renamed file is seen after {found.visible_after_s * 1e3:.0f} ms, {found.replaces_seen} of "
+            f"shared folder: a renamed file is visible after {found.visible_after_s * 1e3:.0f} "
+            f"ms, {found.replaces_seen} of "
             f"{REPLACES} replacements were seen by a reader, writes {found.write_bytes_per_s / GB:.2f} GB/s with fsync, "
             f"{found.free_bytes / 2**30:.0f} GiB free"
         )

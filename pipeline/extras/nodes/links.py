@@ -1,8 +1,8 @@
 """Measure the links between nodes and their clocks, by the process group that training would use.
 
-One rank of each node sends to one rank of another, all pairs in rounds in which no node takes part
-twice (the circle method of round-robin tournaments): H nodes take H - 1 rounds. Every rank calls all
-functions that are collective.
+One rank of each node sends to one rank of another node. All pairs take turns in rounds in which
+each node takes part once (the circle method of round-robin tournaments): H nodes take H - 1 rounds.
+Every rank calls all collective functions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Link:
-    """From the rank of one node to the rank of another. latency_s: of a message of 8 bytes, one way."""
+    """A link from the rank of one node to the rank of another. latency_s: of a message of 8 bytes,
+    one way.
+    """
 
     source: int
     target: int
@@ -34,14 +36,14 @@ class Link:
 
 
 def gather(context: DistributedContext, value: Value) -> list[Value]:
-    """Collective: the value of each rank, on all ranks."""
+    """Collective: return the value of each rank on all ranks."""
     found: list[Value] = [value] * context.world_size
     dist.all_gather_object(found, value)
     return found
 
 
 def rounds_of_pairs(members: list[int]) -> list[list[tuple[int, int]]]:
-    """Pair each two members once, in rounds of pairs that share no member."""
+    """Pair all members with each other, in rounds of pairs that share no member."""
     ring: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
     rounds = []
     for _ in range(len(ring) - 1):
@@ -53,7 +55,7 @@ def rounds_of_pairs(members: list[int]) -> list[list[tuple[int, int]]]:
 
 
 def measure_links(context: DistributedContext, members: list[int], num_bytes: int) -> list[Link]:
-    """Collective: both directions between each two of `members`, one rank of each node."""
+    """Collective: measure both directions between all pairs of `members`, one rank of each node."""
     own = []
     small, large = (torch.ones(n, device=context.device) for n in (2, max(1, num_bytes // 4)))
     for pairs in rounds_of_pairs(members):
@@ -63,7 +65,7 @@ def measure_links(context: DistributedContext, members: list[int], num_bytes: in
                 continue
             other, begins = (second, True) if context.rank == first else (first, False)
             latency_s = min(_exchange(small, small, other, begins) for _ in range(EXCHANGES)) / 2
-            for sends in (begins, not begins):  # the large message goes there, then comes from there
+            for sends in (begins, not begins):  # the large message is sent, then received
                 messages = (large, small) if sends else (small, large)
                 times = [_exchange(*messages, other, sends) for _ in range(REPEATS + 1)][1:]
                 if sends:
@@ -88,12 +90,14 @@ def _exchange(sent: torch.Tensor, answer: torch.Tensor, other: int, begins: bool
 
 
 def _wait(tensor: torch.Tensor) -> None:
-    """Wait until the device has computed the tensor: reading one of its numbers does that."""
+    """Wait until the device has computed the tensor, by reading one of its numbers."""
     tensor.view(-1)[-1].item()
 
 
 def measure_all_to_all(context: DistributedContext, num_bytes: int) -> float:
-    """Collective: the bytes a second that the slowest rank sends while all exchange `num_bytes`."""
+    """Collective: return the bytes per second that the slowest rank sends while all ranks exchange
+    `num_bytes`.
+    """
     share = max(1, num_bytes // 4 // context.world_size)
     sent = torch.ones(share * context.world_size, device=context.device)
     received, times = torch.empty_like(sent), []
@@ -110,9 +114,10 @@ def measure_all_to_all(context: DistributedContext, num_bytes: int) -> float:
 def clock_offsets(
     context: DistributedContext, members: list[int], clock: Callable[[], float] = time.time
 ) -> dict[int, tuple[float, float]]:
-    """Collective: how many seconds the clock of each of `members` is ahead of the clock of rank 0, and the error bound.
+    """Collective: return by how many seconds the clock of each of `members` is ahead of rank 0's,
+    and the error bound.
 
-    Cristian's algorithm (1989): half the round trip of the quickest exchange is the bound.
+    Cristian's algorithm (1989): the bound is half the round trip of the fastest exchange.
     """
     own: dict[int, tuple[float, float]] = {0: (0.0, 0.0)}
     message = torch.zeros(1, dtype=torch.float64, device=context.device)

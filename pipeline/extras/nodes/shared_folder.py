@@ -1,7 +1,8 @@
-"""Check that a folder is one and the same on all nodes, and does what checkpoints and leases need.
+"""Check that a folder is the same on all nodes, and that it does what checkpoints and leases need.
 
-They need three things: other nodes see a file soon after it is renamed into place, a rename
-replaces a file as a whole, and if many create a name exclusively, one of them succeeds.
+They need three things: other nodes see a file soon after it is renamed into place; a rename
+replaces a file completely; and if several processes create a name exclusively, one of them
+succeeds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ STALE = 116  # ESTALE of NFS: the open file was removed; training opens it again
 
 @dataclass
 class FolderFacts:
-    """What was measured. `problems`: what would break a run, each with what to do."""
+    """The measurements. `problems`: what would break a run, each with the fix."""
 
     visible_after_s: float = 0.0
     replaces_seen: int = 0
@@ -38,9 +39,11 @@ class FolderFacts:
 
 
 def check_folder(context: DistributedContext, folder: str) -> FolderFacts:
-    """Collective: the same facts on all ranks. Writes below `folder`/.node_check-*, and removes that.
+    """Collective: return the same facts on all ranks.
 
-    What a file system refuses is a problem, not an exception: all ranks stay together.
+    Writes below `folder`/.node_check-* and removes it.
+
+    An error of the file system is a problem, not an exception, so that all ranks stay together.
     """
     place = Path(folder) / gather(context, f".node_check-{os.getpid()}-{time.time_ns()}")[0]
     facts = FolderFacts()
@@ -55,7 +58,7 @@ def check_folder(context: DistributedContext, folder: str) -> FolderFacts:
 
 
 def _attempt(action: Callable[[], object]) -> str:
-    """Return why `action` failed, "" if it did not."""
+    """Return why `action` failed, or "" if it succeeded."""
     try:
         action()
     except OSError as error:
@@ -64,7 +67,7 @@ def _attempt(action: Callable[[], object]) -> str:
 
 
 def _on_rank_0(context: DistributedContext, action: Callable[[], object]) -> str:
-    """Run `action` on rank 0. Returns on all ranks why it failed."""
+    """Run `action` on rank 0. Return on all ranks why it failed."""
     return gather(context, _attempt(action) if context.is_main else "")[0]
 
 
@@ -77,7 +80,7 @@ def _check_visible(context: DistributedContext, place: Path, facts: FolderFacts)
         (place / "staged").rename(place / "seen")
 
     if error := _on_rank_0(context, publish):
-        text = f"{place.parent}: {error}; give a folder that exists and that rank 0 may write to"
+        text = f"{place.parent}: {error}; give an existing folder that rank 0 can write to"
         facts.problems.append(text)
         return
     begun = time.monotonic()
@@ -93,7 +96,7 @@ def _check_visible(context: DistributedContext, place: Path, facts: FolderFacts)
 
 
 def _check_exclusive(context: DistributedContext, place: Path, facts: FolderFacts) -> None:
-    """Check that of all ranks that create the same name at once, one succeeds."""
+    """Check that one rank succeeds if all ranks create the same name at the same time."""
     for turn in range(TURNS):
         dist.barrier()
         states = gather(context, _create(place / f"only-{turn}"))
@@ -102,8 +105,9 @@ def _check_exclusive(context: DistributedContext, place: Path, facts: FolderFact
             facts.problems.append(f"{place.parent}: {errors[0]}; every rank must be able to write there")
         elif len(makers) != 1:
             facts.problems.append(
-                f"exclusive creation: {len(makers)} ranks ({makers}) made the same file; leases cannot keep two "
-                "runs apart here: use another file system, or an object store with conditional writes"
+                f"exclusive creation: {len(makers)} ranks ({makers}) created the same file; "
+                "leases cannot separate two runs here: use another file system, or an object "
+                "store with conditional writes"
             )
         if facts.problems:
             return
@@ -120,7 +124,7 @@ def _create(path: Path) -> str:
 
 
 def _check_replaces(context: DistributedContext, place: Path, facts: FolderFacts) -> None:
-    """Check that the other ranks read whole files while rank 0 replaces one by renames."""
+    """Check that the other ranks read complete files while rank 0 replaces a file by renames."""
     target, done, seen = place / "replaced", place / "done", set[int]()
     error = _on_rank_0(context, lambda: target.write_bytes(b"\0" * PIECE))
     if context.is_main:
@@ -132,7 +136,8 @@ def _check_replaces(context: DistributedContext, place: Path, facts: FolderFacts
     facts.replaces_seen = max(gather(context, len(seen)))
     if errors := [each for each in gather(context, error) if each]:
         facts.problems.append(
-            f"rename over a file that others read: {errors[0]}; checkpoints commit by rename: use another file system"
+            f"rename over a file that other ranks read: {errors[0]}; checkpoints commit by "
+            "rename: use another file system"
         )
 
 
@@ -144,7 +149,7 @@ def _replace(target: Path) -> None:
 
 
 def read_whole(path: Path, seen: set[int]) -> str:
-    """Read a file of equal bytes. Returns what is wrong with it; adds its byte to `seen` if nothing is."""
+    """Read a file of equal bytes. Return what is wrong with it, or add its byte to `seen`."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -156,7 +161,7 @@ def read_whole(path: Path, seen: set[int]) -> str:
 
 
 def _check_writes(context: DistributedContext, place: Path, facts: FolderFacts) -> None:
-    """Measure how fast rank 0 writes durably, and how much is free."""
+    """Measure how fast rank 0 writes durably, and how much space is free."""
 
     def write() -> None:
         begun = time.perf_counter()

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "pyarrow", "torchrec-pipeline")
-GPU_FIELDS = {  # of nvidia-smi --query-gpu -> key in NodeFacts.gpus
+GPU_FIELDS = {  # field of nvidia-smi --query-gpu -> key in NodeFacts.gpus
     "index": "index", "name": "name", "driver_version": "driver", "memory.total": "memory_mib", "memory.used": "used_mib",
     "ecc.errors.uncorrected.volatile.total": "ecc_errors", "temperature.gpu": "celsius",
     "clocks_event_reasons.hw_slowdown": "slowdown",
@@ -67,7 +67,7 @@ def gpu_problems(facts: NodeFacts) -> list[str]:
             errors = f"{gpu['ecc_errors']} uncorrected memory error(s)"
             found.append(f"{name}: {errors}; reset it, or drain the node")
         if gpu["celsius"].isdigit() and int(gpu["celsius"]) >= HOT_CELSIUS:
-            found.append(f"{name}: {gpu['celsius']} degrees Celsius; it slows down from about {HOT_CELSIUS} on")
+            found.append(f"{name}: {gpu['celsius']} degrees Celsius; it slows down above about {HOT_CELSIUS}")
         if gpu["slowdown"] == "Active":
             reason = "slowed down by its hardware (heat or power)"
             found.append(f"{name}: {reason}; see nvidia-smi -q -d PERFORMANCE")

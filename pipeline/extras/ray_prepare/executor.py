@@ -1,7 +1,8 @@
-"""Run the tasks of a preparation on a Ray cluster that is there already.
+"""Run the tasks of a preparation on an existing Ray cluster.
 
-Tasks exchange files, not objects: what a worker or a whole node leaves behind when it dies are folders without a mark,
-and Ray runs its tasks again on those that are left. The driver is on the head node; the same command resumes after the finished tasks.
+Tasks exchange files, not objects. If a worker or a node dies, it leaves folders without a
+completion mark, and Ray runs its tasks again on the remaining nodes. The driver is on the head
+node. Run the same command again to resume after the finished tasks.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from pipeline.runtime.storage import storage
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-PROBE = "seen-by-all"  # a file of the staging folder that every worker must see
+PROBE = "seen-by-all"  # a file in the staging folder that every worker must see
 CONNECT_S = 20.0
-TRANSIENT = [OSError]  # a store or a shared file system that did not answer
+TRANSIENT = [OSError]  # errors of a store or a shared file system that did not answer
 logger = get_logger(__name__)
 
 
@@ -49,7 +50,7 @@ class RayExecutor:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Raises ConfigError if no cluster answers, or a task fits no node."""
+        """Connect. Raises ConfigError if no cluster answers, or a task fits no node."""
         recipe = self._recipe
         with _connected(self._config):
             _check_tasks_fit(recipe.resources.threads, recipe.resources.memory_bytes)
@@ -66,7 +67,9 @@ class RayExecutor:
         sizes: Sequence[float],
         at_once: int = 1,
     ) -> Iterator[Result]:
-        """See Executor.map. Ray's dashboard shows tasks by `description`; if one fails, the waiting ones are cancelled.
+        """See Executor.map.
+
+        Ray's dashboard shows tasks by `description`. If a task fails, waiting tasks are cancelled.
 
         Raises:
             Exception: the exception of the task.
@@ -93,7 +96,7 @@ class RayExecutor:
 
 
 def _call(task: Callable[[Recipe, Item], Result], recipe: Recipe, item: Item) -> Result:
-    """On a worker."""
+    """Run a task on a worker."""
     load_plugins(recipe.plugins)
     if not storage.is_file(recipe.path(PROBE)):
         raise DataError(
@@ -105,7 +108,7 @@ def _call(task: Callable[[Recipe, Item], Result], recipe: Recipe, item: Item) ->
 
 @contextmanager
 def _connected(config: RayConfig) -> Iterator[None]:
-    """Raises ConfigError where no cluster answers."""
+    """Connect to the cluster. Raises ConfigError if no cluster answers."""
     set_token_mode()
     address = config.address or os.environ.get("RAY_ADDRESS") or "auto"
     if silent := _silent(address):
@@ -124,7 +127,10 @@ def _connected(config: RayConfig) -> Iterator[None]:
 
 
 def _silent(address: str) -> str:
-    """Why nothing answers at an address of a host and a port; empty where something does. Ray itself tries for minutes, then aborts."""
+    """Return why nothing answers at a host and port; empty if something does.
+
+    Ray itself tries for minutes, then aborts.
+    """
     host, _, port = address.rpartition(":")
     if "://" in address or not port.isdigit():
         return ""
@@ -138,7 +144,7 @@ def _silent(address: str) -> str:
 def _no_cluster(address: str, why: str) -> str:
     return (
         f"engine=ray: no Ray cluster at ray.address={address} ({why}); start one (ray start --head), let "
-        "torchx run pipeline.prepare -j NODESx1 do it, or leave engine out for one machine"
+        "torchx run pipeline.prepare -j NODESx1 do it, or remove engine to use one machine"
     )
 
 
@@ -147,13 +153,14 @@ def _total(nodes: list[dict[str, Any]], resource: str) -> float:
 
 
 def _check_tasks_fit(cpus: int, memory_bytes: int) -> None:
-    """Raises ConfigError if a task fits no node: Ray would wait for ever."""
+    """Raise ConfigError if a task fits no node, because Ray would wait forever."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     fitting = [min(each.get("CPU", 0) // cpus, each.get("memory", 0) // memory_bytes) for each in nodes]
     if not any(fitting):
         largest: dict[str, float] = max(nodes, key=lambda each: each.get("memory", 0), default={})
         raise ConfigError(
-            f"a task takes threads={cpus} and memory_limit_gb={memory_bytes / 2**30:g}, and the largest of {len(nodes)} Ray "
+            f"a task needs threads={cpus} and memory_limit_gb={memory_bytes / 2**30:g}, but the "
+            f"largest of {len(nodes)} Ray "
             f"nodes offers {largest.get('CPU', 0):g} CPUs and {largest.get('memory', 0) / 2**30:.1f} GB: lower them, or start "
             "nodes with more (ray start --num-cpus, --memory)"
         )

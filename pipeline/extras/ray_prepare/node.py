@@ -1,8 +1,11 @@
-"""One node of a preparation by Ray:  python -m pipeline.extras.ray_prepare.node --address HOST:PORT -- data=... engine=ray
+"""Run one node of a preparation with Ray:  python -m pipeline.extras.ray_prepare.node --address
+HOST:PORT -- data=... engine=ray
 
-The same command on every node of an allocation. The first starts the head of a Ray cluster, runs `prepare` there and ends the
-cluster with it; the others join. It does what `ray symmetric-run` does, but it exits with the code of `prepare`, also where Ray did
-not start, and leaves other clusters on the host alone: symmetric-run (2.60) exits with 0 then, and ends by `ray stop`.
+Run the same command on every node of an allocation. The first node starts the head of a Ray
+cluster, runs `prepare` there and ends the cluster afterwards. The other nodes join. It does the
+same as `ray symmetric-run`, except that it exits with the code of `prepare`, even if Ray did not
+start, and does not stop other clusters on the host: symmetric-run (2.60) exits with 0 in that case,
+and ends by `ray stop`.
 """
 
 from __future__ import annotations
@@ -25,22 +28,24 @@ from pipeline.runtime.process.exit_codes import FAILED
 
 MEETING_S = 600  # how long a node waits for the head
 ENDING_S = 30
-STARTED = "Ray runtime started"  # of what `ray start` prints
-# Workers, which a node starts with itself, import what tasks need while the driver still starts.
+STARTED = "Ray runtime started"  # part of the output of `ray start`
+# Workers start with their node, and import what tasks need while the driver still starts.
 PRELOADED = ("pipeline.extras.ray_prepare.executor", "pipeline.data.prepare.prepare")
 Process = subprocess.Popen[bytes]
 
 
 def set_token_mode() -> None:
-    """`ray start` asks for a token where one lies in the home folder, `ray.init` does not send it: here both do."""
+    """Let `ray start` and `ray.init` agree on tokens: the first requires a token if the home folder
+    has one, the second does not send it.
+    """
     has_token = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     has_token = has_token or (Path.home() / ".ray" / "auth_token").is_file()
     os.environ.setdefault("RAY_AUTH_MODE", "token" if has_token else "disabled")
 
 
 def run_head(host: str, port: int, flags: list[str], words: list[str]) -> int:
-    """The exit code of `prepare`."""
-    folder = tempfile.mkdtemp(prefix="ray-")  # short: sockets lie in it
+    """Run the head and return the exit code of `prepare`."""
+    folder = tempfile.mkdtemp(prefix="ray-")  # a short path, because it contains sockets
     address = f"{_address_of(host)}:{port}"
     log = Path(folder) / "start.log"
     node = _start_node(
@@ -68,7 +73,7 @@ def run_head(host: str, port: int, flags: list[str], words: list[str]) -> int:
 
 
 def run_worker(host: str, port: int, flags: list[str]) -> int:
-    """0 once this node has joined: what becomes of the job, the head's code says."""
+    """Join and return 0. The head's exit code reports the result of the job."""
     if not _answers(host, port, None):
         print(
             f"error: the head of Ray, {host}:{port}, did not answer within {MEETING_S} s", file=sys.stderr, flush=True
@@ -98,7 +103,7 @@ def _start_node(words: list[str], log: Path) -> Process:
 
 
 def _end(node: Process) -> None:
-    """With all that it has started, and nothing else on this host."""
+    """End the node with everything that it has started, and nothing else on this host."""
     with suppress(psutil.Error):
         started = psutil.Process(node.pid).children(recursive=True)
         node.terminate()
@@ -115,7 +120,7 @@ def _pass_on_signals(process: Process) -> None:
 
 
 def _answers(host: str, port: int, node: Process | None) -> bool:
-    """Whether the head listens before its time is up, or before `node` has ended."""
+    """Return whether the head listens before the time limit and before `node` ends."""
     deadline = time.monotonic() + MEETING_S
     while time.monotonic() < deadline and (node is None or node.poll() is None):
         if _is_open(host, port):
@@ -125,7 +130,10 @@ def _answers(host: str, port: int, node: Process | None) -> bool:
 
 
 def _has_started(node: Process, log: Path) -> bool:
-    """The head listens before tasks can run on it; `ray start` says when they can."""
+    """Return whether tasks can run.
+
+    The head listens earlier; `ray start` prints when tasks can run.
+    """
     deadline = time.monotonic() + MEETING_S
     while time.monotonic() < deadline and node.poll() is None:
         if STARTED in log.read_text(errors="replace"):
@@ -145,7 +153,10 @@ def _address_of(host: str) -> str:
 
 
 def _is_head(host: str) -> bool:
-    """Slurm numbers its nodes, and the first is the head; elsewhere the host's addresses say."""
+    """Return whether this is the head.
+
+    With Slurm the first node is the head, otherwise the host's addresses decide.
+    """
     if "SLURM_NODEID" in os.environ:
         return os.environ["SLURM_NODEID"] == "0"
     own = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
@@ -161,15 +172,15 @@ def _free_port() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pipeline.extras.ray_prepare.node", description=__doc__)
     parser.add_argument(
-        "--address", required=True, help="HOST:PORT of the head, as all nodes know it; port 0: a free one"
+        "--address", required=True, help="HOST:PORT of the head, as all nodes know it; port 0: a free port"
     )
-    parser.add_argument("--memory-mb", type=int, default=0, help="of this node, for tasks; 0: as Ray finds it")
+    parser.add_argument("--memory-mb", type=int, default=0, help="of this node, for tasks; 0: Ray's default")
     parser.add_argument("--dashboard", action="store_true", help="start Ray's dashboard on the head")
     parser.add_argument("words", nargs="*", help="of prepare, behind --")
     typed = parser.parse_args()
     host, _, port = typed.address.rpartition(":")
     set_token_mode()
-    # Ray counts the host's cores, and a job may have some of them.
+    # Ray counts the host's cores, but a job may have only some of them.
     flags = [f"--num-cpus={os.environ.get('SLURM_CPUS_PER_TASK') or len(os.sched_getaffinity(0))}"]
     flags += [f"--memory={typed.memory_mb << 20}"] if typed.memory_mb else []
     if _is_head(host):

@@ -1,6 +1,8 @@
-"""Find the items of a two-tower's artifact: their ids, raw values and the ids of their other features.
+"""Find the items of a two-tower's artifact: their ids, raw values and the ids of their other
+features.
 
-They come from the data set, other features as the last training row of an item has them, or from a file of raw rows.
+They come from the data set, where other features are those of an item's last training row, or from
+a file of raw rows.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ logger = get_logger("pipeline.export")
 
 @dataclass(frozen=True)
 class Catalogue:
-    """`ids` [num_items] ascending, of the feature that names items; `vectors` [num_items, dim]."""
+    """The items.
+
+    `ids` [num_items] ascending, of the feature that names items; `vectors` [num_items, dim].
+    """
 
     ids: NDArray[np.int64]
     values: pa.Array
@@ -47,7 +52,9 @@ class Catalogue:
 def make_catalogue(
     tower: Tower, parts: RetrievalParts, dataset: Dataset, data_path: str, source: str | None, kept: KeptRows | None
 ) -> Catalogue:
-    """`tower` is the item's; `source` raw rows of items, None: all that the data set has; `kept` the item rows that stay.
+    """Make the catalogue. `tower` is the item's tower; `kept` are the item rows that stay.
+
+    source: raw rows of items; None: all items of the data set.
 
     Raises:
         ServingError: the item has no vocabulary or is a list, a row of `source` cannot be read, or there is no item.
@@ -56,7 +63,8 @@ def make_catalogue(
     if named.hash_size is not None or named.multi_hot:
         how = "hashed" if named.hash_size is not None else "a list"
         raise ServingError(
-            f"items are answered by their raw values, and {parts.item_feature!r} is {how}: prepare it as one value a row with "
+            f"the answer names items by raw value, but {parts.item_feature!r} is {how}: prepare "
+            "it as one value per row with "
             f"data.ids.{parts.item_feature}.kind=vocabulary"
         )
     features = tower.encoder.schema.features
@@ -73,17 +81,18 @@ def make_catalogue(
 
 
 def _whole(ids: NDArray[np.int64], vectors: Vectors, unknown: int, vocabulary: str) -> Catalogue:
-    """By ascending id; of several rows of an item the last counts."""
+    """Sort by ascending id. If an item has several rows, the last one counts."""
     ids, last = np.unique(ids[::-1], return_index=True)
     vectors = np.ascontiguousarray(vectors[::-1][last])
     if not len(ids):
         raise ServingError(
-            f"no item is known to the model ({unknown:,} are not): is retrieval.catalogue of the same items?"
+            f"the model knows none of the {unknown:,} items; check that retrieval.catalogue lists "
+            "the items of the data set"
         )
     if unknown:
-        logger.warning("%s items are left out: the model does not know them", f"{unknown:,}")
+        logger.warning("%s items are excluded, because the model does not know them", f"{unknown:,}")
     if not np.isfinite(vectors).all():
-        raise ServingError("an item's vector holds NaN or an infinity: export an earlier step (step=<number>)")
+        raise ServingError("an item's vector contains NaN or infinity: export an earlier step (step=<number>)")
     texts, wanted = [pa.array([], pa.large_string())], ids
     for first, batch in read_values(vocabulary):
         count = int(np.searchsorted(wanted, first + len(batch)))
@@ -119,7 +128,7 @@ def _from_dataset(
 
 
 def _row_groups(dataset: Dataset, data_path: str, columns: list[str]) -> Iterator[pa.Table]:
-    """Of the training rows, in the order of the files."""
+    """Iterate over the row groups of the training rows, in the order of the files."""
     for file in dataset.splits["train"].files:
         with storage.open_file(storage.join(data_path, file.path), "rb") as raw, pq.ParquetFile(raw) as opened:
             for number in range(opened.num_row_groups):
@@ -138,7 +147,7 @@ def _column_bag(feature: RawFeature, table: pa.Table) -> Bag:
 
 
 def _from_file(tower: Tower, parts: RetrievalParts, source: str) -> Iterator[tuple[NDArray[np.int64], list[Bag]]]:
-    """Of raw rows with the item's columns."""
+    """Iterate over raw rows with the item's columns."""
     sources = find_sources(source)
     kind = format_of(sources, tower.columns)
     position = [feature.name for feature in tower.encoder.schema.features].index(parts.item_feature)

@@ -1,4 +1,6 @@
-"""Certify a two-tower's artifact: its recall beside the trained model's, and its index beside exact search."""
+"""Certify a two-tower's artifact: its recall compared with the trained model, and its index
+compared with exact search.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,17 @@ from pipeline.serving.artifact.trained_model import TrainedModel
 from pipeline.serving.scoring.dense_program import Program
 
 SPLIT = "validation"
-MAX_QUERIES = 1000  # users whose answers of the index are compared with exact ones
+MAX_QUERIES = 1000  # users for which the index's answers are compared with exact search
 CERTIFIED_K = 100
 NUMBERS = ("recall_at_", "mrr")
 
 
 @dataclass(frozen=True)
 class Towers:
-    """Vectors of a sample's rows: `pooled` looks up what a batch names, programs take the columns of their own tower."""
+    """Compute the vectors of a sample's rows.
+
+    `pooled` looks up the batch; each program takes the columns of its tower.
+    """
 
     trained: TrainedModel
     parts: RetrievalParts
@@ -38,7 +43,7 @@ class Towers:
     item: Program
 
     def of(self, batch: SampleBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Users and items, [batch, dim] float32."""
+        """Return users and items, [batch, dim] float32."""
         dims = dict(zip(self.trained.keys, self.trained.model_dims, strict=True))
         with torch.no_grad():
             rows = batch.rows(self.pooled)
@@ -50,8 +55,12 @@ class Towers:
 
 @dataclass(frozen=True)
 class Measured:
-    """`numbers` as an evaluation has them; `users` [clicked, dim] of clicked rows and the items that they clicked;
-    `vectors` [rows, 2 dim] of all real rows."""
+    """The results. `numbers`: the metrics of an evaluation.
+
+    `users` [clicked, dim]: clicked rows, and the items that they clicked.
+
+    `vectors` [rows, 2 dim]: of all real rows.
+    """
 
     numbers: dict[str, float]
     users: Vectors
@@ -77,7 +86,9 @@ def measure(towers: Towers, sample: Sample, recall_at: Sequence[int]) -> Measure
 
 
 def _first_ids(batch: SampleBatch, number: int) -> torch.Tensor:
-    """[batch]: of the feature of that number, as models.tasks.retrieval.first_ids; NO_ITEM where there is none."""
+    """Return [batch]: the first id of the feature of that number, as
+    models.tasks.retrieval.first_ids; NO_ITEM if there is none.
+    """
     size = len(batch.labels)
     ends = batch.offsets[number * size : (number + 1) * size + 1]
     if not len(batch.values):
@@ -86,7 +97,7 @@ def _first_ids(batch: SampleBatch, number: int) -> torch.Tensor:
 
 
 def compare(model: Measured, artifact: Measured) -> dict[str, Any]:
-    """What the certificate says of a split."""
+    """Return the certificate of a split."""
     numbers = [name for name in model.numbers if name.startswith(NUMBERS)]
     far = np.abs(model.vectors - artifact.vectors)
     return {
@@ -102,9 +113,10 @@ def compare(model: Measured, artifact: Measured) -> dict[str, Any]:
 def certify_index(
     index: ItemIndex, vectors: Vectors, ids: NDArray[np.int64], measured: Measured, recall_at: Sequence[int]
 ) -> dict[str, Any]:
-    """Its recall beside exact search for validation users, and how often what they clicked is among all items' best.
+    """Return the index's recall compared with exact search for validation users, and how often it
+    finds the clicked item.
 
-    vectors [num_items, dim] and ids [num_items], ascending, are the items'.
+    vectors [num_items, dim] and ids [num_items], ascending, describe the items.
     """
     users, wanted = measured.users[:MAX_QUERIES], measured.wanted[:MAX_QUERIES]
     k = min(CERTIFIED_K, len(vectors))
@@ -121,20 +133,22 @@ def certify_index(
 
 
 def excesses(certificate: dict[str, Any], limits: RetrievalConfig) -> list[str]:
-    """A line for each limit that is passed, with both numbers."""
+    """Return a line with both numbers for each exceeded limit."""
     lines = []
     for split, about in certificate["splits"].items():
         for name, before in about["model"].items():
             fall = before - about["artifact"][name]
             if fall > limits.max_recall_decrease:
                 lines.append(
-                    f"{split}: {name} falls by {fall:.3g}, retrieval.max_recall_decrease allows {limits.max_recall_decrease:g}"
+                    f"{split}: {name} falls by {fall:.3g}, more than "
+                    f"retrieval.max_recall_decrease={limits.max_recall_decrease:g}"
                 )
     index = certificate["index"]
     if index["recall"] < limits.min_index_recall:
         lines.append(
             f"index {index['kind']} finds {index['recall']:.4f} of the {index['k']} best items, "
-            f"retrieval.min_index_recall wants {limits.min_index_recall:g}: raise retrieval.search, retrieval.build_search "
-            "or retrieval.neighbours, or take retrieval.index=exact"
+            f"less than retrieval.min_index_recall={limits.min_index_recall:g}: raise "
+            "retrieval.search, retrieval.build_search or retrieval.neighbours, or set "
+            "retrieval.index=exact"
         )
     return lines

@@ -1,4 +1,6 @@
-"""Write the artifact of a two-tower from an opened step: both programs, the items' vectors and their index, certified."""
+"""Write the artifact of a two-tower from an opened step: both programs, the items' vectors and
+their index, certified.
+"""
 
 from __future__ import annotations
 
@@ -65,9 +67,12 @@ logger = get_logger("pipeline.export")
 
 
 def make_retrieval(job: ExportJob, source: Source, at: ArtifactFolder, samples: dict[str, Sample]) -> Manifest:
-    """Write everything but the manifest. Raises ServingError where a limit of job.retrieval is passed."""
+    """Write everything except the manifest.
+
+    Raises ServingError if a limit of job.retrieval is exceeded.
+    """
     if job.precision == AUTO:
-        raise ServingError("precision=auto goes by NE, which a two-tower has none of: precision=int8, fp16 or fp32")
+        raise ServingError("precision=auto uses NE, which a two-tower does not have: set precision=int8, fp16 or fp32")
     trained, packed = source.trained, Packed()
     kept = prune_tables(trained, job.pruning)
     pack_tables(packed, at, trained, given_precisions(trained, job.precision, job.tables), kept)
@@ -93,8 +98,10 @@ def make_retrieval(job: ExportJob, source: Source, at: ArtifactFolder, samples: 
     served = Towers(trained, parts, lambda batch: lookup.pooled(*batch.ids), user, item)
     certificate = _certificate(job, source, samples, reference, served, index, catalogue)
     if lines := excesses(certificate, job.retrieval):
-        hint = "; a higher precision, or raise the limit" if job.precision != "fp32" else ""
-        raise ServingError(f"nothing is written, the artifact is too far from the model: {'; '.join(lines)}{hint}")
+        hint = "; use a higher precision, or raise the limit" if job.precision != "fp32" else ""
+        raise ServingError(
+            f"nothing is written, because the artifact differs too much from the model: {'; '.join(lines)}{hint}"
+        )
     return replace(manifest, certificate=certificate)
 
 
@@ -173,7 +180,7 @@ def _trained_towers(
     parts: RetrievalParts,
     layers: dict[str, TowerLayers],
 ) -> Towers:
-    """As they were trained."""
+    """Return the towers as they were trained."""
     trained = source.trained
     lookup = fp32_lookup(trained, samples, at.scratch)
     programs = [as_trained(layers[tower], parts.dim, trained.is_bf16) for tower in ("user", "item")]
@@ -211,7 +218,7 @@ def _certificate(
 
 
 def describe(summary: ExportSummary) -> str:
-    """Say what the export of a two-tower gives."""
+    """Describe the export of a two-tower."""
     sizes, index, lines = summary.sizes, summary.certificate["index"], [title(summary)]
     for split, about in summary.certificate["splits"].items():
         numbers = ", ".join(

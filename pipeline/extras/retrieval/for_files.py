@@ -1,4 +1,4 @@
-"""Load a two-tower's artifact for files: the best items of each row, or the rows' vectors."""
+"""Load a two-tower's artifact for files: write the best items of each row, or the rows' vectors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline.serving.scoring.predictor import Scored
 
 
 class VectorOutput:
-    """A vector of `dim` a row."""
+    """Write a vector of `dim` numbers per row."""
 
     def __init__(self, dim: int) -> None:
         self.dim, self.fields = dim, [pa.field("vector", pa.list_(pa.float32()))]
@@ -33,7 +33,7 @@ class VectorOutput:
 
 
 class ItemsOutput:
-    """The best items of a row, and their scores."""
+    """Write the best items of a row, and their scores."""
 
     def __init__(self, items: Items) -> None:
         self._items = items
@@ -54,7 +54,7 @@ class ItemsOutput:
 
 
 class BestItems:
-    """A scorer of rows whose scores are objects, the `k` best items of each."""
+    """Score rows. A score is an object with the `k` best items of the row."""
 
     def __init__(self, retriever: Retriever, k: int) -> None:
         self._retriever, self._wish = retriever, Wish(k)
@@ -73,7 +73,7 @@ class BestItems:
 
 
 class RowVectors(Tower):
-    """A tower whose vectors are written as they are."""
+    """A tower whose vectors are written unchanged."""
 
     @property
     def output(self) -> VectorOutput:
@@ -81,16 +81,21 @@ class RowVectors(Tower):
 
 
 def load_for_files(job: PredictJob, path: str) -> BestItems | RowVectors:
-    """Raises ServingError where the artifact is damaged, or the output cannot hold lists."""
+    """Load the artifact.
+
+    Raises ServingError if it is damaged, or if the output format cannot store lists.
+    """
     if not job.output.endswith(".parquet"):
-        raise ServingError(f"output={job.output} cannot hold lists of items or vectors: give it a name in .parquet")
+        raise ServingError(
+            f"output={job.output} cannot store lists of items or vectors: give it a name that ends in .parquet"
+        )
     cache_bytes = None if job.ssd.cache_gb is None else int(job.ssd.cache_gb * 2**30)
     if not job.retrieve.vectors:
         retriever = Retriever.load(path, memory=job.memory, cache_bytes=cache_bytes, ssd=job.ssd, compiled=job.compiled)
         return BestItems(retriever, job.retrieve.k)
     files, _ = open_retrieval(path)
     if job.compiled and not files.manifest.dense.get("compiled"):
-        raise ServingError(f"{path} has no compiled layers; export with compiled=true, or leave it out here")
+        raise ServingError(f"{path} has no compiled layers; export with compiled=true, or remove compiled here")
     tower = load_tower(files, job.retrieve.tower, job.memory, cache_bytes, job.ssd, job.compiled, RowVectors)
     assert isinstance(tower, RowVectors)
     return tower

@@ -1,7 +1,7 @@
-"""Read what /retrieve is asked, and write its answer.
+"""Read requests to /retrieve, and write responses.
 
-{"rows": [{"<column>": value, ...}, ...], "k": 100, "allowed": ["item", ...], "excluded": ["item", ...]}: rows of users;
-the lists are of all rows of the request, and ids that are no item are passed over.
+{"rows": [{"<column>": value, ...}, ...], "k": 100, "allowed": ["item", ...], "excluded": ["item",
+...]}: rows of users. The lists apply to all rows of the request. Unknown items in them are ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RetrieveReader(RequestReader):
-    """Of one artifact's user columns. Safe from several threads."""
+    """Read the user columns of one artifact. Safe for several threads."""
 
     def __init__(self, columns: ColumnsConfig, limits: LimitsConfig) -> None:
         ids = Annotated[list[str | int], msgspec.Meta(max_length=limits.filter_ids)]
@@ -33,10 +33,10 @@ class RetrieveReader(RequestReader):
         super().__init__(columns, limits, more)
 
     def read(self, body: bytes, content_type: str) -> Queries:  # type: ignore[override]
-        """Raises BadRequest."""
+        """Read a request. Raises BadRequest."""
         if content_type != JSON_TYPE:
             found = f"Content-Type {content_type!r}" if content_type else "a body without a Content-Type"
-            raise BadRequest(415, f"{found} is not read here: send {JSON_TYPE}")
+            raise BadRequest(415, f"{found} is not supported: send {JSON_TYPE}")
         asked = self.decode(body)
         rows = self.lists_of(asked.rows)
         wish = Wish(asked.k, None if asked.allowed is None else _texts(asked.allowed), _texts(asked.excluded or ()))
@@ -44,12 +44,14 @@ class RetrieveReader(RequestReader):
 
 
 def _texts(ids: Sequence[str | int]) -> tuple[str, ...]:
-    """Whole numbers in the spelling that prepare gives them."""
+    """Return ids as text. Integers are written as prepare writes them."""
     return tuple(str(each) for each in ids)
 
 
 def retrieved(retriever: Retriever, scored: Scores) -> tuple[Response, int]:
-    """Items and scores of each row, the best first, null for one in bad_rows; and how many items these are."""
+    """Return items and scores of each row, best first (null for a row in bad_rows), and the number
+    of items.
+    """
     found: list[Found | None] = list(scored.scores)
     positions = [each.positions for each in found if each is not None]
     values = retriever.items.values_at(np.concatenate([np.zeros(0, np.int64), *positions])).to_pylist()

@@ -1,4 +1,6 @@
-"""What is asked of a retriever: raw rows of users, how many items for each, and which items may be among them."""
+"""Define the input of a retriever: raw rows of users, how many items to find for each, and which
+items are allowed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from pipeline.serving.scoring.column_lists import ColumnLists, concat_rows
 
 @dataclass(frozen=True)
 class Wish:
-    """`allowed`: only these items, None: all; `excluded`: none of these. Raw values; those that are no item are passed over."""
+    """Constraints. `allowed`: only these items; None: all. `excluded`: none of these.
+
+    Raw values; unknown items are ignored.
+    """
 
     k: int
     allowed: tuple[str, ...] | None = None
@@ -23,7 +28,9 @@ class Wish:
 
 @dataclass(frozen=True)
 class Queries:
-    """`wishes` are (number of rows, what they wish), one after the other, of all rows."""
+    """Rows of users, and their `wishes`: (number of rows, their constraints) one after the other,
+    for all rows.
+    """
 
     rows: ColumnLists
     wishes: Sequence[tuple[int, Wish]]
@@ -51,7 +58,9 @@ class Queries:
 
 @dataclass(frozen=True)
 class Found:
-    """Of one user, the best first: `positions` among the artifact's items [n], `scores` [n] float32; n is k or less."""
+    """The result of one user, best first: `positions` among the artifact's items [n], `scores` [n]
+    float32; n <= k.
+    """
 
     positions: NDArray[np.int64]
     scores: NDArray[np.float32]

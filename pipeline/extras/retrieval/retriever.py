@@ -34,7 +34,7 @@ COLUMN = "item"
 
 
 class Items:
-    """`values` [num_items] text, all different."""
+    """The raw values of items: `values` [num_items] text, all different."""
 
     def __init__(self, values: pa.Array) -> None:
         self._values = values
@@ -42,12 +42,14 @@ class Items:
 
     @classmethod
     def from_table(cls, table: pa.Table, num_items: int) -> Items:
-        """Raises ArtifactError for what is no list of that many items."""
+        """Make Items. Raises ArtifactError if the table is not a list of that many items."""
         kinds = (pa.string(), pa.large_string())
         if table.column_names != [COLUMN] or table[COLUMN].type not in kinds or table[COLUMN].null_count:
-            raise ArtifactError(f"the items are a column {COLUMN!r} of text, not {table.schema.names}; export again")
+            raise ArtifactError(
+                f"the items are a column {COLUMN!r} of text, but the file has {table.schema.names}; export again"
+            )
         if table.num_rows != num_items:
-            raise ArtifactError(f"it names {table.num_rows:,} items and has {num_items:,}; export again")
+            raise ArtifactError(f"it names {table.num_rows:,} items but has {num_items:,}; export again")
         return cls(table[COLUMN].combine_chunks())
 
     def __len__(self) -> int:
@@ -57,14 +59,14 @@ class Items:
         return self._values.take(pa.array(positions))
 
     def positions_of(self, values: Iterable[str]) -> NDArray[np.int64]:
-        """Ascending and different; values that are no item are left out."""
+        """Return the distinct positions of the values, ascending. Unknown items are ignored."""
         texts: Sequence[str] = list(values)
         found = self._index.ids(np.zeros(len(texts), np.int64), pa.array(texts, pa.large_string()))
         return np.unique(found[found > 0] - 1)
 
 
 class Retriever:
-    """For one caller at a time."""
+    """Find items for users. For one caller at a time."""
 
     retrieves_items = True
 
@@ -81,26 +83,28 @@ class Retriever:
         ssd: SsdConfig | None = None,
         compiled: bool = False,
     ) -> Retriever:
-        """Of the artifact the user's tower, the index and the items' values; the item's tower stays in its files.
+        """Load the user's tower, the index and the items' values. The item's tower is not loaded.
 
         Raises:
-            ArtifactError: it is missing, damaged, of another release, or no artifact of a two-tower.
-            ServingError: its index needs a library that is missing.
+            ArtifactError: the artifact is missing, damaged, of another release, or not a two-tower's.
+            ServingError: the index needs a library that is missing.
         """
         files, parts = open_retrieval(artifact)
         if compiled and not files.manifest.dense.get("compiled"):
-            raise ArtifactError(f"{artifact} has no compiled layers; export with compiled=true, or leave it out here")
+            raise ArtifactError(
+                f"{artifact} has no compiled layers; export with compiled=true, or remove compiled here"
+            )
         user = load_tower(files, "user", memory, cache_bytes, ssd, compiled)
         return cls(files.manifest, user, _load_index(files, parts), load_items(files, parts))
 
     @property
     def version(self) -> str:
-        """Of the artifact: equal for equal answers."""
+        """Return the version of the artifact. Equal versions give equal answers."""
         return self.manifest.version
 
     @property
     def columns(self) -> ColumnsConfig:
-        """The user's raw columns."""
+        """Return the user's raw columns."""
         return self.user.columns
 
     @property
@@ -109,14 +113,17 @@ class Retriever:
 
     @property
     def lookup(self) -> object:
-        """The user's tables, for what counts lookups."""
+        """Return the user's tables, for counting lookups."""
         return self.user.lookup
 
     def unusual(self, row_zero: Mapping[str, Sequence[int]]) -> str:
         return self.user.unusual(row_zero)
 
     def try_out(self) -> None:
-        """Retrieve for a row with nothing in it, as a first request may. Raises ServingError where nothing is found."""
+        """Retrieve for an empty row, as a first request may have.
+
+        Raises ServingError if nothing is found.
+        """
         schema = schema_of(self.columns)
         rows = pa.table([pa.nulls(1, field.type) for field in schema], schema=schema)
         answer = self.retrieve(rows, [(1, Wish(10))])
@@ -125,7 +132,7 @@ class Retriever:
             raise ServingError(f"artifact {self.version} finds no items for an empty row")
 
     def request_reader(self, limits: LimitsConfig) -> RequestReader:
-        """Read the body of a request to /retrieve."""
+        """Return a reader of requests to /retrieve."""
         from pipeline.extras.retrieval.http import RetrieveReader
 
         return RetrieveReader(self.columns, limits)
@@ -137,12 +144,15 @@ class Retriever:
         return retrieved(self, scored)
 
     def score(self, rows: Rows | Queries) -> Scored:
-        """Answer Queries; see retrieve()."""
+        """Answer Queries (see retrieve)."""
         assert isinstance(rows, Queries), "rows without a wish"
         return self.retrieve(rows.rows, rows.wishes)
 
     def retrieve(self, rows: Rows, wishes: Sequence[tuple[int, Wish]]) -> Scored:
-        """As Queries has them. `scores` [num_rows] are objects: Found, or None where a row was refused."""
+        """Retrieve items for the rows of Queries.
+
+        `scores` [num_rows] are objects: Found, or None if a row was refused.
+        """
         scored = self.user.score(rows)
         vectors = scored.scores
         is_read = has_scores(vectors)
@@ -156,7 +166,7 @@ class Retriever:
         return Scored(found, scored.bad_rows, scored.row_zero)
 
     def _find(self, users: Vectors, wish: Wish) -> NDArray[np.object_]:
-        """[users] of Found."""
+        """Return [users] of Found."""
         if wish.allowed is not None:
             return self._find_among(users, wish)
         excluded = self.items.positions_of(wish.excluded)
@@ -167,7 +177,7 @@ class Retriever:
         return _objects([Found(row[stay][: wish.k], score[stay][: wish.k]) for row, score, stay in rows])
 
     def _find_among(self, users: Vectors, wish: Wish) -> NDArray[np.object_]:
-        """Of a list of allowed items: exact, whatever the index."""
+        """Search a list of allowed items exactly, with any index."""
         positions = np.setdiff1d(self.items.positions_of(wish.allowed or ()), self.items.positions_of(wish.excluded))
         if not len(positions):
             return _objects([Found(positions, np.zeros(0, np.float32))] * len(users))
@@ -177,10 +187,10 @@ class Retriever:
 
 
 def open_retrieval(artifact: str) -> tuple[ArtifactFiles, RetrievalParts]:
-    """Raises ArtifactError for what is no artifact of a two-tower."""
+    """Open the artifact. Raises ArtifactError if it is not a two-tower's."""
     manifest = read_manifest(artifact)
     if manifest.retrieval is None:
-        raise ArtifactError(f"{artifact} scores rows and retrieves nothing: its model is no two-tower")
+        raise ArtifactError(f"{artifact} scores rows and cannot retrieve, because its model is not a two-tower")
     return ArtifactFiles(artifact, manifest, verify=True), manifest.retrieval
 
 
@@ -194,7 +204,7 @@ def _load_index(files: ArtifactFiles, parts: RetrievalParts) -> ItemIndex:
     except ConfigError as error:
         raise ArtifactError(f"its index is {parts.index!r}: {error}") from None
     if chosen.has_file and ITEM_INDEX not in files.manifest.files:
-        raise ArtifactError(f"it has no {ITEM_INDEX}, which an index {parts.index} is read from; export again")
+        raise ArtifactError(f"it has no {ITEM_INDEX}, which index {parts.index} needs; export again")
     path = files.checked(ITEM_INDEX if chosen.has_file else ITEM_VECTORS)
     return chosen.load(path, parts.num_items, parts.dim, parts.search)
 

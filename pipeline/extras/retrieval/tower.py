@@ -1,4 +1,4 @@
-"""Load one tower of an artifact: raw rows of users, or of items, to their vectors."""
+"""Load one tower of an artifact, which maps raw rows of users or items to vectors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 class Tower(Predictor):
-    """Raw rows of the tower's columns -> vectors [num_rows, dim] as their `scores`, NaN where a row was refused."""
+    """Map raw rows with the tower's columns to vectors [num_rows, dim] as their `scores`; NaN if a
+    row was refused.
+    """
 
     def __init__(
         self,
@@ -39,7 +41,9 @@ class Tower(Predictor):
         self.dim = manifest.retrieval.dim
 
     def vectors_of(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None) -> Vectors:
-        """[batch, dim] of ids of the tower's features, as a KeyedJaggedTensor has them, without dense values."""
+        """Return [batch, dim] for ids of the tower's features in the form of a KeyedJaggedTensor,
+        without dense values.
+        """
         batch = (len(offsets) - 1) // len(self._keys)
         return self._score(torch.zeros(batch, len(self.encoder.schema.dense)), values, offsets, weights)
 
@@ -51,7 +55,10 @@ class Tower(Predictor):
         return outputs.reshape(len(outputs), -1) if outputs.dim() > 1 else outputs.reshape(-1, self.dim)
 
     def _pooled(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """Compressed tables are composed for all features at once: those of the other tower have no ids then."""
+        """Look up the rows.
+
+        Compressed tables are composed for all features, so features of the other tower get no ids.
+        """
         if self._composed is None:
             return self.lookup.pooled(values, offsets, weights)
         ids = _with_empty_bags(values, offsets, weights, self._keys, self._composed.keys)
@@ -68,8 +75,10 @@ def load_tower(
     compiled: bool = False,
     kind: type[Tower] = Tower,
 ) -> Tower:
-    """`tower` is user or item. `compiled`: the user's, as an AOTInductor package. Of the tables only the tower's are read.
-    `kind`: what is made of it.
+    """Load a tower. Only its tables are read.
+
+    tower: user or item. compiled: load the user's tower as an AOTInductor package. kind: the class
+    to make.
 
     Raises:
         ArtifactError: a file is damaged, or the parts do not fit each other.
@@ -97,12 +106,14 @@ def load_tower(
 
 
 def tower_schema(schema: RawSchema, parts: RetrievalParts, tower: str) -> RawSchema:
-    """The columns of one tower; dense ones are the user's."""
+    """Return the columns of one tower. Dense columns belong to the user."""
     return schema.of_features(parts.features_of(tower), with_dense=tower == "user")
 
 
 def own_columns(pooled: torch.Tensor, keys: list[str], dims: dict[str, int], own: list[str]) -> torch.Tensor:
-    """Of pooled rows [batch, sum of dims] by `keys`, the columns of `own`, in the order of `own`."""
+    """Return the columns of `own`, in their order, of pooled rows [batch, sum of dims] by
+    `keys`.
+    """
     columns = dict(zip(keys, pooled.split([dims[key] for key in keys], dim=1), strict=True))
     return torch.cat([columns[key] for key in own], dim=1) if own else pooled[:, :0]
 
@@ -114,7 +125,10 @@ def _dims(composed: ComposedTables) -> dict[str, int]:
 def _with_empty_bags(
     values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, own: list[str], keys: list[str]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(values, offsets, weights) by `keys` of those by `own`, features that are not among these without ids."""
+    """Return (values, offsets, weights) by `keys` from those by `own`.
+
+    Features that are not in `own` get no ids.
+    """
     batch = (len(offsets) - 1) // len(own)
     lengths = offsets.diff().view(len(own), batch)
     ends = offsets[::batch].tolist() if batch else [0] * (len(own) + 1)

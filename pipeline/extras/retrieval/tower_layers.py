@@ -1,4 +1,6 @@
-"""One tower of a two-tower as a module of its own: (dense, pooled rows of its own features) -> vectors."""
+"""Separate one tower of a two-tower as a module: (dense, pooled rows of its features) ->
+vectors.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from pipeline.serving.artifact.trained_model import TrainedModel
 
 
 class TowerLayers(nn.Module):
-    """`model` has user_vectors and item_vectors; parts of it that the tower has no use for are left out."""
+    """One tower.
+
+    `model` has user_vectors and item_vectors; parts that the tower does not use are removed.
+    """
 
     def __init__(self, model: nn.Module, tower: str, keys: list[str], dims: list[int], num_dense: int) -> None:
         super().__init__()
@@ -30,7 +35,9 @@ class TowerLayers(nn.Module):
         return vectors
 
     def _drop_unused(self) -> None:
-        """By gradients: what no vector depends on would be written into the artifact all the same."""
+        """Remove unused parts, found by gradients, because they would be written into the
+        artifact.
+        """
         self.eval().requires_grad_(True)
         names = [name for name, _ in self.model.named_parameters()]
         vectors = self(torch.ones(2, self.num_dense), torch.ones(2, self.pooled_dim))
@@ -43,7 +50,9 @@ class TowerLayers(nn.Module):
 
 
 def towers_of(trained: TrainedModel, features: dict[str, list[str]]) -> dict[str, TowerLayers]:
-    """user and item -> its layers, in fp32; `features` are the keys of each, in the batch's order."""
+    """Return the layers of the user's and the item's tower in fp32. features: the keys of each
+    tower in the batch's order.
+    """
     dims = dict(zip(trained.keys, trained.model_dims, strict=True))
     return {
         tower: TowerLayers(trained.model, tower, keys, [dims[key] for key in keys], _num_dense(trained, tower))
@@ -52,7 +61,9 @@ def towers_of(trained: TrainedModel, features: dict[str, list[str]]) -> dict[str
 
 
 def as_trained(layers: TowerLayers, dim: int, is_bf16: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """As the trainer evaluates it: (dense, pooled) -> vectors [batch, dim]."""
+    """Return a function that evaluates the tower as the trainer does: (dense, pooled) -> vectors
+    [batch, dim].
+    """
     program = Layers(copy.deepcopy(layers), width=dim).eval()
 
     def run(dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
@@ -67,5 +78,5 @@ def as_trained(layers: TowerLayers, dim: int, is_bf16: bool) -> Callable[[torch.
 
 
 def _num_dense(trained: TrainedModel, tower: str) -> int:
-    """Dense features go to the user's tower."""
+    """Return the number of dense features. They belong to the user's tower."""
     return trained.num_dense if tower == "user" else 0

@@ -1,8 +1,9 @@
-"""Measure this machine, so that plan can predict steps on it:  python -m pipeline calibrate name=my_machine
+"""Measure this machine, so that plan can predict steps on it:  python -m pipeline calibrate
+name=my_machine
 
-It takes job.seconds (250) and needs an idle machine. It times small trainings on CPU ranks; a step on
-GPUs is predicted from the data sheet. It writes conf/hardware/<name>.yaml and the measurements; then:
-python -m pipeline plan experiment=quickstart hardware=my_machine
+It takes job.seconds (250) and needs an idle machine. It times small trainings on CPU ranks; a step
+on GPUs is predicted from the data sheet. It writes conf/hardware/<name>.yaml and the measurements.
+Then run python -m pipeline plan experiment=quickstart hardware=my_machine
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from pipeline.runtime.storage import storage
 
 
 def run(job: CalibrateJob) -> str:
-    """Say what was measured and where it was written. Raises TrainingError if the machine was busy."""
+    """Describe what was measured and where it was written.
+
+    Raises TrainingError if the machine was busy.
+    """
     from pipeline.extras.calibration.hardware_file import describe, hardware_yaml
     from pipeline.extras.calibration.run import calibrate
 

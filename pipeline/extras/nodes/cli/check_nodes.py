@@ -1,8 +1,10 @@
-"""Check the nodes of a job before a long run:  torchx run -s slurm pipeline.doctor -j 2x1 --gpu 8 -- folder=/shared/runs
+"""Check the nodes of a job before a long run:  torchx run -s slurm pipeline.doctor -j 2x1 --gpu 8
+-- folder=/shared/runs
 
-Measured by the job's own process group: the links between each two nodes, an all-to-all, the clocks, versions and GPUs of all
-nodes, and whether `folder` is one file system on all of them that renames and creates as checkpoints need it. One rank a node
-is enough. What would break or slow down a run is listed with what to do, and the exit code is then 2.
+The job's process group measures the links between all pairs of nodes, an all-to-all, and the
+clocks. The verb compares versions and GPUs of all nodes, and checks that `folder` is one file
+system on all of them, where renaming and creating files work as checkpoints need. One rank per node
+is enough. Problems are listed with the fix, and the exit code is then 2.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from pipeline.runtime.errors import LaunchError
 
 
 def check(job: CheckNodesJob) -> NodesReport:
-    """Raises LaunchError on all ranks where a check has failed, once rank 0 has printed the report."""
+    """Check the nodes.
+
+    If a check has failed, rank 0 prints the report, then all ranks raise LaunchError.
+    """
     context = init_distributed(job.backend, job.timeout_s)
     report = check_nodes(context, job.folder, job.megabytes, Limits(job.min_gb_per_s or 0.0, job.max_clock_skew_s))
     if context.is_main and job.output:

@@ -1,1 +1,1 @@
-"""One file an index of items' vectors."""
+"""Indexes of items' vectors, one file each."""

@@ -1,4 +1,6 @@
-"""What the indexes of faiss have in common (https://github.com/facebookresearch/faiss, arXiv 2401.08281)."""
+"""Share code between the indexes of faiss (https://github.com/facebookresearch/faiss, arXiv
+2401.08281).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def import_faiss(kind: str) -> ModuleType:
-    """Raises ServingError where it is not installed."""
+    """Import faiss. Raises ServingError if it is not installed."""
     try:
         return importlib.import_module("faiss")
     except ImportError as error:
@@ -27,11 +29,11 @@ def import_faiss(kind: str) -> ModuleType:
 
 
 class FaissIndex:
-    """`index` is faiss's own, of vectors that it keeps as they are, by inner product."""
+    """An index of faiss by inner product, which stores the vectors unchanged."""
 
     has_file = True
     kind = ""
-    class_name = ""  # of faiss
+    class_name = ""  # faiss's name
 
     def __init__(self, index: faiss.Index) -> None:
         self._index = index
@@ -44,7 +46,7 @@ class FaissIndex:
 
     @classmethod
     def empty(cls, library: ModuleType, dim: int, config: RetrievalConfig) -> faiss.Index:
-        """faiss's index without an item."""
+        """Return faiss's index without items."""
         raise NotImplementedError
 
     @classmethod
@@ -59,7 +61,7 @@ class FaissIndex:
         try:
             index = library.read_index(path)
         except RuntimeError as error:
-            raise ServingError(f"{path} is no index of faiss ({str(error)[:200]}): export again") from None
+            raise ServingError(f"{path} is not an index of faiss ({str(error)[:200]}): export again") from None
         if type(index).__name__ != cls.class_name or index.metric_type != library.METRIC_INNER_PRODUCT:
             raise ServingError(
                 f"{path} is a {type(index).__name__}, not a {cls.class_name} of dot products: export again"

@@ -1,4 +1,4 @@
-"""Find items by comparing with every one of them, by torch: nothing to install, and nothing is missed."""
+"""Find items by comparing with every item, with torch: it needs no library and misses nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find items by comparing with every one of them, by faiss."""
+"""Find items by comparing with every item, with faiss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Find items through a graph of near ones, by faiss (HNSW, arXiv 1603.09320): quick among millions, and some are missed."""
+"""Find items through a graph of neighbours, with faiss (HNSW, arXiv 1603.09320): fast for millions
+of items, but approximate.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ class HnswIndex(FaissIndex):
         return cls(index, search)
 
     def search(self, users: Vectors, k: int) -> tuple[Vectors, Positions]:
-        """More candidates are kept than asked for: at least `search`, and twice k."""
+        """Search with more candidates than requested: at least `search`, and at least 2 k."""
         k = min(k, self._index.ntotal)
         candidates = min(max(self._search, 2 * k), self._index.ntotal)
         parameters = import_faiss(self.kind).SearchParametersHNSW(efSearch=candidates)
