@@ -1,4 +1,5 @@
-"""A shadow GPU: run the GPU program on a machine without a GPU, with real numbers, and find its faults.
+"""A shadow GPU: run the GPU program with real numbers on a machine without a GPU, and find its
+faults.
 
     from pipeline.extras import shadow
 
@@ -9,9 +10,9 @@
 
     python -m pipeline.extras.shadow train experiment=quickstart hardware=h100_80gb
 
-It needs the CUDA builds of torch and FBGEMM, and no driver. What it proves, and what only a GPU
-proves, is in docs/do/gpu.md; what it changes in torch is listed by `python -m pipeline.extras.shadow
---patches`.
+It needs the CUDA builds of torch and FBGEMM, and no driver. docs/do/gpu.md explains what it proves
+and what only a GPU proves. `python -m pipeline.extras.shadow --patches` lists what it changes in
+torch.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ def activate(
 ) -> None:  # fmt: skip
     """Give this process `num_gpus` shadow GPUs of a card. Call it before torch is imported.
 
-    Later calls change the settings only. total_memory_bytes: a GPU's, else the card's.
-    untouched_above_bytes: larger tensors are zeros in memory that is reserved and not touched.
+    Later calls only change the settings. total_memory_bytes: of a GPU; default: the card's.
+    untouched_above_bytes: larger tensors are zeros in memory that is reserved but not touched.
 
     Raises:
-        ConfigError: torch or FBGEMM is a CPU build, or the card is not known.
+        ConfigError: torch or FBGEMM is a CPU build, or the card is unknown.
     """
     if name not in CARDS:
-        raise ConfigError(f"there is no card {name!r}{did_you_mean(name, CARDS)}; there are {', '.join(CARDS)}")
+        raise ConfigError(f"unknown card {name!r}{did_you_mean(name, CARDS)}; known are {', '.join(CARDS)}")
     settings.num_gpus, settings.card = num_gpus, CARDS[name]
     settings.total_memory_bytes = total_memory_bytes or CARDS[name].total_memory
     settings.untouched_above_bytes = untouched_above_bytes or 1 << 62
@@ -58,7 +59,8 @@ def activate(
     build = f"torch {torch.__version__}" if torch.version.cuda is None else _cpu_build_of_fbgemm()
     if build:
         raise ConfigError(
-            f"the shadow GPU needs the CUDA builds of torch and FBGEMM, and {build} is a CPU build; "
+            f"the shadow GPU needs the CUDA builds of torch and FBGEMM, but {build} is a CPU "
+            "build; "
             "`make install STACK=gpu VENV=.venv-gpu` installs them, with or without a GPU"
         )
     from pipeline.extras.shadow import device, patches
@@ -77,7 +79,7 @@ def _cpu_build_of_fbgemm() -> str:
 
 @contextmanager
 def running(rank: int = 0) -> Iterator[Report]:
-    """Run what is within on the shadow GPUs, threads that it starts included; gives its report."""
+    """Run the context, and threads that it starts, on the shadow GPUs. Yields the report."""
     from pipeline.extras.shadow import collectives, copies, device, memory, report, streams, tensors
 
     for module in (streams, copies, collectives, device):
@@ -93,7 +95,7 @@ def running(rank: int = 0) -> Iterator[Report]:
 
 
 def patch_list() -> list[Any]:
-    """Every change to torch, TorchRec and FBGEMM, with its reason. Needs activate()."""
+    """Return every change to torch, TorchRec and FBGEMM with its reason. Needs activate()."""
     from pipeline.extras.shadow import patches
 
     return patches.all_patches()

@@ -1,8 +1,10 @@
-"""Run a verb of the pipeline on shadow GPUs:  python -m pipeline.extras.shadow train experiment=quickstart
+"""Run a verb of the pipeline on shadow GPUs:  python -m pipeline.extras.shadow train
+experiment=quickstart
 
 Any other module:  python -m pipeline.extras.shadow benchmarks.gpu_sides losses --output losses.json
 On several ranks:  torchrun --nproc_per_node 2 -m pipeline.extras.shadow train experiment=quickstart
-SHADOW_GPU_CARD names the card (h100_80gb), SHADOW_GPU_REPORT a folder for rank<r>.json with all counts.
+SHADOW_GPU_CARD is the card (h100_80gb), SHADOW_GPU_REPORT a folder for rank<r>.json with all
+counts.
 """
 
 from __future__ import annotations

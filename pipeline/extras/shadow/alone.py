@@ -1,9 +1,9 @@
-"""Answer the collectives of one rank that runs without the others, as if all ranks were like it.
+"""Answer the collectives of one rank that runs without other ranks, as if all ranks were equal.
 
-Sums are multiplied by the number of ranks, gathered parts are this rank's own, and each rank sends
-this one what it sends to itself. So shapes and bytes are those of ranks with equal loads, and the
-numbers are finite but mean nothing. What rank 0 broadcasts (plans, decisions) is recorded, and
-given to ranks that are run later.
+Sums are multiplied by the number of ranks, gathered parts are copies of this rank's part, and each
+rank sends to this rank what this rank sends to itself. So shapes and bytes are those of ranks with
+equal loads; the numbers are finite but meaningless. What rank 0 broadcasts (plans, decisions) is
+recorded and given to ranks that run later.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ import torch.distributed as dist
 
 from pipeline.extras.shadow import collectives
 
-MAX_RECORDED_BYTES = 64 << 20  # of one broadcast; larger ones are weights, which need no values
+# of one broadcast; larger broadcasts are weights, whose values do not matter
+MAX_RECORDED_BYTES = 64 << 20
 
 
 class Alone:
-    """The answers of `rank`. folder: where rank 0's broadcasts are."""
+    """Answer the collectives of `rank`. folder: the folder of rank 0's broadcasts."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank
         self._sent: Counter[tuple[int, ...]] = Counter()  # by the ranks of the group
 
     def new_group(self, ranks: Any, timeout: Any) -> Any:
-        """A group whose collectives do nothing, on any device; fill() then writes the results."""
+        """Return a group whose collectives do nothing on any device; fill() then writes the
+        results.
+        """
         return collectives.plain_new_group(ranks, timeout, "fake")
 
     def fill(self, func: Any, args: Any, kwargs: dict[str, Any], ranks: list[int]) -> None:
@@ -44,7 +47,8 @@ class Alone:
                 tensors = given["tensors"]
                 self._from_rank_0(tensors, [tensors] * len(ranks), ranks, given["root_rank"])
             elif base == "scatter_":
-                parts = given["input_tensors"][0] if given["input_tensors"] else None  # on the root only
+                # on the root only
+                parts = given["input_tensors"][0] if given["input_tensors"] else None
                 self._from_rank_0(given["output_tensors"], parts, ranks, given["root_rank"])
             elif base in ("allgather_", "gather_"):
                 for outputs, tensor in zip(given["output_tensors"], given["input_tensors"], strict=False):
@@ -70,9 +74,11 @@ class Alone:
                     _copy(part, sent[me])
 
     def _from_rank_0(self, into: list[torch.Tensor], parts: Any, ranks: list[int], root: int) -> None:
-        """Record what rank 0 sends to each, and give it to other ranks; `root` counts within the group.
+        """Record what rank 0 sends to each rank, or give it to another rank.
 
-        A group of ranks that rank 0 is not in gets nothing: its tensors stay as they are.
+        `root` is a rank of the group.
+
+        A group without rank 0 gets nothing: its tensors stay unchanged.
         """
         key = tuple(ranks)
         path = self.folder / f"{ranks[0]}_{ranks[-1]}_{len(ranks)}.{self._sent[key]}.pt"
@@ -120,10 +126,10 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(tensor: torch.Tensor, sizes: list[int], num_ranks: int) -> tuple[torch.Tensor, ...]:
-    """Rows for each rank; no sizes means equal parts."""
+    """Return the rows of each rank. Without sizes the parts are equal."""
     return tensor.split(sizes if sizes else [tensor.shape[0] // num_ranks] * num_ranks)
 
 
 def answer_for_all_ranks(folder: Path, rank: int) -> None:
-    """From now on the groups of this process have no other ranks. Call it before init_process_group."""
+    """Remove the other ranks from the groups of this process. Call it before init_process_group."""
     collectives.answers = Alone(folder, rank)

@@ -1,12 +1,13 @@
-"""NCCL's process groups over gloo: a group for GPU tensors alone, and a twin that moves the numbers.
+"""Implement NCCL's process groups with gloo: a group for GPU tensors only, and a gloo twin that
+transfers the numbers.
 
-Before each collective the ranks of the group compare what they are about to do: operation, dtypes,
-shapes that must agree, sizes that are sent and expected. Ranks that differ would hang on GPUs, or
-read wrong numbers; here each gets an error that names both. A rank that never comes is named, with
-its own last collective, when the group's time is over. Every collective is written to the report.
+Before each collective the ranks of the group compare operation, dtypes, shapes that must agree, and
+sizes that are sent and expected. Ranks that differ would hang on GPUs, or read wrong numbers; here
+each rank gets an error that names both. If a rank does not arrive before the group's timeout, the
+error names the rank and its last collective. Every collective is written to the report.
 
-A collective runs on a stream of its group, as NCCL's does, and its results belong to whoever has
-waited for its work: reading them earlier is a race.
+A collective runs on a stream of its group, as in NCCL. A stream may use the results only after it
+has waited for the work; an earlier read is a race.
 """
 
 from __future__ import annotations
@@ -29,25 +30,27 @@ from pipeline.extras.shadow.patches import Patch
 from pipeline.extras.shadow.rules import rule_of
 from pipeline.extras.shadow.tensors import Shadow
 
-FOLDER = "SHADOW_GPU_FOLDER"  # environment variable: where ranks write what they are doing
-_GPU_ONLY = "cuda:fake"  # a backend for GPU tensors alone, as NCCL is, which moves nothing
+# environment variable: the folder where ranks write their current collective
+FOLDER = "SHADOW_GPU_FOLDER"
+_GPU_ONLY = "cuda:fake"  # a backend for GPU tensors only, as NCCL is, which transfers nothing
 
-# What must be the same on all ranks; the sizes of all-to-all are compared pairwise.
+# Operations whose shapes must be equal on all ranks. The sizes of all-to-all are compared pairwise.
 _SAME_SHAPE = {"allreduce_", "broadcast_", "reduce_", "_allgather_base_", "_reduce_scatter_base_",
                "allreduce_coalesced_", "allgather_into_tensor_coalesced_"}  # fmt: skip
-_OWN_PART = {"allgather_", "reduce_scatter_"}  # a list of all ranks' tensors, and this rank's own
+# a list of all ranks' tensors, and this rank's tensor
+_OWN_PART = {"allgather_", "reduce_scatter_"}
 _ALSO_READ = {"allreduce_", "broadcast_", "reduce_", "allreduce_coalesced_", "send"}
 _POINT_TO_POINT = {"send", "recv_", "recv_any_source_"}
 
 
 class CollectiveMismatch(RuntimeError):
-    """Ranks of one group were about to do different collectives."""
+    """Ranks of one group were about to call different collectives."""
 
 
 class _Group:
-    """One group of nccl: its twin, its stream, and how many collectives it has done.
+    """A group of nccl: its twin, its stream, and the number of its collectives.
 
-    takes_cpu: a group of gloo's, which is here because its only rank has no others (alone.py).
+    takes_cpu: a group of gloo that is here because its only rank has no peers (alone.py).
     """
 
     def __init__(self, twin: dist.ProcessGroup, ranks: list[int], takes_cpu: bool = False) -> None:
@@ -56,7 +59,7 @@ class _Group:
         streams.name(self.stream, f"NCCL's stream of ranks {ranks}")
 
 
-answers: Any = None  # alone.Alone, where this rank runs without the others
+answers: Any = None  # alone.Alone, if this rank runs without other ranks
 _by_group: weakref.WeakKeyDictionary[Any, _Group] = weakref.WeakKeyDictionary()
 _pending: list[tuple[Work, streams.Clock]] = []  # works that may still be waited for, newest last
 _init, _new, _backend = dist.init_process_group, dist.new_group, dist.get_backend
@@ -72,7 +75,7 @@ def reset() -> None:
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Any operation of c10d: on the twin for GPU tensors, as it is for those of gloo's own groups."""
+    """Run an operation of c10d: on the twin for GPU tensors, unchanged for groups of gloo."""
     flat, spec = tree_flatten((args, kwargs))
     given = [each for each in flat if isinstance(each, torch.Tensor)]
     on_gpu = [each for each in given if isinstance(each, Shadow)]
@@ -99,12 +102,14 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _on_twin(func: Any, rule: Any, known: _Group, call: tuple[Any, Any], boxed: Any, given: list[Any]) -> Any:
     flat, spec = call
     out: Any
-    # gloo takes no bf16 sums everywhere, and no GPU: the numbers as they are otherwise.
+    # gloo does not sum bf16 everywhere and takes no GPU tensors. Other numbers are passed
+    # unchanged.
     inner = [each.inner if isinstance(each, Shadow) else each for each in flat]
     inner = [known.twin.boxed() if each is boxed else each for each in inner]
     args, kwargs = tree_unflatten(inner, spec)
     if answers is not None and rule.base == "alltoall_base_":
-        out = known.twin.barrier().boxed()  # it returns a work only, and torch refuses a rank that sends nothing
+        # it returns only a work, and torch refuses a rank that sends nothing
+        out = known.twin.barrier().boxed()
     elif answers is None and rule.base in _OWN_PART and _is_uneven(args[:2]):
         out = _uneven(rule.base, args[0], args[1], known.twin)
     else:
@@ -115,15 +120,16 @@ def _on_twin(func: Any, rule: Any, known: _Group, call: tuple[Any, Any], boxed: 
         return out
     blocks = [(memory.block_of(each.inner, each.device.index), each.shape) for each in given]
     current = streams.current_stream()
-    known.stream.follow(current)  # NCCL starts after what its stream was given before
-    # The first argument of each operation of c10d is what it writes into; their schemas do not say so.
+    known.stream.follow(current)  # NCCL starts after the earlier work of its stream
+    # Each operation of c10d writes into its first argument, which its schema does not state.
     outputs = {id(each) for each in tree_flatten(tree_unflatten(flat, spec)[0][0])[0]}
     pairs = list(zip(blocks, given, strict=True))
     reads = [block for block, tensor in pairs if id(tensor) not in outputs or rule.base in _ALSO_READ]
     writes = [block for block, tensor in pairs if id(tensor) in outputs and rule.base != "send"]
     streams.operation(f"c10d::{rule.base}", reads, writes, known.stream.number)
     for block, _ in blocks:
-        block.recorded.add(known.stream.number)  # the group keeps its tensors until the work is done
+        # the group keeps its tensors until the work is done
+        block.recorded.add(known.stream.number)
     works = [each for each in tree_flatten(out)[0] if isinstance(each, torch.ScriptObject)]
     for each in works:
         _pending.append((Work.unbox(each), streams.clock_of(known.stream.number)))
@@ -141,7 +147,10 @@ def _is_uneven(lists: Any) -> bool:
 
 
 def _uneven(base: str, outputs: Any, inputs: Any, twin: dist.ProcessGroup) -> tuple[Any, Any]:
-    """Gather, or sum and scatter, parts of different sizes: NCCL does it by one operation a rank, gloo does not."""
+    """Gather, or sum and scatter, parts of different sizes.
+
+    NCCL uses one operation per rank; gloo lacks it.
+    """
     if base == "allgather_":
         parts, own = outputs[0], inputs[0].reshape(-1)
         everyone = own.new_zeros(len(parts), max(each.numel() for each in parts))
@@ -159,7 +168,7 @@ def _uneven(base: str, outputs: Any, inputs: Any, twin: dist.ProcessGroup) -> tu
 
 
 def _wait(self: Work, *args: Any, **kwargs: Any) -> Any:
-    """work.wait(): the current stream waits for the group's stream."""
+    """work.wait(): let the current stream wait for the group's stream."""
     done = _work_wait(self, *args, **kwargs)
     for index, (work, clock) in enumerate(_pending):
         if work is self:
@@ -173,7 +182,7 @@ def _wait(self: Work, *args: Any, **kwargs: Any) -> Any:
 
 
 def _note(base: str, known: _Group, given: list[Any]) -> None:
-    """Add the collective to the report, and tell other ranks where this one is."""
+    """Add the collective to the report, and write this rank's position for other ranks."""
     entry = {
         "op": base, "ranks": known.ranks, "number": known.done, "place": report.place(),
         "tensors": [[list(each.shape), str(each.dtype).removeprefix("torch.")] for each in given],
@@ -187,7 +196,7 @@ def _note(base: str, known: _Group, given: list[Any]) -> None:
 
 
 def _folder() -> Path:
-    """One folder for all ranks of a program on this machine."""
+    """Return the folder for all ranks of a program on this machine."""
     name = f"shadow-{os.getuid()}-{os.environ.get('TORCHELASTIC_RUN_ID', '')}{os.environ.get('MASTER_PORT', '')}"
     folder = Path(os.environ.get(FOLDER) or Path(tempfile.gettempdir()) / name)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -195,7 +204,7 @@ def _folder() -> Path:
 
 
 def _compare(base: str, known: _Group, given: list[Any], flat: list[Any]) -> None:
-    """Collective on the twin: raise CollectiveMismatch on all ranks where they differ."""
+    """Collective on the twin: raise CollectiveMismatch on all ranks if they differ."""
     size = len(known.ranks)
     if size == 1:
         return
@@ -221,11 +230,13 @@ def _compare(base: str, known: _Group, given: list[Any], flat: list[Any]) -> Non
 
 
 def _splits(base: str, given: list[Any], flat: list[Any], size: int) -> tuple[list[int], list[int]]:
-    """How many rows this rank sends to each and expects of each: of alltoall_base_, else zeros."""
+    """Return how many rows this rank sends to and expects from each rank: of alltoall_base_,
+    otherwise zeros.
+    """
     if base == "alltoall_base_":
         into, out_of = given[0], given[1]
         lists = [each for each in flat[2:] if isinstance(each, int)]
-        # The two lists of splits are flattened; empty ones mean equal parts.
+        # The two lists of splits are flattened. An empty list means equal parts.
         rows = (int(out_of.shape[0]), int(into.shape[0]))
         if len(lists) >= 2 * size:
             return lists[size : 2 * size], lists[:size]
@@ -237,8 +248,8 @@ def _splits(base: str, given: list[Any], flat: list[Any], size: int) -> tuple[li
 
 
 def _digest(base: str, shapes: list[Any]) -> int:
-    """Return a number that is equal on ranks which may do this together."""
-    if base in _OWN_PART:  # the list says each rank's size; NCCL takes sizes that differ
+    """Return a number that is equal on ranks that may call this collective together."""
+    if base in _OWN_PART:  # the list has each rank's size; NCCL accepts different sizes
         parts = shapes[:-1] if base == "allgather_" else shapes[1:]
     else:
         parts = shapes if base in _SAME_SHAPE else sorted({dtype for _, dtype in shapes})
@@ -257,7 +268,7 @@ def _missing(mine: Any, known: _Group, error: Exception) -> str:
         if rank != dist.get_rank() and path.is_file():
             others.append(f"rank {rank} was last in {_described(json.loads(path.read_text()))}")
     first = str(error).split("\n")[0]
-    text = f"a rank of {known.ranks} did not come to {_described(mine)}; {'; '.join(others)} ({first})"
+    text = f"a rank of {known.ranks} did not arrive at {_described(mine)}; {'; '.join(others)} ({first})"
     report.current().find("collective", text)
     return text
 
@@ -272,7 +283,7 @@ def _with_twin(group: Any, twin: Any, ranks: list[int], takes_cpu: bool = False)
 
 
 def plain_new_group(ranks: Any, timeout: Any, backend: str) -> Any:
-    """torch's own new_group."""
+    """Call torch's new_group."""
     return _new(ranks, timeout, backend)
 
 
@@ -281,7 +292,7 @@ def _new_twin(ranks: Any, timeout: Any) -> Any:
 
 
 def init_process_group(backend: str | None = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
-    """dist.init_process_group: gloo as it is, nccl as a group for GPU tensors with a gloo twin."""
+    """dist.init_process_group: gloo unchanged; nccl as a group for GPU tensors with a gloo twin."""
     if backend not in ("nccl", "cuda:nccl", "cpu:gloo,cuda:nccl"):
         _init(backend, *args, **kwargs)
         return
@@ -318,7 +329,7 @@ def _make_fake(common: Any, options: Any) -> FakeProcessGroup:
 
 def patches() -> list[Patch]:
     tensors.HANDLERS["c10d"] = run
-    if "FAKE" not in dist.Backend._plugins:  # torch registers it for its own tests only
+    if "FAKE" not in dist.Backend._plugins:  # torch registers it only for its tests
         dist.Backend.register_backend("fake", _make_fake, extended_api=True, devices=["cpu", "cuda"])
     why = "NCCL needs GPUs; gloo moves the numbers"
     made = []

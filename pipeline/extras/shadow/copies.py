@@ -1,7 +1,7 @@
-"""Copies between the host and a shadow GPU: count them, and find reads of what a copy still fills.
+"""Count copies between the host and a shadow GPU, and find reads of memory that a copy still fills.
 
-A non-blocking copy into pinned memory returns at once. The host must wait for it (an event, a stream,
-the device) before it reads that memory.
+A non-blocking copy into pinned memory returns at once. The host must wait for it (an event, a
+stream, the device) before it reads that memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_host_reads(rule: Rule, flat: list[Any]) -> None:
 
 
 def _remember(storage: Any) -> None:
-    """Note that the current stream still fills this memory of the host; forget what has been filled."""
+    """Record that the current stream still fills this memory of the host. Drop finished copies."""
     for key, (_, stream, tick, _) in list(_in_flight.items()):
         if streams.host_knows(stream, tick):
             del _in_flight[key]
@@ -45,7 +45,7 @@ def _remember(storage: Any) -> None:
 
 @dataclass(frozen=True)
 class Copy:
-    """One copy: from and to the host or a GPU, and whether the host continues without waiting."""
+    """One copy: source and target (host or GPU), and whether the host continues without waiting."""
 
     from_host: bool
     to_host: bool
@@ -56,7 +56,7 @@ class Copy:
 
 
 def described(rule: Rule, args: Any, kwargs: Any, target: torch.device) -> Copy:
-    """What copy_ or _to_copy is about to copy."""
+    """Describe what copy_ or _to_copy is about to copy."""
     source, into = (args[1], args[0].device) if rule.base == "copy_" else (args[0], target)
     non_blocking = kwargs.get("non_blocking", args[2] if rule.base == "copy_" and len(args) > 2 else False)
     from_host = source.device.type == "cpu"
@@ -71,7 +71,7 @@ def described(rule: Rule, args: Any, kwargs: Any, target: torch.device) -> Copy:
 
 
 def finish(copied: Copy, result: torch.Tensor) -> None:
-    """Count the copy; the host waits for it unless it is non-blocking and its memory is pinned."""
+    """Count the copy. The host waits for it unless it is non-blocking and its memory is pinned."""
     if copied.from_host:
         report.copy("host_to_device" if copied.from_pinned else "pageable_host_to_device", copied.num_bytes)
         waits = not copied.non_blocking and copied.num_bytes > 0

@@ -1,4 +1,6 @@
-"""torch.cuda without a driver: how many GPUs there are, what they are, their memory and generators."""
+"""Replace torch.cuda without a driver: the number of GPUs, their properties, memory and
+generators.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ _generators: dict[int, torch.Generator] = {}
 
 
 class DeviceContext:
-    """In place of torch.cuda.device(d)."""
+    """Replace torch.cuda.device(d)."""
 
     def __init__(self, device: Any) -> None:
         self.device = device
@@ -31,7 +33,7 @@ class DeviceContext:
 
 
 def generator(device: int | None = None) -> torch.Generator:
-    """Return the random generator of a GPU: one of the CPU's kind, seeded apart from the host's."""
+    """Return the random generator of a GPU: a CPU generator with a separate seed."""
     index = streams.current_device() if device is None else device
     if index not in _generators:
         _generators[index] = torch.Generator()
@@ -131,7 +133,8 @@ def patches() -> list[Patch]:
         ("initial_seed", lambda: generator().initial_seed(), "a generator of this process stands for the GPU's"),
     ]
     made = [Patch(cuda, name, value, why) for name, value, why in found]
-    # The same functions under the names of the modules that define them, which torch itself uses.
+    # The same functions under the names of the modules that define them, which torch uses
+    # internally.
     for module in (torch.cuda.random, torch.cuda.memory, torch.cuda.streams):
         made += [Patch(module, each.name, each.value, each.why) for each in made if hasattr(module, each.name)]
     common = torch.cuda.amp.common
@@ -140,9 +143,9 @@ def patches() -> list[Patch]:
 
 
 def let_autograd_run(shim: Any) -> None:
-    """Let torch's C++ accept CUDA tensors: install its guard that does nothing, then raise the count.
+    """Let torch's C++ accept CUDA tensors: install its empty guard, then raise the device count.
 
-    The guard answers for 8 devices, and autograd makes as many queues as the count says.
+    The guard supports 8 devices, and autograd makes as many queues as the count.
     """
     torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]
     shim.shadow_set_device_count(16)

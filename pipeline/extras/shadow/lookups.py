@@ -1,12 +1,12 @@
-"""FBGEMM's lookups for GPUs, and their backward passes, by torch's operations.
+"""Implement FBGEMM's GPU lookups and their backward passes with torch's operations.
 
-FBGEMM's own C++ runs above them: autograd, checks, the unpacking of arguments. Only the operations
-that launch kernels are done here: split_* (fused optimizers, tables in HBM, UVM or a UVM cache) and
+FBGEMM's C++ runs above them: autograd, checks, the unpacking of arguments. Only the operations that
+launch kernels are replaced: split_* (fused optimizers; tables in HBM, UVM or a UVM cache) and
 dense_* (tables with a gradient), pooled (SUM, MEAN), not pooled (nobag), weighted, and with batch
-sizes that vary by feature and rank (VBE). Formulas of optimizers are in row_updates.py.
+sizes that vary by feature and rank (VBE). row_updates.py has the formulas of optimizers.
 
 Tables are flat: feature f's rows of width D begin at weights_offsets[f]; features of one table
-share an offset. Ids are sorted by feature, then by bag; offsets[i] is where bag i begins.
+share an offset. Ids are sorted by feature, then by bag; bag i begins at offsets[i].
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ def named(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class _Feature:
-    """One feature of a call: where its rows lie, its ids, and where its bags go in the flat output."""
+    """A feature of a call: the position of its rows, its ids, and the positions of its bags in the
+    flat output.
+    """
 
     number: int
     dim: int
-    table: tuple[int, int]  # placement, offset: the same for features that share a table
+    table: tuple[int, int]  # placement, offset: equal for features that share a table
     ids: torch.Tensor
     ids_at: slice  # of all ids
     bag_of_id: torch.Tensor
@@ -73,7 +75,9 @@ def _features(call: dict[str, Any]) -> Iterator[_Feature]:
 
 
 def _dims_and_outputs(call: dict[str, Any], num_features: int) -> tuple[list[int], Any]:
-    """Return each feature's width, and a function to the output positions of a range of its bags."""
+    """Return each feature's width, and a function that returns the output positions of a range of
+    its bags.
+    """
     if "D" in call:
         return [int(call["D"])] * num_features, None
     d_offsets = call["D_offsets"].tolist()
@@ -85,12 +89,13 @@ def _dims_and_outputs(call: dict[str, Any], num_features: int) -> tuple[list[int
 
 
 def _bags(call: dict[str, Any], num_features: int) -> list[tuple[int, int]]:
-    """Return the first bag, and the one after the last, of each feature."""
+    """Return the first bag of each feature, and the bag after its last one."""
     if call.get("B_offsets") is not None:
         begins = call["B_offsets"].tolist()
         return list(pairwise(begins))
     if "vbe_b_t_map" in call:
-        # FBGEMM reads the map as unsigned: the feature's number takes the highest bits, the sign's too.
+        # FBGEMM reads the map as unsigned: the feature's number uses the highest bits, including
+        # the sign bit.
         feature_of_bag = (call["vbe_b_t_map"].long() & 0xFFFFFFFF) >> int(call["info_B_num_bits"])
         ends = torch.searchsorted(feature_of_bag, torch.arange(num_features), right=True).tolist()
         return list(zip([0, *ends[:-1]], ends, strict=True))
@@ -99,7 +104,7 @@ def _bags(call: dict[str, Any], num_features: int) -> list[tuple[int, int]]:
 
 
 class _Rows:
-    """Rows of one table, read and written where they lie: in HBM, in host memory or in the cache."""
+    """Read and write rows of one table in place: in HBM, in host memory or in the cache."""
 
     def __init__(self, call: dict[str, Any], table: tuple[int, int], dim: int) -> None:
         self.placement, begin = table
@@ -126,7 +131,9 @@ class _Rows:
 
 
 def _locations(call: dict[str, Any], at: slice) -> torch.Tensor | None:
-    """Where in the cache the ids' rows lie, -1 for a row that is not cached; None without a cache."""
+    """Return the positions of the ids' rows in the cache (-1: not cached), or None without
+    a cache.
+    """
     found = call.get("lxu_cache_locations")
     return found[at] if found is not None and found.numel() else None
 
@@ -160,7 +167,9 @@ def _output_shape(call: dict[str, Any]) -> torch.Size:
 
 
 def _row_gradients(call: dict[str, Any], feature: _Feature) -> torch.Tensor:
-    """The gradient of each id's row, before ids that occur twice are added up: [ids, dim]."""
+    """Return the gradient of each id's row [ids, dim], before the gradients of repeated ids are
+    added up.
+    """
     grad = call["grad_output"].reshape(-1).float()[feature.output_at]
     if call.get("pooling_mode") == _MEAN:
         grad = grad / feature.lengths.clamp(min=1).unsqueeze(1)
@@ -171,7 +180,9 @@ def _row_gradients(call: dict[str, Any], feature: _Feature) -> torch.Tensor:
 
 
 def backward(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Add up the gradients of each row and update the rows by the optimizer in the operation's name."""
+    """Add up the gradients of each row and update the rows by the optimizer in the operation's
+    name.
+    """
     call = named(func, args, kwargs)
     by_table: dict[tuple[int, int], list[_Feature]] = {}
     for feature in _features(call):
@@ -188,7 +199,9 @@ def backward(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def _summed(call: dict[str, Any], features: list[_Feature]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the table's distinct ids, where each occurs first, and their summed gradients."""
+    """Return the table's distinct ids, the position of their first occurrence, and their summed
+    gradients.
+    """
     ids = torch.cat([feature.ids for feature in features])
     gradients = torch.cat([_row_gradients(call, feature) for feature in features])
     distinct, inverse = torch.unique(ids, return_inverse=True)
@@ -197,7 +210,7 @@ def _summed(call: dict[str, Any], features: list[_Feature]) -> tuple[torch.Tenso
 
 
 def dense_backward(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """The gradient of all weights, flat."""
+    """Return the gradient of all weights as one flat tensor."""
     call = named(func, args, kwargs)
     flat = torch.zeros(call["dev_weights"].numel())
     for feature in _features(call):
@@ -209,7 +222,9 @@ def dense_backward(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor
 
 
 def weight_gradients(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """The gradient of ids' weights: the product of each id's row and its bag's gradient."""
+    """Return the gradient of the ids' weights: the product of each id's row and its bag's
+    gradient.
+    """
     call = named(func, args, kwargs)
     out = torch.zeros(len(call["indices"]))
     wanted = call["feature_requires_grad"]
@@ -222,7 +237,9 @@ def weight_gradients(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tens
 
 
 def select_forward(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """keyed_jagged_index_select_dim1: batches of a jagged tensor by index, for every key alike."""
+    """Replace keyed_jagged_index_select_dim1: select batches of a jagged tensor by index, for every
+    key.
+    """
     call = named(func, args, kwargs)
     batch_size, offsets, indices = int(call["batch_size"]), call["offsets"].long(), call["indices"].long()
     num_keys = call["lengths"].numel() // batch_size
@@ -242,7 +259,10 @@ def _jagged_positions(begins: torch.Tensor, lengths: torch.Tensor) -> torch.Tens
 
 
 def select_rows(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """batch_index_select_dim0: rows of several flat matrices by index, and what the backward pass wants to know."""
+    """Replace batch_index_select_dim0: select rows of several flat matrices by index.
+
+    Also return what backward needs.
+    """
     call = named(func, args, kwargs)
     rows, dims, counts = (torch.tensor([int(each) for each in call[name]])
                           for name in ("input_rows", "input_columns", "input_num_indices"))  # fmt: skip
@@ -287,7 +307,7 @@ def _selected(
 
 
 def patches() -> list[Patch]:
-    """None, but the kernels are put where operations look for them."""
+    """Return no patches; install the kernels where operations look for them."""
     tensors.KERNELS[:] = [
         (r"fbgemm::(split|dense)_embedding_(nobag_)?codegen_forward_(un)?weighted(_vbe)?_cuda", forward),
         (r"fbgemm::split_embedding_(nobag_)?backward_codegen_dense_.*_exact_cuda", dense_backward),

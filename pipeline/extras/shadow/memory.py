@@ -1,7 +1,8 @@
-"""Count the memory of shadow GPUs: the live bytes of each, their peak by phase, and an error when full.
+"""Count the memory of shadow GPUs: the live bytes of each, the peak by phase, and an error when the
+GPU is full.
 
-A block is one storage. It hangs on torch's storage object, so it ends when the storage does.
-Sizes are rounded as torch's allocator does; fragmentation and NCCL's buffers are not counted.
+A block is one storage. It is attached to torch's storage object, so it ends with the storage. Sizes
+are rounded as in torch's allocator. Fragmentation and NCCL's buffers are not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pipeline.extras.shadow import report, streams
 from pipeline.extras.shadow.state import settings
 
 _ROUNDED_TO = 512  # bytes, kMinBlockSize of c10/cuda/CUDACachingAllocator
-_MAP_NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
+_MAP_NORESERVE = 0x4000  # of Linux; Python 3.13 names it
 
 live: Counter[int] = Counter()  # device -> bytes
 host_live: Counter[str] = Counter()  # "uvm", "pinned" -> bytes of host memory
@@ -27,7 +28,7 @@ _phase = "start"
 
 
 class Block(streams.Tracked):
-    """One storage on a shadow GPU; who used it is in streams.Tracked."""
+    """One storage on a shadow GPU. streams.Tracked records its users."""
 
     __slots__ = ("device", "kind", "num_bytes")
 
@@ -47,7 +48,7 @@ class Block(streams.Tracked):
             else:
                 host_live[self.kind] -= self.num_bytes
             streams.freed(self)
-        except (AttributeError, TypeError):  # the interpreter is ending
+        except (AttributeError, TypeError):  # the interpreter exits
             pass
 
 
@@ -64,7 +65,7 @@ def _take(device: int, num_bytes: int) -> None:
 
 
 def block_of(inner: torch.Tensor, device: int) -> Block:
-    """Return the block of the storage that holds a shadow's numbers; made at its first use."""
+    """Return the block of the storage that holds a shadow's numbers. The first use makes it."""
     storage = inner.untyped_storage()
     block: Block | None = storage.__dict__.get("shadow_block")
     if block is None:
@@ -74,7 +75,7 @@ def block_of(inner: torch.Tensor, device: int) -> Block:
 
 
 def in_host_memory(inner: torch.Tensor, kind: str) -> torch.Tensor:
-    """Mark a storage as host memory of a kind: "uvm", which the device reads, or "pinned"."""
+    """Mark a storage as host memory of a kind: "uvm" (the device reads it) or "pinned"."""
     storage = inner.untyped_storage()
     storage.shadow_kind = kind  # type: ignore[attr-defined]
     if kind == "pinned":
@@ -88,7 +89,7 @@ def is_kind(inner: torch.Tensor, kind: str) -> bool:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Attribute peaks within to `name`."""
+    """Attribute peaks in the context to `name`."""
     global _phase
     before, _phase = _phase, name
     peaks = report.current().peak_bytes
@@ -116,7 +117,9 @@ def peak() -> int:
 
 
 def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros in memory that is reserved and not touched, so a table may exceed this machine."""
+    """Return zeros in memory that is reserved but not touched, so that a table may exceed this
+    machine's memory.
+    """
     count = prod(shape)
     pages = mmap.mmap(-1, max(1, count * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     buffer = (ctypes.c_char * len(pages)).from_buffer(pages)
@@ -126,5 +129,8 @@ def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def is_untouched(inner: torch.Tensor) -> bool:
-    """Whether a tensor is part of memory from untouched(): writing all of it would fill this machine."""
+    """Return whether a tensor is part of memory from untouched().
+
+    Writing all of it would fill this machine.
+    """
     return "shadow_untouched" in inner.untyped_storage().__dict__

@@ -1,4 +1,6 @@
-"""Measure the CPU time of a program on shadow GPUs without the time of the shadow, which does the kernels' work."""
+"""Measure the CPU time of a program on shadow GPUs, without the time in which the shadow does the
+kernels' work.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,12 @@ from pipeline.extras.shadow import tensors
 
 
 class Meter:
-    """Count the operations of this process, on GPU and host tensors, and the CPU time of this thread outside them.
+    """Count the operations of this process on GPU and host tensors, and the CPU time of this thread
+    outside them.
 
-    Entering the shadow costs Python time for each operation, which a real GPU does not need. It is measured on
-    `detach` and subtracted too. Backward has threads of its own unless torch.autograd.set_multithreading_enabled(False).
+    Each operation spends Python time to enter the shadow, which a real GPU does not need. This time
+    is measured on `detach` and subtracted. Backward uses other threads unless
+    torch.autograd.set_multithreading_enabled(False).
     """
 
     def __init__(self) -> None:
@@ -24,7 +28,7 @@ class Meter:
         self._entering_s = min(self._time_of_entering() for _ in range(20))
 
     def outside_s(self) -> float:
-        """Seconds of this thread since it began; subtract two."""
+        """Return the seconds of this thread since it began. Subtract two values."""
         return time.thread_time() - self._inside_s - self.calls * self._entering_s
 
     def _metered(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

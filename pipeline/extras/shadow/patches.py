@@ -1,4 +1,4 @@
-"""Every change that the shadow GPU makes to torch, TorchRec and FBGEMM, in one list with its reason."""
+"""List every change that the shadow GPU makes to torch, TorchRec and FBGEMM, with its reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Patch:
-    """target.name is replaced by value, because `why`."""
+    """Replace target.name by value, because of `why`."""
 
     target: Any
     name: str
@@ -21,7 +21,10 @@ class Patch:
 
 
 def all_patches() -> list[Patch]:
-    """The modules' lists, in the order in which they are applied. Imports torch, TorchRec, FBGEMM."""
+    """Return the patches of all modules in the order in which they are applied.
+
+    Imports torch, TorchRec, FBGEMM.
+    """
     from pipeline.extras.shadow import collectives, device, lookups, replication, torch_changes
 
     return [each for module in (device, torch_changes, lookups, collectives, replication) for each in module.patches()]

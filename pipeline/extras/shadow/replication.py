@@ -1,7 +1,8 @@
-"""What torch and TorchRec do in C++ or by class tricks that a wrapper tensor cannot follow, in Python.
+"""Replace what torch and TorchRec do in C++, or by changing classes, which a wrapper tensor does
+not support.
 
-DistributedDataParallel's Reducer makes CUDA events in C++; here the same sums are made by hooks:
-weights are broadcast at the start, and gradients averaged in buckets when backward ends.
+DistributedDataParallel's Reducer makes CUDA events in C++. Here hooks compute the same sums:
+weights are broadcast at the start, and gradients are averaged in buckets when backward ends.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _init, _forward, _train = (getattr(DistributedDataParallel, name) for name in ("
 
 
 class _Averages:
-    """What DistributedDataParallel does for a module on a shadow GPU."""
+    """Do what DistributedDataParallel does for a module on a shadow GPU."""
 
     def __init__(self, trained: Sequence[torch.Tensor], group: Any, is_on: Callable[[], bool]) -> None:
         self.trained, self.group, self.is_on = trained, group, is_on
@@ -46,7 +47,7 @@ class _Averages:
     def _average(self) -> None:
         due, self.due = {id(each) for each in self.due}, []
         bucket: list[torch.Tensor] = []
-        for each in reversed(self.trained):  # gradients are ready in about this order
+        for each in reversed(self.trained):  # gradients become ready in about this order
             if id(each) not in due or each.grad is None:
                 continue
             if bucket and _num_bytes([*bucket, each.grad]) > _BUCKET_BYTES:
@@ -69,7 +70,10 @@ class _Averages:
 def _ddp_init(
     self: Any, module: torch.nn.Module, device_ids: Any = None, *args: Any, **kwargs: Any
 ) -> None:  # fmt: skip
-    """DistributedDataParallel(module, device_ids, ...): torch's own for a module that is not on a shadow GPU."""
+    """Replace DistributedDataParallel(module, device_ids, ...).
+
+    A module that is not on a shadow GPU gets torch's.
+    """
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     trained = [each for name, each in module.named_parameters() if name not in ignored and each.requires_grad]
     if not any(isinstance(each, Shadow) for each in trained):
@@ -97,7 +101,10 @@ def _num_bytes(tensors: list[torch.Tensor]) -> int:
 
 
 class ShadowSlice(TableBatchedEmbeddingSlice, Shadow):
-    """A slice of a flat table. TorchRec makes it of a view by as_subclass, which a wrapper cannot become."""
+    """A slice of a flat table.
+
+    TorchRec makes it from a view by as_subclass, which does not work for a wrapper.
+    """
 
     def __new__(
         cls, data: Shadow, start_offset: int, end_offset: int, num_embeddings: int, embedding_dim: int

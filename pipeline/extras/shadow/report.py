@@ -1,8 +1,8 @@
-"""What a program did on the shadow GPU, as one plain record: counts, and findings that name places.
+"""Record what a program did on the shadow GPU: counts, and findings with their places.
 
-`current()` is the record of this process; `start()` begins a new one, for the next program.
-A finding is a fault that a real GPU would not report, or not at its place; `Report.problems`
-lists all of them. Counts are per program; take `counts()` twice for the counts of one step.
+`current()` is the record of this process; `start()` begins a new record for the next program. A
+finding is a fault that a real GPU would not report, or not at its place. `Report.problems` lists
+all findings. Counts are per program; subtract two `counts()` to get the counts of one step.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# The frames that are named as the place of a sync or a fault: not those of torch or of the shadow.
+# The files whose frames are reported as the place of a sync or a fault: not files of torch or of
+# the shadow.
 _PLACES = ("/pipeline/", "/torchrec/", "/fbgemm_gpu/", "/tests/", "/benchmarks/", "/examples/")
-_MAX_FINDINGS = 200  # of one kind: a fault in a loop is found once a step
+_MAX_FINDINGS = 200  # of one kind, because a fault in a loop is found once per step
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault: its kind (race, reuse, host_read, device, collective), what happened, and where."""
+    """One fault: its kind (race, reuse, host_read, device, collective), what happened, and
+    where.
+    """
 
     kind: str
     text: str
@@ -34,7 +37,7 @@ class Report:
 
     rank: int = 0
     operations: Counter[str] = field(default_factory=Counter)  # on GPU tensors, by name
-    launches: int = 0  # operations that are kernels: neither views nor questions about a tensor
+    launches: int = 0  # operations that are kernels: neither views nor queries of a tensor
     syncs: Counter[str] = field(default_factory=Counter)  # "kind place": the host waits
     copies: Counter[str] = field(default_factory=Counter)  # host_to_device, device_to_host, ...
     copied_bytes: Counter[str] = field(default_factory=Counter)
@@ -45,7 +48,7 @@ class Report:
     peak_bytes: dict[str, int] = field(default_factory=dict)  # live tensors, by phase
 
     def find(self, kind: str, text: str) -> None:
-        """Note a fault at the caller's place."""
+        """Record a fault at the caller's place."""
         key = (kind, text, place())
         if key in self.findings or len(self.findings) < _MAX_FINDINGS:
             self.findings[key] = self.findings.get(key, 0) + 1
@@ -58,7 +61,7 @@ class Report:
         return [each for each in self.problems if each.kind == kind]
 
     def counts(self) -> dict[str, int]:
-        """The totals that benchmarks compare: subtract two for what was done in between."""
+        """Return the totals that benchmarks compare. Subtract two of them."""
         return {
             "launches": self.launches,
             "syncs": sum(self.syncs.values()),
@@ -76,7 +79,7 @@ class Report:
         return json.loads(json.dumps(record))  # type: ignore[no-any-return]
 
     def summary(self) -> str:
-        """One line for a terminal."""
+        """Return one line for a terminal."""
         peak = max(self.peak_bytes.values(), default=0) / 2**20
         return (
             f"shadow GPU of rank {self.rank}: {self.launches:,} launches, {sum(self.syncs.values())} syncs, "
@@ -93,14 +96,14 @@ def current() -> Report:
 
 
 def start(rank: int = 0) -> Report:
-    """Begin a new report; the earlier one stays as it is with whoever has it."""
+    """Begin a new report. The earlier report stays unchanged."""
     global _current
     _current = Report(rank)
     return _current
 
 
 def place() -> str:
-    """Return folder/file.py:line of the innermost frame that is the program's own, "?" without one."""
+    """Return folder/file.py:line of the innermost frame of the program, or "?" if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

@@ -1,7 +1,9 @@
-"""FBGEMM's optimizers of rows: new weights from old ones, a summed gradient and the optimizer's state.
+"""Implement FBGEMM's optimizers of rows: new weights from old weights, a summed gradient and the
+optimizer's state.
 
-Formulas are those of its CUDA kernels, fbgemm_gpu/codegen/genscript/optimizers.py. A state is flat,
-in HBM or UVM; the table's part begins at its offset: a number a row, or as wide as the row.
+The formulas are those of FBGEMM's CUDA kernels, fbgemm_gpu/codegen/genscript/optimizers.py. A state
+is flat, in HBM or UVM. The table's part begins at its offset: one number per row, or as wide as the
+row.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ _L2, _DECOUPLED = 1, (2, 5)  # FBGEMM's WeightDecayMode: NONE is 0
 
 
 class _State:
-    """One state tensor of a call (momentum1, momentum2, row_counter): the rows of one table."""
+    """The rows of one table in a state tensor of a call (momentum1, momentum2, row_counter)."""
 
     def __init__(self, call: dict[str, Any], name: str, feature: int, dim: int) -> None:
         on_device = int(call[f"{name}_placements"][feature]) == _DEVICE
@@ -35,7 +37,9 @@ class _State:
 def update_rows(
     name: str, call: dict[str, Any], feature: int, ids: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor
 ) -> torch.Tensor:  # fmt: skip
-    """Return the new weights [ids, dim]; write the new state. `name` is that of the backward operation."""
+    """Return the new weights [ids, dim] and write the new state. name: of the backward
+    operation.
+    """
     found = re.search(r"backward_codegen_(\w+?)_(un)?weighted(_vbe)?(_gwd)?_exact_cuda", name)
     assert found is not None, name
     optimizer = found.group(1)
@@ -74,7 +78,10 @@ def _rowwise_adagrad(call: Any, state: Any, ids: Any, weights: Any, grad: Any, l
 
 
 def _moments(call: Any, state: Any, ids: Any, grad: Any, rowwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adam's two averages: of the gradient, and of its square, the latter a number a row if rowwise."""
+    """Return Adam's averages of the gradient and of its square.
+
+    With rowwise the second is one number per row.
+    """
     beta1, beta2, dim = call["beta1"], call["beta2"], grad.shape[1]
     first, second = state("momentum1", dim), state("momentum2", 1 if rowwise else dim)
     square = grad.square().mean(1, keepdim=True) if rowwise else grad.square()

@@ -1,8 +1,8 @@
-"""What an operation is, read from its schema, and which devices its tensors may have.
+"""Classify an operation by its schema, and check the devices of its tensors.
 
-The rules are those of torch's CUDA kernels: all tensors on one device, except that a CPU tensor of
-no dimensions may stand for a number in pointwise operations, indices may be on the CPU, and copies
-go between devices. FBGEMM's kernels take no CPU tensor, except the few that its own code reads on
+The rules are those of torch's CUDA kernels: all tensors are on one device, except that a CPU tensor
+without dimensions may replace a number in pointwise operations, indices may be on the CPU, and
+copies connect devices. FBGEMM's kernels take no CPU tensors, except a few that its code reads on
 the host.
 """
 
@@ -22,9 +22,10 @@ _MAY_MIX = _COPIES | {"set_", "lift_fresh", "_foreach_copy_", "copy", "is_same_s
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 _SYNCS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "equal", "masked_select"}
 _QUESTIONS = {"_local_scalar_dense", "equal", "is_pinned", "is_same_size", "sym_size", "stride", "is_nonzero"}
-# Operations whose kernels read a CPU tensor of no dimensions as a number, besides pointwise ones.
+# Operations, in addition to pointwise ones, whose kernels read a CPU tensor without dimensions as a
+# number.
 _TAKE_NUMBERS = {"fill_", "fill", "masked_fill", "masked_fill_", "where", "index_fill", "index_fill_", "scatter_"}
-# FBGEMM reads these on the host: the rate of learning, and weights that CPU tables alone have.
+# FBGEMM reads these on the host: the learning rate, and weights that only CPU tables have.
 _HOST_ARGUMENTS = {"learning_rate_tensor", "host_weights", "unused"}
 _NOT_KERNELS = {
     "detach", "alias", "empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "lift_fresh",
@@ -35,7 +36,7 @@ _FACTORIES = {"empty", "zeros", "ones", "full", "empty_strided", "zeros_like", "
 
 @dataclass(frozen=True)
 class Rule:
-    """One operator: base is its name without namespace and overload."""
+    """One operator. base: its name without namespace and overload."""
 
     name: str
     namespace: str
@@ -55,7 +56,9 @@ class Rule:
     written_arguments: tuple[tuple[int, str], ...]
 
     def written(self, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-        """The arguments that the operator writes into, in the order in which it returns them."""
+        """Return the arguments that the operator writes into, in the order in which it returns
+        them.
+        """
         found: list[Any] = []
         for index, name in self.written_arguments:
             value = args[index] if index < len(args) else kwargs.get(name)
@@ -96,7 +99,7 @@ def rule_of(func: Any) -> Rule:
 
 
 def check_devices(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any], shadows: list[Any]) -> None:
-    """Raise what the kernel would raise, or would not and read memory that is not there."""
+    """Raise what the kernel would raise, or an error if the kernel would read invalid memory."""
     if not shadows or rule.base in _MAY_MIX:
         return
     device = shadows[0].device
@@ -134,7 +137,9 @@ def _refuse(text: str) -> None:
 
 
 def _tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield (argument's name, tensor, whether it is written) of all tensors, those in lists included."""
+    """Yield (argument's name, tensor, whether it is written) for all tensors, including those in
+    lists.
+    """
     for index, argument in enumerate(func._schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         is_written = argument.alias_info is not None and argument.alias_info.is_write

@@ -1,4 +1,4 @@
-"""The settings of the shadow GPUs of this process; shadow.activate() fills them in."""
+"""Hold the settings of the shadow GPUs of this process. shadow.activate() sets them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Card:
-    """What torch.cuda.get_device_properties tells of a card. Clocks in kHz, bus in bits."""
+    """The properties of a card in torch.cuda.get_device_properties. Clocks in kHz, bus in bits."""
 
     name: str
     total_memory: int
@@ -19,7 +19,7 @@ class Card:
     memory_bus_bits: int
 
 
-# Totals as torch prints them; clocks and buses give the data sheet's bandwidth (2 x clock x bus).
+# Totals as torch prints them. Clocks and buses give the data sheet's bandwidth (2 x clock x bus).
 CARDS = {
     "a100_40gb": Card("NVIDIA A100-SXM4-40GB", int(39.4 * GIB), (8, 0), 108, 1_215_000, 5120),
     "a100_80gb": Card("NVIDIA A100-SXM4-80GB", int(79.1 * GIB), (8, 0), 108, 1_593_000, 5120),
@@ -30,7 +30,9 @@ CARDS = {
 
 @dataclass
 class Settings:
-    """num_gpus: of this host. untouched_above_bytes: tensors above it are reserved, not touched."""
+    """Settings. num_gpus: of this host. untouched_above_bytes: larger tensors are reserved, not
+    touched.
+    """
 
     num_gpus: int = 0
     card: Card = CARDS["h100_80gb"]

@@ -1,10 +1,12 @@
-"""Streams and events of shadow GPUs. They keep vector clocks, so work that nobody waited for is found.
+"""Implement streams and events of shadow GPUs with vector clocks, which find work that no stream
+waited for.
 
-A stream runs its work in order. Work of another stream is ordered before it only by a wait, an
-event or a host that waited. For each storage the last write and the last use on each stream are
-kept. Found are: a read or write without a wait for the write or use before it ("race"), and memory
-that is given to its stream again while another stream may still use it ("reuse": a record_stream
-is missing). A clock maps a stream to the last piece of its work that is known to be done.
+A stream runs its work in order. Work of another stream comes before it only after a wait, an event
+or a wait of the host. For each storage the last write, and the last use on each stream, are
+recorded. The module finds a read or write without a wait for the previous write or use ("race"),
+and memory that returns to its stream while another stream may still use it ("reuse": a
+record_stream is missing). A clock maps a stream to the last piece of its work that is known to be
+done.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ Clock = dict[int, int]
 
 
 class Tracked:
-    """What streams did with one storage. `owner` is the stream whose pool the memory belongs to."""
+    """Record what streams did with one storage.
+
+    `owner` is the stream whose pool the memory belongs to.
+    """
 
     __slots__ = ("last_op", "owner", "recorded", "uses", "writer")
 
@@ -40,7 +45,8 @@ class Tracked:
 _ticks: Clock = defaultdict(int)
 _clocks: dict[int, Clock] = defaultdict(lambda: dict(_host))
 _host: Clock = {}  # what the host has waited for
-_freed: dict[int, list[tuple[int, int, str]]] = defaultdict(list)  # owner -> stream, tick, operation
+# owner -> stream, tick, operation
+_freed: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
 _names: dict[int, str] = {}
 _local = threading.local()
 _main: dict[str, Any] = {"device": 0, "streams": {}}
@@ -54,8 +60,11 @@ def reset() -> None:
 
 
 def enter_thread() -> None:
-    """Give a Python thread its own current device and streams, as CUDA does. Threads of torch's
-    autograd are not Python's: they use those of the main thread, where backward was called."""
+    """Give a Python thread a separate current device and streams, as CUDA does.
+
+    Threads of torch's autograd are not Python threads: they use those of the main thread, where
+    backward was called.
+    """
     _local.own = {"device": 0, "streams": {}}
 
 
@@ -77,7 +86,7 @@ def set_device(index: int) -> None:
 
 
 def index_of(device: Any) -> int:
-    """Return the index that any way to name a device means; None is the current one."""
+    """Return the index of a device in any notation. None is the current device."""
     if device is None:
         return current_device()
     if isinstance(device, int):
@@ -87,9 +96,9 @@ def index_of(device: Any) -> int:
 
 
 class Stream:
-    """In place of torch.cuda.Stream."""
+    """Replace torch.cuda.Stream."""
 
-    _made = 1000  # numbers below are the default streams of devices
+    _made = 1000  # smaller numbers are the default streams of devices
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         Stream._made += 1
@@ -112,7 +121,7 @@ class Stream:
         _learn(_clocks[self.number], clock_of(other.number))
 
     def follow(self, other: Stream) -> None:
-        """As wait_stream, for the library's own streams: it is not counted."""
+        """Do as wait_stream, without counting it, for the streams of libraries."""
         _learn(_clocks[self.number], clock_of(other.number))
 
     def learn(self, clock: Clock) -> None:
@@ -153,7 +162,7 @@ class Stream:
 
 
 class Event:
-    """In place of torch.cuda.Event. Its time is the host's."""
+    """Replace torch.cuda.Event. Its time is the host's."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.clock: Clock = {}
@@ -178,7 +187,7 @@ class Event:
 
 
 class StreamContext:
-    """In place of torch.cuda.stream(s); None changes nothing."""
+    """Replace torch.cuda.stream(s). None changes nothing."""
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
@@ -202,7 +211,7 @@ def _entered() -> list[StreamContext]:
 
 
 def name(stream: Stream, text: str) -> None:
-    """Name a stream in findings."""
+    """Set the name of a stream in findings."""
     _names[stream.number] = text
 
 
@@ -221,23 +230,23 @@ def set_stream(stream: Stream) -> None:
 
 
 def synchronize(device: Any = None) -> None:
-    """The host waits for everything."""
+    """Let the host wait for all streams."""
     report.sync("torch.cuda.synchronize")
     host_waits(dict(_ticks))
 
 
 def wait_for_host_copy() -> None:
-    """The host waits for the current stream, as a blocking copy does."""
+    """Let the host wait for the current stream, as a blocking copy does."""
     host_waits(clock_of(current_stream().number))
 
 
 def clock_of(stream: int) -> Clock:
-    """Everything that is done when the stream's work so far is."""
+    """Return the clock at which the stream's current work is done."""
     return {**_clocks[stream], stream: _ticks[stream]}
 
 
 def host_waits(clock: Clock) -> None:
-    """Work that any stream is given from now on comes after what the host has waited for."""
+    """Order new work of all streams after the work that the host has waited for."""
     _learn(_host, clock)
     for known in _clocks.values():
         _learn(known, clock)
@@ -263,7 +272,10 @@ def operation(
     writes: Sequence[tuple[Tracked, Any]],
     stream: int | None = None,
 ) -> None:
-    """Put an operation on the current stream, or another one, and look for races; pairs are (block, shape)."""
+    """Put an operation on the current stream or another one, and find races.
+
+    Pairs are (block, shape).
+    """
     me = current_stream().number if stream is None else stream
     _ticks[me] += 1
     tick, known = _ticks[me], _clocks[me]
@@ -286,18 +298,18 @@ def operation(
 def _race(name: str, shape: Any, me: int, does: str, other: str) -> None:
     report.current().find(
         "race",
-        f"{name} on {_names[me]} {does} a tensor of shape {list(shape)} that {other}, and no wait lies between",
+        f"{name} on {_names[me]} {does} a tensor of shape {list(shape)} that {other}, without a wait in between",
     )
 
 
 def record(block: Tracked, stream: Stream) -> None:
-    """tensor.record_stream: the memory is not given away before the stream is done with it."""
+    """Replace tensor.record_stream: the memory is not reused before the stream is done with it."""
     report.current().record_streams += 1
     block.recorded.add(stream.number)
 
 
 def freed(block: Tracked) -> None:
-    """Note which streams may still use memory that goes back to the pool of its own stream."""
+    """Record which streams may still use memory that returns to the pool of its stream."""
     known = _clocks[block.owner]
     for stream, tick in block.uses.items():
         if stream != block.owner and stream not in block.recorded and known.get(stream, 0) < tick:
@@ -305,7 +317,9 @@ def freed(block: Tracked) -> None:
 
 
 def _reuse(owner: int) -> None:
-    """A stream allocates: it may get what was freed, and must be ordered after the uses of it."""
+    """Check an allocation: the stream may get freed memory, so it must be ordered after earlier
+    uses of it.
+    """
     if not _freed.get(owner):
         return
     known = _clocks[owner]

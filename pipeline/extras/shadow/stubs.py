@@ -1,8 +1,9 @@
-"""Build and load two small libraries that let torch's CUDA build run a backward pass without a driver.
+"""Build and load two small libraries with which torch's CUDA build can run a backward pass without
+a driver.
 
-They are C, compiled once by the system's `cc`, or by `ziglang` from PyPI, into a folder that
-only this user can read or write. Load them before torch: the loader takes the first definition.
-The library that FBGEMM links, NVML, is pipeline/runtime/nvml.py's.
+They are C, compiled once by the system's `cc`, or by `ziglang` from PyPI, into a folder that only
+this user can read or write. Load them before torch, because the loader uses the first definition.
+pipeline/runtime/nvml.py makes NVML, the library that FBGEMM links.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active)
 { if (flags) *flags = 0; if (active) *active = 0; return 0; }
 """
 
-# Autograd refuses a device beyond c10::cuda::device_count(), which the runtime would answer with
-# 0. The count stays 0 until torch has installed its guard for CUDA devices (see device.py).
+# Autograd refuses a device beyond c10::cuda::device_count(), for which the runtime would return 0.
+# The count stays 0 until torch has installed its guard for CUDA devices (see device.py).
 SHIM = """
 static signed char count = 0;
 void shadow_set_device_count(int n) { count = (signed char)n; }
@@ -39,10 +40,10 @@ LIBRARIES = {"libshadow_shim.so": SHIM, "libcuda.so.1": CUDA}
 
 
 def load_libraries() -> ctypes.CDLL:
-    """Load both for every library that is loaded later; return the shim.
+    """Load both libraries for all libraries that are loaded later. Return the shim.
 
     Raises:
-        ConfigError: torch is imported already, or no C compiler is there.
+        ConfigError: torch is already imported, or there is no C compiler.
     """
     if "torch" in sys.modules:
         raise ConfigError("the shadow GPU was activated after torch: call shadow.activate() first")
@@ -52,7 +53,7 @@ def load_libraries() -> ctypes.CDLL:
 
 
 def build() -> Path:
-    """Return the folder of the compiled libraries, compiled by the first caller."""
+    """Return the folder of the compiled libraries. The first caller compiles them."""
     sources = repr(sorted(LIBRARIES.items())).encode()
     folder = _own_folder() / hashlib.sha256(sources).hexdigest()[:16]
     if folder.is_dir():
@@ -63,14 +64,14 @@ def build() -> Path:
         words = [*_compiler(), "-shared", "-fPIC", "-w", f"-Wl,-soname,{name}"]
         subprocess.run([*words, "-o", str(staged / name), str(staged / "source.c")], check=True)
     try:
-        staged.rename(folder)  # whole or not at all: another process may have been faster
+        staged.rename(folder)  # completely or not at all: another process may have been faster
     except OSError:
         shutil.rmtree(staged)
     return folder
 
 
 def _own_folder() -> Path:
-    """Return a cache folder that belongs to this user alone: what lies in it is executed."""
+    """Return a cache folder that belongs only to this user, because its files are executed."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     if not os.access(caches if caches.exists() else caches.parent, os.W_OK):
         caches = Path(tempfile.gettempdir())
@@ -80,7 +81,8 @@ def _own_folder() -> Path:
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700 or folder.is_symlink():
         raise ConfigError(
             f"{folder} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, "
-            f"but libraries are loaded from it; make it 700 and yours (user {os.getuid()})"
+            "but libraries are loaded from it; change its mode to 700 and its owner to user "
+            f"{os.getuid()}"
         )
     return folder
 
@@ -91,4 +93,4 @@ def _compiler() -> list[str]:
             return [found]
     if importlib.util.find_spec("ziglang"):
         return [sys.executable, "-m", "ziglang", "cc"]
-    raise ConfigError("the shadow GPU needs a C compiler and found no cc; `pip install ziglang` brings one")
+    raise ConfigError("the shadow GPU needs a C compiler, but there is no cc; `pip install ziglang` installs one")

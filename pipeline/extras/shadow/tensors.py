@@ -1,10 +1,10 @@
-"""Tensors that say they are on a GPU and hold real numbers in host memory.
+"""Make tensors that report a GPU as their device and hold real numbers in host memory.
 
-A Shadow is what the program sees: device cuda:k. `inner` is a CPU tensor, and every operation is
-done on the inner tensors by torch's CPU kernels, or by lookups.py. ShadowMode makes Shadows where
-the program asks for a CUDA device. So the program takes its GPU path with real values.
+A Shadow is what the program sees: device cuda:k. `inner` is a CPU tensor. torch's CPU kernels, or
+lookups.py, run every operation on the inner tensors. ShadowMode makes Shadows when the program asks
+for a CUDA device. So the program takes its GPU path with real values.
 
-What a kernel for GPUs would refuse is refused with torch's own message: see rules.py.
+What a GPU kernel would refuse is refused with torch's message (rules.py).
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from pipeline.extras.shadow.state import settings
 
 CPU = torch.device("cpu")
 Handler = Callable[[Any, Any, dict[str, Any]], Any]
-# What runs on inner tensors for operations that have no CPU kernel, by a pattern of their names.
+# Implementations for operations without a CPU kernel, by a pattern of their names. They get inner
+# tensors.
 KERNELS: list[tuple[str, Handler]] = []
-# What handles all operations of a namespace, Shadows included.
+# Handlers of all operations of a namespace. They get Shadows.
 HANDLERS: dict[str, Handler] = {}
 torch_swap = torch.utils.swap_tensors  # before it is replaced
 CUDA_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
 
 class Shadow(torch.Tensor):
-    """A tensor on a shadow GPU: its shape, strides and dtype are those of `inner`."""
+    """A tensor on a shadow GPU. Its shape, strides and dtype are those of `inner`."""
 
     inner: torch.Tensor  # type: ignore[assignment]
     __slots__ = ()
@@ -74,7 +75,7 @@ class Shadow(torch.Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Pickled as torch does for a GPU: the numbers travel through the host.
+        # Pickled as torch pickles GPU tensors: the numbers are copied to the host.
         report.sync("pickle")
         return _unpickled, (self.inner, self.device, self.requires_grad)
 
@@ -89,7 +90,10 @@ class Shadow(torch.Tensor):
         self.inner = other.inner
 
     def resize_(self, *sizes: Any, **_: Any) -> Any:  # type: ignore[override]
-        """Give this tensor other memory: a wrapper cannot change its shape, so it changes places with another."""
+        """Replace this tensor's memory.
+
+        A wrapper cannot change its shape, so it is swapped with another wrapper.
+        """
         shape = tuple(sizes[0]) if isinstance(sizes[0], (tuple, list)) else sizes
         torch_swap(self, Shadow(self.inner.clone().resize_(shape), self.device))
         return self
@@ -132,22 +136,25 @@ def _unpickled(inner: torch.Tensor, device: torch.device, requires_grad: bool) -
 
 
 class ShadowMode(TorchDispatchMode):
-    """While it is entered, what is made on a CUDA device is a Shadow. Threads that start enter it too."""
+    """Make Shadows of tensors created on a CUDA device while the mode is active.
+
+    Threads that start enter it too.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
 
     def __enter__(self) -> ShadowMode:
-        # torch.tensor(..., device="cuda") otherwise asks the CUDA runtime before any dispatch.
+        # Otherwise torch.tensor(..., device="cuda") asks the CUDA runtime before any dispatch.
         torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
         return super().__enter__()  # type: ignore[no-any-return]
 
 
-entered: list[ShadowMode] = []  # of the main thread: whether threads that start enter it too
+entered: list[ShadowMode] = []  # of the main thread: whether new threads enter it too
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Do one operation of the program: all that a dispatch mode, or a Shadow, is asked."""
+    """Run one operation of the program, for a dispatch mode or a Shadow."""
     rule = rule_of(func)
     if rule.namespace in HANDLERS:
         return HANDLERS[rule.namespace](func, args, kwargs)
@@ -158,7 +165,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     to_gpu = asked is not None and asked.type == "cuda"
     if rule.is_about_pinning or not (shadows or to_gpu):
         return _on_the_host(func, rule, args, kwargs, flat)
-    if rule.is_wrapper:  # FBGEMM's own C++ unpacks the arguments and calls the kernel's operation
+    if rule.is_wrapper:  # FBGEMM's C++ unpacks the arguments and calls the kernel's operation
         return func.redispatch(CUDA_KERNEL, *args, **kwargs)
     if to_gpu:
         asked = torch.device("cuda", streams.index_of(asked))
@@ -185,7 +192,7 @@ def streams_must_have(asked: torch.device) -> None:
 
 
 def _on_the_host(func: Any, rule: Rule, args: Any, kwargs: dict[str, Any], flat: list[Any]) -> Any:
-    """An operation without GPU tensors. Pinned memory is ordinary memory with a mark."""
+    """Run an operation without GPU tensors. Pinned memory is ordinary memory with a mark."""
     copies.check_host_reads(rule, flat)
     pinned = kwargs.pop("pin_memory", None) if kwargs.get("pin_memory") else None
     if rule.is_about_pinning:
@@ -206,7 +213,8 @@ def _is_mask(value: Any) -> bool:
     return isinstance(value, Shadow) and value.dtype in (torch.bool, torch.uint8)
 
 
-_FILLS = frozenset(("uniform_", "normal_", "fill_", "zero_", "random_"))  # the whole of their first argument
+# they fill their first argument completely
+_FILLS = frozenset(("uniform_", "normal_", "fill_", "zero_", "random_"))
 
 
 def _on_inner(
@@ -218,9 +226,10 @@ def _on_inner(
     pinned = bool(kwargs.pop("pin_memory", None))
     if copied is not None:
         kwargs.pop("non_blocking", None)
-        # As torch does: the host's side of a non-blocking copy is pinned where torch allocates it.
+        # As in torch, which allocates the host's side of a non-blocking copy in pinned memory.
         pinned = rule.base == "_to_copy" and copied.to_host and copied.non_blocking
-    # What fills reserved memory as a whole, TorchRec's first weights for instance, leaves it zeros.
+    # Filling reserved memory completely (such as TorchRec's initialization of weights) leaves it at
+    # zero.
     filled = kwargs.get("out") if rule.base == "zeros" else args[0] if rule.base in _FILLS else None
     is_large = isinstance(filled, torch.Tensor) and filled.nbytes > settings.untouched_above_bytes
     if filled is not None and is_large and memory.is_untouched(filled):
@@ -244,7 +253,7 @@ def _plain(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _drawn(func: Any, args: Any, kwargs: Any, target: torch.device) -> Any:
-    """Draw from the GPU's generator, which the host's draws do not move."""
+    """Sample from the GPU's generator, which sampling on the host does not change."""
     if kwargs.get("generator") is not None:
         return func(*args, **kwargs)
     own, host = device.generator(target.index), torch.default_generator
@@ -260,7 +269,9 @@ def _drawn(func: Any, args: Any, kwargs: Any, target: torch.device) -> Any:
 def _returned(
     func: Any, rule: Rule, args: Any, kwargs: Any, flat: list[Any], out: Any, target: torch.device
 ) -> Any:  # fmt: skip
-    """Wrap what came out; what an operation writes into is returned as it was given."""
+    """Wrap the results. Arguments that an operation writes into are returned as they were
+    passed.
+    """
     written = rule.written(args, kwargs)
     if rule.is_kernel or rule.is_copy:
         outputs = [] if rule.returns_written else tree_flatten(out)[0]
@@ -281,7 +292,7 @@ def _returned(
 
 
 def _order(rule: Rule, flat: list[Any], outputs: list[Any], target: torch.device) -> None:
-    """Put the operation on its stream, which finds races; see streams.py."""
+    """Put the operation on its stream, which finds races (streams.py)."""
     written = {id(each) for each in outputs}
     reads, writes = [], []
     for each in flat:

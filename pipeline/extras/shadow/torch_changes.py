@@ -1,4 +1,6 @@
-"""Changes to torch that a tensor wrapper needs: threads, pinned memory, attention, module.to and swap_tensors."""
+"""Change torch where a tensor wrapper needs it: threads, pinned memory, attention, module.to and
+swap_tensors.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def _attention(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
-    """scaled_dot_product_attention by its formula."""
+    """Compute scaled_dot_product_attention by its formula."""
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
@@ -48,7 +50,7 @@ _apply = torch.nn.Module._apply
 
 
 def _apply_to_module(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
-    """module.to(...): a Shadow that stays where it is stays the same object."""
+    """Replace module.to(...): a Shadow that does not move stays the same object."""
     own: dict[str, Any] = {name: each for name, each in self._parameters.items() if isinstance(each, Shadow)}
     for name in own:
         self._parameters[name] = None
@@ -64,14 +66,15 @@ def _apply_to_module(self: torch.nn.Module, fn: Any, recurse: bool = True) -> to
 
 
 def swap_tensors(one: Any, other: Any) -> None:
-    """A weight that moves keeps its attributes, TorchRec's _in_backward_optimizers among them."""
+    """Keep the attributes of a weight that moves, such as TorchRec's _in_backward_optimizers."""
     kept = {name: value for name, value in one.__dict__.items() if name != "inner"}
     torch_swap(one, other)
     one.__dict__.update(kept)
 
 
 def patches() -> list[Patch]:
-    optimizers = import_module("torch.optim.optimizer")  # torch.optim hides the module behind its class
+    # torch.optim hides the module behind its class
+    optimizers = import_module("torch.optim.optimizer")
     return [
         Patch(threading.Thread, "run", _run_in_mode, "a dispatch mode, a stream and a device belong to a thread"),
         Patch(torch.Tensor, "pin_memory", pin_memory, "pinned memory is memory with a mark"),

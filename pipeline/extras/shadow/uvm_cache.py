@@ -1,9 +1,9 @@
-"""FBGEMM's cache of UVM rows (fused_uvm_caching) as a real cache: rows are held, evicted and written back.
+"""Implement FBGEMM's cache of UVM rows (fused_uvm_caching) as a real cache that evicts and writes
+back rows.
 
-Tables lie in host memory; lxu_cache_weights [sets x ways, D] holds rows of them. lxu_cache_state
-[sets, ways] says which: the row's number over all cached tables, or -1. A row may lie in one set,
-which FBGEMM's hash chooses. So whoever writes a table behind the cache gets the wrong numbers here,
-as on a GPU.
+Tables are in host memory. lxu_cache_weights [sets x ways, D] holds some of their rows, and
+lxu_cache_state [sets, ways] their numbers over all cached tables, or -1. FBGEMM's hash chooses the
+set of a row. So code that writes a table without the cache gets wrong numbers here, as on a GPU.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ def _named(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Tables:
-    """The cached tables of a call: a row's number over all of them -> its weights in host memory."""
+    """The cached tables of a call: maps a row's number over all tables to its weights in host
+    memory.
+    """
 
     def __init__(self, call: dict[str, Any], begins: torch.Tensor) -> None:
         self.weights = call.get("weights", call.get("uvm_weights")).detach().view(-1)  # type: ignore[union-attr]
-        self.begins = begins  # [features + 1]; a feature's first row number, -1 if its table is not cached
+        # [features + 1]; a feature's first row number, or -1 if its table is not cached
+        self.begins = begins
         self.table_map, self.offsets = call["cache_index_table_map"], call["weights_offsets"]
         self.d_offsets = call["D_offsets"]
 
@@ -36,7 +39,7 @@ class _Tables:
 
 
 def populate_lru(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Bring the rows of a batch into the cache; the least recently used ones leave."""
+    """Load the rows of a batch into the cache. The least recently used rows are evicted."""
     call = _named(func, args, kwargs)
     state, stamp = call["lxu_cache_state"], int(call["time_stamp"])
     used = call["lru_state"]
@@ -51,7 +54,7 @@ def populate_lru(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def populate_lfu(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Bring the rows of a batch into the cache; the least frequently used ones leave."""
+    """Load the rows of a batch into the cache. The least frequently used rows are evicted."""
     call = _named(func, args, kwargs)
     state, counts = call["lxu_cache_state"], call["lfu_state"]
     held = _held(state)
@@ -74,9 +77,10 @@ def _held(state: torch.Tensor) -> dict[int, int]:
 
 
 def _fill(call: dict[str, Any], number: int, rank: torch.Tensor, held: dict[int, int], stamp: int, lock: Any) -> Any:
-    """Put a row into its set in the place of the lowest-ranking one, which is written back.
+    """Put a row into its set instead of the lowest-ranking row, which is written back.
 
-    None: all ways hold rows of this batch, or locked ones, so the row stays where it is (a miss).
+    Returns None (a miss) if all ways hold rows of this batch or locked rows; the row then stays in
+    its table.
     """
     state, cache = call["lxu_cache_state"], call["lxu_cache_weights"]
     sets, ways = state.shape
@@ -116,7 +120,7 @@ def flush(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def lookup(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return where in the cache each row lies, -1 for a miss."""
+    """Return the position of each row in the cache, -1 for a miss."""
     call = _named(func, args, kwargs)
     held = _held(call["lxu_cache_state"])
     found = [held.get(number, -1) for number in call["linear_cache_indices"].tolist()]
@@ -126,7 +130,7 @@ def lookup(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def update_locations(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Keep a location that is known; take the new one for a miss."""
+    """Keep known locations and use the new location for a miss."""
     call = _named(func, args, kwargs)
     old, new = call["lxu_cache_locations"], call["lxu_cache_locations_new"]
     old.copy_(torch.where(old < 0, new[: len(old)], old))
@@ -139,9 +143,10 @@ def unlock(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def linearize(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return each id's row number over all cached tables; the end of them for a table without a cache.
+    """Return each id's row number over all cached tables; one past the last for a table without a
+    cache.
 
-    FBGEMM's own kernel for CPUs returns memory as it is.
+    FBGEMM's CPU kernel returns uninitialized memory.
     """
     call = _named(func, args, kwargs)
     begins, ids, offsets = call["cache_hash_size_cumsum"], call["indices"].long(), call["offsets"].long()
@@ -156,7 +161,9 @@ def linearize(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def unique(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the distinct numbers, padded to the length given, how many they are, and their counts."""
+    """Return the distinct numbers, padded to the given length, how many they are, and their
+    counts.
+    """
     call = _named(func, args, kwargs)
     numbers, counts = torch.unique(call["linear_indices"], return_counts=True)
     padded = torch.full_like(call["linear_indices"], int(call["max_indices"]))
@@ -166,7 +173,7 @@ def unique(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def new_managed(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Memory of the host that the device reads too."""
+    """Allocate host memory that the device reads too."""
     from math import prod
 
     from pipeline.extras.shadow import memory

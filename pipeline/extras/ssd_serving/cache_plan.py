@@ -1,8 +1,10 @@
-"""Plan how many rows of each table to keep in memory, by frequency curves and a bound on a request's latency.
+"""Plan how many rows of each table to keep in memory, by frequency curves and a bound on a
+request's latency.
 
-Ids come by descending frequency, so a table's hot rows are its first ones, and how often a lookup misses n of them is
-read off the curve (software-defined memory, arXiv 2110.11489). The rows that save the most reads a byte come first, over
-all tables: curves are concave, so that is the best there is.
+Ids are sorted by descending frequency, so a table's hot rows are its first rows. The curve tells
+how often a lookup misses the first n rows (software-defined memory, arXiv 2110.11489). Rows that
+save the most reads per byte come first, over all tables. This is optimal, because the curves are
+concave.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ import numpy as np
 from pipeline.data.dataset import FrequencyCurve
 
 QUANTILE, QUANTILE_DEVIATIONS = 0.99, 2.326
-EXACT_BELOW = 50.0  # a Poisson distribution of a larger mean is as good as normal
+EXACT_BELOW = 50.0  # for a larger mean, a normal distribution is as good as Poisson
 
 
 @dataclass(frozen=True)
 class TableHeat:
-    """`lookups_per_row`: of this table by one row that is scored; they fall on ids as `curve` says."""
+    """How a table is looked up. lookups_per_row: lookups per scored row, distributed over ids as
+    `curve` says.
+    """
 
     num_rows: int
     row_bytes: int
@@ -31,7 +35,9 @@ class TableHeat:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """heads[t]: the first rows of table t that are in memory; what they take, and how many lookups miss a scored row."""
+    """The plan. heads[t]: how many first rows of table t are in memory; their bytes, and the misses
+    per scored row.
+    """
 
     heads: list[int]
     cache_bytes: int
@@ -40,7 +46,7 @@ class CachePlan:
 
 @dataclass(frozen=True)
 class _Segment:
-    """`num_rows` rows of a table on which `lookups` of a scored row fall, evenly."""
+    """`num_rows` rows of a table that together get `lookups` per scored row, evenly distributed."""
 
     table: int
     num_rows: int
@@ -53,17 +59,20 @@ class _Segment:
 
 
 def plan_for_bytes(tables: Sequence[TableHeat], cache_bytes: int) -> CachePlan:
-    """The fewest misses that `cache_bytes` can give."""
+    """Return the plan with the fewest misses for `cache_bytes`."""
     return _plan(tables, cache_bytes, 0.0)
 
 
 def plan_for_misses(tables: Sequence[TableHeat], misses_per_row: float) -> CachePlan:
-    """The fewest bytes that keep a scored row's misses within `misses_per_row` on average."""
+    """Return the smallest plan whose mean number of misses per scored row is at most
+    `misses_per_row`.
+    """
     return _plan(tables, sum(table.num_rows * table.row_bytes for table in tables), misses_per_row)
 
 
 def _plan(tables: Sequence[TableHeat], cache_bytes: int, misses_per_row: float) -> CachePlan:
-    heads = [1 if table.num_rows else 0 for table in tables]  # row 0, the unknown id, is no part of a curve
+    # row 0, the unknown id, is not part of a curve
+    heads = [1 if table.num_rows else 0 for table in tables]
     left_bytes = cache_bytes - sum(table.row_bytes for table in tables)
     misses = sum(table.lookups_per_row for table in tables)
     segments = [segment for number, table in enumerate(tables) for segment in _segments(number, table)]
@@ -80,7 +89,7 @@ def _plan(tables: Sequence[TableHeat], cache_bytes: int, misses_per_row: float) 
 
 
 def _segments(number: int, table: TableHeat) -> list[_Segment]:
-    """Between the curve's points; rows that no lookup fell on in training are in none."""
+    """Split the curve at its points. Rows without a lookup in training are in no segment."""
     segments: list[_Segment] = []
     rank, share = 0, 0.0
     for next_rank, next_share in zip(table.curve.ranks, table.curve.shares, strict=True):
@@ -93,9 +102,10 @@ def _segments(number: int, table: TableHeat) -> list[_Segment]:
 
 
 def misses_allowed(p99_target_ms: float, request_rows: int, io_threads: int, read_us: float) -> float:
-    """Misses of a scored row, on average, with which 99 of 100 requests have read their rows in time.
+    """Return the mean number of misses per scored row with which 99 % of requests read their rows
+    in time.
 
-    A request's misses are Poisson; `io_threads` reads of `read_us` are under way at once.
+    A request's misses are Poisson. `io_threads` reads of `read_us` run at the same time.
     """
     waves = int(p99_target_ms * 1000 / max(read_us, 1e-9))
     most = waves * io_threads
@@ -107,7 +117,9 @@ def misses_allowed(p99_target_ms: float, request_rows: int, io_threads: int, rea
 
 
 def quantile(mean: float) -> float:
-    """The least count that a Poisson variable of this mean stays within 99 times of 100."""
+    """Return the smallest count that a Poisson variable of this mean exceeds in at most 1 % of
+    cases.
+    """
     if mean >= EXACT_BELOW:
         return mean + QUANTILE_DEVIATIONS * math.sqrt(mean)
     probability = total = math.exp(-mean)
@@ -120,7 +132,7 @@ def quantile(mean: float) -> float:
 
 
 def joined(curves: Sequence[tuple[float, FrequencyCurve]]) -> FrequencyCurve:
-    """Of features that share a table, by (lookups of a scored row, curve)."""
+    """Join the curves of features that share a table, given as (lookups per scored row, curve)."""
     ranks = sorted({rank for _, curve in curves for rank in curve.ranks})
     total = sum(lookups for lookups, _ in curves) or 1.0
     shares = np.zeros(len(ranks))

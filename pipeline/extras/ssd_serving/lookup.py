@@ -1,11 +1,12 @@
 """Look up and pool rows of tables on SSD, with their most frequent rows cached in memory.
 
-Each table has a region of one buffer: its hot rows, then room for the rows that a batch misses. What is missed is read
-from the mapped file into that room by several threads, whose page faults are then under way together, and FBGEMM pools
-from the buffer: the same bytes in the same order as with all tables in memory, so the scores are bitwise the same.
+Each table has a region of one buffer: its hot rows, then space for the rows that a batch misses.
+Several threads read missed rows from the mapped file into that space, so that their page faults
+overlap. FBGEMM pools from the buffer: the same bytes in the same order as with all tables in
+memory, so scores are equal bit for bit.
 
-MADV_RANDOM keeps the kernel from reading ahead: without it a miss costs 128 KiB instead of 4 (measured with a table larger
-than memory: 47 s a batch without it, 0.2 s with it).
+MADV_RANDOM keeps the kernel from reading ahead. Without it a miss reads 128 KiB instead of 4
+(measured with a table larger than memory: 47 s per batch without it, 0.2 s with it).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from pipeline.serving.scoring.lookup import (
 )
 
 MIN_ROWS_A_THREAD = 4
-KEPT_ROOM_BYTES = 64 << 20  # room for missed rows that stays after a batch; a larger one is given back
+# space for missed rows that is kept after a batch; a larger space is released
+KEPT_ROOM_BYTES = 64 << 20
 PAGE_BYTES = 4096
 NUM_PROBES = 128
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 names it
@@ -43,14 +45,16 @@ MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 names it
 
 @dataclass
 class CacheCounts:
-    """Since the tables were opened."""
+    """Counts since the tables were opened."""
 
     lookups: int = 0
     hits: int = 0
 
 
 class SsdLookup:
-    """heads[t]: how many of table t's first rows are in memory. Nothing of the rest is verified here.
+    """Look up rows. heads[t]: how many first rows of table t are in memory.
+
+    The remaining rows are not verified here.
 
     For one caller at a time.
     """
@@ -67,7 +71,8 @@ class SsdLookup:
             users = max(1, sum(feature.table == number for feature in features))
             room = (table.stored_rows - self.heads[number]) * users
             size += -(-(self.heads[number] + room) * table.row_bytes // ALIGNMENT) * ALIGNMENT
-        # As large as the tables, but only what is written to takes memory: the hot rows and the last batch's misses.
+        # As large as the tables, but only written parts take memory: the hot rows and the last
+        # batch's misses.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self._memory = mmap.mmap(-1, max(size, 1), flags=flags)
         self._buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
@@ -77,7 +82,7 @@ class SsdLookup:
         for number, table in enumerate(tables):
             head = memoryview(self._memory)[self._begins[number] :][: self.heads[number] * table.row_bytes]
             read_rows(table, head)
-        # Of each table the rows behind its head that patch() changed: ids, ascending, and the rows.
+        # The rows of each table after its head that patch() changed: ids (ascending) and rows.
         self._patched = [(torch.empty(0, dtype=torch.int64), file[:0].clone()) for file in self._files]
         self._threads = ThreadPoolExecutor(io_threads, thread_name_prefix="table-read")
         self._num_threads = io_threads
@@ -87,7 +92,7 @@ class SsdLookup:
         return sum(head * table.row_bytes for head, table in zip(self.heads, self.tables, strict=True))
 
     def _region(self, number: int, table: ServedTable) -> torch.Tensor:
-        """[rows of its region, row_bytes]"""
+        """Return the region of a table, [rows of its region, row_bytes]."""
         end = self._begins[number + 1] if number + 1 < len(self._begins) else len(self._buffer)
         count = (end - self._begins[number]) // table.row_bytes
         begin = self._begins[number]
@@ -95,7 +100,7 @@ class SsdLookup:
 
     @property
     def patched_bytes(self) -> int:
-        """What changed rows take in memory beside the cache."""
+        """Return the memory of changed rows in addition to the cache."""
         return sum(ids.nbytes + rows.nbytes for ids, rows in self._patched)
 
     def patch(self, table: int, ids: torch.Tensor, rows: torch.Tensor) -> Callable[[], None]:
@@ -124,7 +129,9 @@ class SsdLookup:
         return found
 
     def _overlay(self, table: int, ids: torch.Tensor, into: torch.Tensor) -> None:
-        """Write those of the rows `ids` that were patched over what the file has, in `into` [n, row_bytes]."""
+        """Write patched rows among the rows `ids` over the file's rows, in `into` [n,
+        row_bytes].
+        """
         known, rows = self._patched[table]
         if len(known):
             places = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
@@ -132,7 +139,7 @@ class SsdLookup:
             into[is_patched] = rows[places[is_patched]]
 
     def pooled(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-        """As RamLookup gives it, to the bit."""
+        """Pool rows with the same bits as RamLookup."""
         rows = stored_rows_of(self.tables, self.features, values, offsets)
         batch = (len(offsets) - 1) // max(1, len(self.features))
         ends = offsets[::batch].tolist() if batch else [0] * (len(self.features) + 1)
@@ -145,7 +152,9 @@ class SsdLookup:
     def _place_misses(
         self, rows: NDArray[np.int64], ends: list[int]
     ) -> tuple[NDArray[np.int64], list[tuple[int, int, NDArray[np.int64]]]]:
-        """Where each row will lie in its region, and what has to be read: (table, first place, rows)."""
+        """Return each row's position in its region, and what to read: (table, first position,
+        rows).
+        """
         placed, reads = rows, []
         used = list(self.heads)
         for feature, begin, end in zip(self.features, ends, ends[1:], strict=False):
@@ -182,7 +191,7 @@ class SsdLookup:
         self._overlay(table, ids, into)
 
     def _give_back_room(self, reads: list[tuple[int, int, NDArray[np.int64]]]) -> None:
-        """A batch of unusual size must not keep its room for good."""
+        """Release the space of an unusually large batch."""
         if sum(len(rows) * self.tables[table].row_bytes for table, _, rows in reads) <= KEPT_ROOM_BYTES:
             return
         for table, slot, rows in reads:
@@ -194,32 +203,40 @@ class SsdLookup:
 
 
 def _map(table: ServedTable) -> torch.Tensor:
-    """[stored_rows, row_bytes] uint8; nothing is read yet. Raises ServingError where the file is not local."""
+    """Map the file as [stored_rows, row_bytes] uint8 without reading it.
+
+    Raises ServingError if it is not local.
+    """
     if not storage.is_local(table.path):
         raise ServingError(
-            f"memory=ssd wants a local copy of the artifact, and {table.path} is remote: copy it to a local SSD, or take memory=ram"
+            f"memory=ssd needs a local copy of the artifact, but {table.path} is remote: copy it "
+            "to a local SSD, or use memory=ram"
         )
     with open(table.path, "rb") as file:
         if os.fstat(file.fileno()).st_size != table.size_bytes:
-            raise ServingError(f"{table.path} is not the {table.size_bytes:,} bytes of table {table.name!r}")
-        # A private mapping, for torch knows no read-only memory; nothing writes to it.
+            raise ServingError(f"{table.path} does not have the {table.size_bytes:,} bytes of table {table.name!r}")
+        # A private mapping, because torch has no read-only memory. Nothing writes to it.
         mapped = mmap.mmap(file.fileno(), table.size_bytes, access=mmap.ACCESS_COPY)
     mapped.madvise(mmap.MADV_RANDOM)
     return torch.frombuffer(mapped, dtype=torch.uint8).view(table.stored_rows, table.row_bytes)
 
 
 def forget_pages(path: str) -> None:
-    """What was read to verify a file would keep the hot pages of others out of the page cache."""
+    """Remove the pages of a verified file from the page cache, so that hot pages of other files
+    stay.
+    """
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read_latency_us(paths: list[str], seed: int = 0) -> float:
-    """What 95 of 100 reads of a page take: of random pages of these files, past the page cache where the system lets us."""
+    """Return the 95th percentile of reads of random pages of these files, past the page cache if
+    possible.
+    """
     generator = np.random.default_rng(seed)
     sizes = np.array([os.path.getsize(path) // PAGE_BYTES for path in paths], dtype=np.float64)
     if not sizes.sum():
-        return 0.0  # no file has a page: all of it is in memory after a read
+        return 0.0  # no file has a page, so all of them are in memory after a read
     taken = []
     with _opened(paths) as files, mmap.mmap(-1, PAGE_BYTES) as page:
         for file in generator.choice(len(paths), NUM_PROBES, p=sizes / sizes.sum()):
@@ -237,7 +254,7 @@ def _opened(paths: list[str]) -> Iterator[list[int]]:
         for path in paths:
             try:
                 files.append(os.open(path, os.O_RDONLY | os.O_DIRECT))
-            except OSError:  # a file system without it, such as tmpfs
+            except OSError:  # a file system without O_DIRECT, such as tmpfs
                 forget_pages(path)
                 files.append(os.open(path, os.O_RDONLY))
         yield files

@@ -29,7 +29,10 @@ def open_on_ssd(
     cache_bytes: int | None,
     config: SsdConfig,
 ) -> SsdLookup:
-    """`lookups` as package.lookups_of gives them; `cache_bytes` None: as config.p99_target_ms wants it."""
+    """Open the tables. cache_bytes=None: choose the size by config.p99_target_ms.
+
+    lookups: from package.lookups_of.
+    """
     heats = heats_of(tables, features, lookups)
     total = sum(table.size_bytes for table in tables)
     if cache_bytes is not None:
@@ -56,7 +59,10 @@ def _describe(plan: CachePlan, total: int, why: str) -> str:
 def heats_of(
     tables: Sequence[ServedTable], features: Sequence[ServedFeature], lookups: Mapping[str, Mapping[str, Any]]
 ) -> list[TableHeat]:
-    """Of a feature that nothing is known of, one lookup a row is taken to fall on any id alike."""
+    """Return how tables are looked up.
+
+    For an unknown feature, assume one lookup per row, uniform over the ids.
+    """
     heats = []
     for number, table in enumerate(tables):
         known = [_curve(lookups.get(feature.name), table.rows) for feature in features if feature.table == number]
@@ -72,7 +78,7 @@ def _curve(about: Mapping[str, Any] | None, rows: int) -> tuple[float, Frequency
 
 
 def stored_curve(table: ServedTable, curve: FrequencyCurve) -> FrequencyCurve:
-    """By the rows that are stored: a pruned row is read as row 0, which is in memory."""
+    """Return the curve over stored rows. A pruned row is read as row 0, which is in memory."""
     if table.kept is None:
         return curve
     ranks: list[int] = []

@@ -1,4 +1,6 @@
-"""Encode lines of a stream as a training batch, by the vocabularies and transforms of a prepared data set."""
+"""Encode lines of a stream as a training batch, with the vocabularies and transforms of a prepared
+data set.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ from pipeline.serving.scoring.raw_rows import EncodedRows, RowEncoder
 
 
 class EncodedBatch(NamedTuple):
-    """event_time: the newest of its rows, in seconds since 1970; None where no column says it."""
+    """An encoded batch. event_time: the newest of its rows, in seconds since 1970; None if no
+    column has it.
+    """
 
     batch: Batch
     bad_rows: list[QuarantinedRow]
@@ -40,7 +44,9 @@ class EncodedBatch(NamedTuple):
 
 
 def _features_of(dataset: Dataset) -> dict[str, list[int]]:
-    """Vocabulary, by the feature that it belongs to -> the numbers of the features that have its ids."""
+    """Return for each vocabulary, named by its feature, the numbers of the features with
+    its ids.
+    """
     found: dict[str, list[int]] = {}
     for number, feature in enumerate(dataset.sparse_features):
         if feature.hash_size is None:
@@ -49,18 +55,18 @@ def _features_of(dataset: Dataset) -> dict[str, list[int]]:
 
 
 def _kind_of(part: Rows) -> tuple[tuple[str, ...], pa.Schema | None]:
-    """Neighbours of one kind are parsed together."""
+    """Return the kind of rows. Adjacent rows of one kind are parsed together."""
     return part.names, part.table.schema.remove_metadata() if isinstance(part, TableRows) else None
 
 
 def _block(first: int, parts: Sequence[Rows]) -> Block:
-    """Of parts of one kind, whose first row is the batch's row number `first`."""
+    """Make a block from parts of one kind. first: the batch's row number of their first row."""
     tables = [part.table.replace_schema_metadata() for part in parts if isinstance(part, TableRows)]
     if tables:
         table = pa.concat_tables(tables)
         return Block(first + 1, first, table.num_rows, table=table)
     lines = [
-        line.replace(b"\n", b"\r")  # a line of Kafka may hold one
+        line.replace(b"\n", b"\r")  # a line of Kafka may contain a line break
         for part in parts
         if isinstance(part, Lines)
         for line in part.lines
@@ -69,13 +75,15 @@ def _block(first: int, parts: Sequence[Rows]) -> Block:
 
 
 def _alike(tables: list[pa.Table]) -> list[pa.Table]:
-    """With the types of the first: files may hold a column's text as such or coded."""
+    """Cast tables to the types of the first table, because files may store a column's text plain or
+    coded.
+    """
     schema = tables[0].schema
     return [each if each.schema.equals(schema) else each.select(schema.names).cast(schema) for each in tables]
 
 
 class LineEncoder:
-    """Makes batches as the reader of a prepared data set makes them of the same rows."""
+    """Make the batches that the reader of a prepared data set would make from the same rows."""
 
     def __init__(
         self,
@@ -86,12 +94,15 @@ class LineEncoder:
         split_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor],
         growing: Collection[str] = (),
     ) -> None:
-        """growing: vocabularies whose unknown values take_unknown() gives.
+        """growing: vocabularies whose unknown values take_unknown() returns.
 
-        Raises RetrainingError for data whose rows in a stream would not be those that were prepared."""
+        Raises RetrainingError if the data's rows would be different in a stream than in the
+        prepared data set.
+        """
         if dataset.negative_sampling:
             raise RetrainingError(
-                "data.negative_sampling leaves out rows of a prepared split, and a stream gives them all: prepare the data set without it"
+                "data.negative_sampling drops rows of a prepared split, but a stream has all "
+                "rows: prepare the data set without it"
             )
         self._layout = with_group(layout_of(data), stream.event_time_column)
         self._time, self._scale = stream.event_time_column, UNITS[stream.event_time_unit]
@@ -113,7 +124,10 @@ class LineEncoder:
         self._targets = TargetColumns(dataset, list(targets), split="train", for_training=True)
 
     def encode(self, parts: Sequence[Rows]) -> EncodedBatch:
-        """A row that cannot be read is one of weight 0 without ids, as it is of a prepared data set."""
+        """Encode rows.
+
+        A row that cannot be read gets weight 0 and no ids, as in a prepared data set.
+        """
         num_rows = sum(part.num_rows for part in parts)
         tables, kept, bad, first = [], [], [], 0
         for names, group in itertools.groupby(parts, _kind_of):
@@ -130,14 +144,14 @@ class LineEncoder:
         return EncodedBatch(self._batch(table, encoded, read[encoded.kept], num_rows), bad, self._newest(table))
 
     def use(self, values: Mapping[str, Sequence[str]]) -> None:
-        """Let vocabularies have these values besides their own, and no others."""
+        """Replace the additional values of vocabularies by these values."""
         self._encoder.forget_added()
         self._num_added = dict.fromkeys(self._features, 0)
         self.add(values)
         self.take_unknown()
 
     def add(self, values: Mapping[str, Sequence[str]]) -> None:
-        """Further ones, whose ids follow on those of the values that there are."""
+        """Add values to vocabularies. Their ids follow the existing ids."""
         for name, own in values.items():
             first = self._cardinalities[name] + self._num_added[name]
             for number in self._features[name]:
@@ -145,7 +159,9 @@ class LineEncoder:
             self._num_added[name] += len(own)
 
     def take_unknown(self) -> dict[str, set[str]]:
-        """By vocabulary: the values without an id that encode() has met since this was called last."""
+        """Return by vocabulary the values without an id that encode() has found since the last
+        call.
+        """
         found = self._encoder.added.take_unknown()
         merged = {
             name: set[str]().union(*(found.get(number, ()) for number in self._features[name]))
@@ -154,7 +170,7 @@ class LineEncoder:
         return {name: values for name, values in merged.items() if values}
 
     def nothing(self, num_rows: int) -> Batch:
-        """A batch in which no row counts."""
+        """Return a batch in which no row counts."""
         weights = torch.zeros(0) if self._is_weighted else None
         zeros = torch.zeros(len(self._keys) * num_rows, dtype=torch.int32)
         ids = torch.zeros(0, dtype=torch.int64)
@@ -170,7 +186,7 @@ class LineEncoder:
         return np.zeros((num_rows, len(self._label_columns)), np.float32)
 
     def _batch(self, table: pa.Table, encoded: EncodedRows, rows: np.ndarray, num_rows: int) -> Batch:
-        """`rows`: of the batch's `num_rows`, which those are that were encoded."""
+        """Make the batch. rows: the positions of the encoded rows among the batch's `num_rows`."""
         present = np.zeros(num_rows, np.bool_)
         present[rows] = True
         dense = np.zeros((num_rows, encoded.dense.shape[1]), np.float32)
@@ -208,6 +224,6 @@ class LineEncoder:
         written = is_text and "-" in (column.drop_null()[0].as_py() if column.null_count < len(column) else "")
         try:
             newest = pc.max(parse_timestamps(column)).as_py()
-        except pa.ArrowInvalid:  # the row is trained on all the same
+        except pa.ArrowInvalid:  # the row is trained anyway
             return None
         return None if newest is None else newest * (UNITS["us"] if written else self._scale)

@@ -1,8 +1,10 @@
-"""Train on a stream in one process that goes on:  python -m pipeline retrain experiment=quickstart source=clicks/ follow=true
+"""Train on a stream in one long process:  python -m pipeline retrain experiment=quickstart
+source=clicks/ follow=true
 
-Model, tables and optimizer stay between windows of minutes. Ids are those of the prepared data set `data.path`; the first weights are
-the champion's, where the registry has one. Values that are new since (stream.new_values) have rows of their own; where a table is
-full, the step is saved and the tables are made anew, larger, in the same process.
+Model, tables and optimizer stay in memory. Ids are those of the prepared data set `data.path`. The
+initial weights are the champion's if the registry has one. Later new values (stream.new_values) get
+separate rows. If a table is full, the step is saved, and larger tables are made in the same
+process.
 """
 
 from __future__ import annotations
@@ -32,17 +34,17 @@ if TYPE_CHECKING:
     from pipeline.planner.resolved_job import ResolvedJob
     from pipeline.runtime.process.distributed import DistributedContext
 
-FOLDER = "follow"  # of retrain's run_dir: the run folder
+FOLDER = "follow"  # the run folder in retrain's run_dir
 JOURNAL = "stream/journal.jsonl"
 logger = get_logger("pipeline.retrain")
 
 
 @dataclass(frozen=True)
 class FollowSummary:
-    """What a training leaves that has followed a stream to its end, or until it was stopped."""
+    """The result of a training that has followed a stream to its end, or until it was stopped."""
 
     trained: TrainSummary
-    artifact: str = ""  # that deltas were published of
+    artifact: str = ""  # the artifact whose deltas were published
 
     def __str__(self) -> str:
         lines = [f"followed to step {self.trained.step}", f"model       {self.trained.checkpoint}"]
@@ -50,10 +52,11 @@ class FollowSummary:
 
 
 def follow(job: RetrainJob) -> FollowSummary:
-    """Until the stream ends, or SIGTERM: then the process ends with exit code 75, as a training does.
+    """Follow the stream until it ends, or until SIGTERM, which ends the process with exit code 75,
+    as in a training.
 
     Raises:
-        UserError: the job does not fit the stream, the data set or what run_dir holds.
+        UserError: the job does not fit the stream, the data set or the content of run_dir.
     """
     from pipeline.extras.publish.hook import artifact_of
     from pipeline.training.preflight import validate_job
@@ -68,13 +71,15 @@ def follow(job: RetrainJob) -> FollowSummary:
         if not full:
             break
         earlier = trained.tables
-        gc.collect()  # what is left of smaller tables
+        gc.collect()  # the remains of smaller tables
     published = artifact_of(trained) if trained.publishing.when is not None else ""
     return FollowSummary(summary, published if published and os.path.isdir(published) else "")
 
 
 def _follow(job: RetrainJob, trained: TrainJob) -> tuple[TrainSummary, list[str]]:
-    """Until the stream ends, or tables are full, whose names are returned."""
+    """Train until the stream ends, or until tables are full, and return the names of full
+    tables.
+    """
     readers: list[StreamReader] = []
 
     def open_input(resolved: ResolvedJob, context: DistributedContext) -> BatchReader:
@@ -88,7 +93,7 @@ def _follow(job: RetrainJob, trained: TrainJob) -> tuple[TrainSummary, list[str]
 
 
 def follow_job(job: RetrainJob) -> TrainJob:
-    """The training, whose run folder is <run_dir>/follow."""
+    """Return the train job, whose run folder is <run_dir>/follow."""
     trained = TrainJob(**{field.name: copy.deepcopy(getattr(job, field.name)) for field in fields(TrainJob)})
     trained.run_dir = os.path.join(job.run_dir, FOLDER)
     if (champion := Registry(job.registry.path).champion()) is not None:
@@ -100,7 +105,10 @@ def follow_job(job: RetrainJob) -> TrainJob:
 
 
 def open_stream(job: RetrainJob, resolved: ResolvedJob, context: DistributedContext) -> StreamReader:
-    """Raises UserError where the source is not there, or its rows are not those of the data set."""
+    """Open the stream.
+
+    Raises UserError if the source does not exist, or its rows do not fit the data set.
+    """
     from pipeline.data.read.quarantine import Quarantine
     from pipeline.embeddings.id_splitter import IdSplitter
     from pipeline.extras.stream.encode import LineEncoder

@@ -10,12 +10,12 @@ from pipeline.data.read.endless import FILE, Known, StreamReading, from_bytes, t
 from pipeline.runtime.errors import TrainingError
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
-PLACE = "stream"  # of a manifest
+PLACE = "stream"  # the key in a manifest
 
 
 @register("hook", "stream")
 class StreamOffsets(Hook):
-    """Does nothing where a prepared split is read."""
+    """Save the offsets. Does nothing if a prepared split is read."""
 
     runs_after = "record"
 
@@ -27,12 +27,13 @@ class StreamOffsets(Hook):
         place = manifest.get(PLACE)
         if self._reader is not None and place is None:
             raise TrainingError(
-                f"{self.job.run_dir} holds step {manifest['step']} of a training that followed no stream: choose another run_dir"
+                f"{self.job.run_dir} has step {manifest['step']} of a training without a stream: choose another run_dir"
             )
         if self._reader is None and place is not None:
             raise TrainingError(
-                f"{self.job.run_dir} holds step {manifest['step']} of a training that followed {place['name']}: go on with "
-                "python -m pipeline retrain ... follow=true, or choose another run_dir"
+                f"{self.job.run_dir} has step {manifest['step']} of a training that followed "
+                f"{place['name']}: resume it with python -m pipeline retrain ... follow=true, or "
+                "choose another run_dir"
             )
         if self._reader is not None and place is not None:
             self._reader.go_to(int(place["batch"]), place)

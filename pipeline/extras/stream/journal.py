@@ -1,9 +1,10 @@
-"""Keep what each batch of a stream took from which partition, so that a run which is killed trains on the same batches again.
+"""Record which rows each batch of a stream took from which partition, so that a killed run trains
+on the same batches again.
 
     {"batch": 41, "ranges": [["part-0007.tsv", 1032, 20991], ["part-0008.tsv", 0, 811]]}
 
-A line a batch, written before the batch is handed out. How rows of several partitions follow one another depends on when
-they came: a source alone would give them in another order the second time.
+Each batch has one line, written before the batch is used. The order of rows of several partitions
+depends on when they arrived, so the source alone would give another order the second time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MAX_LINES = 1 << 18
 
 
 class Journal:
-    """Of the batches of one run; for one writer."""
+    """The journal of one run's batches, for one writer."""
 
     def __init__(self, path: str) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -28,13 +29,13 @@ class Journal:
 
     def append(self, batch: int, ranges: list[Range]) -> None:
         self._file.write(json.dumps({"batch": batch, "ranges": ranges}).encode() + b"\n")
-        self._file.flush()  # to the kernel: it outlives the process
+        self._file.flush()  # to the kernel, which outlives the process
         self._num_lines += 1
         if self._num_lines > MAX_LINES:
             self._cut()
 
     def _cut(self) -> None:
-        """The older half is of steps that checkpoints have left behind long ago."""
+        """Drop the older half, which belongs to steps that have been saved long ago."""
         with open(self._path, "rb") as file:
             lines = file.readlines()
         self._rewrite(lines[-MAX_LINES // 2 :])
@@ -49,7 +50,10 @@ class Journal:
         self._num_lines = len(lines)
 
     def after(self, batch: int) -> list[list[Range]]:
-        """The ranges of batch number `batch` and of those after it, without a gap; what follows a gap or a torn line goes."""
+        """Return the ranges of batch `batch` and of later batches without a gap.
+
+        Drop everything after a gap or a partial line.
+        """
         with open(self._path, "rb") as file:
             lines = file.readlines()
         found: list[list[Range]] = []

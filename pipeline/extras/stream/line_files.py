@@ -1,4 +1,7 @@
-"""Read lines of text files from a byte on; a line counts once its end is there, or its file is one that does not grow."""
+"""Read lines of text files from a byte on.
+
+A line counts if its end is written, or if its file no longer grows.
+"""
 
 from __future__ import annotations
 
@@ -8,39 +11,42 @@ from pipeline.extras.stream.source import Lines, Range
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import storage
 
-READ_BYTES = 1 << 20  # at once
-REMOTE_BYTES = 8 << 20  # in a request
+READ_BYTES = 1 << 20  # at a time
+REMOTE_BYTES = 8 << 20  # per request
 MAX_LINE_BYTES = 64 << 20
 
 
 class LineFiles:
-    """Of one folder. An offset counts a file's bytes."""
+    """The text files of one folder. An offset counts a file's bytes."""
 
     def __init__(self, folder: str, data: DataConfig) -> None:
         self._folder, self._layout = folder, layout_of(data)
         self._has_header = bool(find_format(data.format).header_lines) and self._layout.header is None
         self._names: dict[str, tuple[str, ...]] = {}
-        self._grows = storage.is_local(folder)  # an object is there with all its bytes
+        self._grows = storage.is_local(folder)  # an object appears with all its bytes
         self._at_once = READ_BYTES if self._grows else REMOTE_BYTES
 
     def path(self, name: str) -> str:
         return storage.join(self._folder, name)
 
     def num_unread(self, name: str, size: int, begin: int) -> int:
-        """Bytes. Raises DataError for a file that has become shorter than what was read of it."""
+        """Return the number of unread bytes.
+
+        Raises DataError if a file has become shorter than what was read.
+        """
         if size < begin:
             raise DataError(
-                f"{self.path(name)} has {size:,} bytes, and {begin:,} were read of it: files of a stream grow, and are never written "
-                "anew; give new rows a file of their own"
+                f"{self.path(name)} has {size:,} bytes, but {begin:,} were read: files of a "
+                "stream may grow, but must not be rewritten; write new rows to a new file"
             )
         return size - begin
 
     def end(self, size: int) -> int:
-        """Behind the last row of a file of so many bytes."""
+        """Return the offset after the last row of a file with this many bytes."""
         return size
 
     def read(self, name: str, begin: int, end: int, most_lines: int) -> Lines | None:
-        """None where there is no whole line yet."""
+        """Read lines. Returns None if there is no complete line yet."""
         with storage.open_file(self.path(name), "rb") as file:
             if self._has_header and begin == 0:
                 header = _first_line(file.read(min(self._at_once, end)))
@@ -53,7 +59,8 @@ class LineFiles:
             while b"\n" not in content and begin + len(content) < end:
                 if len(content) > MAX_LINE_BYTES:
                     raise DataError(
-                        f"{self.path(name)} has no line end for {len(content) >> 20} MiB after byte {begin:,}: is it text?"
+                        f"{self.path(name)} has no line end for {len(content) >> 20} MiB after "
+                        f"byte {begin:,}; check that it is text"
                     )
                 content += file.read(self._at_once)
         is_whole = not self._grows and begin + len(content) >= end
@@ -92,7 +99,7 @@ class LineFiles:
             ):
                 content += part
         if len(content) < wanted.end - wanted.begin:
-            raise DataError(f"{path} is shorter than it was: {wanted.end:,} bytes were read of it")
+            raise DataError(f"{path} has become shorter: {wanted.end:,} bytes of it were read before")
         lines = content.removesuffix(b"\n").split(b"\n") if content else []
         ends, at = [], wanted.begin
         for line in lines:
@@ -102,6 +109,6 @@ class LineFiles:
 
 
 def _first_line(content: bytes) -> bytes | None:
-    """With its end; None where that is not there yet."""
+    """Return the first line with its end, or None if the end is missing."""
     stop = content.find(b"\n")
     return None if stop < 0 else content[: stop + 1]

@@ -1,8 +1,9 @@
-"""Give ids to values that a stream brings and the vocabularies of its data set lack.
+"""Give ids to values of a stream that the vocabularies of its data set lack.
 
-A value that batch n holds and nobody knows is drawn for an id; from batch n + 1 on it has the next free row of its table. A step holds
-the values that its next batch is encoded with, as a file of its own, so that a training that goes on gives every value the row that it had.
-Which values get an id depends on the rows of the batches alone: read once more, they give the same ids.
+An unknown value in batch n may be sampled to get an id. From batch n + 1 on it has the next free
+row of its table. A step stores the values that its next batch is encoded with in a separate file,
+so that a resumed training gives every value its previous row. Which values get an id depends only
+on the rows of the batches, so reading them again gives the same ids.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from pipeline.data.read.endless import Known, Values
 
 @dataclass(frozen=True)
 class TableCapacity:
-    """Ids of a vocabulary for new values: from `first` up to the rows of its table, `end`."""
+    """The ids of a vocabulary for new values: from `first` up to `end`, the number of rows of its
+    table.
+    """
 
     table: str
     first: int
@@ -30,17 +33,21 @@ class TableCapacity:
 
 
 class NewValues:
-    """Of one run; `capacities` by vocabulary. Values are added in one thread, and known_to() is called in another."""
+    """The new values of one run.
+
+    One thread adds values; another thread calls known_to(). `capacities` by vocabulary.
+    """
 
     def __init__(self, capacities: Mapping[str, TableCapacity], admit_probability: float) -> None:
         self.capacities, self._probability = dict(capacities), admit_probability
         self._values: Values = {name: [] for name in capacities}
-        self._recent: deque[tuple[int, dict[str, int]]] = deque()  # (batch, how many values each vocabulary has gained)
-        self._waiting: tuple[int, Values] = (0, {})  # from which batch on
+        # (batch, number of values added to each vocabulary)
+        self._recent: deque[tuple[int, dict[str, int]]] = deque()
+        self._waiting: tuple[int, Values] = (0, {})  # the batch from which they count
         self._lock = threading.Lock()
 
     def restore(self, batch: int, known: Known) -> None:
-        """To what a step keeps of batch `batch`."""
+        """Restore the values that a step stores for batch `batch`."""
         with self._lock:
             self._recent.clear()
             self._values = {name: list(known.values.get(name, ())) for name in {**self.capacities, **known.values}}
@@ -55,8 +62,11 @@ class NewValues:
         return sum(map(len, self._values.values()))
 
     def admit(self, batch: int, unknown: Mapping[str, set[str]]) -> tuple[Values, set[str]]:
-        """Of the `unknown` values of the batch before, those that have ids from batch `batch` on; and the tables that must
-        grow, for they have no row for one that was drawn."""
+        """Return the values that get ids from batch `batch` on, and the tables without a free row
+        for a sampled value.
+
+        unknown: values of the previous batch.
+        """
         (since, waiting), added, still = self._waiting, Values(), Values()
         waiting = waiting if since == batch else {}
         for name in sorted({*unknown, *waiting} & self.capacities.keys()):
@@ -78,7 +88,7 @@ class NewValues:
         return [value for value, draw in zip(values, draws.tolist(), strict=True) if draw < self._probability]
 
     def add(self, batch: int, added: Mapping[str, Sequence[str]]) -> None:
-        """From batch `batch` on."""
+        """Add values from batch `batch` on."""
         if not added:
             return
         with self._lock:
@@ -87,7 +97,7 @@ class NewValues:
                 self._values[name].extend(values)
 
     def known_to(self, batch: int) -> Known:
-        """What batch `batch` is encoded with; no earlier one is asked for any more."""
+        """Return what batch `batch` is encoded with. Earlier batches are no longer needed."""
         with self._lock:
             while self._recent and self._recent[0][0] <= batch:
                 self._recent.popleft()

@@ -1,4 +1,7 @@
-"""Read rows of Parquet files from a row on, a row group at a time. A file counts once it has its footer."""
+"""Read rows of Parquet files from a row on, one row group at a time.
+
+A file counts when it has its footer.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,30 @@ from pipeline.extras.stream.source import WHOLE, Range, TableRows
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import storage
 
-MAGIC = b"PAR1"  # a file's first and last bytes
+MAGIC = b"PAR1"  # first and last bytes of a file
 MIN_BYTES = 12
 
 
 class ParquetFiles:
-    """Of one folder. An offset is a row's number, and WHOLE besides behind the last: such a file is not opened again."""
+    """The Parquet files of one folder.
+
+    An offset is a row number; after the last row WHOLE is added, so the file is not opened again.
+    """
 
     def __init__(self, folder: str, layout: Layout) -> None:
-        """layout: what of the columns is read."""
+        """layout: the columns to read."""
         self._folder, self._layout = folder, layout
-        self._num_rows: dict[str, int] = {}  # of files that are begun
-        self._group: tuple[str, int, pa.Table] | None = None  # (file, its first row, rows) that were read last
+        self._num_rows: dict[str, int] = {}  # of files that are partly read
+        # (file, its first row, rows) of the last read
+        self._group: tuple[str, int, pa.Table] | None = None
 
     def path(self, name: str) -> str:
         return storage.join(self._folder, name)
 
     def num_unread(self, name: str, size: int, begin: int) -> int:
-        """Bytes, of a begun file by its rows."""
+        """Return the number of unread bytes. For a partly read file it is estimated from
+        its rows.
+        """
         if begin >= WHOLE:
             return 0
         rows = self._num_rows.get(name)
@@ -37,7 +46,7 @@ class ParquetFiles:
         return WHOLE
 
     def read(self, name: str, begin: int, end: int, most_lines: int) -> TableRows | None:
-        """None where the file is not whole yet."""
+        """Read rows. Returns None if the file is not complete yet."""
         if end < MIN_BYTES or (name not in self._num_rows and not self._has_footer(name, end)):
             return None
         found = self._rows(name, begin, most_lines)
@@ -51,7 +60,7 @@ class ParquetFiles:
             return bool(file.read(len(MAGIC)) == MAGIC)
 
     def _rows(self, name: str, begin: int, most: int) -> TableRows:
-        """From row `begin` on up to the end of its row group."""
+        """Return the rows from row `begin` to the end of its row group."""
         if self._group is not None and self._group[0] == name:
             first, table = self._group[1:]
             if first <= begin < first + table.num_rows and name in self._num_rows:
@@ -64,7 +73,8 @@ class ParquetFiles:
                 self._num_rows[name] = metadata.num_rows
                 if begin > metadata.num_rows:
                     raise DataError(
-                        f"{path} has {metadata.num_rows:,} rows, and {begin:,} were read of it: files of a stream are never written anew"
+                        f"{path} has {metadata.num_rows:,} rows, but {begin:,} were read: files "
+                        "of a stream must not be rewritten"
                     )
                 group, first = 0, 0
                 while group + 1 < metadata.num_row_groups and first + metadata.row_group(group).num_rows <= begin:
@@ -93,7 +103,8 @@ class ParquetFiles:
             part = self._rows(wanted.partition, begin, end - begin)
             if not part.num_rows:
                 raise DataError(
-                    f"{self.path(wanted.partition)} has {begin:,} rows, and {end:,} were read of it: files of a stream are never written anew"
+                    f"{self.path(wanted.partition)} has {begin:,} rows, but {end:,} were read: "
+                    "files of a stream must not be rewritten"
                 )
             parts.append(part.table)
             begin += part.num_rows

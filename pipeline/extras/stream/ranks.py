@@ -1,7 +1,10 @@
-"""Say to each rank which rows of a stream's batch are its own. Rank 0 reads the stream; the others read their rows once more.
+"""Tell each rank which rows of a stream's batch are its share.
 
-Under a batch's number and a rank the store of the process group has the ranges of all rows and those of the rank's, or why there is no
-such batch, until the rank has read it. A reader that begins again, after a rollback, is another round, so nothing that was read ahead before is taken for it.
+Rank 0 reads the stream; other ranks read their rows again.
+
+The store of the process group has, under a batch's number and a rank, the ranges of all rows and of
+the rank's rows, or why there is no such batch, until the rank has read it. A reader that starts
+again after a rollback uses a new round, so that nothing from before is used.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ STOP = "stop"
 
 
 class Share(NamedTuple):
-    """Of one batch: the ranges of all its rows, and of those that are this rank's; new values that have ids from it on."""
+    """The share of one batch: the ranges of all rows and of this rank's rows, and new values with
+    ids from this batch on.
+    """
 
     ranges: list[Range]
     own: list[Range]
@@ -31,24 +36,27 @@ class Share(NamedTuple):
 
 
 class StreamRanks:
-    """Local but for the store: nothing here is collective."""
+    """Exchange shares through the store. Nothing here is collective."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store, self.rank, self.world_size = store, rank, world_size
         self._round = 0
 
     def begin(self) -> int:
-        """A new round, of which every rank has as many. For tell(), end() and share()."""
+        """Start a new round.
+
+        Every rank starts equally many. Returns the argument of tell(), end() and share().
+        """
         self._round += 1
         return self._round
 
     def tell(self, round_: int, number: int, ranges: list[Range], shares: list[list[Range]], added: Values) -> None:
-        """Rank 0: what batch `number` takes, and what of it each rank."""
+        """On rank 0: publish what batch `number` takes, and each rank's part."""
         for rank in range(1, self.world_size):
             self._set(round_, number, rank, {"ranges": ranges, "own": shares[rank], "added": added})
 
     def end(self, round_: int, number: int, error: Exception) -> None:
-        """Rank 0: there is no batch `number`."""
+        """On rank 0: publish that there is no batch `number`."""
         said: dict[str, Any] = {"end" if isinstance(error, EndOfInputError) else "failure": str(error)}
         if isinstance(error, TablesFullError):
             said = {"full": error.tables}
@@ -59,7 +67,10 @@ class StreamRanks:
         self._store.set(f"{round_}/{number}/{rank}", json.dumps(values))
 
     def share(self, round_: int, number: int, idle: Callable[[], None]) -> Share:
-        """Of batch `number`, once rank 0 has it; `idle` is called while it has not. Raises what has ended rank 0's reader."""
+        """Return the share of batch `number` when rank 0 has it. `idle` is called while waiting.
+
+        Raises rank 0's error.
+        """
         key = f"{round_}/{number}/{self.rank}"
         while not self._store.check([key]):
             idle()
@@ -77,7 +88,7 @@ class StreamRanks:
         )
 
     def ask_to_stop(self) -> None:
-        """This rank was; while there are no rows, no step tells rank 0 of it."""
+        """Report that this rank was asked to stop, because without rows no step tells rank 0."""
         self._store.set(STOP, "1")
 
     def is_asked_to_stop(self) -> bool:

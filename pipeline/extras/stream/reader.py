@@ -1,9 +1,9 @@
-"""Read batches of a stream, each of the rows that come next, and know behind each batch where the stream was.
+"""Read batches of a stream, and know after each batch the offsets of the stream.
 
-A batch is a number of lines, never of seconds, and a journal holds which lines, so that a run which was killed
-goes on from its checkpoint with the batches that it had had. The queue of batches is bounded: a training that falls behind reads no more.
-Of several ranks rank 0 reads the stream and keeps the journal. Rank r trains on the r-th part of each batch's rows, so a journal is
-good for any number of ranks.
+A batch is a number of lines, not of seconds. A journal stores which lines, so that a killed run
+resumes from its checkpoint with the same batches. The queue of batches is bounded, so a slow
+training reads no more. With several ranks, rank 0 reads the stream and writes the journal. Rank r
+trains on the r-th part of each batch's rows, so a journal works for any number of ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pipeline.runtime.errors import RetrainingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process import preemption, watchdog
 
-LOOK_BEHIND_S = 5.0  # between two looks at how far behind the source is
+LOOK_BEHIND_S = 5.0  # between two measurements of the source's lag
 logger = get_logger("pipeline.train")
 
 
@@ -44,12 +44,12 @@ class _Taken:
 
 
 class StreamReader:
-    """Stands where a ShardReader of the training split would.
+    """Replace a ShardReader of the training split.
 
-    Not thread-safe but for what its own prefetch thread does: place() and progress() are the trainer's.
+    Not thread-safe, except for its prefetch thread: only the trainer calls place() and progress().
     """
 
-    # Each is a part of its own that the caller has made; no two belong together.
+    # Each parameter is a separate object made by the caller.
     def __init__(
         self,
         source: StreamSource,
@@ -65,8 +65,11 @@ class StreamReader:
         values: NewValues | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """name: of the stream; a run does not go on with another. batch_size: of this rank. journal: rank 0's. ranks: None for one.
-        values: that the encoder's vocabularies gain; None: of a run that has none."""
+        """name: of the stream; a run cannot continue with another. batch_size: per rank. journal:
+        rank 0's. ranks: None for one rank.
+
+        values: the new values of vocabularies; None: the run has none.
+        """
         self.config, self.batch_size, self._ranks = config, batch_size, ranks
         self._all_rows = batch_size * (ranks.world_size if ranks else 1)  # of a batch
         self._first_row = batch_size * ranks.rank if ranks else 0
@@ -74,7 +77,8 @@ class StreamReader:
         self.stall_seconds = 0.0
         self._source, self._encoder, self._journal, self._quarantine = source, encoder, journal, quarantine
         self._name, self._stream, self._clock = name, stream, clock
-        self._offsets: Offsets | None = None  # where batch number self._first begins; None: where stream.start says
+        # start of batch self._first; None: as stream.start says
+        self._offsets: Offsets | None = None
         self._first, self._taken = 0, deque[_Taken]()
         self._event_time: float | None = None  # up to self._first
         self._behind, self._looked_at = 0.0, 0.0
@@ -82,7 +86,10 @@ class StreamReader:
         self.full: list[str] = []  # tables without a row for a value, which have ended the stream
 
     def batches(self, epoch: int, start_step: int = 0) -> Prefetcher[Batch]:
-        """From batch `start_step` on; EndOfInputError is raised behind the last. Every rank calls it as often."""
+        """Yield batches from `start_step` on; raise EndOfInputError after the last.
+
+        Every rank must call it equally often.
+        """
         stopped = threading.Event()
         round_ = self._ranks.begin() if self._ranks else 0
         self._values.restore(start_step, self._values.known_to(start_step))
@@ -109,8 +116,9 @@ class StreamReader:
                 number += 1
                 batch = self._batch(parts, ranges)
                 for share in others if self._values.capacities else ():
-                    self._encoder.encode(share)  # for the unknown values among them
-                added, full = self._admit(number)  # ahead of the yield: a step behind this batch keeps them
+                    self._encoder.encode(share)  # finds the unknown values among them
+                # before the yield, because a save after this batch stores them
+                added, full = self._admit(number)
                 yield batch
                 self._end_if(full)
         except Exception as error:
@@ -119,19 +127,24 @@ class StreamReader:
             raise
 
     def _admit(self, number: int) -> tuple[Values, set[str]]:
-        """New values that have ids from batch `number` on, of those that the batch before held; and tables without a row for one."""
+        """Add new values with ids from batch `number` on.
+
+        Return them, and the tables without a free row.
+        """
         added, full = self._values.admit(number, self._encoder.take_unknown())
         self._encoder.add(added)
         return added, full
 
     def _end_if(self, full: set[str]) -> None:
-        """Raises TablesFullError where these tables are any."""
+        """Raise TablesFullError if any table is full."""
         if full:
             self.full = sorted(full)
             raise TablesFullError(full)
 
     def _read_own(self, start: int, round_: int, stopped: threading.Event) -> Generator[Batch, None, None]:
-        """On other ranks than 0, which know of offsets what they need to count batches."""
+        """Read batches on ranks other than 0, which know only the offsets that they need to count
+        batches.
+        """
         assert self._ranks is not None
         self._offsets = self._offsets or {}
         while len(self._taken) > max(0, start - self._first):
@@ -148,27 +161,30 @@ class StreamReader:
             yield self._batch([self._source.reread(each) for each in share.own], share.ranges)
 
     def _idle(self, stopped: threading.Event) -> None:
-        """On other ranks than 0, while there is no batch."""
+        """Wait on ranks other than 0 while there is no batch."""
         assert self._ranks is not None
         watchdog.beat(phase=watchdog.WAITING_FOR_INPUT)
         if stopped.is_set():
-            raise EndOfInputError("nobody reads these batches any more")
+            raise EndOfInputError("these batches are no longer read")
         if preemption.wanted():
             self._ranks.ask_to_stop()
 
     def _parts(self, start: int, stopped: threading.Event) -> Generator[list[Rows], None, None]:
-        """Of each batch its lines: of those that the journal has, and then of new ones, which go into the journal."""
+        """Yield the lines of each batch: first those in the journal, then new ones, which are added
+        to the journal.
+        """
         assert self._journal is not None, "rank 0 reads the stream"
         offsets = self._begin(start)
         known = self._journal.after(start)
         if known:
-            logger.info("batches %d to %d are read once more, as the journal has them", start, start + len(known) - 1)
+            logger.info("batches %d to %d are read again from the journal", start, start + len(known) - 1)
         number = start
         for ranges in known:
-            for name, begin, end in ranges:  # of one partition there may be several, one behind the other
+            # one partition may have several ranges, one after the other
+            for name, begin, end in ranges:
                 if begin != offsets.get(name, begin):
                     raise RetrainingError(
-                        f"the journal of the stream does not follow on batch {number}: choose another run_dir"
+                        f"the journal of the stream does not continue after batch {number}: choose another run_dir"
                     )
                 offsets[name] = end
             yield [self._source.reread(each) for each in ranges]
@@ -181,13 +197,16 @@ class StreamReader:
             number += 1
 
     def _begin(self, start: int) -> Offsets:
-        """Where batch `start` begins: it is the restored one, or one after a rollback that leaves batches out."""
+        """Return the offsets at which batch `start` begins.
+
+        It is the restored batch, or a later one after a rollback.
+        """
         if self._offsets is None:
             self._offsets = {} if self._stream.start == "earliest" else self._source.newest()
         count = start - self._first
-        while len(self._taken) > max(0, count):  # read ahead, and not trained on
+        while len(self._taken) > max(0, count):  # read ahead, but not trained on
             self._taken.pop()
-        if len(self._taken) < count:  # a rollback leaves them out
+        if len(self._taken) < count:  # a rollback skips them
             assert self._journal is not None
             known = self._journal.after(self._first + len(self._taken))
             self._taken.extend(_Taken(ranges, None) for ranges in known[: count - len(self._taken)])
@@ -199,7 +218,10 @@ class StreamReader:
         return offsets
 
     def _collect(self, offsets: Offsets, left: Rows | None, stopped: threading.Event) -> tuple[list[Rows], Rows | None]:
-        """Lines of one batch, and those of the last read that are more; moves `offsets` behind what was read."""
+        """Collect the lines of one batch, and the surplus of the last read.
+
+        Moves `offsets` after what was read.
+        """
         parts: list[Rows] = []
         missing, since = self._all_rows, time.monotonic()
         while missing:
@@ -217,12 +239,12 @@ class StreamReader:
         return parts, left
 
     def _wait(self, since: float, stopped: threading.Event) -> None:
-        """There are no rows now."""
+        """Wait, because there are no rows now."""
         watchdog.beat(phase=watchdog.WAITING_FOR_INPUT)
         if stopped.is_set() or preemption.wanted() or (self._ranks is not None and self._ranks.is_asked_to_stop()):
             raise EndOfInputError("the run was asked to stop while it waited for rows")
         if self._stream.idle_s is not None and time.monotonic() - since > self._stream.idle_s:
-            raise EndOfInputError(f"no row has come for stream.idle_s={self._stream.idle_s:g}")
+            raise EndOfInputError(f"no row has arrived for stream.idle_s={self._stream.idle_s:g}")
 
     def _batch(self, parts: list[Rows], ranges: list[Range]) -> Batch:
         made = self._encoder.encode(parts)
@@ -256,7 +278,8 @@ class StreamReader:
     def go_to(self, batch: int, place: dict[str, Any]) -> None:
         if place.get("name") != self._name:
             raise RetrainingError(
-                f"the run was trained on the stream {place.get('name')!r}, and this job follows {self._name!r}: choose another run_dir"
+                f"the run was trained on the stream {place.get('name')!r}, but this job follows "
+                f"{self._name!r}: choose another run_dir"
             )
         self._first, self._offsets = (
             int(place["batch"]),
@@ -285,13 +308,13 @@ class StreamReader:
         }
 
     def locate(self, epoch: int, step: int, rows: list[int]) -> list[tuple[str, int]]:
-        """(partition and range, row of the batch) for an error's message."""
+        """Return (partition and range, row of the batch) of rows, for an error message."""
         at = step - self._first
         ranges = self._taken[at].ranges if 0 <= at < len(self._taken) else []
         return [(_text(ranges), self._first_row + row) for row in rows]
 
     def empty_batch(self) -> Batch:
-        """In which no row counts."""
+        """Return a batch in which no row counts."""
         return self._encoder.nothing(self.batch_size)
 
     def close(self) -> None:
@@ -301,7 +324,7 @@ class StreamReader:
 
 
 def _split(parts: list[Rows], size: int) -> Generator[list[Rows], None, None]:
-    """The lines of `parts` in shares of `size`."""
+    """Split the lines of `parts` into shares of `size`."""
     share: list[Rows] = []
     missing = size
     for part in parts:

@@ -1,4 +1,6 @@
-"""What a source of a stream is: partitions of rows in a fixed order, each row behind an offset that stays."""
+"""Define the interface of a stream's source: partitions of rows in a fixed order, with a stable
+offset after each row.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Offsets = dict[str, int]  # partition -> behind the last row that was read; one that is missing begins at its first row
+# partition -> offset after the last row that was read; a missing partition begins at its first row
+Offsets = dict[str, int]
 
 
 class Range(NamedTuple):
-    """Rows of a partition: from offset `begin` to the one behind the last."""
+    """Rows of a partition: from offset `begin` to the offset after the last row."""
 
     partition: str
     begin: int
@@ -21,7 +24,10 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Lines:
-    """Of one partition, in their order. `ends[i]` is the offset behind lines[i]; names: their columns, where a header says them."""
+    """Lines of one partition in their order.
+
+    `ends[i]` is the offset after lines[i]; names: the columns of a header.
+    """
 
     partition: str
     begin: int
@@ -38,7 +44,7 @@ class Lines:
         return Range(self.partition, self.begin, self.ends[-1] if self.ends else self.begin)
 
     def split(self, count: int) -> tuple[Lines, Lines]:
-        """The first `count` lines, and the others."""
+        """Split after `count` lines."""
         middle = self.ends[count - 1] if count else self.begin
         return (
             Lines(self.partition, self.begin, self.lines[:count], self.ends[:count], self.names),
@@ -46,12 +52,15 @@ class Lines:
         )
 
 
-WHOLE = 1 << 40  # added to the number of rows: the offset behind the last row of a table's file
+WHOLE = 1 << 40  # added to the number of rows: the offset after the last row of a table file
 
 
 @dataclass(frozen=True)
 class TableRows:
-    """Of one partition whose rows have types: an offset is a row's number. is_last: nothing follows them in the partition."""
+    """Typed rows of one partition.
+
+    An offset is a row number. is_last: the partition has no more rows.
+    """
 
     partition: str
     begin: int
@@ -72,7 +81,7 @@ class TableRows:
         return Range(self.partition, self.begin, self.begin + self.num_rows + WHOLE * self.is_last)
 
     def split(self, count: int) -> tuple[TableRows, TableRows]:
-        """The first `count` rows, and the others."""
+        """Split after `count` rows."""
         first = TableRows(
             self.partition, self.begin, self.table.slice(0, count), self.is_last and count >= self.num_rows
         )
@@ -83,22 +92,28 @@ Rows = Lines | TableRows
 
 
 class StreamSource(Protocol):
-    """Local to one process. A source keeps no place of its own: the offsets that it is given say where it goes on."""
+    """A source, local to one process.
+
+    It stores no position: the given offsets say where to continue.
+    """
 
     def read(self, offsets: Offsets, most_lines: int) -> Rows | None:
-        """Rows that come next in a partition, one at least; None: there are none yet. Waits stream.poll_s at most."""
+        """Return the next rows of a partition, at least one, or None if there are none yet.
+
+        Waits at most stream.poll_s.
+        """
 
     def reread(self, wanted: Range) -> Rows:
-        """Just these rows, read once more. Raises DataError where they are gone."""
+        """Read exactly these rows again. Raises DataError if they no longer exist."""
 
     def behind(self, offsets: Offsets) -> int:
-        """What is there and was not read, in `unit`."""
+        """Return the amount of unread data, in `unit`."""
 
     def newest(self) -> Offsets:
-        """Behind all that is there now."""
+        """Return the offsets after all existing data."""
 
     @property
     def unit(self) -> str:
-        """Of behind(): bytes or rows."""
+        """Return the unit of behind(): bytes or rows."""
 
     def close(self) -> None: ...

@@ -1,4 +1,6 @@
-"""Rows of tables for values that a stream brings: how many there are, and how many when those are full (without torch)."""
+"""Compute the rows of tables for new values of a stream, and larger sizes when tables are full
+(without torch).
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ def with_capacity(
     earlier: dict[str, TableConfig],
     full: Collection[str] = (),
 ) -> TrainJob:
-    """The job, whose tables have rows for new values. earlier: the tables of the run that is gone on with, which do not become
-    smaller; full: names of tables that become larger.
+    """Return the job with rows for new values in its tables.
+
+    earlier: the tables of the run that is resumed, which do not become smaller. full: names of
+    tables to enlarge.
     """
     tables = expand_patterns(job.tables, dataset.sparse_feature_names)
     before = expand_patterns(earlier, dataset.sparse_feature_names)
@@ -49,7 +53,10 @@ def _more(rows: int, config: NewValuesConfig) -> int:
 
 
 def capacities_of(job: TrainJob, dataset: Dataset, config: NewValuesConfig) -> dict[str, TableCapacity]:
-    """By vocabulary, of a job that with_capacity() has made. Of tables that share a vocabulary the smallest says how much there is."""
+    """Return the capacities by vocabulary for a job of with_capacity().
+
+    Of tables that share a vocabulary the smallest counts.
+    """
     capacities: dict[str, TableCapacity] = {}
     if not config.spare:
         return capacities
@@ -68,8 +75,10 @@ def capacities_of(job: TrainJob, dataset: Dataset, config: NewValuesConfig) -> d
 
 
 def _growing_tables(job: TrainJob, dataset: Dataset) -> list[Table]:
-    """Whole tables that the model looks up, of features with vocabularies of values: parts of compressed tables, hashes and
-    buckets of numbers are as many as they are."""
+    """Return complete tables that the model looks up, of features with vocabularies of values.
+
+    Parts of compressed tables, hashes and buckets of numbers have a fixed size.
+    """
     return [
         table
         for table in _used_tables(job, dataset)
@@ -79,7 +88,7 @@ def _growing_tables(job: TrainJob, dataset: Dataset) -> list[Table]:
 
 
 def _is_compressed(job: TrainJob, table: Table) -> bool:
-    """Or would be, if it had more rows."""
+    """Return whether the table is compressed, or would be if it had more rows."""
     sections = [job.tables[name] for name in (table.config_name, DEFAULT) if name in job.tables]
     config = next((each.compression for each in sections if each.compression is not None), None)
     return config is not None and config.kind != "none"

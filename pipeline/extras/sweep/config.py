@@ -1,4 +1,6 @@
-"""Schema of a sweep: which values of a training are searched, how, and how many trainings run at once."""
+"""Define the schema of a sweep: which values of a training are searched, how, and how many
+trainings run at a time.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ PRUNERS = ("none", "asha")
 
 @dataclass
 class KnobConfig:
-    """A key of the training and its values: `low` to `high`, or `choices`, which may be options of a group too.
+    """A key of the training and its values: `low` to `high`, or `choices`, which may also be
+    options of a group.
 
-    when: key of another knob -> the values of it with which this one is searched; else the key is left as it is.
+    when: key of another knob -> values of that knob with which this one is searched; otherwise the
+    key is not set.
     """
 
     low: float | None = None
@@ -29,10 +33,10 @@ class KnobConfig:
     when: dict[str, list[Any]] = field(default_factory=dict)
 
     def check(self, key: str) -> None:
-        """Raises ConfigError; `key` names the knob."""
+        """Raise ConfigError if the knob `key` is invalid."""
         has_range = self.low is not None and self.high is not None
         if bool(self.choices) == has_range or (self.low is None) != (self.high is None):
-            raise ConfigError(f"sweep.params.{key} wants either choices=[...], or low and high")
+            raise ConfigError(f"sweep.params.{key} needs either choices=[...], or low and high")
         if self.low is not None and self.high is not None:
             check_above(f"sweep.params.{key}.high", self.high, self.low)
             if self.log:
@@ -45,16 +49,18 @@ class KnobConfig:
 
 @dataclass
 class SweepConfig:
-    """params: key of the training -> its values. metric: of the validation split; None: the model's first.
+    """The sweep. params: key of the training -> its values. metric: of the validation split; None:
+    the model's first.
 
-    prune=asha: a training goes on from a rung (1/9, 1/3 and all of its steps with reduction_factor=3) only while it is among
-    the best 1/reduction_factor there (Li et al. 2020). launch: the words before a trial's overrides; None: this Python.
-    scheduler_args, job_args: what `torchx run` takes as -cfg, and of pipeline.train before its `--`.
+    prune=asha: a training continues from a rung (1/9, 1/3 and all of its steps with
+    reduction_factor=3) only while it is among the best 1/reduction_factor there (Li et al. 2020).
+    launch: the words before a trial's overrides; None: this Python. scheduler_args, job_args: what
+    `torchx run` takes as -cfg, and pipeline.train's arguments before `--`.
     """
 
     params: dict[str, KnobConfig] = field(default_factory=dict)
     sampler: str = "tpe"
-    trials: int = 20  # a grid has as many as it has points, at most these
+    trials: int = 20  # the maximum; a grid has as many as it has points
     parallel: int = 1  # trainings at a time
     seed: int = 0  # of the sampler
     metric: str | None = None
@@ -65,7 +71,8 @@ class SweepConfig:
     finalists: int = 2  # trained with all seeds at the end, and compared
     seeds: int = 1  # 1: no such comparison
     launch: list[str] | None = None
-    scheduler: str | None = None  # TorchX's: slurm, kubernetes, ...; None: processes of this machine
+    # TorchX's: slurm, kubernetes, ...; None: processes of this machine
+    scheduler: str | None = None
     scheduler_args: dict[str, Any] = field(default_factory=dict)
     job_args: list[str] = field(default_factory=list)
 
@@ -79,26 +86,29 @@ class SweepConfig:
         check_at_least("sweep.rungs", self.rungs, 2)
         if self.scheduler is None and (self.scheduler_args or self.job_args):
             raise ConfigError(
-                "sweep.scheduler_args and sweep.job_args are of jobs: name their sweep.scheduler, slurm for instance"
+                "sweep.scheduler_args and sweep.job_args are for jobs: set sweep.scheduler too, for instance slurm"
             )
         if self.scheduler is not None and self.launch is not None:
             raise ConfigError(
-                "sweep.launch starts processes of this machine, and sweep.scheduler jobs: set one of them"
+                "sweep.launch starts processes of this machine, but sweep.scheduler starts jobs: set one of the two"
             )
         for key, knob in self.params.items():
             knob.check(key)
             for other in knob.when:
                 if other not in self.params or list(self.params).index(other) >= list(self.params).index(key):
                     raise ConfigError(
-                        f"sweep.params.{key}.when names {other!r}, which is no knob before it: declare that one first"
+                        f"sweep.params.{key}.when names {other!r}, which is not a knob before it: "
+                        "declare that knob first"
                     )
             if self.sampler == "grid" and not knob.choices and knob.step is None and not knob.integer:
-                raise ConfigError(f"sweep.params.{key}: a grid wants choices, or a step between low and high")
+                raise ConfigError(f"sweep.params.{key}: a grid needs choices, or a step between low and high")
 
 
 @dataclass
 class SweepJob(TrainJob):
-    """The train job, repeated with the values of sweep.params; run_dir holds the study, and a run folder a trial in trials/."""
+    """A train job that is repeated with the values of sweep.params. run_dir has the study, and a
+    run per trial in trials/.
+    """
 
     run_dir: str = "${paths.runs}/${name}_sweep"
     sweep: SweepConfig = field(default_factory=SweepConfig)

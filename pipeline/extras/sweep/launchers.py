@@ -1,7 +1,7 @@
 """Run one training of a sweep: as a process of this machine, or as a job that TorchX submits.
 
-A process ends with the sweep. A job outlives it: its handle is stored in <run_dir>.job, and the same
-command follows the job again instead of submitting another.
+A process ends with the sweep. A job outlives it: its handle is stored in <run_dir>.job, and the
+same command follows the job again instead of submitting another job.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from torchx.runner import Runner
 
 COMPONENT = "pipeline.train"
-MAX_NAME = 40  # characters that schedulers leave for a job's name, without the trial's
+MAX_NAME = 40  # characters that schedulers allow for a job's name, without the trial's part
 LEASE_POLL_S = 0.2
 GRACE_S = 35.0  # for a training that is asked to save and end
-SILENT_S = 600.0  # a scheduler that does not answer for so long ends the sweep
+SILENT_S = 600.0  # a scheduler that does not answer for this long ends the sweep
 logger = get_logger("pipeline.sweep")
 
 
 @dataclass(frozen=True)
 class Training:
-    """`words` are the overrides of the training; `log` takes what it prints."""
+    """A training. `words` are its overrides; its output goes to `log`."""
 
     run_dir: str
     words: list[str]
@@ -49,7 +49,7 @@ class Training:
         return f"{self.run_dir}.log"
 
     async def until_free(self) -> None:
-        """Wait while an earlier start of it still saves into the run folder."""
+        """Wait while an earlier start of the training still saves into the run folder."""
         while held_by(self.run_dir, self.lease_ttl_s):
             await asyncio.sleep(LEASE_POLL_S)
         storage.make_folder(self.run_dir)
@@ -57,7 +57,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a training ended. is_mistake: by an error that another start would not change."""
+    """How a training ended. is_mistake: by an error that a restart would not fix."""
 
     reason: str
     is_mistake: bool = False
@@ -65,18 +65,27 @@ class Ended:
 
 class Launcher(Protocol):
     async def run(self, training: Training) -> Ended:
-        """Start the training and wait for its end. Cancelling ends a process and leaves a job."""
+        """Start the training and wait for its end.
+
+        Cancelling ends a process, but leaves a job running.
+        """
 
 
 def launcher_of(config: SweepConfig, name: str) -> Launcher:
-    """`name`: the sweep's, with which its jobs' names begin. Raises ConfigError for an unknown scheduler."""
+    """Return the launcher. Raises ConfigError for an unknown scheduler.
+
+    name: of the sweep; names of its jobs begin with it.
+    """
     if config.scheduler is None:
         return LocalProcesses(config.parallel, config.launch)
     return SchedulerJobs(config.scheduler, config.scheduler_args, config.job_args, name)
 
 
 class LocalProcesses:
-    """`launch`: the words before a training's own; None: this Python's `-m pipeline train`. Each has its share of the cores."""
+    """Run trainings as processes, each with a share of the cores.
+
+    launch: the words before a training's overrides; None: `-m pipeline train` of this Python.
+    """
 
     poll_s = 0.2
 
@@ -106,7 +115,9 @@ class LocalProcesses:
 
 
 class SchedulerJobs:
-    """settings: what `torchx run -cfg` takes. job_args: of the component, before its `--`: [-j, 1x8]."""
+    """Run trainings as jobs. settings: as in `torchx run -cfg`. job_args: of the component, before
+    `--`: [-j, 1x8].
+    """
 
     poll_s = 2.0
 
@@ -120,13 +131,15 @@ class SchedulerJobs:
         known = list(self._runner.scheduler_backends())
         if scheduler not in known:
             raise ConfigError(
-                f"sweep.scheduler={scheduler} is none of TorchX's, which are {', '.join(known)}{did_you_mean(scheduler, known)}"
+                f"sweep.scheduler={scheduler} is not a scheduler of TorchX, which are "
+                f"{', '.join(known)}{did_you_mean(scheduler, known)}"
             )
         self._options = {name: option.opt_type for name, option in self._runner.scheduler_run_opts(scheduler)}
         for key in settings:
             if key not in self._options:
                 raise ConfigError(
-                    f"sweep.scheduler_args.{key}: {scheduler} has no such option{did_you_mean(key, self._options)}; it has "
+                    f"sweep.scheduler_args.{key}: unknown option of "
+                    f"{scheduler}{did_you_mean(key, self._options)}; known are "
                     f"{', '.join(self._options)}"
                 )
         self._settings = {key: str(value) if self._options[key] is str else value for key, value in settings.items()}
@@ -134,7 +147,10 @@ class SchedulerJobs:
         self._name = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:MAX_NAME]
 
     async def run(self, training: Training) -> Ended:
-        """Raises LaunchError if the scheduler refuses the job; a job that does not compose ends the process with its line."""
+        """Raises LaunchError if the scheduler refuses the job.
+
+        A job that does not compose ends the process with its error.
+        """
         if not (handle := self._earlier(training)):
             await training.until_free()
             handle = self._submit(training)
@@ -150,14 +166,16 @@ class SchedulerJobs:
                 else:
                     answered = time.monotonic()
                     if status is None or status.is_terminal():
-                        return Ended(f"{handle} {'is not known any more' if status is None else status.state.name}")
+                        return Ended(f"{handle} {'is no longer known' if status is None else status.state.name}")
                 await asyncio.sleep(self.poll_s)
         except asyncio.CancelledError:
             logger.info("%s keeps running; the same command follows it again", handle)
             raise
 
     def _earlier(self, training: Training) -> str:
-        """The handle of the job of an earlier sweep that still runs or waits, else empty."""
+        """Return the handle of an earlier sweep's job that still runs or waits, or an empty
+        string.
+        """
         path = f"{training.run_dir}.job"
         handle = storage.read_text(path).strip() if storage.is_file(path) else ""
         status = self._runner.status(handle) if handle else None

@@ -1,4 +1,6 @@
-"""Say what a sweep found: its trials ranked, which knobs matter, the finalists over their seeds, the winner's command."""
+"""Report the result of a sweep: ranked trials, which knobs matter, the finalists over their seeds,
+the winner's command.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,15 @@ if TYPE_CHECKING:
     import optuna
 
 MAX_SHOWN = 10
-LOG_FROM = 10.0  # times the smallest value of a knob: charts of wider ones have a logarithmic scale
+# times the smallest value of a knob; charts of wider knobs have a logarithmic scale
+LOG_FROM = 10.0
 MIN_TRIALS = 8  # for the importance of knobs
 
 
 def importance(study: optuna.Study) -> dict[str, float]:
-    """Return Optuna's importance (PED-ANOVA) of each knob that all trials have, by the first rung, which most trials reach."""
+    """Return Optuna's importance (PED-ANOVA) of each knob that all trials have, at the first rung,
+    which most trials reach.
+    """
     import optuna
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
@@ -43,7 +48,7 @@ def importance(study: optuna.Study) -> dict[str, float]:
 
 
 def finalists(result: SweepResult, confidence: float = 0.98) -> Comparison | None:
-    """Compare the best trials over their seeds; None if there is only one seed, or one finalist."""
+    """Compare the best trials over their seeds. None if there is only one seed or one finalist."""
     if len(result.finalists) < 2:
         return None
     return compare([open_run(folder) for folders in result.finalists for folder in folders], "validation", confidence)
@@ -55,7 +60,9 @@ def winner_command(result: SweepResult, between: str = " ") -> str:
 
 
 def _rows(result: SweepResult) -> tuple[list[str], list[list[str]]]:
-    """The knobs, and a row for each trial: place, number, metric, rungs, state, value of each knob."""
+    """Return the knobs, and a row for each trial: place, number, metric, rungs, state, value of
+    each knob.
+    """
     keys = list(dict.fromkeys(key for trial in result.trials for key in trial.params))
 
     def cell(trial: optuna.trial.FrozenTrial, key: str) -> str:
@@ -128,9 +135,9 @@ def render_page(result: SweepResult, title: str) -> str:
         cards([
             (rows[0][2], f"{result.metric} of the best, trial {rows[0][1]}"),
             (str(len(result.trials)), "trials"),
-            (f"{_share_of_steps(result):.0%}", "of the steps of training all to the end"),
+            (f"{_share_of_steps(result):.0%}", "of the steps of training all trials to the end"),
         ]),
-        legend((("train", "each trial, at the last rung that it reached"), ("validation", "the best so far"))),
+        legend((("train", "each trial at its last rung"), ("validation", "the best so far"))),
         f'<div class="charts">{"".join(_charts(result, keys))}</div>',
         *(["<h2>Which knobs matter</h2>",
            figure("Importance (PED-ANOVA)", bar_chart("importance of each knob", bars, form=".0%"))] if bars else []),

@@ -1,4 +1,4 @@
-"""Run a sweep: train the points of its study rung by rung, then the best trials with further seeds."""
+"""Run a sweep: train the points of its study rung by rung, then the best trials with more seeds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ logger = get_logger("pipeline.sweep")
 
 @dataclass
 class SweepResult:
-    """words: the overrides that all trials share. steps: trained, and those of all trials to the end."""
+    """The result. words: the overrides of all trials. steps: trained steps, and the steps of
+    training all trials to the end.
+    """
 
     run_dir: str
     metric: str
@@ -39,16 +41,17 @@ class SweepResult:
     words: list[str]
     steps_trained: int = 0
     steps_of_all: int = 0
-    finalists: list[list[str]] = field(default_factory=list)  # run folders of each, a seed each
+    # for each finalist its run folders, one per seed
+    finalists: list[list[str]] = field(default_factory=list)
 
     @property
     def trials(self) -> list[optuna.trial.FrozenTrial]:
-        """Trials that have begun, in order."""
+        """Return the trials that have begun, in order."""
         return [trial for trial in self.study.get_trials(deepcopy=False) if trial.state.name != "WAITING"]
 
     @property
     def ranked(self) -> list[optuna.trial.FrozenTrial]:
-        """Best first: by the rung reached, then by the metric there."""
+        """Return the trials, best first: by the rung reached, then by the metric there."""
         sign = -1.0 if self.study.direction.name == "MAXIMIZE" else 1.0
         measured = [trial for trial in self.trials if trial.intermediate_values and trial.state.name != "FAIL"]
         return sorted(measured, key=lambda trial: (-(trial.last_step or 0), sign * value_of(trial), trial.number))
@@ -60,16 +63,14 @@ def value_of(trial: optuna.trial.FrozenTrial) -> float:
 
 
 def sweep(job: SweepJob, words: list[str], compose: Compose) -> SweepResult:
-    """`words`: the overrides of every training. Continues the sweep that job.run_dir holds.
+    """Run or continue the sweep in job.run_dir. words: the overrides of every training.
 
     Raises:
-        ConfigError: no knob, a knob that no training has, or a folder that holds another sweep.
+        ConfigError: there is no knob, a knob that no training has, or the folder has another sweep.
         TrainingError: every training has failed.
     """
     if not job.sweep.params:
-        raise ConfigError(
-            "sweep.params names no knob: choose sweep=<option>, or write a file of your own in conf/sweep"
-        )
+        raise ConfigError("sweep.params has no knob: choose sweep=<option>, or add a file to conf/sweep")
     metric = job.sweep.metric or job.model.metrics[0]
     for point in edges(job.sweep.params):
         compose([*words, *as_overrides(point)])
@@ -94,12 +95,12 @@ def sweep(job: SweepJob, words: list[str], compose: Compose) -> SweepResult:
 
 
 class _Trials:
-    """Trainings of the trials in <run_dir>/trials."""
+    """Train the trials in <run_dir>/trials."""
 
     def __init__(self, job: SweepJob, words: list[str], compose: Compose, metric: str) -> None:
         self.job, self.words, self.compose, self.metric = job, words, compose, metric
         self._launcher = launcher_of(job.sweep, job.name)
-        self._steps: dict[str, int] = {}  # of a whole training, by point
+        self._steps: dict[str, int] = {}  # of a complete training, by point
 
     async def search(self, study: optuna.Study) -> None:
         search = Search(study, self.job.sweep, self._measure)
@@ -119,7 +120,9 @@ class _Trials:
         return storage.join(self.job.run_dir, "trials", name)
 
     async def _train(self, run_dir: str, words: list[str], steps: int) -> float | None:
-        """The metric once the run has `steps` steps, which it may have already; None if every start of it failed."""
+        """Return the metric when the run has `steps` steps, which it may already have; None if
+        every start of it failed.
+        """
         training = Training(run_dir, [*self.words, *words, f"run_dir={run_dir}"], self.job.trainer.lease_ttl_s)
         starts = self.job.sweep.retries + 1
         while (value := self._result(run_dir, steps)) is None and starts:
@@ -133,7 +136,9 @@ class _Trials:
         return value
 
     def _result(self, run_dir: str, steps: int) -> float | None:
-        """The metric if the run has come to `steps`, NaN if it was not a number; else None."""
+        """Return the metric if the run has reached `steps` (NaN if it is not a number), otherwise
+        None.
+        """
         run = Run(run_dir)
         if not run.summary or (run.summary["step"] < steps and not run.summary.get("stopped_early")):
             return None
@@ -142,7 +147,7 @@ class _Trials:
         return math.nan if value is None and step else value
 
     def steps_to(self, point: Point, rung: int) -> int:
-        """Return the steps up to a rung of a training with the point's values."""
+        """Return the number of steps up to a rung of a training with the point's values."""
         if (key := repr(point)) not in self._steps:
             job = self.compose([*self.words, *as_overrides(point)])
             rows = load_dataset(job.data.path).splits["train"].num_rows
@@ -152,7 +157,7 @@ class _Trials:
         return steps_at(rung, self._steps[key], self.job.sweep)
 
     async def confirm(self, ranked: list[optuna.trial.FrozenTrial]) -> list[list[str]]:
-        """Train the best trials with further seeds; return their run folders, a list a trial."""
+        """Train the best trials with more seeds. Return a list of run folders for each trial."""
         config, seed = self.job.sweep, self.job.trainer.seed
         best = [trial for trial in ranked if trial.state.name == "COMPLETE"][: config.finalists]
         free = asyncio.Semaphore(config.parallel)

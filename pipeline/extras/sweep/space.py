@@ -1,4 +1,4 @@
-"""Make points of the knobs of a sweep, and overrides of a training from a point."""
+"""Sample points of the knobs of a sweep, and convert a point to overrides of a training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def _walk(params: Mapping[str, KnobConfig], value_of: Callable[[str, KnobConfig]
 
 
 def grid(params: Mapping[str, KnobConfig]) -> list[Point]:
-    """Return all points, the last knob changing fastest. Points that differ in inactive knobs only are one."""
+    """Return all points; the last knob changes fastest.
+
+    Points that differ only in inactive knobs count once.
+    """
     points: dict[str, Point] = {}
     for combination in itertools.product(*map(_grid_values, params.values())):
         chosen = dict(zip(params, combination, strict=True))
@@ -64,7 +67,7 @@ def as_overrides(point: Point) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    """Return the value as Hydra reads it: plain words as they are, other text quoted."""
+    """Return the value in Hydra's syntax: plain words unquoted, other text quoted."""
     if isinstance(value, str):
         return value if re.fullmatch(r"[\w./-]+", value) else "'" + value.replace("'", "\\'") + "'"
     if value is None or isinstance(value, bool):
@@ -75,7 +78,9 @@ def _text(value: Any) -> str:
 
 
 def edges(params: Mapping[str, KnobConfig]) -> Iterator[Point]:
-    """Return points that together have both ends or every choice of each knob, to check before anything is trained."""
+    """Return points that together have both ends or every choice of each knob, to check them before
+    training.
+    """
     for key, knob in params.items():
         ends = [edge for edge in (knob.low, knob.high) if edge is not None]
         for value in knob.choices or [int(end) if knob.integer else end for end in ends]:
@@ -85,7 +90,7 @@ def edges(params: Mapping[str, KnobConfig]) -> Iterator[Point]:
 
 
 def _require(key: str, value: Any, params: Mapping[str, KnobConfig], point: Point) -> None:
-    """Set a knob, and the knobs that its condition names so that the condition holds."""
+    """Set a knob, and the knobs in its condition so that the condition is true."""
     for other, allowed in params[key].when.items():
         if other not in point:
             _require(other, allowed[0], params, point)

@@ -1,7 +1,9 @@
-"""Search with Optuna: the study is a journal file, trials end early by its successive halving (Li et al. 2020, ASHA).
+"""Search with Optuna.
 
-A sweep that is killed continues when its study is opened again: trials that were running are run
-first, and point number n is sampled with a seed of its own, so it does not depend on restarts.
+The study is a journal file; successive halving (Li et al. 2020, ASHA) ends trials early.
+
+To continue a killed sweep, its study is opened again: trials that were running are run first. Point
+n is sampled with a separate seed, so it does not depend on restarts.
 """
 
 from __future__ import annotations
@@ -36,12 +38,13 @@ MAY_CHANGE = (
     "job_args",
 )
 
-# (number of the trial, its point, rung) -> metric at the rung; NaN: not a number, None: the training failed
+# (number of the trial, its point, rung) -> metric at the rung; NaN: not a number, None: the
+# training failed
 Measure = Callable[[int, Point, int], Awaitable[float | None]]
 
 
 def open_study(folder: str, config: SweepConfig, words: list[str], maximize: bool) -> optuna.Study:
-    """Raise ConfigError without Optuna, and for a folder that holds another sweep."""
+    """Open the study. Raises ConfigError without Optuna, and for a folder with another sweep."""
     try:
         import optuna
     except ImportError as error:
@@ -64,7 +67,8 @@ def open_study(folder: str, config: SweepConfig, words: list[str], maximize: boo
     _check_same(study, folder, config, words)
     if config.sampler == "grid":
         points = grid(config.params)
-        order = np.random.default_rng(config.seed).permutation(len(points))  # in order, each could be the best so far
+        # so that the best point may come at any time
+        order = np.random.default_rng(config.seed).permutation(len(points))
         for index in order[: config.trials]:
             study.enqueue_trial(points[index], skip_if_exists=True)
     return study
@@ -77,7 +81,8 @@ def _check_same(study: optuna.Study, folder: str, config: SweepConfig, words: li
     differing = sorted(name for name in {**before, **identity} if before.get(name) != identity.get(name))
     if differing:
         raise ConfigError(
-            f"{folder} holds a sweep with other settings ({', '.join(differing)}), so its trials cannot be compared with "
+            f"{folder} has a sweep with other settings ({', '.join(differing)}), so its trials "
+            "cannot be compared with "
             "these; choose another run_dir, or keep the settings"
         )
     study.set_user_attr("sweep", identity)
@@ -88,13 +93,15 @@ def num_rungs(config: SweepConfig) -> int:
 
 
 def steps_at(rung: int, total_steps: int, config: SweepConfig) -> int:
-    """Return the steps of a rung: all at the last one, and reduction_factor times fewer at each rung before."""
+    """Return the steps of a rung: all at the last rung, and reduction_factor times fewer at each
+    earlier rung.
+    """
     share = config.reduction_factor ** (num_rungs(config) - 1 - rung)
     return max(1, -(-total_steps // share))
 
 
 class Search:
-    """Trials of a study; several run() may be awaited at once."""
+    """Run trials of a study. Several run() may be awaited at the same time."""
 
     def __init__(self, study: optuna.Study, config: SweepConfig, measure: Measure) -> None:
         self.study, self._config, self._measure = study, config, measure

@@ -1,4 +1,6 @@
-"""Predict how long a step waits for rows on an SSD, by the plan's forecasts, the predicted step and this machine's SSD."""
+"""Predict how long a step waits for rows on an SSD, from the plan, the predicted step and this
+machine's SSD.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,15 @@ from pipeline.planner.tiers import io_ms, stall_percent, tiered_step_ms
 from pipeline.runtime.errors import PlanError
 from pipeline.training.tier_rates import tier_folder
 
-BLOCK_BYTES = 4096  # that data sheets give random reads of
+BLOCK_BYTES = 4096  # size of random reads in data sheets
 READS_AT_ONCE = 16
 ROWS_A_STORE = 8  # that leave together, for a read and a write of a segment
 
 
 def tier_outlook(job: TrainJob, plan: PlanDescription, step_ms: float) -> list[str]:
-    """A line on the plan's tables in tiers; empty where there are none.
+    """Describe the plan's tables with tiers in one line; empty if there are none.
 
-    Where no data sheet says how fast the SSD is, it writes 128 MiB there, for a second or two.
+    If no data sheet has the SSD's speed, it writes 128 MiB to the SSD, for a second or two.
 
     Raises:
         PlanError: the stall is above planner.most_tier_stall_percent.
@@ -47,7 +49,10 @@ def tier_outlook(job: TrainJob, plan: PlanDescription, step_ms: float) -> list[s
 
 
 def data_sheet(hardware: HardwareConfig) -> SsdSpeed | None:
-    """By hardware.ssd_gb_per_s and ssd_latency_us: a row is a block, and READS_AT_ONCE are under way."""
+    """Use hardware.ssd_gb_per_s and ssd_latency_us.
+
+    A row is a block, and READS_AT_ONCE reads run at a time.
+    """
     if not hardware.ssd_gb_per_s or not hardware.ssd_latency_us:
         return None
     loads = min(READS_AT_ONCE * 1e6 / hardware.ssd_latency_us, 1e9 * hardware.ssd_gb_per_s / BLOCK_BYTES)
@@ -55,10 +60,12 @@ def data_sheet(hardware: HardwareConfig) -> SsdSpeed | None:
 
 
 def describe(num_tables: int, rows: float, step_ms: float, speed: SsdSpeed, stall: float) -> str:
-    """`rows`: that come in a step, on the rank that has most."""
+    """Return the line. rows: rows per step, on the rank with most."""
     moving_ms = io_ms(rows, speed.loads_per_s, speed.stores_per_s)
     return (
-        f"tiers       {num_tables} tables; {rows:,.0f} rows a step come and go, {moving_ms:.3g} ms of the SSD "
-        f"({speed.loads_per_s:,.0f} loads and {speed.stores_per_s:,.0f} stores a second) beside a step of {step_ms:.3g} ms: "
-        f"{tiered_step_ms(step_ms, moving_ms, speed.slowdown, speed.spread):.3g} ms in all, predicted tier stall {stall:.0f} %"
+        f"tiers       {num_tables} tables; {rows:,.0f} rows per step are loaded and evicted, "
+        f"{moving_ms:.3g} ms of the SSD ({speed.loads_per_s:,.0f} loads and "
+        f"{speed.stores_per_s:,.0f} stores per second) for a step of {step_ms:.3g} ms: "
+        f"{tiered_step_ms(step_ms, moving_ms, speed.slowdown, speed.spread):.3g} ms in total, "
+        f"predicted tier stall {stall:.0f} %"
     )

@@ -1,7 +1,7 @@
-"""Measure how many rows a second a folder's SSD brings in and takes back, by the store's own reads and writes.
+"""Measure how many rows per second an SSD loads and stores, with the store's reads and writes.
 
-And what they cost a step that computes beside them: where cores are few, the thread that reads, and the system's own work for it, take
-some of its time.
+Also measure the cost for a concurrent step: with few cores, the thread that reads, and the system's
+work for it, take some of the step's time.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ STORE_BYTES = 128 << 20
 ROWS_AT_ONCE, MIN_AT_ONCE = 2048, 64
 WARM_UP, ROUNDS = 8, 24
 COMPUTE_ROUNDS = 200
-SLOTS = 0.2  # of the rows, whose pool the store has
+SLOTS = 0.2  # of the rows; the store has their pool
 
 
 @dataclass(frozen=True)
 class SsdSpeed:
-    """Rows a second, scattered over a file whose records are all stored.
+    """Speeds in rows per second, scattered over a file whose records are all stored.
 
-    slowdown: how much longer a thread takes that computes while rows are loaded and stored all the time. spread: the standard deviation
-    of the time that a step's rows take, as a share of it.
+    slowdown: how much longer a thread computes while rows are loaded and stored all the time.
+    spread: the relative standard deviation of the time for a step's rows.
     """
 
     loads_per_s: float
@@ -37,7 +37,10 @@ class SsdSpeed:
 
 
 def measure(folder: str, record: int, rows_at_once: int = ROWS_AT_ONCE) -> SsdSpeed:
-    """`record`: float32 numbers a row; rows_at_once: of a step. Takes a second or two, and 160 MiB that are gone after it. Raises TierError."""
+    """Measure. record: float32 numbers per row. rows_at_once: rows per step. Raises TierError.
+
+    Takes a second or two, and 160 MiB of disk that are freed afterwards.
+    """
     num_rows = STORE_BYTES // (4 * record)
     at_once = max(min(rows_at_once, num_rows // 8), MIN_AT_ONCE)
     store = RowStore(folder, "probe", num_rows, (record, 0, 0), pool_rows(int(SLOTS * num_rows)))
@@ -68,7 +71,9 @@ def measure(folder: str, record: int, rows_at_once: int = ROWS_AT_ONCE) -> SsdSp
 
 
 def _slowdown(move: Callable[[], None]) -> float:
-    """Of a thread that computes, while another calls `move` again and again."""
+    """Return the slowdown of a thread that computes while another thread calls `move`
+    repeatedly.
+    """
     values = np.ones(1 << 20, np.float32)
 
     def compute() -> float:

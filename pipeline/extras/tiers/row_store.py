@@ -1,11 +1,14 @@
-"""Keep the records of a table's shard in a sparse file on a local SSD that vanishes with the process.
+"""Store the records of a table's shard in a sparse file on a local SSD, which disappears with the
+process.
 
-The file has no name (O_TMPFILE), so no run can find another's, and a killed one leaves nothing: checkpoints are what lasts.
-Records that were never stored take no space. The page cache is passed by (O_DIRECT) where the file system can.
+The file has no name (O_TMPFILE), so no run can find another run's file, and a killed run leaves
+nothing: only checkpoints last. Records that were never stored take no space. The file bypasses the
+page cache (O_DIRECT) if the file system supports it.
 
-Records that are stored wait in a pool in memory until many of one region of rows can be written together, to the
-region's emptiest segment: an SSD, and the processor, have a few large writes to do and not one for each row. A row that is read to be trained
-is stored no longer, for it will be another one; its place is free.
+Stored records wait in a pool in memory until many of one region can be written together, to the
+region's emptiest segment, so that an SSD and the processor handle a few large writes instead of one
+for each row. A row that is read for training is no longer stored, because it will change; its place
+becomes free.
 """
 
 from __future__ import annotations
@@ -27,22 +30,24 @@ from pipeline.runtime.errors import TierError
 from pipeline.runtime.logs import get_logger
 
 BLOCK_BYTES = 4096
-SECTOR_BYTES = 512  # the least that most devices read
+SECTOR_BYTES = 512  # the smallest read of most devices
 REGION_BYTES = 4 << 20  # of the records of neighbouring rows that share places
-SEGMENT_BYTES = 64 << 10  # of a write, at most
-SPARE_PLACES = 0.25  # of the rows of a region: the more, the fewer bytes are written again
-GAP_BYTES = 4096  # that are read between two records rather than apart
+SEGMENT_BYTES = 64 << 10  # the largest write
+SPARE_PLACES = 0.25  # of the rows of a region; more places mean fewer rewritten bytes
+GAP_BYTES = 4096  # a smaller gap between two records is read with them
 MIN_POOL = 16  # records
 READS, READ_BYTES, WRITES, WRITTEN_BYTES, WRITTEN_ROWS = range(5)
 logger = get_logger(__name__)
 Array = np.ndarray[Any, Any]
-Columns = Sequence[Array]  # weights, states, squares: [slots, numbers a row], 0 wide where there are none
+# weights, states, squares: [slots, numbers per row], 0 wide if there are none
+Columns = Sequence[Array]
 
 
 class RowStore:
-    """Records of `num_rows` rows, each of sum(widths) float32 numbers; `name` is of the table, for errors.
+    """Store the records of `num_rows` rows, each with sum(widths) float32 numbers. name: of the
+    table, for errors.
 
-    pool_rows: records that wait in memory, at most.
+    pool_rows: the maximum number of records that wait in memory.
     """
 
     def __init__(
@@ -73,12 +78,12 @@ class RowStore:
 
     @property
     def pool_size(self) -> int:
-        """Records that the pool has room for."""
+        """Return how many records the pool can hold."""
         return len(self._pool_rows)
 
     def forget(self) -> None:
-        """As if no record had been stored."""
-        # New arrays: what was never touched takes no memory.
+        """Reset the store to its initial state without records."""
+        # New arrays, because untouched arrays take no memory.
         self._place = np.zeros(self.num_rows, np.uint16)
         self._taken = np.zeros(self._num_bits // 8 + 1, np.uint8)
         self._num_taken = np.zeros(self._num_segments, np.uint16)
@@ -92,27 +97,29 @@ class RowStore:
                 self._check("emptied", error.errno or -1)
 
     def stored_bits(self) -> Array:
-        """A bit for each row, as numpy.packbits(bitorder="little") has them."""
+        """Return a bit for each row, in the format of numpy.packbits(bitorder="little")."""
         bits = np.zeros(self.num_rows // 8 + 1, np.uint8)
         record_kernels.stored_bits(self._place, bits)
         return bits
 
     def are_stored(self, rows: Array) -> Array:
-        """[n] bool."""
+        """Return [n] bool: whether each row is stored."""
         found: Array = self._place[rows] != 0
         return found
 
     def load(self, rows: Array, slots: Array, columns: Columns, *, take: bool = False) -> None:
-        """As begin_load, and reads. Raises TierError."""
+        """Do as begin_load, and read. Raises TierError."""
         transfers().read(self.begin_load(rows, slots, columns, take=take))
 
     def begin_load(
         self, rows: Array, slots: Array, columns: Columns, *, take: bool = False, begin: int = 0
     ) -> list[Piece]:
-        """What is to be read for `slots` to have the records of `rows`, distinct and stored; those in the pool are there at once.
+        """Return what to read so that `slots` get the records of `rows` (distinct and stored).
 
-        take: they are stored no longer, once they are read, and before anything else is stored. begin: the number of a record that is
-        the columns' first.
+        Pooled records are copied at once.
+
+        take: the rows are no longer stored after the read and before anything else is stored.
+        begin: the number of a record that is the first number of the columns.
         """
         offsets = np.empty(len(rows), np.int64)
         record_kernels.locate(rows, self._place, self._layout, offsets)
@@ -146,14 +153,17 @@ class RowStore:
             first = after
 
     def leave(self, rows: Array) -> None:
-        """Distinct ones are stored no longer."""
+        """Remove distinct rows from the store."""
         record_kernels.leave(
             rows, self._place, self._taken, self._num_taken, self._layout, self._pool_buckets, self._pool_rows, self._free,
             self._waiting,
         )  # fmt: skip
 
     def store(self, rows: Array, records: Array) -> None:
-        """Records [n, numbers] of `rows`, ascending and distinct: into the pool, or the file where they are more. Raises TierError."""
+        """Store records [n, numbers] of `rows`, ascending and distinct, in the pool or in the file.
+
+        Raises TierError.
+        """
         if len(rows) > len(self._pool_rows):
             self.leave(rows)
             for piece in self._writes(rows, records):
@@ -170,11 +180,14 @@ class RowStore:
             self.make_room(len(rows) - first)
 
     def make_room(self, least: int) -> None:
-        """Write what waits, till the pool has room for `least` records. Raises TierError."""
+        """Write waiting records until the pool has space for `least` records. Raises TierError."""
         make_room_together([self], [least])
 
     def begin_room(self, least: int) -> list[Piece]:
-        """What is to be written for the pool to have room for `least` records; the pool is without them at once."""
+        """Return what to write so that the pool has space for `least` records.
+
+        The pool drops these records at once.
+        """
         least = min(least, len(self._pool_rows)) - int(self._free[0])
         if least <= 0:
             return []
@@ -188,7 +201,10 @@ class RowStore:
         return list(self._writes(rows, records))
 
     def _writes(self, rows: Array, records: Array) -> Iterator[Piece]:
-        """Each is to be written before the next one is asked for, or all of them in their order."""
+        """Yield writes.
+
+        Each must be written before the next is requested, or all of them in their order.
+        """
         first = 0
         span_offsets, span_sizes, at = (np.empty(len(rows), np.int64) for _ in range(3))
         is_read = np.empty(len(rows), np.bool_)
@@ -213,7 +229,10 @@ class RowStore:
             first = after
 
     def read_column(self, column: int, rows: Array) -> tuple[Array, Array]:
-        """[n, width] of rows [n], and which of them are stored; the others' values are undefined. Raises TierError."""
+        """Return [n, width] of rows [n], and which are stored; other values are undefined.
+
+        Raises TierError.
+        """
         values, none = np.empty((len(rows), self._widths[column]), np.float32), np.empty((len(rows), 0), np.float32)
         stored = self.are_stored(rows)
         begin = sum(self._widths[:column])
@@ -231,27 +250,31 @@ class RowStore:
 
     def _check(self, what: str, error: int) -> None:
         if error:
-            said = os.strerror(error) if error > 0 else "the device took no bytes"
+            said = os.strerror(error) if error > 0 else "the device accepted no bytes"
             raise TierError(
                 f"rows of table {self.name!r} could not be {what} in {self.folder}: {said}; its store there may grow to "
-                f"{self.size_bytes / 2**30:.2f} GiB. Free space or choose another SSD by sharding.tier_folder, and run the same "
-                "command again: it goes on from the last checkpoint, which is intact"
+                f"{self.size_bytes / 2**30:.2f} GiB. Free space or choose another SSD by "
+                "sharding.tier_folder, and run the same command again to resume from the last "
+                "checkpoint, which is intact"
             )
 
 
 def make_room_together(stores: Sequence[RowStore], least: Sequence[int]) -> None:
-    """Write what waits in the pools of all stores at once, till each has room for so many records. Raises TierError."""
+    """Write waiting records of all stores at once until each pool has this much space.
+
+    Raises TierError.
+    """
     pieces = [piece for store, room in zip(stores, least, strict=True) for piece in store.begin_room(room)]
     transfers().write(pieces)
 
 
 def pool_rows(num_slots: int) -> int:
-    """Records that wait in memory beside so many slots."""
+    """Return how many records wait in memory for this many slots."""
     return max(MIN_POOL, num_slots // SLOTS_A_POOLED_ROW)
 
 
 def _layout(num_rows: int, record_bytes: int, region_bytes: int, segment_bytes: int) -> tuple[int, ...]:
-    """As record_kernels describes it."""
+    """Return the layout that the record kernels describe."""
     rows_a_unit = max(1, BLOCK_BYTES // record_bytes)
     unit_bytes = BLOCK_BYTES if rows_a_unit > 1 else -(-record_bytes // BLOCK_BYTES) * BLOCK_BYTES
     places_a_segment = max(1, segment_bytes // unit_bytes) * rows_a_unit
@@ -267,7 +290,10 @@ def _layout(num_rows: int, record_bytes: int, region_bytes: int, segment_bytes: 
 
 
 def _open(folder: str, name: str) -> tuple[int, bool, int]:
-    """A file without a name in `folder`, whether it passes by the page cache, and the least bytes that can be written."""
+    """Open a file without a name in `folder`.
+
+    Return whether it bypasses the page cache, and the smallest write.
+    """
     try:
         os.makedirs(folder, exist_ok=True)
         for flags in (os.O_DIRECT, 0):
@@ -279,7 +305,7 @@ def _open(folder: str, name: str) -> tuple[int, bool, int]:
                 continue
             if not flags or _is_usable(fd):
                 if not flags:
-                    logger.warning("%s has no O_DIRECT: rows of table %r go through the page cache", folder, name)
+                    logger.warning("%s does not support O_DIRECT: rows of table %r use the page cache", folder, name)
                 return fd, bool(flags), (_sector_bytes(fd) if flags else 4)
             os.close(fd)
     except OSError as error:
@@ -303,7 +329,7 @@ def _open_unnamed(folder: str, flags: int) -> int:
 
 
 def _sector_bytes(fd: int) -> int:
-    """Of the device, by a write of a part of a block."""
+    """Return the sector size of the device, found by writing a part of a block."""
     try:
         with mmap.mmap(-1, BLOCK_BYTES) as page, memoryview(page) as whole, whole[:SECTOR_BYTES] as part:
             os.pwritev(fd, [whole], 0)
@@ -316,7 +342,7 @@ def _sector_bytes(fd: int) -> int:
 
 
 def _is_usable(fd: int) -> bool:
-    """Some file systems take O_DIRECT and then refuse to read."""
+    """Return whether reads work. Some file systems accept O_DIRECT and then refuse to read."""
     try:
         with mmap.mmap(-1, BLOCK_BYTES) as page:
             os.preadv(fd, [page], 0)

@@ -1,4 +1,6 @@
-"""Let FBGEMM's module hold the slots of tables in tiers, and TorchRec see all of their rows."""
+"""Let FBGEMM's module hold the slots of tables with tiers, and show all of their rows to
+TorchRec.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ class _Shard:
 
 
 class ShardTiers:
-    """The shards of one FBGEMM module; None stands for those that are not in tiers."""
+    """The shards of one FBGEMM module. None: a shard without tiers."""
 
     lookup: TieredLookup
 
@@ -41,7 +43,9 @@ class ShardTiers:
 
     @classmethod
     def of(cls, settings: TierSettings, keywords: Mapping[str, Any]) -> ShardTiers | None:
-        """By what TorchRec builds the module with; None where no table of it is in tiers."""
+        """Make the storage for the arguments with which TorchRec builds the module; None if no
+        table of it has tiers.
+        """
         names = keywords.get("table_names") or []
         if not any(name in settings.slots for name in names):
             return None
@@ -54,14 +58,14 @@ class ShardTiers:
         return cls(settings, shards)
 
     def slot_specs(self, specs: Specs) -> list[tuple[Any, ...]]:
-        """FBGEMM's table is one of slots."""
+        """Return specs in which FBGEMM's table has slots instead of rows."""
         return [
             (shard.num_slots, *spec[1:]) if shard else tuple(spec)
             for shard, spec in zip(self._shards, specs, strict=True)
         ]
 
     def open(self, weights: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]], begins: Begins) -> None:
-        """Open the stores. weights[t] and states[t] are the slots'."""
+        """Open the stores. weights[t] and states[t] hold the slots of table t."""
         from pipeline.extras.tiers.row_store import RowStore, pool_rows
         from pipeline.extras.tiers.tiered_lookup import ShardRows, TieredLookup
         from pipeline.extras.tiers.tiered_table import TieredTable
@@ -106,13 +110,15 @@ class ShardTiers:
 
 @dataclass(frozen=True)
 class TieredGroup:
-    """The tiered tables of one FBGEMM module in a lookup; features: of each of them, positions among the lookup's."""
+    """The tables with tiers of one FBGEMM module. features: the positions of each table's features
+    in the lookup.
+    """
 
     lookup: TieredLookup
     features: list[range]
 
     def prefetch_rows(self, features: KeyedJaggedTensor) -> None:
-        """Begin to bring in the rows of ids that have arrived for the whole lookup."""
+        """Start loading the rows of ids that have arrived for the complete lookup."""
         values, offsets = features.values().numpy(), features.offset_per_key()
         self.lookup.prefetch_rows([values[offsets[own.start] : offsets[own.stop]] for own in self.features])
 

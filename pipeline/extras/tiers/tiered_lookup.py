@@ -1,7 +1,9 @@
-"""Bring the rows of coming batches into slots ahead of their lookup, and say how long steps waited for them.
+"""Load the rows of coming batches into slots before their lookup, and measure how long steps waited
+for them.
 
-A batch's rows are pinned from the moment when it is looked ahead at, or looked up, until its backward has updated them. A thread
-resolves a coming batch while one trains: it chooses victims, reads what is missing, and then writes the victims back.
+A batch's rows are pinned from their prefetch or lookup until backward has updated them. A thread
+resolves a coming batch while another batch trains: it chooses victims, reads missing rows, and then
+writes the victims back.
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ class Pins:
         self._is_held = True
 
     def release(self) -> None:
-        """From any thread; a batch whose backward never runs is released when it is dropped."""
+        """Release the slots, from any thread.
+
+        A batch whose backward never runs is released when it is dropped.
+        """
         if self._is_held:
             self._is_held = False
             self._lookup.released.append(self)
@@ -62,14 +67,15 @@ class Pins:
 
 
 class TieredLookup:
-    """The tiered tables of one lookup module; `tables[t]` is None where table t is a plain one.
+    """The tables with tiers of one lookup module. `tables[t]` is None if table t has no tiers.
 
-    feature_begins [T + 1]: a table's features are neighbours.
+    feature_begins [T + 1]: a table's features are adjacent.
     """
 
     def __init__(self, tables: Sequence[TieredTable | None], feature_begins: Array) -> None:
         self.feature_begins = feature_begins
-        self.positions = [at for at, table in enumerate(tables) if table is not None]  # of the tiered tables among all
+        # of the tables with tiers among all tables
+        self.positions = [at for at, table in enumerate(tables) if table is not None]
         self.tables = [table for table in tables if table is not None]
         self.released: deque[Pins] = deque()
         self._lock = threading.RLock()
@@ -78,10 +84,11 @@ class TieredLookup:
         self._stats = TierStats()
         self._room = [0] * len(self.tables)
         self._tidied: Future[None] | None = None
-        self._failure: TierError | None = None  # rows are lost: nothing is looked up or saved any more
+        # rows are lost, so nothing is looked up or saved any more
+        self._failure: TierError | None = None
 
     def stats(self) -> TierStats:
-        """Without waiting for the thread, which may be about to count."""
+        """Return the statistics without waiting for the thread, which may be about to count."""
         stats = TierStats() + self._stats
         for table in self.tables:
             counts = table.store.counts.copy()
@@ -93,16 +100,18 @@ class TieredLookup:
         return stats
 
     def ids_by_table(self, ids: Array, offsets: Array) -> list[Array]:
-        """Of the tiered tables: ids [L], offsets [F * B + 1]."""
+        """Return the ids of each table with tiers, from ids [L] and offsets [F * B + 1]."""
         num_samples = (len(offsets) - 1) // int(self.feature_begins[-1])
         bounds = offsets[self.feature_begins * num_samples]
         return [ids[bounds[at] : bounds[at + 1]] for at in self.positions]
 
     def to_slots(self, ids: Array, offsets: Array, training: bool) -> tuple[Array, Pins]:
-        """A copy of `ids` [L] with the slots of tiered tables' rows, which hold them until the pins are released.
+        """Return a copy of `ids` [L] with slots for rows of tables with tiers.
+
+        The slots stay until the pins are released.
 
         Raises:
-            TierError: an id that is no row, more rows than slots, or a store that cannot be read or written.
+            TierError: an id is not a row, there are more rows than slots, or a store cannot be read or written.
         """
         by_table = self.ids_by_table(ids, offsets)
         began = time.perf_counter()
@@ -121,22 +130,27 @@ class TieredLookup:
         return result, pins
 
     def prefetch_rows(self, by_table: Sequence[Array]) -> None:
-        """Begin to bring in the rows of a coming batch, by the ids of each tiered table. The batch before may be in flight."""
+        """Start loading the rows of a coming batch, by the ids of each table with tiers.
+
+        The previous batch may be in flight.
+        """
         copies = [np.array(ids) for ids in by_table]
-        while len(self._ahead) >= MAX_AHEAD:  # of batches that never came
+        while len(self._ahead) >= MAX_AHEAD:  # batches that were never looked up
             self._ahead.popleft()
         self._ahead.append((copies, look_ahead_pool().submit(self._bring, copies)))
         self._tidied = look_ahead_pool().submit(self._tidy)
 
     def quiet(self) -> AbstractContextManager[bool]:
-        """A context in which no row moves but by the caller. Raises TierError where rows were lost."""
+        """Return a context in which only the caller moves rows. Raises TierError if rows
+        were lost.
+        """
         self._drop_ahead()
         self._check_failure()
         return self._lock
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """What fails in this context has lost rows."""
+        """Record that rows are lost if the context fails."""
         try:
             yield
         except TierError as error:
@@ -144,19 +158,22 @@ class TieredLookup:
             raise
 
     def void_pins(self) -> None:
-        """For a caller that empties a table: what batches in flight had pinned is in its slots no longer."""
+        """Invalidate the pins of batches in flight, for a caller that empties a table."""
         self._epoch += 1
         for table in self.tables:
             table.unpin_all()
 
     def _drop_ahead(self) -> None:
-        """Wait for the thread, and let go of what it has brought. Raises what it raised."""
+        """Wait for the thread and release what it has loaded. Raises the thread's error."""
         while self._ahead:
             _, future = self._ahead.popleft()
             future.result()[0].release()
 
     def _looked_ahead_at(self, by_table: list[Array]) -> tuple[Pins | None, list[Array]]:
-        """The pins and slots of this very batch, where it was looked ahead at; waits for them. Raises what the thread raised."""
+        """Return the pins and slots of this batch if it was prefetched.
+
+        Waits for the thread and raises its error.
+        """
         if self._ahead:
             expected, future = self._ahead[0]
             if all(map(np.array_equal, expected, by_table)):
@@ -169,11 +186,11 @@ class TieredLookup:
     def _bring(self, by_table: list[Array]) -> tuple[Pins, list[Array]]:
         with self._lock:
             if any(table.check(ids) is not None for table, ids in zip(self.tables, by_table, strict=True)):
-                return Pins(self, [], -1), []  # the lookup says so
+                return Pins(self, [], -1), []  # the lookup reports it
             return self._pin(by_table, training=True)
 
     def _bring_now(self, by_table: list[Array], training: bool, before: Pins | None) -> tuple[Pins, list[Array]]:
-        """before: what was looked ahead at of the same batch, not all of it."""
+        """Load the rows now. before: pins of a part of the batch that was prefetched."""
         with self._lock:
             self._check(by_table)
             pins, slots = self._pin(by_table, training)
@@ -181,7 +198,7 @@ class TieredLookup:
                 before.release()
             if not _has_gap(slots):
                 return pins, slots
-        self._drop_ahead()  # its rows leave room
+        self._drop_ahead()  # frees the slots of its rows
         with self._lock:
             pins.release()
             pins, slots = self._pin(by_table, training)
@@ -193,7 +210,7 @@ class TieredLookup:
             return pins, slots
 
     def _pin(self, by_table: list[Array], training: bool) -> tuple[Pins, list[Array]]:
-        """Pins, and each table's slots by id; -1 where batches in flight need all."""
+        """Pin rows, and return each table's slots by id; -1 if batches in flight need all slots."""
         self._check_failure()
         self._unpin_released()
         with self.failing():
@@ -220,12 +237,16 @@ class TieredLookup:
         return pins, all_slots
 
     def _release_heads(self, slots: list[Array]) -> bool:
-        """Let the heads of tables go that have too few slots beside them; False where no table had one."""
+        """Release the heads of tables with too few other slots.
+
+        Return False if no table had a head.
+        """
         short = [table for table, found in zip(self.tables, slots, strict=True) if table.head and _has_gap([found])]
         for table in short:
             logger.warning(
-                "table %r keeps its first %d rows in slots no longer: beside them %d slots are too few for the batches in "
-                "flight; raise tables.%s.tiers.slots, or lower tiers.head",
+                "table %r no longer keeps its first %d rows in slots, because the other %d slots "
+                "are too few for the batches in flight; raise tables.%s.tiers.slots, or lower "
+                "tiers.head",
                 table.name, table.head, table.num_slots - table.head, table.name,
             )  # fmt: skip
             table.release_head()
@@ -238,7 +259,11 @@ class TieredLookup:
             self._tidied.result()
 
     def _exchange(self, wanted: list[Array], training: bool) -> list[Admission]:
-        """Reads of all tables are one transfer; rows that leave wait in their stores' pools, for tidy() to write them."""
+        """Exchange rows.
+
+        Reads of all tables are one transfer; evicted rows wait in their stores' pools until tidy()
+        writes them.
+        """
         admissions = [table.admit(rows) for table, rows in zip(self.tables, wanted, strict=True)]
         pairs = [*zip(self.tables, admissions, strict=True)]
         transfers().read([piece for table, each in pairs for piece in table.begin_fill(each, training)])
@@ -248,7 +273,9 @@ class TieredLookup:
         return admissions
 
     def _tidy(self) -> None:
-        """Make room for the rows that the next batch makes leave, while no step waits."""
+        """Reserve space in the pools for the rows that the next batch evicts, while no step
+        waits.
+        """
         with self._lock, self.failing():
             if self._failure is None:
                 make_room_together([table.store for table in self.tables], self._room)
@@ -273,13 +300,14 @@ class TieredLookup:
             (table, ids) for table, ids, found in zip(self.tables, by_table, slots, strict=True) if _has_gap([found])
         )
         return TierError(
-            f"table {entry_name(table.name)!r} has {table.num_slots:,} slots here, and the batches in flight need more at once: one has "
+            f"table {entry_name(table.name)!r} has {table.num_slots:,} slots here, but the "
+            "batches in flight need more: one has "
             f"{len(np.unique(ids)):,} distinct rows; raise tables.{entry_name(table.name)}.tiers.slots, or lower trainer.global_batch_size"
         )
 
 
 class ShardRows:
-    """The RowSource of a table's shard, which takes turns with the thread that looks ahead."""
+    """The RowSource of a table's shard. It takes turns with the thread that prefetches."""
 
     def __init__(self, lookup: TieredLookup, table: TieredTable) -> None:
         self._lookup, self.table = lookup, table
@@ -301,7 +329,7 @@ class ShardRows:
             return self.table.changed_rows()
 
     def begin(self, first_weights: FirstWeights) -> None:
-        """Forget all that was trained or loaded; rows begin by `first_weights`."""
+        """Drop everything that was trained or loaded. Rows start with `first_weights`."""
         with self._lookup.quiet():
             self._lookup.void_pins()
             self.table.first_weights = first_weights

@@ -1,7 +1,8 @@
-"""A table's shard whose rows lie in slots while batches need them, and in a row store else.
+"""A table's shard whose rows are in slots while batches need them, and in a row store otherwise.
 
-Slots are a plain table: kernels and FBGEMM look up and update them. A row that was never looked up is nowhere: its first weights
-depend on the seed and its number alone, and are sampled when it is first asked for.
+Slots are a plain table: kernels and FBGEMM look up and update them. A row that was never looked up
+is not stored. Its initial weights depend only on the seed and its number, and are sampled on first
+use.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ AT_ONCE = 1 << 14  # rows
 
 @dataclass
 class Admission:
-    """Rows that come into slots: `rows` ascending, and `victims`, whose records are yet to be written."""
+    """Rows that get slots. `rows`: ascending.
+
+    `victims`: evicted rows whose records are not written yet.
+    """
 
     rows: Array
     slots: Array
@@ -36,10 +40,14 @@ class Admission:
 
 
 class TieredTable:
-    """`columns` are the slots' weights and two states, [slots, numbers a row]; a state that is missing is 0 wide.
+    """The shard.
 
-    vectors: which columns a checkpoint holds as [rows, width]; the others have one number a row, [rows]. head: rows [0, head)
-    come into slots before the first lookup and never leave. Not for several threads at once: TieredLookup takes turns.
+    `columns` are the slots' weights and two states, [slots, numbers per row]; a missing state is 0
+    wide.
+
+    vectors: the columns that a checkpoint stores as [rows, width]; other columns have one number
+    per row, [rows]. head: rows [0, head) get slots before the first lookup and are never evicted.
+    Not thread-safe: TieredLookup takes turns.
     """
 
     def __init__(
@@ -50,7 +58,7 @@ class TieredTable:
         self.num_rows, self.num_slots = store.num_rows, len(columns[0])
         assert head < self.num_slots or not head
         self.head = head
-        self._head_here = 0  # all of the head, or 0 while its slots are empty
+        self._head_here = 0  # the complete head, or 0 while its slots are empty
         self.first_weights = FirstWeights()
         num_buckets = 1 << max(4, (2 * self.num_slots - 1).bit_length())
         self._buckets = np.full(num_buckets, -1, np.int32)
@@ -63,12 +71,15 @@ class TieredTable:
         self._is_empty = True
 
     def check(self, ids: Array) -> int | None:
-        """The first id that is no row; None: all are."""
+        """Return the first id that is not a row, or None."""
         position = slot_map_kernels.out_of_range(ids, self.num_rows)
         return None if position < 0 else int(ids[position])
 
     def pin(self, ids: Array, slots: Array) -> tuple[Array, Array]:
-        """Fill slots [n], -1 for a row that has none. Returns the distinct slots, now pinned, and the distinct missing rows."""
+        """Fill slots [n]; -1 for a row without a slot.
+
+        Return the distinct slots, which are now pinned, and the distinct missing rows.
+        """
         pinned, missing = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
         num_pinned, num_missing = slot_map_kernels.resolve(
             ids, self._buckets, self._row_of, self._visits, self._pins, self._seen, next(self._calls), self._head_here, slots,
@@ -77,7 +88,10 @@ class TieredTable:
         return pinned[:num_pinned].copy(), np.unique(missing[:num_missing])
 
     def bring_head(self) -> None:
-        """Fill the head's slots, where they are empty: before the first lookup, and after a load. Raises TierError."""
+        """Fill the head's slots if they are empty: before the first lookup, and after a load.
+
+        Raises TierError.
+        """
         if self._head_here == self.head:
             return
         for first in range(0, self.head, AT_ONCE):
@@ -87,12 +101,12 @@ class TieredTable:
         self._head_here, self._is_empty = self.head, False
 
     def release_head(self) -> None:
-        """Rows of the head may leave from now on."""
+        """Allow the eviction of the head's rows from now on."""
         slot_map_kernels.release_head(self._head_here, self._buckets, self._row_of)
         self.head = self._head_here = 0
 
     def unpin(self, slots: Array) -> None:
-        """Distinct ones."""
+        """Unpin distinct slots."""
         self._pins[slots] -= 1
 
     def unpin_all(self) -> None:
@@ -100,7 +114,10 @@ class TieredTable:
             self._pins[:] = 0
 
     def admit(self, rows: Array) -> Admission:
-        """Give missing rows pinned slots, as far as there are any that no batch in flight needs; begin_fill comes next."""
+        """Give missing rows pinned slots that no batch in flight needs, as far as there are any.
+
+        Call begin_fill next.
+        """
         slots, victims, victim_slots = (np.empty(len(rows), np.int64) for _ in range(3))
         num_rows, num_victims = slot_map_kernels.admit(
             rows,
@@ -123,14 +140,14 @@ class TieredTable:
         return Admission(rows[:num_rows], slots[:num_rows], victims[:num_victims][order], records, len(rows))
 
     def begin_fill(self, admission: Admission, training: bool) -> list[Piece]:
-        """Fill the admitted slots: as rows begin, or from the store, by what is to be read yet."""
+        """Fill the admitted slots with initial weights. Return what to read from the store."""
         return self._begin_fill(admission.rows, admission.slots, take=training)
 
     def _begin_fill(self, rows: Array, slots: Array, take: bool) -> list[Piece]:
         stored = self.store.are_stored(rows)
         pieces = self.store.begin_load(rows[stored], slots[stored], self.columns, take=take)
         if take:
-            self._dirty[slots[stored]] = 1  # they are nowhere else
+            self._dirty[slots[stored]] = 1  # they are stored nowhere else
         if not stored.all():
             fresh = slots[~stored]
             self.first_weights.sample(rows[~stored], fresh, self.columns[0])
@@ -139,19 +156,19 @@ class TieredTable:
         return pieces
 
     def write_back(self, admission: Admission) -> None:
-        """Raises TierError."""
+        """Store the victims. Raises TierError."""
         if len(admission.victims):
             self.store.store(admission.victims, admission.records)
 
     def fill_in(self, ids: Array, slots: Array) -> None:
-        """The slots of rows that were admitted since pin()."""
+        """Fill in the slots of rows that were admitted since pin()."""
         slot_map_kernels.fill_in(ids, self._buckets, self._row_of, self._head_here, slots)
 
     def mark_dirty(self, slots: Array) -> None:
         self._dirty[slots] = 1
 
     def forget(self) -> None:
-        """All that was trained or loaded."""
+        """Drop everything that was trained or loaded."""
         self._clear()
         self.store.forget()
 
@@ -170,7 +187,7 @@ class TieredTable:
         self._clear()
 
     def read_rows(self, column: int, rows: Array) -> torch.Tensor:
-        """As RowSource says. The slots keep what they have."""
+        """Read rows as RowSource describes. The slots stay unchanged."""
         slots = np.full(len(rows), -1, np.int64)
         slot_map_kernels.fill_in(rows, self._buckets, self._row_of, self._head_here, slots)
         values, stored = self.store.read_column(column, rows)
@@ -184,13 +201,13 @@ class TieredTable:
         return torch.from_numpy(values if self._vectors[column] else values[:, 0])
 
     def changed_rows(self) -> Array:
-        """As RowSource says."""
+        """Return the changed rows as RowSource describes."""
         bits = self.store.stored_bits()
         record_kernels.set_bits(bits, self._row_of[(self._row_of >= 0) & (self._dirty != 0)])
         return bits
 
     def write_rows(self, column: int, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """As RowSource says."""
+        """Write rows as RowSource describes."""
         self.flush()
         begin = sum(each.shape[1] for each in self.columns[:column])
         width = self.columns[column].shape[1]
@@ -203,9 +220,10 @@ class TieredTable:
             self.store.store(part, records)
 
     def _records(self, rows: Array, with_weights: bool) -> Array:
-        """[n, numbers] of rows, none of which is in a slot; weights that were never stored only where they are asked for.
+        """Return records [n, numbers] of rows that are not in slots, with initial weights only if
+        requested.
 
-        They are to be stored again at once.
+        The caller must store them again at once.
         """
         records = np.zeros((len(rows), self.store.record), np.float32)
         stored = self.store.are_stored(rows)

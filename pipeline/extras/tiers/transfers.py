@@ -1,7 +1,7 @@
 """Read and write spans of many files at once, between the files and one buffer of the process.
 
-Linux's native asynchronous I/O (io_submit) takes all spans of a step in one call. Where a sandbox does not allow it, threads read and
-write a span each.
+Linux's native asynchronous I/O (io_submit) takes all spans of a step in one call. If a sandbox
+forbids it, threads read and write one span each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from pipeline.runtime.logs import get_logger
 
 BUFFER_BYTES = 16 << 20
 PIECE_BYTES = 8 << 20
-AT_ONCE = 512  # spans; a system allows 65,536 for all processes by itself (fs.aio-max-nr), and counts these twice
+# spans; the system's limit for all processes is 65,536 by default (fs.aio-max-nr), and counts these
+# twice
+AT_ONCE = 512
 THREADS = 16
 logger = get_logger(__name__)
 Array = np.ndarray[Any, Any]
@@ -32,10 +34,11 @@ Array = np.ndarray[Any, Any]
 
 @dataclass
 class Piece:
-    """Spans of a file that lie one after the other in the buffer, PIECE_BYTES at most.
+    """Spans of a file that are adjacent in the buffer, at most PIECE_BYTES.
 
-    use: what is done with their numbers, once they are read; or, before they are written, what fills them in. is_read: of those that
-    are written, which hold something else too and are read first. check: raises for an errno other than 0.
+    use: called with the numbers after a read, or to fill them before a write. is_read: spans to
+    write that also contain other records, and are read first. check: raises for an errno other than
+    0.
     """
 
     file: int
@@ -51,11 +54,11 @@ class Piece:
 
 
 class Transfers:
-    """For several threads, one after the other."""
+    """Transfer pieces, for one thread at a time."""
 
     def __init__(self, asynchronous: bool = True) -> None:
         self._lock = threading.RLock()
-        self._memory = mmap.mmap(-1, BUFFER_BYTES)  # begins with a page, as O_DIRECT asks
+        self._memory = mmap.mmap(-1, BUFFER_BYTES)  # begins at a page, as O_DIRECT requires
         self._bytes = np.frombuffer(self._memory, np.uint8)
         self._numbers = np.frombuffer(self._memory, np.float32)
         self._context = _context(AT_ONCE) if asynchronous else 0
@@ -65,7 +68,7 @@ class Transfers:
         self._threads = None if self._context else ThreadPoolExecutor(THREADS, thread_name_prefix="tier-io")
 
     def read(self, pieces: Sequence[Piece]) -> None:
-        """Raises what a piece's check raises."""
+        """Read pieces. Raises what a piece's check raises."""
         with self._lock:
             for group in _groups(pieces):
                 self._move(group, is_write=False)
@@ -73,7 +76,7 @@ class Transfers:
                     piece.use(numbers)
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Raises what a piece's check raises."""
+        """Write pieces. Raises what a piece's check raises."""
         with self._lock:
             for group in _groups(pieces):
                 self._move(group, is_write=False, only_read=True)
@@ -105,7 +108,7 @@ class Transfers:
     def _first_failure(
         self, is_write: bool, files: Array, offsets: Array, sizes: Array, addresses: Array
     ) -> tuple[int, int]:
-        """The span and its errno, which is 0 where none fails."""
+        """Return the first failed span and its errno, which is 0 if none failed."""
         if not len(files):
             return 0, 0
         if self._threads is None:
@@ -124,7 +127,7 @@ class Transfers:
 
 
 def transfers() -> Transfers:
-    """This process's; a forked one has its own."""
+    """Return this process's transfers. A forked process has separate ones."""
     return _transfers_of(os.getpid())
 
 
@@ -134,20 +137,20 @@ def _transfers_of(process: int) -> Transfers:
 
 
 def _context(at_once: int) -> int:
-    """Of io_setup; 0 where the system does not allow it."""
+    """Return the context of io_setup, or 0 if the system forbids it."""
     if not transfer_kernels.HAS_REQUESTS:
         return 0
     context = ctypes.c_ulong(0)
     failed = ctypes.CDLL(None, use_errno=True).syscall(transfer_kernels.SETUP, at_once, ctypes.byref(context))
     if failed:
         why = os.strerror(ctypes.get_errno())
-        logger.info("tiers read by %d threads, for the system does not allow io_setup: %s", THREADS, why)
+        logger.info("tiers use %d threads to read, because the system does not allow io_setup: %s", THREADS, why)
         return 0
     return context.value
 
 
 def _groups(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """As many as fit the buffer."""
+    """Group as many pieces as fit the buffer."""
     group: list[Piece] = []
     held = 0
     for piece in pieces:

@@ -1,1 +1,1 @@
-"""Rehearse a training job: a few ranks of any world, one after the other, on shadow GPUs."""
+"""Rehearse a training job: run a few of its ranks, one after the other, on shadow GPUs."""

@@ -1,4 +1,4 @@
-"""Note memory and counts at the moments of a training, for the record of a rehearsed rank."""
+"""Record memory and counts during a training, for the record of a rehearsed rank."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pipeline.config.registry import register
 from pipeline.extras.shadow import memory, report
 from pipeline.training.hooks.base import Hook, TrainingState
 
-seen: dict[str, Any] = {}  # of this process: what the hook noted
+seen: dict[str, Any] = {}  # the hook's records in this process
 
 
 @register("hook", "rehearsal")
 class RehearsalNotes(Hook):
-    """Runs after the hook that evaluates and before the one that saves."""
+    """Record notes, after the hook that evaluates and before the hook that saves."""
 
     def on_train_start(self, state: TrainingState) -> None:
         seen["before_training"] = max([0, *memory.live.values()])

@@ -1,4 +1,4 @@
-"""The config of `rehearse`: the train job, and which of its ranks are tried."""
+"""Define the config of `rehearse`: the train job, and which of its ranks are rehearsed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from pipeline.runtime.errors import ConfigError, check_at_least
 
 @dataclass
 class RehearseJob(PlanJob):
-    """A PlanJob needs no data set; that of a rehearsal is made up where there is none.
+    """The job.
 
-    ranks: those that are tried; rank 0 always is, because the others get its plan. steps: trained by each.
-    output: a JSON file for what was counted.
+    It is a PlanJob, which needs no data set; a missing data set is replaced by generated rows.
+
+    ranks: the ranks to rehearse, always including rank 0, because other ranks get its plan. steps:
+    trained by each rank. output: a JSON file for the counts.
     """
 
     ranks: list[int] = field(default_factory=lambda: [0])
@@ -24,7 +26,7 @@ class RehearseJob(PlanJob):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("steps", self.steps, 2)  # the first step builds what later ones use
+        check_at_least("steps", self.steps, 2)  # the first step builds what later steps use
         if bad := [rank for rank in self.ranks if not 0 <= rank < self.world_size]:
             raise ConfigError(f"ranks={bad} of world_size={self.world_size}: ranks are 0 to {self.world_size - 1}")
 

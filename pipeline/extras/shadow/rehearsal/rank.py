@@ -1,6 +1,8 @@
-"""One rank of a rehearsal, alone in its process:  python -m pipeline.extras.shadow.rehearsal.rank JOB.yaml RANK FOLDER
+"""Run one rank of a rehearsal alone in its process:  python -m
+pipeline.extras.shadow.rehearsal.rank JOB.yaml RANK FOLDER
 
-Writes FOLDER/rank<RANK>.json. Rank 0 writes what it broadcasts to FOLDER/broadcasts, and other ranks read it.
+Writes FOLDER/rank<RANK>.json. Rank 0 writes what it broadcasts to FOLDER/broadcasts, and other
+ranks read it.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def run(job: TrainJob, rank: int, folder: Path) -> dict[str, Any]:
         },
         "step_syncs": hook.seen["syncs"],
         "collectives": hook.seen["collectives"],
-        # By the size of the group: the ranks of one host exchange in a group of their own.
+        # By the size of the group, because the ranks of one host exchange in a separate group.
         "order": [[each["op"], len(each["ranks"])] for each in found.collectives],
         "problems": found.as_record()["problems"],
         "not_saved_bytes": sum(skipped.values()),
@@ -70,7 +72,10 @@ def run(job: TrainJob, rank: int, folder: Path) -> dict[str, Any]:
 
 
 def _leave_out_untouched_tables() -> dict[str, int]:
-    """Neither initialize nor save tables whose memory is reserved only. Returns key -> bytes, filled by a save."""
+    """Neither initialize nor save tables whose memory is only reserved.
+
+    Return key -> bytes, which a save fills.
+    """
     from pipeline.checkpoint.shards import ShardPlanner
     from pipeline.extras.shadow import memory
     from pipeline.sharding.torchrec import table_init
@@ -99,7 +104,7 @@ def _leave_out_untouched_tables() -> dict[str, int]:
 
 
 def _local(value: Any) -> list[Any]:
-    """The shadows' host tensors of a value in a state dict, on this rank."""
+    """Return the host tensors of a value in a state dict that are on this rank."""
     if hasattr(value, "local_shards"):  # ShardedTensor, or LocalShardsWrapper within a DTensor
         value = value.local_shards()
     elif hasattr(value, "to_local"):
@@ -110,7 +115,10 @@ def _local(value: Any) -> list[Any]:
 
 
 def _save_own_shards(rank: int) -> None:
-    """Let a rank write its own shards: rank 0 decided who writes which, and knew only itself."""
+    """Let a rank write its shards.
+
+    Rank 0 decides who writes which shard, but knows only its own shards here.
+    """
     from torch.distributed.checkpoint import default_planner
 
     from pipeline.checkpoint.shards import ShardPlan, ShardPlanner

@@ -1,4 +1,4 @@
-"""Start one process for each rank that is rehearsed, and describe what they found."""
+"""Start one process for each rehearsed rank, and describe the results."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from pipeline.runtime.storage import storage
 from pipeline.training.preflight import check_geometry, load_or_describe, validate_job
 
 MAX_SEARCH_S = 15.0  # CPU-seconds for a plan
-MAX_PROBLEMS = 4  # of a rank that are printed
-MAX_LISTED = 24  # collectives of a step that are printed
+MAX_PROBLEMS = 4  # of a rank, printed
+MAX_LISTED = 24  # collectives of a step, printed
 UNKNOWN = (
-    "only a GPU shows: speed, the numbers and faults of CUDA kernels, NCCL itself, fragmentation, memory of "
+    "a rehearsal cannot show: speed, the numbers and faults of CUDA kernels, NCCL itself, "
+    "fragmentation, memory of "
     "libraries (about 1 to 2 GiB), CUDA graphs, drivers"
 )
 logger = get_logger("pipeline.rehearse")
 
 
 class RehearsalError(TrainingError):
-    """A rank of the job did not get through its steps."""
+    """A rank of the job did not finish its steps."""
 
     code = "rehearsal"
 
 
 @dataclass
 class Rehearsal:
-    """What the ranks did: a record each, as rehearsal.rank writes it."""
+    """The results: a record per rank, as rehearsal.rank writes it."""
 
     job: RehearseJob
     made_up: bool  # there was no data set
@@ -48,7 +49,9 @@ class Rehearsal:
 
 
 def check_job(job: RehearseJob) -> None:
-    """Raises UserError for what shows without torch: batches that do not divide, keys that contradict."""
+    """Raise UserError for mistakes that are visible without torch: batches that do not divide, keys
+    that contradict.
+    """
     if job.hardware.compute_device == "cpu":
         raise TrainingError(
             f"hardware={job.hardware.name} has no GPU: rehearse with hardware=h100_80gb or another card"
@@ -59,11 +62,11 @@ def check_job(job: RehearseJob) -> None:
 
 
 def rehearse(job: RehearseJob) -> Rehearsal:
-    """Run each rank in a process of its own; rank 0 first, whose broadcasts the others get.
+    """Run each rank in a separate process. Rank 0 is first; other ranks get its broadcasts.
 
     Raises:
-        UserError: a rank ended with one, for instance because tables do not fit.
-        RehearsalError: a rank failed otherwise; the message has the end of what it printed.
+        UserError: a rank ended with one, for example because tables do not fit.
+        RehearsalError: a rank failed for another reason; the message has the end of its output.
     """
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         tried, made_up = _tried_job(job, folder)
@@ -77,12 +80,12 @@ def rehearse(job: RehearseJob) -> Rehearsal:
 
 
 def _tried_job(job: RehearseJob, folder: str) -> tuple[TrainJob, bool]:
-    """The job for a few steps in `folder`, and whether its data set was made up there."""
+    """Return the job for a few steps in `folder`, and whether its data set was generated there."""
     trainer = replace(
         job.trainer, max_steps=job.steps, epochs=1, evaluate_max_batches=1, evaluate_every_steps=0,
         evaluate_every_epochs=0, log_every_steps=1, hooks=[*job.trainer.hooks, "rehearsal"],
     )  # fmt: skip
-    # Any plan will do: `plan` searches longer, and planner=file takes its result.
+    # Any plan is sufficient. `plan` searches longer, and planner=file uses its result.
     planner = replace(job.planner, timeout_s=min(job.planner.timeout_s, MAX_SEARCH_S))
     plain = TrainJob(**{each.name: getattr(job, each.name) for each in fields(TrainJob)})
     tried = replace(
@@ -103,7 +106,7 @@ def _tried_job(job: RehearseJob, folder: str) -> tuple[TrainJob, bool]:
 def _run_rank(job: TrainJob, timeout_s: float, rank: int, folder: Path) -> dict[str, Any]:
     saved, found, log = folder / "job.yaml", folder / f"rank{rank}.json", folder / f"rank{rank}.log"
     saved.write_text(job_to_yaml(job))
-    if os.path.exists(job.run_dir):  # of the rank before; each begins the run
+    if os.path.exists(job.run_dir):  # of the previous rank; each rank starts the run again
         os.rename(job.run_dir, f"{job.run_dir}.before_{rank}")
     words = [sys.executable, "-m", "pipeline.extras.shadow.rehearsal.rank", str(saved), str(rank), str(folder)]
     environ = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
@@ -126,9 +129,9 @@ def _end_of(log: Path) -> str:
 
 
 def describe(result: Rehearsal) -> str:
-    """The rehearsal as text for a terminal."""
+    """Return the rehearsal as text for a terminal."""
     job, first = result.job, result.ranks[0]
-    data = "made-up rows, because there is no data set here" if result.made_up else job.data.path
+    data = "generated rows, because there is no data set here" if result.made_up else job.data.path
     lines = [
         f"rehearsed   {len(result.ranks)} of {job.world_size} ranks of {job.hardware.name}, {job.steps} steps on {data}"
     ]
@@ -140,7 +143,7 @@ def describe(result: Rehearsal) -> str:
         )
         if record["not_saved_bytes"]:
             lines.append(
-                f"  saved     all but {show_bytes(record['not_saved_bytes'])} of tables that were reserved only"
+                f"  saved     all except {show_bytes(record['not_saved_bytes'])} of tables that were reserved only"
             )
         problems = record["problems"]
         for each in problems[:MAX_PROBLEMS]:
@@ -162,7 +165,7 @@ def describe(result: Rehearsal) -> str:
 
 
 def _collectives(step: list[dict[str, Any]]) -> list[str]:
-    """Those of the last step in their order, equal neighbours in one line."""
+    """List the collectives of the last step in their order, with equal neighbours in one line."""
     runs: list[list[dict[str, Any]]] = []
     for each in step:
         key = (each["op"], len(each["ranks"]))
@@ -171,7 +174,7 @@ def _collectives(step: list[dict[str, Any]]) -> list[str]:
         else:
             runs.append([each])
     total = sum(each["bytes"] for each in step)
-    lines = [f"collectives {len(step)} a step, {show_bytes(total)} of this rank, in this order:"]
+    lines = [f"collectives {len(step)} per step, {show_bytes(total)} of this rank, in this order:"]
     for run in runs[:MAX_LISTED]:
         size = show_bytes(sum(each["bytes"] for each in run))
         lines.append(

@@ -1,4 +1,6 @@
-"""Write a small prepared data set in place of one that is not on this machine: random ids, dense values and labels."""
+"""Write a small prepared data set that replaces a missing one: random ids, dense values and
+labels.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ ROWS_PER_GROUP = 16_384
 
 
 def write_stand_in(dataset: Dataset, folder: str, num_rows: dict[str, int]) -> None:
-    """`dataset`: described by a config, so its features have one id a sample. num_rows: by split."""
+    """Write the data set.
+
+    `dataset` is described by a config, so a feature has one id per sample. num_rows: by split.
+    """
     random = np.random.default_rng(0)
     splits = {}
     for split, count in num_rows.items():
@@ -43,7 +48,7 @@ def _rows(dataset: Dataset, count: int, random: np.random.Generator) -> pa.Table
     for name in dataset.dense_features:
         columns[name] = random.standard_normal(count).astype(np.float32)
     for feature in dataset.sparse_features:
-        # Squared, so that some ids come often: a lookup's gradient then adds up, as in real data.
+        # Squared, so that some ids are frequent: a lookup's gradient then adds up, as in real data.
         drawn = random.random(count) ** 2 * feature.cardinality
         columns[feature.name] = drawn.astype(np.int32)
     if dataset.group_column:

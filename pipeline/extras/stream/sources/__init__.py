@@ -1,1 +1,1 @@
-"""Sources of streams, a file each, registered as "stream"."""
+"""Sources of streams, one file each, registered as "stream"."""

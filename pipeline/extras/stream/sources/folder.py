@@ -1,8 +1,10 @@
-"""A folder, or the prefix of an object store: new files are found, and those of lines that grow are read on from where they were.
+"""Follow a folder, or the prefix of an object store: find new files, and continue to read files
+whose lines grow.
 
-A partition is a file, by its path below the folder. An offset counts its bytes, or the rows of a Parquet file. Files are read in the order
-of their names, each to its end before the next, so that a writer which names files in the order of time gives the same order of
-rows whenever they are read. A file that is shorter than what was read of it is an error: files are never written anew.
+A partition is a file, named by its path below the folder. An offset counts its bytes, or the rows
+of a Parquet file. Files are read in the order of their names, each to its end, so that a writer
+that names files by time gets the same order of rows at any time. A file that is shorter than what
+was read is an error: files must not be rewritten.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ if TYPE_CHECKING:
     from pipeline.extras.stream.line_files import LineFiles
     from pipeline.extras.stream.parquet_files import ParquetFiles
 
-LEFT_OUT = (".", "_")  # hidden files, and marks that writers leave beside their data
+LEFT_OUT = (".", "_")  # hidden files, and marks that writers put next to their data
 UNFINISHED = (".partial", ".tmp", ".gz", ".crc")
-LOOK_S = 30.0  # between two listings of an object store while there is something left to read
+LOOK_S = 30.0  # between two listings of an object store while there is data to read
 logger = get_logger("pipeline.train")
 
 
@@ -34,18 +36,20 @@ class FolderSource:
     unit = "bytes"
 
     def __init__(self, folder: str, config: StreamConfig, data: DataConfig) -> None:
-        """Raises DataError where there is no such folder, or files of data.format cannot be followed."""
+        """Raises DataError if there is no such folder, or if files of data.format cannot be
+        followed.
+        """
         self._is_local = storage.is_local(folder)
         if self._is_local and not os.path.isdir(folder):
             raise DataError(
-                f"source={folder} is no folder: stream.kind=folder follows one, or a prefix of an object store"
+                f"source={folder} is not a folder: stream.kind=folder follows a folder, or a prefix of an object store"
             )
         self._folder, self._poll_s = folder.rstrip("/"), config.poll_s
         self._contents = _files_of(self._folder, config, data)
         self._listed: list[tuple[str, int]] = []
         self._listed_at = -LOOK_S
         if not self._files():
-            logger.warning("source=%s holds no file yet", folder)
+            logger.warning("source=%s has no file yet", folder)
 
     def read(self, offsets: Offsets, most_lines: int) -> Rows | None:
         for again in (False, True):
@@ -55,7 +59,7 @@ class FolderSource:
                     rows = self._contents.read(name, begin, size, most_lines)
                     if rows is not None and rows.num_rows:
                         return rows
-                    if rows is not None:  # a file without a row
+                    if rows is not None:  # a file without rows
                         offsets[name] = rows.range.end
             if self._is_local:
                 break
@@ -63,7 +67,7 @@ class FolderSource:
         return None
 
     def _files(self, anew: bool = False) -> list[tuple[str, int]]:
-        """(path below the folder, bytes), in the order of reading."""
+        """Return (path below the folder, bytes) of the files, in the order of reading."""
         if self._is_local or anew or time.monotonic() - self._listed_at > LOOK_S:
             self._listed = [(name, size) for name, size in storage.list_files(self._folder) if _is_followed(name)]
             self._listed_at = time.monotonic()
@@ -74,7 +78,8 @@ class FolderSource:
             return self._contents.reread(wanted)
         except FileNotFoundError:
             raise DataError(
-                f"{self._contents.path(wanted.partition)} is gone, and {wanted.begin:,} to {wanted.end:,} of it are to be read once more"
+                f"{self._contents.path(wanted.partition)} no longer exists, but {wanted.begin:,} "
+                f"to {wanted.end:,} of it must be read again"
             ) from None
 
     def behind(self, offsets: Offsets) -> int:
@@ -84,7 +89,7 @@ class FolderSource:
         return {name: self._contents.end(size) for name, size in self._files(anew=True)}
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Close nothing, because nothing is open."""
 
 
 def _is_followed(name: str) -> bool:
@@ -100,6 +105,6 @@ def _files_of(folder: str, config: StreamConfig, data: DataConfig) -> LineFiles 
         return LineFiles(folder, data)
     if data.format != "parquet":
         raise DataError(
-            f"data.format={data.format} cannot be followed: a stream takes csv, tsv, jsonl, criteo_tsv or parquet"
+            f"data.format={data.format} cannot be followed: a stream supports csv, tsv, jsonl, criteo_tsv and parquet"
         )
     return ParquetFiles(folder, with_group(layout_of(data), config.event_time_column))

@@ -1,7 +1,8 @@
-"""A Kafka topic: a message is a row, and a partition's offsets are the topic's own.
+"""Read a Kafka topic: a message is a row, and offsets are those of the topic's partitions.
 
-Offsets go with the step into the checkpoint and not to the broker, whose group takes no part in what is read. Partitions are read in turn,
-as much of each as a batch takes; those that are added to the topic are found.
+Offsets are stored in the checkpoint and not in the broker, whose consumer group does not affect
+what is read. Partitions take turns, each with as much as a batch takes. Partitions that are added
+to the topic are found.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from pipeline.extras.stream.source import Lines, Offsets, Range
 from pipeline.runtime.errors import ConfigError, DataError
 
 ANSWER_S = 30.0  # for a broker to answer
-FETCH_S = 10.0  # for messages that are known to be there
-LOOK_S = 30.0  # between two looks for partitions
-AT_ONCE = 10_000  # messages that are asked for
+FETCH_S = 10.0  # for messages that are known to exist
+LOOK_S = 30.0  # between two searches for partitions
+AT_ONCE = 10_000  # messages per request
 OWN = {
     "enable.auto.commit": False, "enable.auto.offset.store": False, "auto.offset.reset": "error", "enable.partition.eof": False,
     "queued.max.messages.kbytes": 65_536, "fetch.wait.max.ms": 100,
@@ -28,12 +29,18 @@ OWN = {
 
 @register("stream", "kafka")
 class KafkaSource:
-    """`topic` is the job's source; stream.options are librdkafka's, and may say group.id, sasl and ssl."""
+    """A topic.
+
+    `topic` is the job's source; stream.options are librdkafka's, and may set group.id, sasl and
+    ssl.
+    """
 
     unit = "rows"
 
     def __init__(self, topic: str, config: StreamConfig, data: DataConfig) -> None:
-        """Raises ConfigError, DataError where the package, the topic or the columns' names are missing."""
+        """Raises ConfigError or DataError if the package, the topic or the names of columns are
+        missing.
+        """
         from pipeline.data.raw.layout import check_columns, find_format, layout_of
 
         try:
@@ -45,23 +52,25 @@ class KafkaSource:
         kind, self._layout = find_format(data.format), layout_of(data)
         if not kind.is_lines or (kind.header_lines and self._layout.header is None):
             raise DataError(
-                f"data.format={data.format}: a message is a row without a header; take jsonl, or name the columns by data.header=[...]"
+                f"data.format={data.format}: a message is a row without a header; use jsonl, or "
+                "set the names of columns by data.header=[...]"
             )
         self._names = self._layout.header or ()
         if self._names:
             check_columns(self._layout, self._names, f"topic {topic}")
         self._topic, self._poll_s = topic, config.poll_s
         self._consumer = Consumer({"group.id": f"torchrec-pipeline-{topic}", **OWN, **config.options})
-        self._fetched: dict[int, deque[Any]] = {}  # by partition: messages that were not handed out
-        self._next: dict[int, int] = {}  # by partition: where what is handed out next begins
-        self._fetched_to: dict[int, int] = {}  # by partition: behind what was fetched
+        # by partition: messages that are fetched but not returned
+        self._fetched: dict[int, deque[Any]] = {}
+        self._next: dict[int, int] = {}  # by partition: the start of the next rows to return
+        self._fetched_to: dict[int, int] = {}  # by partition: the offset after the fetched messages
         self._turn = 0
         self._partitions: list[int] = []
         self._looked_at = 0.0
         self._find_partitions()
 
     def _find_partitions(self) -> None:
-        """Raises DataError where there is no such topic."""
+        """Find the partitions. Raises DataError if there is no such topic."""
         from confluent_kafka import KafkaException
 
         if time.monotonic() - self._looked_at < LOOK_S and self._partitions:
@@ -69,9 +78,11 @@ class KafkaSource:
         try:
             found = self._consumer.list_topics(self._topic, timeout=ANSWER_S).topics[self._topic]
         except KafkaException as error:
-            raise DataError(f"Kafka does not answer ({error}): is stream.options.bootstrap.servers right?") from None
+            raise DataError(f"Kafka does not answer ({error}): check stream.options.bootstrap.servers") from None
         if found.error is not None or not found.partitions:
-            raise DataError(f"source={self._topic} is no topic of this Kafka: {found.error or 'it has no partition'}")
+            raise DataError(
+                f"source={self._topic} is not a topic of this Kafka: {found.error or 'it has no partition'}"
+            )
         self._partitions, self._looked_at = sorted(found.partitions), time.monotonic()
 
     def _name(self, partition: int) -> str:
@@ -100,7 +111,7 @@ class KafkaSource:
         return Lines(self._name(partition), begin, values, [message.offset() + 1 for message in messages], self._names)
 
     def _assign(self, offsets: Offsets) -> None:
-        """Read on behind `offsets`, where that is not where the consumer is."""
+        """Continue after `offsets`, if the consumer is not there."""
         wanted = {partition: self._begin(partition, offsets) for partition in self._partitions}
         if wanted != self._next:
             self._seek(wanted)
@@ -113,14 +124,15 @@ class KafkaSource:
         self._consumer.assign([TopicPartition(self._topic, partition, offset) for partition, offset in wanted.items()])
 
     def _begin(self, partition: int, offsets: Offsets) -> int:
-        """Raises DataError where what comes next is not kept any more."""
+        """Return the start of a partition. Raises DataError if the next rows are no longer kept."""
         known, wanted = self._next.get(partition), offsets.get(self._name(partition))
         if wanted is None:
             return self._low(partition) if known is None else known
         if known != wanted and (low := self._low(partition)) > wanted:
             raise DataError(
-                f"partition {partition} of {self._topic} begins at offset {low:,}, and the training has read up to {wanted:,}: rows in "
-                "between are gone; choose another run_dir to begin anew, and let the topic keep rows for longer"
+                f"partition {partition} of {self._topic} begins at offset {low:,}, but the "
+                f"training has read up to {wanted:,}: the rows in between are deleted; choose "
+                "another run_dir to start again, and let the topic keep rows for longer"
             )
         return wanted
 
@@ -137,7 +149,9 @@ class KafkaSource:
         return self._fetched_to[partition] < self._watermarks(partition)[1]
 
     def _fetch(self, partition: int) -> None:
-        """Messages that are there are waited for: which partition comes next is not to depend on who is quicker."""
+        """Wait for existing messages, so that the next partition does not depend on which one is
+        faster.
+        """
         until = time.monotonic() + FETCH_S
         while not self._fetched[partition] and self._is_behind(partition) and time.monotonic() < until:
             self._take(self._consumer.consume(AT_ONCE, 0.1))
@@ -146,7 +160,7 @@ class KafkaSource:
         for message in messages:
             if (error := message.error()) is not None:
                 if error.fatal() or not error.retriable():
-                    raise DataError(f"topic {self._topic} cannot be read on: {error}")
+                    raise DataError(f"topic {self._topic} cannot be read further: {error}")
                 continue
             self._fetched[message.partition()].append(message)
             self._fetched_to[message.partition()] = message.offset() + 1
@@ -155,7 +169,8 @@ class KafkaSource:
         partition = int(wanted.partition)
         low, high = self._watermarks(partition)
         gone = DataError(
-            f"offsets {wanted.begin:,} to {wanted.end:,} of partition {partition} of {self._topic} are not there any more: it has {low:,} to {high:,}"
+            f"offsets {wanted.begin:,} to {wanted.end:,} of partition {partition} of "
+            f"{self._topic} no longer exist: it has {low:,} to {high:,}"
         )
         if low > wanted.begin or high < wanted.end:
             raise gone
@@ -164,7 +179,7 @@ class KafkaSource:
         while (not found or found[-1].offset() < wanted.end - 1) and time.monotonic() < until:
             self._take(self._consumer.consume(AT_ONCE, 0.1))
         messages = [message for message in found if message.offset() < wanted.end]
-        self._next = {}  # read() goes where it is told to
+        self._next = {}  # read() then seeks to its offsets
         if not messages or messages[-1].offset() < wanted.end - 1:
             raise gone
         return self._lines(partition, wanted.begin, messages)

@@ -3,7 +3,8 @@
     python -m pipeline sweep experiment=quickstart sweep=lr sweep.prune=asha trainer.evaluate_max_batches=20
     python -m pipeline sweep experiment=quickstart sweep=lr sweep.sampler=random sweep.trials=40 sweep.parallel=2
 
-Every trial is an ordinary run in <run_dir>/trials. What was killed goes on by the same command. Needs the extra `sweep` (Optuna).
+Every trial is an ordinary run in <run_dir>/trials. Run the same command again to resume a killed
+sweep. Needs the package extra `sweep` (Optuna).
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.extras.sweep.config import SweepJob
 from pipeline.runtime.storage import storage
 
-OWN = ("sweep", "run_dir", "sweep.")  # words that are the sweep's, and no training's
+OWN = ("sweep", "run_dir", "sweep.")  # words for the sweep, not for trainings
 
 
 def training_words(words: list[str]) -> list[str]:
-    """The overrides and flags of every training of the sweep."""
+    """Return the overrides and flags of every training of the sweep."""
     overrides, flags = split_flags(words)
     kept = [word for word in overrides if not word.startswith("sweep.") and word.partition("=")[0] not in OWN]
     return [*kept, *(f"{name}={value}" for name, value in flags.items() if name == "--config-dir")]
 
 
 def compose(words: list[str]) -> TrainJob:
-    """The job of a trial, checked against its data set. Raises UserError."""
+    """Return the job of a trial, checked against its data set. Raises UserError."""
     job = load_config(TrainJob, words)
     validate_train(job)
     return job

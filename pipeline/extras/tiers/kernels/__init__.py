@@ -1,1 +1,1 @@
-"""Compiled kernels of tables in tiers."""
+"""Compiled kernels of tables with tiers."""

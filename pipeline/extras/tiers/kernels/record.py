@@ -1,14 +1,16 @@
-"""Lay the records of a row store out in its file, and copy them to and from the slots of a table, by kernels that Numba compiles.
+"""Place the records of a row store in its file, and copy them from and to slots, by kernels that
+Numba compiles.
 
-A record is a row's weights and its optimizer's states, float32. Neighbouring rows share a region of the file, which has more places
-than rows. Where in it a record lies changes with each write: records that are written together take the free places of
-one segment, the emptiest, so that many rows that lie anywhere in the table are one write. A table's shard has
+A record is a row's weights and its optimizer's states, float32. Neighbouring rows share a region of
+the file, which has more places than rows. The place of a record changes with each write: records
+that are written together take the free places of one segment, the emptiest one, so that many rows
+from anywhere in the table are one write. A shard has
 
-    place [rows]: 0 of a row that is not stored, POOLED of one that waits in memory, FIRST + its place in the region of another
-    taken: a bit for each place of the file.  num_taken [segments]: of the places of each
-    layout: rows a region; places a region; places a segment; places a unit; bytes of a region, a unit, a record; segments a region
+    place [rows]: 0: not stored; POOLED: waits in memory; otherwise FIRST + its place in the region
+    taken: a bit for each place of the file.  num_taken [segments]: taken places of each segment
+    layout: rows per region; places per region, segment and unit; bytes of a region, unit and record; segments per region
 
-A unit is a block of the file, or several where a record is longer; no record lies in two.
+A unit is a block of the file, or several blocks if a record is longer. A record is in one unit.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ MAX_PLACES = 0xFFFF - FIRST
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def gather(slots, weights, states, squares, records):  # type: ignore[no-untyped-def]
-    """records [n, numbers a record]: of the slots [n]."""
+    """Set records [n, numbers per record] from the slots [n]."""
     dim, second = weights.shape[1], weights.shape[1] + states.shape[1]
     for position in range(len(slots)):
         slot = slots[position]
@@ -37,7 +39,7 @@ def gather(slots, weights, states, squares, records):  # type: ignore[no-untyped
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def scatter(numbers, at, slots, weights, states, squares):  # type: ignore[no-untyped-def]
-    """Fill the slots [n] of each column from the records that begin with numbers[at]."""
+    """Fill the slots [n] of each column from the records that begin at numbers[at]."""
     dim, second = weights.shape[1], states.shape[1]
     for position in range(len(slots)):
         slot, begin = slots[position], at[position]
@@ -48,7 +50,7 @@ def scatter(numbers, at, slots, weights, states, squares):  # type: ignore[no-un
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def fill_records(numbers, at, records):  # type: ignore[no-untyped-def]
-    """The opposite of scatter, from records [n, numbers a record]."""
+    """Do the opposite of scatter, from records [n, numbers per record]."""
     for position in range(len(at)):
         numbers[at[position] : at[position] + records.shape[1]] = records[position]
 
@@ -69,7 +71,9 @@ def stored_bits(place, bits):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def locate(rows, place, layout, offsets):  # type: ignore[no-untyped-def]
-    """offsets [n]: bytes from the file's beginning to the record of each row; -1 of one that waits in memory. All are stored."""
+    """Set offsets [n] to the byte position of each row's record in the file, -1 if it waits in
+    memory. All rows are stored.
+    """
     rows_a_region, _, _, rows_a_unit, region_bytes, unit_bytes, record_bytes, _ = layout
     for position in range(len(rows)):
         row = rows[position]
@@ -83,10 +87,12 @@ def locate(rows, place, layout, offsets):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def plan_reads(offsets, first, record_bytes, sector, most_gap, most_bytes, span_offsets, span_sizes, at):  # type: ignore[no-untyped-def]
-    """Spans of whole sectors with the records at offsets [n], ascending, from the first-th on, as far as most_bytes go.
+    """Find spans of complete sectors with the records at offsets [n], ascending, from position
+    `first` on, up to most_bytes.
 
-    Records with at most most_gap bytes between them are in one span. Spans lie one after the other in memory, and at [n] are the
-    records' places there, in numbers. Returns the position after the last record, the number of spans, and bytes.
+    Records with at most most_gap bytes between them share a span. Spans follow each other in
+    memory; at [n] are the records' positions there, in numbers. Returns the position after the last
+    record, the number of spans, and bytes.
     """
     num_spans, total, position = 0, 0, first
     while position < len(offsets):
@@ -127,10 +133,12 @@ def _emptiest(num_taken, region, segments):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def plan_writes(rows, first, layout, place, taken, num_taken, most_bytes, span_offsets, span_sizes, is_read, at):  # type: ignore[no-untyped-def]
-    """Give rows [n], ascending and not stored, places from the first-th on, as far as most_bytes and the spans go.
+    """Give rows [n], ascending and not stored, places from position `first` on, up to most_bytes
+    and the number of spans.
 
-    Spans lie one after the other in memory, and at [n] are the records' places there, in numbers. is_read: of spans that hold other
-    records, and have to be read before they are written. Returns the position after the last row, the number of spans, and bytes.
+    Spans follow each other in memory; at [n] are the records' positions there, in numbers. is_read:
+    spans with other records, which have to be read before they are written. Returns the position
+    after the last row, the number of spans, and bytes.
     """
     rows_a_region, places_a_region, places_a_segment, rows_a_unit, region_bytes, unit_bytes, record_bytes, segments = (
         layout
@@ -172,7 +180,7 @@ def plan_writes(rows, first, layout, place, taken, num_taken, most_bytes, span_o
 
 @part()
 def _leave(row, place, taken, num_taken, layout):  # type: ignore[no-untyped-def]
-    """The place of a row in the file is free."""
+    """Free the place of a row in the file."""
     rows_a_region, places_a_region, places_a_segment, _, _, _, _, segments = layout
     region, at = row // rows_a_region, int64(place[row]) - FIRST
     bit = region * places_a_region + at
@@ -183,7 +191,7 @@ def _leave(row, place, taken, num_taken, layout):  # type: ignore[no-untyped-def
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def leave(rows, place, taken, num_taken, layout, buckets, pool_rows, free, waiting):  # type: ignore[no-untyped-def]
-    """Rows are stored no longer, neither in the file nor in the pool."""
+    """Remove rows from the file and from the pool."""
     for row in rows:
         if place[row] == POOLED:
             free[0] += 1
@@ -196,10 +204,13 @@ def leave(rows, place, taken, num_taken, layout, buckets, pool_rows, free, waiti
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def pool(rows, first, records, place, taken, num_taken, layout, buckets, pool_rows, pool_records, free, waiting):  # type: ignore[no-untyped-def]
-    """Keep records [n, numbers] of rows in memory, from the first-th on, as far as there is room; where it ends.
+    """Put records [n, numbers] of rows into the pool from position `first` on.
 
-    pool_rows, pool_records: of each place of the pool; buckets: a map of them, as slot_map_kernels has it. free [1 + places]: how many
-    places are free, and which. waiting [regions]: rows of each that are in the pool.
+    Return the position where the pool is full.
+
+    pool_rows, pool_records: of each place of the pool. buckets: their map, as in slot_map. free [1
+    + places]: how many places are free, and which. waiting [regions]: rows of each region in the
+    pool.
     """
     for position in range(first, len(rows)):
         row = rows[position]
@@ -221,14 +232,16 @@ def pool(rows, first, records, place, taken, num_taken, layout, buckets, pool_ro
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def find_pooled(rows, buckets, pool_rows, at):  # type: ignore[no-untyped-def]
-    """at [n]: the places of rows in the pool."""
+    """Set at [n] to the places of rows in the pool."""
     for position in range(len(rows)):
         at[position] = find(rows[position], buckets, pool_rows, 0)
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def choose_regions(waiting, least, rows_a_region, pool_rows, chosen):  # type: ignore[no-untyped-def]
-    """The rows of the regions with most rows in the pool, `least` rows together at the least: chosen [pool], and how many."""
+    """Choose the rows of the regions with most rows in the pool, at least `least` rows: chosen
+    [pool] and their number.
+    """
     left = waiting.copy()
     total = 0
     while total < least:

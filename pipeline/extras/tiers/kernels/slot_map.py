@@ -1,10 +1,11 @@
-"""Map the rows of a table to the slots that hold some of them, and choose which rows leave, by kernels that Numba compiles.
+"""Map rows of a table to slots, and choose which rows to evict, by kernels that Numba compiles.
 
-A map is a hash table of slots: buckets [2^k] hold a slot or -1, row_of [slots] the row that a slot holds or -1. Collisions go to
-the next bucket, and a row that leaves closes the gap behind it, so there are no tombstones. Victims are found by CLOCK: a hand goes
-round the slots, takes one off each count that it passes, and stops where the count is 0 and no batch in flight needs the row.
+A map is a hash table of slots: buckets [2^k] have a slot or -1, row_of [slots] the row in a slot or
+-1. Collisions use the next bucket. Removing a row closes its gap, so there are no tombstones. CLOCK
+chooses victims: a hand moves over the slots, reduces each count by one, and stops at a count of 0
+if no batch in flight needs the row.
 
-Rows [0, head) have the slots of their own numbers, which are in no bucket and which the hand does not reach: they never leave.
+Rows [0, head) have the slots of their numbers. These slots are in no bucket and are never evicted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MOST = np.uint8(3)  # a row that recent batches had three times survives three r
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def find(row, buckets, row_of, head):  # type: ignore[no-untyped-def]
-    """The slot of a row; -1: it has none."""
+    """Return the slot of a row, or -1."""
     if row < head:
         return int64(row)
     mask = U(len(buckets) - 1)
@@ -47,7 +48,7 @@ def insert(row, slot, buckets, row_of):  # type: ignore[no-untyped-def]
 
 @part()
 def remove(row, buckets, row_of):  # type: ignore[no-untyped-def]
-    """The slot that the row had."""
+    """Remove a row and return its slot."""
     mask = U(len(buckets) - 1)
     hole = ((U(row) * HASH) >> U(24)) & mask
     while row_of[buckets[hole]] != row:
@@ -61,7 +62,7 @@ def remove(row, buckets, row_of):  # type: ignore[no-untyped-def]
         if slot < 0:
             break
         home = ((U(row_of[slot]) * HASH) >> U(24)) & mask
-        if ((following - home) & mask) >= ((following - hole) & mask):  # it may stand in the hole
+        if ((following - home) & mask) >= ((following - hole) & mask):  # it may move into the gap
             buckets[hole] = slot
             hole = following
     buckets[hole] = -1
@@ -70,7 +71,7 @@ def remove(row, buckets, row_of):  # type: ignore[no-untyped-def]
 
 @part()
 def _victim(hand, row_of, visits, pins, head):  # type: ignore[no-untyped-def]
-    """A slot that may be filled, free or not; -1: batches in flight need them all."""
+    """Return a slot that may be filled, free or not; -1 if batches in flight need all slots."""
     count = len(row_of)
     for _ in range((int64(MOST) + 2) * (count - head)):
         slot = max(hand[0], head)
@@ -86,10 +87,10 @@ def _victim(hand, row_of, visits, pins, head):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def resolve(ids, buckets, row_of, visits, pins, seen, now, head, slots, pinned, missing):  # type: ignore[no-untyped-def]
-    """Pin what `ids` [n] has in slots, once a row, and fill slots [n]: -1 for a row that has none.
+    """Pin the slots of `ids` [n], once per row, and fill slots [n]; -1 for a row without a slot.
 
-    seen [slots]: the call that last saw a slot; `now` is this one's. pinned [n]: the slots that were pinned. missing [n]: the
-    ids without a slot. Returns how many of both there are.
+    seen [slots]: the call that last saw a slot; `now` is this call. pinned [n]: the pinned slots.
+    missing [n]: the ids without a slot. Returns the lengths of both.
     """
     num_pinned, num_missing = 0, 0
     for position in range(len(ids)):
@@ -109,10 +110,13 @@ def resolve(ids, buckets, row_of, visits, pins, seen, now, head, slots, pinned, 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def admit(rows, buckets, row_of, visits, pins, dirty, hand, head, slots, victims, victim_slots):  # type: ignore[no-untyped-def]
-    """Give each of `rows` [n], which have none, a pinned slot: slots [n]. Its weights and state are yet to be filled in.
+    """Give each of `rows` [n], which have no slot, a pinned slot in slots [n].
 
-    victims [n], victim_slots [n]: the rows that left and had changed, whose weights and state their slots still hold. Returns
-    how many rows got a slot, which is fewer than n where batches in flight need all others; and the number of victims.
+    Weights and states are filled later.
+
+    victims [n], victim_slots [n]: the evicted rows that had changed, whose weights and states are
+    still in their slots. Returns how many rows got a slot (fewer than n if batches in flight need
+    all slots), and the number of victims.
     """
     num_victims = 0
     for position in range(len(rows)):
@@ -132,7 +136,7 @@ def admit(rows, buckets, row_of, visits, pins, dirty, hand, head, slots, victims
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def fill_in(ids, buckets, row_of, head, slots):  # type: ignore[no-untyped-def]
-    """slots [n], where it is -1: of rows that have one now."""
+    """Fill the -1 entries of slots [n] for rows that have a slot now."""
     for position in range(len(ids)):
         if slots[position] < 0:
             slots[position] = find(ids[position], buckets, row_of, head)
@@ -140,15 +144,15 @@ def fill_in(ids, buckets, row_of, head, slots):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def out_of_range(ids, num_rows):  # type: ignore[no-untyped-def]
-    """The position of the first id that is no row; -1: there is none."""
+    """Return the position of the first id that is not a row; -1 if all are."""
     for position in range(len(ids)):
-        if U(ids[position]) >= U(num_rows):  # a negative id is a large one
+        if U(ids[position]) >= U(num_rows):  # a negative id becomes a large one
             return position
     return -1
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def release_head(head, buckets, row_of):  # type: ignore[no-untyped-def]
-    """Rows [0, head), which are in their slots, become rows like others: they may leave."""
+    """Turn rows [0, head), which are in their slots, into ordinary rows, which may be evicted."""
     for row in range(head):
         insert(row, row, buckets, row_of)

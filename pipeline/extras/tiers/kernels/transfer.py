@@ -1,8 +1,9 @@
-"""Move spans between files and memory, many at once, by kernels that Numba compiles.
+"""Transfer many spans between files and memory at once, by kernels that Numba compiles.
 
-Linux's io_submit starts as many transfers as a step needs in one call, and io_getevents waits for all of them: one thread
-keeps the SSD busy, for a third of the processor's time that threads take which read one span each. Kernels return the first span that
-failed and its errno, or SHORT for a file that ended; and an errno of 0 where none did.
+Linux's io_submit starts all transfers of a step in one call, and io_getevents waits for them. One
+thread keeps the SSD busy, with a third of the processor time that threads need which read one span
+each. Kernels return the first span that failed and its errno (SHORT: the file ended); an errno of 0
+means success.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ SHORT = -1
 EINTR = 4
 SETUP, GET_EVENTS, SUBMIT = {"x86_64": (206, 208, 209), "aarch64": (0, 4, 2)}.get(platform.machine(), (0, 0, 0))
 HAS_REQUESTS = SUBMIT > 0
-REQUEST_NUMBERS, EVENT_NUMBERS = 8, 4  # of 8 bytes: struct iocb and struct io_event of linux/aio_abi.h
+# of 8 bytes: struct iocb and struct io_event of linux/aio_abi.h
+REQUEST_NUMBERS, EVENT_NUMBERS = 8, 4
 _pread = types.ExternalFunction("pread", types.int64(types.int32, types.uintp, types.uint64, types.int64))
 _pwrite = types.ExternalFunction("pwrite", types.int64(types.int32, types.uintp, types.uint64, types.int64))
 _syscall = types.ExternalFunction(
@@ -30,7 +32,7 @@ _errno = types.ExternalFunction("__errno_location", types.CPointer(types.int32)(
 
 @part()
 def _move(is_write, file, offset, size, address):  # type: ignore[no-untyped-def]
-    """One span, here and now."""
+    """Transfer one span synchronously."""
     done = 0
     while done < size:
         if is_write:
@@ -49,7 +51,7 @@ def _move(is_write, file, offset, size, address):  # type: ignore[no-untyped-def
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def move_each(is_write, files, offsets, sizes, addresses, begin, end):  # type: ignore[no-untyped-def]
-    """Spans [begin, end), one after the other; (span, errno)."""
+    """Transfer spans [begin, end) one after the other. Return (span, errno)."""
     for at in range(begin, end):
         error = _move(is_write, files[at], offsets[at], sizes[at], addresses[at])
         if error != 0:
@@ -59,10 +61,12 @@ def move_each(is_write, files, offsets, sizes, addresses, begin, end):  # type: 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def move_together(context, is_write, files, offsets, sizes, addresses, requests, pointers, events):  # type: ignore[no-untyped-def]
-    """All spans [n]: files, bytes from their beginning, bytes, and where in memory; as many at once as there are requests.
+    """Transfer all spans [n] (files, offsets and sizes in bytes, addresses), as many at a time as
+    there are requests.
 
-    context: of io_setup. requests [most at once, REQUEST_NUMBERS], pointers [most at once] and events [most at once, EVENT_NUMBERS] are
-    overwritten. What the kernel does not take, or moves in part, is moved by pread and pwrite, which say why they fail.
+    context: of io_setup. requests [most at once, REQUEST_NUMBERS], pointers [most at once] and
+    events [most at once, EVENT_NUMBERS] are overwritten. What the kernel refuses, or transfers
+    partly, is transferred by pread and pwrite, whose errors have a reason.
     """
     for first in range(0, len(files), len(requests)):
         count = min(len(requests), len(files) - first)
@@ -81,7 +85,7 @@ def move_together(context, is_write, files, offsets, sizes, addresses, requests,
                 taken = _syscall(SUBMIT, int64(context), int64(count - submitted), int64(waiting), int64(0), int64(0))
                 if taken > 0:
                     submitted += taken
-                elif submitted == finished:  # nothing whose end would leave room
+                elif submitted == finished:  # no pending transfer whose end would free space
                     at = first + submitted
                     failed, error = int64(at), _move(is_write, files[at], offsets[at], sizes[at], addresses[at])
                     submitted += 1
