@@ -72,17 +72,17 @@ def windows(count: int) -> list[Window]:
         pytest.param(3, [0, 0, 0, 0.9, 0], {}, {}, 3, "distance from the window before 0.900", id="the first is odd"),
         pytest.param(3, [0, 0, 0, 0, 0.9], {}, {}, 4, "distance from the window before 0.900", id="much history"),
         pytest.param(1, [0, 0, 0], {1: 200}, {}, 1, "dt=2026-11-03, which judges it", id="few rows, unnoticed yet"),
-        pytest.param(1, [0, 0, 0], {2: 100}, {}, 2, "rows 100 is -90.0%", id="the next has few rows"),
+        pytest.param(1, [0, 0, 0], {2: 100}, {}, 2, "rows 100 differs by -90.0%", id="the next has few rows"),
         pytest.param(
             1,
             [0, 0, 0],
             {1: 100},
             {},
             1,
-            "98 rows to train on are fewer than trainer.global_batch_size=128",
+            "98 training rows are fewer than trainer.global_batch_size=128",
             id="no batch",
         ),
-        pytest.param(1, [0, 0, 0], {}, {2: 1}, 2, "100.0% of the rows are in window", id="the next is a copy"),
+        pytest.param(1, [0, 0, 0], {}, {2: 1}, 2, "100.0% of the rows are also in window", id="the next is a copy"),
     ],
 )
 def test_the_window_that_is_unlike_both_its_neighbours_is_rejected(
