@@ -12,7 +12,7 @@ from pipeline.runtime.storage.unpack import unpack_zlib
 
 ENDLESS_STEPS = 1 << 40  # of an epoch of a stream
 FILE = "new_values.json.z"  # of a step: what to_bytes() makes
-LEAST_UNPACKED, LARGEST_RATIO = 16 << 20, 32
+MIN_UNPACKED, LARGEST_RATIO = 16 << 20, 32
 Values = dict[str, list[str]]  # by vocabulary, which has the name of the feature that it belongs to
 
 
@@ -45,7 +45,7 @@ def from_bytes(content: bytes) -> Known:
 
 def _most_bytes(packed: bytes) -> int:
     """Return how many bytes are unpacked. Values differ, so they do not shrink as the text of a bomb does."""
-    return LEAST_UNPACKED + LARGEST_RATIO * len(packed)
+    return MIN_UNPACKED + LARGEST_RATIO * len(packed)
 
 
 def _are_values(values: object) -> bool:

@@ -25,7 +25,7 @@ from pipeline.runtime.errors import ServingError
 EXAMPLE_ROWS = 16
 MAX_BATCH = 1 << 20
 Int8Names = dict[str, tuple[str, str | None]]  # module -> the weight and the bias that it was made of
-LEAST_INT8_OUTPUTS = 8  # the layer of the logit stays what it is: int8 saves nothing there, and costs the most
+MIN_INT8_OUTPUTS = 8  # the layer of the logit stays what it is: int8 saves nothing there, and costs the most
 
 
 class PooledInput(nn.Module):
@@ -204,7 +204,7 @@ def with_int8_linears(graph_module: Any) -> tuple[nn.Module, Int8Names]:
         if weight.op != "get_attr" or (bias is not None and bias.op != "get_attr"):
             continue
         values = _attribute(graph_module, weight.target)
-        if len(values) < LEAST_INT8_OUTPUTS:
+        if len(values) < MIN_INT8_OUTPUTS:
             continue
         name = f"int8_{number}"
         names[name] = (weight.target, bias and bias.target)

@@ -33,7 +33,9 @@ def test_the_stall_is_of_the_rank_with_most_rows_and_a_long_one_is_refused(monke
     tiered = replace(first, tiers=TierForecast(10, 0.9, 1000.0 * len(first.ranks)))
     plan = replace(plan, tables=[tiered, *others])
     (line,) = tier_outlook(_job(), plan, step_ms=15.0)
-    assert "1,000 rows per step are loaded and evicted, 60 ms of the SSD" in line and "predicted tier stall 75 %" in line
+    assert (
+        "1,000 rows per step are loaded and evicted, 60 ms of the SSD" in line and "predicted tier stall 75 %" in line
+    )
     (line,) = tier_outlook(_job(), plan, step_ms=80.0)
     assert "predicted tier stall 0 %" in line
     with pytest.raises(PlanError, match=r"stall 75 %; planner.most_tier_stall_percent=50 allows less: raise tables"):
