@@ -6,32 +6,40 @@ the modules, or where NUMBA_CACHE_DIR says, for this kind of CPU.
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 
 from pipeline.sharding.compat import allow_untested_versions
 
 
 def precompile() -> bool:
-    """Run every kernel once, on inputs of the kinds that training and serving have; False where there is no Numba."""
+    """Run every kernel once, on inputs of the kinds that training and serving have; return False without Numba.
+
+    Two processes share the kernels: compiling takes one thread, and half of it is the kernels of tables.
+    """
     try:
         import numba  # noqa: F401
     except ImportError:
         return False
+    with ProcessPoolExecutor(len(GROUPS), multiprocessing.get_context("spawn")) as processes:
+        list(processes.map(_compile, range(len(GROUPS))))
+    return True
+
+
+def _compile(group: int) -> None:
     import torch
 
     allow_untested_versions()  # compiling does no harm; training refuses them
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2):  # a call on one thread and a region of several are compiled each
-            torch.set_num_threads(threads)
-            for compile_kernels in (_tables, _first_weights, _dot_products, _stacks):
-                compile_kernels()
-    finally:
-        torch.set_num_threads(before)
-    for compile_kernels in (_replicated_tables, _rows_to_score, _annealing, _patterns):
+    by_threads, once = GROUPS[group]
+    for threads in (1, 2):  # a call on one thread and a region of several are compiled each
+        torch.set_num_threads(threads)
+        for compile_kernels in by_threads:
+            compile_kernels()
+    for compile_kernels in once:
         compile_kernels()
-    return True
 
 
 def _tables() -> None:
@@ -131,6 +139,14 @@ def _patterns() -> None:
 
     table = [Option(Rule.ANY_RANK, np.ones((1, 1)), np.ones((1, 1)))]
     PatternBound(SearchProblem([table], np.ones((1, 1)), 1), "max_rank").proves(1.5, Work(1, lambda: False))
+
+
+Kernels = tuple[Callable[[], None], ...]
+# Of each process: what is compiled for one thread and for several, then the rest.
+GROUPS: tuple[tuple[Kernels, Kernels], ...] = (
+    ((_tables,), ()),
+    ((_first_weights, _dot_products, _stacks), (_replicated_tables, _rows_to_score, _annealing, _patterns)),
+)
 
 
 def main() -> None:
