@@ -29,6 +29,7 @@ from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.atomic import Attempt, Fence, PublishedFolders
 from pipeline.runtime.storage.checksums import FileEntry, damage, size_problem
 from pipeline.runtime.storage.manifest import seal_manifest
+from pipeline.runtime.storage.signature import Purpose
 
 logger = get_logger(__name__)
 Report = tuple[
@@ -123,7 +124,7 @@ class StepWriter:
         sampled = [entry for _, _, part, _ in reports for entry in part]
         more = {"format_version": SAMPLED_VERSION, "sampled": sampled} if sampled else {}
         manifest = {**save.manifest, **more, "files": dict(sorted(files.items())), "attempt": save.attempt.below}
-        self._steps.commit(save.attempt, seal_manifest(manifest), self._fence)
+        self._steps.commit(save.attempt, seal_manifest(manifest, Purpose.STEP), self._fence)
 
     def verify(self, step: int) -> dict[str, Any]:
         """The manifest of a step that is intact, with all that it builds on; ranks share the work.

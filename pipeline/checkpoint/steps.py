@@ -14,6 +14,7 @@ from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.atomic import PublishedFolders, committed_names, published_folders
 from pipeline.runtime.storage.checksums import read_verified
 from pipeline.runtime.storage.manifest import MANIFEST, open_manifest
+from pipeline.runtime.storage.signature import Purpose
 
 METADATA = ".metadata"
 FORMAT_VERSION = 2
@@ -53,7 +54,8 @@ def read_manifest(path: str) -> dict[str, Any]:
     Raises:
         DamagedError: it is missing, not what was written, or of another release.
     """
-    manifest = open_manifest(f"{path}/{MANIFEST}", FORMAT_VERSION, LINK_VERSION, SAMPLED_VERSION, PACKED_VERSION)
+    versions = (FORMAT_VERSION, LINK_VERSION, SAMPLED_VERSION, PACKED_VERSION)
+    manifest = open_manifest(f"{path}/{MANIFEST}", Purpose.STEP, *versions)
     name = storage.join(path, "").rstrip("/").rsplit("/", 1)[-1]
     if STEP_FOLDER.fullmatch(name) and step_name(manifest["step"]) != name:
         raise DamagedError(f"{path}/{MANIFEST} is that of step {manifest['step']}")

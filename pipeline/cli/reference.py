@@ -178,6 +178,10 @@ def _kind(hint: Any) -> str:
         return f"list of {_kind(get_args(hint)[0])}"
     if get_origin(hint) is dict:
         return f"mapping to {_kind(get_args(hint)[1])}"
-    return {"str": "text", "int": "whole number", "float": "number", "bool": "true or false"}.get(
-        getattr(hint, "__name__", ""), "section"
-    )
+    return {
+        "str": "text",
+        "int": "whole number",
+        "float": "number",
+        "bool": "true or false",
+        "Any": "text, list or null",
+    }.get(getattr(hint, "__name__", ""), "section")

@@ -14,7 +14,7 @@ from pipeline.serving.http.serve import serve
 
 
 def serve_with_registry(job: ServeJob) -> None:
-    with requiring(job.require_signature):
+    with requiring(job.require_signature, job.accepted):
         serve(job, find=find_artifact)
 
 

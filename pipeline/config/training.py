@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipeline.config.optimizers import check_layer_optimizer, check_table_optimizer, find_optimizer
 from pipeline.config.registry import find
@@ -13,6 +14,7 @@ from pipeline.runtime.errors import (
     check_at_least,
     check_below_one,
     check_choice,
+    check_keys,
     check_within,
     did_you_mean,
 )
@@ -273,9 +275,11 @@ class CheckpointConfig:
     # Row-wise optimizer state of a table whose columns are now cut elsewhere: refuse, or go on with averages.
     row_state_across_columns: str = "refuse"
     sign_key: str | None = None  # a private Ed25519 key as PEM: steps, and what retrain promotes, are signed with it
-    require_signature: str | None = None  # a public one: only what it vouches for is resumed or started from
+    # Public Ed25519 keys, a path or a list: only what is signed by one is resumed or started from.
+    require_signature: Any = None
 
     def __post_init__(self) -> None:
+        check_keys("checkpoint.require_signature", self.require_signature)
         check_choice("checkpoint.row_state_across_columns", self.row_state_across_columns, ROW_STATE_POLICIES)
         if self.save_every_minutes is not None:
             check_above("checkpoint.save_every_minutes", self.save_every_minutes, 0.0)

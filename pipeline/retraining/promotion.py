@@ -26,6 +26,7 @@ from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.lease import Lease, RunFolderHeldError, take_lease
 from pipeline.runtime.storage.manifest import MANIFEST as ARTIFACT_MANIFEST
 from pipeline.runtime.storage.manifest import read_sealed
+from pipeline.runtime.storage.signature import Purpose
 
 LEASE_TTL_S = 120.0
 
@@ -60,7 +61,7 @@ class FinishedRun:
         """
         step = self.checkpoint.rpartition("/")[2]
         for name, entry in self.manifest["files"].items():
-            if version.manifest["files"].get(f"checkpoint/{step}/{name}") != entry:
+            if not version.has_file(f"checkpoint/{step}/{name}", entry):
                 raise DamagedError(
                     f"{self.checkpoint}/{name} has changed since it was saved: {version.name} is not promoted"
                 )
@@ -118,8 +119,8 @@ class Candidate:
         """
         self.run.check(version)
         manifest = self.extra.get(f"{ARTIFACT}/{ARTIFACT_MANIFEST}")
-        for name, entry in read_sealed(manifest)["files"].items() if manifest else ():
-            if version.manifest["files"].get(f"{ARTIFACT}/{name}") != entry:
+        for name, entry in read_sealed(manifest, Purpose.ARTIFACT)["files"].items() if manifest else ():
+            if not version.has_file(f"{ARTIFACT}/{name}", entry):
                 raise DamagedError(f"{name} has changed since it was exported: {version.name} is not promoted")
 
     def is_in(self, version: Version) -> bool:

@@ -25,8 +25,9 @@ from typing import Any
 from pipeline.runtime.errors import DamagedError, RetrainingError, did_you_mean
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.atomic import Fence, committed_names, published_folders
-from pipeline.runtime.storage.checksums import FileEntry, damage, size_problem
+from pipeline.runtime.storage.checksums import FileEntry, damage, same_bytes, size_problem
 from pipeline.runtime.storage.manifest import MANIFEST, open_manifest, seal_manifest
+from pipeline.runtime.storage.signature import Purpose
 
 POINTER = "champion.json"
 ARTIFACT = "artifact"
@@ -85,6 +86,11 @@ class Version:
     @property
     def size_bytes(self) -> int:
         return sum(int(entry["size_bytes"]) for entry in self.manifest["files"].values())
+
+    def has_file(self, name: str, wanted: FileEntry) -> bool:
+        """Whether the version has a file of this name with the bytes that `wanted` describes."""
+        entry = self.manifest["files"].get(name)
+        return entry is not None and same_bytes(storage.join(self.path, name), entry, wanted)
 
 
 @dataclass(frozen=True)
@@ -154,7 +160,10 @@ class Registry:
             names = self.names()
             near = did_you_mean(name, names)
             raise RegistryError(f"{self.path} has no version {name!r} among {', '.join(names[-10:]) or 'none'}{near}")
-        return Version(name, path, open_manifest(storage.join(path, MANIFEST), FORMAT_VERSION))
+        manifest = open_manifest(storage.join(path, MANIFEST), Purpose.VERSION, FORMAT_VERSION)
+        if manifest.get("version") != name:
+            raise DamagedError(f"{path}/{MANIFEST} is that of version {manifest.get('version')!r}")
+        return Version(name, path, manifest)
 
     def next_name(self) -> str:
         taken = [int(name[1:]) for name in storage.list_folder(self._versions) if VERSION_NAME.fullmatch(name)]
@@ -178,7 +187,9 @@ class Registry:
         try:
             entries = {at: self._folders.add(attempt, at, source) for at, source in files.items()}
             manifest = {"format_version": FORMAT_VERSION, "version": name, "lineage": lineage, "files": entries}
-            return Version(name, self._folders.commit(attempt, seal_manifest(manifest), fence), manifest)
+            return Version(
+                name, self._folders.commit(attempt, seal_manifest(manifest, Purpose.VERSION), fence), manifest
+            )
         except BaseException:
             self._folders.discard(attempt)
             raise

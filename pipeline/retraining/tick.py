@@ -35,6 +35,7 @@ from pipeline.runtime.storage.signature import requiring, signing
 if TYPE_CHECKING:
     from pipeline.retraining.window_runner import WindowRunner
 
+ACCEPTED = "accepted_pointers.json"  # of a registry, if a signature is required: a later tick refuses older ones
 MANY_REFUSED = 3  # windows in a row: more than a bad day and its repair
 logger = get_logger("pipeline.retrain")
 
@@ -69,8 +70,9 @@ def retrain(job: RetrainJob) -> TickSummary:
         with ExitStack() as stack:
             stack.enter_context(watchdog.unwatched("working on windows"))
             stack.enter_context(signing(job.checkpoint.sign_key))
-            stack.enter_context(requiring(job.checkpoint.require_signature))
             leases = _take_leases(job, stack)
+            accepted = storage.join(job.run_dir, ACCEPTED)
+            stack.enter_context(requiring(job.checkpoint.require_signature, accepted))
             return Tick(job, group, leases).run()
     except RunFolderHeldError as error:
         return TickSummary("", note=f"nothing done: another retrain is running ({error})")

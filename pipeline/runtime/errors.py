@@ -136,6 +136,17 @@ def check_given(field: str, value: str) -> None:
         raise ConfigError(f"{field} is empty: give it a value")
 
 
+def check_keys(field: str, value: object) -> None:
+    """Raise ConfigError unless the value is None, the path of a public key or a list of such paths."""
+    paths = [value] if isinstance(value, str) else value
+    if paths is None:
+        return
+    if not isinstance(paths, list) or not paths or not all(isinstance(each, str) and each for each in paths):
+        raise ConfigError(
+            f"{field}={value!r} must be the path of a public key, or a list of paths: {field}=[a.pub,b.pub]"
+        )
+
+
 def check_finite(field: str, value: float) -> None:
     """Raise ConfigError for NaN and the infinities."""
     # math.isfinite overflows on integers above 1e308

@@ -21,6 +21,7 @@ from pipeline.checkpoint.steps import list_steps
 from pipeline.runtime.errors import CheckpointError
 from pipeline.runtime.storage.checksums import BLOCK_BYTES
 from pipeline.runtime.storage.manifest import seal_manifest
+from pipeline.runtime.storage.signature import Purpose
 from tests.support.messages import mentions
 from tests.support.ranks import RankPool
 from tests.support.sharded_models import build_sharded, digest, draw_batches, full_state, train_steps
@@ -220,7 +221,7 @@ def test_metadata_that_asks_to_run_something_is_refused_even_with_a_matching_che
     manifest["files"][".metadata"] = {
         "size_bytes": len(content), "block_bytes": BLOCK_BYTES, "crc32": [f"{zlib.crc32(content):08x}"]
     }  # fmt: skip
-    (step / "manifest.json").write_text(seal_manifest(manifest))
+    (step / "manifest.json").write_text(seal_manifest(manifest, Purpose.STEP))
     for message in ranks.run(2, _restore_attacked, str(tmp_path)):
         assert mentions(message, "posix.system")
     assert not trap.exists()

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from pipeline.checkpoint.steps import read_manifest
 from pipeline.runtime.storage.checksums import BLOCK_BYTES
 from pipeline.runtime.storage.manifest import MANIFEST, seal_manifest
+from pipeline.runtime.storage.signature import Purpose
 
 # (module, name, argument): what a pickle asks to be called. CANARY stands for the path of the canary.
 CALLS = [
@@ -77,7 +78,7 @@ def replace_and_seal(step: Path, name: str, content: bytes) -> None:
         **manifest["files"][name], "size_bytes": len(content), "block_bytes": BLOCK_BYTES,
         "crc32": [f"{zlib.crc32(block):08x}" for block in blocks],
     }  # fmt: skip
-    (step / MANIFEST).write_text(seal_manifest(manifest))
+    (step / MANIFEST).write_text(seal_manifest(manifest, Purpose.STEP))
 
 
 def change_json(path: Path, change: Any) -> None:

@@ -9,6 +9,7 @@ from pipeline.retraining.promotion import Candidate, FinishedRun
 from pipeline.retraining.registry import Pointer
 from pipeline.runtime.storage.checksums import checksums_of
 from pipeline.runtime.storage.manifest import seal_manifest
+from pipeline.runtime.storage.signature import Purpose
 from tests.support.datasets import described_dataset
 
 
@@ -30,7 +31,7 @@ def finished(folder: Path, content: bytes = b"weights" * 1000) -> FinishedRun:
         "config": {"checkpoint": {}, "data": {"path": str(data)}},
         "data_order": {"dataset": dataset.fingerprint()},
     }
-    (step / "manifest.json").write_text(seal_manifest(manifest))
+    (step / "manifest.json").write_text(seal_manifest(manifest, Purpose.STEP))
     return FinishedRun(str(folder), str(step), str(data), manifest)
 
 

@@ -19,7 +19,7 @@ from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.checksums import checksums_of
 from pipeline.runtime.storage.lease import take_lease
 from pipeline.runtime.storage.manifest import seal_manifest
-from pipeline.runtime.storage.signature import requiring, signing
+from pipeline.runtime.storage.signature import Purpose, requiring, signing
 from tests.retraining.runs import candidate, finished
 from tests.runtime.test_signature import make_keys
 from tests.support.kills import before_each_change_of_files, killed_at
@@ -115,7 +115,7 @@ def test_an_artifact_that_changed_after_its_export_is_not_promoted(tmp_path: Pat
     rows = artifact / "tables" / "00000.rows"
     rows.write_bytes(b"rows")
     (artifact / "manifest.json").write_text(
-        seal_manifest({"files": {"tables/00000.rows": checksums_of(str(rows))}, "format_version": 1})
+        seal_manifest({"files": {"tables/00000.rows": checksums_of(str(rows))}, "format_version": 1}, Purpose.ARTIFACT)
     )
     found = files_of_artifact(str(artifact))
     assert sorted(found) == ["artifact/manifest.json", "artifact/tables/00000.rows"]

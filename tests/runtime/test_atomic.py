@@ -14,11 +14,12 @@ from pipeline.runtime.storage import atomic, storage
 from pipeline.runtime.storage.atomic import PublishedFolders, committed_names, published_folders
 from pipeline.runtime.storage.lease import LeaseLostError
 from pipeline.runtime.storage.manifest import seal_manifest
+from pipeline.runtime.storage.signature import Purpose
 from tests.support.object_store import BUCKET, store
 
 __all__ = ["store"]
 NAMES = re.compile(r"item_\d+")
-MANIFEST = seal_manifest({"attempt": ""})
+MANIFEST = seal_manifest({"attempt": ""}, Purpose.STEP)
 
 
 @pytest.fixture(params=["local", "nested objects", "flat objects"])
@@ -35,7 +36,7 @@ def _publish(folders: PublishedFolders, name: str, source: Path, fence: atomic.F
     attempt = folders.begin(name)
     folders.add(attempt, "part/a.bin", str(source))
     assert name not in committed_names(folders.parent, NAMES), "an attempt is listed before its commit"
-    return folders.commit(attempt, seal_manifest({"attempt": attempt.below}), fence)
+    return folders.commit(attempt, seal_manifest({"attempt": attempt.below}, Purpose.STEP), fence)
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_a_folder_appears_with_its_commit_and_is_never_written_again(folders: Pu
     if "://" not in folders.parent:
         folders.add(second, "part/a.bin", str(source))
     with pytest.raises(FileExistsError):
-        folders.commit(second, seal_manifest({"attempt": "another"}))
+        folders.commit(second, seal_manifest({"attempt": "another"}, Purpose.STEP))
     folders.discard(second)
     folders.remove_leftovers()
     assert committed_names(folders.parent, NAMES) == ["item_1"]

@@ -13,6 +13,7 @@ from pipeline.retraining.registry import Registry
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage.checksums import damage
 from pipeline.runtime.storage.manifest import MANIFEST, open_manifest, read_sealed, seal_manifest
+from pipeline.runtime.storage.signature import Purpose
 from pipeline.serving.artifact import manifest as artifacts
 
 # manifests/ holds what release 0.1.0 wrote, when each of the three had a writer of its own.
@@ -31,7 +32,7 @@ def _folder(path: Path, kind: str, files: dict[str, bytes]) -> str:
 @pytest.mark.parametrize("kind", ["step", "version", "artifact"])
 def test_a_manifest_of_an_earlier_release_is_written_again_byte_for_byte(kind: str) -> None:
     path = GOLDEN / f"{kind}.json"
-    assert seal_manifest(read_sealed(str(path))) == path.read_text()
+    assert seal_manifest(read_sealed(str(path), Purpose(kind)), Purpose(kind)) == path.read_text()
 
 
 def test_a_step_of_an_earlier_release_verifies(tmp_path: Path) -> None:
@@ -59,14 +60,15 @@ def test_an_artifact_of_an_earlier_release_is_read_with_its_version(tmp_path: Pa
 
 @pytest.mark.parametrize("kind", ["step", "version", "artifact"])
 def test_a_manifest_of_a_later_format_is_refused(tmp_path: Path, kind: str) -> None:
-    values = read_sealed(str(GOLDEN / f"{kind}.json"))
+    values = read_sealed(str(GOLDEN / f"{kind}.json"), None)
     path = tmp_path / MANIFEST
-    path.write_text(seal_manifest({**values, "format_version": 9}))
+    path.write_text(seal_manifest({**values, "format_version": 9}, Purpose(kind)))
     with pytest.raises(DamagedError, match="has format_version 9, this release reads"):
-        open_manifest(str(path), values["format_version"])
-    path.write_text(seal_manifest({name: value for name, value in values.items() if name != "format_version"}))
+        open_manifest(str(path), Purpose(kind), values["format_version"])
+    values_without = {name: value for name, value in values.items() if name != "format_version"}
+    path.write_text(seal_manifest(values_without, Purpose(kind)))
     with pytest.raises(DamagedError, match="has format_version None"):
-        open_manifest(str(path), values["format_version"])
+        open_manifest(str(path), Purpose(kind), values["format_version"])
 
 
 @pytest.mark.parametrize("kind", ["step", "version", "artifact"])
@@ -76,4 +78,4 @@ def test_a_manifest_with_any_changed_byte_is_refused(tmp_path: Path, kind: str) 
     for position in range(len(text)):
         path.write_bytes(text[:position] + bytes([text[position] ^ 1]) + text[position + 1 :])
         with pytest.raises(DamagedError):
-            read_sealed(str(path))
+            read_sealed(str(path), None)

@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage.manifest import SEAL, read_sealed, seal_manifest
-from pipeline.runtime.storage.signature import requiring, signing
+from pipeline.runtime.storage.signature import Purpose, requiring, signing
 from pipeline.serving.artifact.export_run import ExportSummary
 from pipeline.serving.artifact.manifest import ArtifactError
 from pipeline.serving.artifact.table_files import write_bytes
@@ -78,9 +78,9 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _reseal(artifact: Path, change: Change) -> None:
-    values = read_sealed(str(artifact / "manifest.json"))
+    values = read_sealed(str(artifact / "manifest.json"), None)
     change(values)
-    _write(artifact / "manifest.json", seal_manifest(values).encode())
+    _write(artifact / "manifest.json", seal_manifest(values, Purpose.ARTIFACT).encode())
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -146,11 +146,11 @@ def test_an_artifact_that_another_key_signed_is_not_loaded_where_a_signature_is_
     with requiring(public):
         for key in (None, other):
             with signing(key):
-                _write(artifact / "manifest.json", seal_manifest(_unsealed(artifact)).encode())
+                _write(artifact / "manifest.json", seal_manifest(_unsealed(artifact), Purpose.ARTIFACT).encode())
             with pytest.raises(ArtifactError, match="signed"):
                 Predictor.load(str(artifact))
         with signing(own):
-            _write(artifact / "manifest.json", seal_manifest(_unsealed(artifact)).encode())
+            _write(artifact / "manifest.json", seal_manifest(_unsealed(artifact), Purpose.ARTIFACT).encode())
         assert Predictor.load(str(artifact)).version
     assert Predictor.load(str(artifact)).version
 

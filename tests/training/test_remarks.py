@@ -22,6 +22,7 @@ from pipeline.data.prepare.run import prepare
 from pipeline.data.targets import Target
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.storage.manifest import read_sealed, seal_manifest
+from pipeline.runtime.storage.signature import Purpose
 from pipeline.serving.artifact.certificate import excesses
 from pipeline.serving.artifact.export_run import export
 from pipeline.serving.artifact.task_quality import LabelledRows, Quality, compare, quality
@@ -63,10 +64,10 @@ def test_results_that_can_hardly_be_meant_are_remarked_on(
 
 
 def test_what_is_not_finite_is_null_in_a_manifest_and_fails_a_gate(tmp_path: Path) -> None:
-    text = seal_manifest({"a": [math.nan, {"b": math.inf}], "c": 1.5})
+    text = seal_manifest({"a": [math.nan, {"b": math.inf}], "c": 1.5}, Purpose.STEP)
     assert "NaN" not in text and "Infinity" not in text
     (tmp_path / "manifest.json").write_text(text)
-    assert read_sealed(str(tmp_path / "manifest.json")) == {"a": [None, {"b": None}], "c": 1.5}
+    assert read_sealed(str(tmp_path / "manifest.json"), Purpose.STEP) == {"a": [None, {"b": None}], "c": 1.5}
     scores, nothing = np.array([[0.2], [0.3]]), np.zeros((2, 1))
     rows = LabelledRows([Target("click")], nothing, np.ones((2, 1)))
     parity = compare(scores, scores, rows, [Quality(math.nan, math.nan)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipeline.config.jobs.job import Job
 from pipeline.config.paths import PathsConfig
@@ -17,7 +18,7 @@ from pipeline.config.serving import (
     check_precisions,
 )
 from pipeline.config.splits import SPLITS
-from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, check_within
+from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, check_keys, check_within
 
 EVALUATED_TABLES = ("averaged", "own")
 CHOSEN_STEPS = ("auto", "best", "last")
@@ -46,7 +47,7 @@ class EvaluateJob(Job):
     world_size: int = 1
     data_path: str | None = None  # None: the data set the run was trained on
     other_data: bool = False  # evaluate though data_path holds another data set
-    require_signature: str | None = None  # a public Ed25519 key as PEM: only a step that it vouches for is measured
+    require_signature: Any = None  # public Ed25519 keys, a path or a list: only a step signed by one is measured
     tables: str = "averaged"  # own: where hosts trained tables of their own, each host's on the rows of its ranks
     metrics: list[str] = field(default_factory=list)  # registered metrics beside the run's trainer.metrics
     importance_rows: int = 0  # on which each feature's importance is measured by permutation; 0: it is not
@@ -55,6 +56,7 @@ class EvaluateJob(Job):
         for name in self.metrics:
             find("metric", name, "metrics")
         check_at_least("importance_rows", self.importance_rows, 0)
+        check_keys("require_signature", self.require_signature)
         check_choice("split", self.split, SPLITS)
         check_chosen(self.which, self.step)
         check_choice("tables", self.tables, EVALUATED_TABLES)
@@ -84,11 +86,12 @@ class ExportJob(Job):
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
     data_path: str | None = None  # None: the data set that the run was trained on
     sign_key: str | None = None  # a private Ed25519 key as PEM: the artifact is signed with it
-    require_signature: str | None = None  # a public one: only a step that it vouches for is exported
+    require_signature: Any = None  # public Ed25519 keys, a path or a list: only a step signed by one is exported
     paths: PathsConfig = field(default_factory=PathsConfig)
 
     def __post_init__(self) -> None:
         check_given("run", self.run)
+        check_keys("require_signature", self.require_signature)
         check_precisions(self.precision, self.tables)
         check_choice("dense", self.dense, DENSE_PRECISIONS)
         check_at_least("step", self.step, 0, allow_none=True)
@@ -130,10 +133,11 @@ class PredictJob(Job):
     shard: int = 0  # which of them this is
     threads: int | None = None  # None: all cores
     temp_dir: str | None = None  # None: beside output
-    require_signature: str | None = None  # a public Ed25519 key as PEM: only an artifact that it vouches for scores
+    require_signature: Any = None  # public Ed25519 keys, a path or a list: only an artifact signed by one scores
 
     def __post_init__(self) -> None:
         check_given("artifact", self.artifact)
+        check_keys("require_signature", self.require_signature)
         check_given("output", self.output)
         check_at_least("num_shards", self.num_shards, 1)
         check_within("shard", self.shard, 0, self.num_shards - 1)

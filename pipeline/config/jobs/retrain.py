@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipeline.config.jobs.job import Job
 from pipeline.config.jobs.train import TrainJob
@@ -15,7 +16,7 @@ from pipeline.config.retraining import (
     WindowsConfig,
 )
 from pipeline.config.stream import StreamConfig
-from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, did_you_mean
+from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, check_keys, did_you_mean
 
 
 @dataclass
@@ -126,10 +127,12 @@ class RegistryJob(Job):
     num: int = 20  # records that history shows
     html: str | None = None  # history: a page to write besides
     sign_key: str | None = None  # a private Ed25519 key as PEM: the version that `add` makes is signed with it
-    require_signature: str | None = None  # a public one: only steps and versions that it vouches for are taken
+    # Public Ed25519 keys, a path or a list: only steps and versions signed by one are used.
+    require_signature: Any = None
 
     def __post_init__(self) -> None:
         check_given("registry", self.registry)
+        check_keys("require_signature", self.require_signature)
         check_choice("command", self.command, REGISTRY_COMMANDS)
         check_at_least("num", self.num, 1)
         if self.html is not None and not self.html.endswith(".html"):

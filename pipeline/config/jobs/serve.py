@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipeline.config.jobs.job import Job
 from pipeline.config.server import BatchingConfig, LimitsConfig, ServerConfig, SsdConfig, check_memory
-from pipeline.runtime.errors import check_at_least, check_given
+from pipeline.runtime.errors import ConfigError, check_at_least, check_given, check_keys
 
 
 @dataclass
@@ -21,9 +22,13 @@ class ServeJob(Job):
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     compiled: bool = False  # run the layers' AOTInductor package, of an artifact exported with compiled=true
     threads: int | None = None  # of torch; None: all cores
-    require_signature: str | None = None  # a public Ed25519 key as PEM: only artifacts that it vouches for are served
+    require_signature: Any = None  # public Ed25519 keys, a path or a list: only artifacts signed by one are served
+    accepted: str | None = None  # a local file of the newest signed pointers: a restart refuses older ones
 
     def __post_init__(self) -> None:
         check_given("artifact", self.artifact)
+        check_keys("require_signature", self.require_signature)
         check_memory(self.memory)
+        if self.accepted is not None and self.require_signature is None:
+            raise ConfigError(f"accepted={self.accepted} keeps numbers of signed pointers: set require_signature too")
         check_at_least("threads", self.threads, 1, allow_none=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipeline.config.jobs.job import Job
 from pipeline.config.jobs.names import CONFIG_NAMES
 from pipeline.config.publish import DeltaGateConfig
-from pipeline.runtime.errors import ConfigError, check_at_least, check_given
+from pipeline.runtime.errors import ConfigError, check_at_least, check_given, check_keys
 
 
 @dataclass
@@ -28,10 +29,12 @@ class PublishJob(Job):
     delta_gate: DeltaGateConfig = field(default_factory=DeltaGateConfig)
     data_path: str | None = None  # None: the data set that the run was trained on
     sign_key: str | None = None  # a private Ed25519 key as PEM: deltas are signed with it
-    require_signature: str | None = None  # a public one: only an artifact and steps that it vouches for are taken
+    # Public Ed25519 keys, a path or a list: only an artifact and steps signed by one are used.
+    require_signature: Any = None
 
     def __post_init__(self) -> None:
         check_given("artifact", self.artifact)
+        check_keys("require_signature", self.require_signature)
         check_at_least("step", self.step, 0, allow_none=True)
         check_at_least("every_s", self.every_s, 0.1)
         check_at_least("pin", self.pin, 0, allow_none=True)

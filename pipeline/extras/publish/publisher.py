@@ -31,6 +31,7 @@ from pipeline.runtime.errors import ServingError
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.checksums import FileEntry
 from pipeline.runtime.storage.manifest import MANIFEST, seal_manifest, sealed_digest
+from pipeline.runtime.storage.signature import Purpose
 from pipeline.serving.artifact.deltas import (
     FORMAT_VERSION,
     LAYERS_FILE,
@@ -321,7 +322,7 @@ class Publisher:
                     "saved_at": draft.saved_at, "save_id": draft.save_id, "tables": [asdict(change) for change in changes],
                     "stats": draft.stats, "attempt": attempt.below, "files": files,
                 }  # fmt: skip
-                path = folders.commit(attempt, seal_manifest(values))
+                path = folders.commit(attempt, seal_manifest(values, Purpose.DELTA))
             except BaseException:
                 folders.discard(attempt)
                 raise

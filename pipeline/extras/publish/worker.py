@@ -48,7 +48,7 @@ class PublishOrder:
     max_chain: float | None = 0.5
     gate: dict[str, Any] = field(default_factory=dict)
     sign_key: str | None = None
-    require_signature: str | None = None
+    require_signature: Any = None
 
 
 class Worker:

@@ -205,7 +205,7 @@ class ObjectFolders:
         if self._flat:
             return
         try:
-            kept = {MANIFEST, read_sealed(storage.join(path, MANIFEST))["attempt"]}
+            kept = {MANIFEST, read_sealed(storage.join(path, MANIFEST), None)["attempt"]}
         except (DamagedError, KeyError):
             return  # nobody knows which files are its own
         for entry in storage.list_folder(path):

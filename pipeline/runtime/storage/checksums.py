@@ -1,8 +1,10 @@
-"""Compute CRC-32s of blocks while files are written, and verify them while files are read.
+"""Compute checksums of blocks while files are written, and verify them while files are read.
 
-A block of 8 MiB has a CRC of its own, so a rank that reads a part of a file verifies that part and no more, and the
-bytes that are verified are the bytes that are used. CRC-32 finds every flip of one, two or 32 neighbouring bits in a
-block; docs/adr/0009 says why not SHA-256.
+Each block of 8 MiB has its own CRC-32, so a rank that reads a part of a file verifies only that
+part, and the bytes that are verified are the bytes that are used. CRC-32 finds every flip of one,
+two or 32 neighbouring bits in a block, but anyone can make other bytes with the same CRC-32. If a
+key signs, each block also has a BLAKE3 or SHA-256 digest, and if a signature is required, blocks
+are verified by that digest. docs/adr/0068 compares the algorithms.
 """
 
 from __future__ import annotations
@@ -16,20 +18,26 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any
 
 from pipeline.runtime.errors import DamagedError
-from pipeline.runtime.storage import storage
+from pipeline.runtime.storage import signature, storage
+from pipeline.runtime.storage.block_sums import (
+    BLOCK_BYTES,
+    ZERO_BLOCK,
+    BlockSums,
+    FileEntry,
+    digest_algorithm,
+    digest_of,
+    entry_problem,
+    zero_digest,
+)
 from pipeline.runtime.storage.seekable import PositionedReader
 from pipeline.runtime.storage.writeback import begin_writeback, wait_for_writeback
 
-BLOCK_BYTES = 8 << 20
 PIECE_BYTES = 64 << 20  # checksummed and written side by side
 AHEAD_BLOCKS = 8  # that are written and not yet read back
 SUMMING_THREADS = 2  # beside one that reads
 CACHED_BLOCKS = 2  # torch.load reads the end of an item, then its beginning
 
 ZEROS = bytes(1 << 20)
-ZERO_BLOCK = f"{zlib.crc32(bytes(BLOCK_BYTES)):08x}"
-
-FileEntry = dict[str, Any]  # what a manifest says of a file: size_bytes, block_bytes, crc32 (a list of 8 hex digits)
 
 
 class ChecksummedWriter(io.RawIOBase):
@@ -44,8 +52,8 @@ class ChecksummedWriter(io.RawIOBase):
         self.path, self.size_bytes = path, 0
         self.failure: OSError | None = None
         self._file = open(path, "x+b", buffering=0)  # noqa: SIM115  # closed by close()
-        self._full: list[str] = []
-        self._crc = self._filled = self._begun_bytes = 0
+        self._sums = BlockSums(BLOCK_BYTES)
+        self._begun_bytes = 0
         self._summing: ThreadPoolExecutor | None = None
         self._read_back = _ReadBack(path, self._file.fileno()) if read_back else None
 
@@ -62,31 +70,31 @@ class ChecksummedWriter(io.RawIOBase):
         for begin in range(0, wanted, PIECE_BYTES):
             piece = view[begin : begin + PIECE_BYTES]
             if len(piece) < BLOCK_BYTES:
-                self._add(piece)
+                self._sums.add(piece)
                 self._write(piece, wanted)
             else:
                 self._summing = self._summing or ThreadPoolExecutor(1)
-                adding = self._summing.submit(self._add, piece)
+                adding = self._summing.submit(self._sums.add, piece)
                 try:
                     self._write(piece, wanted)
                 finally:
                     adding.result()
             if self._read_back is not None:
-                self._read_back.check(self._full)
+                self._read_back.check(self._sums.crcs)
         return wanted
 
     def write_zeros(self, num_bytes: int) -> None:
         """A hole, where the file system has them: it takes no space, and reads as zeros."""
         left = num_bytes
         while left:
-            part = min(left, BLOCK_BYTES - self._filled)
+            part = min(left, BLOCK_BYTES - self._sums.filled_bytes)
             if part == BLOCK_BYTES:
                 if self._read_back is not None:
-                    self._read_back.checked.add(len(self._full))
-                self._full.append(ZERO_BLOCK)
+                    self._read_back.checked.add(len(self._sums.crcs))
+                self._sums.add_zero_block()
             else:
                 for begin in range(0, part, len(ZEROS)):
-                    self._add(memoryview(ZEROS)[: min(len(ZEROS), part - begin)])
+                    self._sums.add(memoryview(ZEROS)[: min(len(ZEROS), part - begin)])
             left -= part
         self.size_bytes += num_bytes
         os.ftruncate(self._file.fileno(), self.size_bytes)
@@ -110,19 +118,8 @@ class ChecksummedWriter(io.RawIOBase):
         )  # fmt: skip
         return self.failure
 
-    def _add(self, piece: memoryview) -> None:
-        while len(piece):
-            part = piece[: BLOCK_BYTES - self._filled]
-            self._crc = zlib.crc32(part, self._crc)
-            self._filled += len(part)
-            piece = piece[len(part) :]
-            if self._filled == BLOCK_BYTES:
-                self._full.append(f"{self._crc:08x}")
-                self._crc = self._filled = 0
-
     def entry(self) -> FileEntry:
-        rest = [f"{self._crc:08x}"] if self._filled else []
-        return {"size_bytes": self.size_bytes, "block_bytes": BLOCK_BYTES, "crc32": [*self._full, *rest]}
+        return self._sums.entry(self.size_bytes)
 
     def close(self) -> None:
         """Raises DamagedError, with the file closed, for what does not read back."""
@@ -201,10 +198,11 @@ class VerifiedFile(PositionedReader):
         self.path, self._entry, self._position, self._keep_pages = path, entry, 0, keep_pages
         self._size, self._block_bytes = int(entry["size_bytes"]), int(entry["block_bytes"])
         self._blocks: OrderedDict[int, bytearray] = OrderedDict()
-        if len(entry["crc32"]) != -(-self._size // self._block_bytes):
-            raise DamagedError(f"{path}: its manifest gives {len(entry['crc32'])} checksums for {self._size} bytes")
+        if problem := entry_problem(entry):
+            raise DamagedError(f"{path} {problem}")
         if problem := size_problem(path, entry):
             raise DamagedError(problem)
+        self._algorithm = digest_algorithm(entry) if signature.is_required() else ""
         self._file: IO[bytes] = storage.open_raw(path)
         self._is_local = storage.is_local(path)
         if self._is_local and hasattr(os, "posix_fadvise"):
@@ -288,6 +286,8 @@ class VerifiedFile(PositionedReader):
         """Whether a whole block is to be zeros, and the file system says that it was never written."""
         begin = index * BLOCK_BYTES
         is_zero = self._entry["crc32"][index] == ZERO_BLOCK and begin + BLOCK_BYTES <= self._size
+        if self._algorithm:
+            is_zero = is_zero and self._entry[self._algorithm][index] == zero_digest(self._algorithm)
         if not (self._is_local and is_zero and self._block_bytes == BLOCK_BYTES):
             return False
         try:
@@ -301,7 +301,12 @@ class VerifiedFile(PositionedReader):
         return count
 
     def _verify(self, index: int, block: memoryview) -> None:
-        if f"{zlib.crc32(block):08x}" != self._entry["crc32"][index]:
+        """By the digest if a signature is required, which then replaces the CRC-32."""
+        if self._algorithm:
+            is_same = digest_of(self._algorithm, block) == self._entry[self._algorithm][index]
+        else:
+            is_same = f"{zlib.crc32(block):08x}" == self._entry["crc32"][index]
+        if not is_same:
             begin = index * self._block_bytes
             raise DamagedError(f"{self.path} does not match its checksum in bytes {begin} to {begin + len(block)}")
 
@@ -358,10 +363,23 @@ def _fill_with_zeros(block: memoryview) -> None:
 
 
 def checksums_of(path: str) -> FileEntry:
-    """The entry of a local file that is there already."""
+    """Return the entry of a local file that is there already."""
+    sums = BlockSums(BLOCK_BYTES)
     with open(path, "rb") as file:
-        blocks = [f"{zlib.crc32(block):08x}" for block in iter(lambda: file.read(BLOCK_BYTES), b"")]
-        return {"size_bytes": file.tell(), "block_bytes": BLOCK_BYTES, "crc32": blocks}
+        for block in iter(lambda: file.read(BLOCK_BYTES), b""):
+            sums.add(memoryview(block))
+        return sums.entry(file.tell())
+
+
+def same_bytes(path: str, entry: FileEntry, wanted: FileEntry) -> bool:
+    """Whether the file at `path`, of which `entry` was made, has the bytes that `wanted` describes."""
+    keys = ["size_bytes", "block_bytes", "crc32"]
+    if any(entry[key] != wanted[key] for key in keys):
+        return False
+    algorithm = digest_algorithm(wanted)
+    if algorithm and algorithm in entry:
+        return bool(entry[algorithm] == wanted[algorithm])
+    return not signature.is_required() or not damage(path, wanted)
 
 
 def copy_file(source: str, target: str) -> FileEntry:

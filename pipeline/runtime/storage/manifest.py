@@ -1,8 +1,9 @@
-"""Write and read manifest.json, which lists the files of a folder with sizes and checksums and is sealed by a SHA-256.
+"""Write and read manifest.json, which lists the files of a folder and is sealed by a SHA-256.
 
-A checkpoint step, an artifact and a registry version are such folders. Each adds values of its own; "format_version" and
-"files" (name -> FileEntry) mean the same in all three. The text opens with the SHA-256 of all that follows, so a changed
-manifest is refused, not read. Where a key signs, a signature of that SHA-256 stands before it.
+A checkpoint step, an artifact, a delta and a registry version are such folders. Each adds values
+of its own; "format_version" and "files" (name -> FileEntry) mean the same in all of them. The text
+begins with the SHA-256 of all that follows, so a changed manifest is refused. If a key signs, the
+signature is before the SHA-256 (signature.py). A signed pointer is sealed in the same way.
 """
 
 from __future__ import annotations
@@ -15,35 +16,47 @@ from typing import Any
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.json_values import finite
 from pipeline.runtime.storage import signature, storage
+from pipeline.runtime.storage.block_sums import entry_problem
+from pipeline.runtime.storage.names import name_problem
+from pipeline.runtime.storage.signature import Purpose
 
 MANIFEST = "manifest.json"
 SEAL = re.compile(r'\{\n (?:"signature": "(?P<signature>[0-9a-f]{128})",\n )?"sha256": "(?P<sha256>[0-9a-f]{64})",')
+# The value that orders what is signed for a purpose; an artifact has no order.
+NUMBERS = {
+    Purpose.STEP: "step",
+    Purpose.DELTA: "sequence",
+    Purpose.VERSION: "version",
+    Purpose.CHAMPION: "number",
+    Purpose.PIN: "number",
+}
 
 
-def seal_manifest(values: dict[str, Any]) -> str:
-    """The text of a manifest file; a number that is not finite is null."""
+def seal_manifest(values: dict[str, Any], purpose: Purpose) -> str:
+    """Return the text of a manifest file; a number that is not finite is null."""
     text = json.dumps(finite(values), indent=1, allow_nan=False)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    signed = signature.signature_of(digest)
+    signed = signature.signature_of(digest, purpose, values.get(NUMBERS.get(purpose, "")))
     opening = f'"signature": "{signed}",\n ' if signed else ""
     return f'{{\n {opening}"sha256": "{digest}",{text[1:]}'
 
 
 def sealed_digest(path: str) -> str:
-    """The SHA-256 that a manifest file opens with. Raises DamagedError where it has none."""
-    try:
-        seal = SEAL.match(storage.read_text(path))
-    except (FileNotFoundError, UnicodeDecodeError, IsADirectoryError) as error:
-        raise DamagedError(f"{path} cannot be read: {error}") from None
+    """Return the SHA-256 at the beginning of a manifest file. Raises DamagedError if there is none."""
+    seal = SEAL.match(_text_of(path))
     if seal is None:
         raise DamagedError(f"{path} does not match its checksum")
     return seal["sha256"]
 
 
-def open_manifest(path: str, *format_versions: int) -> dict[str, Any]:
-    """The values of the manifest file at `path`. Raises DamagedError for a changed file, or one of another release."""
-    values = read_sealed(path)
-    if problem := files_problem(values.get("files")):
+def open_manifest(path: str, purpose: Purpose, *format_versions: int) -> dict[str, Any]:
+    """Return the values of the manifest file at `path`, with entries of files that can be read.
+
+    Raises:
+        DamagedError: the file was changed, is of another release, or lists files that cannot be.
+    """
+    values = read_sealed(path, purpose)
+    if problem := files_problem(values.get("files")) or attempt_problem(values.get("attempt")):
         raise DamagedError(f"{path}: {problem}")
     if (found := values.get("format_version")) not in format_versions:
         known = " and ".join(map(str, format_versions))
@@ -51,35 +64,57 @@ def open_manifest(path: str, *format_versions: int) -> dict[str, Any]:
     return values
 
 
-def read_sealed(path: str) -> dict[str, Any]:
-    """The values that seal_manifest wrote. Raises DamagedError where the file is missing or not what was written."""
-    try:
-        text = storage.read_text(path)
-    except (FileNotFoundError, UnicodeDecodeError, IsADirectoryError) as error:
-        raise DamagedError(f"{path} cannot be read: {error}") from None
+def read_sealed(path: str, purpose: Purpose | None) -> dict[str, Any]:
+    """Return the values that seal_manifest wrote.
+
+    `purpose` None does not look at the signature: the values must decide about nothing that a
+    signature protects.
+
+    Raises:
+        DamagedError: the file is missing, is not what was written, or is not signed as required.
+    """
+    return unseal(_text_of(path), path, purpose)
+
+
+def unseal(text: str, path: str, purpose: Purpose | None) -> dict[str, Any]:
+    """Return the values of a sealed text, which was read from `path`. Raises as read_sealed()."""
     seal = SEAL.match(text)
     if seal is None or hashlib.sha256(("{" + text[seal.end() :]).encode()).hexdigest() != seal["sha256"]:
         raise DamagedError(f"{path} does not match its checksum")
-    if text_of := signature.problem(seal["sha256"], seal["signature"] or ""):
-        raise DamagedError(f"{path} {text_of}")
     try:
         values: dict[str, Any] = json.loads(text)
-    except (RecursionError, json.JSONDecodeError) as error:
+    except (RecursionError, ValueError) as error:
         raise DamagedError(f"{path} cannot be read: {type(error).__name__}") from None
     del values["sha256"]
     values.pop("signature", None)
+    if purpose is not None:
+        number = values.get(NUMBERS.get(purpose, ""))
+        if problem := signature.signature_problem(seal["signature"] or "", seal["sha256"], purpose, number):
+            raise DamagedError(f"{path} {problem}")
     return values
 
 
+def _text_of(path: str) -> str:
+    try:
+        return storage.read_text(path)
+    except (FileNotFoundError, UnicodeDecodeError, IsADirectoryError) as error:
+        raise DamagedError(f"{path} cannot be read: {error}") from None
+
+
 def files_problem(files: object) -> str:
-    """Empty, or what no list of files has: its numbers are what memory is asked for."""
+    """Return an empty text, or what is wrong with a list of files.
+
+    Memory is asked for by the numbers of the list, and its names become paths.
+    """
     if not isinstance(files, dict):
         return "it lists no files"
     for name, entry in files.items():
-        about = entry if isinstance(entry, dict) else {}
-        size, block, crcs = about.get("size_bytes"), about.get("block_bytes"), about.get("crc32")
-        if type(size) is not int or type(block) is not int or size < 0 or block < 1:
-            return f"file {name!r} has size_bytes={size} and block_bytes={block}"
-        if not isinstance(crcs, list) or len(crcs) != -(-size // block):
-            return f"file {name!r} of {size} bytes has not one checksum for each {block}"
+        if problem := name_problem(name) or entry_problem(entry):
+            return f"file {name!r} {problem}"
     return ""
+
+
+def attempt_problem(attempt: object) -> str:
+    """Return an empty text, or what is wrong with the folder below a step or delta that has its files."""
+    problem = "" if attempt in (None, "") else name_problem(attempt)
+    return f"attempt {attempt!r} {problem}" if problem else ""

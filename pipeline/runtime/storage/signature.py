@@ -1,14 +1,23 @@
-"""Sign manifests with an Ed25519 key, and take only those that a key has signed.
+"""Sign what is written with an Ed25519 key, and accept only what one of the required keys has signed.
 
-A checksum finds damage; a signature vouches for who wrote a manifest, and by its checksums for every file that it lists. Keys are PEM
-files: openssl genpkey -algorithm ed25519 -out sign.pem; openssl pkey -in sign.pem -pubout -out sign.pub. What is set holds for
-the process, as a verb has one key to sign with and one that it requires.
+A checksum finds damage. A signature says who wrote a file. It covers the SHA-256 of a manifest,
+what the manifest is for and its number; the manifest holds a digest of each block of each file
+(checksums.py). Keys are PEM files:
+
+    openssl genpkey -algorithm ed25519 -out sign.pem
+    openssl pkey -in sign.pem -pubout -out sign.pub
+
+The keys are set for the whole process, because a verb has one key to sign with, and one list of
+keys that it requires. docs/explain/threat_model.md says what is guaranteed against whom.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from pipeline.runtime.errors import ConfigError
@@ -17,16 +26,67 @@ from pipeline.runtime.storage import storage
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+CONTEXT = "torchrec-pipeline"
+HOW_TO = (
+    "`openssl genpkey -algorithm ed25519 -out sign.pem` makes one, and "
+    "`openssl pkey -in sign.pem -pubout -out sign.pub` its public part"
+)
+
+
+class Purpose(StrEnum):
+    """What a signed text is. A text that was signed for one purpose is refused for another."""
+
+    STEP = "step"
+    ARTIFACT = "artifact"
+    DELTA = "delta"
+    VERSION = "version"
+    CHAMPION = "champion"  # the pointer of a registry
+    PIN = "pin"  # the pointer of the deltas of an artifact
+
+
+class _Accepted:
+    """The highest number accepted of each pointer; with a `path`, kept in that local file."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._numbers = self._read()
+
+    def _read(self) -> dict[str, int]:
+        if self._path is None or not os.path.exists(self._path):
+            return {}
+        try:
+            found = json.loads(storage.read_text(self._path))
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{self._path} cannot be read ({error}): restore it or remove it") from None
+        if not isinstance(found, dict) or not all(type(number) is int for number in found.values()):
+            raise ConfigError(f"{self._path} does not hold numbers of pointers: restore it or remove it")
+        return found
+
+    def problem(self, pointer: str, number: int | None) -> str:
+        pointer = os.path.realpath(pointer) if storage.is_local(pointer) else pointer
+        newest = self._numbers.get(pointer)
+        if newest is not None and (number is None or number < newest):
+            found = "it is missing" if number is None else f"it has number {number}"
+            return f"is older than what was accepted before: {found}, and number {newest} was accepted"
+        if number is not None and number != newest:
+            self._numbers[pointer] = number
+            if self._path is not None:
+                self._numbers |= {key: max(each, self._numbers.get(key, 0)) for key, each in self._read().items()}
+                storage.publish_text(self._path, json.dumps(self._numbers, indent=1, sort_keys=True))
+        return ""
+
+
 _private: Ed25519PrivateKey | None = None
-_public: Ed25519PublicKey | None = None
+_public: Sequence[Ed25519PublicKey] = ()
+_accepted = _Accepted(None)
 
 
 @contextmanager
 def signing(path: str | None) -> Iterator[None]:
-    """While it lasts every manifest is signed with this key; None changes nothing.
+    """Sign every manifest and pointer with this key; None changes nothing.
 
     Raises:
-        ConfigError: a file that holds no private Ed25519 key.
+        ConfigError: the file does not hold a private Ed25519 key.
     """
     global _private
     before = _private
@@ -38,19 +98,24 @@ def signing(path: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def requiring(path: str | None) -> Iterator[None]:
-    """While it lasts only manifests that this key vouches for are read; None changes nothing.
+def requiring(paths: str | Sequence[str] | None, accepted: str | None = None) -> Iterator[None]:
+    """Read only manifests and pointers that one of these keys has signed; None changes nothing.
+
+    `accepted` is a local file that keeps the numbers of pointers, so that the next process
+    refuses older pointers too.
 
     Raises:
-        ConfigError: a file that holds no public Ed25519 key.
+        ConfigError: a file does not hold a public Ed25519 key.
     """
-    global _public
-    before = _public
-    _public = before if path is None else _public_key(path)
+    global _public, _accepted
+    before = _public, _accepted
+    if paths is not None:
+        _public = [_public_key(path) for path in ([paths] if isinstance(paths, str) else paths)]
+        _accepted = _Accepted(accepted)
     try:
         yield
     finally:
-        _public = before
+        _public, _accepted = before
 
 
 def _private_key(path: str) -> Ed25519PrivateKey:
@@ -60,9 +125,9 @@ def _private_key(path: str) -> Ed25519PrivateKey:
     try:
         key = load_pem_private_key(_content(path), password=None)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"sign_key={path} holds no private key that can be read: {error}") from None
+        raise ConfigError(f"sign_key={path} does not hold a private key that can be read: {error}; {HOW_TO}") from None
     if not isinstance(key, Ed25519PrivateKey):
-        raise ConfigError(f"sign_key={path} is a key of another kind: make one by openssl genpkey -algorithm ed25519")
+        raise ConfigError(f"sign_key={path} is not an Ed25519 key; {HOW_TO}")
     return key
 
 
@@ -73,38 +138,69 @@ def _public_key(path: str) -> Ed25519PublicKey:
     try:
         key = load_pem_public_key(_content(path))
     except ValueError as error:
-        raise ConfigError(f"require_signature={path} holds no public key that can be read: {error}") from None
-    if not isinstance(key, Ed25519PublicKey):
         raise ConfigError(
-            f"require_signature={path} is a key of another kind than Ed25519; `openssl genpkey -algorithm ed25519 -out sign.pem` "
-            "makes one, and `openssl pkey -in sign.pem -pubout -out sign.pub` its public part"
-        )
+            f"require_signature={path} does not hold a public key that can be read: {error}; {HOW_TO}"
+        ) from None
+    if not isinstance(key, Ed25519PublicKey):
+        raise ConfigError(f"require_signature={path} is not an Ed25519 key; {HOW_TO}")
     return key
 
 
 def _content(path: str) -> bytes:
     if not storage.is_file(path):
-        raise ConfigError(f"there is no key at {path}: give the path of a PEM file (docs/do/serving.md makes a pair)")
+        raise ConfigError(f"there is no key at {path}: give the path of a PEM file; {HOW_TO}")
     with storage.open_file(path, "rb") as file:
         content: bytes = file.read()
     return content
 
 
-def signature_of(digest: str) -> str:
-    """Of a manifest's SHA-256, 128 hex digits; empty where nothing signs."""
-    return _private.sign(digest.encode()).hex() if _private is not None else ""
+def is_signing() -> bool:
+    return _private is not None
 
 
-def problem(digest: str, signature: str) -> str:
-    """Empty where no signature is required, or it is that of the key."""
-    if _public is None:
+def is_required() -> bool:
+    return bool(_public)
+
+
+def signature_of(digest: str, purpose: Purpose, number: object) -> str:
+    """Return 128 hex digits for a SHA-256 in hex digits; an empty text if nothing is signed."""
+    return _private.sign(_statement(digest, purpose, number)).hex() if _private is not None else ""
+
+
+def signature_problem(signature: str, digest: str, purpose: Purpose, number: object) -> str:
+    """Return an empty text if no signature is required, or if a required key made this one."""
+    if not _public:
         return ""
     if not signature:
         return "is not signed, and a signature is required"
+    if _is_by_required_key(signature, _statement(digest, purpose, number)):
+        return ""
+    if _is_by_required_key(signature, digest.encode()):
+        return (
+            "was signed by an earlier release, whose signatures do not cover every byte: write it again with sign_key"
+        )
+    return f"is not signed as a {purpose} by a required key: was it signed by another key, or as something else?"
+
+
+def pointer_problem(path: str, number: int | None) -> str:
+    """Return an empty text unless this process, or the one before it, accepted a higher number.
+
+    `number` None says that the pointer is missing. Without a required key nothing is kept.
+    """
+    return _accepted.problem(path, number) if _public else ""
+
+
+def _statement(digest: str, purpose: Purpose, number: object) -> bytes:
+    return json.dumps([CONTEXT, purpose, number, digest]).encode()
+
+
+def _is_by_required_key(signature: str, statement: bytes) -> bool:
     from cryptography.exceptions import InvalidSignature
 
-    try:
-        _public.verify(bytes.fromhex(signature), digest.encode())
-    except InvalidSignature:
-        return "is signed by another key than the one that is required"
-    return ""
+    for key in _public:
+        try:
+            key.verify(bytes.fromhex(signature), statement)
+            return True
+        except InvalidSignature:
+            continue
+    return False

@@ -27,6 +27,7 @@ from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.atomic import PublishedFolders, committed_names, published_folders
 from pipeline.runtime.storage.checksums import FileEntry, read_verified
 from pipeline.runtime.storage.manifest import MANIFEST, open_manifest, sealed_digest
+from pipeline.runtime.storage.signature import Purpose
 from pipeline.serving.artifact.manifest import COMPOSED_FILE, Manifest
 
 FORMAT_VERSION = 1
@@ -146,7 +147,7 @@ def read_delta(folder: str, artifact: str, manifest: Manifest, sequence: int) ->
         DamagedError: it is missing, not what was written, or made for something else.
     """
     path = storage.join(folder, name_of(sequence))
-    values = open_manifest(storage.join(path, MANIFEST), FORMAT_VERSION)
+    values = open_manifest(storage.join(path, MANIFEST), Purpose.DELTA, FORMAT_VERSION)
     before = storage.join(folder, name_of(sequence - 1)) if sequence > 1 else artifact
     if problem := _kinds_problem(values) or _problem(values, manifest, sequence):
         raise DamagedError(f"{path} {problem}")

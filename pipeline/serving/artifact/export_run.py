@@ -68,10 +68,9 @@ def export(job: ExportJob) -> ExportSummary:
         return _already_there(job, source, output)
     logger.info("step %d of %s: %s", source.step, job.run, _describe_tables(source.trained))
     try:
-        with artifact_folder(output) as at:
+        with artifact_folder(output) as at, signing(job.sign_key):
             manifest = make_artifact(job, source, at)
-            with signing(job.sign_key):
-                at.commit(manifest.to_text())
+            at.commit(manifest.to_text())
     except FileExistsError:  # another export has made it in the meantime, maybe the same
         return _already_there(job, source, output)
     return _summary(job, source, output, manifest, time.monotonic() - started)

@@ -34,6 +34,7 @@ from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.checksums import FileEntry
 from pipeline.runtime.storage.manifest import MANIFEST, open_manifest, seal_manifest
+from pipeline.runtime.storage.signature import Purpose
 from pipeline.serving.artifact.kept_rows import WORD_BITS
 from pipeline.serving.artifact.quantize import fits, row_bytes
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
@@ -98,6 +99,9 @@ class Manifest:
         """16 hex digits of the hash of what scores depend on; worked out once, for every answer names it."""
         about = self._values()
         content = {key: about[key] for key in ("files", "schema", "tables", "features", "dense", "vocabularies", "format_version")}  # fmt: skip
+        # Without the digests of a signed artifact, so that signing does not change the version.
+        sums = ("size_bytes", "block_bytes", "crc32")
+        content["files"] = {name: {key: entry[key] for key in sums} for name, entry in about["files"].items()}
         if self.tasks:
             content["tasks"] = about["tasks"]
         if self.retrieval is not None:
@@ -122,7 +126,7 @@ class Manifest:
         return sum(int(entry["size_bytes"]) for entry in self.files.values())
 
     def to_text(self) -> str:
-        return seal_manifest({"version": self.version, **self._values()})
+        return seal_manifest({"version": self.version, **self._values()}, Purpose.ARTIFACT)
 
     def _values(self) -> dict[str, Any]:
         """As the file has them. A feature without boundaries, or no sequence, or without weights, is written as earlier releases wrote it, so its hash stays; so
@@ -159,7 +163,7 @@ def read_manifest(path: str) -> Manifest:
     if storage.size_bytes(file) > MAX_MANIFEST_BYTES:
         raise ArtifactError(f"{file} has more than {MAX_MANIFEST_BYTES} bytes: it is no manifest")
     try:
-        values = open_manifest(file, FORMAT_VERSION)
+        values = open_manifest(file, Purpose.ARTIFACT, FORMAT_VERSION)
     except (OSError, DamagedError, json.JSONDecodeError) as error:
         raise ArtifactError(f"{error}; copy or export the artifact again") from None
     try:

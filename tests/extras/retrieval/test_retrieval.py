@@ -26,6 +26,7 @@ from pipeline.extras.retrieval.queries import Wish
 from pipeline.extras.retrieval.retriever import Retriever
 from pipeline.runtime.errors import DamagedError, ServingError
 from pipeline.runtime.storage.manifest import read_sealed, seal_manifest
+from pipeline.runtime.storage.signature import Purpose
 from pipeline.serving.artifact.export_run import ExportSummary, describe, export
 from pipeline.serving.artifact.manifest import ArtifactError, read_manifest
 from pipeline.serving.scoring.predict import predict
@@ -335,9 +336,9 @@ def test_a_manifest_that_was_resealed_with_what_cannot_be_is_one_line_of_error(
 ) -> None:
     artifact = tmp_path / "artifact"
     shutil.copytree(exported.artifact, artifact, copy_function=os.link)
-    values = read_sealed(str(artifact / "manifest.json"))
+    values = read_sealed(str(artifact / "manifest.json"), None)
     change(values)
     (artifact / "manifest.json").unlink()
-    (artifact / "manifest.json").write_text(seal_manifest(values))
+    (artifact / "manifest.json").write_text(seal_manifest(values, Purpose.ARTIFACT))
     with pytest.raises(DamagedError):
         Retriever.load(str(artifact))
