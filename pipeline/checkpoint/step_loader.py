@@ -161,6 +161,9 @@ class StepLoader:
         """This rank's; None where another number of ranks saved: nobody's generators go on then."""
         context = self._ranks.context
         name = random_state.file_name(context.rank)
+        states = [each for each in manifest["files"] if random_state.rank_of(each)]
+        if len(states) != manifest["world_size"]:
+            raise DamagedError(f"{path} names {len(states)} random states and world_size {manifest['world_size']}")
         if manifest["world_size"] != context.world_size:
             return None
         content = read_verified(where := file_path(path, manifest, name), manifest["files"][name])

@@ -7,9 +7,13 @@ where a rename puts them into the step itself.
 from __future__ import annotations
 
 import re
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from pipeline.runtime.errors import DamagedError
+from pipeline.runtime.json_values import checked
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.atomic import PublishedFolders, committed_names, published_folders
 from pipeline.runtime.storage.checksums import read_verified
@@ -23,6 +27,41 @@ SAMPLED_VERSION = 4  # of a step that leaves out rows that are as they began; li
 PACKED_VERSION = 5  # of a link whose shard files are compressed (pipeline.checkpoint.packed); likewise
 PREFIX = "step_"
 STEP_FOLDER = re.compile(r"step_(\d{8,})")
+
+
+Count = Annotated[int, Meta(ge=0)]
+
+
+@dataclass
+class _Chain:
+    """What a link builds on (pipeline.checkpoint.chains)."""
+
+    base: Count
+    base_bytes: Count
+    previous: Count
+    previous_sha256: str
+    links: Count
+    link_bytes: Count
+
+
+@dataclass
+class _StepValues:
+    """The types of a manifest's values; hooks add values of their own."""
+
+    step: Count
+    attempt: str
+    world_size: Annotated[int, Meta(ge=1)] = 1
+    save_id: str = ""
+    chain: _Chain | None = None
+    packed: bool = False
+    sampled: list[dict[str, Any]] = field(default_factory=list)
+    metrics: dict[str, Any] | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+    data_order: dict[str, Any] = field(default_factory=dict)
+    libraries: dict[str, Any] = field(default_factory=dict)
+    compression: dict[str, Any] = field(default_factory=dict)
+    replicas: dict[str, Any] | None = None
 
 
 def step_path(folder: str, step: int) -> str:
@@ -52,10 +91,11 @@ def read_manifest(path: str) -> dict[str, Any]:
     """The manifest of the step at `path`.
 
     Raises:
-        DamagedError: it is missing, not what was written, or of another release.
+        DamagedError: it is missing, not what was written, of another release, or of other types.
     """
     versions = (FORMAT_VERSION, LINK_VERSION, SAMPLED_VERSION, PACKED_VERSION)
     manifest = open_manifest(f"{path}/{MANIFEST}", Purpose.STEP, *versions)
+    checked(manifest, _StepValues, f"{path}/{MANIFEST}")
     name = storage.join(path, "").rstrip("/").rsplit("/", 1)[-1]
     if STEP_FOLDER.fullmatch(name) and step_name(manifest["step"]) != name:
         raise DamagedError(f"{path}/{MANIFEST} is that of step {manifest['step']}")

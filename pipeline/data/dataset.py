@@ -9,13 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Dict, List, Optional
+
+import msgspec
 
 from pipeline.config.labels import LabelConfig
 from pipeline.runtime.errors import DataError, did_you_mean
 from pipeline.runtime.shell_words import command
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.names import name_problem
 
 FILE_NAME = "dataset.json"
 FORMAT_VERSION = 1
@@ -190,35 +193,32 @@ class Dataset:
         try:
             raw = json.loads(text)
             version = raw.get("format_version")
-        except (json.JSONDecodeError, AttributeError) as error:
-            raise DataError(f"{FILE_NAME} is damaged ({error}): run `python -m pipeline prepare` again") from None
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise _damaged(str(error)) from None
         if version != FORMAT_VERSION:
             raise DataError(
                 f"{FILE_NAME} has format_version {version}, this release reads {FORMAT_VERSION}: "
                 "run `python -m pipeline prepare` again"
             )
+        if unknown := sorted(raw.keys() - {each.name for each in fields(cls)}):
+            raise _damaged(f"it has the key {unknown[0]!r}")
         try:
-            return cls(**{**raw, **_decode_parts(raw)})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{FILE_NAME} is damaged ({error!r}): run `python -m pipeline prepare` again") from None
+            dataset = msgspec.convert(raw, cls)
+        except msgspec.ValidationError as error:
+            raise _damaged(str(error)) from None
+        if problem := dataset._names_problem():
+            raise _damaged(problem)
+        return dataset
+
+    def _names_problem(self) -> str:
+        """Return an empty text, or which name of a file leads out of the data set's folder."""
+        named = [(f"feature {each.name!r}", each.vocabulary) for each in self.sparse_features if each.vocabulary]
+        named += [(f"split {name!r}", shard.path) for name, split in self.splits.items() for shard in split.files]
+        return next((f"{name!r} of {what} {text}" for what, name in named if (text := name_problem(name))), "")
 
 
-def _decode_parts(raw: Dict[str, Any]) -> Dict[str, Any]:
-    features = [
-        SparseFeature(
-            **{
-                **feature,
-                "frequency_curve": FrequencyCurve(**feature["frequency_curve"]),
-                "sequence": SequenceFeature(**feature["sequence"]) if feature.get("sequence") else None,
-            }
-        )
-        for feature in raw["sparse_features"]
-    ]
-    splits = {
-        name: Split(**{**split, "files": [ShardFile(**shard) for shard in split["files"]]})
-        for name, split in raw["splits"].items()
-    }
-    return {"sparse_features": features, "splits": splits, "labels": [Label(**each) for each in raw.get("labels", [])]}
+def _damaged(problem: str) -> DataError:
+    return DataError(f"{FILE_NAME} is damaged ({problem}): run `python -m pipeline prepare` again")
 
 
 def vocabulary_of(feature: SparseFeature) -> str:
@@ -244,7 +244,11 @@ def load_dataset(folder: str) -> Dataset:
             f"there is no {FILE_NAME} in {folder!r}: prepare it first with "
             f"`{command('prepare')} data=<name> source=<file, folder or glob>`, or set data.path"
         )
-    return Dataset.from_json(storage.read_text(path))
+    try:
+        text = storage.read_text(path)
+    except UnicodeDecodeError as error:
+        raise _damaged(str(error)) from None
+    return Dataset.from_json(text)
 
 
 def check_split(dataset: Dataset, split: str, least_rows: int) -> None:

@@ -6,13 +6,14 @@ plan_codec.py makes TorchRec's objects of them.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from pipeline.planner.fingerprint import sha256_of
-from pipeline.planner.plan_record import Objective, PlanDescription, RankLoad, TableChoice
-from pipeline.planner.tiers import TierForecast
+from pipeline.planner.plan_record import PlanDescription
 from pipeline.runtime.errors import PlanError
 from pipeline.runtime.storage import storage
 
@@ -22,7 +23,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 FORMAT_VERSION = 2
 COMMAND = "python -m pipeline plan experiment=<name> hardware=<preset> world_size=<ranks>"
 # What decoding a damaged file raises; torch checks shards with ValueErrors.
-DAMAGE = (KeyError, TypeError, AttributeError, ValueError)
+DAMAGE = (KeyError, TypeError, AttributeError, ValueError, IndexError, OverflowError, RecursionError)
 
 
 def find_plan_file(path: str, command: str) -> str:
@@ -75,7 +76,7 @@ def read_content(path: str, command: str = COMMAND) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(storage.read_text(path))
         version = content["format_version"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PlanError(f"{path} is not a plan file ({error!r}); make one: {command}") from None
     if version != FORMAT_VERSION:
         raise PlanError(
@@ -88,25 +89,8 @@ def description_fields(content: dict[str, Any]) -> dict[str, Any]:
     """The fields of a PlanDescription. Raises one of DAMAGE where the file is damaged."""
     if sha256_of(content["fingerprint"]) != content["fingerprint_sha256"]:
         raise PlanError("its fingerprint was changed by hand")
-    torchrec = content.get("torchrec_objective")
-    return {
-        "planner": content["planner"],
-        "hardware": content["hardware"],
-        "tables": [_choice(raw) for raw in content["tables"]],
-        "ranks": [RankLoad(**raw) for raw in content["ranks"]],
-        "objective": Objective(**content["objective"]),
-        "torchrec_objective": Objective(**torchrec) if torchrec else None,
-        "usable_hbm_bytes": content["usable_hbm_bytes"],
-        "usable_ddr_bytes": content["usable_ddr_bytes"],
-        "usable_ssd_bytes": content["usable_ssd_bytes"],
-        "dense_bytes": content["dense_bytes"],
-        "fingerprint": content["fingerprint"],
-    }
-
-
-def _choice(raw: dict[str, Any]) -> TableChoice:
-    tiers = raw.get("tiers")
-    return TableChoice(**raw | {"tiers": TierForecast(**tiers) if tiers else None})
+    description = msgspec.convert(content, PlanDescription)  # a ValidationError is a ValueError
+    return {field.name: getattr(description, field.name) for field in fields(PlanDescription)}
 
 
 def to_json(value: Any, indent: int = 0) -> str:

@@ -24,8 +24,8 @@ from pipeline.retraining.registry import ARTIFACT, Pointer, Registry, RegistryEr
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.lease import Lease, RunFolderHeldError, take_lease
-from pipeline.runtime.storage.manifest import MANIFEST as ARTIFACT_MANIFEST
-from pipeline.runtime.storage.manifest import read_sealed
+from pipeline.runtime.storage.manifest import MANIFEST, read_sealed
+from pipeline.runtime.storage.names import path_below
 from pipeline.runtime.storage.signature import Purpose
 
 LEASE_TTL_S = 120.0
@@ -46,14 +46,15 @@ class FinishedRun:
     def files(self) -> dict[str, str]:
         """Return path in a version -> local file, for all files of a version."""
         step = self.checkpoint.rpartition("/")[2]
-        names = ["manifest.json", *self.manifest["files"]]
-        files = {f"checkpoint/{step}/{name}": storage.join(self.checkpoint, name) for name in names}
+        names = [MANIFEST, *self.manifest["files"]]
+        source = storage.join(self.checkpoint, MANIFEST)
+        files = {f"checkpoint/{step}/{name}": path_below(self.checkpoint, name, source) for name in names}
         files["config.yaml"] = storage.join(self.folder, "config.yaml")
         kept = [
             FILE_NAME,
             *(feature.vocabulary for feature in load_dataset(self.data).sparse_features if feature.vocabulary),
         ]
-        return files | {f"data/{name}": storage.join(self.data, name) for name in kept}
+        return files | {f"data/{name}": path_below(self.data, name, f"{self.data}/{FILE_NAME}") for name in kept}
 
     def check(self, version: Version) -> None:
         """Raise DamagedError if a copied file of the step differs from the file that the
@@ -118,7 +119,7 @@ class Candidate:
         wrote.
         """
         self.run.check(version)
-        manifest = self.extra.get(f"{ARTIFACT}/{ARTIFACT_MANIFEST}")
+        manifest = self.extra.get(f"{ARTIFACT}/{MANIFEST}")
         for name, entry in read_sealed(manifest, Purpose.ARTIFACT)["files"].items() if manifest else ():
             if not version.has_file(f"{ARTIFACT}/{name}", entry):
                 raise DamagedError(f"{name} has changed since it was exported: {version.name} is not promoted")

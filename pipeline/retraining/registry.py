@@ -12,7 +12,6 @@ seen. This module does not import torch, so that a rollback is fast.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -23,11 +22,19 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pipeline.runtime.errors import DamagedError, RetrainingError, did_you_mean
+from pipeline.runtime.json_values import checked
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.atomic import Fence, committed_names, published_folders
 from pipeline.runtime.storage.checksums import FileEntry, damage, same_bytes, size_problem
-from pipeline.runtime.storage.manifest import MANIFEST, open_manifest, seal_manifest
-from pipeline.runtime.storage.signature import Purpose
+from pipeline.runtime.storage.manifest import (
+    MANIFEST,
+    check_not_removed,
+    open_manifest,
+    parse_pointer,
+    pointer_text,
+    seal_manifest,
+)
+from pipeline.runtime.storage.signature import Purpose, next_number
 
 POINTER = "champion.json"
 ARTIFACT = "artifact"
@@ -62,7 +69,8 @@ class Version:
     def checkpoint(self) -> str:
         """Return the folder of its step (step_00000390)."""
         steps = {name.split("/")[1] for name in self.manifest["files"] if name.startswith("checkpoint/")}
-        assert len(steps) == 1, f"{self.path} has {len(steps)} steps instead of one"
+        if len(steps) != 1:
+            raise DamagedError(f"{self.path} holds {len(steps)} steps, and a version has one")
         return storage.join(self.path, "checkpoint", *steps)
 
     @property
@@ -91,6 +99,14 @@ class Version:
         """Whether the version has a file of this name with the bytes that `wanted` describes."""
         entry = self.manifest["files"].get(name)
         return entry is not None and same_bytes(storage.join(self.path, name), entry, wanted)
+
+
+@dataclass
+class _VersionValues:
+    """The types of a version's values."""
+
+    version: str
+    lineage: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -132,15 +148,21 @@ class Registry:
         try:
             text = storage.read_text(self._pointer)
         except FileNotFoundError:
+            check_not_removed(self._pointer)
             return None, None
+        except UnicodeDecodeError as error:
+            raise self._damaged(f"{self._pointer} is damaged ({error})") from None
         try:
-            return Pointer(**json.loads(text)), text
-        except (TypeError, ValueError) as error:
-            raise DamagedError(
-                f"{self._pointer} is damaged ({error}): `python -m pipeline registry rollback "
-                f"{self.path} VERSION` writes it again; the versions are "
-                f"{', '.join(self.names()[-10:]) or 'no versions'}"
-            ) from None
+            values = parse_pointer(text, self._pointer, Purpose.CHAMPION)
+            return checked(values, Pointer, self._pointer), text
+        except DamagedError as error:
+            raise self._damaged(str(error)) from None
+
+    def _damaged(self, problem: str) -> DamagedError:
+        return DamagedError(
+            f"{problem}: `python -m pipeline registry rollback {self.path} VERSION` writes the pointer again; "
+            f"there are {', '.join(self.names()[-10:]) or 'no versions'}"
+        )
 
     def names(self) -> list[str]:
         """Return committed versions, oldest first."""
@@ -161,8 +183,8 @@ class Registry:
             near = did_you_mean(name, names)
             raise RegistryError(f"{self.path} has no version {name!r} among {', '.join(names[-10:]) or 'none'}{near}")
         manifest = open_manifest(storage.join(path, MANIFEST), Purpose.VERSION, FORMAT_VERSION)
-        if manifest.get("version") != name:
-            raise DamagedError(f"{path}/{MANIFEST} is that of version {manifest.get('version')!r}")
+        if (named := checked(manifest, _VersionValues, f"{path}/{MANIFEST}").version) != name:
+            raise DamagedError(f"{path}/{MANIFEST} is that of version {named!r}")
         return Version(name, path, manifest)
 
     def next_name(self) -> str:
@@ -240,7 +262,7 @@ class Registry:
                 f"{self._pointer} was moved to {now and now.version} by another process: nothing is promoted"
             )
         number, previous = (now.number, now.version) if now else (0, None)
-        moved = Pointer(version.name, previous, number + 1, timestamp())
+        moved = Pointer(version.name, previous, next_number(number), timestamp())
         if not storage.swap_text(self._pointer, text, _to_text(moved)):
             raise RegistryError(f"{self._pointer} was changed by another process at the same time: nothing is promoted")
         return moved
@@ -251,7 +273,7 @@ class Registry:
             lambda now: Pointer(
                 version,
                 now.version if now and now.version != version else (now.previous if now else None),
-                now.number + 1 if now else 1,
+                next_number(now.number if now else 0),
                 timestamp(),
                 pinned=True,
                 reason=reason,
@@ -264,7 +286,7 @@ class Registry:
         def change(now: Pointer | None) -> Pointer:
             if now is None:
                 raise RegistryError(f"{self.path} has no champion yet")
-            return replace(now, pinned=False, reason="", number=now.number + 1) if now.pinned else now
+            return replace(now, pinned=False, reason="", number=next_number(now.number)) if now.pinned else now
 
         return self._change(change)
 
@@ -273,11 +295,21 @@ class Registry:
             try:
                 now, text = self._read_pointer()
             except DamagedError:
-                now, text = None, storage.read_text(self._pointer)
+                now, text = None, self._damaged_text()
             moved: Pointer = change(now)
             if moved == now or storage.swap_text(self._pointer, text, _to_text(moved)):
                 return moved
         raise RegistryError(f"{self._pointer} is changed by other processes all the time: try again")
+
+    def _damaged_text(self) -> str | None:
+        """What a damaged pointer holds; one that is not text is removed."""
+        try:
+            return storage.read_text(self._pointer)
+        except FileNotFoundError:
+            return None
+        except UnicodeDecodeError:
+            storage.remove(self._pointer)
+            return None
 
     def predecessor(self) -> str | None:
         """Return the target of a rollback: the champion's parent by lineage if it exists, otherwise
@@ -319,4 +351,4 @@ def timestamp() -> str:
 
 
 def _to_text(pointer: Pointer) -> str:
-    return json.dumps(asdict(pointer), indent=1)
+    return pointer_text(asdict(pointer), Purpose.CHAMPION)

@@ -1,8 +1,27 @@
-"""Convert values to values that JSON supports. JSON has no NaN and no infinity."""
+"""Make values that JSON can hold, and check the types of values that JSON gave."""
 
 from __future__ import annotations
 
 import math
+from typing import TypeVar
+
+import msgspec
+
+from pipeline.runtime.errors import DamagedError
+
+Kind = TypeVar("Kind")
+
+
+def checked(values: object, kind: type[Kind], source: str) -> Kind:
+    """Return the values as a `kind`, a dataclass for example; unknown keys are left out.
+
+    Raises:
+        DamagedError: a value is missing or has another type; names `source` and the key.
+    """
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise DamagedError(f"{source} is damaged: {error}") from None
 
 
 def finite(value: object) -> object:

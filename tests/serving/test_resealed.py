@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.runtime.errors import DamagedError
+from pipeline.runtime.storage.checksums import checksums_of
 from pipeline.runtime.storage.manifest import SEAL, read_sealed, seal_manifest
 from pipeline.runtime.storage.signature import Purpose, requiring, signing
 from pipeline.serving.artifact.export_run import ExportSummary
@@ -145,14 +146,19 @@ def test_an_artifact_that_another_key_signed_is_not_loaded_where_a_signature_is_
     (own, public), (other, _) = make_keys(tmp_path, "own"), make_keys(tmp_path, "other")
     with requiring(public):
         for key in (None, other):
-            with signing(key):
-                _write(artifact / "manifest.json", seal_manifest(_unsealed(artifact), Purpose.ARTIFACT).encode())
+            _sign(artifact, key)
             with pytest.raises(ArtifactError, match="signed"):
                 Predictor.load(str(artifact))
-        with signing(own):
-            _write(artifact / "manifest.json", seal_manifest(_unsealed(artifact), Purpose.ARTIFACT).encode())
+        _sign(artifact, own)
         assert Predictor.load(str(artifact)).version
     assert Predictor.load(str(artifact)).version
+
+
+def _sign(artifact: Path, key: str | None) -> None:
+    values = _unsealed(artifact)
+    with signing(key):
+        values["files"] = {name: checksums_of(str(artifact / name)) for name in values["files"]}
+        _write(artifact / "manifest.json", seal_manifest(values, Purpose.ARTIFACT).encode())
 
 
 def _unsealed(artifact: Path) -> dict[str, Any]:

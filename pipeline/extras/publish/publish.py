@@ -25,19 +25,19 @@ def publish(job: PublishJob, find: Callable[[str], FoundArtifact]) -> list[str]:
     Raises:
         ServingError: the artifact cannot be followed by deltas, or a delta does not pass the gate.
     """
-    artifact = find(job.artifact).path
     with none_while_importing():
         from pipeline.extras.publish.publisher import Publisher
         from pipeline.serving.artifact.deltas import deltas_folder, pin
 
-    folder = deltas_folder(artifact)
-    if job.pin is not None:
-        pin(folder, job.pin)
-        return [f"pinned      servers of {artifact} go to delta {job.pin} and stay there until unpin=true"]
-    if job.unpin:
-        pin(folder, None)
-        return [f"unpinned    servers of {artifact} follow its newest delta"]
     with requiring(job.require_signature), signing(job.sign_key):
+        artifact = find(job.artifact).path
+        folder = deltas_folder(artifact)
+        if job.pin is not None:
+            pin(folder, job.pin)
+            return [f"pinned      servers of {artifact} go to delta {job.pin} and stay there until unpin=true"]
+        if job.unpin:
+            pin(folder, None)
+            return [f"unpinned    servers of {artifact} follow its newest delta"]
         publisher = Publisher(job, artifact)
         if not job.follow:
             delta = publisher.publish_newest()

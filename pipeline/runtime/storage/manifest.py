@@ -94,6 +94,45 @@ def unseal(text: str, path: str, purpose: Purpose | None) -> dict[str, Any]:
     return values
 
 
+def pointer_text(values: dict[str, Any], purpose: Purpose) -> str:
+    """Return the text of a pointer, a small file that is replaced: sealed and signed if a key signs."""
+    return seal_manifest(values, purpose) if signature.is_signing() else json.dumps(values, indent=1)
+
+
+def parse_pointer(text: str, path: str, purpose: Purpose) -> dict[str, Any]:
+    """Return the values of a pointer that was read from `path`.
+
+    Raises:
+        DamagedError: it is not what pointer_text() wrote, is not signed as required, or is older
+            than one that was accepted before.
+    """
+    if SEAL.match(text):
+        values = unseal(text, path, purpose)
+    elif signature.is_required():
+        raise DamagedError(f"{path} is not signed, and a signature is required")
+    else:
+        try:
+            values = json.loads(text)
+        except (RecursionError, ValueError) as error:
+            raise DamagedError(f"{path} is damaged ({error})") from None
+    if not isinstance(values, dict):
+        raise DamagedError(f"{path} is damaged: it holds a {type(values).__name__}")
+    number = values.get("number")
+    if signature.is_required():
+        if type(number) is not int:
+            raise DamagedError(f"{path} has number {number!r}")
+        if problem := signature.age_problem(path, number):
+            raise DamagedError(f"{path} {problem}")
+        signature.accept(path, number)
+    return values
+
+
+def check_not_removed(path: str) -> None:
+    """Raise DamagedError for a missing pointer that was there when this process, or one before it, read it."""
+    if problem := signature.age_problem(path, None):
+        raise DamagedError(f"{path} {problem}")
+
+
 def _text_of(path: str) -> str:
     try:
         return storage.read_text(path)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -45,7 +46,7 @@ class Purpose(StrEnum):
 
 
 class _Accepted:
-    """The highest number accepted of each pointer; with a `path`, kept in that local file."""
+    """The highest number accepted at each path; kept in the local file `path`, if there is one."""
 
     def __init__(self, path: str | None) -> None:
         self._path = path
@@ -62,18 +63,22 @@ class _Accepted:
             raise ConfigError(f"{self._path} does not hold numbers of pointers: restore it or remove it")
         return found
 
-    def problem(self, pointer: str, number: int | None) -> str:
-        pointer = os.path.realpath(pointer) if storage.is_local(pointer) else pointer
-        newest = self._numbers.get(pointer)
-        if newest is not None and (number is None or number < newest):
-            found = "it is missing" if number is None else f"it has number {number}"
-            return f"is older than what was accepted before: {found}, and number {newest} was accepted"
-        if number is not None and number != newest:
-            self._numbers[pointer] = number
-            if self._path is not None:
-                self._numbers |= {key: max(each, self._numbers.get(key, 0)) for key, each in self._read().items()}
-                storage.publish_text(self._path, json.dumps(self._numbers, indent=1, sort_keys=True))
-        return ""
+    def newest(self, path: str) -> int | None:
+        return self._numbers.get(_name_of(path))
+
+    def add(self, path: str, number: int) -> None:
+        newest = self._numbers.get(_name_of(path))
+        if newest is not None and number <= newest:
+            return
+        self._numbers[_name_of(path)] = number
+        if self._path is not None:
+            # Another process may have written to the file.
+            self._numbers |= {key: max(each, self._numbers.get(key, 0)) for key, each in self._read().items()}
+            storage.publish_text(self._path, json.dumps(self._numbers, indent=1, sort_keys=True))
+
+
+def _name_of(path: str) -> str:
+    return os.path.realpath(path) if storage.is_local(path) else path
 
 
 _private: Ed25519PrivateKey | None = None
@@ -182,12 +187,31 @@ def signature_problem(signature: str, digest: str, purpose: Purpose, number: obj
     return f"is not signed as a {purpose} by a required key: was it signed by another key, or as something else?"
 
 
-def pointer_problem(path: str, number: int | None) -> str:
-    """Return an empty text unless this process, or the one before it, accepted a higher number.
+def accept(path: str, number: int) -> None:
+    """Keep the highest number of what was read at `path` and is signed as required."""
+    if _public:
+        _accepted.add(path, number)
 
-    `number` None says that the pointer is missing. Without a required key nothing is kept.
+
+def age_problem(path: str, number: int | None) -> str:
+    """Return an empty text, or that a higher number was accepted at `path` before.
+
+    `number` None says that there is nothing at `path`. Without a required key nothing is kept.
     """
-    return _accepted.problem(path, number) if _public else ""
+    newest = _accepted.newest(path) if _public else None
+    if newest is None or (number is not None and number >= newest):
+        return ""
+    found = "is missing" if number is None else f"has number {number}"
+    return f"{found}, and number {newest} was accepted before: restore the newer one, or write it again"
+
+
+def next_number(number: int) -> int:
+    """Return the number of a pointer that replaces the one with `number`.
+
+    A signed one is at least the time in seconds: it is then above each number accepted before,
+    even if the pointer that it replaces is an old copy or damaged.
+    """
+    return max(number + 1, int(time.time())) if is_signing() else number + 1
 
 
 def _statement(digest: str, purpose: Purpose, number: object) -> bytes:

@@ -17,16 +17,26 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from msgspec import Meta
 
 from pipeline.runtime.errors import DamagedError
-from pipeline.runtime.storage import storage
+from pipeline.runtime.json_values import checked
+from pipeline.runtime.storage import signature, storage
 from pipeline.runtime.storage.atomic import PublishedFolders, committed_names, published_folders
 from pipeline.runtime.storage.checksums import FileEntry, read_verified
-from pipeline.runtime.storage.manifest import MANIFEST, open_manifest, sealed_digest
+from pipeline.runtime.storage.manifest import (
+    MANIFEST,
+    check_not_removed,
+    open_manifest,
+    parse_pointer,
+    pointer_text,
+    sealed_digest,
+)
 from pipeline.runtime.storage.signature import Purpose
 from pipeline.serving.artifact.manifest import COMPOSED_FILE, Manifest
 
@@ -41,12 +51,8 @@ DTYPES = {
 }  # fmt: skip
 OF_VERSION = re.compile(r".*/versions/v\d{6,}/artifact")
 TABLE_FILE = re.compile(r"\d{5}\.(ids|rows)")
-LARGEST = 1e300  # of a number that other numbers are added to
-TABLE_KEYS = {"table", "rows", "ids", "values"}
-KINDS: dict[str, tuple[type, ...]] = {  # of the values of a manifest; 41 may be written for 41.0
-    "base_version": (str,), "sequence": (int,), "previous_sha256": (str,), "step": (int,), "saved_at": (float, int),
-    "save_id": (str,), "attempt": (str,), "tables": (list,), "stats": (dict,),
-}  # fmt: skip
+LARGEST = 1e300  # numbers up to it can be added to others
+Number = Annotated[float, Meta(gt=-LARGEST, lt=LARGEST)]
 
 
 class NewIds(NamedTuple):
@@ -64,6 +70,21 @@ class TableChange:
     rows: int
     ids: str
     values: str
+
+
+@dataclass
+class _DeltaValues:
+    """The types of a delta's values."""
+
+    base_version: str
+    sequence: int
+    previous_sha256: str
+    step: int
+    saved_at: Number
+    save_id: str
+    tables: list[TableChange]
+    stats: dict[str, Number | None]
+    attempt: str
 
 
 @dataclass(frozen=True)
@@ -109,35 +130,62 @@ def newest_sequence(folder: str) -> int:
     """Of the deltas from 1 on without a gap, at most the pinned one; 0 where there is none. Raises OSError, DamagedError."""
     found = {int(name) for name in committed_names(folder, NAME)}
     newest = next(number for number in range(len(found) + 1) if number + 1 not in found)
-    pinned = pinned_sequence(folder)
-    return newest if pinned is None else min(newest, pinned)
+    if (pinned := pinned_sequence(folder)) is not None:
+        return min(newest, pinned)
+    if problem := signature.age_problem(folder, newest):
+        raise DamagedError(f"the newest delta of {folder} {problem}")
+    return newest
 
 
 def pinned_sequence(folder: str) -> int | None:
     """Raises DamagedError where the file is not what pin() wrote."""
+    return _read_pin(folder).sequence
+
+
+@dataclass(frozen=True)
+class _Pin:
+    """What pin.json holds. `number` rises with every change of a signed one."""
+
+    sequence: int | None = None
+    reason: str = ""
+    number: int = 0
+
+
+def _read_pin(folder: str) -> _Pin:
     path = storage.join(folder, PIN)
     try:
-        pinned = json.loads(storage.read_text(path))["sequence"]
+        text = storage.read_text(path)
     except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError) as error:
+        check_not_removed(path)
+        return _Pin()
+    except UnicodeDecodeError as error:
         raise DamagedError(f"{path} cannot be read ({error}): pin a sequence again, or remove it") from None
-    if pinned is not None and (type(pinned) is not int or pinned < 0):
-        raise DamagedError(f"{path} names sequence {pinned!r}: pin a sequence again, or remove it")
+    values = parse_pointer(text, path, Purpose.PIN)
+    pinned = checked(values, _Pin, path)
+    if "sequence" not in values or (pinned.sequence is not None and pinned.sequence < 0):
+        raise DamagedError(f"{path} names sequence {pinned.sequence!r}: pin a sequence again, or remove it")
     return pinned
 
 
 def pin(folder: str, sequence: int | None, reason: str = "") -> None:
-    """Servers go to `sequence` and stay there; None: they follow the newest again."""
+    """Let servers go to `sequence` and stay there; None lets them follow the newest again."""
     storage.make_folder(folder)
-    content = {"sequence": sequence, **({"reason": reason} if reason else {})}
-    storage.publish_text(storage.join(folder, PIN), json.dumps(content))
+    content: dict[str, Any] = {"sequence": sequence, **({"reason": reason} if reason else {})}
+    if signature.is_signing():
+        content["number"] = signature.next_number(_number_before(folder))
+    storage.publish_text(storage.join(folder, PIN), pointer_text(content, Purpose.PIN))
+
+
+def _number_before(folder: str) -> int:
+    with suppress(DamagedError):  # a damaged one is replaced
+        return _read_pin(folder).number
+    return 0
 
 
 def why_pinned(folder: str) -> str:
-    """` (<reason>)`, or empty where none was given."""
-    content = json.loads(storage.read_text(storage.join(folder, PIN)))
-    return f" ({content['reason']})" if content.get("reason") else ""
+    """Return ` (<reason>)`, or an empty text if no reason was given."""
+    reason = _read_pin(folder).reason
+    return f" ({reason})" if reason else ""
 
 
 def read_delta(folder: str, artifact: str, manifest: Manifest, sequence: int) -> Delta:
@@ -148,34 +196,18 @@ def read_delta(folder: str, artifact: str, manifest: Manifest, sequence: int) ->
     """
     path = storage.join(folder, name_of(sequence))
     values = open_manifest(storage.join(path, MANIFEST), Purpose.DELTA, FORMAT_VERSION)
+    found = checked(values, _DeltaValues, storage.join(path, MANIFEST))
     before = storage.join(folder, name_of(sequence - 1)) if sequence > 1 else artifact
-    if problem := _kinds_problem(values) or _problem(values, manifest, sequence):
+    if problem := _problem(values, manifest, sequence):
         raise DamagedError(f"{path} {problem}")
     if values["previous_sha256"] != sealed_digest(storage.join(before, MANIFEST)):
         raise DamagedError(f"{path} was made for another {'delta' if sequence > 1 else 'artifact'} than {before}")
+    signature.accept(folder, sequence)
+    stats = {name: math.nan if number is None else number for name, number in found.stats.items()}
     return Delta(
-        path, sequence, values["step"], values["saved_at"], values["save_id"],
-        [TableChange(**change) for change in values["tables"]], values["files"], values["stats"],
-        sealed_digest(storage.join(path, MANIFEST)), values["attempt"],
+        path, sequence, found.step, found.saved_at, found.save_id, found.tables, values["files"], stats,
+        sealed_digest(storage.join(path, MANIFEST)), found.attempt,
     )  # fmt: skip
-
-
-def _kinds_problem(values: dict[str, Any]) -> str:
-    """Return what is of another type than a delta's manifest has, or an empty string."""
-    for name, kind in KINDS.items():
-        if type(values.get(name)) not in kind:
-            return f"says {name}={str(values.get(name))[:100]!r}, which is no {kind[0].__name__}"
-    for change in values["tables"]:
-        if not isinstance(change, dict) or set(change) != TABLE_KEYS:
-            return f"has {str(change)[:100]!r} in tables, and a change has the keys {sorted(TABLE_KEYS)}"
-    for name, number in values["stats"].items():
-        if number is not None and not _is_number(number):
-            return f"says {str(name)[:100]}={str(number)[:100]!r} in its stats, which is no number"
-    return "" if _is_number(values["saved_at"]) else f"says saved_at={str(values['saved_at'])[:100]}"
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) < LARGEST  # type: ignore[arg-type, operator]
 
 
 def _problem(values: dict[str, Any], manifest: Manifest, sequence: int) -> str:

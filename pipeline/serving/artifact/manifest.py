@@ -23,21 +23,22 @@ import hashlib
 import json
 import re
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+import msgspec
+
 from pipeline.config.labels import LABEL_KINDS, MAX_BUCKETS
 from pipeline.config.serving import DENSE_PRECISIONS, PRECISIONS
-from pipeline.data.dataset import SequenceFeature
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import storage
-from pipeline.runtime.storage.checksums import FileEntry
+from pipeline.runtime.storage.block_sums import ALGORITHMS, FileEntry
 from pipeline.runtime.storage.manifest import MANIFEST, open_manifest, seal_manifest
 from pipeline.runtime.storage.signature import Purpose
 from pipeline.serving.artifact.kept_rows import WORD_BITS
 from pipeline.serving.artifact.quantize import fits, row_bytes
-from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
+from pipeline.serving.artifact.raw_schema import RawSchema
 from pipeline.serving.artifact.retrieval_parts import ITEM_PROGRAM, ITEM_VALUES, ITEM_VECTORS, RetrievalParts
 from pipeline.serving.artifact.schema_problem import schema_problem
 from pipeline.serving.artifact.served_tasks import ServedTask
@@ -100,8 +101,10 @@ class Manifest:
         about = self._values()
         content = {key: about[key] for key in ("files", "schema", "tables", "features", "dense", "vocabularies", "format_version")}  # fmt: skip
         # Without the digests of a signed artifact, so that signing does not change the version.
-        sums = ("size_bytes", "block_bytes", "crc32")
-        content["files"] = {name: {key: entry[key] for key in sums} for name, entry in about["files"].items()}
+        content["files"] = {
+            name: {key: value for key, value in entry.items() if key not in ALGORITHMS}
+            for name, entry in about["files"].items()
+        }
         if self.tasks:
             content["tasks"] = about["tasks"]
         if self.retrieval is not None:
@@ -167,7 +170,7 @@ def read_manifest(path: str) -> Manifest:
     except (OSError, DamagedError, json.JSONDecodeError) as error:
         raise ArtifactError(f"{error}; copy or export the artifact again") from None
     try:
-        manifest = _decode(values)
+        manifest = decode(values)
         problem = _problem(manifest)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         problem = repr(error)
@@ -176,22 +179,12 @@ def read_manifest(path: str) -> Manifest:
     return manifest
 
 
-def _decode(values: dict[str, Any]) -> Manifest:
-    schema = values["schema"]
-    parts: dict[str, Any] = {
-        "schema": RawSchema(**{**schema, "features": [_feature(feature) for feature in schema["features"]]}),
-        "tables": [TableFiles(**table) for table in values["tables"]],
-        "features": [(str(name), int(table)) for name, table in values["features"]],
-        "tasks": [ServedTask(**task) for task in values.get("tasks", [])],
-        "retrieval": RetrievalParts(**values["retrieval"]) if "retrieval" in values else None,
-    }
-    rest = {key: value for key, value in values.items() if key not in ("version", *parts)}
-    return Manifest(**rest, **parts)
-
-
-def _feature(values: dict[str, Any]) -> RawFeature:
-    sequence = values.get("sequence")
-    return RawFeature(**{**values, "sequence": None if sequence is None else SequenceFeature(**sequence)})
+def decode(values: dict[str, Any]) -> Manifest:
+    """Return the manifest with these values. Raises ValueError for other keys or types."""
+    known = {each.name for each in fields(Manifest)}
+    if unknown := sorted(values.keys() - known - {"version"}):
+        raise ValueError(f"it has the key {unknown[0]!r}")
+    return msgspec.convert(values, Manifest)  # a ValidationError is a ValueError
 
 
 def _problem(manifest: Manifest) -> str:
