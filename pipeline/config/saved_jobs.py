@@ -49,7 +49,8 @@ def job_from_yaml(job_type: type[Job], text: str) -> Job:
         raise ConfigError(f"saved job: {error.full_key}: {str(error).splitlines()[0]}{near_field(error)}") from None
 
 
-def _values_of(text: str) -> dict[str, Any]:
+def plain_values(text: str) -> dict[str, Any]:
+    """Return what a saved job holds, before names of earlier releases are replaced. Raises ConfigError."""
     try:
         values = yaml.load(text, SAFE_LOADER)
     except yaml.YAMLError as error:
@@ -60,6 +61,11 @@ def _values_of(text: str) -> dict[str, Any]:
         ) from None
     if not isinstance(values, dict):
         raise ConfigError(f"saved job: a {type(values).__name__} is no job")
+    return values
+
+
+def _values_of(text: str) -> dict[str, Any]:
+    values = plain_values(text)
     if key := _interpolation(values):
         raise ConfigError(f"saved job: {key} holds ${{...}}, and what train saves is resolved: somebody has changed it")
     if "model" in values:

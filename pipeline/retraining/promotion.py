@@ -17,17 +17,18 @@ from typing import Any
 from pipeline.checkpoint.best import best_step
 from pipeline.checkpoint.steps import is_link, list_steps, read_manifest, step_path
 from pipeline.config.jobs.train import TrainJob
-from pipeline.config.saved_jobs import load_saved_job
+from pipeline.config.saved_jobs import load_saved_job, plain_values
 from pipeline.data.dataset import FILE_NAME, load_dataset
 from pipeline.retraining.ledger import ADDED, PROMOTED, Ledger, Record
 from pipeline.retraining.registry import ARTIFACT, Pointer, Registry, RegistryError, Version, timestamp
 from pipeline.runtime.errors import DamagedError
-from pipeline.runtime.storage import storage
+from pipeline.runtime.storage import signature, storage
 from pipeline.runtime.storage.lease import Lease, RunFolderHeldError, take_lease
 from pipeline.runtime.storage.manifest import MANIFEST, read_sealed
 from pipeline.runtime.storage.names import path_below
 from pipeline.runtime.storage.signature import Purpose
 
+CONFIG = "config.yaml"
 LEASE_TTL_S = 120.0
 
 
@@ -49,7 +50,7 @@ class FinishedRun:
         names = [MANIFEST, *self.manifest["files"]]
         source = storage.join(self.checkpoint, MANIFEST)
         files = {f"checkpoint/{step}/{name}": path_below(self.checkpoint, name, source) for name in names}
-        files["config.yaml"] = storage.join(self.folder, "config.yaml")
+        files[CONFIG] = storage.join(self.folder, CONFIG)
         kept = [
             FILE_NAME,
             *(feature.vocabulary for feature in load_dataset(self.data).sparse_features if feature.vocabulary),
@@ -75,7 +76,7 @@ def finished_run(folder: str) -> FinishedRun:
     """
     checkpoints = storage.join(folder, "checkpoints")
     steps = list_steps(checkpoints)
-    if not steps or not storage.is_file(storage.join(folder, "config.yaml")):
+    if not steps or not storage.is_file(storage.join(folder, CONFIG)):
         raise RegistryError(
             f"{folder} has no finished run with checkpoints on this machine; give run=<the run_dir of a training>"
         )
@@ -83,7 +84,7 @@ def finished_run(folder: str) -> FinishedRun:
     manifest = read_manifest(path)
     kept = manifest["config"]["checkpoint"]
     if kept.get("keep_best_n") or kept.get("save_best"):
-        job = load_saved_job(TrainJob, storage.join(folder, "config.yaml"))
+        job = load_saved_job(TrainJob, storage.join(folder, CONFIG))
         if best := best_step(checkpoints, job.best_metric):
             path = step_path(checkpoints, best[0])
             manifest = read_manifest(path)
@@ -93,12 +94,23 @@ def finished_run(folder: str) -> FinishedRun:
             "a complete step: train with "
             "checkpoint.differential=false to promote a run"
         )
+    if signature.is_required():
+        _check_config(storage.join(folder, CONFIG), manifest, path)
     data = str(manifest["config"]["data"]["path"])
     if load_dataset(data).fingerprint() != manifest["data_order"]["dataset"]:
         raise RegistryError(
             f"{data} is no longer the data set that {folder} was trained on: prepare that data set again"
         )
     return FinishedRun(folder, path, data, manifest)
+
+
+def _check_config(path: str, manifest: dict[str, Any], step: str) -> None:
+    """Raise DamagedError unless the saved job is the config that the signed manifest of the step holds."""
+    saved = plain_values(storage.read_text(path))
+    signed = manifest["config"]
+    differing = sorted(key for key in saved.keys() | signed.keys() if saved.get(key) != signed.get(key))
+    if differing:
+        raise DamagedError(f"{path} differs from the config that {step} was signed with, in {', '.join(differing)}: restore it")
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,20 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from pipeline.checkpoint.best import best_step as best_of
+from pipeline.checkpoint.steps import list_steps, read_manifest, step_path
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import TrainJob
-from pipeline.config.saved_jobs import load_saved_job
+from pipeline.config.saved_jobs import job_from_yaml, load_saved_job
 from pipeline.config.tables import TableConfig
 from pipeline.config.training import CheckpointConfig, ParallelConfig
 from pipeline.config.warm_start import WarmStartConfig
 from pipeline.embeddings.physical import physical_tables, signatures
 from pipeline.runtime.errors import TrainingError
-from pipeline.runtime.storage import storage
+from pipeline.runtime.storage import signature, storage
+from pipeline.runtime.storage.signature import requiring
 from pipeline.training.data_order import check_data_order, checkpoint_folder
 
 if TYPE_CHECKING:
@@ -45,6 +49,8 @@ def load_trained_job(job: EvaluateJob) -> TrainJob:
     if not storage.exists(path):
         raise TrainingError(f"{job.run} is not a run folder: {path} is missing; set run=<the run_dir of a training>")
     trained = load_saved_job(TrainJob, path)
+    with requiring(job.require_signature):
+        trained = as_signed(job.run, trained, chosen_step(job.run, trained, job.step, job.which))
     return replace(
         trained,
         planner=replace(trained.planner, kind="search"),  # its plan file may be for other ranks
@@ -54,6 +60,20 @@ def load_trained_job(job: EvaluateJob) -> TrainJob:
         run_dir=job.run,  # it may have been moved
         data=replace(trained.data, path=job.data_path or trained.data.path),
     )
+
+
+def as_signed(run: str, job: TrainJob, step: int | None) -> TrainJob:
+    """Return the config that the signed manifest of a step holds; `job` if no signature is required.
+
+    config.yaml is not signed: whoever may write to the run folder could change the model by it.
+    `step` None means the newest one. Raises DamagedError as read_manifest() does.
+    """
+    folder = checkpoint_folder(run, job.checkpoint)
+    steps = list_steps(folder) if signature.is_required() else []
+    if not steps:
+        return job
+    manifest = read_manifest(step_path(folder, steps[-1] if step is None else step))
+    return job_from_yaml(TrainJob, yaml.safe_dump(manifest.get("config", {})))
 
 
 def folder_of(run: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from pipeline.retraining.ledger import PROMOTED, Record
@@ -19,16 +20,17 @@ def finished(folder: Path, content: bytes = b"weights" * 1000) -> FinishedRun:
         made.mkdir(parents=True)
     dataset = described_dataset({"cat_0": 10})
     (data / "dataset.json").write_text(dataset.to_json())
-    (folder / "config.yaml").write_text("name: planted\n")
     (step / "__0_0.distcp").write_bytes(content)
     (step / ".metadata").write_bytes(b"metadata")
     files = {name: checksums_of(str(step / name)) for name in ("__0_0.distcp", ".metadata")}
+    config = {"checkpoint": {}, "data": {"path": str(data)}}
+    (folder / "config.yaml").write_text(json.dumps(config))  # YAML as well
     manifest = {
         "format_version": 2,
         "step": 7,
         "attempt": "",
         "files": files,
-        "config": {"checkpoint": {}, "data": {"path": str(data)}},
+        "config": config,
         "data_order": {"dataset": dataset.fingerprint()},
     }
     (step / "manifest.json").write_text(seal_manifest(manifest, Purpose.STEP))

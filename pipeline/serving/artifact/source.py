@@ -22,7 +22,7 @@ from pipeline.models.build import build_model
 from pipeline.planner.resolved_job import resolve_job
 from pipeline.runtime.errors import ServingError, did_you_mean
 from pipeline.serving.artifact.trained_model import TrainedModel, load_trained
-from pipeline.training.run_state import chosen_step, config_of, folder_of
+from pipeline.training.run_state import as_signed, chosen_step, config_of, folder_of
 
 # What of a job does not change the artifact's bytes.
 NO_SETTINGS = ("plugins", "run", "step", "which", "output", "data_path", "paths", "require_signature")
@@ -56,10 +56,11 @@ def open_source(job: ExportJob) -> Source:
     trained_job = config_of(job.run)
     if trained_job is None:
         raise ServingError(f"{job.run} is no run folder: it has no config.yaml; run=<the run_dir of a training>")
+    chosen = chosen_step(job.run, trained_job, job.step, job.which)
+    trained_job = as_signed(job.run, trained_job, chosen)
     task = find("task", trained_job.model.task)
     if task.no_export:
         raise ServingError(f"model={trained_job.model.kind} cannot be exported: {task.no_export}")
-    chosen = chosen_step(job.run, trained_job, job.step, job.which)
     step, manifest, tensors = open_step(folder_of(job.run), chosen)
     dataset, where = trained_dataset(manifest, job.data_path or trained_job.data.path)
     if dataset is None:

@@ -26,6 +26,7 @@ from pipeline.extras.publish.publisher import Publisher
 from pipeline.runtime.errors import ConfigError, DamagedError, ServingError
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.manifest import read_sealed, seal_manifest
+from pipeline.runtime.storage.signature import Purpose
 from pipeline.serving.artifact.deltas import (
     LAYERS_FILE,
     deltas_folder,
@@ -124,13 +125,13 @@ def test_a_damaged_delta_is_not_taken_and_what_served_goes_on(
 def _reseal_delta(artifact: Path, change: Callable[[dict[str, Any]], object], **contents: bytes) -> None:
     """Change the delta's manifest and files (dots of names as underscores), and make every checksum agree."""
     folder = artifact / "deltas" / "00000001"
-    values = read_sealed(str(folder / "manifest.json"))
+    values = read_sealed(str(folder / "manifest.json"), None)
     for name, content in contents.items():
         file = folder / name.removeprefix("f").replace("_", ".")
         file.unlink()
         values["files"][file.name] = write_bytes(str(file), content)
     change(values)
-    (folder / "manifest.json").write_text(seal_manifest(values))
+    (folder / "manifest.json").write_text(seal_manifest(values, Purpose.DELTA))
 
 
 @pytest.mark.parametrize("memory", ["ram", "mapped", "ssd"])
