@@ -110,7 +110,9 @@ def _check_config(path: str, manifest: dict[str, Any], step: str) -> None:
     signed = manifest["config"]
     differing = sorted(key for key in saved.keys() | signed.keys() if saved.get(key) != signed.get(key))
     if differing:
-        raise DamagedError(f"{path} differs from the config that {step} was signed with, in {', '.join(differing)}: restore it")
+        raise DamagedError(
+            f"{path} differs from the config that {step} was signed with, in {', '.join(differing)}: restore it"
+        )
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from pipeline.runtime.storage.checksums import FileEntry, damage, same_bytes, si
 from pipeline.runtime.storage.manifest import (
     MANIFEST,
     check_not_removed,
+    check_still_signed,
     open_manifest,
     parse_pointer,
     pointer_text,
@@ -263,6 +264,7 @@ class Registry:
             )
         number, previous = (now.number, now.version) if now else (0, None)
         moved = Pointer(version.name, previous, next_number(number), timestamp())
+        check_still_signed(self._pointer)
         if not storage.swap_text(self._pointer, text, _to_text(moved)):
             raise RegistryError(f"{self._pointer} was changed by another process at the same time: nothing is promoted")
         return moved
@@ -296,6 +298,7 @@ class Registry:
                 now, text = self._read_pointer()
             except DamagedError:
                 now, text = None, self._damaged_text()
+            check_still_signed(self._pointer)
             moved: Pointer = change(now)
             if moved == now or storage.swap_text(self._pointer, text, _to_text(moved)):
                 return moved

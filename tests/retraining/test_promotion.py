@@ -163,8 +163,10 @@ def test_a_run_and_a_version_are_taken_by_the_key_that_signed_them_alone(tmp_pat
         promote(Registry(path), Ledger(path), later, KEEP, lambda: None)
         champion = Registry(path).champion()
     assert champion is not None and champion.name == "v000002"
+    with pytest.raises(ConfigError, match=names("champion.json sign_key")):
+        registry_verb(RegistryJob(path, "rollback", "v000001"))
     for key, outcome in ((public, "v000001"), (others, "signed by another key")):
-        job = RegistryJob(path, "rollback", "v000001", require_signature=key)
+        job = RegistryJob(path, "rollback", "v000001", sign_key=own, require_signature=key)
         if key == public:
             assert outcome in registry_verb(job)[0]
         else:

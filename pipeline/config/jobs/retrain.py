@@ -126,7 +126,7 @@ class RegistryJob(Job):
     run: str = ""  # the run folder that `add` takes its first version from
     num: int = 20  # records that history shows
     html: str | None = None  # history: a page to write besides
-    sign_key: str | None = None  # a private Ed25519 key as PEM: the version that `add` makes is signed with it
+    sign_key: str | None = None  # a private Ed25519 key as PEM: versions and the champion's pointer are signed
     # Public Ed25519 keys, a path or a list: only steps and versions signed by one are used.
     require_signature: Any = None
 
@@ -139,7 +139,8 @@ class RegistryJob(Job):
             raise ConfigError(f"html={self.html} must end in .html")
         if self.command == "add":
             check_given("run", self.run)
-            if self.require_signature is not None and self.sign_key is None:
-                raise ConfigError(
-                    f"require_signature={self.require_signature} would not take the version that add makes: set sign_key=<its private key>"
-                )
+        if self.command in ("add", "rollback", "unpin") and self.require_signature and not self.sign_key:
+            raise ConfigError(
+                f"require_signature={self.require_signature} would refuse what {self.command} writes: "
+                "set sign_key=<its private key>"
+            )

@@ -13,7 +13,7 @@ import json
 import re
 from typing import Any
 
-from pipeline.runtime.errors import DamagedError
+from pipeline.runtime.errors import ConfigError, DamagedError
 from pipeline.runtime.json_values import finite
 from pipeline.runtime.storage import signature, storage
 from pipeline.runtime.storage.block_sums import entry_problem
@@ -125,6 +125,16 @@ def parse_pointer(text: str, path: str, purpose: Purpose) -> dict[str, Any]:
             raise DamagedError(f"{path} {problem}")
         signature.accept(path, number)
     return values
+
+
+def check_still_signed(path: str) -> None:
+    """Raise ConfigError if there is a signed pointer at `path` and no key signs the next one."""
+    try:
+        seal = SEAL.match(storage.read_text(path))
+    except (FileNotFoundError, UnicodeDecodeError):
+        return
+    if seal is not None and seal["signature"] and not signature.is_signing():
+        raise ConfigError(f"{path} is signed, and those who require it would refuse another one: set sign_key")
 
 
 def check_not_removed(path: str) -> None:

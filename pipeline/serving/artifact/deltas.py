@@ -32,6 +32,7 @@ from pipeline.runtime.storage.checksums import FileEntry, read_verified
 from pipeline.runtime.storage.manifest import (
     MANIFEST,
     check_not_removed,
+    check_still_signed,
     open_manifest,
     parse_pointer,
     pointer_text,
@@ -171,9 +172,11 @@ def pin(folder: str, sequence: int | None, reason: str = "") -> None:
     """Let servers go to `sequence` and stay there; None lets them follow the newest again."""
     storage.make_folder(folder)
     content: dict[str, Any] = {"sequence": sequence, **({"reason": reason} if reason else {})}
+    path = storage.join(folder, PIN)
+    check_still_signed(path)
     if signature.is_signing():
         content["number"] = signature.next_number(_number_before(folder))
-    storage.publish_text(storage.join(folder, PIN), pointer_text(content, Purpose.PIN))
+    storage.publish_text(path, pointer_text(content, Purpose.PIN))
 
 
 def _number_before(folder: str) -> int:
