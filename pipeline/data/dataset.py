@@ -197,11 +197,11 @@ class Dataset:
             raise _damaged(str(error)) from None
         if version != FORMAT_VERSION:
             raise DataError(
-                f"{FILE_NAME} has format_version {version}, this release reads {FORMAT_VERSION}: "
+                f"{FILE_NAME} has format_version {str(version)[:100]}, this release reads {FORMAT_VERSION}: "
                 "run `python -m pipeline prepare` again"
             )
         if unknown := sorted(raw.keys() - {each.name for each in fields(cls)}):
-            raise _damaged(f"it has the key {unknown[0]!r}")
+            raise _damaged(f"it has the key {unknown[0][:100]!r}")
         try:
             dataset = msgspec.convert(raw, cls)
         except msgspec.ValidationError as error:
@@ -214,7 +214,9 @@ class Dataset:
         """Return an empty text, or which name of a file leads out of the data set's folder."""
         named = [(f"feature {each.name!r}", each.vocabulary) for each in self.sparse_features if each.vocabulary]
         named += [(f"split {name!r}", shard.path) for name, split in self.splits.items() for shard in split.files]
-        return next((f"{name!r} of {what} {text}" for what, name in named if (text := name_problem(name))), "")
+        return next(
+            (f"{name[:100]!r} of {what[:100]} {text}" for what, name in named if (text := name_problem(name))), ""
+        )
 
 
 def _damaged(problem: str) -> DataError:

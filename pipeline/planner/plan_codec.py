@@ -91,7 +91,7 @@ def read_plan(path: str, command: str = COMMAND) -> PlanRecord:
         record = _decode_content(content)
         _check_shards(record)
     except DAMAGE as error:
-        raise PlanError(f"plan file {path} is damaged: {error}; make it again: {command}") from error
+        raise PlanError(f"plan file {path} is damaged: {str(error)[:500]}; make it again: {command}") from error
     return record
 
 

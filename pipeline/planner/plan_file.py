@@ -22,8 +22,8 @@ OF_THIS_MACHINE = ".autox"  # in the name of a plan for hardware=auto: it is nev
 PACKAGE = Path(__file__).resolve().parents[1]
 FORMAT_VERSION = 2
 COMMAND = "python -m pipeline plan experiment=<name> hardware=<preset> world_size=<ranks>"
-# What decoding a damaged file raises; torch checks shards with ValueErrors.
-DAMAGE = (KeyError, TypeError, AttributeError, ValueError, IndexError, OverflowError, RecursionError)
+# What decoding a damaged file raises: torch gives ValueErrors for shards, RuntimeErrors for devices.
+DAMAGE = (KeyError, TypeError, AttributeError, ValueError, IndexError, OverflowError, RuntimeError)
 
 
 def find_plan_file(path: str, command: str) -> str:
@@ -67,7 +67,7 @@ def read_view(path: str) -> PlanView:
         if planned != {choice.name for choice in view.description.tables}:
             raise PlanError("its plan and its tables differ")
     except DAMAGE as error:
-        raise PlanError(f"plan file {path} is damaged: {error}; make it again: {COMMAND}") from error
+        raise PlanError(f"plan file {path} is damaged: {str(error)[:500]}; make it again: {COMMAND}") from error
     return view
 
 
@@ -77,10 +77,10 @@ def read_content(path: str, command: str = COMMAND) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(storage.read_text(path))
         version = content["format_version"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise PlanError(f"{path} is not a plan file ({error!r}); make one: {command}") from None
+        raise PlanError(f"{path} is not a plan file ({repr(error)[:500]}); make one: {command}") from None
     if version != FORMAT_VERSION:
         raise PlanError(
-            f"plan file {path} has format_version {version}, this release reads {FORMAT_VERSION}; make it again: {command}"
+            f"plan file {path} has format_version {str(version)[:100]}, this release reads {FORMAT_VERSION}; make it again: {command}"
         )
     return content
 

@@ -15,6 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from pipeline.retraining.registry import RegistryError, timestamp
+from pipeline.runtime.json_values import checked
 from pipeline.runtime.masking import one_line
 from pipeline.runtime.storage import storage
 
@@ -78,8 +79,8 @@ class Ledger:
     def read(self, number: int) -> Record:
         """Read a record. Raises RegistryError if the file is not a record."""
         try:
-            return Record(**json.loads(storage.read_text(self._path(number))))
-        except (TypeError, ValueError) as error:
+            return checked(json.loads(storage.read_text(self._path(number))), Record, self._path(number))
+        except (ValueError, RecursionError) as error:
             raise RegistryError(
                 f"{self._path(number)} is not a record ({error}); restore it from a copy, or "
                 "remove it so that its window is judged again"

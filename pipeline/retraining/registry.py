@@ -154,8 +154,11 @@ class Registry:
         except UnicodeDecodeError as error:
             raise self._damaged(f"{self._pointer} is damaged ({error})") from None
         try:
-            values = parse_pointer(text, self._pointer, Purpose.CHAMPION)
-            return checked(values, Pointer, self._pointer), text
+            pointer = checked(parse_pointer(text, self._pointer, Purpose.CHAMPION), Pointer, self._pointer)
+            for name in (pointer.version, pointer.previous):
+                if name is not None and not VERSION_NAME.fullmatch(name):
+                    raise DamagedError(f"{self._pointer} names the version {name[:100]!r}")
+            return pointer, text
         except DamagedError as error:
             raise self._damaged(str(error)) from None
 
@@ -185,7 +188,7 @@ class Registry:
             raise RegistryError(f"{self.path} has no version {name!r} among {', '.join(names[-10:]) or 'none'}{near}")
         manifest = open_manifest(storage.join(path, MANIFEST), Purpose.VERSION, FORMAT_VERSION)
         if (named := checked(manifest, _VersionValues, f"{path}/{MANIFEST}").version) != name:
-            raise DamagedError(f"{path}/{MANIFEST} is that of version {named!r}")
+            raise DamagedError(f"{path}/{MANIFEST} is that of version {named[:100]!r}")
         return Version(name, path, manifest)
 
     def next_name(self) -> str:

@@ -99,7 +99,8 @@ def test_other_bytes_with_the_same_crc32_are_refused(
         path.write_bytes(forged + bytes(2 * block_sums.BLOCK_BYTES))
         with pytest.raises(DamagedError, match="bytes 0 to"):
             read_verified(str(path), entry)
-    assert damage(str(path), entry) == ""  # by its CRC-32, nothing is wrong
+    # Without a required signature the slower SHA-256 is not computed, and the CRC-32 is right.
+    assert bool(damage(str(path), entry)) == (algorithm == "blake3")
 
 
 def test_an_entry_without_a_digest_is_refused_if_a_signature_is_required(tmp_path: Path) -> None:

@@ -54,6 +54,16 @@ def digest_algorithm(entry: FileEntry) -> str:
     return next((name for name in ALGORITHMS if name in entry), "")
 
 
+def verifying_algorithm(entry: FileEntry) -> str:
+    """Return the key of the digests that blocks are verified by; empty: by their CRC-32.
+
+    BLAKE3 is faster than CRC-32, so its digests are used whenever they are there.
+    """
+    algorithm = digest_algorithm(entry)
+    is_fast = algorithm == ALGORITHMS[0] and _hash_of(algorithm) is not None
+    return algorithm if is_fast or signature.is_required() else ""
+
+
 def digest_of(algorithm: str, block: memoryview | bytes) -> str:
     """Raises DamagedError if the algorithm is not installed."""
     make = _hash_of(algorithm)
@@ -77,7 +87,7 @@ def entry_problem(entry: object) -> str:
     about = entry if isinstance(entry, dict) else {}
     size, block = about.get("size_bytes"), about.get("block_bytes")
     if type(size) is not int or type(block) is not int or size < 0 or block < 1:
-        return f"has size_bytes={size} and block_bytes={block}"
+        return f"has size_bytes={str(size)[:100]} and block_bytes={str(block)[:100]}"
     algorithm = digest_algorithm(about)
     if not algorithm and signature.is_required():
         return "has no digest, and a signature of its CRC-32 does not cover its bytes: write it again with sign_key"

@@ -3,8 +3,8 @@
 Each block of 8 MiB has its own CRC-32, so a rank that reads a part of a file verifies only that
 part, and the bytes that are verified are the bytes that are used. CRC-32 finds every flip of one,
 two or 32 neighbouring bits in a block, but anyone can make other bytes with the same CRC-32. If a
-key signs, each block also has a BLAKE3 or SHA-256 digest, and if a signature is required, blocks
-are verified by that digest. docs/adr/0068 compares the algorithms.
+key signs, each block also has a BLAKE3 or SHA-256 digest. If a signature is required, or the digest
+is the faster BLAKE3, blocks are verified by the digest. docs/adr/0068 compares the algorithms.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pipeline.runtime.storage.block_sums import (
     digest_algorithm,
     digest_of,
     entry_problem,
+    verifying_algorithm,
     zero_digest,
 )
 from pipeline.runtime.storage.seekable import PositionedReader
@@ -202,7 +203,7 @@ class VerifiedFile(PositionedReader):
             raise DamagedError(f"{path} {problem}")
         if problem := size_problem(path, entry):
             raise DamagedError(problem)
-        self._algorithm = digest_algorithm(entry) if signature.is_required() else ""
+        self._algorithm = verifying_algorithm(entry)
         self._file: IO[bytes] = storage.open_raw(path)
         self._is_local = storage.is_local(path)
         if self._is_local and hasattr(os, "posix_fadvise"):
@@ -301,7 +302,6 @@ class VerifiedFile(PositionedReader):
         return count
 
     def _verify(self, index: int, block: memoryview) -> None:
-        """By the digest if a signature is required, which then replaces the CRC-32."""
         if self._algorithm:
             is_same = digest_of(self._algorithm, block) == self._entry[self._algorithm][index]
         else:

@@ -60,7 +60,7 @@ def open_manifest(path: str, purpose: Purpose, *format_versions: int) -> dict[st
         raise DamagedError(f"{path}: {problem}")
     if (found := values.get("format_version")) not in format_versions:
         known = " and ".join(map(str, format_versions))
-        raise DamagedError(f"{path} has format_version {found}, this release reads {known}")
+        raise DamagedError(f"{path} has format_version {str(found)[:100]}, this release reads {known}")
     return values
 
 
@@ -120,7 +120,7 @@ def parse_pointer(text: str, path: str, purpose: Purpose) -> dict[str, Any]:
     number = values.get("number")
     if signature.is_required():
         if type(number) is not int:
-            raise DamagedError(f"{path} has number {number!r}")
+            raise DamagedError(f"{path} has number {str(number)[:100]!r}")
         if problem := signature.age_problem(path, number):
             raise DamagedError(f"{path} {problem}")
         signature.accept(path, number)
@@ -159,11 +159,11 @@ def files_problem(files: object) -> str:
         return "it lists no files"
     for name, entry in files.items():
         if problem := name_problem(name) or entry_problem(entry):
-            return f"file {name!r} {problem}"
+            return f"file {str(name)[:100]!r} {problem}"
     return ""
 
 
 def attempt_problem(attempt: object) -> str:
     """Return an empty text, or what is wrong with the folder below a step or delta that has its files."""
     problem = "" if attempt in (None, "") else name_problem(attempt)
-    return f"attempt {attempt!r} {problem}" if problem else ""
+    return f"attempt {str(attempt)[:100]!r} {problem}" if problem else ""

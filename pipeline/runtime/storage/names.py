@@ -31,5 +31,5 @@ def path_below(folder: str, name: object, source: str) -> str:
         DamagedError: the name leads elsewhere, or is not a name.
     """
     if problem := name_problem(name):
-        raise DamagedError(f"{source}: {name!r} {problem}")
+        raise DamagedError(f"{source}: {str(name)[:100]!r} {problem}")
     return storage.join(folder, str(name))

@@ -183,7 +183,7 @@ def decode(values: dict[str, Any]) -> Manifest:
     """Return the manifest with these values. Raises ValueError for other keys or types."""
     known = {each.name for each in fields(Manifest)}
     if unknown := sorted(values.keys() - known - {"version"}):
-        raise ValueError(f"it has the key {unknown[0]!r}")
+        raise ValueError(f"it has the key {unknown[0][:100]!r}")
     return msgspec.convert(values, Manifest)  # a ValidationError is a ValueError
 
 

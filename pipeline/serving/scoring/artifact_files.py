@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from pipeline.config.registry import from_extra
 from pipeline.config.server import SsdConfig
 from pipeline.data.read.value_index import NAMES
-from pipeline.runtime.storage import storage
+from pipeline.runtime.storage import signature, storage
 from pipeline.runtime.storage.checksums import FileEntry, damage, read_verified, size_problem
 from pipeline.serving.artifact.kept_rows import KeptRows
 from pipeline.serving.artifact.manifest import COMPOSED_FILE, DENSE_FILE, ArtifactError, Manifest, TableFiles
@@ -63,7 +63,7 @@ class ArtifactFiles:
     """The files of an artifact, each verified before it is used."""
 
     def __init__(self, path: str, manifest: Manifest, verify: bool) -> None:
-        self._path, self.manifest, self._verify = path, manifest, verify
+        self._path, self.manifest, self._verify = path, manifest, verify or signature.is_required()
 
     def path(self, name: str) -> str:
         """Raises ArtifactError where the file is missing, or has another size."""
