@@ -17,7 +17,7 @@ THEMES = {
     "Speed on CPUs": (19, 45, 48, 52, 56, 58, 59),
     "Checkpoints": (4, 8, 9, 10, 29, 37, 40, 51, 57, 63),
     "Retraining and streams": (13, 28, 42, 50),
-    "Artifacts and serving": (14, 15, 22, 23, 30, 38, 47, 68),
+    "Artifacts and serving": (14, 15, 22, 23, 30, 38, 47, 68, 69),
     "Clusters": (11, 12, 41, 43),
 }
 OTHER = "Other"

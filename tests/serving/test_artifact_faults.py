@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
-import zipfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from pipeline.runtime.errors import DamagedError
 from pipeline.serving.artifact.export_run import ExportSummary
 from pipeline.serving.artifact.manifest import ArtifactError, TableFiles, read_manifest
-from pipeline.serving.scoring.dense_program import check_archive
 from pipeline.serving.scoring.predictor import Predictor
 from tests.serving import kill_worker
 from tests.serving.exports import run_export
@@ -102,31 +97,6 @@ def test_naming_the_version_in_every_answer_costs_nothing(artifact: Path) -> Non
     assert predictor.version is predictor.version == read_manifest(str(artifact)).version
     changed = replace(predictor.manifest, features=predictor.manifest.features[:-1])
     assert changed.version != predictor.version
-
-
-def test_layers_that_hold_a_pickle_are_refused_before_torch_reads_them(small_artifact: ExportSummary) -> None:
-    content = (Path(small_artifact.artifact) / "dense.pt2").read_bytes()
-    check_archive(content, "dense.pt2")
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        members = {info.filename: archive.read(info) for info in archive.infolist()}
-    weights = next(name for name in members if name.endswith("weights_config.json"))
-    inputs = next(name for name in members if "sample_inputs" in name)
-    pickled = json.loads(members[weights])
-    next(iter(pickled["config"].values()))["use_pickle"] = True
-    buffer = io.BytesIO()
-    torch.save((torch.zeros(1),), buffer)
-    changes = {
-        weights: json.dumps(pickled).encode(),
-        inputs: buffer.getvalue(),
-        "model/data/constants/opaque_obj_0": b"x",
-    }
-    for name, value in changes.items():
-        changed = io.BytesIO()
-        with zipfile.ZipFile(changed, "w") as archive:
-            for member, held in {**members, name: value}.items():
-                archive.writestr(member, held)
-        with pytest.raises(DamagedError):
-            check_archive(changed.getvalue(), "dense.pt2")
 
 
 @pytest.mark.parametrize(

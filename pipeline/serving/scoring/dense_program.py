@@ -1,30 +1,52 @@
-"""Load dense.pt2 as a callable, without unpickling anything.
+"""Load dense.pt2, the exported layers, as a callable. Nothing of the file is unpickled or run as Python.
 
-torch.export's archive is a zip file of JSON and raw tensors. It may hold pickles too: tensors of other classes, objects,
-example inputs. Ours do not, and one that does is refused before torch looks at it.
+dense.pt2 is torch.export's archive: a zip file of raw tensors and JSON. torch.export.load would evaluate parts of that
+JSON, so the archive is read here: tensors from members of known names, the graph by program_graph.py.
 """
 
 from __future__ import annotations
 
 import io
-import json
-import operator
+import math
+import re
 import zipfile
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.fx
-from torch.fx.graph import CodeGen
 
 from pipeline.devices.cpu.products import onednn_multiplies_faster, outputs
 from pipeline.runtime.errors import DamagedError, ServingError
+from pipeline.serving.scoring.program_graph import (
+    GraphProblem,
+    GraphReader,
+    a_bool,
+    a_dtype,
+    a_list,
+    a_text,
+    an_int,
+    an_object,
+    check_device,
+    get,
+    one_of,
+    read_json,
+)
+from pipeline.serving.scoring.program_operators import UnlistedOperatorError
+from pipeline.serving.scoring.program_sizes import check_sizes
 
 Program = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-GUARDS = "_guards_fn"  # what ExportedProgram.module() calls its checks, where it has them
 RELU = (torch.ops.aten.relu.default, torch.ops.aten.relu_.default)
-RAW = ("/data/weights/weight_", "/data/constants/tensor_")  # the tensors themselves
-JSON = ("_config.json", "/models/model.json")
-PLAIN = ("/archive_format", "/archive_version", "/byteorder", "/.data/version", "/.data/serialization_id", "/version", "/.format_version")  # fmt: skip
+MODEL, WEIGHTS, CONSTANTS = "models/model.json", "data/weights/", "data/constants/"
+CONFIGS = {WEIGHTS: WEIGHTS + "model_weights_config.json", CONSTANTS: CONSTANTS + "model_constants_config.json"}
+SAMPLE_INPUTS = "data/sample_inputs/model.pt"  # a pickle; ours is empty
+MEMBER = re.compile(
+    r"[A-Za-z0-9_-]+/("
+    r"models/model\.json|data/weights/(weight_[0-9]+|model_weights_config\.json)"
+    r"|data/constants/(tensor_[0-9]+|model_constants_config\.json)|data/sample_inputs/model\.pt"
+    r"|archive_format|archive_version|byteorder|version|\.format_version|\.data/(version|serialization_id))"
+)
+MAX_MEMBERS = 100_000
 
 
 class DenseProgram:
@@ -60,37 +82,119 @@ class DenseProgram:
 
 
 def load_program(content: bytes, name: str) -> DenseProgram:
-    """Raises DamagedError for an archive that holds, or may hold, a pickle."""
-    check_archive(content, name)
-    return without_checks(torch.export.load(io.BytesIO(content)))
+    """Load the bytes of dense.pt2. `name` is for errors.
 
-
-def without_checks(program: torch.export.ExportedProgram) -> DenseProgram:
-    """The operations of a program of plain tensors, and nothing besides them.
-
-    ExportedProgram.module() looks at its inputs' shapes by symbolic algebra, walks down to each weight through its
-    modules, and checks types between operations: for 16 rows that takes longer than DLRM's layers do. Callers give inputs
-    of the right shape.
+    Raises:
+        DamagedError: the archive is not one of plain tensors and listed kinds of JSON, or needs too much memory.
+        UnlistedOperatorError: it calls an operator that is not in the list.
     """
-    module = program.module()
-    graph = module.graph
+    try:
+        members = read_archive(content)
+        stored = {
+            (prefix == WEIGHTS, key): tensor
+            for prefix in CONFIGS
+            for key, tensor in _read_tensors(members, prefix).items()
+        }
+        reader = GraphReader(read_json(get(members, MODEL)), stored)
+        graph = reader.build()
+        module = torch.fx.GraphModule({}, torch.fx.Graph())
+        vars(module).update(reader.constants)  # no parameters: nn.Module looks those up by a method of its own
+        module.graph = graph
+        check_sizes(module, reader.widths, sum(tensor.numel() for tensor in stored.values()))
+    except GraphProblem as error:
+        raise DamagedError(f"{name} {error}; it is not loaded. Export again") from None
+    except UnlistedOperatorError as error:
+        raise UnlistedOperatorError(f"{name}: {error}") from None
+    _simplify(graph)
+    module.recompile()
+    return DenseProgram(module, reader.sources)
+
+
+def read_archive(content: bytes) -> dict[str, bytes]:
+    """The members of the archive, by their names below its root. Raises GraphProblem for any that layers do not have."""
+    found: dict[str, bytes] = {}
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            members = archive.infolist()
+            if len(members) > MAX_MEMBERS or sum(member.file_size for member in members) > len(content):
+                raise GraphProblem(f"lists {len(members)} members, which its {len(content)} bytes cannot hold")
+            for member in members:
+                if MEMBER.fullmatch(member.filename) is None:
+                    raise GraphProblem(f"holds {member.filename!r:.100}, which layers do not have")
+                if member.compress_type != zipfile.ZIP_STORED:
+                    raise GraphProblem(f"holds {member.filename} compressed")
+                name = member.filename.partition("/")[2]
+                if name in found:
+                    raise GraphProblem(f"holds {name} twice")
+                found[name] = archive.read(member)
+    except GraphProblem:
+        raise
+    except Exception as error:  # zipfile raises many kinds for damaged archives
+        raise GraphProblem(f"is not an archive of torch.export: {str(error)[:100]}") from None
+    if found.get(SAMPLE_INPUTS):
+        raise GraphProblem(f"holds a pickle of example inputs ({SAMPLE_INPUTS})")
+    if found.get("byteorder", b"little") != b"little":
+        raise GraphProblem("holds numbers of another byte order than little endian")
+    return found
+
+
+def _read_tensors(members: dict[str, bytes], prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors of one folder of the archive, by the names that its config gives them."""
+    config = an_object(get(read_json(get(members, CONFIGS[prefix])), "config"))
+    flat: dict[str, torch.Tensor] = {}
+    found = {}
+    for name, value in config.items():
+        entry = an_object(value)
+        if a_bool(get(entry, "use_pickle")):
+            raise GraphProblem(f"holds {name!r:.80} as a pickle")
+        path, meta = prefix + a_text(get(entry, "path_name")), an_object(get(entry, "tensor_meta"))
+        if path == CONFIGS[prefix]:
+            raise GraphProblem(f"names {path} as a tensor")
+        check_device(get(meta, "device"))
+        dtype = a_dtype(get(meta, "dtype"))
+        if path not in flat:
+            flat[path] = _flat_tensor(get(members, path), dtype)
+        found[name] = _strided(flat[path], dtype, meta)
+    return found
+
+
+def _flat_tensor(content: bytes, dtype: torch.dtype) -> torch.Tensor:
+    if len(content) % dtype.itemsize:
+        raise GraphProblem(f"has a tensor of {len(content)} bytes, which are not whole numbers of {dtype}")
+    # torch's allocator aligns to 64 bytes; products of unaligned matrices may differ in the last bit.
+    tensor = torch.empty(len(content) // dtype.itemsize, dtype=dtype)
+    if content:
+        tensor.view(torch.uint8).numpy()[:] = memoryview(content)
+    return tensor
+
+
+def _strided(flat: torch.Tensor, dtype: torch.dtype, meta: dict[str, Any]) -> torch.Tensor:
+    sizes, strides = ([_size(each) for each in a_list(get(meta, key))] for key in ("sizes", "strides"))
+    offset = _size(get(meta, "storage_offset"))
+    last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=False))
+    count = math.prod(sizes)
+    if flat.dtype != dtype or len(sizes) != len(strides) or count > len(flat) or (count and last >= len(flat)):
+        raise GraphProblem(
+            f"has a tensor of {len(flat)} numbers, and {sizes} of them by {strides} from {offset} are used"
+        )
+    return flat.as_strided(sizes, strides, offset) if count else torch.empty(sizes, dtype=dtype)
+
+
+def _size(value: Any) -> int:
+    kind, number = one_of(value)
+    if kind != "as_int" or (size := an_int(number)) < 0:
+        raise GraphProblem(f"has the size {value!r:.80}, and stored tensors have whole numbers")
+    return size
+
+
+def _simplify(graph: torch.fx.Graph) -> None:
+    """Remove casts that change nothing; where oneDNN is faster, use it for linear layers."""
     for node in list(graph.nodes):
-        if node.target in (GUARDS, torch.ops.aten._assert_tensor_metadata.default):
-            graph.erase_node(node)
-        elif _changes_nothing(node):
+        if _changes_nothing(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     if onednn_multiplies_faster():
         _multiply_by_onednn(graph)
-    constants = graph.find_nodes(op="get_attr")
-    sources = [str(node.target) for node in constants]
-    for number, node in enumerate(constants):
-        value = operator.attrgetter(node.target)(module)
-        node.target = f"constant_{number}"
-        vars(module)[node.target] = value.detach()  # no parameter: nn.Module looks those up by a method of its own
-    graph.set_codegen(CodeGen())  # in the place of pytree's, which takes inputs and outputs apart
-    module.recompile()
-    return DenseProgram(module, sources)
 
 
 def _multiply_by_onednn(graph: torch.fx.Graph) -> None:
@@ -113,31 +217,6 @@ def _changes_nothing(node: torch.fx.Node) -> bool:
     source = node.args[0]
     value = source.meta.get("val") if isinstance(source, torch.fx.Node) else None
     return isinstance(value, torch.Tensor) and value.dtype == node.args[1]
-
-
-def check_archive(content: bytes, name: str) -> None:
-    """Raises DamagedError unless every member is of a kind that is read without pickle."""
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            for member in archive.infolist():
-                if problem := _problem(archive, member):
-                    raise DamagedError(f"{name} holds {member.filename}, {problem}; it is not loaded. Export again")
-    except (zipfile.BadZipFile, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DamagedError(f"{name} is no archive of torch.export: {error}") from None
-
-
-def _problem(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> str:
-    path = member.filename
-    if member.compress_type != zipfile.ZIP_STORED:
-        return "which is compressed"
-    if "/data/sample_inputs/" in path:
-        return "" if member.file_size == 0 else "a pickle of example inputs"
-    if path.endswith("_config.json"):
-        config = json.loads(archive.read(member)).get("config", {})
-        return "which names a pickle" if any(entry.get("use_pickle", True) for entry in config.values()) else ""
-    if path.endswith((*JSON, *PLAIN)) or any(raw in path for raw in RAW):
-        return ""
-    return "which is nothing that an artifact has"
 
 
 def load_compiled(path: str) -> Program:
