@@ -64,7 +64,8 @@ def retrain(job: RetrainJob) -> TickSummary:
     """
     group = WorkerGroup(job.world_size, job.comms.backend, job.comms.timeout_s, job.hardware.compute_device)
     if not group.is_leader:
-        group.follow()
+        with signing(job.checkpoint.sign_key), requiring(job.checkpoint.require_signature):
+            group.follow()
         return TickSummary("")
     try:
         with ExitStack() as stack:

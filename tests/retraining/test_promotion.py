@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,9 @@ from pipeline.cli.registry import run as registry_verb
 from pipeline.config.jobs.retrain import RegistryJob
 from pipeline.retraining import promotion
 from pipeline.retraining.ledger import PROMOTED, Ledger
-from pipeline.retraining.promotion import FinishedRun, add_run, complete, files_of_artifact, promote
+from pipeline.retraining.promotion import FinishedRun, add_run, complete, files_of_artifact, finished_run, promote
 from pipeline.retraining.registry import PinnedError, Registry, RegistryError
-from pipeline.runtime.errors import ConfigError, DamagedError
+from pipeline.runtime.errors import ConfigError, DamagedError, DataError
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.checksums import checksums_of
 from pipeline.runtime.storage.lease import take_lease
@@ -199,3 +200,22 @@ def test_a_rollback_gets_away_from_a_damaged_champion_and_a_damaged_pointer(tmp_
     registry_verb(RegistryJob(registry=str(path), command="rollback", version="v000001"))
     pointer = Registry(str(path)).pointer()
     assert pointer is not None and (pointer.version, pointer.pinned) == ("v000001", True)
+
+
+def test_a_name_that_leads_out_of_a_run_is_refused_with_its_file(tmp_path: Path) -> None:
+    """A run from elsewhere could write anywhere next to the registry that it was added to."""
+    run, outside = finished(tmp_path / "run"), "../../../../evil.sh"
+    manifest = Path(run.checkpoint) / "manifest.json"
+    good = manifest.read_text()
+    for values in ({"files": {**run.manifest["files"], outside: checksums_of(__file__)}}, {"attempt": outside}):
+        manifest.write_text(seal_manifest({**run.manifest, **values}, Purpose.STEP))
+        with pytest.raises(DamagedError, match=names(f"{manifest} {outside}")):
+            finished_run(run.folder)
+    manifest.write_text(good)
+    assert finished_run(run.folder).files()
+    dataset = Path(run.data) / "dataset.json"
+    values = json.loads(dataset.read_text())
+    values["sparse_features"][0]["vocabulary"] = outside
+    dataset.write_text(json.dumps(values))
+    with pytest.raises(DataError, match=names(f"dataset.json {outside}")):
+        finished_run(run.folder)

@@ -16,7 +16,9 @@ from pipeline.cli.command_line import load_config, validate_train
 from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.errors import TrainingError, UserError
+from pipeline.runtime.storage.signature import requiring
 from pipeline.serving.artifact.export_run import export
+from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training import summary as train_summary
 from pipeline.training.continued import describe_differences, differences
 from pipeline.training.summary import TrainSummary
@@ -157,3 +159,16 @@ def test_steps_are_signed_and_only_what_a_key_vouches_for_is_resumed(
     assert ranks.run(1, evaluate_on_rank, [*measured, f"require_signature={public}"])[0].step == 2
     with pytest.raises(UserError, match=names("step_00000002 signed another key")):
         export(load_config(ExportJob, [f"run={tmp_path}/run", f"require_signature={other}"]))
+
+
+@pytest.mark.campaign
+def test_a_signed_run_is_exported_signed_and_loaded_by_the_key(
+    ranks: RankPool, prepared_clicks: str, tmp_path: Path
+) -> None:
+    private, public = make_keys(tmp_path, "own")
+    words = _job(prepared_clicks, tmp_path / "run", "logger.report=false", f"checkpoint.sign_key={private}")
+    ranks.run(1, _train, [*words, "trainer.max_steps=1"])
+    signed = [f"sign_key={private}", f"require_signature=[{public}]", f"run={tmp_path}/run", "parity.max_rows=100"]
+    made = export(load_config(ExportJob, [*signed, f"output={tmp_path}/artifact"]))
+    with requiring(public):
+        assert Predictor.load(made.artifact).version == made.version

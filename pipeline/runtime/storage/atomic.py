@@ -206,7 +206,7 @@ class ObjectFolders:
             return
         try:
             kept = {MANIFEST, read_sealed(storage.join(path, MANIFEST), None)["attempt"]}
-        except (DamagedError, KeyError):
+        except (DamagedError, KeyError, TypeError):
             return  # nobody knows which files are its own
         for entry in storage.list_folder(path):
             if entry not in kept and not entry.startswith(DAMAGED_MANIFEST):

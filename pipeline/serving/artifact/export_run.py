@@ -68,7 +68,8 @@ def export(job: ExportJob) -> ExportSummary:
         return _already_there(job, source, output)
     logger.info("step %d of %s: %s", source.step, job.run, _describe_tables(source.trained))
     try:
-        with artifact_folder(output) as at, signing(job.sign_key):
+        # Tables are read while they are written, so the signature is required here too.
+        with artifact_folder(output) as at, requiring(job.require_signature), signing(job.sign_key):
             manifest = make_artifact(job, source, at)
             at.commit(manifest.to_text())
     except FileExistsError:  # another export has made it in the meantime, maybe the same
