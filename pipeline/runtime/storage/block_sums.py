@@ -83,7 +83,21 @@ def zero_digest(algorithm: str) -> str:
 
 
 def entry_problem(entry: object) -> str:
-    """Return an empty text, or what is wrong with a file's entry, for a sentence that begins with the file's name."""
+    """Return an empty text, or what is wrong with a file's entry, after the name of the file.
+
+    Looks at every checksum. counts_problem() is for files that are opened often.
+    """
+    if problem := counts_problem(entry):
+        return problem
+    assert isinstance(entry, dict)
+    for key in filter(None, ("crc32", digest_algorithm(entry))):
+        if not all(isinstance(each, str) and HEX_DIGITS[key].fullmatch(each) for each in entry[key]):
+            return f"has a {key} that is not {HEX_DIGITS[key].pattern}"
+    return ""
+
+
+def counts_problem(entry: object) -> str:
+    """Return an empty text, or that an entry does not have one checksum for each block."""
     about = entry if isinstance(entry, dict) else {}
     size, block = about.get("size_bytes"), about.get("block_bytes")
     if type(size) is not int or type(block) is not int or size < 0 or block < 1:
@@ -95,8 +109,6 @@ def entry_problem(entry: object) -> str:
         sums = about.get(key)
         if not isinstance(sums, list) or len(sums) != -(-size // block):
             return f"of {size} bytes does not have one {key} for each {block}"
-        if not all(isinstance(each, str) and HEX_DIGITS[key].fullmatch(each) for each in sums):
-            return f"has a {key} that is not {HEX_DIGITS[key].pattern}"
     return ""
 
 

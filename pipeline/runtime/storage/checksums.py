@@ -24,9 +24,9 @@ from pipeline.runtime.storage.block_sums import (
     ZERO_BLOCK,
     BlockSums,
     FileEntry,
+    counts_problem,
     digest_algorithm,
     digest_of,
-    entry_problem,
     verifying_algorithm,
     zero_digest,
 )
@@ -199,7 +199,7 @@ class VerifiedFile(PositionedReader):
         self.path, self._entry, self._position, self._keep_pages = path, entry, 0, keep_pages
         self._size, self._block_bytes = int(entry["size_bytes"]), int(entry["block_bytes"])
         self._blocks: OrderedDict[int, bytearray] = OrderedDict()
-        if problem := entry_problem(entry):
+        if problem := counts_problem(entry):
             raise DamagedError(f"{path} {problem}")
         if problem := size_problem(path, entry):
             raise DamagedError(problem)
