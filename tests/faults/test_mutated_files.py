@@ -13,9 +13,12 @@ import resource
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
 from pipeline.checkpoint.chains import chain_of
@@ -28,10 +31,12 @@ from pipeline.planner.plan_file import read_view
 from pipeline.retraining.ledger import Ledger
 from pipeline.retraining.registry import Registry
 from pipeline.runtime.errors import UserError
+from pipeline.runtime.storage.checksums import checksums_of
 from pipeline.runtime.storage.manifest import MANIFEST, seal_manifest
 from pipeline.runtime.storage.signature import Purpose
 from pipeline.serving.artifact import manifest as artifacts
 from pipeline.serving.artifact.deltas import name_of, newest_sequence, read_delta, why_pinned
+from pipeline.serving.scoring.artifact_files import ArtifactFiles
 from tests.faults.signed_world import World, make_world
 from tests.support.datasets import described_dataset
 
@@ -104,6 +109,15 @@ def _read_plan(world: World) -> None:
     assert read_plan(str(world.folder / "plan.json")).plan.plan
 
 
+def _read_vocabulary(world: World) -> None:
+    """Of an artifact; its checksums are made again."""
+    name = "vocabulary/00000.arrow"
+    manifest = artifacts.read_manifest(str(world.newest / "artifact"))
+    manifest = replace(manifest, files={name: checksums_of(str(world.folder / name))})
+    table = ArtifactFiles(str(world.folder), manifest, verify=True).vocabulary(name)
+    assert isinstance(table.num_rows, int)
+
+
 # name -> (the file below the world's folder, its purpose if it is sealed, who reads it)
 READERS: dict[str, tuple[str, Purpose | None, Callable[[World], None]]] = {
     "step": (f"run/checkpoints/step_00000007/{MANIFEST}", Purpose.STEP, _read_step),
@@ -115,6 +129,7 @@ READERS: dict[str, tuple[str, Purpose | None, Callable[[World], None]]] = {
     "ledger": ("registry/ledger/00000001.json", None, _read_ledger),
     "dataset": ("dataset.json", None, _read_dataset),
     "plan": ("plan.json", None, _read_plan),
+    "vocabulary": ("vocabulary/00000.arrow", None, _read_vocabulary),
 }
 
 
@@ -126,8 +141,8 @@ def _nodes(value: Any) -> list[tuple[Any, Any]]:
     return [(value, key) for key, _ in items] + [node for _, inner in items for node in _nodes(inner)]
 
 
-def mutate_values(text: str, purpose: Purpose | None, chosen: random.Random) -> bytes:
-    values = json.loads(text)
+def mutate_values(content: bytes, purpose: Purpose | None, chosen: random.Random) -> bytes:
+    values = json.loads(content)
     for key in ("sha256", "signature"):
         values.pop(key, None) if purpose else None
     for _ in range(chosen.choice((1, 1, 1, 2, 5))):
@@ -145,8 +160,8 @@ def mutate_values(text: str, purpose: Purpose | None, chosen: random.Random) -> 
     return (seal_manifest(values, purpose) if purpose else json.dumps(values)).encode()
 
 
-def mutate_bytes(text: str, purpose: Purpose | None, chosen: random.Random) -> bytes:
-    content = bytearray(text.encode())
+def mutate_bytes(before: bytes, purpose: Purpose | None, chosen: random.Random) -> bytes:
+    content = bytearray(before)
     for _ in range(chosen.randrange(1, 4)):
         if not content:
             break
@@ -170,6 +185,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     made = make_world(tmp_path_factory.mktemp("world"), None)
     (made.folder / "dataset.json").write_text(described_dataset({"cat_0": 10, "cat_1": 3}).to_json())
     shutil.copy(PLAN, made.folder / "plan.json")
+    (made.folder / "vocabulary").mkdir()
+    table = pa.table({"value": ["a", "b", "c"] * 50, "id": np.arange(1, 151)})
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    with pa.ipc.new_file(made.folder / "vocabulary/00000.arrow", table.schema, options=options) as file:
+        file.write_table(table)
     (made.registry / "ledger").mkdir()
     (made.registry / "ledger/00000001.json").write_text(json.dumps({"state": "promoted", "window": "w", "number": 1}))
     return made
@@ -178,12 +198,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def try_mutations(world: World, name: str, seeds: range) -> None:
     file, purpose, read = READERS[name]
     path = world.folder / file
-    text = path.read_text()
+    content = path.read_bytes()
+    share_of_values = 0.7 if path.suffix == ".json" else 0.0
     read(world)
     try:
         for seed in seeds:
             chosen = random.Random(f"{name} {seed}")
-            path.write_bytes((mutate_values if chosen.random() < 0.7 else mutate_bytes)(text, purpose, chosen))
+            mutate = mutate_values if chosen.random() < share_of_values else mutate_bytes
+            path.write_bytes(mutate(content, purpose, chosen))
             signal.setitimer(signal.ITIMER_VIRTUAL, MOST_CPU_S)  # SIGVTALRM then ends the process
             try:
                 read(world)
@@ -194,7 +216,7 @@ def try_mutations(world: World, name: str, seeds: range) -> None:
             finally:
                 signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     finally:
-        path.write_text(text)
+        path.write_bytes(content)
 
 
 def _in_child(world: World, name: str, seeds: range) -> None:
