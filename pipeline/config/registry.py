@@ -40,7 +40,7 @@ BUILT_IN: dict[str, str | None] = {
     "optimizer": "pipeline.config.optimizers",
     "compression": "pipeline.embeddings.compression",
     "hook": "pipeline.training.hooks",
-    "tracker": "pipeline.training.trackers",
+    "tracker": None,
     "index": None,
     "transform": "pipeline.data.raw.derive",
     "device": "pipeline.devices",

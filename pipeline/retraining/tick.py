@@ -19,6 +19,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING
 
 from pipeline.config.jobs.retrain import RetrainJob
+from pipeline.config.registry import from_extra
 from pipeline.retraining.ledger import MAX_READ, PROMOTED, REJECTED, SKIPPED, TERMINAL, Ledger, Record, describe_record
 from pipeline.retraining.promotion import complete, promote
 from pipeline.retraining.registry import PinnedError, Pointer, Registry
@@ -259,8 +260,7 @@ class Tick:
         log = logger.info if record.state == PROMOTED else logger.warning
         log("window %s %s%s", record.window, record.state, "".join(f"; {reason}" for reason in record.reasons))
         if self.job.registry.mlflow:
-            from pipeline.retraining.mlflow_mirror import mirror_record
-
+            mirror_record = from_extra("mirror_record", "registry.mlflow")
             mirror_record(self.job.registry.mlflow, self.job.name, record)
         self._began = time.monotonic()
 

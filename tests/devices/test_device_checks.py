@@ -21,7 +21,7 @@ EXCEPTIONS = {
     "planner/head_rows.py": (1, "it resolves a job without torch; hardware may be somewhere else"),
     "sharding/torchrec/sharder.py": (1, "TorchRec's list of sharding types for GPUs, on every device"),
     "sharding/torchrec/sharding.py": (1, "TorchRec's codecs for GPUs, on every device"),
-    "training/hooks/profile.py": (1, "a part of the names of operations that count as collectives"),
+    "extras/debug/hooks/profile.py": (1, "a part of the names of operations that count as collectives"),
     "training/preflight.py": (2, "it checks a job without torch; hardware may be somewhere else"),
 }
 DEVICES = ("cpu", "cuda")

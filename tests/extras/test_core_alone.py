@@ -34,10 +34,11 @@ from pipeline.data.prepare.run import prepare
 from pipeline.runtime.errors import ConfigError
 from pipeline.serving.artifact.export_run import export
 from pipeline.training.evaluate import evaluate
+from pipeline.training.hooks.build import hook_names
 from pipeline.training.train import train
 
 verbs = import_verbs()
-assert "train" in verbs and "sweep" not in verbs and not components("stream")
+assert "train" in verbs and "report" not in verbs and not components("stream")
 data = ["data=quickstart", "data.synthetic.num_rows=20000"]
 generate(load_config(GenerateJob, [*data, "output=rows.tsv"]))
 prepare(load_config(PrepareJob, [*data, "source=rows.tsv"]))
@@ -56,6 +57,12 @@ try:
     from_extra("follow", "follow=true")
 except ConfigError as error:
     assert "follow=true needs an extra" in str(error)
+try:
+    hook_names(load_config(TrainJob, [*small, "profile=steps:1-2"]))
+except ConfigError as error:
+    assert "profile=steps:1-2 needs an extra" in str(error)
+else:
+    raise AssertionError("profile was taken")
 try:
     load_config(RetrainJob, ["experiment=quickstart", "source=x", "follow=true"])
 except ConfigError as error:

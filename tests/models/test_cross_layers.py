@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.models.layers.cin import CINAndDeep, CompressedInteraction
+from pipeline.extras.models.layers.cin import CINAndDeep, CompressedInteraction
 from pipeline.models.layers.cross import CrossNetwork, MatrixCross, MixtureCross, VectorCross
 from pipeline.models.layers.features import FeatureInputs
 from pipeline.models.layers.fm import FMAndDeep, PairTerms, pair_products

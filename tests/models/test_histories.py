@@ -26,12 +26,12 @@ from pipeline.embeddings.physical import physical_tables
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.extras.generate.kinds import HistoriesConfig
-from pipeline.models.bst import BSTConfig
+from pipeline.extras.models.bst import BSTConfig
+from pipeline.extras.models.hstu import HSTUConfig
 from pipeline.models.build import build_model
 from pipeline.models.deepfm import DeepFMConfig
 from pipeline.models.din import DINConfig
 from pipeline.models.histories import SelfAttentionConfig
-from pipeline.models.hstu import HSTUConfig
 from pipeline.models.layers.history import HistoryInputs
 from pipeline.models.layers.mlp import Dice
 from pipeline.models.layers.target_attention import TargetAttention

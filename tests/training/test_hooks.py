@@ -22,12 +22,12 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import register
 from pipeline.config.training import CheckpointConfig, TrainerConfig
 from pipeline.data.read.batch import Batch
+from pipeline.extras.debug.hooks.anomaly import AnomalyError
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.logs import MetricsWriter
 from pipeline.runtime.process import preemption
 from pipeline.training.batch_order import BatchOrder
 from pipeline.training.hooks import progress as progress_hook
-from pipeline.training.hooks.anomaly import AnomalyError
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 from pipeline.training.hooks.build import build_hooks, hook_names
 from pipeline.training.hooks.progress import ProgressBar

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import components, find
 from pipeline.runtime.errors import ConfigError, TrainingError
 from pipeline.training.hooks.base import Hook, TrainingParts
 
-# What a run changes is said before anything is written. The profiler's own time must not be on the throughput's clock; replicas are averaged before anything reads the tables.
+# What a run changes is said before anything is written. Replicas are averaged before anything reads the tables.
 BEFORE = (
     "record",
-    "profile",
     "replicas",
     "bad_rows",
     "progress",
@@ -22,7 +23,16 @@ BEFORE = (
     "progressive",
 )
 # A checkpoint holds what all hooks have counted up to its step, and a rollback waits for a save in flight.
-AFTER = ("saving", "rollback", "monitor", "heartbeat", "tracker", "table_facts")
+AFTER = ("saving", "rollback", "heartbeat", "table_facts")
+
+# Key -> the hook of an extra that reads it. None and "none" need no hook.
+SETTINGS_OF_EXTRAS = {
+    "profile": "profile",
+    "publishing.when": "publishing",
+    "trainer.metrics_port": "monitor",
+    "logger.otlp_endpoint": "monitor",
+    "logger.tracker": "tracker",
+}
 
 
 def hook_names(job: TrainJob) -> list[str]:
@@ -47,10 +57,9 @@ def hook_names(job: TrainJob) -> list[str]:
     for name, kind in components("hook").items():
         if after := getattr(kind, "runs_after", ""):  # a plugin's hook may have another base
             own.insert(own.index(after) + 1, name)
-    if job.publishing.when is not None and "publishing" not in own:
-        raise ConfigError(
-            f"publishing.when={job.publishing.when} needs pipeline/extras/publish, which is not installed"
-        )
+    for key, name in SETTINGS_OF_EXTRAS.items():
+        if name not in own and (value := attrgetter(key)(job)) not in (None, "none"):
+            raise ConfigError(f"{key}={value} needs an extra that is not installed: the hook {name!r} is absent")
     for name in job.trainer.hooks:
         find("hook", name, "trainer.hooks")
         if own.count(name) > 1:

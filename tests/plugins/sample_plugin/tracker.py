@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.config.registry import register
-from pipeline.training.trackers.tracker import Tracker
+from pipeline.extras.monitoring.trackers.tracker import Tracker
 
 
 @register("tracker", "text_file")

@@ -1,0 +1,1 @@
+"""Hooks that look into the steps of a training."""

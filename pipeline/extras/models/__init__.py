@@ -1,0 +1,6 @@
+"""More models: AutoInt, xDeepFM, MaskNet, FinalMLP, BST, HSTU, and the models of several labels (shared bottom, MMoE, PLE, ESMM).
+
+Each file is one model, as in pipeline/models, and uses the layers, tasks and base classes of the core.
+"""
+
+COMPONENTS = {"model": "pipeline.extras.models", "task": "pipeline.extras.models.tasks"}

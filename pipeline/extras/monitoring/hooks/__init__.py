@@ -1,0 +1,1 @@
+"""Hooks that send a training's numbers elsewhere."""

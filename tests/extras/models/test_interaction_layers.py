@@ -1,0 +1,113 @@
+"""Attention, masks, gates and fusion give the numbers of their papers' formulas, feature by feature and head by head."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.config.model import LayerSettings
+from pipeline.extras.models.layers.attention import MultiHeadInteraction
+from pipeline.extras.models.layers.masks import FeatureNorm, MaskBlock
+from pipeline.extras.models.layers.streams import BilinearFusion, FeatureGate
+from pipeline.models.layers.features import FeatureInputs
+
+B, F, D = 5, 4, 6
+
+
+def _normalized(rows: torch.Tensor) -> torch.Tensor:
+    spread = rows.var(-1, unbiased=False, keepdim=True)
+    return (rows - rows.mean(-1, keepdim=True)) / (spread + 1e-5).sqrt()
+
+
+@pytest.mark.parametrize(
+    ("width", "num_heads", "settings"),
+    [(6, 1, {}), (8, 2, {"scale": True}), (8, 4, {"layer_norm": True}), (6, 3, {"residual": False})],
+)
+def test_an_interacting_layer_is_the_papers_sum_over_heads(
+    width: int, num_heads: int, settings: dict[str, bool]
+) -> None:
+    torch.manual_seed(0)
+    layer = MultiHeadInteraction(D, width, num_heads, **settings)
+    rows, part = torch.randn(B, F, D), width // num_heads
+    expected = torch.zeros(B, F, width)
+    for sample in range(B):
+        for head in range(num_heads):
+            columns = slice(head * part, (head + 1) * part)
+            query, key, value = (
+                map_.weight[columns] @ rows[sample].T for map_ in (layer.query, layer.key, layer.value)
+            )
+            for feature in range(F):
+                products = query[:, feature] @ key
+                weights = torch.exp(products / part**0.5 if settings.get("scale") else products)
+                expected[sample, feature, columns] = (value * weights / weights.sum()).sum(dim=1)
+    if settings.get("residual", True):
+        expected += rows if width == D else rows @ layer.residual.weight.T
+    if settings.get("layer_norm"):
+        expected = _normalized(expected)
+    torch.testing.assert_close(layer(rows), expected.clamp(min=0), rtol=1e-5, atol=1e-5)
+
+
+def test_attention_drops_weights_in_training_alone() -> None:
+    torch.manual_seed(0)
+    layer, rows = MultiHeadInteraction(D, D, 2, dropout=0.5), torch.randn(B, F, D)
+    assert not torch.equal(layer(rows), layer(rows))
+    assert torch.equal(layer.eval()(rows), layer(rows))
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_mask_block_masks_normalizes_and_activates(norm: bool) -> None:
+    torch.manual_seed(0)
+    block = MaskBlock(7, 6, 3, 0.5, LayerSettings(layer_norm=norm))
+    inputs, hidden = torch.randn(B, 7), torch.randn(B, 6)
+    first, second = block.mask.aggregation, block.mask.projection
+    assert first.weight.shape == (3, 7) and second.weight.shape == (6, 3)
+    units = (inputs @ first.weight.T + first.bias).clamp(min=0)
+    values = ((units @ second.weight.T + second.bias) * hidden) @ block.linear.weight.T
+    torch.testing.assert_close(block(inputs, hidden), (_normalized(values) if norm else values).clamp(min=0))
+
+
+def test_each_features_vector_is_normalized_with_weights_of_its_own() -> None:
+    torch.manual_seed(0)
+    norm, rows = FeatureNorm(F, D), torch.randn(B, F, D)
+    nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+    for feature in range(F):
+        expected = _normalized(rows[:, feature]) * norm.weight[feature] + norm.bias[feature]
+        torch.testing.assert_close(norm(rows)[:, feature], expected)
+
+
+def test_a_gate_is_made_of_the_context_features_or_is_learnt() -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(B, F, D)
+    gate = FeatureGate([2, 0], D, [3], 9)
+    first, last = gate.layers._mlp[0]._linear, gate.layers.last
+    context = torch.cat([rows[:, 2], rows[:, 0]], dim=1)
+    units = (context @ first.weight.T + first.bias).clamp(min=0)
+    torch.testing.assert_close(gate(rows), 2 * torch.sigmoid(units @ last.weight.T + last.bias))
+    learnt = FeatureGate([], D, [3], 9)
+    assert learnt(rows).shape == (1, 9) and learnt.context is not None
+
+
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_fusion_is_the_papers_bilinear_form_of_each_head(num_heads: int) -> None:
+    torch.manual_seed(0)
+    fusion, first, second = BilinearFusion(6, 4, num_heads), torch.randn(B, 6), torch.randn(B, 4)
+    expected = first @ fusion.first.weight.T + second @ fusion.second.weight.T + fusion.first.bias + fusion.second.bias
+    for head in range(num_heads):
+        x, y = (part.chunk(num_heads, dim=1)[head] for part in (first, second))
+        expected[:, 0] += torch.einsum("bi,ij,bj->b", x, fusion.weight[head], y)
+    torch.testing.assert_close(fusion(first, second), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_dense_features_are_vectors_times_their_values_or_values() -> None:
+    torch.manual_seed(0)
+    dense, rows = torch.randn(B, 2), torch.randn(B, F, D)
+    as_vectors = FeatureInputs(F, 2, D, dense_as_vectors=True)
+    vectors, inputs = as_vectors(dense, rows)
+    assert torch.equal(vectors[:, 1], dense[:, 1:] * as_vectors.dense_vectors.weight[1])
+    assert torch.equal(vectors[:, 2:], rows) and torch.equal(inputs, vectors.flatten(1))
+    assert (as_vectors.num_vectors, as_vectors.width) == (6, 36)
+    as_values = FeatureInputs(F, 2, D, dense_as_vectors=False)
+    vectors, inputs = as_values(dense, rows)
+    assert torch.equal(vectors, rows) and torch.equal(inputs, torch.cat([rows.flatten(1), dense], dim=1))
+    assert (as_values.num_vectors, as_values.width) == (4, inputs.shape[1])
