@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.extras.step_time.clocks import CLOCKS, COMMS, COMPUTE, HOST, Floats
+from pipeline.extras.step_time.prediction import SheetLayers
 from pipeline.planner.plan_record import PHASES, RankLoad
-from pipeline.planner.step_time.clocks import CLOCKS, COMMS, COMPUTE, HOST, Floats
-from pipeline.planner.step_time.prediction import SheetLayers
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
     python -m benchmarks.published_steps [--only 'MLPerf'] [--seconds 20]
 
 The runs, their sources and what each is planned as are in benchmarks/published_steps.yaml. No constant of the prediction is fitted
-to them: what a data sheet does not say is pipeline/planner/step_time/data_sheet.py's, from the literature.
+to them: what a data sheet does not say is pipeline/extras/step_time/data_sheet.py's, from the literature.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pipeline.cli.command_line import load_config
 from pipeline.cli.plan import prepare
 from pipeline.config.jobs.train import PlanJob
 from pipeline.config.tables import TableConfig
-from pipeline.planner.plan_forecast import forecast_of, plan_job
-from pipeline.planner.step_time.forecast import PlanForecast
+from pipeline.extras.step_time.forecast import PlanForecast
+from pipeline.extras.step_time.plan_forecast import forecast_of, plan_job
 
 RUNS = Path(__file__).with_suffix(".yaml")
 SHOWN_PARTS = 3

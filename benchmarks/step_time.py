@@ -33,7 +33,7 @@ from pipeline.devices.cpu.process import limit_openmp_spin, use_huge_pages
 from pipeline.extras.calibration.job import CalibrateJob
 from pipeline.extras.calibration.jobs import SmallJob, small_jobs
 from pipeline.extras.calibration.run import Found, Setup, calibration_of, calibration_setups, run_in_turns
-from pipeline.planner.step_time.calibration import Calibration, read_calibration, step_us, this_machine
+from pipeline.extras.step_time.calibration import Calibration, read_calibration, step_us, this_machine
 
 SEED = 20_261_123
 NUM_JOBS = 40

@@ -25,12 +25,12 @@ from pipeline.cli.plan import build_request, resolve
 from pipeline.config.jobs.train import PlanJob
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
+from pipeline.extras.step_time.plan_forecast import step_request
+from pipeline.extras.step_time.prediction import SheetLayers
 from pipeline.planner.hardware import GIB
-from pipeline.planner.plan_forecast import step_request
 from pipeline.planner.plan_record import PlanRecord
 from pipeline.planner.planner import make_plan
 from pipeline.planner.resolved_job import ResolvedJob
-from pipeline.planner.step_time.prediction import SheetLayers
 from pipeline.runtime.errors import UserError
 
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)

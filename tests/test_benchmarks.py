@@ -16,7 +16,7 @@ from benchmarks.compression import Row, report
 from benchmarks.startup import show, timed
 from benchmarks.startup_rank import IMPORTED, STAGES
 from benchmarks.threads import section_of, sections
-from pipeline.planner.step_time.data_sheet import SHARDING_CALLS, STEP_CALLS
+from pipeline.extras.step_time.data_sheet import SHARDING_CALLS, STEP_CALLS
 
 
 def test_a_stage_counts_from_the_end_of_the_one_before() -> None:
@@ -142,7 +142,7 @@ def test_what_a_second_thread_does_not_shorten_is_serial() -> None:
 
 def test_calls_of_a_step_are_those_that_the_planner_assumes() -> None:
     rows = [row for row in json.loads(gpu_host.RESULTS.read_text())["rows"] if row["side"] == "ours"]
-    # Of the layers as pipeline.planner.step_time.recorded_layers records them: with a kernel, and without.
+    # Of the layers as pipeline.extras.step_time.recorded_layers records them: with a kernel, and without.
     layers = {"quickstart": (51, 80), "kaggle_64": (57, 90), "dlrmv2": (97, 135)}
     for row in rows:
         launches, others = (

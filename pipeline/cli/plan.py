@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -47,9 +47,7 @@ from pipeline.sharding.compat import allow_untested_versions
 from pipeline.training.preflight import check_resolved, load_or_describe
 
 if TYPE_CHECKING:
-    from pipeline.planner.plan_forecast import PlannedJob
-    from pipeline.planner.request import PlanRequest
-    from pipeline.planner.step_time.forecast import PlanForecast
+    from pipeline.planner.request import PlannedJob, PlanRequest
     from pipeline.planner.tier_slots import SlotChoice
 
 STALE = 1  # exit code of check
@@ -87,10 +85,9 @@ def plan(job: PlanJob) -> PlanSummary:
     started = time.monotonic()
     found: list[str] = []
     if job.target.is_set:
-        from pipeline.planner.plan_target import reach_target
-
         train = load_or_describe(job).splits.get("train")
         samples = train.num_rows if train else None
+        reach_target = from_extra("reach_target", "target")
         job, found = reach_target(job, samples, _hardware_to_try(job), prepare)
     resolved = resolve(job)
     _say_without_data(resolved)
@@ -101,8 +98,8 @@ def plan(job: PlanJob) -> PlanSummary:
     from pipeline.embeddings.describe import describe_savings, savings_of
     from pipeline.planner.explain import explain, summarize
     from pipeline.planner.plan_codec import write_plan
-    from pipeline.planner.plan_forecast import PlannedJob
     from pipeline.planner.planner import make_plan
+    from pipeline.planner.request import PlannedJob
 
     record = make_plan(job.planner, request)
     planned = PlannedJob(resolved, request, record)
@@ -164,10 +161,12 @@ def _hardware_to_try(job: PlanJob) -> dict[str, HardwareConfig]:
     return usable
 
 
-def _predict(job: PlanJob, planned: PlannedJob) -> tuple[list[str], list[PlanForecast], list[str]]:
+def _predict(job: PlanJob, planned: PlannedJob) -> tuple[list[str], list[Any], list[str]]:
     """Return lines for the terminal, the forecasts for the page, and its lines about tiers."""
-    from pipeline.planner.plan_forecast import foresee
-
+    asked = "what_if=true" if job.what_if else "world_size=[...]" if job.scale_to else ""
+    foresee = from_extra("foresee", asked) if asked else if_installed("foresee")
+    if foresee is None:
+        return [], [], []
     found = foresee(job, planned, prepare)
     if not found.forecasts:
         return found.lines, [], []
@@ -223,8 +222,7 @@ def build_request(resolved: ResolvedJob) -> PlanRequest:
         allow_untested_versions()
     from pipeline.planner.constraints import TableOptimizer
     from pipeline.planner.hardware import resolve_hardware
-    from pipeline.planner.plan_forecast import step_cost_of
-    from pipeline.planner.request import PlanRequest
+    from pipeline.planner.request import PlanRequest, cost_of_steps
     from pipeline.sharding.torchrec.sharding import make_sharders
     from pipeline.training.build import build_task
 
@@ -239,7 +237,7 @@ def build_request(resolved: ResolvedJob) -> PlanRequest:
         hardware=hardware,
         optimizer=TableOptimizer(job.optimizer.sparse.name, job.optimizer.sparse.weight_decay),
         batch_size=job.trainer.micro_batch_size // job.world_size,
-        step_cost=partial(step_cost_of, resolved),
+        step_cost=partial(cost_of_steps, resolved),
         calibration=job.hardware.calibration,
     )
 

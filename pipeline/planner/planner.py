@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
@@ -28,20 +27,16 @@ from pipeline.planner.hardware import build_topology, resolve_hardware
 from pipeline.planner.infeasible import describe_shortfall, explain_infeasible
 from pipeline.planner.plan_codec import decode_record, encode_record, load_plan, read_plan
 from pipeline.planner.plan_record import Objective, PlanRecord
-from pipeline.planner.request import PlanRequest, Problem, build_problem, fingerprint_of
+from pipeline.planner.request import Placement, PlanRequest, Problem, StepCost, build_problem, fingerprint_of
 from pipeline.planner.search.incumbent import Infeasible, SearchConfig
 from pipeline.planner.search.portfolio import FIRST_PLAN
 from pipeline.planner.search.shortfall import least_shortfall
 from pipeline.planner.searcher import PlanPrice, build_search_problem, enumerate_options, search_options
-from pipeline.planner.step_time.work import Placement
 from pipeline.planner.suggestions import Suggestion, working_suggestions
 from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.errors import PlanError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
-
-if TYPE_CHECKING:
-    from pipeline.planner.step_time.prediction import StepCost
 
 AUTO, STEP_TIME = "auto", "step_time"  # planner.objective
 LONG_SEARCH_S = 20.0  # all ranks wait for rank 0: after it the log says how to plan ahead

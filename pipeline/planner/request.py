@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ModuleSharder
 
 from pipeline.config.planner import PlannerConfig
+from pipeline.config.registry import from_extra
 from pipeline.embeddings.table import Table
 from pipeline.planner.constraints import PlacedTable, TableOptimizer, build_constraints, place_tables
 from pipeline.planner.cost_model import CostModel, wire_of, wire_precisions
 from pipeline.planner.estimator import KeepFree, dense_part_bytes, usable_bytes
 from pipeline.planner.fingerprint import Fingerprint, take_fingerprint
 from pipeline.planner.hardware import Hardware
+from pipeline.planner.plan_record import PlanRecord, RankLoad
+from pipeline.planner.resolved_job import ResolvedJob
 from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.errors import PlanError
 
-if TYPE_CHECKING:
-    from pipeline.planner.step_time.prediction import StepCost
+
+@dataclass(frozen=True)
+class Placement:
+    """The sharding type of a table, and for each of its shards (rank, first row, rows, columns)."""
+
+    table: str
+    kind: str
+    shards: tuple[tuple[int, int, int, int], ...]
+
+
+class StepCost(Protocol):
+    """Predicts a step. `needs_loads`: ms() needs the loads of the ranks too."""
+
+    needs_loads: bool
+
+    def ms(self, placements: Sequence[Placement], loads: Sequence[RankLoad] = ()) -> float:
+        """Milliseconds of a step whose tables are placed so."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +74,15 @@ class Problem:
     dense_bytes: int
 
 
+@dataclass(frozen=True)
+class PlannedJob:
+    """A job with its tables, the request that a plan was made for, and the plan."""
+
+    resolved: ResolvedJob
+    request: PlanRequest
+    record: PlanRecord
+
+
 def fingerprint_of(problem: Problem) -> Fingerprint:
     request = problem.request
     comms = wire_precisions(request.sharders)
@@ -79,3 +106,9 @@ def build_problem(config: PlannerConfig, request: PlanRequest) -> Problem:
         )
     costs = CostModel(hardware, request.tables, wire_of(request.sharders))
     return Problem(request, placed, constraints, usable, KeepFree(fraction, dense_bytes), costs, dense_bytes)
+
+
+def cost_of_steps(resolved: ResolvedJob, request: PlanRequest, threads: int | None = None) -> StepCost:
+    """Ask the extra `step_time` what planner.objective=step_time minimizes. Raises UserError if it cannot tell."""
+    cost: StepCost = from_extra("step_cost_of", "planner.objective=step_time")(resolved, request, threads)
+    return cost

@@ -16,9 +16,9 @@ from pipeline.embeddings.table import Table
 from pipeline.models.tasks.task import TaskModel
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.limits import check_batch_fits_comms, check_host_copy
-from pipeline.planner.plan_forecast import step_cost_of
 from pipeline.planner.plan_record import PlanRecord
 from pipeline.planner.planner import load_or_search_plan
+from pipeline.planner.request import cost_of_steps
 from pipeline.planner.resolved_job import ResolvedJob
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
@@ -53,7 +53,7 @@ def plan_tables(resolved: ResolvedJob, task: TaskModel, context: DistributedCont
         context=context,
         num_ranks=context.local_world_size if replicates(job.parallel, context) else None,
         earlier=_plan_of_run(job),
-        step_cost=partial(step_cost_of, resolved, threads=torch.get_num_threads()),
+        step_cost=partial(cost_of_steps, resolved, threads=torch.get_num_threads()),
     )
     if job.checkpoint.asynchronous and devices.current().has_own_memory:
         check_host_copy(record.ranks, record.usable_ddr_bytes, record.dense_bytes)

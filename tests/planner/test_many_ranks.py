@@ -10,11 +10,11 @@ import pytest
 from benchmarks.many_ranks import EVEN, Unevenness, simulate
 from benchmarks.published_steps import read_runs
 from benchmarks.row_bands import even, power_law, touched
-from pipeline.planner.plan_forecast import step_request
+from pipeline.extras.step_time.plan_forecast import step_request
+from pipeline.extras.step_time.prediction import SheetLayers
 from pipeline.planner.plan_record import RankLoad
-from pipeline.planner.step_time.prediction import SheetLayers
+from tests.extras.step_time.step_jobs import SmallStep, planned
 from tests.planner.problems import preset
-from tests.planner.step_jobs import SmallStep, planned
 
 JOB = SmallStep()
 

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from pipeline.config.planner import PlannerConfig
-from pipeline.planner.plan_forecast import step_request
+from pipeline.extras.step_time.plan_forecast import step_request
+from pipeline.extras.step_time.prediction import StepCost
+from pipeline.extras.step_time.work import placements_of
 from pipeline.planner.planner import make_plan
 from pipeline.planner.request import PlanRequest
 from pipeline.planner.search.problem import Assignment, Option, Rule, SearchProblem, loads, violations
 from pipeline.planner.search.refine import refine
-from pipeline.planner.step_time.prediction import StepCost
-from pipeline.planner.step_time.work import placements_of
 from pipeline.runtime.errors import PlanError
-from tests.planner.step_jobs import SmallStep, calibrated
+from tests.extras.step_time.step_jobs import SmallStep, calibrated
 from tests.support.messages import mentions, names
 
 JOB = SmallStep()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.planner.step_time.calibration import Calibration
+from pipeline.extras.step_time.calibration import Calibration
 
 DEFAULT_EXCHANGE = (0.85, 74.0)  # of hardware=cpu, if no ranks were measured
 

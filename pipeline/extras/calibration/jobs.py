@@ -20,13 +20,13 @@ from pipeline.config.tables import ConstraintConfig, TableConfig
 from pipeline.config.training import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig, TrainerConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.extras.step_time.calibration import TimedJob, median_and_spread
+from pipeline.extras.step_time.plan_forecast import step_request
+from pipeline.extras.step_time.work import Placement, placements_of
 from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.hardware import resolve_hardware
-from pipeline.planner.plan_forecast import step_request
 from pipeline.planner.request import PlanRequest
 from pipeline.planner.resolved_job import ResolvedJob, resolve_job
-from pipeline.planner.step_time.calibration import TimedJob, median_and_spread
-from pipeline.planner.step_time.work import Placement, placements_of
 from pipeline.runtime.errors import UserError
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.torchrec.sharding import make_sharders

@@ -25,7 +25,7 @@ import psutil
 from pipeline.devices import best_here
 from pipeline.extras.calibration.job import CalibrateJob
 from pipeline.extras.calibration.jobs import SmallJob, small_jobs, with_shardings
-from pipeline.planner.step_time.calibration import (
+from pipeline.extras.step_time.calibration import (
     Calibration,
     Conditions,
     Speeds,

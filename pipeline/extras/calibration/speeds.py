@@ -19,7 +19,7 @@ from pipeline.config.reader import ReaderConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, ShardFile, SparseFeature, Split
 from pipeline.data.read.reader import ShardReader
 from pipeline.devices.cpu.host_exchange import FLAGS, HostExchange, connect
-from pipeline.planner.step_time.calibration import median_and_spread
+from pipeline.extras.step_time.calibration import median_and_spread
 from pipeline.runtime.process.distributed import DistributedContext
 
 PRODUCT_SIZE, COPY_BYTES, FILE_BYTES = 1024, 16 << 20, 64 << 20

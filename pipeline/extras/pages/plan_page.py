@@ -16,10 +16,10 @@ from typing import Any
 from pipeline import devices
 from pipeline.extras.pages.plan_charts import Cell, Column, MapRow, column_chart, rank_map
 from pipeline.extras.pages.step_charts import step_sections
+from pipeline.extras.step_time.forecast import PlanForecast
 from pipeline.planner.explain import show_ranks
 from pipeline.planner.fingerprint import describe_hosts
 from pipeline.planner.plan_record import PHASES, PlanDescription, PlanRecord, RankLoad, TableChoice
-from pipeline.planner.step_time.forecast import PlanForecast
 from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.pages.html import cards, document, figure, folded, legend, table
 from pipeline.runtime.storage import storage

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from pipeline.extras.pages.charts import Line, line_chart, rect, svg, text
-from pipeline.planner.step_time.clocks import CLOCKS, COMMS, COMPUTE, HOST
-from pipeline.planner.step_time.forecast import PlanForecast, describe_forecast, where_it_stops
+from pipeline.extras.step_time.clocks import CLOCKS, COMMS, COMPUTE, HOST
+from pipeline.extras.step_time.forecast import PlanForecast, describe_forecast, where_it_stops
 from pipeline.runtime.pages.html import figure, legend, table
 
 LEFT, WIDTH, TOP, ROW, BOTTOM = 110, 760, 24, 30, 34

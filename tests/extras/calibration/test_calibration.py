@@ -13,11 +13,11 @@ from pipeline.extras.calibration.hardware_file import hardware_yaml
 from pipeline.extras.calibration.job import CalibrateJob
 from pipeline.extras.calibration.jobs import SmallJob, TimedTrainings
 from pipeline.extras.calibration.run import calibrate, default_setups
-from pipeline.planner.step_time.calibration import TimedJob
-from pipeline.planner.step_time.work import AMOUNTS, EXCHANGE_AMOUNTS
+from pipeline.extras.step_time.calibration import TimedJob
+from pipeline.extras.step_time.work import AMOUNTS, EXCHANGE_AMOUNTS
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.distributed import DistributedContext
-from tests.planner.step_jobs import SPEEDS, calibrated
+from tests.extras.step_time.step_jobs import SPEEDS, calibrated
 from tests.support.messages import names
 from tests.support.ranks import RankPool
 

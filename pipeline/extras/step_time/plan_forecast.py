@@ -8,12 +8,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.config.tables import ConstraintConfig, TableConfig
-from pipeline.planner.cost_model import wire_of
-from pipeline.planner.plan_record import PlanRecord
-from pipeline.planner.planner import make_plan
-from pipeline.planner.request import PlanRequest
-from pipeline.planner.resolved_job import ResolvedJob
-from pipeline.planner.step_time.calibration import (
+from pipeline.extras.step_time.calibration import (
     Calibration,
     differences,
     disturbances,
@@ -21,8 +16,8 @@ from pipeline.planner.step_time.calibration import (
     these_versions,
     this_machine,
 )
-from pipeline.planner.step_time.clocks import HOST, Span
-from pipeline.planner.step_time.forecast import (
+from pipeline.extras.step_time.clocks import HOST, Span
+from pipeline.extras.step_time.forecast import (
     PlanForecast,
     WhatIf,
     describe_forecast,
@@ -30,20 +25,18 @@ from pipeline.planner.step_time.forecast import (
     describe_what_ifs,
     fullest,
 )
-from pipeline.planner.step_time.overheads import Overheads, Saves, overheads_of
-from pipeline.planner.step_time.prediction import StepCost, StepRequest, predict_step
-from pipeline.planner.step_time.recorded_layers import DensePart, Inputs, record_dense
+from pipeline.extras.step_time.overheads import Overheads, Saves, overheads_of
+from pipeline.extras.step_time.prediction import StepCost, StepRequest, predict_step
+from pipeline.extras.step_time.recorded_layers import DensePart, Inputs, record_dense
+from pipeline.planner.cost_model import wire_of
+from pipeline.planner.plan_record import PlanRecord
+from pipeline.planner.planner import make_plan
+from pipeline.planner.request import PlannedJob, PlanRequest
+from pipeline.planner.resolved_job import ResolvedJob
 from pipeline.runtime.errors import UserError
 from pipeline.runtime.logs import get_logger
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class PlannedJob:
-    resolved: ResolvedJob
-    request: PlanRequest
-    record: PlanRecord
 
 
 @dataclass(frozen=True)

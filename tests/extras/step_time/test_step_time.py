@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.published_steps import compare, read_runs
-from pipeline.planner.plan_forecast import record_layers, step_request
-from pipeline.planner.step_time.calibration import (
+from pipeline.extras.step_time.calibration import (
     Calibration,
     Machine,
     differences,
@@ -20,13 +19,14 @@ from pipeline.planner.step_time.calibration import (
     read_calibration,
     step_us,
 )
-from pipeline.planner.step_time.clocks import COMMS, COMPUTE, HOST, Clocks
-from pipeline.planner.step_time.prediction import StepPrediction, predict_step
-from pipeline.planner.step_time.rates import DEFAULT_RATES, fit_rates
-from pipeline.planner.step_time.recorded_layers import DensePart
-from pipeline.planner.step_time.work import AMOUNTS, placements_of
+from pipeline.extras.step_time.clocks import COMMS, COMPUTE, HOST, Clocks
+from pipeline.extras.step_time.plan_forecast import record_layers, step_request
+from pipeline.extras.step_time.prediction import StepPrediction, predict_step
+from pipeline.extras.step_time.rates import DEFAULT_RATES, fit_rates
+from pipeline.extras.step_time.recorded_layers import DensePart
+from pipeline.extras.step_time.work import AMOUNTS, placements_of
 from pipeline.runtime.errors import ConfigError
-from tests.planner.step_jobs import CPU, MACHINE, NUM_DENSE, SmallStep, calibrated, planned
+from tests.extras.step_time.step_jobs import CPU, MACHINE, NUM_DENSE, SmallStep, calibrated, planned
 from tests.support.messages import mentions, names
 
 JOB = SmallStep()

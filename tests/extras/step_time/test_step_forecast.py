@@ -8,8 +8,8 @@ import pytest
 
 from pipeline.cli.plan import with_sizes
 from pipeline.extras.pages.step_charts import gantt, step_sections
-from pipeline.planner.step_time.clocks import Span
-from pipeline.planner.step_time.forecast import (
+from pipeline.extras.step_time.clocks import Span
+from pipeline.extras.step_time.forecast import (
     PlanForecast,
     WhatIf,
     describe_forecast,
@@ -17,8 +17,8 @@ from pipeline.planner.step_time.forecast import (
     describe_what_ifs,
     where_it_stops,
 )
-from pipeline.planner.step_time.overheads import READER, SAVES, Saves, overheads_of
-from tests.planner.step_jobs import SPEEDS as MEASURED
+from pipeline.extras.step_time.overheads import READER, SAVES, Saves, overheads_of
+from tests.extras.step_time.step_jobs import SPEEDS as MEASURED
 from tests.support.messages import mentions
 
 EIGHT = PlanForecast(

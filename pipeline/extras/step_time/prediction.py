@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.embeddings.table import Table
+from pipeline.extras.step_time.calibration import Calibration, step_us
+from pipeline.extras.step_time.clocks import COMMS, COMPUTE, Clocks, Span, StepClocks, Time
+from pipeline.extras.step_time.data_sheet import DataSheetTimes
+from pipeline.extras.step_time.recorded_layers import DensePart
+from pipeline.extras.step_time.work import Placement, layer_amounts, placements_of, table_amounts
 from pipeline.planner.collectives import links_of
 from pipeline.planner.cost_model import Wire
 from pipeline.planner.hardware import Hardware
 from pipeline.planner.plan_record import PHASES, PlanRecord, RankLoad
-from pipeline.planner.step_time.calibration import Calibration, step_us
-from pipeline.planner.step_time.clocks import COMMS, COMPUTE, Clocks, Span, StepClocks, Time
-from pipeline.planner.step_time.data_sheet import DataSheetTimes
-from pipeline.planner.step_time.recorded_layers import DensePart
-from pipeline.planner.step_time.work import Placement, layer_amounts, placements_of, table_amounts
 
 BUCKET_BYTES = 25 << 20  # of DistributedDataParallel: what is still to be averaged when backward ends
 # Part of the step -> the amounts that it sums up.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.planner.step_time.calibration import Speeds
+from pipeline.extras.step_time.calibration import Speeds
 
 READER, SAVES = "input reader", "saves"
 

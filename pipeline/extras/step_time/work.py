@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingPlan
 
 from pipeline.config.optimizers import find_optimizer
 from pipeline.embeddings.table import Table
+from pipeline.extras.step_time.recorded_layers import PRODUCTS, DensePart, Operation
 from pipeline.planner.cost_model import BY_HOST, ID_BYTES, LENGTH_BYTES, Wire, shard_shares
-from pipeline.planner.step_time.recorded_layers import PRODUCTS, DensePart, Operation
+from pipeline.planner.request import Placement
 
 MILLION = 1e6
 LANES = 16  # columns that a product computes at once; a part of them takes as long
@@ -77,15 +77,6 @@ def product_flops(operation: Operation, row_block: int, column_block: int) -> fl
     count, rows, columns, inner = operation.product_sizes
     rows, columns = math.ceil(rows / row_block) * row_block, math.ceil(columns / column_block) * column_block
     return 2.0 * count * rows * columns * inner
-
-
-@dataclass(frozen=True)
-class Placement:
-    """A table's sharding type, and of each of its shards (rank, first row, rows, columns)."""
-
-    table: str
-    kind: str
-    shards: tuple[tuple[int, int, int, int], ...]
 
 
 def placements_of(plan: ShardingPlan) -> list[Placement]:

@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeline.extras.step_time.clocks import Span
 from pipeline.planner.plan_record import PlanDescription
-from pipeline.planner.step_time.clocks import Span
 from pipeline.runtime.byte_counts import show_bytes
 
 MIN_GAIN = 1.5  # of twice the ranks: below, they stop to pay

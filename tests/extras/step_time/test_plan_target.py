@@ -8,7 +8,8 @@ import pytest
 
 from pipeline.config.jobs.train import PlanJob
 from pipeline.config.planner import HardwareConfig, TargetConfig
-from pipeline.planner.plan_target import (
+from pipeline.extras.step_time.forecast import PlanForecast
+from pipeline.extras.step_time.plan_target import (
     Tried,
     cheapest,
     describe_target,
@@ -17,7 +18,6 @@ from pipeline.planner.plan_target import (
     smallest,
     target_of,
 )
-from pipeline.planner.step_time.forecast import PlanForecast
 from pipeline.runtime.errors import ConfigError
 from tests.support.messages import mentions, names
 

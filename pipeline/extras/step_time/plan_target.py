@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from pipeline.config.jobs.train import PlanJob
 from pipeline.config.planner import HardwareConfig
-from pipeline.planner.plan_forecast import Prepare, forecast_of, plan_job
-from pipeline.planner.step_time.forecast import PlanForecast, show_duration
+from pipeline.extras.step_time.forecast import PlanForecast, show_duration
+from pipeline.extras.step_time.plan_forecast import Prepare, forecast_of, plan_job
 from pipeline.runtime.errors import ConfigError, UserError
 from pipeline.runtime.logs import get_logger
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipeline.extras.step_time.recorded_layers import PRODUCTS, Operation
+from pipeline.extras.step_time.work import product_flops
 from pipeline.planner.hardware import BYTES_PER_MS, Hardware
-from pipeline.planner.step_time.recorded_layers import PRODUCTS, Operation
-from pipeline.planner.step_time.work import product_flops
 from pipeline.runtime.errors import ConfigError
 
 SHARE_OF_FLOPS, SHARE_OF_BANDWIDTH = 0.75, 0.79

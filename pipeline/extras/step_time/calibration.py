@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import pipeline
-from pipeline.planner.step_time.rates import DEFAULT_RATES, fit_rates
+from pipeline.extras.step_time.rates import DEFAULT_RATES, fit_rates
 from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.runtime.storage import storage
 
