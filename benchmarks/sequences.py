@@ -43,8 +43,8 @@ from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.devices.cpu.memory import keep_freed_memory
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.tables import resolve_tables
+from pipeline.extras.models.din import DINConfig
 from pipeline.models.build import build_model
-from pipeline.models.din import DINConfig
 from pipeline.models.tasks.task import make_task
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model

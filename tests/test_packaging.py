@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from pip._vendor.packaging.requirements import Requirement
 
-from pipeline.cli import doctor
+from pipeline.extras.doctor.cli import doctor
 from tests.support.datasets import described_dataset
 from tests.support.torchx_commands import answers_of, words_for
 

@@ -42,7 +42,7 @@ BUILT_IN: dict[str, str | None] = {
     "hook": "pipeline.training.hooks",
     "tracker": None,
     "index": None,
-    "transform": "pipeline.data.raw.derive",
+    "transform": None,
     "device": "pipeline.devices",
     "stream": None,
 }

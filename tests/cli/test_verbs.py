@@ -13,7 +13,7 @@ import pytest
 
 from pipeline import __main__ as top
 from pipeline import cli
-from pipeline.cli import checkpoints, registry
+from pipeline.cli import registry
 from pipeline.cli.arguments import Command, read_arguments
 from pipeline.cli.command_line import load_config
 from pipeline.cli.verb import verb
@@ -22,6 +22,7 @@ from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.names import CONFIG_NAMES
 from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.config.jobs.train import TrainJob
+from pipeline.extras.checkpoints.cli import checkpoints
 from pipeline.runtime.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -13,8 +13,8 @@ APART = ("devices", "extras")  # the answers, and the shadow GPU, which takes to
 # Module -> how many checks it has at most, and why they stay.
 EXCEPTIONS = {
     "checkpoint/random_state.py": (1, "the name of a field of the file, which runs have on disk"),
-    "cli/doctor.py": (6, "it tests each kind of device by name, before anything is chosen"),
-    "cli/doctor_probes.py": (20, "it tests each kind of device by name, in a process of its own"),
+    "extras/doctor/cli/doctor.py": (6, "it tests each kind of device by name, before anything is chosen"),
+    "extras/doctor/probes.py": (20, "it tests each kind of device by name, in a process of its own"),
     "config/module_names.py": (1, "nn.Module.cuda, a name that no table can have"),
     "config/planner.py": (1, "the values of a key; config is checked without torch"),
     "config/training.py": (1, "the values of a key; config is checked without torch"),

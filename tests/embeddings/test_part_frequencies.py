@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from pipeline.config.compression import CompressionConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.embeddings.bags import hashed_to
-from pipeline.embeddings.compression.quotient_remainder import Digit
 from pipeline.embeddings.describe import savings_of
 from pipeline.embeddings.physical import physical_tables
 from pipeline.embeddings.row_frequencies import (
@@ -20,6 +19,7 @@ from pipeline.embeddings.row_frequencies import (
     share_of_block,
 )
 from pipeline.embeddings.table import Table
+from pipeline.extras.compression.quotient_remainder import Digit
 
 NUM_IDS = 10_000
 LOOKUPS: NDArray[np.float64] = 1 / np.arange(1, NUM_IDS + 1)

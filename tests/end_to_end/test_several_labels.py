@@ -15,16 +15,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.cli.checkpoints import list_checkpoints
 from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
-from pipeline.config.jobs.checkpoints import CheckpointsJob
 from pipeline.config.jobs.evaluate import EvaluateJob, PredictJob
 from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.retraining import GateConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare
+from pipeline.extras.checkpoints.cli.checkpoints import list_checkpoints
+from pipeline.extras.checkpoints.config import CheckpointsJob
 from pipeline.extras.runs.listing import as_text
 from pipeline.retraining.gate import Scores, judge
 from pipeline.retraining.scoring import score

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoint.owners import HEADER_BYTES
-from pipeline.cli.checkpoints import export_checkpoint, show_checkpoint, verify_checkpoints
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs.checkpoints import CheckpointsJob
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import TrainJob
+from pipeline.extras.checkpoints.cli.checkpoints import export_checkpoint, show_checkpoint, verify_checkpoints
+from pipeline.extras.checkpoints.config import CheckpointsJob
 from pipeline.training.evaluate import evaluate
 from pipeline.training.train import train
 from tests.faults.conftest import FaultRecorder

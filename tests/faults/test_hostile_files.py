@@ -15,13 +15,13 @@ import yaml
 from omegaconf import OmegaConf
 
 from pipeline.checkpoint.remap import RowMap
-from pipeline.cli.checkpoints import export_checkpoint, show_checkpoint
 from pipeline.cli.command_line import load_config
 from pipeline.cli.plan import check, diff, plan, show
-from pipeline.config.jobs.checkpoints import CheckpointsJob
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.data.dataset import load_dataset
+from pipeline.extras.checkpoints.cli.checkpoints import export_checkpoint, show_checkpoint
+from pipeline.extras.checkpoints.config import CheckpointsJob
 from pipeline.planner.plan_codec import read_plan
 from pipeline.runtime.errors import CheckpointError, ConfigError
 from pipeline.training.preflight import validate_job

@@ -15,10 +15,10 @@ if not IS_REAL:
 
 import torch  # noqa: E402
 
+import pipeline.extras.models.tasks.retrieval  # noqa: E402
 import pipeline.extras.step_time.prediction  # noqa: E402
 import pipeline.models.tasks.click  # noqa: E402
 import pipeline.models.tasks.labels  # noqa: E402
-import pipeline.models.tasks.retrieval  # noqa: E402
 import pipeline.training.evaluate  # noqa: E402
 import pipeline.training.hooks.build  # noqa: E402
 import pipeline.training.train  # noqa: E402

@@ -8,9 +8,9 @@ import torch
 from pipeline.config.generated import SyntheticConfig
 from pipeline.config.model import ModelConfig
 from pipeline.extras.generate.kinds import UserItemConfig
+from pipeline.extras.models.tasks.retrieval_metrics import RetrievalMetrics
+from pipeline.extras.models.user_item import MatrixFactorizationConfig, NCFConfig, TwoTowerConfig
 from pipeline.models.linear import FMConfig, LogisticRegressionConfig, WideDeepConfig
-from pipeline.models.tasks.retrieval_metrics import RetrievalMetrics
-from pipeline.models.user_item import MatrixFactorizationConfig, NCFConfig, TwoTowerConfig
 from tests.models.learning import ALONE, Rows, click_rows, fit, share_of_lift, user_item_rows
 
 USERS_AND_ITEMS = UserItemConfig(num_rows=60_000, num_users=200, num_items=120, latent_dim=4, teacher_scale=3.0)

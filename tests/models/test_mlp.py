@@ -55,7 +55,7 @@ def test_a_layer_is_linear_then_norm_then_activation(norm: str, activation: str)
 
 
 def test_every_activation_that_the_config_names_exists() -> None:
-    assert {*ACTIVATIONS, "dice"} == set(NAMES)  # which has parameters: tests/models/test_histories.py
+    assert {*ACTIVATIONS, "dice"} == set(NAMES)  # which has parameters: tests/extras/models/test_histories.py
 
 
 def test_dropout_zeroes_its_share_in_training_alone() -> None:

@@ -17,13 +17,13 @@ from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
+from pipeline.extras.models.user_item import MatrixFactorizationConfig, NCFConfig, TwoTowerConfig
 from pipeline.extras.models.xdeepfm import XDeepFMConfig
 from pipeline.models.build import build_model
 from pipeline.models.dcn import DCNConfig, DCNv2Config
 from pipeline.models.deepfm import DeepFMConfig
 from pipeline.models.linear import FMConfig, LogisticRegressionConfig, WideDeepConfig
 from pipeline.models.tasks.task import TaskModel, make_task
-from pipeline.models.user_item import MatrixFactorizationConfig, NCFConfig, TwoTowerConfig
 from pipeline.runtime.errors import ConfigError
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer

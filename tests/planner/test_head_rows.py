@@ -13,15 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.frequency_split import Workload, build, counted_bytes, draw, expected_bytes, stepper
-from pipeline.cli.checkpoints import export_checkpoint
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs.checkpoints import CheckpointsJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import job_from_yaml, job_to_yaml, load_saved_job
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
+from pipeline.extras.checkpoints.cli.checkpoints import export_checkpoint
+from pipeline.extras.checkpoints.config import CheckpointsJob
 from pipeline.planner.head_rows import choose_heads, has_auto
 from pipeline.planner.resolved_job import resolve_job
 from pipeline.runtime.errors import ConfigError

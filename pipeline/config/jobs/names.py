@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pipeline.config.jobs.checkpoints import CheckpointsJob
 from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob, PredictJob
 from pipeline.config.jobs.machine import CheckNodesJob, InitJob
 from pipeline.config.jobs.prepare import GenerateJob, InspectJob, PrepareJob
@@ -13,7 +12,7 @@ from pipeline.config.jobs.train import PlanJob, TrainJob
 # Job -> conf/<name>.yaml, and the verb.
 CONFIG_NAMES: dict[type, str] = {
     GenerateJob: "generate", PrepareJob: "prepare", PlanJob: "plan", TrainJob: "train", EvaluateJob: "evaluate",
-    CheckpointsJob: "checkpoints", ExportJob: "export",
+    ExportJob: "export",
     RetrainJob: "retrain", RegistryJob: "registry",
     PredictJob: "predict", ServeJob: "serve",
     InspectJob: "inspect", InitJob: "init", CheckNodesJob: "check_nodes",

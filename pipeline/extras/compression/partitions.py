@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.config.compression import CompressionConfig
-from pipeline.embeddings.compression.quotient_remainder import Digit, Partition, bases_of
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
+from pipeline.extras.compression.quotient_remainder import Digit, Partition, bases_of
 from pipeline.runtime.errors import ConfigError
 
 if TYPE_CHECKING:

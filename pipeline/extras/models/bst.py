@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.config.registry import register
-from pipeline.models.histories import SelfAttentionConfig
+from pipeline.extras.models.histories import SelfAttentionConfig
 from pipeline.runtime.errors import check_at_least
 
 if TYPE_CHECKING:
@@ -33,6 +33,6 @@ class BSTConfig(SelfAttentionConfig):
         check_at_least("model.feed_forward", self.feed_forward, 1)
 
     def build_block(self, num_positions: int) -> nn.Module:
-        from pipeline.models.layers.self_attention import TransformerBlock
+        from pipeline.extras.models.layers.self_attention import TransformerBlock
 
         return TransformerBlock(self.attention_dim, self.num_heads, self.feed_forward, self.attention_dropout)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.config.registry import register
-from pipeline.models.histories import SelfAttentionConfig
+from pipeline.extras.models.histories import SelfAttentionConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,6 +28,6 @@ class HSTUConfig(SelfAttentionConfig):
     learnt_positions = False
 
     def build_block(self, num_positions: int) -> nn.Module:
-        from pipeline.models.layers.self_attention import HSTUBlock
+        from pipeline.extras.models.layers.self_attention import HSTUBlock
 
         return HSTUBlock(self.attention_dim, self.num_heads, num_positions, self.attention_dropout)

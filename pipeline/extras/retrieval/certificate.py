@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.config.serving import RetrievalConfig
+from pipeline.extras.models.tasks.retrieval import NO_ITEM
+from pipeline.extras.models.tasks.retrieval_metrics import RetrievalMetrics, RetrievalPrediction
 from pipeline.extras.retrieval.index import ItemIndex, Vectors, exact_search
 from pipeline.extras.retrieval.tower import own_columns
-from pipeline.models.tasks.retrieval import NO_ITEM
-from pipeline.models.tasks.retrieval_metrics import RetrievalMetrics, RetrievalPrediction
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.serving.artifact.certification_sample import Sample, SampleBatch
 from pipeline.serving.artifact.retrieval_parts import RetrievalParts

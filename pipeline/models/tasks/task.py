@@ -45,7 +45,7 @@ class Task(Protocol):
     no_export: why models of this task cannot be exported; empty if they can. A model can be
     exported if its outputs are one logit per row, or the targets' widths. exports="towers": the
     model gives vectors of users and items by user_vectors and item_vectors
-    (models/layers/two_tower.py), its config has `user_features` and `item_features`, and items are
+    (extras/models/layers/two_tower.py), its config has `user_features` and `item_features`, and items are
     retrieved by the dot product of the vectors (extras/retrieval). takes_targets=True: the task
     also takes the list of data.targets.Target and learns labels of any kind and number. Other tasks
     learn one binary label.

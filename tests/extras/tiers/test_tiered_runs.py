@@ -17,12 +17,12 @@ import pytest
 
 from pipeline.checkpoint.steps import list_steps
 from pipeline.checkpoint.tensors import StepTensors
-from pipeline.cli.checkpoints import export_checkpoint
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs.checkpoints import CheckpointsJob
 from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import load_saved_job
+from pipeline.extras.checkpoints.cli.checkpoints import export_checkpoint
+from pipeline.extras.checkpoints.config import CheckpointsJob
 from pipeline.runtime.errors import ShardingError
 from pipeline.serving.artifact.export_run import export
 from pipeline.serving.artifact.manifest import read_manifest

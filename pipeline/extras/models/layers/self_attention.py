@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline.models.layers.history import ages
+from pipeline.extras.models.layers.history import ages
 
 
 class WithTarget(nn.Module):

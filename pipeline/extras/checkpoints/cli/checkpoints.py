@@ -16,9 +16,9 @@ from dataclasses import replace
 
 from pipeline.cli.arguments import Command
 from pipeline.cli.verb import verb
-from pipeline.config.jobs.checkpoints import CHECKPOINT_COMMANDS, CheckpointsJob
 from pipeline.config.tables import table_name
 from pipeline.config.training import CheckpointConfig
+from pipeline.extras.checkpoints.config import CHECKPOINT_COMMANDS, CheckpointsJob
 from pipeline.runtime.byte_counts import show_size
 from pipeline.runtime.errors import ConfigError, did_you_mean
 from pipeline.runtime.logs import get_logger
@@ -85,10 +85,10 @@ def show_checkpoint(job: CheckpointsJob) -> list[str]:
 
 def export_checkpoint(job: CheckpointsJob) -> list[str]:
     """Write one table to job.output; lines that say what. Raises ConfigError for an unknown or damaged step or table."""
-    from pipeline.checkpoint.export import export_table
     from pipeline.checkpoint.survey import open_step, verify_step
     from pipeline.checkpoint.tables import inventory_of_step
     from pipeline.checkpoint.vocabularies import features_of, id_space, trained_dataset
+    from pipeline.extras.checkpoints.export import export_table
 
     folder = folder_of(job.run)
     step, manifest, tensors = open_step(folder, job.step)

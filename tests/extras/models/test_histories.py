@@ -27,20 +27,20 @@ from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.extras.generate.kinds import HistoriesConfig
 from pipeline.extras.models.bst import BSTConfig
+from pipeline.extras.models.din import DINConfig
+from pipeline.extras.models.histories import SelfAttentionConfig
 from pipeline.extras.models.hstu import HSTUConfig
+from pipeline.extras.models.layers.history import HistoryInputs
+from pipeline.extras.models.layers.target_attention import TargetAttention
 from pipeline.models.build import build_model
 from pipeline.models.deepfm import DeepFMConfig
-from pipeline.models.din import DINConfig
-from pipeline.models.histories import SelfAttentionConfig
-from pipeline.models.layers.history import HistoryInputs
 from pipeline.models.layers.mlp import Dice
-from pipeline.models.layers.target_attention import TargetAttention
 from pipeline.models.tasks.task import TaskModel, make_task
 from pipeline.runtime.errors import ConfigError
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.training.optimizer import build_optimizer
-from tests.models.histories import READ, Histories, build_task, generate, share_of_lift, tables_of
+from tests.extras.models.histories import READ, Histories, build_task, generate, share_of_lift, tables_of
 from tests.support.examples import examples
 from tests.support.messages import names
 from tests.support.ranks import RankPool

@@ -14,16 +14,16 @@ import pytest
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.survey import open_step
 from pipeline.checkpoint.tables import inventory_of_step
-from pipeline.cli import checkpoints
 from pipeline.cli.arguments import read_arguments
-from pipeline.cli.checkpoints import (
+from pipeline.cli.command_line import load_config
+from pipeline.extras.checkpoints.cli import checkpoints
+from pipeline.extras.checkpoints.cli.checkpoints import (
     export_checkpoint,
     list_checkpoints,
     show_checkpoint,
     verify_checkpoints,
 )
-from pipeline.cli.command_line import load_config
-from pipeline.config.jobs.checkpoints import CheckpointsJob
+from pipeline.extras.checkpoints.config import CheckpointsJob
 from tests.checkpoint.resharding import optimizers, tables, whole
 from tests.support.ranks import RankPool
 from tests.training.tiny import TinyTable, build, context
@@ -142,7 +142,7 @@ def _save_large(rank: int, folder: str) -> None:
 
 EXPORT = """
 import resource, sys
-from pipeline.checkpoint.export import export_table
+from pipeline.extras.checkpoints.export import export_table
 from pipeline.checkpoint.survey import open_step, verify_step
 from pipeline.checkpoint.tables import inventory_of_step
 folder, small, output = sys.argv[1:]
@@ -187,7 +187,7 @@ def _save_columns(rank: int, folder: str, optimizer: str) -> dict:
 def test_a_table_cut_by_rows_and_columns_is_exported_whole(ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
     values = ranks.run(4, _save_columns, str(tmp_path / "run/checkpoints"), optimizer, local_world_size=2)[0]
     output = str(tmp_path / "t0.parquet")
-    from pipeline.checkpoint.export import export_table
+    from pipeline.extras.checkpoints.export import export_table
 
     _, _, tensors = open_step(str(tmp_path / "run/checkpoints"), 1)
     export_table(tensors, [inventory_of_step(tensors).tables["t0"]], output, with_state=True)

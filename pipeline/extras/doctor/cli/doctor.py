@@ -40,7 +40,7 @@ MODULES = {  # import name -> distribution
 MIN_SHM_BYTES = 512 << 20  # Docker's default is 64 MiB; NCCL and pinned batches need more
 MIN_DISK_BYTES = 5 << 30
 PROBE_TIMEOUT_S = 180  # a machine with ten times as many processes as cores takes a minute to import torch
-PROBE_PATH = [str(Path(__file__).parents[2])]  # so that a probe imports this very package, from any folder
+PROBE_PATH = [str(Path(__file__).parents[4])]  # so that a probe imports this very package, from any folder
 GPU_PROBES = ["gpus", "lookup_cuda", "all_to_all_nccl", "compiler"]
 GIB = 2**30
 
@@ -203,15 +203,15 @@ def _modules(gpu: bool) -> Finding:
     missing = [distribution for module, distribution in MODULES.items() if importlib.util.find_spec(module) is None]
     if not missing:
         return Finding("libraries", f"all {len(MODULES)} found")
-    checkout = (Path(__file__).parents[2] / "setup.cfg").is_file()
+    checkout = (Path(__file__).parents[4] / "setup.cfg").is_file()
     extra = "gpu" if gpu else "cpu"
     source = f"-e '.[{extra}]'" if checkout else f"'torchrec-pipeline[{extra}]'"
     return Finding("libraries", f"missing: {', '.join(missing)}", f"pip install {source}")
 
 
 def probe(name: str, gpu: bool) -> Finding:
-    """Run one of pipeline.cli.doctor_probes in a process of its own; a crash or a hang is a finding too."""
-    command = [sys.executable, "-m", "pipeline.cli.doctor_probes", name]
+    """Run one of pipeline.extras.doctor.probes in a process of its own; a crash or a hang is a finding too."""
+    command = [sys.executable, "-m", "pipeline.extras.doctor.probes", name]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*PROBE_PATH, os.environ.get("PYTHONPATH", "")]).rstrip(":")}
     try:
         done = subprocess.run(
@@ -237,9 +237,9 @@ def _last_line(text: str) -> str:
 
 def _probe_fix(name: str, gpu: bool, reason: str = "") -> str:
     if name == "all_to_all_gloo":
-        return "GLOO_SOCKET_IFNAME=lo python -m pipeline.cli.doctor_probes all_to_all_gloo"
+        return "GLOO_SOCKET_IFNAME=lo python -m pipeline.extras.doctor.probes all_to_all_gloo"
     if name == "all_to_all_nccl":
-        return "NCCL_DEBUG=INFO python -m pipeline.cli.doctor_probes all_to_all_nccl"
+        return "NCCL_DEBUG=INFO python -m pipeline.extras.doctor.probes all_to_all_nccl"
     if "compute capability" in reason:
         return "hardware=cpu  (or build FBGEMM for this GPU: docs/reference/troubleshooting.md)"
     if name in ("gpus", "lookup_cuda") and "driver" in reason:

@@ -1,4 +1,4 @@
-"""The hour of a time, 0 to 23."""
+"""The day of the week of a time, 0 on Monday to 6 on Sunday."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.config.registry import register
-from pipeline.data.raw.derive._times import PartOfTime
+from pipeline.extras.transforms._times import PartOfTime
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
-@register("transform", "hour")
+@register("transform", "weekday")
 @dataclass(frozen=True)
-class Hour(PartOfTime):
+class Weekday(PartOfTime):
     def part(self, times: pa.Array) -> pa.Array:
         import pyarrow.compute as pc
 
-        return pc.hour(times)
+        return pc.day_of_week(times)

@@ -22,9 +22,9 @@ from pipeline.data.read.batch import Batch
 from pipeline.devices.cpu.host_exchange import all_gather, num_exchanging_ranks, reduce_scatter
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
-from pipeline.models.tasks.retrieval_metrics import RetrievalLossWindow, RetrievalMetrics, RetrievalPrediction
+from pipeline.extras.models.tasks.retrieval_metrics import RetrievalLossWindow, RetrievalMetrics, RetrievalPrediction
+from pipeline.extras.models.user_item import TwoTowerConfig
 from pipeline.models.tasks.task import Measure
-from pipeline.models.user_item import TwoTowerConfig
 from pipeline.runtime.process.distributed import DistributedContext
 
 NO_ITEM = -1  # the id of padding and quarantined rows

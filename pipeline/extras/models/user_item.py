@@ -58,7 +58,7 @@ class MatrixFactorizationConfig(UserItemConfig):
 
     def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
         from pipeline.embeddings.collection import build_embeddings
-        from pipeline.models.layers.user_item import BiasedDot, UserItemModel
+        from pipeline.extras.models.layers.user_item import BiasedDot, UserItemModel
 
         return UserItemModel(build_embeddings(tables), self.user_feature, self.item_feature, BiasedDot())
 
@@ -102,7 +102,7 @@ class NCFConfig(UserItemConfig, LayersConfig):
 
     def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
         from pipeline.embeddings.collection import build_embeddings
-        from pipeline.models.layers.user_item import NeuralFiltering, UserItemModel
+        from pipeline.extras.models.layers.user_item import NeuralFiltering, UserItemModel
 
         dim = dims_of_features(tables)[self.user_feature]
         over_arch = NeuralFiltering(dim, self.gmf_columns(dim), list(self.mlp_layer_sizes), self.layer_settings)
@@ -184,7 +184,7 @@ class TwoTowerConfig(LayersConfig):
 
     def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
         from pipeline.embeddings.collection import build_embeddings
-        from pipeline.models.layers.two_tower import TwoTower
+        from pipeline.extras.models.layers.two_tower import TwoTower
 
         return TwoTower(
             build_embeddings(tables),

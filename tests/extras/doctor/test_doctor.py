@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeline.cli import doctor, doctor_probes
-from pipeline.cli.doctor import Finding
+from pipeline.extras.doctor import probes as doctor_probes
+from pipeline.extras.doctor.cli import doctor
+from pipeline.extras.doctor.cli.doctor import Finding
 from tests.support.messages import mentions
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -9,8 +9,8 @@ import torch
 
 from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.row_frequencies import RowFrequencies
-from pipeline.models.tasks.retrieval import LogFrequency, RetrievalPrediction, hardest_cross_entropy
-from pipeline.models.tasks.retrieval_metrics import RetrievalMetrics
+from pipeline.extras.models.tasks.retrieval import LogFrequency, RetrievalPrediction, hardest_cross_entropy
+from pipeline.extras.models.tasks.retrieval_metrics import RetrievalMetrics
 from tests.support.ranks import RankPool
 
 NUM_BATCHES, BATCH, NUM_ITEMS, DIM = 4, 32, 40, 3

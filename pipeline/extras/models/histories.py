@@ -14,7 +14,7 @@ from pipeline.runtime.errors import ConfigError, check_at_least, check_below_one
 if TYPE_CHECKING:
     from torch import nn
 
-    from pipeline.models.layers.history import HistoryInputs
+    from pipeline.extras.models.layers.history import HistoryInputs
 
 
 @dataclass
@@ -72,7 +72,7 @@ class HistoryConfig(LayersConfig):
 
     def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
         from pipeline.embeddings.collection import build_embeddings
-        from pipeline.models.layers.history import HistoryInputs, HistoryModel
+        from pipeline.extras.models.layers.history import HistoryInputs, HistoryModel
         from pipeline.models.layers.mlp import MLP
 
         dims = dims_of_features(tables)
@@ -121,7 +121,7 @@ class SelfAttentionConfig(HistoryConfig):
         raise NotImplementedError(f"{type(self).__name__} has no build_block()")
 
     def build_encoder(self, inputs: HistoryInputs, num_positions: int) -> tuple[nn.Module, int]:
-        from pipeline.models.layers.self_attention import WithTarget
+        from pipeline.extras.models.layers.self_attention import WithTarget
 
         blocks = [self.build_block(num_positions) for _ in range(self.num_blocks)]
         encoder = WithTarget(

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.model import ACTIVATIONS, LayerSettings, SequenceInput
 from pipeline.config.registry import register
+from pipeline.extras.models.histories import HistoryConfig
 from pipeline.models.checks import check_layer_sizes
-from pipeline.models.histories import HistoryConfig
 from pipeline.runtime.errors import ConfigError, check_choice, did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from pipeline.models.layers.history import HistoryInputs
+    from pipeline.extras.models.layers.history import HistoryInputs
 
 
 @register("model", "din")
@@ -58,7 +58,7 @@ class DINConfig(HistoryConfig):
         return [replace(each, search_in=self.search, search_for=target) for each in read]
 
     def build_encoder(self, inputs: HistoryInputs, num_positions: int) -> tuple[nn.Module, int]:
-        from pipeline.models.layers.target_attention import TargetAttention
+        from pipeline.extras.models.layers.target_attention import TargetAttention
 
         settings = LayerSettings(self.attention_activation)
         unit = TargetAttention(

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from pipeline.config.compression import CompressionConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.embeddings.bags import hashed_to
-from pipeline.embeddings.compression import quotient_remainder
-from pipeline.embeddings.compression.quotient_remainder import QuotientRemainder, balanced_bases
 from pipeline.embeddings.physical import num_numbers
 from pipeline.embeddings.table import Table
-from pipeline.extras.compression import partitions
+from pipeline.extras.compression import partitions, quotient_remainder
+from pipeline.extras.compression.quotient_remainder import QuotientRemainder, balanced_bases
 from tests.support.examples import examples
 
 

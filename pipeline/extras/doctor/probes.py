@@ -1,6 +1,6 @@
 """Run one operation of a library and compare it with arithmetic done by hand.
 
-`python -m pipeline.cli.doctor_probes <name>` prints one line and exits 0, or fails in whatever way the library fails; doctor runs
+`python -m pipeline.extras.doctor.probes <name>` prints one line and exits 0, or fails in whatever way the library fails; doctor runs
 each in a process of its own, so that a crash inside a shared library is a finding and not the end.
 """
 
@@ -78,8 +78,8 @@ def gpus() -> str:
     """What torch sees of the GPUs that the driver lists, and whether FBGEMM has kernels for each."""
     import torch
 
-    from pipeline.cli.doctor import MACHINE_CODE, _minor, _version, has_machine_code
     from pipeline.devices.cuda import why_no_gpu
+    from pipeline.extras.doctor.cli.doctor import MACHINE_CODE, _minor, _version, has_machine_code
 
     if not torch.cuda.is_available():
         raise RuntimeError(f"torch {torch.__version__} sees no GPU: {why_no_gpu()}")

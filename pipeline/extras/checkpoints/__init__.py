@@ -1,0 +1,1 @@
+"""List, verify, show and export checkpoints: the verb `checkpoints`."""
