@@ -213,8 +213,8 @@ def predict(arguments: argparse.Namespace, steps_per_s: float) -> None:
     from pipeline.config.tables import ConstraintConfig, InitConfig, TiersConfig
     from pipeline.embeddings.row_frequencies import RowFrequencies
     from pipeline.embeddings.table import Table
+    from pipeline.extras.tiers.forecast import forecast, io_ms, stall_percent, tiered_step_ms
     from pipeline.extras.tiers.probe import measure
-    from pipeline.planner.tiers import forecast, io_ms, stall_percent, tiered_step_ms
 
     rows = int(arguments.gib * GIB / ROW_BYTES / NUM_TABLES)
     frequencies, best = None, arguments.slots

@@ -48,7 +48,6 @@ from pipeline.training.preflight import check_resolved, load_or_describe
 
 if TYPE_CHECKING:
     from pipeline.planner.request import PlannedJob, PlanRequest
-    from pipeline.planner.tier_slots import SlotChoice
 
 STALE = 1  # exit code of check
 FOR_PLANS_ALONE = ("planner=", "brief=", "target.", "scale_to=", "what_if=", "threads=")  # what training does not know
@@ -191,10 +190,10 @@ def resolve(job: PlanJob) -> ResolvedJob:
         room = available_memory(job.planner, resolve_hardware(job.hardware, job.world_size))
         return choose_heads(job, tables, auto, dataset, job.world_size, room)
 
-    def choose_tiers(whole: ResolvedJob) -> SlotChoice:
+    def choose_tiers(whole: ResolvedJob) -> Any:
         from pipeline.planner.hardware import resolve_hardware
-        from pipeline.training.resolve import slots_for
 
+        slots_for = from_extra("slots_for", "sharding.tiers=auto")
         return slots_for(whole, resolve_hardware(job.hardware, job.world_size))
 
     dataset = load_or_describe(job)

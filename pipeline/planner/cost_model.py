@@ -28,12 +28,13 @@ from torchrec.distributed.planner.constants import (
 from torchrec.distributed.planner.types import Perf, ShardingOption
 from torchrec.distributed.types import CommOp, ModuleSharder, QuantizedCommCodecs
 
+from pipeline.config.registry import from_extra
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
 from pipeline.planner.collectives import links_of
 from pipeline.planner.hardware import BYTES_PER_MS, Hardware
+from pipeline.planner.plan_record import TierForecast
 from pipeline.planner.search.problem import Floats
-from pipeline.planner.tiers import TierForecast, forecast
 
 ID_BYTES, LENGTH_BYTES, WEIGHT_BYTES = 8, 4, 4  # int64 ids, int32 lengths (data/batch.py), fp32 weights
 MIN_LOOKUP_WIDTH = 32  # columns that a lookup of a whole table reads at least; TorchRec's
@@ -163,7 +164,9 @@ class CostModel:
         table = self.in_tiers.get(option.name)
         if table is None:
             return None
-        return forecast(table, option.batch_size * self._hardware.world_size * sum(option.input_lengths))
+        forecast = from_extra("tier_forecast", f"tables.{table.config_name}.tiers")
+        found: TierForecast = forecast(table, option.batch_size * self._hardware.world_size * sum(option.input_lengths))
+        return found
 
     def weights_bytes(self, option: ShardingOption) -> Floats:
         """[S]: of the weights of the ids that each shard looks up in a step; TorchRec counts the ids alone."""

@@ -26,8 +26,8 @@ from torchrec.distributed.types import ModuleSharder
 
 from pipeline import devices
 from pipeline.config.optimizers import find_optimizer
+from pipeline.config.registry import from_extra
 from pipeline.planner.cost_model import KEY_VALUE, CostModel, cache_load_factor
-from pipeline.planner.tiers import memory_bytes
 
 STATE_BYTES = 4  # FBGEMM and torch keep optimizer state in fp32 whatever the table's type
 # A data_parallel table's gradient is dense and as large as the table, and DDP reduces a copy of it.
@@ -111,7 +111,9 @@ class CostedEnumerator(EmbeddingEnumerator):
         """Of weights and state: those that no slot holds."""
         num_rows, num_columns = shard.size
         whole = num_rows * num_columns * option.tensor.element_size() + state_bytes
-        return whole - memory_bytes(self._in_tiers[option.name], num_rows, whole / max(num_rows, 1))
+        table = self._in_tiers[option.name]
+        memory_bytes = from_extra("tier_memory_bytes", f"tables.{table.config_name}.tiers")
+        return whole - int(memory_bytes(table, num_rows, whole / max(num_rows, 1)))
 
     @staticmethod
     def _key_value_cache_bytes(option: ShardingOption, shard: Shard) -> int:

@@ -9,13 +9,29 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.planner.fingerprint import Fingerprint
-from pipeline.planner.tiers import TierForecast
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlan
 
 # In the order in which a step goes through them.
 PHASES = ("input_dist_ms", "forward_compute_ms", "forward_comms_ms", "backward_compute_ms", "backward_comms_ms")
+
+
+SECTOR_BYTES = 512
+
+
+@dataclass(frozen=True)
+class TierForecast:
+    """A table with tiers in a steady state: lookups served from slots, and distinct rows that a step reads."""
+
+    slots: int
+    hit_rate: float
+    rows_a_step: float
+
+    @property
+    def read_bytes(self) -> float:
+        """Bytes read in a step: at least a sector for each row."""
+        return SECTOR_BYTES * self.rows_a_step
 
 
 @dataclass(frozen=True)

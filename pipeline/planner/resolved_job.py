@@ -10,9 +10,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.model import used_tables
+from pipeline.config.registry import from_extra
 from pipeline.config.tables import expand_patterns
 from pipeline.data.dataset import Dataset
 from pipeline.data.targets import Target, targets_of
@@ -29,12 +31,10 @@ from pipeline.planner.head_rows import (
     with_notes,
     without_auto,
 )
-from pipeline.planner.tier_slots import AUTO, SlotChoice, describe, tiers_of, with_slots
-from pipeline.runtime.logs import get_logger
 
-logger = get_logger(__name__)
+AUTO_TIERS = "auto"  # sharding.tiers
 # The job without tiers of sharding.tiers=auto -> which tables have them.
-TierChoice = Callable[["ResolvedJob"], SlotChoice]
+TierChoice = Callable[["ResolvedJob"], Any]
 # Tables, and those of them whose head is `auto` -> rows of each of the latter.
 HeadChoice = Callable[[list[Table], list[Table]], dict[str, int]]
 
@@ -93,25 +93,10 @@ def resolve_job(
     reports = head_reports(job, used, dataset, world_size)
     targets = targets_of(job.data.columns, dataset, job.model.learns_all)
     whole = ResolvedJob(job, dataset, world_size, resolved, with_notes(used, reports), reports, targets)
-    return with_tiers(whole, choose_tiers(whole)) if choose_tiers and job.sharding.tiers == AUTO else whole
-
-
-def with_tiers(resolved: ResolvedJob, choice: SlotChoice) -> ResolvedJob:
-    """The job's own tables say the choice, as if the user had."""
-
-    def placed(table: Table) -> Table:
-        if table.name not in choice.slots:
-            return table
-        note = "; ".join(filter(None, [table.note, "slots by sharding.tiers=auto"]))
-        return replace(table, tiers=tiers_of(table, choice), note=note)
-
-    logger.info("%s", describe(choice))
-    return replace(
-        resolved,
-        job=replace(resolved.job, tables=with_slots(resolved.job.tables, resolved.tables, choice)),
-        all_tables=[placed(table) for table in resolved.all_tables],
-        tables=[placed(table) for table in resolved.tables],
-    )
+    if choose_tiers is None or job.sharding.tiers != AUTO_TIERS:
+        return whole
+    with_tiers: Callable[..., ResolvedJob] = from_extra("with_tiers", "sharding.tiers=auto")
+    return with_tiers(whole, choose_tiers(whole))
 
 
 def _with_head(table: Table, rows: int) -> Table:

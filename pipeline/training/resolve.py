@@ -6,21 +6,18 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from pipeline import devices
 from pipeline.config.jobs.train import TrainJob
+from pipeline.config.registry import from_extra
 from pipeline.config.tables import TableConfig
 from pipeline.data.dataset import Dataset
 from pipeline.embeddings.table import Table
-from pipeline.planner.estimator import dense_part_bytes
 from pipeline.planner.hardware import Hardware, available_memory, resolve_hardware
 from pipeline.planner.head_rows import choose_heads
 from pipeline.planner.resolved_job import ResolvedJob, resolve_job
-from pipeline.planner.tier_slots import SlotChoice, choose_slots, room_for_tiers
-from pipeline.runtime.errors import PlanError, TrainingError, UserError
+from pipeline.runtime.errors import TrainingError, UserError
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.training.build import build_task
 
 T = TypeVar("T")
 
@@ -48,7 +45,8 @@ def resolve(
 
         return _decided(context, decide)
 
-    def choose_tiers(whole: ResolvedJob) -> SlotChoice:
+    def choose_tiers(whole: ResolvedJob) -> Any:
+        slots_for = from_extra("slots_for", "sharding.tiers=auto")
         return _decided(context, lambda: slots_for(whole, hardware()))
 
     return resolve_job(job, dataset, context.world_size, choose, choose_tiers)
@@ -68,22 +66,3 @@ def _decided(context: DistributedContext, decide: Callable[[], T]) -> T:
         raise TrainingError(message[1])
     decision: T = message[0]
     return decision
-
-
-def slots_for(whole: ResolvedJob, hardware: Hardware) -> SlotChoice:
-    """Choose the tables that have tiers on this hardware, and their numbers of slots (sharding.tiers=auto).
-
-    Raises:
-        PlanError: GPU ranks, or memory that does not hold the fewest slots.
-    """
-    job = whole.job
-    if not hardware.on_cpu:
-        raise PlanError(
-            f"sharding.tiers=auto is for CPU ranks, and these are {hardware.compute_device}: leave it out, and use "
-            "tables.default.sharding.compute_kernels=[fused_uvm_caching]"
-        )
-    task = build_task(whole, hardware.compute_device)
-    modules = [module for module in task.modules() if isinstance(module, EmbeddingBagCollection)]
-    dense = dense_part_bytes(task, [parameter for module in modules for parameter in module.parameters()])
-    room = room_for_tiers(hardware.ddr_cap_bytes, job.planner.reserved_memory_fraction, dense, hardware.world_size)
-    return choose_slots(job, whole.tables, room, hardware.world_size)

@@ -8,6 +8,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from pipeline import devices
 from pipeline.config.jobs.train import TrainJob
+from pipeline.config.registry import from_extra
 from pipeline.devices.cpu.products import FastLinear
 from pipeline.embeddings.table import Table
 from pipeline.models.layers.dlrm import join_lookups_to_products
@@ -21,7 +22,6 @@ from pipeline.sharding.torchrec.embedding_sync import replicates
 from pipeline.sharding.torchrec.sharding import join_hosts, shard_model
 from pipeline.training.build import build_task
 from pipeline.training.plan import plan_tables
-from pipeline.training.tier_rates import tier_folder
 
 logger = get_logger(__name__)
 
@@ -85,4 +85,5 @@ def _tier_folder(job: TrainJob, tables: list[Table], replicated: bool) -> str | 
             f"tables.{names[0]}.tiers with parallel.embedding_sync={job.parallel.embedding_sync}: hosts' own tables are averaged "
             "in memory; use every_step, or leave tiers out"
         )
-    return tier_folder(job, names[0])
+    folder: str = from_extra("tier_folder", f"tables.{names[0]}.tiers")(job, names[0])
+    return folder

@@ -93,8 +93,7 @@ def describe(summary: TrainSummary) -> str:
 
 
 def describe_run(run_dir: str, checkpoint: str, throughput: dict[str, float]) -> list[str]:
-    from pipeline.training.hooks.throughput import describe_comms_wait
-    from pipeline.training.tier_rates import describe_tiers
+    from pipeline.training.hooks.throughput import describe_comms_wait, describe_tiers
 
     lines = [
         f"model       {checkpoint}",

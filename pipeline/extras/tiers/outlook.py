@@ -8,11 +8,11 @@ from collections import Counter
 
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.planner import HardwareConfig
+from pipeline.extras.tiers.forecast import io_ms, stall_percent, tiered_step_ms
 from pipeline.extras.tiers.probe import SsdSpeed, measure
+from pipeline.extras.tiers.rates import tier_folder
 from pipeline.planner.plan_record import PlanDescription
-from pipeline.planner.tiers import io_ms, stall_percent, tiered_step_ms
 from pipeline.runtime.errors import PlanError
-from pipeline.training.tier_rates import tier_folder
 
 BLOCK_BYTES = 4096  # size of random reads in data sheets
 READS_AT_ONCE = 16

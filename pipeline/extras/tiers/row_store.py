@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.extras.tiers.forecast import SLOTS_A_POOLED_ROW
 from pipeline.extras.tiers.kernels import record as record_kernels
 from pipeline.extras.tiers.transfers import PIECE_BYTES, Piece, transfers
-from pipeline.planner.tiers import SLOTS_A_POOLED_ROW
 from pipeline.runtime.errors import TierError
 from pipeline.runtime.logs import get_logger
 

@@ -12,14 +12,13 @@ import torch.distributed as dist
 
 from pipeline import devices
 from pipeline.config.jobs.train import TrainJob
-from pipeline.config.registry import register
+from pipeline.config.registry import if_installed, register
 from pipeline.models.tasks.task import Measure
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.comms_wait import MEASURED_BACKENDS, CommsWait
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.table_storage import TierStats
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
-from pipeline.training.tier_rates import TierClock, describe_tiers, tier_rates
 
 QUALITY = {"ne": "NE", "mse": "MSE", "loss": "loss"}  # the first of these that is measured stands in the log line
 logger = get_logger("pipeline.training")
@@ -56,7 +55,8 @@ class StepLog(Hook):
         self._comms = CommsWait() if parts.context.backend in MEASURED_BACKENDS else None
         self._comms_seconds = 0.0
         self._logged = self._after_first = (0.0, 0.0, 0.0, 0.0)  # seconds: all, input stall, comms, CPU
-        self._tiers = TierClock(parts.model)
+        clock = if_installed("tier_clock")
+        self._tiers = clock(parts.model) if clock else None
         self._tiers_logged = self._tiers_after_first = TierStats()
         self._open = ExitStack()
 
@@ -90,7 +90,7 @@ class StepLog(Hook):
         if due or state.is_over or self._num_steps == 1 or state.is_evaluation_due(self.job.trainer):
             self._count_cpu()
         if self._num_steps == 1:  # the first step also builds: pipeline stages, DDP buckets, threads
-            self._after_first, self._tiers_after_first = self._now(), self._tiers.total
+            self._after_first, self._tiers_after_first = self._now(), self._tier_stats()
         if not state.preempted and (due or state.is_last):
             self._write(state)
 
@@ -102,6 +102,9 @@ class StepLog(Hook):
 
     def _waited(self) -> float:
         return self._comms.seconds if self._comms else 0.0
+
+    def _tier_stats(self) -> TierStats:
+        return self._tiers.total if self._tiers else TierStats()
 
     def _now(self) -> tuple[float, float, float, float]:
         return self._seconds, self.parts.reader.stall_seconds, self._comms_seconds, self._cpu_seconds
@@ -117,7 +120,7 @@ class StepLog(Hook):
         }
         if self.job.trainer.metrics_port is not None or self.job.logger.otlp_endpoint is not None:
             state.of_ranks = of_ranks(self.parts.context, self._of_this_rank())
-        self._logged, self._num_logged, self._tiers_logged = self._now(), self._num_steps, self._tiers.total
+        self._logged, self._num_logged, self._tiers_logged = self._now(), self._num_steps, self._tier_stats()
         quality = _quality(values)
         logger.info(
             "step %d%s  %s%s samples/s  input stall %.1f %%  %s%s  %.2f GiB  %s",
@@ -168,11 +171,21 @@ class StepLog(Hook):
             "input_stall_percent": 100 * stall / seconds,
         }
         if self._tiers:  # of rank 0: where another waits for its SSD, this one waits for it in a collective
-            rates |= tier_rates(self._tiers.total - tiers_since, seconds, num_steps)
+            rates |= self._tiers.rates(tiers_since, seconds, num_steps)
         return rates | ({"comms_percent": 100 * comms / seconds} if self._comms else {})
 
     def close(self) -> None:
         self._open.close()
+
+
+def describe_tiers(rates: dict[str, float]) -> str:
+    """Describe how tables on an SSD did; empty if no table has tiers."""
+    if "tier_stall_percent" not in rates:
+        return ""
+    return (
+        f"tier stall {rates['tier_stall_percent']:.1f} %  hits {rates['tier_hit_percent']:.1f} %  SSD "
+        f"{rates['tier_read_mb_per_step']:.1f} + {rates['tier_written_mb_per_step']:.1f} MB a step  "
+    )
 
 
 def _to_come(state: TrainingState, values: dict[str, float], step_seconds: float) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.extras.pages.plan_page import MAX_MAPPED, page_path, render_page
-from pipeline.planner.tiers import TierForecast
+from pipeline.extras.tiers.forecast import TierForecast
 from pipeline.runtime.byte_counts import show_bytes
 from tests.planner.plans import drawn_plan
 

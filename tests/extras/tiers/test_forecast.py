@@ -11,8 +11,7 @@ import pytest
 from pipeline.config.tables import ConstraintConfig, InitConfig, TiersConfig, head_rows, num_slots
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
-from pipeline.extras.tiers.kernels import slot_map as slot_map_kernels
-from pipeline.planner.tiers import (
+from pipeline.extras.tiers.forecast import (
     BYTES_A_STORED_ROW,
     MAP_BYTES_A_SLOT,
     POOL_BYTES_A_ROW,
@@ -23,6 +22,7 @@ from pipeline.planner.tiers import (
     stall_percent,
     tiered_step_ms,
 )
+from pipeline.extras.tiers.kernels import slot_map as slot_map_kernels
 
 ROWS, BATCH = 4000, 256
 

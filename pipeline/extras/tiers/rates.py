@@ -40,6 +40,9 @@ class TierClock:
     def stop(self) -> None:
         self.total += self._now() - self._began
 
+    def rates(self, since: TierStats, seconds: float, num_steps: int) -> dict[str, float]:
+        return tier_rates(self.total - since, seconds, num_steps)
+
     def _now(self) -> TierStats:
         return sum((lookup.stats() for lookup in self._lookups), TierStats())
 
@@ -54,13 +57,3 @@ def tier_rates(stats: TierStats, seconds: float, num_steps: int) -> dict[str, fl
         "tier_read_mb_per_step": stats.read_bytes / 1e6 / steps,
         "tier_written_mb_per_step": stats.written_bytes / 1e6 / steps,
     }
-
-
-def describe_tiers(rates: dict[str, float]) -> str:
-    """Empty where no table has tiers."""
-    if "tier_stall_percent" not in rates:
-        return ""
-    return (
-        f"tier stall {rates['tier_stall_percent']:.1f} %  hits {rates['tier_hit_percent']:.1f} %  SSD "
-        f"{rates['tier_read_mb_per_step']:.1f} + {rates['tier_written_mb_per_step']:.1f} MB a step  "
-    )

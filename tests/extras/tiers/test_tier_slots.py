@@ -12,7 +12,7 @@ from pipeline.config.tables import ConstraintConfig, InitConfig, TableConfig, Ti
 from pipeline.config.training import SparseOptimizerConfig, TrainerConfig
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
-from pipeline.planner.tier_slots import (
+from pipeline.extras.tiers.slots import (
     PROCESS_BYTES,
     _cost_of,
     _points,
@@ -24,7 +24,7 @@ from pipeline.planner.tier_slots import (
     with_slots,
 )
 from pipeline.runtime.errors import PlanError
-from tests.planner.test_tiers import ROWS, zipf
+from tests.extras.tiers.test_forecast import ROWS, zipf
 
 BATCH = 64
 OPEN = TiersConfig(min_rows=1000)

@@ -12,20 +12,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.optimizers import find_optimizer
 from pipeline.config.tables import TableConfig, TiersConfig
 from pipeline.embeddings.physical import leaves
 from pipeline.embeddings.table import Table
-from pipeline.planner.tiers import distinct_rows, forecast, memory_bytes
+from pipeline.extras.tiers.forecast import distinct_rows, forecast, memory_bytes
+from pipeline.planner.estimator import dense_part_bytes
+from pipeline.planner.hardware import Hardware
+from pipeline.planner.resolved_job import ResolvedJob
 from pipeline.runtime.errors import PlanError
+from pipeline.runtime.logs import get_logger
+from pipeline.training.build import build_task
 
-AUTO = "auto"
 BATCHES_IN_FLIGHT = 4  # one that trains, two that are looked ahead at, and one of room
 POINTS = 40  # shares that are tried of a table
 FEW_TABLES, BUCKETS = 40, 1000  # of bytes, to one of which a table's are rounded up
 PROCESS_BYTES = 768 << 20  # of a rank beside tables and layers: libraries, batches, kernels (docs/do/tiers.md)
 SPREAD = 0.9  # of the memory of several ranks, for tables do not fill them evenly
+logger = get_logger(__name__)
 BYTES_A_NUMBER = {"fp32": 4, "fp16": 2}
 
 
@@ -121,6 +128,43 @@ def describe(choice: SlotChoice) -> str:
         f"{_gib(choice.room_bytes)} of memory that there are for them, {_gib(choice.whole_bytes)} whole; about "
         f"{choice.rows_a_step:,.0f} rows a step come and go"
     )
+
+
+def with_tiers(resolved: ResolvedJob, choice: SlotChoice) -> ResolvedJob:
+    """The job's own tables say the choice, as if the user had."""
+
+    def placed(table: Table) -> Table:
+        if table.name not in choice.slots:
+            return table
+        note = "; ".join(filter(None, [table.note, "slots by sharding.tiers=auto"]))
+        return replace(table, tiers=tiers_of(table, choice), note=note)
+
+    logger.info("%s", describe(choice))
+    return replace(
+        resolved,
+        job=replace(resolved.job, tables=with_slots(resolved.job.tables, resolved.tables, choice)),
+        all_tables=[placed(table) for table in resolved.all_tables],
+        tables=[placed(table) for table in resolved.tables],
+    )
+
+
+def slots_for(whole: ResolvedJob, hardware: Hardware) -> SlotChoice:
+    """Choose the tables that have tiers on this hardware, and their numbers of slots (sharding.tiers=auto).
+
+    Raises:
+        PlanError: GPU ranks, or memory that does not hold the fewest slots.
+    """
+    job = whole.job
+    if not hardware.on_cpu:
+        raise PlanError(
+            f"sharding.tiers=auto is for CPU ranks, and these are {hardware.compute_device}: leave it out, and use "
+            "tables.default.sharding.compute_kernels=[fused_uvm_caching]"
+        )
+    task = build_task(whole, hardware.compute_device)
+    modules = [module for module in task.modules() if isinstance(module, EmbeddingBagCollection)]
+    dense = dense_part_bytes(task, [parameter for module in modules for parameter in module.parameters()])
+    room = room_for_tiers(hardware.ddr_cap_bytes, job.planner.reserved_memory_fraction, dense, hardware.world_size)
+    return choose_slots(job, whole.tables, room, hardware.world_size)
 
 
 Cost = Callable[[Table], tuple[float, float]]

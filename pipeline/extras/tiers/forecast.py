@@ -9,34 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from pipeline.config.tables import head_rows, num_slots
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
+from pipeline.planner.plan_record import TierForecast
 
 # A slot's entries in the map: two to four buckets of 4 bytes, its row, when it was seen, pins, visits, dirty.
 MAP_BYTES_A_SLOT = 38
 SLOTS_A_POOLED_ROW = 32  # rows that have left their slots wait in memory, to be written together
 POOL_BYTES_A_ROW = 32  # beside its record: the pool's map
 BYTES_A_STORED_ROW = 2.2  # its place in the store's file, and a bit for each of 1.25 places
-SECTOR_BYTES = 512
 BISECTIONS = 80
-
-
-@dataclass(frozen=True)
-class TierForecast:
-    """Of a whole table in a steady state: lookups served from slots, and distinct rows that a step brings in."""
-
-    slots: int
-    hit_rate: float
-    rows_a_step: float
-
-    @property
-    def read_bytes(self) -> float:
-        """Of a step: a sector at the least for each row that comes in."""
-        return SECTOR_BYTES * self.rows_a_step
 
 
 def memory_bytes(table: Table, shard_rows: int, row_bytes: float) -> int:
