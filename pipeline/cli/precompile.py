@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
+from pipeline.config.registry import if_installed
 from pipeline.sharding.compat import allow_untested_versions
 
 
@@ -134,11 +135,11 @@ def _annealing() -> None:
 def _patterns() -> None:
     import numpy as np
 
-    from pipeline.planner.search.patterns import PatternBound, Work
     from pipeline.planner.search.problem import Option, Rule, SearchProblem
 
     table = [Option(Rule.ANY_RANK, np.ones((1, 1)), np.ones((1, 1)))]
-    PatternBound(SearchProblem([table], np.ones((1, 1)), 1), "max_rank").proves(1.5, Work(1, lambda: False))
+    if prove_bounds := if_installed("prove_bounds"):
+        prove_bounds(SearchProblem([table], np.ones((1, 1)), 1), "max_rank", [()], 1, lambda: False)((), 1.5)
 
 
 Kernels = tuple[Callable[[], None], ...]

@@ -17,6 +17,7 @@ from pipeline.checkpoint.steps import step_path
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.planner import HardwareConfig
+from pipeline.config.registry import from_extra
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.read.reader import ShardReader
 from pipeline.devices.process_group import init_for
@@ -32,7 +33,6 @@ from pipeline.training.data_order import checkpoint_folder
 from pipeline.training.evaluate_summary import EvaluateSummary, file_name, write_summary
 from pipeline.training.evaluation import evaluate_model
 from pipeline.training.input_watch import on_all_ranks
-from pipeline.training.permutation import permutation_importance
 from pipeline.training.readers import open_reader
 from pipeline.training.resolve import resolve
 from pipeline.training.run_state import chosen_step, load_trained_job
@@ -117,6 +117,7 @@ def _importance(
     """Collective: measure the importance of each feature, if the job asks for it."""
     if not job.importance_rows:
         return {}
+    permutation_importance = from_extra("permutation_importance", "importance_rows")
     found = permutation_importance(model, reader, context, list(dataset.dense_features), job.importance_rows)
     return {"split": job.split, "step": step, **found}
 

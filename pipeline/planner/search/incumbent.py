@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.config.registry import if_installed
 from pipeline.planner.search import exact
 from pipeline.planner.search.clock import WorkClock
 from pipeline.planner.search.local_search import PROVEN
-from pipeline.planner.search.patterns import can_bound
 from pipeline.planner.search.problem import (
     Assignment,
     SearchProblem,
@@ -74,7 +74,8 @@ class Incumbent:
             raise Infeasible(proven=True)
         self.kept = self.worthwhile
         self.small = narrow(problem, self.kept)
-        self.has_patterns = can_bound(self.small, config.bound_options)
+        can_bound = if_installed("can_bound_plans")
+        self.has_patterns = can_bound is not None and can_bound(self.small, config.bound_options)
         self.twins = [group for group in exact.equal_tables(problem) if len(group) > 1]
 
     def out_of_time(self) -> bool:

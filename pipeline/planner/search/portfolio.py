@@ -14,10 +14,10 @@ from functools import partial
 
 import numpy as np
 
+from pipeline.config.registry import from_extra
 from pipeline.planner.search import exact
 from pipeline.planner.search.incumbent import SLACK, Incumbent, Infeasible, SearchConfig
 from pipeline.planner.search.local_search import improve
-from pipeline.planner.search.patterns import PatternBound, Work
 from pipeline.planner.search.problem import (
     Assignment,
     Floats,
@@ -320,12 +320,13 @@ class _Search:
         is_near = state.best_value <= lowest * (1 + MIN_GAP)
         if is_near or state.best is None or not state.has_patterns or (state.late and not self.bounds_by_kinds):
             return
-        work = Work(state.config.bound_patterns, partial(state.used, 1.0))
         known = self.bounds_by_kinds or {(): lowest}
-        bounds = {left_out: PatternBound(state.small, state.config.objective, left_out) for left_out in known}
+        proves = from_extra("prove_bounds", "a bound by patterns")(
+            state.small, state.config.objective, list(known), state.config.bound_patterns, partial(state.used, 1.0)
+        )
         for share in BOUND_STEPS:
             cutoff = lowest + share * (state.best_value - lowest)
-            if not all(known[left_out] >= cutoff or bounds[left_out].proves(cutoff, work) for left_out in known):
+            if not all(known[left_out] >= cutoff or proves(left_out, cutoff) for left_out in known):
                 return
             state.bound = max(state.bound, cutoff)
 

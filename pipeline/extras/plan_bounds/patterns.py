@@ -7,7 +7,7 @@ Boxes are split as in branch and bound: within narrow limits it shows where shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -227,7 +227,7 @@ class PatternBound:
 
     def _find_pattern(self, prices: Floats, high: Floats, least: float) -> tuple[Floats | None, float]:
         """A pattern worth more than `least`, and what none is worth more than."""
-        from pipeline.planner.search.pattern_kernels import Candidates, find_pattern
+        from pipeline.extras.plan_bounds.pattern_kernels import Candidates, find_pattern
 
         use = np.concatenate([_shares(self.cost, high), _shares(self.memory, self.room)], axis=1)
         useful = np.flatnonzero((prices > 1e-12) & (use <= 1 + 1e-9).all(axis=1))
@@ -314,6 +314,22 @@ class PatternBound:
         one_each = np.zeros((groups + 1, width))
         one_each[self.group, index] = 1.0
         return scipy.sparse.csr_matrix(np.concatenate([means, largest, held])), scipy.sparse.csr_matrix(one_each)
+
+
+def prove_bounds(
+    problem: SearchProblem,
+    objective: str,
+    left_outs: Sequence[tuple[str, ...]],
+    max_patterns: int,
+    is_late: Callable[[], bool],
+) -> Callable[[tuple[str, ...], float], bool]:
+    """Return a function that tells whether no plan without these kinds of sharding is below a cutoff.
+
+    All its calls together look for at most `max_patterns` patterns, and stop if `is_late()`.
+    """
+    work = Work(max_patterns, is_late)
+    bounds = {left_out: PatternBound(problem, objective, left_out) for left_out in left_outs}
+    return lambda left_out, cutoff: bounds[left_out].proves(cutoff, work)
 
 
 def _most_on_a_rank(problem: SearchProblem, option: Option) -> int:

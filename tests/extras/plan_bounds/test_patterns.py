@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pipeline.extras.plan_bounds.patterns import PatternBound, Work, can_bound
 from pipeline.planner.search.incumbent import SearchConfig
-from pipeline.planner.search.patterns import PatternBound, Work, can_bound
 from pipeline.planner.search.portfolio import search
 from pipeline.planner.search.problem import OBJECTIVES, Rule, SearchProblem, score
 from pipeline.planner.search.relaxation import LinearProgram
