@@ -30,7 +30,7 @@ from pipeline.checkpoint.free_space import shortage
 from pipeline.checkpoint.host_copies import PINNED_BYTES, HostCopy
 from pipeline.checkpoint.links import link_state
 from pipeline.checkpoint.owners import Owner
-from pipeline.checkpoint.replicas import Replicas, describe_replicas, state_to_save
+from pipeline.checkpoint.replicas import Replicas
 from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.shards import ShardPlanner, bytes_to_write
 from pipeline.checkpoint.step_loader import StepLoader, Trained, newest_usable
@@ -146,7 +146,7 @@ class Checkpointer:
             assert self._taken is not None
             state = link_state(flatten(state), self._taken, self._context.rank)
         elif self._replicas:
-            state = state_to_save(state, self._replicas)
+            state = self._replicas.state_to_save(state)
         planner = self._planners[chain is not None]
         plan = planner.plan(state)
         tensors = planner.tensors()
@@ -215,7 +215,7 @@ class Checkpointer:
         `num_saves` are the saves to come, if they are fewer than the steps to be kept.
         """
         state = self._trained.state()
-        whole = state_to_save(state, self._replicas, average=False) if self._replicas else state
+        whole = self._replicas.state_to_save(state, average=False) if self._replicas else state
         self._planners[False].plan(whole)
         tensors = self._planners[False].tensors()
         num_bytes = bytes_to_write(tensors)
@@ -304,7 +304,7 @@ class Checkpointer:
             "save_id": owner.save_id,
             "world_size": self._context.world_size,
             "libraries": _library_versions(),
-            **({"replicas": describe_replicas(self._replicas)} if self._replicas else {}),
+            **({"replicas": self._replicas.describe()} if self._replicas else {}),
             **values,
             **self._about,
         }

@@ -1,90 +1,34 @@
-"""Save and restore the state of a model whose hosts train replicas of its tables.
+"""Define what a checkpoint needs to know of hosts that train tables of their own. An extra implements it.
 
-    model.*  optimizer.*               the tables' mean over the hosts, dense layers: what every reader takes for the model
-    replica_<host>.model.*  .optimizer.*   each host's own tables, where they differ, for training to go on exactly
-
-Only tensors that are sharded belong to a replica; what is on every rank is the same on every host.
+model.*  optimizer.*               the tables' mean over the hosts, and the dense layers: what every reader loads
+replica_<host>.model.*  .optimizer.*   each host's own tables, if they differ, so that training resumes exactly
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
-
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 PREFIX = "replica_"
 
 
 class Replicas(Protocol):
-    """What checkpoints need to know of training.embedding_sync.TableReplicas."""
+    """The tables of each host. `equal`: all hosts hold the same rows."""
 
-    num_hosts: int
-    host: int
-    embedding_sync: str
     equal: bool
 
-    def averaged(self, tensor: ShardedTensor) -> ShardedTensor:
-        """Collective: a copy that holds the mean over the hosts."""
+    def describe(self) -> dict[str, Any]:
+        """For the manifest; `apart`: the step holds each host's own tables in addition to their mean."""
+
+    def state_to_save(self, state: dict[str, Any], *, average: bool = True) -> dict[str, Any]:
+        """Collective unless `average` is False, which is for counting bytes."""
+
+    def state_to_load(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the same tensors under the keys of this host's own tables."""
+
+    def holds_own_tables(self, manifest: Mapping[str, Any]) -> bool:
+        """Whether the step holds the tables of each of these hosts."""
 
 
 def is_replica_key(key: str) -> bool:
     return key.startswith(PREFIX)
-
-
-def describe_replicas(replicas: Replicas) -> dict[str, Any]:
-    """For the manifest; `apart`: the step holds each host's own tables beside their mean."""
-    return {
-        "num_hosts": replicas.num_hosts,
-        "embedding_sync": replicas.embedding_sync,
-        "apart": not replicas.equal,
-    }
-
-
-def state_to_save(state: dict[str, Any], replicas: Replicas, *, average: bool = True) -> dict[str, Any]:
-    """Collective unless `average` is False, which is for counting bytes."""
-    if replicas.equal and average:
-        return state
-    means = _mapped(state, replicas.averaged) if average else state
-    return {**means, f"{PREFIX}{replicas.host}": _sharded_only(state)}
-
-
-def state_to_load(state: dict[str, Any], replicas: Replicas) -> dict[str, Any]:
-    """The same tensors under the keys of this host's own tables."""
-    return {**_without_sharded(state), f"{PREFIX}{replicas.host}": _sharded_only(state)}
-
-
-def holds_own_tables(manifest: Mapping[str, Any], replicas: Replicas) -> bool:
-    """Whether the step holds the tables of each of these hosts."""
-    stored = manifest.get("replicas") or {}
-    return bool(stored.get("apart")) and stored["num_hosts"] == replicas.num_hosts
-
-
-def _mapped(state: Mapping[str, Any], change: Callable[[ShardedTensor], ShardedTensor]) -> dict[str, Any]:
-    return {
-        name: _mapped(value, change)
-        if isinstance(value, Mapping)
-        else change(value)
-        if isinstance(value, ShardedTensor)
-        else value
-        for name, value in state.items()
-    }
-
-
-def _sharded_only(state: Mapping[str, Any]) -> dict[str, Any]:
-    return _kept(state, sharded=True)
-
-
-def _without_sharded(state: Mapping[str, Any]) -> dict[str, Any]:
-    return _kept(state, sharded=False)
-
-
-def _kept(state: Mapping[str, Any], sharded: bool) -> dict[str, Any]:
-    kept: dict[str, Any] = {}
-    for name, value in state.items():
-        if isinstance(value, Mapping):
-            if inner := _kept(value, sharded):  # DCP takes an empty dict for a pickled value
-                kept[name] = inner
-        elif isinstance(value, ShardedTensor) == sharded:
-            kept[name] = value
-    return kept

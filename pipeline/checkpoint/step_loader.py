@@ -15,7 +15,7 @@ from pipeline.checkpoint import random_state
 from pipeline.checkpoint.chains import open_reader
 from pipeline.checkpoint.collective_errors import Ranks
 from pipeline.checkpoint.owners import check_random_state
-from pipeline.checkpoint.replicas import Replicas, holds_own_tables, state_to_load
+from pipeline.checkpoint.replicas import Replicas
 from pipeline.checkpoint.reshard import (
     begin_stored_rows,
     check_fit,
@@ -112,7 +112,7 @@ class StepLoader:
         self._ranks.read(lambda: fill_stored_rows(tensors, flat, kept), self._is_local)
         self._trained.take(state)
         if self._replicas:
-            self._replicas.equal = not holds_own_tables(manifest, self._replicas)
+            self._replicas.equal = not self._replicas.holds_own_tables(manifest)
         return Loaded(not recut, random)
 
     def _of_this_host(
@@ -122,7 +122,7 @@ class StepLoader:
 
         Raises CheckpointError where it would have to be cut elsewhere.
         """
-        own = self._replicas is not None and holds_own_tables(manifest, self._replicas)
+        own = self._replicas is not None and self._replicas.holds_own_tables(manifest)
         if own and not may_load_own:
             raise CheckpointError(
                 f"checkpoint {path} holds each host's own tables, and the plan cuts their columns elsewhere: keep the plan "
@@ -130,7 +130,7 @@ class StepLoader:
                 f"warm_start.run={storage.dirname(self._folder)}"
             )
         self._log_replicas(manifest, own)
-        return state_to_load(state, self._replicas) if own and self._replicas else state
+        return self._replicas.state_to_load(state) if own and self._replicas else state
 
     def _raise_cause(self, path: str, error: CheckpointException) -> None:
         for cause, _ in error.failures.values():

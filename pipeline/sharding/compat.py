@@ -109,7 +109,7 @@ HOST_DISTS, MANAGED = "sharding/collectives/host_dists.py", "sharding/torchrec/m
 CHANGED = "sharding/torchrec/changed_rows.py"
 ORDER, VARIABLE = "sharding/torchrec/feature_order.py", "sharding/torchrec/variable_batches.py"
 SKIPPED = "sharding/torchrec/skipped_updates.py"
-SYNC, ESTIMATOR = "sharding/torchrec/embedding_sync.py", "planner/estimator.py"
+SYNC, ESTIMATOR = "extras/embedding_sync/replicas.py", "planner/estimator.py"
 COMMS_WAIT, AVERAGING = "runtime/process/comms_wait.py", "sharding/collectives/averaging.py"
 
 PRIVATE_NAMES: list[PrivateName] = [
@@ -198,7 +198,7 @@ PRIVATE_NAMES: list[PrivateName] = [
     *_names(IN_BACKWARD, f"{ESTIMATOR} sharding/torchrec/sharding_checks.py sharding/torchrec/sparse_optimizer.py",
             "_optimizer_classes"),
     # ShardedTensor and torch.distributed.checkpoint.
-    *_names(SHARDED_TENSOR, f"{SYNC} {MANAGED} sharding/torchrec/table_init.py checkpoint/links.py checkpoint/replicas.py checkpoint/tables.py "
+    *_names(SHARDED_TENSOR, f"{SYNC} {MANAGED} sharding/torchrec/table_init.py checkpoint/links.py extras/embedding_sync/state.py checkpoint/tables.py "
             f"checkpoint/reshard.py {SHARDER}",
             "Shard", "ShardedTensor"),
     _call(f"{SHARDED_TENSOR}:ShardedTensor", MANAGED, "_init_from_local_shards", "local_shards global_size process_group init_rrefs"),

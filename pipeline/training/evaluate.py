@@ -28,7 +28,6 @@ from pipeline.runtime.shell_words import word
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.signature import requiring
 from pipeline.sharding.compat import allow_untested_versions
-from pipeline.sharding.torchrec.embedding_sync import TableReplicas
 from pipeline.training.data_order import checkpoint_folder
 from pipeline.training.evaluate_summary import EvaluateSummary, file_name, write_summary
 from pipeline.training.evaluation import evaluate_model
@@ -36,7 +35,7 @@ from pipeline.training.input_watch import on_all_ranks
 from pipeline.training.readers import open_reader
 from pipeline.training.resolve import resolve
 from pipeline.training.run_state import chosen_step, load_trained_job
-from pipeline.training.sharded_model import ShardedModel, build_sharded_model
+from pipeline.training.sharded_model import ShardedModel, build_sharded_model, open_replicas
 from pipeline.training.stats_collector import StatsCollector
 from pipeline.training.summary import SUMMARY
 
@@ -91,7 +90,7 @@ def _restore(
     job: EvaluateJob, trained: TrainJob, sharded: ShardedModel, context: DistributedContext
 ) -> tuple[dict[str, Any], bool]:
     """Collective: fill the model from the chosen step. Return its manifest, and whether it is the run's best step."""
-    replicas = TableReplicas(sharded.model, None, trained.parallel, context) if sharded.replicated else None
+    replicas = open_replicas(sharded, None, trained.parallel, context)
     folder = checkpoint_folder(job.run, trained.checkpoint)
     checkpointer = Checkpointer(folder, sharded.model, None, context, replicas=replicas)
     with requiring(job.require_signature):

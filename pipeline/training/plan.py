@@ -23,8 +23,7 @@ from pipeline.planner.resolved_job import ResolvedJob
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.storage import storage
-from pipeline.sharding.torchrec.embedding_sync import replicates
-from pipeline.sharding.torchrec.sharding import make_sharders
+from pipeline.sharding.torchrec.sharding import make_sharders, replicates
 
 logger = get_logger(__name__)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline import devices
+from pipeline.checkpoint.replicas import Replicas
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import from_extra
+from pipeline.config.training import ParallelConfig
 from pipeline.devices.cpu.products import FastLinear
 from pipeline.embeddings.table import Table
 from pipeline.models.layers.dlrm import join_lookups_to_products
@@ -18,8 +21,7 @@ from pipeline.planner.resolved_job import ResolvedJob
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.sharding.torchrec.embedding_sync import replicates
-from pipeline.sharding.torchrec.sharding import join_hosts, shard_model
+from pipeline.sharding.torchrec.sharding import join_hosts, replicates, shard_model
 from pipeline.training.build import build_task
 from pipeline.training.plan import plan_tables
 
@@ -69,6 +71,19 @@ def shard(
     if context.world_size == 1 and devices.current().has_kernels:
         join_lookups_to_products(model)
     return ShardedModel(resolved.tables, task, model, plan, replicated)
+
+
+def open_replicas(
+    sharded: ShardedModel,
+    optimizer: KeyedOptimizer | None,
+    config: ParallelConfig,
+    context: DistributedContext,
+) -> Replicas | None:
+    """Return the tables that each host trains for itself; None if all hosts share their tables."""
+    if not sharded.replicated:
+        return None
+    made: Replicas = from_extra("table_replicas", "parallel.embedding_sync")(sharded.model, optimizer, config, context)
+    return made
 
 
 def _tier_folder(job: TrainJob, tables: list[Table], replicated: bool) -> str | None:

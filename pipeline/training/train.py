@@ -17,6 +17,7 @@ from pipeline import devices
 from pipeline.checkpoint.changes import CHECKPOINT
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.random_state import kept_random_state, seed_random_state
+from pipeline.checkpoint.replicas import Replicas
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import if_installed
 from pipeline.data.dataset import Dataset, load_dataset
@@ -37,7 +38,6 @@ from pipeline.runtime.storage.run_folder import take_run_folder
 from pipeline.runtime.storage.signature import requiring, signing
 from pipeline.sharding.compat import allow_untested_versions
 from pipeline.sharding.torchrec.changed_rows import TrackedRows
-from pipeline.sharding.torchrec.embedding_sync import TableReplicas
 from pipeline.sharding.torchrec.table_init import initialize_tables
 from pipeline.training.build import build_task
 from pipeline.training.compiled import DenseCompiler
@@ -53,7 +53,7 @@ from pipeline.training.remarks import remarks
 from pipeline.training.resolve import resolve
 from pipeline.training.run_state import describe_job, earlier_tables, growing, open_checkpoints, resume, start_warm
 from pipeline.training.runs.folder import flat
-from pipeline.training.sharded_model import ShardedModel, shard
+from pipeline.training.sharded_model import ShardedModel, open_replicas, shard
 from pipeline.training.summary import TrainSummary, summarize, write_summary
 from pipeline.training.trainer import FitResult, Trainer
 
@@ -115,7 +115,7 @@ def _train(
         DenseCompiler().compile(task.model)
     optimizer = build_optimizer(sharded.model, job.optimizer, job.model.l2)
 
-    replicas = TableReplicas(sharded.model, optimizer, job.parallel, context) if sharded.replicated else None
+    replicas = open_replicas(sharded, optimizer, job.parallel, context)
     checkpointer, restored = _restore(job, dataset, sharded, optimizer, context, fence, replicas, reader)
     if restored is None:  # again: the first step must not depend on the numbers drawn so far
         seed_random_state(job.trainer.seed, context.rank)
@@ -158,7 +158,7 @@ def _restore(
     optimizer: TrainingOptimizer,
     context: DistributedContext,
     fence: Fence | None,
-    replicas: TableReplicas | None,
+    replicas: Replicas | None,
     reader: BatchReader,
 ) -> tuple[Checkpointer, dict[str, Any] | None]:
     """Collective: open the run's checkpoints, restore the newest, and return its manifest.

@@ -12,7 +12,8 @@ from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, Dist
 from torchrec.distributed.types import CommOp, ModuleSharder, QuantizedCommCodecs, ShardingEnv, ShardingPlan
 
 from pipeline import devices
-from pipeline.config.training import CommsConfig
+from pipeline.config.registry import from_extra
+from pipeline.config.training import CommsConfig, ParallelConfig
 from pipeline.devices.base import Device
 from pipeline.devices.cpu.host_exchange import HostExchange
 from pipeline.embeddings.table import Table
@@ -21,7 +22,6 @@ from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.collectives.averaging import GradientAverage
 from pipeline.sharding.table_storage import TierSettings
-from pipeline.sharding.torchrec.embedding_sync import host_environment, plan_for_host
 from pipeline.sharding.torchrec.sharder import ShardedTables, TableSharder
 from pipeline.sharding.torchrec.sharding_checks import (
     check_dense_layers_can_be_initialized,
@@ -81,6 +81,13 @@ def make_sharders(
     return [TableSharder(make_codecs(comms), seed, exchange, tiers)]  # type: ignore[list-item]  # TorchRec's own annotation is invariant
 
 
+def replicates(config: ParallelConfig, context: DistributedContext) -> bool:
+    """Whether each host trains tables of its own. Raises UserError if these hosts cannot."""
+    if not config.has_replicas:
+        return False
+    return bool(from_extra("replicates", f"parallel.embedding_sync={config.embedding_sync}")(config, context))
+
+
 def shard_model(
     model: nn.Module,
     plan: ShardingPlan,
@@ -114,13 +121,16 @@ def shard_model(
     assert world is not None, "init_distributed comes first"
     device = devices.current()
     exchange = device.exchange(context, comms.timeout_s) if comms.shared_memory else None
-    environment = host_environment(context) if replicated else ShardingEnv.from_process_group(world)
+    environment: ShardingEnv = ShardingEnv.from_process_group(world)
+    if replicated:
+        environment = from_extra("host_environment", "parallel.embedding_sync")(context)
+        plan = from_extra("plan_for_host", "parallel.embedding_sync")(plan, context)
     with device.fork_rng():
         sharded = DistributedModelParallel(
             model,
             env=environment,
             device=context.device,
-            plan=plan_for_host(plan, context) if replicated else plan,
+            plan=plan,
             sharders=make_sharders(comms, seed, exchange, _tier_settings(tables or [], tier_folder)),
             init_data_parallel=False,
             init_parameters=False,

@@ -27,6 +27,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline.checkpoint.checkpointer import Checkpointer
+from pipeline.checkpoint.replicas import Replicas
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.training import TrainerConfig
 from pipeline.data.read.batches import BatchReader
@@ -36,7 +37,6 @@ from pipeline.planner.plan_record import PlanRecord
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.logs import MetricsWriter
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.sharding.torchrec.embedding_sync import TableReplicas
 from pipeline.training.agreement import NonFiniteLossError, StepAgreement
 from pipeline.training.batch_order import BatchOrder
 
@@ -58,7 +58,7 @@ class TrainingParts:
     writer: MetricsWriter | None = None  # on rank 0
     plan: PlanRecord | None = None
     memory: MemoryWatch | None = None
-    replicas: TableReplicas | None = None  # where hosts train tables of their own
+    replicas: Replicas | None = None  # where hosts train tables of their own
 
 
 @dataclass

@@ -12,7 +12,6 @@ from pipeline.training.hooks.base import Hook, TrainingParts
 # What a run changes is said before anything is written. Replicas are averaged before anything reads the tables.
 BEFORE = (
     "record",
-    "replicas",
     "bad_rows",
     "progress",
     "memory",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeline.config.registry import register
+from pipeline.extras.embedding_sync.replicas import TableReplicas
 from pipeline.runtime.logs import get_logger
 from pipeline.training.hooks.base import Hook, TrainingState
 
@@ -11,19 +12,27 @@ logger = get_logger("pipeline.training")
 
 @register("hook", "replicas")
 class AverageReplicas(Hook):
-    """Does nothing where tables are sharded over all ranks."""
+    """Does nothing if tables are sharded over all ranks."""
+
+    runs_after = "record"  # tables are averaged before another hook reads them
+
+    @property
+    def _replicas(self) -> TableReplicas | None:
+        replicas = self.parts.replicas
+        assert replicas is None or isinstance(replicas, TableReplicas)
+        return replicas
 
     def on_step_start(self, state: TrainingState) -> None:
-        if self.parts.replicas:
-            self.parts.replicas.equal = False
+        if self._replicas:
+            self._replicas.equal = False
 
     def on_step_end(self, state: TrainingState) -> None:
-        if self.parts.replicas:
-            self.parts.replicas.after_step(state.step)
+        if self._replicas:
+            self._replicas.after_step(state.step)
 
     def log_values(self, state: TrainingState) -> dict[str, float]:
-        """How often, and with how many bytes, tables were averaged over the hosts since the last line."""
-        replicas = self.parts.replicas
+        """Return how often tables were averaged over the hosts since the last line, and the bytes sent for it."""
+        replicas = self._replicas
         if replicas is None:
             return {}
         values = replicas.report()

@@ -23,9 +23,9 @@ from pipeline.config.training import (
 )
 from pipeline.devices.base import Device
 from pipeline.devices.process_group import init_distributed
+from pipeline.extras.embedding_sync import replicas as embedding_sync
+from pipeline.extras.embedding_sync.replicas import TableReplicas, average_in_place, replicates
 from pipeline.runtime.errors import ConfigError
-from pipeline.sharding.torchrec import embedding_sync
-from pipeline.sharding.torchrec.embedding_sync import TableReplicas, average_in_place, replicates
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.training.optimizer import build_optimizer

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from pipeline import devices
 from pipeline.checkpoint.tables import flatten
 from pipeline.config.tables import entry_name
 from pipeline.config.training import ParallelConfig
+from pipeline.extras.embedding_sync import state
 from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
@@ -41,8 +42,6 @@ def replicates(config: ParallelConfig, context: DistributedContext) -> bool:
     Raises:
         ShardingError: the hosts do not run equally many ranks.
     """
-    if not config.has_replicas:
-        return False
     if context.world_size % context.local_world_size:
         raise ShardingError(
             f"parallel.embedding_sync={config.embedding_sync} keeps a replica of the tables on every host, and "
@@ -123,7 +122,7 @@ class TableReplicas:
         self.num_syncs, self.payload_bytes, self.seconds = 0, 0, 0.0
         self._group, self._every = environment.replica_pg, config.sync_every_steps
         states = [model.state_dict(), optimizer.state_dict() if optimizer else {}]
-        self._tensors = [tensor for state in states for tensor in _local_parts(flatten(state).values())]
+        self._tensors = [tensor for each in states for tensor in _local_parts(flatten(each).values())]
 
     @property
     def num_bytes(self) -> int:
@@ -164,6 +163,18 @@ class TableReplicas:
         return ShardedTensor._init_from_local_shards_and_global_metadata(
             shards, sharded_tensor_metadata=tensor.metadata(), process_group=tensor._process_group
         )
+
+    def describe(self) -> dict[str, Any]:
+        return state.describe_replicas(self)
+
+    def state_to_save(self, tensors: dict[str, Any], *, average: bool = True) -> dict[str, Any]:
+        return state.state_to_save(tensors, self, average=average)
+
+    def state_to_load(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        return state.state_to_load(tensors, self)
+
+    def holds_own_tables(self, manifest: Mapping[str, Any]) -> bool:
+        return state.holds_own_tables(manifest, self)
 
 
 def _local_parts(values: Iterable[Any]) -> Iterator[torch.Tensor]:
