@@ -40,9 +40,9 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split, load_dataset
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.devices.process_group import init_distributed
+from pipeline.extras.differential.tracked_rows import TrackedRows
 from pipeline.planner.resolved_job import resolve_job
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.sharding.torchrec.changed_rows import TrackedRows
 from pipeline.sharding.torchrec.cpu_tables import fast_lookups
 from pipeline.training.optimizer import build_optimizer
 from pipeline.training.readers import open_reader

@@ -208,7 +208,7 @@ class RowsOf:
 
 @dataclass(frozen=True)
 class Managed:
-    """The init_fn of rows that ids are given as they come, each initialized anew (sharding/torchrec/managed_collision.py)."""
+    """The init_fn of rows that ids are given as they come, each initialized anew (extras/managed_collision/managed_tables.py)."""
 
     rows: ManagedRows
     initialize: Callable[[torch.Tensor], torch.Tensor]

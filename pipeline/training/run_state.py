@@ -14,6 +14,7 @@ from pipeline.checkpoint.best import best_step as best_of
 from pipeline.checkpoint.steps import list_steps, read_manifest, step_path
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import TrainJob
+from pipeline.config.registry import from_extra
 from pipeline.config.saved_jobs import job_from_yaml, load_saved_job
 from pipeline.config.tables import TableConfig
 from pipeline.config.training import CheckpointConfig, ParallelConfig
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.warm_start import NewData
     from pipeline.data.dataset import Dataset
     from pipeline.runtime.process.distributed import DistributedContext
+    from pipeline.training.optimizer import TrainingOptimizer
     from pipeline.training.sharded_model import ShardedModel
 
 
@@ -146,26 +148,34 @@ def _has_tiers(model: nn.Module) -> bool:
     return any(module.has_tiers for module in model.modules() if isinstance(module, ShardedTables))
 
 
+def _track_rows(job: TrainJob, model: nn.Module, optimizer: TrainingOptimizer) -> ChangedRows | None:
+    """Begin to note the rows that training changes, if checkpoint.differential needs them."""
+    from pipeline.checkpoint.changes import CHECKPOINT
+
+    if not job.checkpoint.differential:
+        return None
+    tracked: ChangedRows = from_extra("tracked_rows", "checkpoint.differential")(
+        model, optimizer.replicated, [CHECKPOINT]
+    )
+    return tracked
+
+
 def open_checkpoints(
     job: TrainJob,
     model: nn.Module,
-    optimizer: KeyedOptimizer,
+    optimizer: TrainingOptimizer,
     context: DistributedContext,
     about: dict[str, Any],
     fence: Callable[[], None] | None,
     replicas: Replicas | None = None,
-    rows: ChangedRows | None = None,
 ) -> Checkpointer:
-    """Open the run's checkpoints by checkpoint.*. `fence` raises if another run has taken the run folder.
-
-    `rows`: those that training changes, which checkpoint.differential needs.
-    """
+    """Open the run's checkpoints by checkpoint.*. `fence` raises if another run has taken the run folder."""
     from pipeline.checkpoint.changes import Differential
     from pipeline.checkpoint.checkpointer import Checkpointer
 
     settings = job.checkpoint
     differential = None
-    if settings.differential and rows:
+    if rows := _track_rows(job, model, optimizer):
         differential = Differential(rows, settings.max_links, is_packed=settings.compress_links)
 
     return Checkpointer(

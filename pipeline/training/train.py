@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from pipeline import devices
-from pipeline.checkpoint.changes import CHECKPOINT
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.random_state import kept_random_state, seed_random_state
 from pipeline.checkpoint.replicas import Replicas
@@ -37,7 +36,6 @@ from pipeline.runtime.process.exit_codes import INTERRUPTED, REQUEUE
 from pipeline.runtime.storage.run_folder import take_run_folder
 from pipeline.runtime.storage.signature import requiring, signing
 from pipeline.sharding.compat import allow_untested_versions
-from pipeline.sharding.torchrec.changed_rows import TrackedRows
 from pipeline.sharding.torchrec.table_init import initialize_tables
 from pipeline.training.build import build_task
 from pipeline.training.compiled import DenseCompiler
@@ -169,8 +167,7 @@ def _restore(
     data_order = describe_data_order(job, dataset.fingerprint())
     about = describe_job(job, dataset, data_order, json.loads(encode_record(sharded.plan)))
     about["compression"] = signatures(sharded.tables)
-    rows = TrackedRows(sharded.model, optimizer.replicated, [CHECKPOINT]) if job.checkpoint.differential else None
-    checkpointer = open_checkpoints(job, sharded.model, optimizer, context, about, fence, replicas, rows)
+    checkpointer = open_checkpoints(job, sharded.model, optimizer, context, about, fence, replicas)
     grow = growing(job, sharded, optimizer, context, dataset) if isinstance(reader, StreamReading) else None
     restored = resume(job, checkpointer, data_order, about["compression"], grow)
     if restored is None and job.warm_start is not None:

@@ -18,8 +18,8 @@ from pipeline.checkpoint.steps import list_steps, read_manifest
 from pipeline.checkpoint.survey import open_step, verify_step
 from pipeline.checkpoint.tables import flatten
 from pipeline.config.training import CheckpointConfig
+from pipeline.extras.differential.tracked_rows import TrackedRows
 from pipeline.runtime.errors import CheckpointError, ConfigError
-from pipeline.sharding.torchrec.changed_rows import TrackedRows
 from tests.support.messages import names
 from tests.support.ranks import RankPool
 from tests.support.sharded_models import build_sharded, digest, draw_batches, full_state, train_steps

@@ -13,15 +13,12 @@ APART = ("devices", "extras")  # the answers, and the shadow GPU, which takes to
 # Module -> how many checks it has at most, and why they stay.
 EXCEPTIONS = {
     "checkpoint/random_state.py": (1, "the name of a field of the file, which runs have on disk"),
-    "extras/doctor/cli/doctor.py": (6, "it tests each kind of device by name, before anything is chosen"),
-    "extras/doctor/probes.py": (20, "it tests each kind of device by name, in a process of its own"),
     "config/module_names.py": (1, "nn.Module.cuda, a name that no table can have"),
     "config/planner.py": (1, "the values of a key; config is checked without torch"),
     "config/training.py": (1, "the values of a key; config is checked without torch"),
     "planner/head_rows.py": (1, "it resolves a job without torch; hardware may be somewhere else"),
     "sharding/torchrec/sharder.py": (1, "TorchRec's list of sharding types for GPUs, on every device"),
     "sharding/torchrec/sharding.py": (1, "TorchRec's codecs for GPUs, on every device"),
-    "extras/debug/hooks/profile.py": (1, "a part of the names of operations that count as collectives"),
     "training/preflight.py": (2, "it checks a job without torch; hardware may be somewhere else"),
 }
 DEVICES = ("cpu", "cuda")

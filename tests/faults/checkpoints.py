@@ -7,8 +7,8 @@ from typing import Any
 
 from pipeline.checkpoint.changes import CHECKPOINT, Differential
 from pipeline.checkpoint.checkpointer import Checkpointer
+from pipeline.extras.differential.tracked_rows import TrackedRows
 from pipeline.runtime.errors import CheckpointError
-from pipeline.sharding.torchrec.changed_rows import TrackedRows
 from tests.support.sharded_models import build_sharded, digest, draw_batches, train_steps
 
 MIXED = {"a": "table_wise", "b": "row_wise", "c": "data_parallel", "d": "table_wise"}

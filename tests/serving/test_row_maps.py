@@ -14,10 +14,10 @@ from pipeline.embeddings.collection import Managed
 from pipeline.embeddings.compression.managed_collision import IDS_A_BUCKET
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.table import ManagedRows
+from pipeline.extras.managed_collision.managed_tables import LocalTable, ManagedTable
 from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact.composed import ComposedTables
 from pipeline.serving.artifact.row_maps import row_map
-from pipeline.sharding.torchrec.managed_collision import LocalTable, ManagedTable
 from tests.embeddings.compressed import as_features, table_of
 
 BUCKETS, ROWS = 4, 32

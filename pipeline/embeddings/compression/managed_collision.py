@@ -1,7 +1,7 @@
 """Store ids without bound in a table that keeps the rows in use, as TorchRec's managed collision does (stdlib only).
 
 An id is hashed to one of `buckets` and to a number within it, before it goes to the rank that holds the bucket's rows. There a
-map gives it a row (sharding/torchrec/managed_collision.py). A bucket's rows and its part of the map lie together, whatever the
+map gives it a row (extras/managed_collision/managed_tables.py). A bucket's rows and its part of the map lie together, whatever the
 plan and the number of ranks, so a checkpoint is resharded like any other.
 """
 

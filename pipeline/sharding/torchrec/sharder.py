@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -33,9 +33,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from pipeline import devices
+from pipeline.checkpoint.changes import ShardPlace
 from pipeline.checkpoint.stored_rows import StoredRows
+from pipeline.config.registry import from_extra
 from pipeline.data.read.batch import ID_DTYPE, LENGTH_DTYPE
 from pipeline.devices.cpu.host_exchange import HostExchange
+from pipeline.embeddings.collection import Managed
 from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.process.comms_wait import clock_awaitable, waiting
 from pipeline.sharding.collectives.host_dists import exchange_on_host, skip_id_exchange
@@ -43,7 +46,6 @@ from pipeline.sharding.table_storage import StorageGroup, TierSettings, storage_
 from pipeline.sharding.torchrec.cpu_tables import fast_lookups, speed_up_cpu_tables, tables_with_moments
 from pipeline.sharding.torchrec.feature_order import FeatureOrder, InOrder
 from pipeline.sharding.torchrec.fused_lookup import FusedLookup
-from pipeline.sharding.torchrec.managed_collision import ManagedTables, add_managed_tables, partition_hashed_ids
 from pipeline.sharding.torchrec.sharding_checks import check_sharding, check_tiers, optimizer_class_of
 from pipeline.sharding.torchrec.sparse_optimizer import configure_fbgemm
 from pipeline.sharding.torchrec.update_rule import UpdateRule
@@ -58,6 +60,19 @@ ROW_SHARDING_TYPES = ("row_wise", "table_row_wise")
 MEAN, SUM = PoolingType.MEAN.value, PoolingType.SUM.value
 
 
+class ManagedTables(Protocol):
+    """The tables of a sharded collection whose rows are given to ids as they come. An extra has them."""
+
+    def partition(self, input_dist: RwSparseFeaturesDist, features: list[str]) -> None:
+        """Send each rank the ids of its own part, instead of TorchRec's row numbers."""
+
+    def remap(self, features: KeyedJaggedTensor, training: bool) -> KeyedJaggedTensor:
+        """Return the features with rows in place of ids."""
+
+    def watch_initialized(self, mark: Callable[[ShardPlace, torch.Tensor], None]) -> None:
+        """Call `mark` with the rows of a shard that another id gets, and that start from their first weights."""
+
+
 class ShardedTables(ShardedEmbeddingBagCollection):
     """TorchRec's sharded collection, which checks its inputs and uses this package's exchanges if
     they apply.
@@ -65,7 +80,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
 
     tables_without_optimizer: list[str]
     update_rules: dict[str, UpdateRule]  # by table
-    managed: ManagedTables
+    managed: ManagedTables | None = None
     has_tiers: bool = False  # whether any table has tiers, on any rank
     fused_lookup: FusedLookup | None = None  # of all tables, if one rank has them
 
@@ -179,8 +194,8 @@ class ShardedTables(ShardedEmbeddingBagCollection):
     def _create_input_dist(self, input_feature_names: list[str]) -> None:
         super()._create_input_dist(input_feature_names)
         for sharding, input_dist in zip(self._embedding_shardings, self._input_dists, strict=True):
-            if isinstance(input_dist, RwSparseFeaturesDist):
-                partition_hashed_ids(input_dist, sharding.feature_names(), self.managed)
+            if self.managed and isinstance(input_dist, RwSparseFeaturesDist):
+                self.managed.partition(input_dist, sharding.feature_names())
         if self._env.world_size == 1 and devices.current().has_kernels:
             skip_id_exchange(self._input_dists)
         if self.exchange is not None:
@@ -328,7 +343,9 @@ class TableSharder(EmbeddingBagCollectionSharder):
         weights = self.shardable_parameters(module).items()
         sharded.update_rules = {name: weight.update_rule for name, weight in weights if hasattr(weight, "update_rule")}
         sharded.has_tiers = self._tiers is not None and any(config.name in self._tiers.slots for config in configs)
-        sharded.managed = add_managed_tables(sharded, configs, env, self._seed)
+        if any(isinstance(config.init_fn, Managed) for config in configs):
+            add_managed_tables = from_extra("add_managed_tables", "tables.*.compression.kind=managed_collision")
+            sharded.managed = add_managed_tables(sharded, configs, env, self._seed)
         if not here.fbgemm_is_complete:
             divide_weights_of_means(sharded._lookups)
         if here.has_kernels:

@@ -27,14 +27,14 @@ from pipeline.checkpoint.tables import (
 )
 from pipeline.config.compression import CompressionConfig
 from pipeline.config.training import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
-from pipeline.sharding.torchrec.changed_rows import TrackedRows, _MarkingForward
+from pipeline.extras.differential.tracked_rows import TrackedRows, _MarkingForward
 from pipeline.sharding.torchrec.cpu_tables import fast_lookups
 from pipeline.training.optimizer import TrainingOptimizer
 from tests.embeddings.compressed import table_of
 from tests.embeddings.split_tables import build as build_compressed
 from tests.embeddings.split_tables import train as train_compressed
-from tests.sharding.test_managed_collision import make_tables as managed_tables
-from tests.sharding.test_managed_collision import train as train_managed
+from tests.extras.managed_collision.test_managed_collision import make_tables as managed_tables
+from tests.extras.managed_collision.test_managed_collision import train as train_managed
 from tests.support.ranks import RankPool
 from tests.support.sharded_models import build_sharded, draw_batches, train_steps
 from tests.support.waits import Waits

@@ -360,6 +360,13 @@ class ManagedTables:
         table = self._features.get(feature)
         return None if table is None else self._num_buckets[table] * IDS_A_BUCKET
 
+    def partition(self, input_dist: RwSparseFeaturesDist, features: list[str]) -> None:
+        """Send each rank the hashed ids of its own buckets, instead of TorchRec's row numbers."""
+        sizes, world_size = input_dist._feature_block_sizes_tensor, input_dist._world_size
+        for position, feature in enumerate(features):
+            if (num_ids := self.num_hashed_ids(feature)) is not None:
+                sizes[position] = num_ids // world_size
+
     def remap(self, features: KeyedJaggedTensor, training: bool) -> KeyedJaggedTensor:
         """Return the features that arrived at this rank, with the ids of managed features mapped to
         rows.
@@ -460,16 +467,6 @@ def _with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJagg
         length_per_key=features.length_per_key(),
         offset_per_key=features.offset_per_key(),
     )
-
-
-def partition_hashed_ids(input_dist: RwSparseFeaturesDist, features: list[str], managed: ManagedTables) -> None:
-    """Send each rank the hashed ids of its buckets. TorchRec would partition row numbers
-    instead.
-    """
-    sizes, world_size = input_dist._feature_block_sizes_tensor, input_dist._world_size
-    for position, feature in enumerate(features):
-        if (num_ids := managed.num_hashed_ids(feature)) is not None:
-            sizes[position] = num_ids // world_size
 
 
 def _is_no_hash(record: logging.LogRecord) -> bool:

@@ -24,7 +24,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from pipeline.checkpoint.changes import Rows, ShardPlace, ShardRows
 from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.torchrec.cpu_tables import FastLookup
-from pipeline.sharding.torchrec.managed_collision import ManagedTables
+from pipeline.sharding.torchrec.sharder import ShardedTables
 from pipeline.sharding.torchrec.sparse_optimizer import ReplicatedTablesOptimizer
 
 Bits = NDArray[np.uint8]
@@ -48,8 +48,8 @@ class TrackedRows:
             for consumer in consumers
         }
         for module in model.modules():
-            if isinstance(managed := getattr(module, "managed", None), ManagedTables):
-                managed.watch_initialized(self._mark)
+            if isinstance(module, ShardedTables) and module.managed:
+                module.managed.watch_initialized(self._mark)
 
     @property
     def places(self) -> list[ShardPlace]:

@@ -11,8 +11,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from pipeline.config.compression import CompressionConfig
 from pipeline.embeddings.compression.managed_collision import IDS_A_BUCKET, ManagedCollision
 from pipeline.embeddings.table import ManagedRows
+from pipeline.extras.managed_collision.managed_tables import LocalTable, ManagedTable, state_sizes
 from pipeline.runtime.errors import ConfigError
-from pipeline.sharding.torchrec.managed_collision import LocalTable, ManagedTable, state_sizes
 from tests.embeddings.compressed import table_of
 from tests.support.messages import names
 from tests.support.waits import Waits
