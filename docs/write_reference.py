@@ -7,7 +7,7 @@ from pathlib import Path
 from pipeline.cli.compose import config_folders
 from pipeline.cli.reference import Key, keys_of, model_keys
 from pipeline.cli.verbs import import_verbs
-from pipeline.config.jobs.names import CONFIG_NAMES
+from pipeline.config.jobs.job import CONFIG_NAMES
 from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.config.registry import components
 

@@ -24,7 +24,7 @@ from pipeline.cli.compose import (
     load_plugins_of,
     with_registered_models,
 )
-from pipeline.config.jobs.names import CONFIG_NAMES
+from pipeline.config.jobs.job import CONFIG_NAMES
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import job_to_yaml
 from pipeline.data.dataset import FILE_NAME

@@ -20,7 +20,7 @@ from pipeline.cli.command_line import print_user_errors
 from pipeline.cli.compose import config_folders, group_options, with_registered_models
 from pipeline.cli.reference import NAME, keys_of, model_keys
 from pipeline.cli.verbs import import_verbs
-from pipeline.config.jobs.names import CONFIG_NAMES
+from pipeline.config.jobs.job import CONFIG_NAMES
 from pipeline.config.registry import components
 from pipeline.runtime.errors import ConfigError, did_you_mean
 

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.cli.overrides import apply_override, first_words, parse_overrides
-from pipeline.config.jobs.names import CONFIG_NAMES
+from pipeline.config.jobs.job import CONFIG_NAMES
 from pipeline.config.registry import components, load_plugins, missing_plugins
 from pipeline.config.saved_jobs import instantiate, near_field
 from pipeline.runtime.errors import ConfigError, did_you_mean

@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 
 from pipeline.cli.arguments import Command, read_arguments
 from pipeline.cli.command_line import parse_command_line, print_line, print_user_errors
-from pipeline.config.jobs.names import CONFIG_NAMES
+from pipeline.config.jobs.job import CONFIG_NAMES
 from pipeline.config.registry import register
 from pipeline.config.training import LoggerConfig, TrainerConfig
 from pipeline.devices.cpu.process import computes_here, find_kernel_cache, limit_openmp_spin, use_huge_pages

@@ -14,7 +14,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from pipeline.config.jobs.names import CONFIG_NAMES
+from pipeline.config.jobs.job import CONFIG_NAMES
 from pipeline.config.moved_keys import moved_hint, with_moved_keys
 from pipeline.config.registry import components, find, missing_plugins
 from pipeline.runtime.errors import ConfigError, did_you_mean

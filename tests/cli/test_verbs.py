@@ -19,7 +19,7 @@ from pipeline.cli.command_line import load_config
 from pipeline.cli.verb import verb
 from pipeline.config import registry as components
 from pipeline.config.jobs.evaluate import EvaluateJob
-from pipeline.config.jobs.names import CONFIG_NAMES
+from pipeline.config.jobs.job import CONFIG_NAMES
 from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.extras.checkpoints.cli import checkpoints

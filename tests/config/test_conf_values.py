@@ -11,10 +11,12 @@ import pytest
 import yaml
 
 from pipeline.cli.compose import config_folders
+from pipeline.cli.verbs import import_verbs
 from pipeline.config.compression import CompressionConfig
 from pipeline.config.generated import SyntheticConfig
 from pipeline.config.ids import BaseVocabularyConfig, BucketsConfig
-from pipeline.config.jobs.names import CONFIG_NAMES
+from pipeline.config.jobs.job import CONFIG_NAMES
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.labels import LabelConfig, NegativeSamplingConfig
 from pipeline.config.registry import components
 from pipeline.config.sequences import SequenceConfig
@@ -24,12 +26,13 @@ from pipeline.embeddings.tables import LAST_RESORT
 from pipeline.extras.sweep.config import KnobConfig
 
 CONF = config_folders()
+import_verbs()  # each registers its job
 JOBS = {name: job for job, name in CONFIG_NAMES.items() if job.__module__.startswith("pipeline.")}
 # What a verb's YAML gives in place of the dataclass's default.
 OTHERWISE = {
-    "name": "${data.name}_${model.kind}",
+    "name": {name: "${data.name}_${model.kind}" for name, job in JOBS.items() if issubclass(job, TrainJob)},
     "world_size": "${oc.decode:${oc.env:WORLD_SIZE,1}}",
-    "planner.gap_tolerance": {"plan": 0.0},
+    "planner.gap_tolerance": {"plan": 0.0, "rehearse": 0.0},
     "beside": "history",  # of the example of a sequence
     "low": 0.005,  # of the example of a knob, as are the two that follow
     "high": 0.2,

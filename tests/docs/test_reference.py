@@ -11,7 +11,7 @@ import pytest
 from pipeline.cli.command_line import explain_key, parse_command_line
 from pipeline.cli.compose import config_folders
 from pipeline.cli.reference import keys_of, model_keys
-from pipeline.config.jobs.names import CONFIG_NAMES
+from pipeline.config.jobs.job import CONFIG_NAMES
 from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.errors import ConfigError
@@ -39,7 +39,7 @@ def test_the_pages_are_what_the_script_writes(writer: ModuleType) -> None:
 
 def test_every_key_of_every_verb_has_a_meaning_and_stands_on_the_page(writer: ModuleType) -> None:
     """The comment behind it in conf/ is its meaning."""
-    page, conf = "".join(writer.render().values()), config_folders()
+    page, conf = "".join(writer.render().values()), config_folders()  # which imports all verbs
     keys = [key for job, verb in CONFIG_NAMES.items() for key in keys_of(job, verb, conf)]
     keys = [key for key in keys if not key.name.startswith("model.")]
     keys += [key for of_model in model_keys(conf).values() for key in of_model]

@@ -18,7 +18,7 @@ import torch
 
 from pipeline import devices
 from pipeline.config import registry
-from pipeline.config.jobs.names import CONFIG_NAMES
+from pipeline.config.jobs.job import CONFIG_NAMES
 
 Undo = Callable[[], None]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)

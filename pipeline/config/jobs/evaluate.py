@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.config.jobs.job import Job
+from pipeline.config.jobs.job import Job, job_of
 from pipeline.config.paths import PathsConfig
 from pipeline.config.registry import find
 from pipeline.config.server import SsdConfig, check_memory
@@ -30,6 +30,7 @@ def check_chosen(which: str, step: int | None) -> None:
         raise ConfigError(f"step={step} and which={which} both choose a checkpoint: leave one of them out")
 
 
+@job_of("evaluate")
 @dataclass
 class EvaluateJob(Job):
     """run: a run folder; batch size None takes the training one.
@@ -64,6 +65,7 @@ class EvaluateJob(Job):
         check_at_least("max_batches", self.max_batches, 1, allow_none=True)
 
 
+@job_of("export")
 @dataclass
 class ExportJob(Job):
     """run: a run folder; output None: a folder of its own in <run>/artifacts.
@@ -105,6 +107,7 @@ class ExportJob(Job):
                 )
 
 
+@job_of("predict")
 @dataclass
 class PredictJob(Job):
     """artifact: what `export` wrote, a link to it, or a registry; source: a file, a folder or a glob of raw rows.

@@ -1,8 +1,24 @@
-"""What the schema of every job has (stdlib and OmegaConf only)."""
+"""Define what every job has, and the name of the verb of each job (stdlib and OmegaConf only)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+# Job -> the name of its verb, and of conf/<name>.yaml. It has the jobs whose modules were imported.
+CONFIG_NAMES: dict[type, str] = {}
+Schema = TypeVar("Schema", bound=type)
+
+
+def job_of(verb: str) -> Callable[[Schema], Schema]:
+    """Return a decorator that makes a dataclass the job of `verb`."""
+
+    def remember(job: Schema) -> Schema:
+        CONFIG_NAMES[job] = verb
+        return job
+
+    return remember
 
 
 @dataclass

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.config.jobs.job import Job
+from pipeline.config.jobs.job import Job, job_of
 from pipeline.config.training import BACKENDS
 from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, check_given
 
 
+@job_of("check_nodes")
 @dataclass
 class CheckNodesJob(Job):
     """folder: one that all nodes share; empty: none is checked. megabytes: of a message between two nodes.
@@ -38,6 +39,7 @@ class CheckNodesJob(Job):
                 )
 
 
+@job_of("init")
 @dataclass
 class InitJob(Job):
     """folder: that is made; data: a data config to copy into it, as `inspect` writes one; source: the raw rows."""

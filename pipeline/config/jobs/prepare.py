@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from pipeline.config.data import DataConfig
 from pipeline.config.ids import BaseVocabularyConfig
-from pipeline.config.jobs.job import Job
+from pipeline.config.jobs.job import Job, job_of
 from pipeline.config.labels import LabelConfig
 from pipeline.config.paths import PathsConfig
 from pipeline.config.registry import components
@@ -28,6 +28,7 @@ class RayConfig:
         check_at_least("ray.max_retries", self.max_retries, 0)
 
 
+@job_of("prepare")
 @dataclass
 class PrepareJob(Job):
     """source: a file, a folder or a glob; the shards and dataset.json go to data.path.
@@ -68,6 +69,7 @@ class PrepareJob(Job):
             )
 
 
+@job_of("generate")
 @dataclass
 class GenerateJob(Job):
     """data.synthetic or data.generator says what is generated; `output` is the text file that prepare then reads."""
@@ -86,6 +88,7 @@ class GenerateJob(Job):
             )
 
 
+@job_of("inspect")
 @dataclass
 class InspectJob(Job):
     """source: one raw file; output: the data config that is written."""

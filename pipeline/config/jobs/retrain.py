@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.config.jobs.job import Job
+from pipeline.config.jobs.job import Job, job_of
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.retraining import (
     REGISTRY_COMMANDS,
@@ -19,6 +19,7 @@ from pipeline.config.stream import StreamConfig
 from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, check_keys, did_you_mean
 
 
+@job_of("retrain")
 @dataclass
 class RetrainJob(TrainJob):
     """The train job, repeated for every window of `source`; run_dir is the local folder for what is in progress.
@@ -115,6 +116,7 @@ class RetrainJob(TrainJob):
                 )
 
 
+@job_of("registry")
 @dataclass
 class RegistryJob(Job):
     """registry: the folder that retrain promotes into; version None: all to verify, the one before to roll back to."""

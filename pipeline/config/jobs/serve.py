@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.config.jobs.job import Job
+from pipeline.config.jobs.job import Job, job_of
 from pipeline.config.server import BatchingConfig, LimitsConfig, ServerConfig, SsdConfig, check_memory
 from pipeline.runtime.errors import ConfigError, check_at_least, check_given, check_keys
 
 
+@job_of("serve")
 @dataclass
 class ServeJob(Job):
     """artifact: what `export` wrote, a link to it, or a registry whose champion is followed."""

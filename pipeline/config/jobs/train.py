@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipeline.config.data import DataConfig
-from pipeline.config.jobs.job import Job
+from pipeline.config.jobs.job import Job, job_of
 from pipeline.config.labels import LABEL_METRICS
 from pipeline.config.model import ModelConfig
 from pipeline.config.paths import PathsConfig
@@ -28,6 +28,7 @@ from pipeline.config.warm_start import WarmStartConfig
 from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given
 
 
+@job_of("train")
 @dataclass
 class TrainJob(Job):
     """`world_size` is set by torchrun; elsewhere it says for how many ranks to validate or plan."""
@@ -131,6 +132,7 @@ class TrainJob(Job):
         check_choice(f"schedule.plateau.metric (model={self.model.kind})", self.plateau_metric, self.metrics)
 
 
+@job_of("plan")
 @dataclass
 class PlanJob(TrainJob):
     """The train job, planned for `world_size` ranks of `hardware` and written to planner.plan_file.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.config.jobs.job import Job
-from pipeline.config.jobs.names import CONFIG_NAMES
+from pipeline.config.jobs.job import Job, job_of
 from pipeline.config.publish import DeltaGateConfig
 from pipeline.runtime.errors import ConfigError, check_at_least, check_given, check_keys
 
 
+@job_of("publish")
 @dataclass
 class PublishJob(Job):
     """Publish a delta of `artifact`: what the newest step of its run has changed.
@@ -44,6 +44,3 @@ class PublishJob(Job):
             )
         if self.pin is not None and (self.unpin or self.follow):
             raise ConfigError(f"pin={self.pin} publishes nothing: leave unpin and follow out")
-
-
-CONFIG_NAMES[PublishJob] = "publish"

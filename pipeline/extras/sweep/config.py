@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.config.jobs.names import CONFIG_NAMES
+from pipeline.config.jobs.job import job_of
 from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice
 
@@ -104,6 +104,7 @@ class SweepConfig:
                 raise ConfigError(f"sweep.params.{key}: a grid needs choices, or a step between low and high")
 
 
+@job_of("sweep")
 @dataclass
 class SweepJob(TrainJob):
     """A train job that is repeated with the values of sweep.params. run_dir has the study, and a
@@ -112,6 +113,3 @@ class SweepJob(TrainJob):
 
     run_dir: str = "${paths.runs}/${name}_sweep"
     sweep: SweepConfig = field(default_factory=SweepConfig)
-
-
-CONFIG_NAMES[SweepJob] = "sweep"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeline.config.jobs.names import CONFIG_NAMES
+from pipeline.config.jobs.job import job_of
 from pipeline.config.jobs.train import PlanJob
 from pipeline.runtime.errors import ConfigError, check_at_least
 
 
+@job_of("rehearse")
 @dataclass
 class RehearseJob(PlanJob):
     """The job.
@@ -29,6 +30,3 @@ class RehearseJob(PlanJob):
         check_at_least("steps", self.steps, 2)  # the first step builds what later steps use
         if bad := [rank for rank in self.ranks if not 0 <= rank < self.world_size]:
             raise ConfigError(f"ranks={bad} of world_size={self.world_size}: ranks are 0 to {self.world_size - 1}")
-
-
-CONFIG_NAMES[RehearseJob] = "rehearse"  # conf/rehearse.yaml
