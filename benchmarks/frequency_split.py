@@ -45,7 +45,7 @@ from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.row_frequencies import share_of
 from pipeline.embeddings.tables import resolve_tables
-from pipeline.planner.head_rows import head_reports
+from pipeline.extras.frequency_split.head_rows import head_reports
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.torchrec.sharder import ShardedTables
 from pipeline.training.optimizer import build_optimizer

@@ -36,8 +36,7 @@ from pipeline.config.planner import HardwareConfig
 from pipeline.config.registry import from_extra, if_installed
 from pipeline.data.dataset import check_multi_hot
 from pipeline.embeddings.table import Table
-from pipeline.planner.head_rows import choose_heads
-from pipeline.planner.resolved_job import ResolvedJob, resolve_job
+from pipeline.planner.resolved_job import SPLIT_KEY, ResolvedJob, resolve_job
 from pipeline.runtime.errors import ConfigError, check_choice
 from pipeline.runtime.logs import configure_logging, get_logger
 from pipeline.runtime.masking import mask
@@ -188,7 +187,9 @@ def resolve(job: PlanJob) -> ResolvedJob:
         from pipeline.planner.hardware import available_memory, resolve_hardware  # loads torch
 
         room = available_memory(job.planner, resolve_hardware(job.hardware, job.world_size))
-        return choose_heads(job, tables, auto, dataset, job.world_size, room)
+        choose_heads = from_extra("choose_heads", SPLIT_KEY)
+        heads: dict[str, int] = choose_heads(job, tables, auto, dataset, job.world_size, room)
+        return heads
 
     def choose_tiers(whole: ResolvedJob) -> Any:
         from pipeline.planner.hardware import resolve_hardware

@@ -6,37 +6,38 @@ it once and keeps it in its config.yaml.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.model import used_tables
 from pipeline.config.registry import from_extra
-from pipeline.config.tables import expand_patterns
+from pipeline.config.tables import TableConfig, expand_patterns
 from pipeline.data.dataset import Dataset
 from pipeline.data.targets import Target, targets_of
-from pipeline.embeddings.physical import check_compressed, physical_tables
+from pipeline.embeddings.physical import physical_tables
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
-from pipeline.planner.head_rows import (
-    HeadReport,
-    auto_tables,
-    choose_heads,
-    has_auto,
-    head_reports,
-    with_head_rows,
-    with_notes,
-    without_auto,
-)
 
 AUTO_TIERS = "auto"  # sharding.tiers
 # The job without tiers of sharding.tiers=auto -> which tables have them.
 TierChoice = Callable[["ResolvedJob"], Any]
 # Tables, and those of them whose head is `auto` -> rows of each of the latter.
 HeadChoice = Callable[[list[Table], list[Table]], dict[str, int]]
+
+SplitTables = Callable[[TrainJob, Dataset, int, HeadChoice | None], tuple[TrainJob, list[Table]]]
+SPLIT_KEY = "tables.*.compression.kind=frequency_split"
+
+
+class HeadReport(Protocol):
+    """What the frequent rows of a split table are expected to save."""
+
+    @property
+    def table(self) -> str: ...
+
+    def note(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -76,31 +77,35 @@ def resolve_job(
         DataError: data.columns names labels that the data set has not.
     """
     job = replace(job, tables=expand_patterns(job.tables, dataset.sparse_feature_names))
-    resolved = resolve_tables(
-        without_auto(job.tables),
-        dataset,
-        job.data.synthetic_multi_hot,
-        auto_init=job.model.table_init,
-        sequences=job.model.sequence_inputs,
-    )
-    if has_auto(job.tables):
-        auto = auto_tables(job.tables, resolved)
-        heads = choose(resolved, auto) if choose else choose_heads(job, resolved, auto, dataset, world_size, math.inf)
-        job = replace(job, tables=with_head_rows(job.tables, {table.config_name: heads[table.name] for table in auto}))
-        resolved = [_with_head(table, heads[table.name]) if table in auto else table for table in resolved]
+    is_split = any(_is_split(config) for config in job.tables.values())
+    if is_split:
+        resolve_split_tables: SplitTables = from_extra("resolve_split_tables", SPLIT_KEY)
+        job, resolved = resolve_split_tables(job, dataset, world_size, choose)
+    else:
+        resolved = resolve_job_tables(job, job.tables, dataset)
     job.model.check_tables(resolved, len(dataset.dense_features))
     used = used_tables(job.model, resolved)
-    reports = head_reports(job, used, dataset, world_size)
+    reports = from_extra("head_reports", SPLIT_KEY)(job, used, dataset, world_size) if is_split else []
+    notes = {report.table: report.note() for report in reports}
+    used = [replace(table, note=notes[table.name]) if table.name in notes else table for table in used]
     targets = targets_of(job.data.columns, dataset, job.model.learns_all)
-    whole = ResolvedJob(job, dataset, world_size, resolved, with_notes(used, reports), reports, targets)
+    whole = ResolvedJob(job, dataset, world_size, resolved, used, reports, targets)
     if choose_tiers is None or job.sharding.tiers != AUTO_TIERS:
         return whole
     with_tiers: Callable[..., ResolvedJob] = from_extra("with_tiers", "sharding.tiers=auto")
     return with_tiers(whole, choose_tiers(whole))
 
 
-def _with_head(table: Table, rows: int) -> Table:
-    assert table.compression is not None
-    fixed = replace(table, compression=replace(table.compression, head_rows=str(rows), min_rows=0))
-    check_compressed(fixed)
-    return fixed
+def resolve_job_tables(job: TrainJob, configs: dict[str, TableConfig], dataset: Dataset) -> list[Table]:
+    """Resolve the tables of all features of the data set. `configs`: the job's tables."""
+    return resolve_tables(
+        configs,
+        dataset,
+        job.data.synthetic_multi_hot,
+        auto_init=job.model.table_init,
+        sequences=job.model.sequence_inputs,
+    )
+
+
+def _is_split(config: TableConfig) -> bool:
+    return config.compression is not None and config.compression.kind == "frequency_split"

@@ -14,8 +14,7 @@ from pipeline.config.tables import TableConfig
 from pipeline.data.dataset import Dataset
 from pipeline.embeddings.table import Table
 from pipeline.planner.hardware import Hardware, available_memory, resolve_hardware
-from pipeline.planner.head_rows import choose_heads
-from pipeline.planner.resolved_job import ResolvedJob, resolve_job
+from pipeline.planner.resolved_job import SPLIT_KEY, ResolvedJob, resolve_job
 from pipeline.runtime.errors import TrainingError, UserError
 from pipeline.runtime.process.distributed import DistributedContext
 
@@ -40,8 +39,10 @@ def resolve(
 
     def choose(tables: list[Table], auto: list[Table]) -> dict[str, int]:
         def decide() -> dict[str, int]:
+            choose_heads = from_extra("choose_heads", SPLIT_KEY)
             room = available_memory(job.planner, hardware())
-            return choose_heads(job, tables, auto, dataset, context.world_size, room, earlier)
+            heads: dict[str, int] = choose_heads(job, tables, auto, dataset, context.world_size, room, earlier)
+            return heads
 
         return _decided(context, decide)
 

@@ -16,7 +16,6 @@ EXCEPTIONS = {
     "config/module_names.py": (1, "nn.Module.cuda, a name that no table can have"),
     "config/planner.py": (1, "the values of a key; config is checked without torch"),
     "config/training.py": (1, "the values of a key; config is checked without torch"),
-    "planner/head_rows.py": (1, "it resolves a job without torch; hardware may be somewhere else"),
     "sharding/torchrec/sharder.py": (1, "TorchRec's list of sharding types for GPUs, on every device"),
     "sharding/torchrec/sharding.py": (1, "TorchRec's codecs for GPUs, on every device"),
     "training/preflight.py": (2, "it checks a job without torch; hardware may be somewhere else"),

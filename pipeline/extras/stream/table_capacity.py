@@ -15,8 +15,8 @@ from pipeline.config.tables import DEFAULT, TableConfig, expand_patterns
 from pipeline.data.dataset import Dataset, SparseFeature, vocabulary_of
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
+from pipeline.extras.frequency_split.head_rows import without_auto
 from pipeline.extras.stream.new_values import TableCapacity
-from pipeline.planner.head_rows import without_auto
 
 MIN_ROWS = 64  # that a table gains
 

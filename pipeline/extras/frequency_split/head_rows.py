@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -11,11 +12,10 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.config.optimizers import find_optimizer
 from pipeline.config.tables import DEFAULT, TableConfig
 from pipeline.data.dataset import Dataset
-from pipeline.embeddings.compression.frequency_split import FrequencySplit, has_auto_head
 from pipeline.embeddings.compression.kind import compressed, kind_of
-from pipeline.embeddings.physical import num_numbers
+from pipeline.embeddings.physical import check_compressed, num_numbers
 from pipeline.embeddings.table import Table
-from pipeline.planner.head_size import (
+from pipeline.extras.frequency_split.head_size import (
     HeadTable,
     StepBytes,
     Wire,
@@ -23,7 +23,9 @@ from pipeline.planner.head_size import (
     choose_head_rows,
     step_bytes,
 )
+from pipeline.extras.frequency_split.kind import FrequencySplit, has_auto_head
 from pipeline.planner.limits import COLUMN_SHARDING_TYPES, precisions
+from pipeline.planner.resolved_job import HeadChoice, resolve_job_tables
 
 BYTES_A_VALUE = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": (32 + 8) / 32}
 ROW_SHARDING_TYPES = ("row_wise", "table_row_wise")
@@ -67,6 +69,26 @@ def auto_tables(configs: Mapping[str, TableConfig], tables: list[Table]) -> list
 def without_auto(configs: Mapping[str, TableConfig]) -> dict[str, TableConfig]:
     """With a head of one row for every `auto`, so that tables can be resolved."""
     return {name: _with_rows(config, 1) if _is_auto(config) else config for name, config in configs.items()}
+
+
+def resolve_split_tables(
+    job: TrainJob, dataset: Dataset, world_size: int, choose: HeadChoice | None
+) -> tuple[TrainJob, list[Table]]:
+    """Return the job with a number for every `head_rows: auto`, and its tables. `choose` None: as if memory had no limit."""
+    resolved = resolve_job_tables(job, without_auto(job.tables), dataset)
+    if has_auto(job.tables):
+        auto = auto_tables(job.tables, resolved)
+        heads = choose(resolved, auto) if choose else choose_heads(job, resolved, auto, dataset, world_size, math.inf)
+        job = replace(job, tables=with_head_rows(job.tables, {table.config_name: heads[table.name] for table in auto}))
+        resolved = [_with_head(table, heads[table.name]) if table in auto else table for table in resolved]
+    return job, resolved
+
+
+def _with_head(table: Table, rows: int) -> Table:
+    assert table.compression is not None
+    fixed = replace(table, compression=replace(table.compression, head_rows=str(rows), min_rows=0))
+    check_compressed(fixed)
+    return fixed
 
 
 def choose_heads(
@@ -129,12 +151,6 @@ def head_reports(job: TrainJob, tables: list[Table], dataset: Dataset, world_siz
         none, chosen, all_rows = (step_bytes(head, each, wire) for each in (0, rows, table.num_embeddings))
         reports.append(HeadReport(table.name, rows, table.num_embeddings, share, none, chosen, all_rows))
     return reports
-
-
-def with_notes(tables: list[Table], reports: list[HeadReport]) -> list[Table]:
-    """Note what each head is expected to save, for the plan's report."""
-    notes = {report.table: report.note() for report in reports}
-    return [replace(table, note=notes[table.name]) if table.name in notes else table for table in tables]
 
 
 def head_table(job: TrainJob, table: Table, dataset: Dataset) -> HeadTable:

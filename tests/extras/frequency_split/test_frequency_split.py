@@ -13,10 +13,10 @@ from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.config.compression import CompressionConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.devices.process_group import init_distributed
-from pipeline.embeddings.compression.frequency_split import FrequencySplit
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.physical import physical_tables
 from pipeline.embeddings.row_frequencies import RowFrequencies
+from pipeline.extras.frequency_split.kind import FrequencySplit
 from pipeline.runtime.errors import ConfigError
 from pipeline.sharding.torchrec.table_init import initialize_tables
 from tests.embeddings.compressed import NUM_IDS, NUM_STEPS, PooledModel, as_features, sample_bags, table_of

@@ -22,7 +22,7 @@ from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.extras.checkpoints.cli.checkpoints import export_checkpoint
 from pipeline.extras.checkpoints.config import CheckpointsJob
-from pipeline.planner.head_rows import choose_heads, has_auto
+from pipeline.extras.frequency_split.head_rows import choose_heads, has_auto
 from pipeline.planner.resolved_job import resolve_job
 from pipeline.runtime.errors import ConfigError
 from pipeline.training.train import train

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.data.dataset import FrequencyCurve, SparseFeature
-from pipeline.planner.head_size import (
+from pipeline.extras.frequency_split.head_size import (
     BagShape,
     HeadTable,
     StepBytes,
