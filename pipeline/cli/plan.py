@@ -19,6 +19,7 @@ import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -259,9 +260,9 @@ def show(path: str) -> str:
 
 def diff(a: str, b: str) -> str:
     """What moved from the plan in file `a` to that in `b`. Raises ConfigError as `show`."""
-    from pipeline.planner.compare import compare
     from pipeline.planner.plan_file import read_view
 
+    compare: Callable[..., str] = from_extra("compare_plans", "plan diff")
     return compare(read_view(a).description, read_view(b).description)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -196,3 +197,17 @@ def near_field(error: OmegaConfBaseException) -> str:
 
 def first_line(error: Exception) -> str:
     return str(error).splitlines()[0]
+
+
+def flat(job: Any) -> dict[str, Any]:
+    """Return the values of a job by their dotted keys."""
+    return dict(flatten(dataclasses.asdict(job)))
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of nested dictionaries."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

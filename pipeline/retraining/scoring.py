@@ -20,6 +20,7 @@ from pipeline.config.planner import PlannerConfig
 from pipeline.config.retraining import GateConfig
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.data.dataset import load_dataset
+from pipeline.data.read.batch import first_ids
 from pipeline.data.read.reader import ShardReader
 from pipeline.devices.process_group import init_for
 from pipeline.models.tasks.label_kinds import losses_of
@@ -32,7 +33,6 @@ from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.readers import open_reader
 from pipeline.training.resolve import resolve
 from pipeline.training.sharded_model import build_sharded_model
-from pipeline.training.stats_collector import first_ids
 
 
 def score(

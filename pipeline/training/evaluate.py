@@ -30,13 +30,12 @@ from pipeline.runtime.storage.signature import requiring
 from pipeline.sharding.compat import allow_untested_versions
 from pipeline.training.data_order import checkpoint_folder
 from pipeline.training.evaluate_summary import EvaluateSummary, file_name, write_summary
-from pipeline.training.evaluation import evaluate_model
+from pipeline.training.evaluation import evaluate_model, open_stats
 from pipeline.training.input_watch import on_all_ranks
 from pipeline.training.readers import open_reader
 from pipeline.training.resolve import resolve
 from pipeline.training.run_state import chosen_step, load_trained_job
 from pipeline.training.sharded_model import ShardedModel, build_sharded_model, open_replicas
-from pipeline.training.stats_collector import StatsCollector
 from pipeline.training.summary import SUMMARY
 
 
@@ -65,9 +64,9 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     tables, step = describe_tables(job, restored, context.world_size // context.local_world_size), restored["step"]
 
     at, named = trained.trainer.group_metrics_at, trained.trainer.metrics
-    collector, title = StatsCollector(reader, context), f"evaluate {job.split}"
+    collector, title = open_stats(reader, context), f"evaluate {job.split}"
     metrics = evaluate_model(sharded.model, reader, context, job.max_batches, title, at, collector, named)
-    stats = collector.compute(job.split, step, metrics)
+    stats = collector.compute(job.split, step, metrics) if collector else None
     summary = EvaluateSummary(
         job.run,
         job.split,

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.config.jobs.evaluate import EvaluateJob
-from pipeline.config.registry import if_installed
+from pipeline.config.registry import from_extra, if_installed
 from pipeline.runtime.logs import to_json
 from pipeline.runtime.storage import storage
 from pipeline.training.remarks import undefined
 from pipeline.training.summary import describe_quality, describe_run
-
-if TYPE_CHECKING:
-    from pipeline.training.runs.evaluation_stats import EvaluationStats
 
 REPORT = "report.html"
 IMPORTANCE = "importance.json"
@@ -45,12 +42,10 @@ def file_name(job: EvaluateJob, step: int, other_data: str) -> str:
     return f"evaluation.{job.split}.step_{step}{part}{data}{tables}.json"
 
 
-def write_summary(summary: EvaluateSummary, stats: EvaluationStats | None) -> None:
+def write_summary(summary: EvaluateSummary, stats: object | None) -> None:
     """Write the metrics as JSON, and the statistics of the evaluation to a file next to it."""
     if stats is not None:
-        from pipeline.training.runs.evaluation_stats import stats_path, write_stats  # loads numpy
-
-        write_stats(stats_path(summary.path), stats)
+        from_extra("write_stats", "evaluation")(summary.path, stats)
     tables = {"tables": summary.tables} if summary.tables else {}
     why = {"undefined": reason} if (reason := undefined(summary.metrics)) else {}
     written = {"split": summary.split, "step": summary.step, **tables, **summary.metrics, **why}

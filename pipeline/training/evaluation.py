@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipeline.config.registry import if_installed
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
 from pipeline.models.tasks.group_metrics import GroupMeasure
@@ -20,10 +21,25 @@ from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.distributed import DistributedContext, true_on_any_rank
 from pipeline.training.input_watch import FailSafe, agreed_failure, too_many_bad
-from pipeline.training.stats_collector import StatsCollector
 
 AGREE_EVERY_BATCHES = 8  # on whether to stop: one small all-reduce
 logger = get_logger(__name__)
+
+
+class StatsCollector(Protocol):
+    """Collects what an evaluation sees in addition to its metrics. The extra `runs` has one."""
+
+    def update(self, prediction: Any, batch: Batch) -> None:
+        """Local. The batches come in the reader's order."""
+
+    def compute(self, split: str, step: int, metrics: dict[str, float]) -> object | None:
+        """Collective: return what was collected on rank 0, None on other ranks."""
+
+
+def open_stats(reader: ShardReader, context: DistributedContext) -> StatsCollector | None:
+    """Return a collector for one evaluation, or None if no extra has one."""
+    make: Callable[[ShardReader, DistributedContext], StatsCollector] | None = if_installed("stats_collector")
+    return make(reader, context) if make else None
 
 
 def evaluate_model(

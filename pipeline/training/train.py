@@ -19,6 +19,7 @@ from pipeline.checkpoint.random_state import kept_random_state, seed_random_stat
 from pipeline.checkpoint.replicas import Replicas
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import if_installed
+from pipeline.config.saved_jobs import flat
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.read.batches import BatchReader
 from pipeline.data.read.endless import ENDLESS_STEPS, StreamReading
@@ -50,7 +51,6 @@ from pipeline.training.readers import open_reader, open_training_split
 from pipeline.training.remarks import remarks
 from pipeline.training.resolve import resolve
 from pipeline.training.run_state import describe_job, earlier_tables, growing, open_checkpoints, resume, start_warm
-from pipeline.training.runs.folder import flat
 from pipeline.training.sharded_model import ShardedModel, open_replicas, shard
 from pipeline.training.summary import TrainSummary, summarize, write_summary
 from pipeline.training.trainer import FitResult, Trainer

@@ -25,6 +25,7 @@ from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare
 from pipeline.extras.checkpoints.cli.checkpoints import list_checkpoints
 from pipeline.extras.checkpoints.config import CheckpointsJob
+from pipeline.extras.runs.folder import open_run
 from pipeline.extras.runs.listing import as_text
 from pipeline.retraining.gate import Scores, judge
 from pipeline.retraining.scoring import score
@@ -40,7 +41,6 @@ from pipeline.serving.scoring.predictor import Predictor
 from pipeline.serving.scoring.scorer import RefusedRow
 from pipeline.training import summary as train_summary
 from pipeline.training.evaluate import evaluate
-from pipeline.training.runs.folder import open_run
 from pipeline.training.summary import TrainSummary
 from pipeline.training.train import train
 from tests.serving.exports import run_export

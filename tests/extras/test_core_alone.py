@@ -50,7 +50,7 @@ plan(load_config(PlanJob, [*small, "world_size=2", "planner.plan_file=plan.json"
 try:
     train(load_config(TrainJob, [*small, "publishing.when=every_minute", "run_dir=runs/published"]))
 except ConfigError as error:
-    assert "publishing.when=every_minute needs pipeline/extras/publish" in str(error)
+    assert "publishing.when=every_minute needs an extra" in str(error)
 else:
     raise AssertionError("publishing.when was taken")
 try:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from pipeline.training.runs.folder import open_run
+from pipeline.extras.runs.folder import open_run
 from tests.launch.launching import START_S, Launch
 from tests.launch.slurm_cluster import wait_until
 

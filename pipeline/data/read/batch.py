@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from numpy.typing import NDArray
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 # One dtype on every rank: ids of dtypes that differ between ranks arrive as garbage, with no error.
@@ -99,3 +101,11 @@ def keyed_jagged_tensor(
         length_per_key=length_per_key,
         offset_per_key=[0, *accumulate(length_per_key)],
     )
+
+
+def first_ids(feature: JaggedTensor) -> NDArray[np.int64]:
+    """[rows] the first id of each bag, 0 for an empty one."""
+    lengths, values = feature.lengths().cpu().numpy(), feature.values().cpu().numpy()
+    starts = np.cumsum(lengths) - lengths
+    ids: NDArray[np.int64] = np.where(lengths > 0, np.append(values, 0)[np.minimum(starts, len(values))], 0)
+    return ids

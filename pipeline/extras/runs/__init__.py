@@ -1,6 +1,10 @@
 """List, compare and tag runs, show a run as a page, and measure which features matter: the verbs `runs` and `report`."""
 
+COMPONENTS = {"hook": "pipeline.extras.runs.table_facts"}
 FUNCTIONS = {
+    "keep_stats": "pipeline.extras.runs.evaluation_stats:keep_stats",
     "permutation_importance": "pipeline.extras.runs.permutation:permutation_importance",
+    "stats_collector": "pipeline.extras.runs.stats_collector:StatsCollector",
     "try_report": "pipeline.extras.runs.report:try_report",
+    "write_stats": "pipeline.extras.runs.evaluation_stats:write_stats_of",
 }

@@ -13,11 +13,11 @@ from string import ascii_uppercase
 from typing import Any
 
 from pipeline.checkpoint.retention import is_higher_better
+from pipeline.extras.runs.evaluation_stats import EvaluationStats, read_stats
+from pipeline.extras.runs.folder import Run, describe_plan
 from pipeline.extras.runs.intervals import MEASURES, Difference, difference, resampled_measures, same_rows
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.shell_words import word
-from pipeline.training.runs.evaluation_stats import EvaluationStats, read_stats
-from pipeline.training.runs.folder import Run, describe_plan
 
 SAME_VARIANT = ("name", "run_dir", "trainer.seed")  # keys that may differ within a variant, and sections:
 SAME_VARIANT_SECTIONS = ("paths.", "logger.")

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t as student
 
-from pipeline.training.runs.evaluation_stats import Blocks
+from pipeline.extras.runs.evaluation_stats import Blocks
 
 NUM_SAMPLES = 1000
 SAMPLES_AT_ONCE = 50

@@ -16,13 +16,13 @@ import pyarrow.parquet as pq
 
 from pipeline.checkpoint.retention import is_higher_better, metric_of
 from pipeline.extras.runs.compare import choose_split
+from pipeline.extras.runs.folder import TAGS, Run
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.rank_logs import DAY_S, old_starts, remove_starts
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.atomic import DAMAGED, DAMAGED_MANIFEST
 from pipeline.runtime.storage.lease import take_lease
 from pipeline.runtime.storage.manifest import MANIFEST
-from pipeline.training.runs.folder import TAGS, Run
 
 SHOWN = ("ne", "auc", "gauc", "mse", "recall_at_10", "mrr")
 LOGS, CHECKPOINTS = "logs", "checkpoints"

@@ -12,6 +12,8 @@ import yaml
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.extras.pages.charts import Line, line_chart
 from pipeline.extras.runs.compare import choose_split
+from pipeline.extras.runs.evaluation_stats import EvaluationStats, read_stats
+from pipeline.extras.runs.folder import PLAN, Run
 from pipeline.extras.runs.report_features import (
     FEATURE_HEADINGS,
     MIN_SLICE_ROWS,
@@ -26,8 +28,6 @@ from pipeline.runtime.errors import DataError, PlanError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.pages.html import fixed, render
 from pipeline.runtime.storage import storage
-from pipeline.training.runs.evaluation_stats import EvaluationStats, read_stats
-from pipeline.training.runs.folder import PLAN, Run
 
 FILE = "report.html"
 MAX_EVALUATIONS = 40  # the last ones, on the page

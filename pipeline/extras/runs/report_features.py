@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from pipeline.data.dataset import Dataset, SparseFeature
 from pipeline.extras.pages.charts import Bar, bar_chart
+from pipeline.extras.runs.evaluation_stats import EvaluationStats, Slice
+from pipeline.extras.runs.folder import Run
 from pipeline.runtime.pages.html import fixed
 from pipeline.runtime.storage import storage
-from pipeline.training.runs.evaluation_stats import EvaluationStats, Slice
-from pipeline.training.runs.folder import Run
 
 MAX_SLICES = 12
 MAX_BARS = 15

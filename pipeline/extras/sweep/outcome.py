@@ -14,10 +14,10 @@ import numpy as np
 
 from pipeline.extras.pages.charts import Bar, Line, bar_chart, line_chart
 from pipeline.extras.runs.compare import Comparison, compare
+from pipeline.extras.runs.folder import open_run
 from pipeline.extras.sweep.run import SweepResult, value_of
 from pipeline.extras.sweep.space import as_overrides
 from pipeline.runtime.pages.html import cards, document, figure, legend, scrolled, table
-from pipeline.training.runs.folder import open_run
 
 if TYPE_CHECKING:
     import optuna

@@ -12,6 +12,7 @@ from pipeline.checkpoint.retention import is_higher_better
 from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.streams import num_steps
+from pipeline.extras.runs.folder import Run
 from pipeline.extras.sweep.config import SweepJob
 from pipeline.extras.sweep.launchers import Training, launcher_of
 from pipeline.extras.sweep.space import Point, as_overrides, edges
@@ -20,7 +21,6 @@ from pipeline.runtime.errors import ConfigError, TrainingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.lease import take_lease
-from pipeline.training.runs.folder import Run
 
 if TYPE_CHECKING:
     import optuna

@@ -22,7 +22,7 @@ BEFORE = (
     "progressive",
 )
 # A checkpoint holds what all hooks have counted up to its step, and a rollback waits for a save in flight.
-AFTER = ("saving", "rollback", "heartbeat", "table_facts")
+AFTER = ("saving", "rollback", "heartbeat")
 
 # Key -> the hook of an extra that reads it. None and "none" need no hook.
 SETTINGS_OF_EXTRAS = {

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pipeline.config.registry import register
+from pipeline.config.registry import from_extra, register
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process import preemption
-from pipeline.training.evaluation import evaluate_model
+from pipeline.training.evaluation import evaluate_model, open_stats
 from pipeline.training.hooks.base import Hook, TrainingState
-from pipeline.training.runs.evaluation_stats import keep_stats
-from pipeline.training.stats_collector import StatsCollector
 
 logger = get_logger("pipeline.training.trainer")
 
@@ -38,7 +36,7 @@ class Evaluation(Hook):
         if parts.validation_reader is None:
             return
         state.detach()
-        collector = StatsCollector(parts.validation_reader, parts.context)
+        collector = open_stats(parts.validation_reader, parts.context)
         try:
             metrics = evaluate_model(
                 parts.model,
@@ -55,11 +53,11 @@ class Evaluation(Hook):
             return
         whose = "  (each host's own tables)" if parts.replicas and not parts.replicas.equal else ""
         logger.info("step %d  validation  %s%s", state.step, _described(metrics), whose)
-        stats = collector.compute("validation", state.step, metrics)
+        stats = collector.compute("validation", state.step, metrics) if collector else None
         if parts.writer:
             parts.writer.write("validation", state.step, metrics)
             if stats is not None:
-                keep_stats(self.job.run_dir, stats, self.job.best_metric)
+                from_extra("keep_stats", "evaluation")(self.job.run_dir, stats, self.job.best_metric)
         state.metrics, state.metrics_step = metrics, state.step
         state.hooks.call("on_evaluation_end", state, metrics)
 

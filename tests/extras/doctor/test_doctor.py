@@ -17,7 +17,7 @@ from pipeline.extras.doctor.cli import doctor
 from pipeline.extras.doctor.cli.doctor import Finding
 from tests.support.messages import mentions
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from pipeline.extras.monitoring.hooks.monitor import Monitor
 from pipeline.runtime.logs import MetricsWriter
 from pipeline.serving.http.metrics import ServerMetrics
 
-MONITORING = Path(__file__).resolve().parents[2] / "launch" / "monitoring"
+MONITORING = Path(__file__).resolve().parents[3] / "launch" / "monitoring"
 ALERTS = MONITORING / "training_alerts.yml"
 
 

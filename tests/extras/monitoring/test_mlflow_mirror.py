@@ -44,6 +44,6 @@ def test_without_mlflow_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_pinned_versions_let_the_extra_be_installed() -> None:
     wanted = SpecifierSet("!=4.7.0,<10,>=3.7.0")  # of importlib_metadata, by mlflow-skinny 3.17.2
-    lines = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
+    lines = (Path(__file__).parents[3] / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if "==" in line)
     assert wanted.contains(pins["importlib_metadata"])

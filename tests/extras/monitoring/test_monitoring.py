@@ -31,7 +31,7 @@ from pipeline.training.hooks.throughput import of_ranks, straggler_scores
 from tests.support.messages import names
 from tests.support.ranks import RankPool
 
-MONITORING = Path(__file__).resolve().parents[2] / "launch" / "monitoring"
+MONITORING = Path(__file__).resolve().parents[3] / "launch" / "monitoring"
 
 
 def _job(run: Path, port: int | None = None, **logger: Any) -> TrainJob:

@@ -14,12 +14,12 @@ import pytest
 from pipeline.extras.pages.plan_page import render_page as render_plan
 from pipeline.extras.pages.registry_page import reigns, render_registry
 from pipeline.extras.runs.compare import compare
+from pipeline.extras.runs.folder import open_run
 from pipeline.extras.runs.report_comparison import render_comparison
 from pipeline.extras.sweep.outcome import render_page as render_sweep
 from pipeline.extras.sweep.run import SweepResult
 from pipeline.retraining.ledger import ADDED, PROMOTED, REJECTED, ROLLED_BACK, SKIPPED, Ledger, Record
 from pipeline.retraining.registry import Registry
-from pipeline.training.runs.folder import open_run
 from tests.planner.plans import drawn_plan
 from tests.support.browser import open_pages
 

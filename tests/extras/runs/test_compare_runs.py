@@ -15,8 +15,8 @@ from pipeline.cli.generate import generate
 from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.data.prepare.run import prepare
 from pipeline.extras.runs.compare import Comparison, compare
-from pipeline.training.runs.evaluation_stats import read_stats, write_stats
-from pipeline.training.runs.folder import Run, open_run
+from pipeline.extras.runs.evaluation_stats import read_stats, write_stats
+from pipeline.extras.runs.folder import Run, open_run
 from tests.support.jobs import train_on_rank
 from tests.support.ranks import RankPool
 

@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.data.quality import auc
 from pipeline.extras.runs.compare import describe
+from pipeline.extras.runs.evaluation_stats import Blocks, EvaluationStats, summarize_rows
 from pipeline.extras.runs.intervals import difference, resampled_measures
-from pipeline.training.runs.evaluation_stats import Blocks, EvaluationStats, summarize_rows
 
 NUM_BLOCKS, CONFIDENCE = 500, 0.98
 

@@ -14,11 +14,11 @@ from pipeline.extras.pages.charts import LEFT, MAX_POINTS, WIDTH, Line, line_cha
 from pipeline.extras.runs.cli import report as verb
 from pipeline.extras.runs.cli import runs as runs_verb
 from pipeline.extras.runs.config import ReportJob, RunsJob
+from pipeline.extras.runs.evaluation_stats import Slice
+from pipeline.extras.runs.folder import open_run
 from pipeline.extras.runs.report import render_report, warnings_of
 from pipeline.extras.runs.report_features import _finite, worst_slices
 from pipeline.runtime.errors import ConfigError
-from pipeline.training.runs.evaluation_stats import Slice
-from pipeline.training.runs.folder import open_run
 from tests.support.browser import open_page
 from tests.support.messages import names
 

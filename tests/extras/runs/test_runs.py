@@ -19,10 +19,10 @@ from pipeline.cli.command_line import load_config
 from pipeline.extras.runs.cli import runs as verb
 from pipeline.extras.runs.compare import compare
 from pipeline.extras.runs.config import RunsJob
+from pipeline.extras.runs.evaluation_stats import list_stats, read_stats, write_stats
+from pipeline.extras.runs.folder import find_runs, open_run
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.storage.lease import RunFolderHeldError, take_lease
-from pipeline.training.runs.evaluation_stats import list_stats, read_stats, write_stats
-from pipeline.training.runs.folder import find_runs, open_run
 from tests.support.messages import mentions, names
 
 Copy = Callable[..., Path]

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.command_line import load_config
+from pipeline.extras.runs.folder import open_run
 from pipeline.extras.sweep.cli.sweep import compose, training_words
 from pipeline.extras.sweep.config import SweepJob
 from pipeline.extras.sweep.run import sweep
-from pipeline.training.runs.folder import open_run
 from tests.launch.launching import START_S, Launch
 from tests.launch.slurm_cluster import wait_until
 from tests.support import forks

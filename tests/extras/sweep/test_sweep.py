@@ -19,6 +19,7 @@ import pytest
 from torchx.specs import AppState, AppStatus, runopts
 
 from pipeline.cli.command_line import load_config
+from pipeline.extras.runs.folder import open_run
 from pipeline.extras.sweep.cli.sweep import compose, training_words
 from pipeline.extras.sweep.config import KnobConfig, SweepConfig, SweepJob
 from pipeline.extras.sweep.launchers import Ended, SchedulerJobs, Training
@@ -28,7 +29,6 @@ from pipeline.extras.sweep.space import Point, as_overrides, edges, grid
 from pipeline.extras.sweep.study import Search, open_study, steps_at
 from pipeline.runtime.errors import ConfigError, TrainingError
 from pipeline.runtime.storage.lease import held_by
-from pipeline.training.runs.folder import open_run
 from tests.support import forks
 from tests.support.messages import names
 

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import register
 from pipeline.extras.monitoring.otlp import OtlpGauges
+from pipeline.extras.runs.folder import Run
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.logs import attempt, get_logger
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
-from pipeline.training.runs.folder import Run
 
 PREFIX = "pipeline_training"
 ABOUT = {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pipeline.config.registry import register
+from pipeline.config.saved_jobs import flat
 from pipeline.extras.monitoring.trackers.tracker import Tracker
-from pipeline.training.runs.folder import flat
 
 MAX_PARAMETER_CHARACTERS = 500  # what MLflow takes
 

@@ -12,8 +12,8 @@ from pipeline.extras.runs.config import ReportJob
 
 def report(job: ReportJob) -> str:
     """Where the page was written to. Raises ConfigError where there is no run."""
+    from pipeline.extras.runs.folder import open_run
     from pipeline.extras.runs.report import write_report
-    from pipeline.training.runs.folder import open_run
 
     return write_report(open_run(job.run), job.output)
 

@@ -22,8 +22,8 @@ from pipeline.runtime.storage import storage
 
 def list_runs(job: RunsJob) -> str:
     """A line a run."""
+    from pipeline.extras.runs.folder import find_runs
     from pipeline.extras.runs.listing import as_rows, as_text, sorted_runs, write_parquet
-    from pipeline.training.runs.folder import find_runs
 
     found = find_runs(job.root)
     if not found:
@@ -36,9 +36,9 @@ def list_runs(job: RunsJob) -> str:
 
 def compare_runs(job: RunsJob) -> str:
     from pipeline.extras.runs.compare import compare
+    from pipeline.extras.runs.folder import open_run
     from pipeline.extras.runs.listing import write_parquet
     from pipeline.extras.runs.report_comparison import render_comparison
-    from pipeline.training.runs.folder import open_run
 
     comparison = compare([open_run(path) for path in job.runs], job.split, job.confidence)
     if job.output:
@@ -49,30 +49,30 @@ def compare_runs(job: RunsJob) -> str:
 
 
 def show_run(job: RunsJob) -> str:
+    from pipeline.extras.runs.folder import open_run
     from pipeline.extras.runs.listing import describe_run
-    from pipeline.training.runs.folder import open_run
 
     return "\n".join(describe_run(open_run(job.run)))
 
 
 def tag_run(job: RunsJob) -> str:
+    from pipeline.extras.runs.folder import open_run
     from pipeline.extras.runs.listing import tag
-    from pipeline.training.runs.folder import open_run
 
     return f"{job.run}  tags: {', '.join(tag(open_run(job.run), job.tags, job.note)) or 'none'}"
 
 
 def clean_run(job: RunsJob) -> str:
+    from pipeline.extras.runs.folder import open_run
     from pipeline.extras.runs.listing import clean
-    from pipeline.training.runs.folder import open_run
 
     removed = clean(open_run(job.run), job.keep_days)
     return "\n".join([*(f"removed {path}" for path in removed), f"{len(removed)} removed from {job.run}"])
 
 
 def remove_run(job: RunsJob) -> str:
+    from pipeline.extras.runs.folder import open_run
     from pipeline.extras.runs.listing import remove
-    from pipeline.training.runs.folder import open_run
 
     remove(open_run(job.run), job.force)
     return f"removed {job.run}"

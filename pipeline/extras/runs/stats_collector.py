@@ -1,4 +1,4 @@
-"""Collect what an evaluation saw beside its metrics, over all ranks: see pipeline.training.runs.evaluation_stats."""
+"""Collect what an evaluation saw beside its metrics, over all ranks: see pipeline.extras.runs.evaluation_stats."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from pipeline.data.quality import log_losses
-from pipeline.data.read.batch import Batch
+from pipeline.data.read.batch import Batch, first_ids
 from pipeline.data.read.reader import ShardReader
+from pipeline.extras.runs.evaluation_stats import MAX_BLOCKS, EvaluationStats, Slice, summarize_rows
 from pipeline.models.tasks.click_metrics import EXACT_ROWS, gather_to_main
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.training.runs.evaluation_stats import MAX_BLOCKS, EvaluationStats, Slice, summarize_rows
 
 logger = get_logger(__name__)
 HEAD_IDS = (
@@ -100,11 +99,3 @@ class StatsCollector:
             )
         ]
         return [each for each in found if each.rows]
-
-
-def first_ids(feature: JaggedTensor) -> NDArray[np.int64]:
-    """[rows] the first id of each bag, 0 for an empty one."""
-    lengths, values = feature.lengths().cpu().numpy(), feature.values().cpu().numpy()
-    starts = np.cumsum(lengths) - lengths
-    ids: NDArray[np.int64] = np.where(lengths > 0, np.append(values, 0)[np.minimum(starts, len(values))], 0)
-    return ids

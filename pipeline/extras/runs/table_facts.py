@@ -29,6 +29,8 @@ class TableFacts(Hook):
     norm: root mean square of the rows' L2 norms; of those that were updated, where that is known. One pass over the tables.
     """
 
+    runs_after = "heartbeat"
+
     def on_fit_end(self, state: TrainingState) -> None:
         if state.preempted or self.parts.plan is None:
             return

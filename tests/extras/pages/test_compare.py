@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.planner.compare import compare
+from pipeline.extras.pages.compare import compare
 from pipeline.planner.plan_record import PlanDescription
 from tests.planner.plans import drawn_plan
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pipeline.devices.process_group import init_distributed
+from pipeline.extras.runs.stats_collector import StatsCollector
 from pipeline.models.tasks.click import Prediction
-from pipeline.training.stats_collector import StatsCollector
 from tests.support.ranks import RankPool
 
 ROWS_A_RANK, BATCH = 40, 10

@@ -14,9 +14,9 @@ from pipeline.cli.command_line import load_config
 from pipeline.extras.runs.cli import report as report_verb
 from pipeline.extras.runs.cli import runs as verb
 from pipeline.extras.runs.config import ReportJob, RunsJob
+from pipeline.extras.runs.folder import find_runs
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.storage import storage
-from pipeline.training.runs.folder import find_runs
 from tests.support.messages import mentions
 from tests.support.object_store import BUCKET, store
 

@@ -11,10 +11,10 @@ import torch
 
 from pipeline.checkpoint.tensors import StepTensors
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.extras.runs.folder import open_run
 from pipeline.extras.runs.permutation import with_shuffled
 from pipeline.extras.runs.report import render_report
 from pipeline.training.evaluate_summary import describe
-from pipeline.training.runs.folder import open_run
 from tests.support.jobs import evaluate_on_rank
 from tests.support.messages import mentions
 from tests.support.ranks import RankPool

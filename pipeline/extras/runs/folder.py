@@ -8,19 +8,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from datetime import datetime
 from functools import cached_property
 from typing import Any
 
 import yaml
 
-from pipeline.config.jobs.train import TrainJob
-from pipeline.config.saved_jobs import SAFE_LOADER
+from pipeline.config.saved_jobs import SAFE_LOADER, flatten
+from pipeline.extras.runs.evaluation_stats import list_stats
 from pipeline.runtime.errors import ConfigError, PlanError
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.lease import held_by
-from pipeline.training.runs.evaluation_stats import list_stats
 
 CONFIG, METRICS, SUMMARY, PLAN, STARTS, TAGS, TABLES, IMPORTANCE = (
     "config.yaml",
@@ -64,7 +63,7 @@ class Run:
     @cached_property
     def flat_config(self) -> dict[str, Any]:
         """Dotted key -> value."""
-        return dict(_flatten(self.config))
+        return dict(flatten(self.config))
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
@@ -247,19 +246,6 @@ def describe_plan(run: Run) -> str:
         return summarize(read_view(path).description) if storage.is_file(path) else ""
     except PlanError:
         return ""
-
-
-def flat(job: TrainJob) -> dict[str, Any]:
-    """Dotted key -> value of a job."""
-    return dict(_flatten(asdict(job)))
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:

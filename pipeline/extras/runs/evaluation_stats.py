@@ -185,6 +185,11 @@ def list_stats(run: str) -> dict[tuple[str, int], str]:
     return dict(sorted(found.items()))
 
 
+def write_stats_of(evaluation: str, stats: EvaluationStats) -> None:
+    """Write the statistics next to the file `evaluation` that holds the metrics."""
+    write_stats(stats_path(evaluation), stats)
+
+
 def keep_stats(run: str, stats: EvaluationStats, metric: str) -> None:
     """Write what training has just measured. Of its earlier evaluations the best by `metric` stays, others go.
 
