@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from pipeline.config.training import COMM_PRECISIONS, CommsConfig
-from pipeline.planner.limits import precisions
+from pipeline.embeddings.limits import precisions
 
 RANKS = 2
 COUNTED_STEPS = 3

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.cli.command_line import load_config
-from pipeline.cli.plan import build_request, resolve
 from pipeline.config.jobs.train import PlanJob
 from pipeline.planner.plan_codec import write_plan
 from pipeline.planner.plan_record import PlanRecord
 from pipeline.planner.planner import make_plan
+from pipeline.training.plan_job import build_request, resolve
 
 
 def timed(what: str, make: Callable[[], PlanRecord]) -> PlanRecord:

@@ -20,11 +20,11 @@ from typing import Any
 import yaml
 
 from pipeline.cli.command_line import load_config
-from pipeline.cli.plan import prepare
 from pipeline.config.jobs.train import PlanJob
 from pipeline.config.tables import TableConfig
 from pipeline.extras.step_time.forecast import PlanForecast
 from pipeline.extras.step_time.plan_forecast import forecast_of, plan_job
+from pipeline.training.plan_job import prepare
 
 RUNS = Path(__file__).with_suffix(".yaml")
 SHOWN_PARTS = 3

@@ -21,7 +21,6 @@ import numpy as np
 from benchmarks.many_ranks import EVEN, Unevenness, simulate
 from benchmarks.row_bands import bands_of, power_law, touched
 from pipeline.cli.command_line import load_config
-from pipeline.cli.plan import build_request, resolve
 from pipeline.config.jobs.train import PlanJob
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
@@ -32,6 +31,7 @@ from pipeline.planner.plan_record import PlanRecord
 from pipeline.planner.planner import make_plan
 from pipeline.planner.resolved_job import ResolvedJob
 from pipeline.runtime.errors import UserError
+from pipeline.training.plan_job import build_request, resolve
 
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 ROW_US = (

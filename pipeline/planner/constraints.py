@@ -10,9 +10,9 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ModuleSharder
 
 from pipeline.config.optimizers import find_optimizer
+from pipeline.embeddings.limits import COLUMN_SHARDING_TYPES, KERNELS_OF_MANAGED_ROWS, allowed_sharding_types
 from pipeline.embeddings.table import Table
 from pipeline.planner.hardware import Hardware
-from pipeline.planner.limits import COLUMN_SHARDING_TYPES, KERNELS_OF_MANAGED_ROWS, allowed_sharding_types
 from pipeline.runtime.errors import PlanError
 
 COLUMN_STEP = 4  # FBGEMM wants dims divisible by it

@@ -10,12 +10,12 @@ import numpy as np
 from torchrec.distributed.planner.types import ParameterConstraints, Shard, ShardingOption
 from torchrec.distributed.types import CacheParams
 
+from pipeline.embeddings.limits import COLUMN_SHARDING_TYPES, allowed_sharding_types
 from pipeline.planner.constraints import COLUMN_STEP, PlacedTable, TableOptimizer
 from pipeline.planner.cost_model import KEY_VALUE
 from pipeline.planner.estimator import CostedEnumerator
 from pipeline.planner.hardware import Hardware, build_topology
 from pipeline.planner.infeasible import table_bytes
-from pipeline.planner.limits import COLUMN_SHARDING_TYPES, allowed_sharding_types
 from pipeline.planner.request import Problem
 from pipeline.planner.search.clock import WorkClock
 from pipeline.planner.search.incumbent import SearchConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,14 +13,16 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.config.planner import PlannerConfig
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.data.dataset import Dataset
+from pipeline.embeddings.limits import check_batch_fits_comms
 from pipeline.embeddings.table import Table
 from pipeline.models.tasks.task import TaskModel
 from pipeline.planner.constraints import TableOptimizer
-from pipeline.planner.limits import check_batch_fits_comms, check_host_copy
-from pipeline.planner.plan_record import PlanRecord
+from pipeline.planner.plan_record import PlanRecord, RankLoad
 from pipeline.planner.planner import load_or_search_plan
 from pipeline.planner.request import cost_of_steps
 from pipeline.planner.resolved_job import ResolvedJob
+from pipeline.runtime.byte_counts import show_bytes
+from pipeline.runtime.errors import PlanError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.storage import storage
@@ -90,4 +93,20 @@ def _warn_of_mixed_vocabularies(tables: list[Table], dataset: Dataset) -> None:
                 "values; prepare them with ids.kind=hash, one hash_size and one hash_seed",
                 ", ".join(table.feature_names),
                 table.name,
+            )
+
+
+def check_host_copy(ranks: Sequence[RankLoad], usable_ddr_bytes: int, dense_bytes: int) -> None:
+    """Check that host memory holds the copy of a GPU's tables and layers which an asynchronous save writes from.
+
+    Raises:
+        PlanError: a rank's copy and its tables in host memory exceed `usable_ddr_bytes`.
+    """
+    for rank, load in enumerate(ranks):
+        copied = load.hbm_bytes + dense_bytes
+        if copied + load.ddr_bytes > usable_ddr_bytes:
+            raise PlanError(
+                f"checkpoint.asynchronous=true keeps a copy of rank {rank}'s {show_bytes(copied)} of GPU memory in host "
+                f"memory, where {show_bytes(max(0, usable_ddr_bytes - load.ddr_bytes))} are left; "
+                "use checkpoint.asynchronous=false, or raise hardware.ddr_cap_gb"
             )

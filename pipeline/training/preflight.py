@@ -16,8 +16,8 @@ from pipeline.data.dataset import FILE_NAME, Dataset, check_multi_hot, check_spl
 from pipeline.data.prepare.describe_unprepared import describe_dataset
 from pipeline.data.raw.layout import columns_of
 from pipeline.embeddings.compression.kind import compressed
+from pipeline.embeddings.limits import check_batch_fits_comms, check_widths
 from pipeline.embeddings.table import Table
-from pipeline.planner.limits import check_batch_fits_comms, check_widths
 from pipeline.planner.plan_file import find_plan_file
 from pipeline.planner.resolved_job import ResolvedJob, resolve_job
 from pipeline.runtime.errors import TrainingError

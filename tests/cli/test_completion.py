@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.completion import SHELLS, completion
+from pipeline.extras.completion.cli.completion import SHELLS, completion
 from pipeline.runtime.errors import ConfigError
 from tests.support.messages import names
 

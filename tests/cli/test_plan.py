@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.command_line import load_config
-from pipeline.cli.plan import PlanSummary, check, describe, diff, main, plan, show, train_command
+from pipeline.cli.plan import describe, main, plan, train_command
 from pipeline.config.columns import ColumnsConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.ids import IdsConfig
@@ -22,6 +22,7 @@ from pipeline.config.training import TrainerConfig
 from pipeline.models.dlrm import DLRMConfig
 from pipeline.planner.plan_codec import read_plan
 from pipeline.runtime.errors import ConfigError, DataError, PlanError, TrainingError
+from pipeline.training.plan_job import PlanSummary, check, diff, show
 from pipeline.training.preflight import validate_job
 from tests.planner.problems import KAGGLE_ROWS, preset
 from tests.support.datasets import described_dataset

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from pipeline.checkpoint.remap import RowMap
 from pipeline.cli.command_line import load_config
-from pipeline.cli.plan import check, diff, plan, show
+from pipeline.cli.plan import plan
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.data.dataset import load_dataset
@@ -24,6 +24,7 @@ from pipeline.extras.checkpoints.cli.checkpoints import export_checkpoint, show_
 from pipeline.extras.checkpoints.config import CheckpointsJob
 from pipeline.planner.plan_codec import read_plan
 from pipeline.runtime.errors import CheckpointError, ConfigError
+from pipeline.training.plan_job import check, diff, show
 from pipeline.training.preflight import validate_job
 from pipeline.training.run_state import folder_of, load_trained_job
 from tests.faults.conftest import FaultRecorder

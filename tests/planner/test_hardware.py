@@ -10,10 +10,10 @@ from pipeline.config.planner import HardwareConfig
 from pipeline.planner.cards import Card, find_card
 from pipeline.planner.collectives import links_of
 from pipeline.planner.hardware import GIB, build_topology, resolve_hardware
-from pipeline.planner.limits import check_host_copy
 from pipeline.planner.plan_record import RankLoad
 from pipeline.runtime.errors import PlanError
 from pipeline.runtime.host_memory import host_memory_bytes
+from pipeline.training.plan import check_host_copy
 from tests.planner.problems import on, preset
 from tests.support.messages import names
 from tests.support.sources import shipped_options

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from benchmarks.wiretap import Kind, wiretap
 from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.embeddings.limits import check_batch_fits_comms, describe_comms
 from pipeline.embeddings.table import Table
-from pipeline.planner.limits import check_batch_fits_comms, describe_comms
 from pipeline.runtime.errors import PlanError
 from pipeline.sharding.torchrec.sharding import make_codecs
 from tests.support.messages import names

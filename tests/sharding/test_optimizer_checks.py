@@ -17,8 +17,8 @@ from pipeline import devices
 from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.config.training import CommsConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.embeddings.collection import Managed
+from pipeline.embeddings.limits import allowed_sharding_types, sharding_types_exact_for
 from pipeline.embeddings.table import ManagedRows, Table
-from pipeline.planner.limits import allowed_sharding_types, sharding_types_exact_for
 from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.torchrec import sharding_checks
 from pipeline.sharding.torchrec.sharding import shard_model

@@ -15,7 +15,7 @@ from torchrec.optim import RowWiseAdagrad
 
 from pipeline import devices
 from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
-from pipeline.planner.limits import COLUMN_SHARDING_TYPES
+from pipeline.embeddings.limits import COLUMN_SHARDING_TYPES
 from pipeline.sharding.torchrec.sharding import shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.sharding.torchrec.table_init import initialize_tables

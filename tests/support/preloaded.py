@@ -18,10 +18,10 @@ import pipeline.serving.artifact.export_run
 import pipeline.training.evaluate
 import pipeline.training.train  # noqa: F401  # and all of the above
 import tests.support.sharded_models  # noqa: F401
-from pipeline.cli import precompile
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import TrainJob
+from pipeline.extras.precompile.cli import precompile
 
 torch.set_num_threads(1)
 for compile_kernels in (precompile._tables, precompile._replicated_tables, precompile._dot_products):

@@ -13,6 +13,7 @@ from pipeline.config.optimizers import find_optimizer
 from pipeline.config.tables import DEFAULT, TableConfig
 from pipeline.data.dataset import Dataset
 from pipeline.embeddings.compression.kind import compressed, kind_of
+from pipeline.embeddings.limits import COLUMN_SHARDING_TYPES, precisions
 from pipeline.embeddings.physical import check_compressed, num_numbers
 from pipeline.embeddings.table import Table
 from pipeline.extras.frequency_split.head_size import (
@@ -24,7 +25,6 @@ from pipeline.extras.frequency_split.head_size import (
     step_bytes,
 )
 from pipeline.extras.frequency_split.kind import FrequencySplit, has_auto_head
-from pipeline.planner.limits import COLUMN_SHARDING_TYPES, precisions
 from pipeline.planner.resolved_job import HeadChoice, resolve_job_tables
 
 BYTES_A_VALUE = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": (32 + 8) / 32}

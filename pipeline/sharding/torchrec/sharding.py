@@ -16,8 +16,8 @@ from pipeline.config.registry import from_extra
 from pipeline.config.training import CommsConfig, ParallelConfig
 from pipeline.devices.base import Device
 from pipeline.devices.cpu.host_exchange import HostExchange
+from pipeline.embeddings.limits import describe_comms, precisions
 from pipeline.embeddings.table import Table
-from pipeline.planner.limits import describe_comms, precisions
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.collectives.averaging import GradientAverage

@@ -15,8 +15,8 @@ from pipeline import devices
 from pipeline.config.optimizers import Optimizer, all_optimizers
 from pipeline.config.tables import entry_name
 from pipeline.embeddings.collection import Managed
+from pipeline.embeddings.limits import COLUMN_SHARDING_TYPES, KERNELS_OF_MANAGED_ROWS, SHARD_WIDTH
 from pipeline.embeddings.table import Table
-from pipeline.planner.limits import COLUMN_SHARDING_TYPES, KERNELS_OF_MANAGED_ROWS, SHARD_WIDTH
 from pipeline.runtime.errors import ShardingError, did_you_mean
 from pipeline.runtime.logs import get_logger
 from pipeline.sharding.table_storage import TierSettings

@@ -35,7 +35,7 @@ from tests.support.messages import names
 from tests.support.ranks import RankPool
 from tests.training.tiny import full_weights
 
-# Row-wise Adagrad on column shards is another optimizer (planner/limits.py).
+# Row-wise Adagrad on column shards is another optimizer (embeddings/limits.py).
 OPTIMIZER_OF = {
     "table_wise": "rowwise_adagrad",
     "row_wise": "rowwise_adagrad",

@@ -7,18 +7,11 @@ tenths. SGD, Adagrad and Adam work element by element and do not notice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 from pipeline.config.optimizers import find_optimizer
 from pipeline.config.tables import SHARDING_TYPES
 from pipeline.config.training import CommsConfig
 from pipeline.embeddings.table import SHARD_WIDTH, Table
-from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.errors import PlanError
-
-if TYPE_CHECKING:
-    from pipeline.planner.plan_record import RankLoad
 
 COLUMN_SHARDING_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 # Managed collision initializes the rows of evicted ids directly. A row that is also in a cache (fused_uvm_caching) would
@@ -81,20 +74,4 @@ def check_batch_fits_comms(comms: CommsConfig, batch_size: int, tables: list[Tab
                 f"comms int8 sends {INT8_ROW} values to a scale, but batch_size={batch_size} (a rank's rows) times the "
                 f"{width} columns of table {table.config_name!r} or of a shard of it is not a multiple of {INT8_ROW}; make the "
                 f"batch size a rank a multiple of {INT8_ROW // SHARD_WIDTH}, or use comms precision fp16"
-            )
-
-
-def check_host_copy(ranks: Sequence[RankLoad], usable_ddr_bytes: int, dense_bytes: int) -> None:
-    """Check that host memory holds the copy of a GPU's tables and layers which an asynchronous save writes from.
-
-    Raises:
-        PlanError: a rank's copy and its tables in host memory exceed `usable_ddr_bytes`.
-    """
-    for rank, load in enumerate(ranks):
-        copied = load.hbm_bytes + dense_bytes
-        if copied + load.ddr_bytes > usable_ddr_bytes:
-            raise PlanError(
-                f"checkpoint.asynchronous=true keeps a copy of rank {rank}'s {show_bytes(copied)} of GPU memory in host "
-                f"memory, where {show_bytes(max(0, usable_ddr_bytes - load.ddr_bytes))} are left; "
-                "use checkpoint.asynchronous=false, or raise hardware.ddr_cap_gb"
             )

@@ -1,0 +1,1 @@
+"""Compile the CPU kernels ahead of the first job: the verb `precompile`."""
