@@ -37,8 +37,10 @@ class SsdConfig:
 
 @dataclass
 class ServerConfig:
-    """Loopback unless `host` says otherwise: the server asks nobody who they are.
+    """Loopback unless `host` says otherwise. Without tokens the server answers everybody who reaches it.
 
+    token_file has a token in each line, and token_env names an environment variable with one: a request then needs one
+    of them as `Authorization: Bearer <token>`. tls_cert and tls_key are files as PEM: the server then speaks HTTPS.
     allowed_hosts: names that a request's Host header may give; empty means this machine's own names on loopback, and
     any elsewhere. watch_s: how often `artifact` is looked at for a newer one. shutdown_delay_s: after SIGTERM, how long
     requests are still taken while /health/ready already says no; drain_s: how long those under way may then take.
@@ -47,6 +49,10 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     allowed_hosts: list[str] = field(default_factory=list)
+    token_file: str | None = None
+    token_env: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
     watch_s: float = 2.0
     shutdown_delay_s: float = 0.0
     drain_s: float = 20.0
@@ -57,6 +63,8 @@ class ServerConfig:
         check_above("server.watch_s", self.watch_s, 0.0)
         check_at_least("server.shutdown_delay_s", self.shutdown_delay_s, 0.0)
         check_above("server.drain_s", self.drain_s, 0.0)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("HTTPS needs server.tls_cert and server.tls_key: set both, or neither")
 
 
 @dataclass
@@ -92,7 +100,8 @@ class BatchingConfig:
 class LimitsConfig:
     """What one request may be. header_timeout_s and body_timeout_s: how long its header and its body may take to arrive.
 
-    Of /retrieve: `k` items a row at most, and `filter_ids` in a list of allowed or excluded ones.
+    Of /retrieve: `k` items a row at most, and `filter_ids` in a list of allowed or excluded ones. A client is an IPv4
+    address, or 64 bits of an IPv6 address; clients behind a proxy are one.
     """
 
     body_mb: float = 8.0
@@ -104,6 +113,8 @@ class LimitsConfig:
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
     connections: int = 1000
+    client_connections: int | None = 500
+    client_requests_per_s: float | None = None
 
     def __post_init__(self) -> None:
         check_above("limits.body_mb", self.body_mb, 0.0)
@@ -115,6 +126,9 @@ class LimitsConfig:
         check_above("limits.header_timeout_s", self.header_timeout_s, 0.0)
         check_above("limits.body_timeout_s", self.body_timeout_s, 0.0)
         check_at_least("limits.connections", self.connections, 1)
+        check_at_least("limits.client_connections", self.client_connections, 1, allow_none=True)
+        if self.client_requests_per_s is not None:
+            check_above("limits.client_requests_per_s", self.client_requests_per_s, 0.0)
 
     @property
     def body_bytes(self) -> int:

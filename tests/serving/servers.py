@@ -74,7 +74,7 @@ def server_of(artifact: Path, *overrides: str) -> Iterator[Server]:
 def running(module: str, *words: str) -> Iterator[Server]:
     process = WarmCommand(module, words)
     line = process.stdout.readline()
-    if "http://" not in line:
+    if "://" not in line:
         process.kill()
         raise AssertionError(f"no server: {process.communicate()}")
     server = Server(process, line.split(" on ")[1].split(",")[0])

@@ -39,7 +39,7 @@ WRONG = {
     "an object for a category": (422, {"rows": [{"city": {"$ne": 1}}]}, "got `object`"),
     "no rows": (422, {"row": []}, "unknown field `row`"),
     "a list": (422, [1], "Expected `object`, got `array`"),
-    "too many rows": (422, {"rows": [{}] * 201}, "length <= 200"),
+    "too many rows": (422, {"rows": [{}] * 201}, "limits.rows=200"),
     "too many values": (422, {"rows": [{"tags": ["x"] * 21}]}, "length <= 20"),
 }
 
@@ -92,6 +92,13 @@ def test_what_is_not_served_is_said_in_json(server: Server) -> None:
         assert answer.status_code == status and answer.json()["error"], answer.text
 
 
+def test_answers_tell_a_browser_to_guess_and_load_nothing(server: Server) -> None:
+    docs = server.client.get(f"{server.url}/docs")
+    assert docs.headers["Content-Security-Policy"].startswith("default-src 'none'") and docs.status_code == 200
+    for path in ("/docs", "/health", "/metrics", "/nothing"):
+        assert server.client.get(f"{server.url}{path}").headers["X-Content-Type-Options"] == "nosniff"
+
+
 def test_a_body_that_is_announced_too_large_is_refused_before_it_is_sent(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall(
@@ -110,6 +117,12 @@ def test_a_body_that_is_announced_too_large_is_refused_before_it_is_sent(server:
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Endless: " + b"a" * 600_000, b"HTTP/1.1 431 "),
         (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", b"HTTP/1.1 431 "),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"HTTP/1.1 400 "),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n", b"HTTP/1.1 400 "),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nhost: attacker.example\r\n\r\n", b"HTTP/1.1 400 "),
+        (b"GET /health HTTP/1.1\r\nAccept: */*\r\n\r\n", b"HTTP/1.1 400 "),
+        (b"GET http://attacker.example/health HTTP/1.1\r\nHost: localhost\r\n\r\n", b"HTTP/1.1 400 "),
+        (b"GET http://localhost:80/health HTTP/1.1\r\nHost: localhost\r\n\r\n", b"HTTP/1.1 400 "),
+        (b"GET http://localhost/health HTTP/1.1\r\nHost: Localhost\r\nConnection: close\r\n\r\n", b"HTTP/1.1 200 "),
         (b"GET / HTTP/1.1\nHost: localhost\nContent-Length: 1\nContent-Length: 2\n\n", b"HTTP/1.1 400 "),
         (b"POST /score HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n", b"HTTP/1.1 400 "),
         (b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{\"\r\nzz\r\n", b"HTTP/1.1 400 "),

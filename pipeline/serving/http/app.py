@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.config.server import LimitsConfig
 from pipeline.runtime.logs import get_logger
+from pipeline.serving.http.admission import Admission
 from pipeline.serving.http.batching import Asked, Overloaded, Scores
 from pipeline.serving.http.docs_page import docs_page
 from pipeline.serving.http.metrics import ServerMetrics
@@ -39,13 +40,17 @@ HUNG_UP = (
     "the handler is closed"  # uvloop's words where a connection was closed since, such as for the next request on it
 )
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+}
 logger = get_logger(__name__)
 
 
 class ScoringApp:
     """Requests of one server. `draining`: a SIGTERM has come, and /health/ready says no."""
 
-    def __init__(self, slot: ModelSlot, limits: LimitsConfig, metrics: ServerMetrics, allowed_hosts: list[str]) -> None:
+    def __init__(self, slot: ModelSlot, limits: LimitsConfig, metrics: ServerMetrics, admission: Admission) -> None:
         self._slot, self._limits, self._metrics = slot, limits, metrics
         self.draining = False
         self._tables = ("", 0, 0)  # key of the artifact, lookups and hits that are counted already
@@ -62,7 +67,7 @@ class ScoringApp:
         handlers: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {HTTPException: self._http_error}
         starlette = Starlette(routes=routes, exception_handlers=handlers)
         starlette.router.redirect_slashes = False
-        self.asgi = _Watched(starlette, self.score, metrics, known, allowed_hosts)
+        self.asgi = _Watched(starlette, self.score, metrics, known, admission)
 
     async def score(self, request: Request) -> Response:
         try:
@@ -133,7 +138,8 @@ class ScoringApp:
         return JSONResponse(openapi_page(self._slot.model.scorer, self._limits))
 
     async def docs(self, request: Request) -> Response:
-        return HTMLResponse(docs_page(self._slot.model.scorer, self._limits, str(request.base_url).rstrip("/")))
+        page = docs_page(self._slot.model.scorer, self._limits, str(request.base_url).rstrip("/"))
+        return HTMLResponse(page, headers=PAGE_HEADERS)
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -191,7 +197,7 @@ def _problem(status: int, message: str, headers: dict[str, str] | None = None, *
 
 
 class _Watched:
-    """Counts and times every request, looks at its Host header, and turns what nobody expected into a plain 500."""
+    """Count and time every request, refuse those that are not let in, and answer an unexpected error with a plain 500."""
 
     def __init__(
         self,
@@ -199,10 +205,10 @@ class _Watched:
         score: Callable[[Request], Awaitable[Response]],
         metrics: ServerMetrics,
         known_paths: list[str],
-        allowed_hosts: list[str],
+        admission: Admission,
     ) -> None:
         self._app, self._score, self._metrics = app, score, metrics
-        self._known_paths, self._allowed_hosts = frozenset(known_paths), frozenset(allowed_hosts)
+        self._known_paths, self._admission = frozenset(known_paths), admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -222,8 +228,8 @@ class _Watched:
                 raise ConnectionResetError(str(error)) from error
 
         try:
-            if problem := self._host_problem(scope):
-                await _problem(400, problem)(scope, receive, note)
+            if refusal := self._admission.refusal(scope):
+                await _problem(refusal.status, refusal.message, refusal.headers)(scope, receive, note)
             elif scope["path"] in (SCORE, RETRIEVE) and scope["method"] == "POST":
                 # Past middleware and routes, which would cost as much as all else here.
                 response = await self._score(Request(scope, receive))
@@ -243,15 +249,3 @@ class _Watched:
             path = scope["path"] if scope["path"] in self._known_paths else "other"
             self._metrics.requests.labels(path, str(status)).inc()
             self._metrics.request_seconds.labels(path).observe(time.monotonic() - started)
-
-    def _host_problem(self, scope: Scope) -> str:
-        """Without this, a web page whose name leads to this machine could ask for scores through a browser here."""
-        if not self._allowed_hosts:
-            return ""
-        named = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
-        name = named.rpartition(":")[0] if named.rpartition(":")[2].isdigit() else named
-        return (
-            ""
-            if name.lower() in self._allowed_hosts
-            else f"Host {named[:100]!r} is not served here (server.allowed_hosts)"
-        )

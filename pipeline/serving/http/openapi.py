@@ -11,10 +11,12 @@ from pipeline.serving.scoring.scorer import Scorer, retrieves
 
 ERRORS = {
     "400": "The body, or the request, is not what its Content-Type says",
+    "401": "The server wants a token, and the request has none of its tokens",
     "408": "The body did not arrive in time",
     "413": "Too many bytes, or too many rows",
     "415": "A Content-Type or Content-Encoding that is not read",
     "422": "A column is unknown, a value has another type, or no row can be scored",
+    "429": "More requests or connections of one client than the limits allow",
     "503": "Too much is waiting already, or the server is about to end; Retry-After says when to come again",
 }
 

@@ -1,17 +1,19 @@
 """Serve an artifact's scores over HTTP:  python -m pipeline serve artifact=artifacts/quickstart
 
-It listens on loopback, and asks nobody who they are: put a proxy in front (docs/do/serving.md). A newer artifact behind the
-same link, or a registry's new champion, is taken up between two requests.
+It listens on loopback. Elsewhere put a proxy in front, or set tokens and a certificate (docs/do/serving.md). A newer
+artifact behind the same link, or a registry's new champion, is taken up between two requests.
 """
 
 from __future__ import annotations
 
 import errno
 import socket
+import ssl
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pipeline.config.jobs.serve import ServeJob
+from pipeline.config.server import ServerConfig
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.garbage import none_while_importing
@@ -33,10 +35,12 @@ def serve(
     Raises:
         ServingError: the artifact cannot be loaded, or the address cannot be had.
     """
+    check_certificate(job.server)
     listener = bind(job.server.host, job.server.port)
     # Here, so that a typo in the command, or a port in use, fails before torch is imported.
     with none_while_importing():
         try:
+            from pipeline.serving.http.admission import read_tokens
             from pipeline.serving.http.server import Settings, run_server
         except ImportError as error:
             raise ServingError(f"serving needs its extra: pip install 'torchrec-pipeline[serve]' ({error})") from error
@@ -49,7 +53,23 @@ def serve(
             scorer.catch_up(found.path)
         return scorer
 
-    run_server(Settings(job.server, job.batching, job.limits), listener, lambda: find(job.artifact), load or load_found)
+    settings = Settings(job.server, job.batching, job.limits, read_tokens(job.server))
+    run_server(settings, listener, lambda: find(job.artifact), load or load_found)
+
+
+def check_certificate(server: ServerConfig) -> None:
+    """Raise ServingError for a certificate and key that cannot be used. A key must have no password."""
+    if server.tls_cert is None or server.tls_key is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(server.tls_cert, server.tls_key, password=lambda: b"")
+    except (OSError, ValueError) as error:
+        said = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise ServingError(
+            f"server.tls_cert={server.tls_cert} and server.tls_key={server.tls_key} are not a certificate and its key "
+            f"as PEM without a password ({said})"
+        ) from None
 
 
 def bind(host: str, port: int) -> socket.socket:

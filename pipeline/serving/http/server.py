@@ -9,13 +9,15 @@ import math
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import uvicorn
 import uvloop
 
 from pipeline.config.server import BatchingConfig, LimitsConfig, ServerConfig
 from pipeline.runtime.logs import get_logger
+from pipeline.serving.http.admission import Admission, Tokens
 from pipeline.serving.http.app import LOOPBACK_NAMES, ScoringApp
 from pipeline.serving.http.metrics import ServerMetrics
 from pipeline.serving.http.protocol import limited_by
@@ -23,14 +25,18 @@ from pipeline.serving.http.switching import FoundArtifact, ModelSlot, try_out
 from pipeline.serving.scoring.scorer import Scorer
 
 KEEP_ALIVE_S = 30
+EVERY_ANSWER = [("X-Content-Type-Options", "nosniff")]
 logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class Settings:
+    """`tokens`: those of which a request has to have one, if there are any."""
+
     server: ServerConfig
     batching: BatchingConfig
     limits: LimitsConfig
+    tokens: Tokens = field(default_factory=lambda: Tokens([]))
 
 
 Find = Callable[[], FoundArtifact]
@@ -42,9 +48,23 @@ def run_server(settings: Settings, listener: socket.socket, find: Find, load: Lo
     found = find()
     scorer = load(found)
     try_out(scorer)
-    interrupted = uvloop.run(_serve(settings, listener, find, load, found, scorer))
+    serving = _serve(settings, listener, find, load, found, scorer)
+    interrupted = uvloop.run(serving, loop_factory=lambda: _Loop(settings.limits.header_timeout_s))
     if interrupted:
         raise KeyboardInterrupt
+
+
+class _Loop(uvloop.Loop):
+    """A connection that never ends its TLS handshake is closed as one that never sends a header."""
+
+    def __init__(self, handshake_timeout_s: float) -> None:
+        super().__init__()
+        self._handshake_timeout_s = handshake_timeout_s
+
+    async def create_server(self, *args: Any, **keywords: Any) -> Any:
+        if keywords.get("ssl") is not None:
+            keywords["ssl_handshake_timeout"] = self._handshake_timeout_s
+        return await super().create_server(*args, **keywords)
 
 
 class _Server(uvicorn.Server):
@@ -70,12 +90,14 @@ async def _serve(
     metrics = ServerMetrics()
     slot = ModelSlot(find, load, settings.batching, settings.limits, metrics)
     slot.begin(found, scorer)
-    app = ScoringApp(slot, settings.limits, metrics, allowed_hosts(settings.server))
+    admission = Admission(allowed_hosts(settings.server), settings.limits, settings.tokens)
+    app = ScoringApp(slot, settings.limits, metrics, admission)
     server = _Server(
         uvicorn.Config(
             app.asgi, http=limited_by(settings.limits), ws="none", lifespan="off", log_config=None, access_log=False,
             server_header=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=math.ceil(settings.server.drain_s),
+            timeout_graceful_shutdown=math.ceil(settings.server.drain_s), headers=EVERY_ANSWER,
+            ssl_certfile=settings.server.tls_cert, ssl_keyfile=settings.server.tls_key,
         ),
         lambda: _announce(settings, listener, scorer),
     )  # fmt: skip
@@ -117,12 +139,16 @@ def _is_loopback(host: str) -> bool:
 
 def _announce(settings: Settings, listener: socket.socket, scorer: Scorer) -> None:
     host, port = listener.getsockname()[:2]
-    if not _is_loopback(settings.server.host):
+    server = settings.server
+    if not _is_loopback(server.host) and not (settings.tokens and server.tls_cert):
         logger.warning(
-            "server.host=%s is open to the network, and nobody is asked who they are: put a proxy in front",
-            settings.server.host,
+            "server.host=%s is open to the network without %s: put a proxy in front, or set server.%s",
+            server.host,
+            "encryption" if settings.tokens else "a check of who asks",
+            "tls_cert and tls_key" if settings.tokens else "token_file, tls_cert and tls_key",
         )
+    scheme = "https" if server.tls_cert else "http"
     print(
-        f"serving artifact {scorer.version} on http://{f'[{host}]' if ':' in host else host}:{port}, /docs says how",
+        f"serving artifact {scorer.version} on {scheme}://{f'[{host}]' if ':' in host else host}:{port}, /docs says how",
         flush=True,
     )

@@ -163,6 +163,8 @@ def test_items_come_back_by_their_raw_values_and_filters_hold(server: Server, ra
 
 def test_what_cannot_be_asked_is_said_and_pages_and_metrics_speak_of_items(server: Server) -> None:
     assert _ask(server, rows=[USER], k=51).status_code == 422 and "limits.k" in _ask(server, rows=[USER], k=51).text
+    many = _ask(server, rows=[USER], excluded=["1"] * 10_001)
+    assert many.status_code == 422 and "limits.filter_ids" in many.text
     assert "excluded" in _ask(server, rows=[USER], exluded=["1"]).json()["error"]
     assert _ask(server, rows=[{"item_id": "1"}]).status_code == 422  # a column of the item's tower
     found = server.client.post(f"{server.url}/score", json={"rows": [USER]})

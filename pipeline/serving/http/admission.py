@@ -1,0 +1,141 @@
+"""Decide before a request is read whether its client may ask: its Host header, its rate and its token."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import os
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from starlette.types import Scope
+
+from pipeline.config.server import LimitsConfig, ServerConfig
+from pipeline.runtime.errors import ServingError
+
+HEALTH_PATHS = frozenset(("/health", "/health/live", "/health/ready"))  # probes have no token, and no rate
+SHORTEST_TOKEN = 16
+MOST_CLIENTS = 10_000  # whose rates are remembered
+
+
+class Refusal(NamedTuple):
+    status: int
+    message: str
+    headers: dict[str, str] = {}  # noqa: RUF012  # never changed
+
+
+def client_key(address: str) -> str:
+    """Return what counts as one client: an IPv4 address, or the network of 64 bits of an IPv6 address."""
+    if ":" not in address:
+        return address
+    try:
+        found = ipaddress.IPv6Address(address.partition("%")[0])
+    except ValueError:
+        return address
+    return str(found.ipv4_mapped or ipaddress.IPv6Network((found, 64), strict=False))
+
+
+class Tokens:
+    """The bearer tokens of which a request has to have one. Only their SHA-256 is kept."""
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        self._digests = [hashlib.sha256(token.encode()).digest() for token in tokens]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def allow(self, headers: Sequence[bytes]) -> bool:
+        """Compare the Authorization headers with every token, in a time that does not depend on what is equal."""
+        scheme, _, token = headers[0].partition(b" ") if len(headers) == 1 else (b"", b"", b"")
+        given = hashlib.sha256(token.strip()).digest()
+        equal = sum(hmac.compare_digest(given, digest) for digest in self._digests)
+        return scheme.lower() == b"bearer" and equal > 0
+
+
+def read_tokens(server: ServerConfig) -> Tokens:
+    """Read server.token_file and the variable that server.token_env names. Raise ServingError; it names no token."""
+    tokens: list[str] = []
+    if server.token_file is not None:
+        try:
+            with open(server.token_file, encoding="utf-8") as file:
+                lines = [line.strip() for line in file]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ServingError(
+                f"server.token_file={server.token_file} cannot be read: {type(error).__name__}"
+            ) from None
+        tokens += [line for line in lines if line]
+        if not tokens:
+            raise ServingError(f"server.token_file={server.token_file} is empty: write a token to each line")
+    if server.token_env is not None:
+        if not (token := os.environ.get(server.token_env, "").strip()):
+            raise ServingError(f"the variable {server.token_env} of server.token_env is not set or empty")
+        tokens.append(token)
+    if any(len(token) < SHORTEST_TOKEN or not token.isascii() or " " in token for token in tokens):
+        raise ServingError(
+            f"a token of server.token_file or server.token_env is shorter than {SHORTEST_TOKEN} characters, or has "
+            "others than ASCII ones without spaces: make one by `openssl rand -hex 32`"
+        )
+    return Tokens(tokens)
+
+
+class ClientRates:
+    """A token bucket for each client: it may ask `per_s` times a second, and so often at once."""
+
+    def __init__(self, per_s: float) -> None:
+        self._per_s, self._most = per_s, max(1.0, per_s)
+        self._left: dict[str, tuple[float, float]] = {}  # client: requests that are left, and when
+
+    def take(self, client: str) -> float:
+        """Count a request. Return 0, or the seconds after which the client may ask again."""
+        now = time.monotonic()
+        left, then = self._left.get(client, (self._most, now))
+        left = min(self._most, left + (now - then) * self._per_s)
+        if left < 1.0:
+            return (1.0 - left) / self._per_s
+        if client not in self._left and len(self._left) >= MOST_CLIENTS:
+            self._forget(now)
+        self._left[client] = left - 1.0, now
+        return 0.0
+
+    def _forget(self, now: float) -> None:
+        """Drop clients that may ask as often as new ones, or all if there are none."""
+        kept = {
+            client: (left, then)
+            for client, (left, then) in self._left.items()
+            if left + (now - then) * self._per_s < self._most
+        }
+        self._left = kept if len(kept) < MOST_CLIENTS else {}
+
+
+class Admission:
+    """The checks of one server. `allowed_hosts`: names of a Host header, or none for any."""
+
+    def __init__(self, allowed_hosts: Sequence[str], limits: LimitsConfig, tokens: Tokens) -> None:
+        self._allowed_hosts, self._tokens = frozenset(allowed_hosts), tokens
+        per_s = limits.client_requests_per_s
+        self._rates = None if per_s is None else ClientRates(per_s)
+
+    def refusal(self, scope: Scope) -> Refusal | None:
+        """Return the answer to a request that is not let in."""
+        if self._allowed_hosts and (problem := self._host_problem(scope)):
+            return problem
+        if scope["path"] in HEALTH_PATHS:
+            return None
+        if self._rates is not None and scope["client"] and (wait_s := self._rates.take(client_key(scope["client"][0]))):
+            headers = {"Retry-After": str(max(1, round(wait_s)))}
+            return Refusal(429, "more requests of one client than limits.client_requests_per_s", headers)
+        if self._tokens and not self._tokens.allow([v for name, v in scope["headers"] if name == b"authorization"]):
+            return Refusal(
+                401, "this server wants a header Authorization: Bearer <token>", {"WWW-Authenticate": "Bearer"}
+            )
+        return None
+
+    def _host_problem(self, scope: Scope) -> Refusal | None:
+        """Without this, a web page whose name leads to this machine could ask for scores through a browser here."""
+        named = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
+        name = named.rpartition(":")[0] if named.rpartition(":")[2].isdigit() else named
+        if name.lower() in self._allowed_hosts:
+            return None
+        return Refusal(400, f"Host {named[:100]!r} is not served here (server.allowed_hosts)")
