@@ -1,4 +1,4 @@
-"""Columns may be called whatever a file can call them: prepared, trained, warm-started, exported and scored."""
+"""Columns may be called whatever a file can call them: prepared, trained, warm-started, exported, scored and served."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ from pipeline.config.module_names import TAKEN
 from pipeline.config.tables import entry_name, table_name
 from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare
+from pipeline.serving.scoring.predictor import Predictor
+from pipeline.serving.scoring.scorer import schema_of
 from tests.serving.exports import assert_raw_rows_are_prepared_rows, run_export
+from tests.serving.requests import ARROW, post, stream_of
+from tests.serving.servers import running
 from tests.support.examples import examples
 from tests.support.jobs import train_on_rank
 from tests.support.ranks import RankPool
@@ -109,3 +113,35 @@ def test_columns_of_any_name_are_trained_exported_and_scored(
     exported = run_export(run, tmp_path / "artifact", "precision=fp32", "tables={item.id: fp16}")
     source = str(tmp_path / "rows.csv")
     assert assert_raw_rows_are_prepared_rows(exported.artifact, load_config(TrainJob, words), source) == NUM_ROWS
+    _assert_serves(exported.artifact)
+
+
+def _assert_serves(artifact: str) -> None:
+    """As JSON and as Arrow the rows of any names have the predictor's scores, errors name the column, and pages are whole."""
+    predictor = Predictor.load(artifact)
+    names = [*predictor.columns.dense, *predictor.columns.sparse, *predictor.columns.lists]
+    rows: list[dict[str, Any]] = [
+        dict.fromkeys(DENSE, 1.5) | dict.fromkeys(SPARSE, "3"),
+        {'a"b': "1", "\\": "2"},
+    ]
+    table = pa.Table.from_pylist(rows, schema=schema_of(predictor.columns))
+    wanted = predictor.score(table).scores.tolist()
+    assert set(names) == {*DENSE, *SPARSE, *MULTI_HOT} and wanted[0] != wanted[1]
+    with running("pipeline serve", f"artifact={artifact}", "server.port=0") as server:
+        assert post(server, rows).json()["scores"] == pytest.approx(wanted, abs=1e-6)
+        body = stream_of(rows, table.schema)
+        answer = server.client.post(f"{server.url}/score", content=body, headers={"Content-Type": ARROW})
+        scores = pa.ipc.open_stream(answer.content).read_all()["score"].to_pylist()
+        assert scores == pytest.approx(wanted, abs=1e-6)
+        for wrong, said in (
+            ({'a"b': []}, 'a"b'),
+            ({"\\": {}}, "\\"),
+            ({'a"c': 1}, 'a"c'),
+            ({"weight?": "x"}, "weight?"),
+        ):
+            refused = post(server, [wrong])
+            assert refused.status_code == 422 and said in refused.json()["error"], refused.text
+        page = server.client.get(f"{server.url}/docs")
+        properties = server.client.get(f"{server.url}/openapi.json").json()["paths"]["/score"]["post"]["requestBody"]
+        kinds = properties["content"]["application/json"]["schema"]["properties"]["rows"]["items"]["properties"]
+        assert page.status_code == 200 and "a&#34;b" in page.text and set(kinds) == set(names)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,14 @@ CHANGES: dict[str, Change] = {
     "no files": _set("files", []),
     "lookups out of order": lambda values: next(iter(values["lookups"].values())).update(ranks=[3, 2], shares=[0.1, 0.2]),
     "endless lookups": lambda values: next(iter(values["lookups"].values())).update(per_row=1e999),
+    "a lineage that is a list": _set("lineage", []),
+    "a dim of text": _set("tables", 3, "dim", "8"),
+    "a table's name that is a number": _set("tables", 3, "name", 3),
+    "null values that are a text": _set("schema", "null_values", "x"),
+    "a separator that is a number": _set("schema", "list_separator", 5),
+    "a vocabulary that is a list": _set("vocabularies", "cat_0", []),
+    "a transform that is a list": _set("schema", "transforms", [[]]),
+    "columns that are lists": _set("schema", "dense_columns", {"int_0": []}),
     "two columns of one name": _set("schema", "dense", 0, "cat_0"),
 }  # fmt: skip
 
@@ -109,6 +120,20 @@ def _vocabulary(kind: str, table: pa.Table) -> bytes:
     ids, values = table["id"].combine_chunks(), table["value"].combine_chunks()
     if kind == "empty":
         table = table.slice(0, 0)
+    elif kind == "ids as text":
+        table = table.set_column(0, "id", ids.cast(pa.string()))
+    elif kind == "ids of 64 bits":
+        table = table.set_column(0, "id", ids.cast(pa.int64()))
+    elif kind == "a missing id":
+        table = table.set_column(0, "id", pa.array([None, *ids.to_pylist()[1:]], ids.type))
+    elif kind == "values as lists":
+        table = table.set_column(1, "value", pa.array([[each] for each in values.to_pylist()]))
+    elif kind == "values in a dictionary":
+        table = table.set_column(1, "value", values.dictionary_encode())
+    elif kind == "values as numbers":
+        table = table.set_column(1, "value", pa.array(range(len(values))))
+    elif kind == "a missing value":
+        table = table.set_column(1, "value", pa.array([None, *values.to_pylist()[1:]], values.type))
     elif kind == "ids out of range":
         table = table.set_column(0, "id", pa.array([10**6] * len(ids), ids.type))
     elif kind == "one id for all":
@@ -126,8 +151,13 @@ def _vocabulary(kind: str, table: pa.Table) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "kind", ["empty", "ids out of range", "one id for all", "all offsets 0", "offsets out of range"]
-)
+    "kind",
+    [
+        "empty", "ids out of range", "one id for all", "all offsets 0", "offsets out of range", "ids as text",
+        "ids of 64 bits", "a missing id", "values as lists", "values in a dictionary", "values as numbers",
+        "a missing value",
+    ],
+)  # fmt: skip
 def test_vocabularies_that_cannot_be_are_one_line(artifact: Path, tmp_path: Path, kind: str) -> None:
     values: dict[str, Any] = json.loads((artifact / "manifest.json").read_text())
     name = values["vocabularies"]["cat_20"]
@@ -138,6 +168,46 @@ def test_vocabularies_that_cannot_be_are_one_line(artifact: Path, tmp_path: Path
     _reseal(artifact, _set("files", name, entry))
     with pytest.raises(ArtifactError, match="vocabulary"):
         Predictor.load(str(artifact))
+
+
+def _paths(values: Any, *keys: Any) -> Iterator[tuple[Any, ...]]:
+    """Of every value in nested dicts and lists; of long lists the first ones."""
+    yield keys
+    inner = values.items() if isinstance(values, dict) else enumerate(values[:3]) if isinstance(values, list) else ()
+    for key, value in inner:
+        yield from _paths(value, *keys, key)
+
+
+@pytest.mark.campaign
+def test_manifests_and_vocabularies_changed_at_random_load_or_are_one_line(artifact: Path, tmp_path: Path) -> None:
+    """400 values of a manifest replaced by others, and 200 vocabularies with a few other bytes, all resealed."""
+    chance, original = random.Random(8211), read_sealed(str(artifact / "manifest.json"))
+    others = [None, True, -1, 0, 3, 2**63, 10**400, 1.5, "", "x", "../x", [], [[]], ["x"], {}, {"x": 1}, {"x": []}]
+    paths, refused = [path for path in _paths(original) if path], 0
+    vocabularies = sorted(set(original["vocabularies"].values()))
+    for number in range(600):
+        values = copy.deepcopy(original)
+        if number < 400:
+            for _ in range(chance.choice((1, 1, 2))):
+                with suppress(LookupError, TypeError):  # another change has taken it away
+                    _set(*chance.choice(paths), chance.choice(others))(values)
+        else:
+            name = chance.choice(vocabularies)
+            content = bytearray((artifact / name).read_bytes())
+            for _ in range(chance.randrange(1, 4)):
+                content[chance.randrange(len(content))] = chance.randrange(256)
+            kept, spoilt = (artifact / name).read_bytes(), tmp_path / f"spoilt_{number}"
+            values["files"][name] = write_bytes(str(spoilt), bytes(content))
+            _write(artifact / name, bytes(content))
+        _write(artifact / "manifest.json", seal_manifest(values).encode())
+        try:
+            predictor = Predictor.load(str(artifact), memory="mapped")
+            assert predictor.version
+        except DamagedError:
+            refused += 1
+        if number >= 400:
+            _write(artifact / name, kept)
+    assert refused > 300
 
 
 def test_an_artifact_that_another_key_signed_is_not_loaded_where_a_signature_is_required(

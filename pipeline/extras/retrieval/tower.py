@@ -9,11 +9,10 @@ import torch
 
 from pipeline.config.server import SsdConfig
 from pipeline.extras.retrieval.index import Vectors
-from pipeline.runtime.errors import DataError, ServingError
-from pipeline.serving.artifact.manifest import COMPILED_FILE, COMPOSED_FILE, DENSE_FILE, ArtifactError, Manifest
+from pipeline.serving.artifact.manifest import COMPILED_FILE, COMPOSED_FILE, DENSE_FILE, Manifest
 from pipeline.serving.artifact.raw_schema import RawSchema
 from pipeline.serving.artifact.retrieval_parts import ITEM_PROGRAM, RetrievalParts
-from pipeline.serving.scoring.artifact_files import ArtifactFiles, open_lookup
+from pipeline.serving.scoring.artifact_files import ArtifactFiles, open_lookup, parts_of
 from pipeline.serving.scoring.dense_program import Program, load_compiled
 from pipeline.serving.scoring.lookup import TableLookup
 from pipeline.serving.scoring.predictor import Predictor
@@ -94,14 +93,9 @@ def load_tower(
     else:
         program = files.program(DENSE_FILE if tower == "user" else ITEM_PROGRAM)
     encoder = RowEncoder(schema, files.vocabularies(schema.features))
-    try:
+    with parts_of(f"the {tower}'s tower"):
         found = kind(manifest, encoder, lookup, program, files.composed())
         found._try()
-    except (RuntimeError, IndexError, AssertionError, DataError, ServingError) as error:
-        if isinstance(error, ArtifactError):
-            raise
-        said = " ".join(str(error).split())[:200]
-        raise ArtifactError(f"the parts of the {tower}'s tower do not fit each other ({said}); export again") from None
     return found
 
 

@@ -172,8 +172,8 @@ def read_manifest(path: str) -> Manifest:
     try:
         manifest = decode(values)
         problem = _problem(manifest)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        problem = repr(error)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        problem = repr(error)[:200]
     if problem:
         raise ArtifactError(f"{file} describes no artifact of this release: {problem}")
     return manifest

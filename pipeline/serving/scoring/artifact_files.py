@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,7 @@ import pyarrow.compute as pc
 from pipeline.config.registry import from_extra
 from pipeline.config.server import SsdConfig
 from pipeline.data.read.value_index import NAMES
+from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import signature, storage
 from pipeline.runtime.storage.checksums import FileEntry, damage, read_verified, size_problem
 from pipeline.serving.artifact.kept_rows import KeptRows
@@ -24,10 +26,30 @@ if TYPE_CHECKING:
     from pipeline.serving.artifact.composed import ComposedTables
 
 
+@contextmanager
+def parts_of(what: str) -> Iterator[None]:
+    """Raise ArtifactError for whatever a crafted file makes its parts raise."""
+    try:
+        yield
+    except (DamagedError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())[:200]
+        raise ArtifactError(
+            f"the parts of {what} do not fit each other ({type(error).__name__}: {said}); export again"
+        ) from error
+
+
 def _ids_problem(vocabulary: pa.Table, cardinality: int) -> str:
     """Empty, or what ids and values of a vocabulary cannot be. A pruned one lacks those of rows that are not stored."""
-    if vocabulary.column_names != NAMES:
-        return f"has the columns {vocabulary.column_names}"
+    if (
+        vocabulary.column_names != NAMES
+        or vocabulary["id"].type != pa.int32()
+        or not _is_text(vocabulary["value"].type)
+    ):
+        return f"has the columns {str(vocabulary.schema)[:200]!r}, not ids (int32) and values (text)"
+    if vocabulary["id"].null_count or vocabulary["value"].null_count:
+        return "has an id or a value that is missing"
     ids = vocabulary["id"].to_numpy()
     if len(ids) and (ids.min() < 1 or ids.max() >= cardinality or len(np.unique(ids)) != len(ids)):
         return f"gives ids that are not different ones from 1 to {cardinality - 1}"
@@ -36,6 +58,10 @@ def _ids_problem(vocabulary: pa.Table, cardinality: int) -> str:
     if not len(ids) and cardinality > 1:
         return f"is empty, and there are {cardinality} ids"
     return ""
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def open_lookup(
@@ -104,6 +130,8 @@ class ArtifactFiles:
     def vocabulary(self, name: str) -> pa.Table:
         try:
             with pa.ipc.open_file(pa.BufferReader(self.content(name))) as file:
+                if odd := [each for each in file.schema if not (pa.types.is_integer(each.type) or _is_text(each.type))]:
+                    raise ArtifactError(f"{name} is no vocabulary: its column {odd[0].name!r} has type {odd[0].type}")
                 table = file.read_all()
             table.validate(full=True)
             return table
@@ -118,8 +146,8 @@ class ArtifactFiles:
 
         try:
             return ComposedTables.from_bytes(self.content(COMPOSED_FILE))
-        except (ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise ArtifactError(f"{COMPOSED_FILE} is not of this release ({error}); export again") from None
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ArtifactError(f"{COMPOSED_FILE} is not of this release ({error!r}); export again") from error
 
     def program(self, name: str = DENSE_FILE) -> Program:
         return load_program(self.content(name), storage.join(self._path, name))

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from pipeline.config.columns import ColumnsConfig
 from pipeline.config.server import SsdConfig
 from pipeline.data.raw.blocks import QuarantinedRow
-from pipeline.runtime.errors import DataError, ServingError, check_choice
+from pipeline.runtime.errors import ServingError, check_choice
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.artifact.deltas import Delta, deltas_folder, newest_sequence
 from pipeline.serving.artifact.manifest import COMPILED_FILE, ArtifactError, Manifest, read_manifest
 from pipeline.serving.artifact.served_tasks import ServedTask, scores_of
-from pipeline.serving.scoring.artifact_files import ArtifactFiles, open_lookup
+from pipeline.serving.scoring.artifact_files import ArtifactFiles, open_lookup, parts_of
 from pipeline.serving.scoring.column_lists import Rows
 from pipeline.serving.scoring.coverage import by_feature, count_row_zero, warning
 from pipeline.serving.scoring.dense_program import DenseProgram, Program, load_compiled
@@ -97,17 +97,11 @@ class Predictor:
         if compiled and not manifest.dense.get("compiled"):
             raise ArtifactError(f"{artifact} has no compiled layers; export with compiled=true, or leave it out here")
         lookup = open_lookup(files, memory, cache_bytes, ssd)
-        vocabularies = files.vocabularies(manifest.schema.features)
-        program = load_compiled(files.checked(COMPILED_FILE)) if compiled else files.program()
-        try:
+        with parts_of(artifact):
+            vocabularies = files.vocabularies(manifest.schema.features)
+            program = load_compiled(files.checked(COMPILED_FILE)) if compiled else files.program()
             predictor = cls(manifest, RowEncoder(manifest.schema, vocabularies), lookup, program, files.composed())
             predictor._try()
-        except (RuntimeError, IndexError, AssertionError, DataError, ServingError) as error:
-            if isinstance(error, ArtifactError):
-                raise
-            raise ArtifactError(
-                f"the parts of {artifact} do not fit each other ({' '.join(str(error).split())[:200]}); export again"
-            ) from None
         return predictor
 
     def _try(self) -> None:
