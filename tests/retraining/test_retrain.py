@@ -13,14 +13,18 @@ from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.extras.generate.conversions import write_source
 from pipeline.extras.generate.kinds import ConversionsConfig
+from pipeline.retraining.find_artifact import find_artifact
 from pipeline.retraining.ledger import PROMOTED, REJECTED, SKIPPED, UNPINNED, Ledger, Record
 from pipeline.retraining.registry import Registry
 from pipeline.retraining.tick import describe, retrain
 from pipeline.runtime.errors import DamagedError, UserError
 from pipeline.runtime.storage.lease import take_lease
+from pipeline.runtime.storage.signature import requiring
 from pipeline.serving.artifact.manifest import read_manifest
+from pipeline.serving.scoring.predictor import Predictor
 from tests.retraining.runs import candidate, finished
 from tests.retraining.streams import job, write_window
+from tests.runtime.test_signature import make_keys
 from tests.support.messages import mentions, names
 
 
@@ -174,3 +178,29 @@ def test_versions_of_several_labels_follow_each_other_with_artifacts(tmp_path: P
     assert [task.name for task in read_manifest(champion.artifact).tasks] == ["click", "conversion"]
     with pytest.raises(UserError, match=names("gate.task='clik' click")):
         load_config(RetrainJob, [*words, "gate.task=clik"])
+
+
+@pytest.mark.campaign
+def test_signed_windows_are_promoted_served_and_refused_after_an_older_pointer(tmp_path: Path) -> None:
+    private, public = make_keys(tmp_path, "own")
+    keys = [f"checkpoint.sign_key={private}", f"checkpoint.require_signature=[{public}]"]
+    for number in (1, 2, 3):
+        write_window(tmp_path / "source", number, 4000)
+    words = [
+        *keys, "gate.calibration_min=0.2", "gate.calibration_max=5", "gate.ne_tolerance=1", "gate.max_ne=5",
+        "gate.min_rows=100", "checks.min_history=20", "checks.champion_ne_rise=null", "checks.unknown_share_rise=null",
+    ]  # fmt: skip
+    first = retrain(job(tmp_path, *words, "max_catchup=1"))
+    assert [record.state for record in first.records] == [PROMOTED], first.records
+    pointer = tmp_path / "registry/champion.json"
+    older = pointer.read_text()
+    second = retrain(job(tmp_path, *words, "max_catchup=1"))
+    assert [record.state for record in second.records] == [PROMOTED], second.records
+    with requiring([public], str(tmp_path / "accepted.json")):
+        found = find_artifact(str(tmp_path / "registry"))
+        assert Predictor.load(found.path).version and found.key.endswith("v000002")
+    pointer.write_text(older)
+    with pytest.raises(UserError, match=names("champion.json number accepted")):
+        retrain(job(tmp_path, *words, "max_catchup=1"))
+    with requiring([public], str(tmp_path / "accepted.json")), pytest.raises(UserError, match=names("champion.json")):
+        find_artifact(str(tmp_path / "registry"))
