@@ -246,7 +246,7 @@ def _one_rank_stays_away(rank: int) -> None:
 
 
 def test_a_rank_that_never_comes_is_named_with_where_it_is(gpus: Gpus) -> None:
-    with pytest.raises(RuntimeError, match=r"did not come to allreduce_\(float32\[5\]\).* rank 1 was last in "
+    with pytest.raises(RuntimeError, match=r"did not arrive at allreduce_\(float32\[5\]\).* rank 1 was last in "
                                            r"allreduce_\(float32\[7\]\)"):  # fmt: skip
         gpus.run(2, _one_rank_stays_away)
 

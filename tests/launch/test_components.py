@@ -64,7 +64,7 @@ def test_what_is_typed_behind_torchx_run_reaches_the_component_as_numbers(
     assert (role.resource.cpu, role.resource.gpu, role.resource.memMB, role.max_retries) == (8, 2, 9000, 3)
     with pytest.raises(SystemExit):
         materialize_appdef(components.train, [*typed[:2], "--cpu", "many", *typed[10:]])
-    assert capsys.readouterr().err == "error: --cpu many: give a whole number from 1 on, or leave it out\n"
+    assert capsys.readouterr().err == "error: --cpu many: give a whole number of at least 1, or remove it\n"
 
 
 def test_nodes_meet_at_the_first_one(data: str) -> None:

@@ -255,7 +255,7 @@ def test_secrets_are_named_and_never_told(
 
 def test_a_run_folder_that_goes_with_its_pod_is_pointed_out(data: str) -> None:
     lost = render_job(_workload(data), KubernetesOptions())
-    assert "# WARNING: runs/quickstart/logs lies in the pod and goes with it" in lost
+    assert "# WARNING: runs/quickstart/logs is inside the pod and is lost with it" in lost
     assert "# WARNING" not in _with_all_options(data, "job")
 
 

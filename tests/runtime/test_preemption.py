@@ -24,7 +24,7 @@ def test_the_first_ctrl_c_is_noted_and_the_second_is_an_interrupt(capfd: pytest.
         os.kill(os.getpid(), signal.SIGINT)
         assert preemption.wanted() and preemption.interrupted()
         assert preemption.seconds_since_arrival() == 0.0  # no grace runs: nobody sends SIGKILL after it
-        assert "again ends it at once" in capfd.readouterr().err
+        assert "again to end it at once" in capfd.readouterr().err
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert not preemption.wanted() and not preemption.interrupted()

@@ -31,7 +31,7 @@ def test_a_record_becomes_a_finished_run(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_mirror_that_is_away_costs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("mlflow.tracking", reason="the extra `mlflow` is not installed")
     mirror_record("file:///proc/nowhere", "clicks", RECORD)
-    assert "does not take record 3" in caplog.text
+    assert "did not accept record 3" in caplog.text
 
 
 def test_without_mlflow_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
