@@ -92,7 +92,7 @@ def launch(data: str, folder: Path, ranks: int, kind: str, way: Way, step: int =
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise RuntimeError(f"the launch ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    if way.resume and step > 1 and "still holds: no search" not in done.stderr:
+    if way.resume and step > 1 and "is still valid: no search" not in done.stderr:
         raise RuntimeError(f"the run did not go on by its own plan:\n{done.stderr[-3000:]}")
     marks = [json.loads((folder / f"marks.{rank}").read_text()) for rank in range(ranks)]
     return timed(max(marks, key=lambda rank: rank[-1][1]), started, ranks, kind)

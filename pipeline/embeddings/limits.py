@@ -1,8 +1,10 @@
-"""Limit the sharding types, widths and precisions of tables and collectives to those that train right (stdlib only).
+"""Limit sharding types, widths and precisions of tables and collectives to those that train exactly
+(stdlib only).
 
-Row-wise optimizers keep one state a row. Cut by columns, each shard keeps a state of its own for its part of the
-row, which is another optimizer than the unsharded one: after 5 steps of row-wise Adagrad weights differ by
-tenths. SGD, Adagrad and Adam work element by element and do not notice.
+Row-wise optimizers have one state per row. If a table is split by columns, each shard has a
+separate state for its part of the row, which is another optimizer than the unsharded one: after 5
+steps of row-wise Adagrad, weights differ by tenths. SGD, Adagrad and Adam work element by element
+and are not affected.
 """
 
 from __future__ import annotations
@@ -14,40 +16,46 @@ from pipeline.embeddings.table import SHARD_WIDTH, Table
 from pipeline.runtime.errors import PlanError
 
 COLUMN_SHARDING_TYPES = ("column_wise", "table_column_wise", "grid_shard")
-# Managed collision initializes the rows of evicted ids directly. A row that is also in a cache (fused_uvm_caching) would
-# keep the evicted id's vector there, and be written back over the new one.
+# Managed collision initializes the rows of evicted ids directly. If a row is also in a cache
+# (fused_uvm_caching), the cache would keep the evicted id's vector and write it back over the new
+# one.
 KERNELS_OF_MANAGED_ROWS = ("fused", "fused_uvm")
-INT8_ROW = 32  # fbgemm's codec quantizes this many neighbouring values with one scale and bias
+INT8_ROW = 32  # fbgemm's codec quantizes this many adjacent values with one scale and bias
 
 
 def sharding_types_exact_for(optimizer_name: str) -> tuple[str, ...]:
-    """The sharding types under which `optimizer_name` updates a table just as without sharding."""
+    """Return the sharding types under which `optimizer_name` updates a table exactly as without
+    sharding.
+    """
     if not find_optimizer(optimizer_name).whole_rows:
         return SHARDING_TYPES
     return tuple(kind for kind in SHARDING_TYPES if kind not in COLUMN_SHARDING_TYPES)
 
 
 def allowed_sharding_types(table: Table, optimizer_name: str) -> tuple[str, ...]:
-    """List the types that a planner may choose: those that the table's config names, else those that are exact."""
+    """List the types that a planner may choose: the types in the table's config, or all exact
+    types.
+    """
     return tuple(table.sharding.sharding_types) or sharding_types_exact_for(optimizer_name)
 
 
 def check_widths(tables: list[Table]) -> None:
-    """Raises PlanError for a table that no sharding but data_parallel can place."""
+    """Raise PlanError for a table that only data_parallel can place."""
     for table in tables:
         if table.embedding_dim % SHARD_WIDTH and table.sharding.sharding_types != ["data_parallel"]:
             raise PlanError(
-                f"tables.{table.config_name}.embedding_dim={table.embedding_dim}, but FBGEMM's sharded tables want a multiple of "
-                f"{SHARD_WIDTH}: use {table.embedding_dim // SHARD_WIDTH * SHARD_WIDTH + SHARD_WIDTH}, or "
+                f"tables.{table.config_name}.embedding_dim={table.embedding_dim}, but FBGEMM's "
+                f"sharded tables need a multiple of {SHARD_WIDTH}: use "
+                f"{table.embedding_dim // SHARD_WIDTH * SHARD_WIDTH + SHARD_WIDTH}, or "
                 f"tables.{table.config_name}.sharding.sharding_types=[data_parallel]"
             )
 
 
 def precisions(comms: CommsConfig) -> dict[str, tuple[str, str]]:
-    """Collective -> (forward, backward) precision that it really gets.
+    """Return collective -> (forward, backward) precision in use.
 
-    A reduce-scatter adds up on the wire what int8 cannot add up (each 32 values have a scale of their own):
-    it gets fp16, and so does the all-gather of its gradients.
+    A reduce-scatter adds numbers on the wire, which int8 does not allow (each 32 values have a
+    separate scale): it uses fp16, and so does the all-gather of its gradients.
     """
     asked = (comms.forward_precision, comms.backward_precision)
     summed = ["fp16" if precision == "int8" else precision for precision in asked]
@@ -55,7 +63,9 @@ def precisions(comms: CommsConfig) -> dict[str, tuple[str, str]]:
 
 
 def describe_comms(comms: CommsConfig) -> dict[str, str]:
-    """Collective -> what its bytes are, e.g. {"all_to_all": "int8 forward / fp16 backward", ...}."""
+    """Return collective -> description of its bytes, e.g. {"all_to_all": "int8 forward / fp16
+    backward", ...}.
+    """
     described = {
         name: f"{forward} forward / {backward} backward" for name, (forward, backward) in precisions(comms).items()
     }
@@ -63,7 +73,10 @@ def describe_comms(comms: CommsConfig) -> dict[str, str]:
 
 
 def check_batch_fits_comms(comms: CommsConfig, batch_size: int, tables: list[Table]) -> None:
-    """Raises PlanError when int8 all-to-all would stop at the first step: it cuts a rank's values into rows of 32."""
+    """Raise PlanError if int8 all-to-all would fail at the first step.
+
+    It splits a rank's values into rows of 32.
+    """
     if "int8" not in precisions(comms)["all_to_all"]:
         return
     for table in tables:
@@ -71,7 +84,9 @@ def check_batch_fits_comms(comms: CommsConfig, batch_size: int, tables: list[Tab
         width = SHARD_WIDTH if by_columns else table.embedding_dim
         if batch_size * width % INT8_ROW:
             raise PlanError(
-                f"comms int8 sends {INT8_ROW} values to a scale, but batch_size={batch_size} (a rank's rows) times the "
-                f"{width} columns of table {table.config_name!r} or of a shard of it is not a multiple of {INT8_ROW}; make the "
-                f"batch size a rank a multiple of {INT8_ROW // SHARD_WIDTH}, or use comms precision fp16"
+                f"comms int8 sends {INT8_ROW} values with one scale, but batch_size={batch_size} "
+                "(rows per rank) times the "
+                f"{width} columns of table {table.config_name!r} or of a shard of it is not a "
+                f"multiple of {INT8_ROW}; make the batch size per rank a multiple of "
+                f"{INT8_ROW // SHARD_WIDTH}, or use comms precision fp16"
             )

@@ -1,15 +1,16 @@
-"""Say what a GPU's data sheet says, by the name that torch gives the GPU: hardware=auto plans by it.
+"""List figures of GPUs' data sheets by torch's name of the GPU. hardware=auto plans with them.
 
-A driver tells a GPU's memory, and neither the bandwidth that arrives nor how the GPUs of a host are linked.
-GPUs with a preset in conf/hardware have its figures. A host of SXM modules has NVLink between all of them.
-PCIe cards reach each other by PCIe: a bridge joins two or four of them, and the slowest link counts.
+A driver reports a GPU's memory, but not the bandwidth that a program reaches, or how the GPUs of a
+host are connected. GPUs with a preset in conf/hardware have the preset's figures. A host of SXM
+modules has NVLink between all of them. PCIe cards use PCIe: a bridge joins two or four of them, and
+the slowest link counts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-PCIE = 25.0  # what arrives of PCIe 4.0 between two cards
+PCIE = 25.0  # measured PCIe 4.0 bandwidth between two cards
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,14 @@ CARDS = {
 
 
 def find_card(name: str) -> Card | None:
-    """The card that torch.cuda calls `name`; None: it is not listed."""
+    """Return the card that torch.cuda calls `name`, or None if it is not listed."""
     words = name.removeprefix("NVIDIA ")
     found = [key for key in CARDS if words == key or words.startswith(f"{key} ")]
     return CARDS[max(found, key=len)] if found else None
 
 
 def is_mig_slice(name: str) -> bool:
-    """Whether it is a part of a GPU, as in "NVIDIA A100-SXM4-40GB MIG 1g.5gb"."""
+    """Return whether the name is that of a part of a GPU, such as "NVIDIA A100-SXM4-40GB MIG
+    1g.5gb".
+    """
     return "MIG" in name.split()

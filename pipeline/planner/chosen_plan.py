@@ -1,4 +1,6 @@
-"""Put what a searcher has found into a PlanRecord: each rank's load, and for each table its choice and why."""
+"""Convert a searcher's result into a PlanRecord: the load of each rank, and each table's choice
+with its reason.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ from pipeline.runtime.byte_counts import show_bytes
 
 @dataclass(frozen=True)
 class ChosenPlan:
-    """A plan as options whose shards have ranks, with its lower bound and gap where the searcher proves them."""
+    """A plan as options whose shards have ranks.
+
+    Lower bound and gap are set if the searcher proves them.
+    """
 
     plan: ShardingPlan
     options: list[ShardingOption]
@@ -55,7 +60,10 @@ def build_record(planner: str, problem: Problem, found: ChosenPlan) -> PlanRecor
 
 
 def rank_loads(options: list[ShardingOption], world_size: int, latencies_ms: Mapping[str, Floats]) -> list[RankLoad]:
-    """Sum the loads of options whose shards have ranks. Every rank waits in every collective, so each has the latency of all."""
+    """Sum the loads of options whose shards have ranks.
+
+    Each rank has the latency of all collectives, because it waits in each.
+    """
     shards: list[list[Shard]] = [[] for _ in range(world_size)]
     for option in options:
         for shard in option.shards:
@@ -100,7 +108,9 @@ def _choice(entry: PlacedTable, option: ShardingOption, problem: Problem) -> Tab
 
 
 def _reason(entry: PlacedTable, option: ShardingOption, problem: Problem) -> str:
-    """Why a table is sharded as it is, in a few words, and what its type costs in exactness."""
+    """Return in a few words why a table is sharded like this, and whether its sharding type is
+    inexact.
+    """
     optimizer, world_size = problem.request.optimizer.name, problem.request.hardware.world_size
     size, room = table_bytes(entry, optimizer), max(problem.usable[:1] if problem.usable[0] else problem.usable)
     if len(problem.constraints[entry.table.name].sharding_types or []) == 1 and entry.table.sharding.sharding_types:
@@ -110,7 +120,7 @@ def _reason(entry: PlacedTable, option: ShardingOption, problem: Problem) -> str
     elif option.sharding_type == "data_parallel":
         why = "small: a copy on every rank saves the all-to-all"
     elif option.sharding_type == "table_wise":
-        why = "fits one rank, cheapest whole"
+        why = "fits one rank, cheapest unsharded"
     elif size > room:
         why = f"{show_bytes(size)} does not fit one rank's {show_bytes(room)}"
     elif len(held_by := {shard.rank for shard in option.shards}) == 1:
@@ -120,23 +130,26 @@ def _reason(entry: PlacedTable, option: ShardingOption, problem: Problem) -> str
     if option.compute_kernel in (*UVM_KERNELS, *CACHED_KERNELS):
         where = "on SSD" if option.compute_kernel == KEY_VALUE else "in host memory"
         why += f"; {where}, " + (
-            "as its compute_kernels say" if entry.table.sharding.compute_kernels else "for HBM does not hold all"
+            "as its compute_kernels say"
+            if entry.table.sharding.compute_kernels
+            else "because HBM does not hold all tables"
         )
     if option.compute_kernel in CACHED_KERNELS:
         known = problem.costs.knows_frequencies(entry.table.name)
         why += (
             f"; a cache of {100 * cache_load_factor(option):g} % of its rows serves {100 * problem.costs.hit_rate(option):.0f} % "
-            f"of lookups{'' if known else ', assumed even, for no data say how they fall'}"
+            f"of lookups{'' if known else ', assumed even, because there are no frequencies'}"
         )
     if (tiers := problem.costs.tier_forecast(option)) is not None:
         known = problem.costs.knows_frequencies(entry.table.name)
         why += (
             f"; {tiers.slots:,} of its {entry.table.num_embeddings:,} rows in memory, which serve {100 * tiers.hit_rate:.0f} % of "
-            f"lookups{'' if known else ', assumed even'}, the others on SSD: {tiers.rows_a_step:,.0f} rows a step come and go "
+            f"lookups{'' if known else ', assumed even'}; other rows are on SSD: "
+            f"{tiers.rows_a_step:,.0f} rows per step are loaded and evicted "
             f"({show_bytes(tiers.read_bytes)} read)"
         )
     if option.sharding_type not in sharding_types_exact_for(optimizer) and option.num_shards > 1:
-        why += f"; {optimizer} keeps a state per column shard, unlike unsharded"
+        why += f"; {optimizer} has a state per column shard, unlike the unsharded optimizer"
     if entry.table.note:
         why += f"; {entry.table.note}"
     return why

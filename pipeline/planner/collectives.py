@@ -1,6 +1,8 @@
-"""Estimate the milliseconds of a collective from its bytes and links: the transfer and the latency of issuing it.
+"""Estimate the milliseconds of a collective from its bytes and links: the transfer, and the latency
+of issuing it.
 
-S is what a rank sends or receives, its own part included, as TorchRec counts it; W ranks on H hosts of L ranks.
+S is what a rank sends or receives, including its own part, as TorchRec counts it. There are W ranks
+on H hosts of L ranks.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import numpy as np
 from pipeline.planner.hardware import BYTES_PER_MS, Hardware
 from pipeline.planner.search.problem import Floats
 
-# Each sharding type of a collection has collectives of its own (torchrec/distributed/dist_data.py): to hand ids round,
-# one all-to-all of how many there are, one of lengths, one of ids. Order of the columns: plan_record.PHASES.
+# Each sharding type of a collection has separate collectives (torchrec/distributed/dist_data.py).
+# The exchange of ids has three all-to-alls: of counts, of lengths, of ids. Order of the columns:
+# plan_record.PHASES.
 NUM_INPUT_ALL_TO_ALLS = 3
 
 
@@ -34,9 +37,11 @@ class Links:
         return self.world_size // self.local_world_size
 
     def all_to_all_ms(self, num_bytes: Floats) -> Floats:
-        """A W-th of S stays on the rank, (L-1)/W go to its host, (W-L)/W to others.
+        """Return the time of an all-to-all: 1/W of S stays on the rank, (L-1)/W goes to its host,
+        (W-L)/W to other hosts.
 
-        The slower of both links counts, not their sum: all sends are posted at once, on links that do not share wires.
+        The slower of both links counts, not their sum, because all sends start at once on links
+        that share no wires.
         """
         world, local = self.world_size, self.local_world_size
         return np.maximum(
@@ -44,28 +49,34 @@ class Links:
         )
 
     def ring_ms(self, num_bytes: Floats) -> Floats:
-        """Reduce-scatter or all-gather of S: a ring passes (W-1)/W of it through every rank.
+        """Return the time of a reduce-scatter or all-gather of S: a ring sends (W-1)/W of it
+        through every rank.
 
-        Of a host's L ring channels each leaves by the port of another rank, so hosts are joined by L ports
-        (NVIDIA/nccl-tests, doc/PERFORMANCE.md: the bus bandwidth is that of the slowest link of the ring).
+        Each of a host's L ring channels leaves through another rank's port, so hosts are connected
+        by L ports (NVIDIA/nccl-tests, doc/PERFORMANCE.md: the bus bandwidth is that of the slowest
+        link of the ring).
         """
         joined = self.local_world_size * self.inter
         speed = self.intra if self.num_hosts == 1 else min(self.intra, joined) if self.local_world_size > 1 else joined
         return num_bytes * (self.world_size - 1) / self.world_size / speed
 
     def host_ring_ms(self, num_bytes: Floats) -> Floats:
-        """The same collective among the ranks of a host."""
+        """Return the time of the same collective among the ranks of a host."""
         return num_bytes * (self.local_world_size - 1) / self.local_world_size / self.intra
 
     def across_hosts_ms(self, num_bytes: Floats) -> Floats:
-        """All-to-all among ranks of equal position on their hosts; an H-th stays."""
+        """Return the time of an all-to-all among ranks with equal positions on their hosts. 1/H
+        stays.
+        """
         return num_bytes * (self.num_hosts - 1) / self.num_hosts / self.inter
 
     def latencies_ms(self) -> dict[str, Floats]:
-        """Sharding type -> [phases of plan_record.PHASES]: what its collectives take before the first byte.
+        """Return sharding type -> [phases of plan_record.PHASES]: the time of its collectives
+        before the first byte.
 
-        Counted as NCCL's tuner does (src/graph/tuning.cc): a launch, and a hop for each step of a ring, H of which
-        leave a host; of an all-to-all, whose sends all start at once, the longest hop alone.
+        Counted as in NCCL's tuner (src/graph/tuning.cc): a launch, and a hop for each step of a
+        ring, H of which leave a host. For an all-to-all, whose sends start at once, only the
+        longest hop counts.
         """
         if self.world_size == 1:
             return {}
@@ -82,7 +93,8 @@ class Links:
         kinds = {
             "table_wise": whole, "column_wise": whole, "table_column_wise": whole, "row_wise": rows,
             "table_row_wise": host, "grid_shard": host,
-            "data_parallel": [0, 0, 0, 0, 2 * ring - self.launch_ms],  # an all-reduce goes round twice
+            # an all-reduce passes the ring twice
+            "data_parallel": [0, 0, 0, 0, 2 * ring - self.launch_ms],
         }  # fmt: skip
         return {kind: np.array(phases, dtype=float) for kind, phases in kinds.items()}
 

@@ -1,4 +1,6 @@
-"""List what the planner may choose for each table, by its config, the optimizer and the hardware."""
+"""List what the planner may choose for each table, by its config, the optimizer and the
+hardware.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from pipeline.embeddings.table import Table
 from pipeline.planner.hardware import Hardware
 from pipeline.runtime.errors import PlanError
 
-COLUMN_STEP = 4  # FBGEMM wants dims divisible by it
+COLUMN_STEP = 4  # FBGEMM needs dims divisible by it
 TORCHREC_MIN_PARTITION = 128
 
 
@@ -29,7 +31,10 @@ class TableOptimizer:
 
 @dataclass(frozen=True)
 class PlacedTable:
-    """A table, and where in the model its parameter stands; `module` is the path of its EmbeddingBagCollection."""
+    """A table and the position of its parameter in the model.
+
+    `module`: the path of its EmbeddingBagCollection.
+    """
 
     table: Table
     module: str
@@ -61,10 +66,11 @@ def _sharded_modules(path: str, module: nn.Module, types: set[type]) -> Iterator
 def build_constraints(
     placed: list[PlacedTable], hardware: Hardware, optimizer: TableOptimizer
 ) -> dict[str, ParameterConstraints]:
-    """Per table: pooling factors from the data, and the sharding types and kernels that leave training exact.
+    """Return per table: pooling factors from the data, and the sharding types and kernels that keep
+    training exact.
 
     Raises:
-        PlanError: a table has no option left, with what it asks for and what there is.
+        PlanError: a table has no option left. The message states what it requests and what exists.
     """
     return {
         entry.table.name: ParameterConstraints(
@@ -83,28 +89,32 @@ def _sharding_types(entry: PlacedTable, hardware: Hardware, optimizer: TableOpti
     types = [kind for kind in allowed_sharding_types(table, optimizer.name) if kind in offered]
     if not named:
         types = [kind for kind in types if kind in _worth_trying(table, hardware, optimizer)]
-    if table.tiers is not None:  # a replicated table lies in memory whole
+    if table.tiers is not None:  # a replicated table is completely in memory
         types = [kind for kind in types if kind != "data_parallel"]
     if table.sharding.compute_kernels and "dense" not in table.sharding.compute_kernels:
         types = [kind for kind in types if kind != "data_parallel"]
     if not types:
         raise PlanError(
             f"table {table.config_name!r} may be sharded as {table.sharding.sharding_types or 'anything exact'} with kernels "
-            f"{table.sharding.compute_kernels or 'of any kind'}, but on {hardware.compute_device} there is "
-            f"{', '.join(sorted(offered))}, and data_parallel goes with the dense kernel; change tables.{table.config_name}.sharding"
+            f"{table.sharding.compute_kernels or 'of any kind'}, but on {hardware.compute_device} "
+            f"there is {', '.join(sorted(offered))}, and data_parallel needs the dense kernel; "
+            f"change tables.{table.config_name}.sharding"
         )
     return types
 
 
 def _worth_trying(table: Table, hardware: Hardware, optimizer: TableOptimizer) -> list[str]:
-    """List the types to try where the config names none: those that train and differ from each other on this hardware."""
+    """List the types to try if the config names none: types that train, and that differ from each
+    other on this hardware.
+    """
     if hardware.world_size == 1:
         return ["table_wise"]
     by_columns = table.embedding_dim > (table.sharding.min_partition or TORCHREC_MIN_PARTITION)
     types = ["table_wise", "row_wise"] + (["column_wise"] if by_columns else [])
     if hardware.num_hosts > 1:
         types += ["table_row_wise"] + (["table_column_wise"] if by_columns else [])
-    # A replicated table has an optimizer of this package or of torch, which keeps state in the table's type.
+    # A replicated table has an optimizer of this package or of torch, whose state has the table's
+    # type.
     is_replicable = find_optimizer(optimizer.name).replicated_states is not None
     if table.data_type == "fp32" and is_replicable:
         types.append("data_parallel")
@@ -117,7 +127,7 @@ def _compute_kernels(entry: PlacedTable, hardware: Hardware) -> list[str]:
         there = tuple(kernel for kernel in there if kernel in KERNELS_OF_MANAGED_ROWS)
     kernels = [kernel for kernel in table.sharding.compute_kernels or there if kernel in there]
     if not kernels:
-        why = "" if table.managed is None else " for managed_collision, which writes rows behind a cache"
+        why = "" if table.managed is None else " for managed_collision, which writes rows without the cache"
         raise PlanError(
             f"table {table.config_name!r} asks for kernels {table.sharding.compute_kernels}, on {hardware.compute_device} "
             f"there are {', '.join(there)}{why}; change tables.{table.config_name}.sharding.compute_kernels"
@@ -126,7 +136,10 @@ def _compute_kernels(entry: PlacedTable, hardware: Hardware) -> list[str]:
 
 
 def _min_partition(table: Table) -> int | None:
-    """Least width of a column shard; None is TorchRec's 128. A table that must be cut by columns is cut in two at least."""
+    """Return the minimum width of a column shard; None is TorchRec's 128.
+
+    A table that must be split by columns is split at least in two.
+    """
     sharding, half = table.sharding, table.embedding_dim // 2
     only_columns = bool(sharding.sharding_types) and set(sharding.sharding_types) <= set(COLUMN_SHARDING_TYPES)
     if sharding.min_partition is None and only_columns and half < TORCHREC_MIN_PARTITION and half % COLUMN_STEP == 0:

@@ -1,7 +1,9 @@
-"""Estimate the milliseconds of each phase for each shard of a sharding option, by TorchRec's formulas with corrections.
+"""Estimate the milliseconds of each phase for each shard of a sharding option, by TorchRec's
+formulas with corrections.
 
-The formulas (planner/estimator/estimator.py of 1.8) run on arrays, all shards of an option at once. With
-`corrected=False` they are reproduced to the last digit. What is corrected, and why, stands in docs/adr/0007.
+The formulas (planner/estimator/estimator.py of 1.8) run on arrays, for all shards of an option at
+once. With `corrected=False` they give TorchRec's numbers to the last digit. docs/adr/0007 lists the
+corrections and reasons.
 """
 
 from __future__ import annotations
@@ -37,10 +39,11 @@ from pipeline.planner.plan_record import TierForecast
 from pipeline.planner.search.problem import Floats
 
 ID_BYTES, LENGTH_BYTES, WEIGHT_BYTES = 8, 4, 4  # int64 ids, int32 lengths (data/batch.py), fp32 weights
-MIN_LOOKUP_WIDTH = 32  # columns that a lookup of a whole table reads at least; TorchRec's
-INT8_WIRE_BYTES = 1 + 8 / 32  # every 32 numbers of fbgemm's int8 codec go with a scale and a bias of 4 bytes each
-UVM_SLOWDOWN = 10  # TorchRec's, of rows that cross PCIe singly
-SSD_READ_BYTES = 4096  # a block device reads no less
+MIN_LOOKUP_WIDTH = 32  # columns that a lookup of an unsplit table reads at least; TorchRec's
+# fbgemm's int8 codec adds a scale and a bias of 4 bytes each to every 32 numbers
+INT8_WIRE_BYTES = 1 + 8 / 32
+UVM_SLOWDOWN = 10  # TorchRec's factor for rows that cross PCIe one by one
+SSD_READ_BYTES = 4096  # a block device reads at least this
 BY_TABLE = ("table_wise", "column_wise", "table_column_wise")
 BY_HOST = ("table_row_wise", "grid_shard")
 KEY_VALUE = "key_value"
@@ -50,7 +53,10 @@ Rows = NDArray[np.int64]
 
 
 class StepPerf(Perf):
-    """TorchRec's total leaves the input out, and its planner minimises that; a step waits for its ids like for all else."""
+    """Include the input in the total.
+
+    TorchRec's total, which its planner minimizes, omits it, but a step waits for its ids.
+    """
 
     @property
     def total(self) -> float:
@@ -65,7 +71,10 @@ class StepPerf(Perf):
 
 @dataclass(frozen=True)
 class Wire:
-    """Bytes of a number on the wire; None: as many as in the table. `summed` by reduce-scatter and all-gather."""
+    """Bytes per number on the wire; None: as in the table.
+
+    `summed`: by reduce-scatter and all-gather.
+    """
 
     forward: float | None = None
     backward: float | None = None
@@ -80,7 +89,9 @@ UNQUANTIZED = "as pooled"
 
 
 def wire_precisions(sharders: Iterable[ModuleSharder[nn.Module]]) -> dict[str, dict[str, str]]:
-    """Collective -> direction -> what the sharders' codecs make of its numbers."""
+    """Return collective -> direction -> the precision that the sharders' codecs give to its
+    numbers.
+    """
     registries = (sharder.qcomm_codecs_registry for sharder in sharders)
     registry: dict[str, QuantizedCommCodecs] = next((found for found in registries if found), {})
 
@@ -95,7 +106,7 @@ def wire_precisions(sharders: Iterable[ModuleSharder[nn.Module]]) -> dict[str, d
 
 
 def wire_of(sharders: Iterable[ModuleSharder[nn.Module]]) -> Wire:
-    """In bytes."""
+    """Return the precisions in bytes."""
 
     def size(precision: str) -> float | None:
         if precision == UNQUANTIZED:
@@ -108,7 +119,10 @@ def wire_of(sharders: Iterable[ModuleSharder[nn.Module]]) -> Wire:
 
 @dataclass(frozen=True)
 class _Work:
-    """One option in numbers; arrays are [S] by shard. `lookups` and `outputs` are of all ranks' samples together."""
+    """One option in numbers.
+
+    Arrays are [S] by shard. `lookups` and `outputs` count the samples of all ranks.
+    """
 
     option: ShardingOption
     element_bytes: int
@@ -117,7 +131,7 @@ class _Work:
     lookups: Floats  # ids that a shard looks up
     outputs: float  # pooled rows that it returns
     num_lengths: float
-    hits: Floats  # share of the lookups that the cache in HBM serves
+    hits: Floats  # share of the lookups that hit the cache in HBM
     weighted: bool
 
     @property
@@ -126,7 +140,7 @@ class _Work:
 
 
 class CostModel:
-    """Stands where TorchRec's own estimator of time does (a ShardEstimator): fills the `perf` of every shard."""
+    """Replace TorchRec's estimator of time (a ShardEstimator): set the `perf` of every shard."""
 
     def __init__(self, hardware: Hardware, tables: Iterable[Table], wire: Wire, corrected: bool = True) -> None:
         self._hardware, self._wire, self._corrected = hardware, wire, corrected
@@ -137,7 +151,10 @@ class CostModel:
         self.links = links_of(hardware)
 
     def estimate(self, sharding_options: list[ShardingOption], *_: Any, **__: Any) -> None:
-        """The other arguments describe the sharder; TorchRec changes their names between versions."""
+        """Estimate the options.
+
+        TorchRec renames the other arguments, which describe the sharder, between versions.
+        """
         for option in sharding_options:
             cost = self.phases_ms(option)
             made: dict[tuple[float, ...], StepPerf] = {}
@@ -148,19 +165,21 @@ class CostModel:
                 shard.perf = made[phases]
 
     def phases_ms(self, option: ShardingOption) -> Floats:
-        """[S, P], phases as in plan_record.PHASES."""
+        """Return [S, P]: the time of each shard in each phase of plan_record.PHASES."""
         work = self._work(option)
         forward, backward = self._compute(work)
         columns = [self._input_dist(work), forward, self._forward_comms(work), backward, self._backward_comms(work)]
         return np.stack([np.broadcast_to(column, len(option.shards)) for column in columns], axis=1)
 
     def hit_rate(self, option: ShardingOption) -> float:
-        """The share of all lookups of the table's shards that caches serve."""
+        """Return the share of lookups that hit the caches, over all shards of the table."""
         work = self._work(option)
         return float((work.hits * work.lookups).sum() / max(work.lookups.sum(), 1e-30))
 
     def tier_forecast(self, option: ShardingOption) -> TierForecast | None:
-        """None for a table that lies in memory whole."""
+        """Return the forecast of a table with tiers, or None for a table that is completely in
+        memory.
+        """
         table = self.in_tiers.get(option.name)
         if table is None:
             return None
@@ -169,7 +188,10 @@ class CostModel:
         return found
 
     def weights_bytes(self, option: ShardingOption) -> Floats:
-        """[S]: of the weights of the ids that each shard looks up in a step; TorchRec counts the ids alone."""
+        """Return [S]: the bytes of the weights of ids that each shard looks up in a step.
+
+        TorchRec counts only the ids.
+        """
         work = self._work(option)
         return work.lookups * (WEIGHT_BYTES if work.weighted else 0)
 
@@ -205,7 +227,7 @@ class CostModel:
         )
 
     def _fast_memory(self) -> float:
-        """Bytes/ms of what a rank computes in."""
+        """Return the bandwidth of a rank's fastest memory in bytes/ms."""
         return self._hardware.memory_gb_per_s * BYTES_PER_MS
 
     def _kernel_speed(self, option: ShardingOption) -> float:
@@ -313,20 +335,25 @@ class CostModel:
 
 
 def cache_load_factor(option: ShardingOption) -> float:
-    """The share of a shard's rows that its cache in HBM holds; FBGEMM's and TorchRec's default are the same."""
+    """Return the share of a shard's rows that its cache in HBM holds.
+
+    FBGEMM's and TorchRec's defaults are equal.
+    """
     return UVM_CACHING_RATIO if option.cache_load_factor is None else option.cache_load_factor
 
 
 def _narrowness(num_columns: Floats) -> Floats:
-    """FBGEMM's blocks are 128 columns wide; what narrower rows lose by TorchRec's measurements."""
+    """Return the slowdown of narrow rows by TorchRec's measurements, because FBGEMM's blocks are
+    128 columns wide.
+    """
     narrow = np.where(num_columns >= FULL_BLOCK_EMB_DIM // 2, HALF_BLOCK_PENALTY, QUARTER_BLOCK_PENALTY)
     return np.where(num_columns >= FULL_BLOCK_EMB_DIM, 1.0, narrow)
 
 
 def shard_shares(frequencies: RowFrequencies | None, first_rows: Rows, num_rows: Rows, table_rows: int) -> Floats:
-    """[S] of a table's lookups, those of rows first_rows .. first_rows + num_rows.
+    """Return [S]: the share of a table's lookups on rows first_rows .. first_rows + num_rows.
 
-    Even over rows where nothing is known, and where ids are hashed and so scattered.
+    It is uniform over rows without frequencies, and if ids are hashed and thus scattered.
     """
     if frequencies is None or not frequencies.by_row:
         return num_rows / table_rows
@@ -334,15 +361,15 @@ def shard_shares(frequencies: RowFrequencies | None, first_rows: Rows, num_rows:
 
 
 def hit_rates(frequencies: RowFrequencies | None, first_rows: Rows, num_rows: Rows, load_factor: float) -> Floats:
-    """[S]: of each shard's lookups, those of the load_factor x num_rows hottest rows of the shard.
+    """Return [S]: the share of each shard's lookups on its load_factor x num_rows hottest rows.
 
-    A cache that keeps what is used most often comes close to it (FBGEMM's LFU, and LRU where the hot rows
-    come in every batch). Where nothing is known, lookups are even and the rate is the load factor.
+    A cache of frequently used rows comes close to it (FBGEMM's LFU, and LRU if hot rows are in
+    every batch). Without frequencies lookups are uniform, and the rate is the load factor.
     """
     cached = np.minimum(num_rows, load_factor * num_rows)
     if frequencies is None:
         return np.full(len(num_rows), min(1.0, load_factor))
-    if not frequencies.by_row:  # each shard has its part of the hot rows
+    if not frequencies.by_row:  # each shard has its share of the hot rows
         whole = frequencies.rows[-1]
         return np.full(len(num_rows), float(_upto(frequencies, np.array([load_factor * whole]))[0]))
     before = _upto(frequencies, first_rows)
@@ -352,5 +379,5 @@ def hit_rates(frequencies: RowFrequencies | None, first_rows: Rows, num_rows: Ro
 
 
 def _upto(frequencies: RowFrequencies, rows: Rows | Floats) -> Floats:
-    """Lookups of the first `rows` rows; rows beyond the curve have none."""
+    """Return the share of lookups on the first `rows` rows. Rows beyond the curve have none."""
     return np.interp(rows, frequencies.rows, frequencies.shares)

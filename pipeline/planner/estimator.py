@@ -1,8 +1,8 @@
-"""Estimate the memory that training takes of each shard, and enumerate TorchRec's sharding options with it.
+"""Estimate the training memory of each shard, and enumerate TorchRec's sharding options with it.
 
-TorchRec counts optimizer state from an attribute that only one way of setting the optimizer leaves on the
-parameter, and by the kind of the optimizer's class: none for fused_params, fp16 state for fp16 tables, one
-moment of LAMB's two. Here the state follows from the optimizer's name alone.
+TorchRec counts optimizer state from an attribute that only one way of setting the optimizer leaves
+on the parameter, and by the kind of the optimizer's class: none for fused_params, fp16 state for
+fp16 tables, one of LAMB's two moments. Here the state depends only on the optimizer's name.
 """
 
 from __future__ import annotations
@@ -29,21 +29,26 @@ from pipeline.config.optimizers import find_optimizer
 from pipeline.config.registry import from_extra
 from pipeline.planner.cost_model import KEY_VALUE, CostModel, cache_load_factor
 
-STATE_BYTES = 4  # FBGEMM and torch keep optimizer state in fp32 whatever the table's type
-# A data_parallel table's gradient is dense and as large as the table, and DDP reduces a copy of it.
+STATE_BYTES = 4  # FBGEMM and torch keep optimizer state in fp32 for any type of table
+# The gradient of a data_parallel table is dense and as large as the table, and DDP reduces a copy
+# of it.
 DATA_PARALLEL_GRADIENT_COPIES = 2
-# Of a dense parameter: itself, gradient, DDP's bucket, two moments of Adam; 6 is TorchRec's own factor.
+# Copies of a dense parameter: itself, gradient, DDP's bucket, two moments of Adam. 6 is TorchRec's
+# factor.
 DENSE_PARAMETER_COPIES = 6
 
 
 def shard_state_bytes(optimizer_name: str, num_rows: int, num_columns: int) -> int:
-    """Optimizer state of a shard [num_rows, num_columns]; row-wise state is kept once a column shard."""
+    """Return the optimizer state of a shard [num_rows, num_columns].
+
+    Each column shard has its row-wise state.
+    """
     entry = find_optimizer(optimizer_name)
     return STATE_BYTES * num_rows * (entry.state_per_element * num_columns + entry.state_per_row)
 
 
 class CostedEnumerator(EmbeddingEnumerator):
-    """Enumerate TorchRec's options with our costs and our count of training memory."""
+    """Enumerate TorchRec's options with our costs and our estimate of training memory."""
 
     def __init__(
         self,
@@ -59,17 +64,22 @@ class CostedEnumerator(EmbeddingEnumerator):
         self._estimated: list[list[Shard]] = []
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
-        """TorchRec copies all shards for a second call that never comes: with 856 tables half of the time."""
+        """Enumerate.
+
+        TorchRec also copies all shards for a second call that never comes: half of the time with
+        856 tables.
+        """
         options = super().enumerate(module, sharders)
         self._last_stored_module = None  # the copies have no shards
         for option, shards in zip(options, self._estimated, strict=True):
             option.shards = shards
-        # By name within a table, as in earlier releases: which of two equal options wins depends on the order.
+        # By name within a table, as in earlier releases, because the order decides between two
+        # equal options.
         tables = {name: index for index, name in enumerate(dict.fromkeys(option.fqn for option in options))}
         return sorted(options, key=lambda each: (tables[each.fqn], each.sharding_type, each.compute_kernel))
 
     def estimate_again(self, options: list[ShardingOption]) -> list[ShardingOption]:
-        """Estimate costs and memory of further options of the module that was enumerated."""
+        """Estimate costs and memory of more options of the enumerated module."""
         self.populate_estimates(options)
         for option, shards in zip(options, self._estimated, strict=True):
             option.shards = shards
@@ -94,7 +104,8 @@ class CostedEnumerator(EmbeddingEnumerator):
                 extra += DATA_PARALLEL_GRADIENT_COPIES * num_rows * num_columns * option.tensor.element_size()
             if option.compute_kernel == KEY_VALUE:
                 extra += self._key_value_cache_bytes(option, shard)
-            # The state of a table in host memory stays there, cached or not; that of one on SSD stays in HBM.
+            # The state of a table in host memory stays there, cached or not. The state of a table
+            # on SSD stays in HBM.
             has_hbm = devices.named(self._compute_device).has_own_memory
             in_hbm = has_hbm and option.compute_kernel in ("dense", "fused", KEY_VALUE)
             assert shard.storage is not None  # just estimated
@@ -108,7 +119,7 @@ class CostedEnumerator(EmbeddingEnumerator):
                 shard.storage.ddr += extra
 
     def _bytes_on_ssd(self, option: ShardingOption, shard: Shard, state_bytes: int) -> int:
-        """Of weights and state: those that no slot holds."""
+        """Return the bytes of weights and state that no slot holds."""
         num_rows, num_columns = shard.size
         whole = num_rows * num_columns * option.tensor.element_size() + state_bytes
         table = self._in_tiers[option.name]
@@ -117,14 +128,17 @@ class CostedEnumerator(EmbeddingEnumerator):
 
     @staticmethod
     def _key_value_cache_bytes(option: ShardingOption, shard: Shard) -> int:
-        """TorchRec counts none unless its size is given, but FBGEMM then makes one for a fifth of the rows."""
+        """Return the bytes of the cache.
+
+        TorchRec counts none unless its size is given, but FBGEMM caches a fifth of the rows.
+        """
         num_rows, num_columns = shard.size
         return math.ceil(cache_load_factor(option) * num_rows) * num_columns * option.tensor.element_size()
 
 
 @contextmanager
 def _without_optimizer(options: list[ShardingOption]) -> Iterator[None]:
-    """Hide the attribute that TorchRec counts state from, so that nothing is counted twice."""
+    """Hide the attribute from which TorchRec counts state, so that nothing is counted twice."""
     hidden = {}
     for option in options:
         if (classes := option.tensor.__dict__.pop("_optimizer_classes", None)) is not None:
@@ -137,13 +151,14 @@ def _without_optimizer(options: list[ShardingOption]) -> Iterator[None]:
 
 
 class KeepFree(StorageReservation):
-    """Take from each rank a fraction of its memory (activations, workspace) and the dense part's own bytes.
+    """Reserve a fraction of each rank's memory (activations, workspace) and the bytes of the dense
+    part.
 
-    TorchRec's reservations leave host memory whole, so a CPU plan would fill it to the last byte.
+    TorchRec's reservations leave host memory out, so a CPU plan would use all of it.
     """
 
     def __init__(self, fraction: float, dense_bytes: int) -> None:
-        self._percentage = fraction  # TorchRec reads it for its own texts and logs
+        self._percentage = fraction  # TorchRec reads it for its texts and logs
         self._dense_bytes = dense_bytes
         self._reserved: Topology | None = None
 
@@ -171,14 +186,17 @@ class KeepFree(StorageReservation):
 def usable_bytes(
     compute_device: str, hbm_cap_bytes: int, ddr_cap_bytes: int, fraction: float, dense_bytes: int
 ) -> tuple[int, int]:
-    """HBM and host memory that tables may take on a rank; below 0 where the dense part alone is too large."""
+    """Return HBM and host memory of a rank for tables.
+
+    It is negative if the dense part alone is too large.
+    """
     hbm, ddr = int((1 - fraction) * hbm_cap_bytes), int((1 - fraction) * ddr_cap_bytes)
     has_hbm = devices.named(compute_device).has_own_memory
     return (hbm - dense_bytes, ddr) if has_hbm else (0, ddr - dense_bytes)
 
 
 def dense_part_bytes(model: nn.Module, table_parameters: list[nn.Parameter]) -> int:
-    """Training memory of all parameters that are no table; works on meta parameters."""
+    """Return the training memory of all parameters except tables. Works on meta parameters."""
     tables = {id(parameter) for parameter in table_parameters}
     dense = (parameter for parameter in model.parameters() if id(parameter) not in tables)
     return DENSE_PARAMETER_COPIES * sum(parameter.numel() * parameter.element_size() for parameter in dense)

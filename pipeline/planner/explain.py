@@ -1,4 +1,6 @@
-"""Print a plan: the choice for each table with its reason, and the memory and time of each rank as bars."""
+"""Print a plan: each table's choice with its reason, and the memory and time of each rank
+as bars.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ from pipeline.planner.plan_record import PlanDescription, RankLoad, TableChoice
 from pipeline.runtime.byte_counts import show_bytes
 
 WIDTH = 140
-UNFOLDED = 400  # room for a grid that no column of can go on below
+UNFOLDED = 400  # width of a grid whose columns are not folded
 MAX_TABLES = 40
 MAX_RANKS = 16
 BAR_WIDTH = 24
 
 
 def summarize(record: PlanDescription) -> str:
-    """One line for a log: what was chosen, the fullest rank, the estimated cost."""
+    """Return one line for a log: the choices, the fullest rank, the estimated cost."""
     kinds = ", ".join(
         f"{count} {kind}" for kind, count in Counter(choice.sharding_type for choice in record.tables).most_common()
     )
@@ -30,18 +32,20 @@ def summarize(record: PlanDescription) -> str:
     fullest = max(_taken(record, load) for load in record.ranks)
     return (
         f"plan by {record.planner} for {len(record.ranks)} rank(s) of {record.hardware}: {kinds or 'no tables'}; fullest rank "
-        f"{show_bytes(fullest)} of {show_bytes(room)} {tier} for tables; slowest rank {record.objective.max_rank_ms:.3g} ms a step"
+        f"{show_bytes(fullest)} of {show_bytes(room)} {tier} for tables; slowest rank {record.objective.max_rank_ms:.3g} ms per step"
     )
 
 
 def explain(record: PlanDescription) -> str:
-    """Tables by size, the largest MAX_TABLES of them; then ranks, or the extremes where there are many."""
+    """Return the tables, the largest MAX_TABLES of them, and the ranks; of many ranks only the
+    extremes.
+    """
     shown = sorted(record.tables, key=lambda choice: (-choice.weight_bytes - choice.state_bytes, choice.name))
     hidden = shown[MAX_TABLES:]
     lines = [_table_grid(record, shown[:MAX_TABLES])]
     if hidden:
         size = sum(choice.weight_bytes + choice.state_bytes for choice in hidden)
-        lines.append(f"and {len(hidden)} smaller tables, {show_bytes(size)} together")
+        lines.append(f"and {len(hidden)} smaller tables with {show_bytes(size)} in total")
     return "\n".join([*lines, "", *_rank_lines(record), "", *_cost_lines(record)])
 
 
@@ -66,7 +70,9 @@ def _table_grid(record: PlanDescription, choices: list[TableChoice]) -> str:
 def print_grid(
     headings: Sequence[str], rows: list[list[str]], right: Sequence[str] = (), folded: Sequence[str] = ()
 ) -> str:
-    """Columns as wide as they need to be, but for `folded` ones, which go on over several lines."""
+    """Print columns as wide as needed, except for `folded` columns, which continue over several
+    lines.
+    """
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
         justify: Literal["left", "right"] = "right" if heading in right else "left"
@@ -79,7 +85,7 @@ def print_grid(
 
 
 def show_ranks(ranks: list[int], world_size: int) -> str:
-    """`3`, `0-7`, `0,4`, or `all`."""
+    """Format ranks as `3`, `0-7`, `0,4`, or `all`."""
     distinct = sorted(set(ranks))
     if len(distinct) == world_size and world_size > 1:
         return "all"
@@ -96,7 +102,7 @@ def _rank_lines(record: PlanDescription) -> list[str]:
         fullest = sorted(loads, key=lambda load: (-_taken(record, load), load.rank))
         slow = sorted(loads, key=lambda load: (-load.cost_ms, load.rank))
         loads = list(dict.fromkeys([fullest[0], fullest[-1], slow[0], slow[-1]]))
-    lines = [f"{'rank':>5}  {tier + ' by tables, of ' + show_bytes(room):<{BAR_WIDTH + 12}}  estimated ms a step"]
+    lines = [f"{'rank':>5}  {tier + ' by tables, of ' + show_bytes(room):<{BAR_WIDTH + 12}}  estimated ms per step"]
     for load in loads:
         taken = _taken(record, load)
         lines.append(
@@ -106,10 +112,12 @@ def _rank_lines(record: PlanDescription) -> list[str]:
         lines.append(f"       the fullest, emptiest, slowest and fastest of {len(record.ranks)} ranks")
     if tier == "HBM" and any(load.ddr_bytes for load in record.ranks):
         most = max(load.ddr_bytes for load in record.ranks)
-        lines.append(f"       host memory: at most {show_bytes(most)} a rank, of {show_bytes(record.usable_ddr_bytes)}")
+        lines.append(
+            f"       host memory: at most {show_bytes(most)} per rank, of {show_bytes(record.usable_ddr_bytes)}"
+        )
     if any(load.ssd_bytes for load in record.ranks):
         most = max(load.ssd_bytes for load in record.ranks)
-        lines.append(f"       SSD: at most {show_bytes(most)} a rank, of {show_bytes(record.usable_ssd_bytes)}")
+        lines.append(f"       SSD: at most {show_bytes(most)} per rank, of {show_bytes(record.usable_ssd_bytes)}")
     return lines
 
 
@@ -117,12 +125,13 @@ def _cost_lines(record: PlanDescription) -> list[str]:
     objective, torchrec = record.objective, record.torchrec_objective
     bound = "" if objective.gap is None else f", at most {100 * objective.gap:.1f} % above the best possible"
     lines = [
-        f"slowest rank {objective.max_rank_ms:.4g} ms, critical path {objective.critical_path_ms:.4g} ms a step "
-        f"(estimates of the embedding part; minimised: {objective.minimised}{bound})"
+        f"slowest rank {objective.max_rank_ms:.4g} ms, critical path "
+        f"{objective.critical_path_ms:.4g} ms per step (estimates of the embedding part; "
+        f"minimized: {objective.minimised}{bound})"
     ]
     if torchrec is not None:
         lines.append(
-            f"TorchRec's own planner: slowest rank {torchrec.max_rank_ms:.4g} ms, "
+            f"TorchRec's planner: slowest rank {torchrec.max_rank_ms:.4g} ms, "
             f"critical path {torchrec.critical_path_ms:.4g} ms"
         )
     return lines

@@ -1,4 +1,6 @@
-"""Fingerprint what a plan is made for, as exact text, and list the lines in which two fingerprints differ."""
+"""Fingerprint what a plan is made for, as exact text, and list the lines in which two fingerprints
+differ.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # both import torch, which comparing two fingerprints does without
+if TYPE_CHECKING:  # both import torch, which comparing fingerprints does not need
     from pipeline.planner.constraints import PlacedTable, TableOptimizer
     from pipeline.planner.hardware import Hardware
 
-# One of each line's packages is installed; the CUDA and the CPU build have names of their own.
+# One of each line's packages is installed. The CUDA and the CPU build have different names.
 LIBRARIES = {"torch": ("torch",), "torchrec": ("torchrec",), "fbgemm": ("fbgemm-gpu", "fbgemm-gpu-cpu")}
 MAX_LINES = 8
 
@@ -27,11 +29,13 @@ def take_fingerprint(
     batch_size: int,
     comms: dict[str, dict[str, str]],
 ) -> Fingerprint:
-    """Plain JSON values: topology, tables, optimizer, precision on the wire, batch size a rank and library versions."""
+    """Return JSON values: topology, tables, optimizer, precision on the wire, batch size per rank
+    and library versions.
+    """
     topology = asdict(hardware)
     for label in ("name", "tflops_fp32", "tflops_bf16", "issue_us"):  # no plan depends on them
         del topology[label]
-    if hardware.hosts_per_nvlink_domain == 1:  # plans of earlier releases do not have it
+    if hardware.hosts_per_nvlink_domain == 1:  # plans of earlier releases lack it
         del topology["hosts_per_nvlink_domain"]
     return {
         "topology": topology,
@@ -44,9 +48,10 @@ def take_fingerprint(
 
 
 def _describe_table(entry: PlacedTable) -> dict[str, Any]:
-    """Without frequencies: a plan made without the data, or for last week's, holds; it may not be the best.
+    """Describe a table without frequencies, because a plan without the data, or with last week's,
+    is still valid.
 
-    Parts of compressed tables are tables as all others.
+    Parts of compressed tables are ordinary tables.
     """
     described = asdict(entry.table)
     for left_out in (
@@ -65,7 +70,7 @@ def _describe_table(entry: PlacedTable) -> dict[str, Any]:
     ):
         del described[left_out]
     for absent, is_default in (("is_weighted", not entry.table.is_weighted), ("tiers", entry.table.tiers is None)):
-        if is_default:  # plans of earlier releases do not have it
+        if is_default:  # plans of earlier releases lack it
             del described[absent]
     return {**described, "module": entry.module}
 
@@ -73,7 +78,7 @@ def _describe_table(entry: PlacedTable) -> dict[str, Any]:
 def describe_hosts(topology: dict[str, Any]) -> str:
     """Return how many ranks of a fingerprint's topology share a host and, if NVLink joins hosts, a domain."""
     joined, hosts = topology["local_world_size"], topology.get("hosts_per_nvlink_domain", 1)
-    return f"{joined // hosts} a host" + (f", {hosts} hosts a NVLink domain" if hosts > 1 else "")
+    return f"{joined // hosts} per host" + (f", {hosts} hosts per NVLink domain" if hosts > 1 else "")
 
 
 def library_versions() -> dict[str, str]:
@@ -89,7 +94,9 @@ def _installed(packages: tuple[str, ...]) -> Iterator[str]:
 
 
 def canonical_text(fingerprint: Fingerprint) -> str:
-    """Equal bytes only for equal values: floats are written so that they read back exactly."""
+    """Return equal bytes only for equal values: floats are written so that they are read back
+    exactly.
+    """
     return json.dumps(fingerprint, sort_keys=True, separators=(",", ":"))
 
 
@@ -100,7 +107,9 @@ def sha256_of(fingerprint: Fingerprint) -> str:
 def differing_lines(
     plan: Fingerprint, job: Fingerprint, names: tuple[str, str] = ("the plan", "this job")
 ) -> list[str]:
-    """`key: value in the plan, value in this job` for every value that differs, but for library versions."""
+    """Return `key: value in the plan, value in this job` for every value that differs, except for
+    library versions.
+    """
     in_plan, in_job = dict(_flatten(plan)), dict(_flatten(job))
     return [
         f"{key}: {_show(in_plan, key)} in {names[0]}, {_show(in_job, key)} in {names[1]}"
@@ -110,10 +119,11 @@ def differing_lines(
 
 
 def differing_libraries(plan: Fingerprint, job: Fingerprint) -> list[str]:
-    """`torch 2.11.0 (here 2.14.1)` for every version that differs.
+    """Return `torch 2.11.0 (here 2.14.1)` for every version that differs.
 
-    They do not make a plan wrong: a ShardingPlan means the same in TorchRec 1.6 to 1.9, and a plan for a cluster is
-    made on a laptop with other builds. They can make it another than a fresh search would find.
+    Other versions do not make a plan wrong: a ShardingPlan means the same in TorchRec 1.6 to 1.9,
+    and a plan for a cluster is made on a laptop with other builds. A new search may find another
+    plan, though.
     """
     versions = job["libraries"]
     return [

@@ -1,7 +1,8 @@
-"""Resolve exact capacities and bandwidths from a HardwareConfig and the devices present, and build TorchRec's Topology.
+"""Resolve capacities and bandwidths from a HardwareConfig and the devices of this host, and build
+TorchRec's Topology.
 
-TorchRec's own defaults are a 32 GB V100; nothing here falls back on them. What the config leaves unset is
-probed from the device; an error names the keys that no device can answer.
+TorchRec's defaults are a 32 GB V100; they are never used here. Values that the config does not set
+are probed from the device. An error names the keys that no device can answer.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ PROBE_STEP_BYTES = GIB // 4
 
 @dataclass(frozen=True)
 class Hardware:
-    """One rank's capacities in bytes and bandwidths in GB/s; on cpu both hbm_ values are 0.
+    """One rank's capacities in bytes and bandwidths in GB/s. On cpu both hbm_ values are 0.
 
-    `local_world_size` ranks reach each other at the intra_host values: those of one host, or of all
-    `hosts_per_nvlink_domain` hosts that NVLink joins.
+    `local_world_size` ranks are connected with the intra_host values: the ranks of one host, or of
+    all `hosts_per_nvlink_domain` hosts that NVLink joins.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Hardware:
     collective_launch_us: float
     intra_host_latency_us: float
     inter_host_latency_us: float
-    # Of the step's prediction alone; None: the config does not say.
+    # Only for the prediction of steps. None: the config does not set it.
     tflops_fp32: float | None = None
     tflops_bf16: float | None = None
     issue_us: float | None = None
@@ -65,16 +66,16 @@ class Hardware:
 
     @property
     def memory_gb_per_s(self) -> float:
-        """Of the memory that a rank computes in."""
+        """Return the bandwidth of the memory in which a rank computes."""
         return self.ddr_gb_per_s if self.on_cpu else self.hbm_gb_per_s
 
     def fastest_bytes(self, hbm_bytes: int, ddr_bytes: int) -> int:
-        """What of a rank's memory it computes in."""
+        """Return the bytes of the memory in which a rank computes."""
         return ddr_bytes if self.on_cpu else hbm_bytes
 
     @property
     def num_hosts(self) -> int:
-        """Hosts, or NVLink domains of several hosts."""
+        """Return the number of hosts, or of NVLink domains of several hosts."""
         return self.world_size // self.local_world_size
 
     @property
@@ -85,13 +86,14 @@ class Hardware:
 def resolve_hardware(
     config: HardwareConfig, world_size: int, *, local_world_size: int | None = None, device_type: str | None = None
 ) -> Hardware:
-    """Fill what the config leaves open from the devices at hand.
+    """Fill in what the config does not set, from the devices of this host.
 
-    A running rank passes its `local_world_size` and `device_type`; a plan for absent hardware passes neither.
+    A running rank passes its `local_world_size` and `device_type`. A plan for other hardware passes
+    neither.
 
     Raises:
-        PlanError: a value that is neither given nor to be probed, ranks that do not fill whole hosts, or
-            hardware of another kind than the running rank's.
+        PlanError: a value is neither set nor can be probed, ranks do not fill complete hosts, or the hardware is of
+            another kind than the running rank's.
     """
     compute_device = _compute_device(config, device_type)
     device = devices.named(compute_device)
@@ -132,7 +134,7 @@ def resolve_hardware(
 
 
 def available_memory(config: PlannerConfig, hardware: Hardware) -> float:
-    """Bytes of a rank's fastest memory that are not kept free; the dense part's are still to come off."""
+    """Return the usable bytes of a rank's fastest memory, before the dense part is subtracted."""
     capacity = hardware.fastest_bytes(hardware.hbm_cap_bytes, hardware.ddr_cap_bytes)
     return capacity * (1 - config.reserved_memory_fraction)
 
@@ -155,16 +157,18 @@ def build_topology(hardware: Hardware) -> Topology:
             ssd_cap_bytes=hardware.ssd_cap_bytes,
             intra_host_bw=speed(hardware.intra_host_gb_per_s),
             inter_host_bw=speed(hardware.inter_host_gb_per_s),
-            # On cpu TorchRec puts these two into a lookup of all kernels and then reads only the cpu's.
+            # On cpu TorchRec puts these two into a table of all kernels and then reads only the
+            # cpu's.
             hbm_mem_bw=speed(hardware.hbm_gb_per_s or hardware.ddr_gb_per_s),
             hbm_to_ddr_mem_bw=speed(hardware.hbm_to_ddr_gb_per_s or hardware.ddr_gb_per_s),
             ddr_mem_bw=speed(hardware.ddr_gb_per_s),
         ),
-        # Without the flag TorchRec (1.8 and 1.9) uses its own defaults instead of every bandwidth above.
+        # Without the flag TorchRec (1.8 and 1.9) uses its defaults instead of every bandwidth
+        # above.
         torchrec_planner.KernelConfig(compute_device=hardware.compute_device, use_hardware_based_bandwidth=True),
     )
     for device in topology.devices:
-        # TorchRec 1.6 takes a capacity of 0 for a missing one, and has put its default in place: 2 TB of SSD.
+        # TorchRec 1.6 treats a capacity of 0 as missing, and has inserted its default: 2 TB of SSD.
         device.storage = torchrec_planner.Storage(
             hardware.hbm_cap_bytes, hardware.ddr_cap_bytes, ssd=hardware.ssd_cap_bytes
         )
@@ -186,7 +190,8 @@ def _bytes(config: HardwareConfig, name: str, probe: Callable[[], int]) -> int:
     given = getattr(config, name)
     if given is not None:
         return int(given * GIB)
-    # Rounded down: a driver or kernel update moves the total by some MiB, and a plan file must outlive it.
+    # Rounded down, because a driver or kernel update changes the total by some MiB, and a plan file
+    # must survive it.
     return probe() // PROBE_STEP_BYTES * PROBE_STEP_BYTES
 
 
@@ -196,7 +201,7 @@ def _bandwidth(config: HardwareConfig, name: str, probe: Callable[[], float] | N
         value = probe()
     if not value:
         raise PlanError(
-            f"hardware={config.name} does not say {name}, and it cannot be probed; "
+            f"hardware={config.name} does not set {name}, and it cannot be probed; "
             f"set hardware.{name}=<GB/s>, or use a preset of conf/hardware"
         )
     return float(value)
@@ -208,7 +213,7 @@ def _latency(config: HardwareConfig, name: str, default: float) -> float:
 
 
 def _link(config: HardwareConfig, name: str, device: Device) -> float:
-    """Of hardware=auto: what the card at hand has, else PCIe's."""
+    """For hardware=auto: return the link of this host's card, or PCIe's."""
     card = _card_at_hand(config, device) if getattr(config, name) is None else None
     if card is not None:
         return float(getattr(card, name))
@@ -222,7 +227,7 @@ def _peak(config: HardwareConfig, name: str, device: Device) -> float | None:
 
 
 def _card_at_hand(config: HardwareConfig, device: Device) -> Card | None:
-    """Of hardware=auto; a preset says all by itself."""
+    """For hardware=auto: return the card of this host. A preset is complete."""
     return find_card(device.card_name()) if config.compute_device == "auto" else None
 
 
@@ -231,10 +236,10 @@ def _probe_hbm_bytes(device: Device) -> int:
 
 
 def _probe_hbm_gb_per_s(device: Device) -> float:
-    """By the card's data sheet; of an unknown card the peak.
+    """Return the bandwidth in the card's data sheet, or the peak of an unknown card.
 
     Raises:
-        PlanError: a MIG slice has a part of the bus, and torch reports the card's.
+        PlanError: for a MIG slice, which has a part of the bus, because torch reports the card's.
     """
     name = _here(device, "hbm_gb_per_s").card_name()
     if is_mig_slice(name):
@@ -247,7 +252,10 @@ def _probe_hbm_gb_per_s(device: Device) -> float:
 
 
 def _here(device: Device, name: str) -> Device:
-    """`device`, which is to be asked for `name`. Raises PlanError where there is none on this host."""
+    """Return `device`, from which `name` is probed.
+
+    Raises PlanError if this host has no such device.
+    """
     if not device.is_available():
         raise PlanError(
             f"hardware.{name} is not set and torch sees no GPU to probe it from; "

@@ -1,4 +1,6 @@
-"""Explain why no plan holds the tables: what is missing, in GiB, and suggestions as config lines."""
+"""Explain why no plan holds the tables: what is missing, in GiB, and suggestions as config
+lines.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +32,24 @@ def explain_infeasible(
     missing: Sequence[str] = (),
     working: Sequence[tuple[str, int]] = (),
 ) -> str:
-    """`usable` is HBM and host memory a rank that tables may take; see estimator.usable_bytes.
+    """Return the explanation. usable: HBM and host memory per rank for tables
+    (estimator.usable_bytes).
 
-    `missing`: where the best attempt breaks capacities. `working`: config lines on which a plan was found, with the
-    free bytes of the fullest rank.
+    missing: where the best attempt exceeds capacities. working: config lines for which a plan was
+    found, with the free bytes of the fullest rank.
     """
     sizes = {entry.table.name: table_bytes(entry, optimizer_name) for entry in placed}
     largest = sorted(sizes, key=lambda name: -sizes[name])[:NUM_LARGEST]
     lines = [
-        f"no plan holds the {len(placed)} tables: with their {optimizer_name} state they take {show_bytes(sum(sizes.values()))}, "
-        f"{hardware.world_size} rank(s) of {hardware.name} have {show_bytes(hardware.world_size * sum(usable))} for them",
+        f"no plan holds the {len(placed)} tables: with their {optimizer_name} state they need "
+        f"{show_bytes(sum(sizes.values()))}, but {hardware.world_size} rank(s) of {hardware.name} "
+        f"have {show_bytes(hardware.world_size * sum(usable))} for them",
         "largest: " + ", ".join(f"{name} {show_bytes(sizes[name])}" for name in largest),
-        f"a rank: {_capacity(hardware, usable)} ({100 * reserved_fraction:g} % kept free, and the dense part's share)",
+        f"per rank: {_capacity(hardware, usable)} ({100 * reserved_fraction:g} % is reserved, and "
+        "the dense part needs its share)",
         *(islice(_unsplittable(placed, constraints, sizes, usable), NUM_LARGEST) if hardware.world_size > 1 else ()),
         *missing,
-        "suggestions, each tried:" if working else "none of the changes that were tried is enough alone",
+        "suggestions, each tried:" if working else "none of the tried changes is sufficient alone",
         *(f"  {lines}: fits, {show_bytes(free)} free on the fullest rank" for lines, free in working),
         "not tried:",
         *(f"  {suggestion}" for suggestion in _untried(placed, sizes, hardware.world_size * sum(usable))),
@@ -53,7 +58,7 @@ def explain_infeasible(
 
 
 def table_bytes(entry: PlacedTable, optimizer_name: str, bytes_per_number: int | None = None) -> int:
-    """One copy of a table and its optimizer state."""
+    """Return the bytes of one copy of a table and its optimizer state."""
     table = entry.table
     size = bytes_per_number or entry.parameter.element_size()
     weights = table.num_embeddings * table.embedding_dim * size
@@ -70,7 +75,10 @@ def _capacity(hardware: Hardware, usable: tuple[int, int]) -> str:
 
 
 def _room(entry: PlacedTable, constraints: dict[str, ParameterConstraints], usable: tuple[int, int]) -> int:
-    """Bytes of a rank for a shard of the table: on a GPU host memory counts where the table may lie there."""
+    """Return a rank's bytes for a shard of the table.
+
+    On a GPU host memory counts if the table may be there.
+    """
     hbm, ddr = usable
     if hbm <= 0:
         return ddr
@@ -89,14 +97,17 @@ def _unsplittable(
         types = constraints[name].sharding_types or []
         if sizes[name] > room and not set(types) & set(SPLITTING_TYPES):
             yield (
-                f"table {name} may only be {' or '.join(types)}, so one rank must hold {show_bytes(sizes[name])} and has "
+                f"table {name} may only be {' or '.join(types)}, so one rank needs "
+                f"{show_bytes(sizes[name])} but has "
                 f"{show_bytes(room)}: add row_wise to tables.{entry.table.config_name}.sharding.sharding_types"
             )
 
 
 def describe_shortfall(shortfall: Shortfall, names: list[str], kinds: list[str], taken: list[int]) -> list[str]:
-    """Which ranks the best attempt overfills, by how much, and with which tables. `kinds` and `taken`: sharding type and
-    bytes of each table there."""
+    """Describe which ranks the best attempt overfills, by how much, and with which tables.
+
+    kinds, taken: sharding type and bytes of each table.
+    """
     memories = ("HBM", "host memory", "SSD")
     lines = []
     ranks = np.argsort(-shortfall.over.sum(axis=1), kind="stable")
@@ -120,6 +131,6 @@ def describe_shortfall(shortfall: Shortfall, names: list[str], kinds: list[str],
 
 def _untried(placed: list[PlacedTable], sizes: dict[str, int], room: int) -> Iterator[str]:
     largest = max((entry.table for entry in placed), key=lambda table: sizes[table.name])
-    yield f"fewer rows: tables.{largest.config_name} has {largest.num_embeddings:,}; data.ids.min_frequency or max_size drops rare ones"
+    yield f"fewer rows: tables.{largest.config_name} has {largest.num_embeddings:,}; data.ids.min_frequency or max_size drops rare ids"
     if sum(sizes.values()) <= room:
-        yield "a longer planner.timeout_s where little is missing"
+        yield "a longer planner.timeout_s if little is missing"

@@ -1,7 +1,8 @@
-"""Read and write plan files, and refuse a plan made for other tables or hardware.
+"""Read and write plan files. Refuse a plan made for other tables or hardware.
 
-A file holds every field of every ParameterSharding, choices, loads and cost, and the fingerprint of what the
-plan was made for: a stale or foreign plan is refused, with the lines that differ, before memory is allocated.
+A file has every field of every ParameterSharding, the choices, loads and cost, and the fingerprint
+of what the plan was made for. An outdated plan, or a plan for another job, is refused with the
+lines that differ, before memory is allocated.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from pipeline.runtime.errors import PlanError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
 
-SPEC = "sharding_spec"  # the field of ParameterSharding that is encoded on its own
+SPEC = "sharding_spec"  # the field of ParameterSharding that is encoded separately
 logger = get_logger(__name__)
 
 
 def write_plan(path: str, record: PlanRecord) -> None:
-    """Atomic. The same plan gives the same bytes."""
+    """Write the plan atomically. The same plan gives the same bytes."""
     storage.publish_text(path, encode_record(record))
 
 
@@ -68,24 +69,28 @@ def encode_record(record: PlanRecord) -> str:
 
 
 def load_plan(path: str, expected: Fingerprint, command: str) -> PlanRecord:
-    """The plan in `path`, made for exactly what `expected` says; `command` is what makes a fresh one.
+    """Return the plan in `path`, which must be made for `expected`. command: prints in errors how
+    to make a new plan.
 
     Raises:
-        PlanError: no such file, not a plan file, or a plan for something else.
+        PlanError: the file does not exist, is not a plan file, or has a plan for something else.
     """
     found = find_plan_file(path, command)
     record = read_plan(found, command)
     if lines := differing_lines(record.fingerprint, expected):
         shown = "".join(f"\n  {line}" for line in lines[:MAX_LINES])
         more = f"\n  and {len(lines) - MAX_LINES} more" if len(lines) > MAX_LINES else ""
-        raise PlanError(f"plan file {found} was made for another job:{shown}{more}\nmake a fresh one: {command}")
+        raise PlanError(f"plan file {found} was made for another job:{shown}{more}\nmake a new one: {command}")
     if libraries := differing_libraries(record.fingerprint, expected):
         logger.warning("plan file %s was made with %s", found, ", ".join(libraries))
     return record
 
 
 def read_plan(path: str, command: str = COMMAND) -> PlanRecord:
-    """The plan in `path`, whatever it was made for. Raises PlanError where the file is damaged or no plan."""
+    """Return the plan in `path`, made for anything.
+
+    Raises PlanError if the file is damaged or not a plan.
+    """
     content = read_content(path, command)
     try:
         record = _decode_content(content)
@@ -96,7 +101,7 @@ def read_plan(path: str, command: str = COMMAND) -> PlanRecord:
 
 
 def encode_plan(plan: ShardingPlan) -> dict[str, Any]:
-    """Plain JSON values: module path -> table -> every field of its ParameterSharding."""
+    """Return JSON values: module path -> table -> every field of its ParameterSharding."""
     encoded: dict[str, Any] = {}
     for path, module_plan in plan.plan.items():
         assert isinstance(module_plan, EmbeddingModuleShardingPlan)
@@ -105,7 +110,10 @@ def encode_plan(plan: ShardingPlan) -> dict[str, Any]:
 
 
 def decode_plan(encoded: dict[str, Any]) -> ShardingPlan:
-    """Equal, field by field, to the plan that was encoded. Raises PlanError for a field this TorchRec lacks."""
+    """Return the plan that was encoded, field by field.
+
+    Raises PlanError for a field that this TorchRec lacks.
+    """
     return ShardingPlan(
         {
             path: EmbeddingModuleShardingPlan({table: _decode_sharding(raw) for table, raw in tables.items()})
@@ -139,7 +147,9 @@ def _decode_sharding(raw: dict[str, Any]) -> ParameterSharding:
 
 
 def _encode(value: Any) -> Any:
-    """Dataclasses and named tuples as those fields that are not at their default, enums by name."""
+    """Encode dataclasses and named tuples as their fields that differ from the default, and enums
+    by name.
+    """
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, enum.Enum):
@@ -155,7 +165,7 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(value: Any, hint: Any) -> Any:
-    """The value of type `hint` that `_encode` made `value` of."""
+    """Return the value of type `hint` that `_encode` turned into `value`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if value is None:
         return None
@@ -177,7 +187,7 @@ def _decode(value: Any, hint: Any) -> Any:
 
 
 def decode_record(text: str) -> PlanRecord:
-    """Equal to the record that was encoded."""
+    """Return the record that was encoded."""
     return _decode_content(json.loads(text))
 
 
@@ -186,7 +196,9 @@ def _decode_content(content: dict[str, Any]) -> PlanRecord:
 
 
 def _check_shards(record: PlanRecord) -> None:
-    """Raises PlanError unless each table of the fingerprint is there once and its shards tile it exactly."""
+    """Raise PlanError unless each table of the fingerprint occurs once and its shards cover it
+    exactly.
+    """
     described, world_size = record.fingerprint["tables"], record.fingerprint["topology"]["world_size"]
     planned = {
         (path, table): sharding for path, tables in record.plan.plan.items() for table, sharding in tables.items()
@@ -208,7 +220,9 @@ def _check_shards(record: PlanRecord) -> None:
 
 
 def _check_tiling(name: str, shape: tuple[int, int], shards: list[ShardMetadata], ranks: list[int]) -> None:
-    """Column blocks side by side, each cut into rows from top to bottom: all of TorchRec's types look like this."""
+    """Check column blocks next to each other, each split into rows from top to bottom, as in all of
+    TorchRec's types.
+    """
     if [shard.placement and shard.placement.rank() for shard in shards] != ranks:
         raise PlanError(f"table {name!r} names ranks {ranks} that its shards are not on")
     blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -217,11 +231,13 @@ def _check_tiling(name: str, shape: tuple[int, int], shards: list[ShardMetadata]
         blocks.setdefault((column, num_columns), []).append((row, num_rows))
     whole = _tiles(sorted(blocks), shape[1]) and all(_tiles(sorted(rows), shape[0]) for rows in blocks.values())
     if not whole:
-        raise PlanError(f"the shards of table {name!r} leave out or double parts of its {shape[0]} x {shape[1]}")
+        raise PlanError(f"the shards of table {name!r} miss or repeat parts of its {shape[0]} x {shape[1]}")
 
 
 def _tiles(pieces: list[tuple[int, int]], length: int) -> bool:
-    """Whether pieces (offset, size), some of them empty, cover 0..length without gap or overlap."""
+    """Return whether pieces (offset, size), some of them empty, cover 0..length without gap or
+    overlap.
+    """
     end = 0
     for offset, size in pieces:
         if size and offset != end:

@@ -1,6 +1,7 @@
-"""Find and read plan files as plain values, without torch, so that they are shown and compared at once.
+"""Find plan files and read them as plain values, without torch, so that showing and comparing them
+is fast.
 
-plan_codec.py makes TorchRec's objects of them.
+plan_codec.py turns them into TorchRec's objects.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pipeline.runtime.errors import PlanError
 from pipeline.runtime.storage import storage
 
 FOLDER = "sharding_plans"
-OF_THIS_MACHINE = ".autox"  # in the name of a plan for hardware=auto: it is never one of the plans that ship
+OF_THIS_MACHINE = ".autox"  # part of the name of a plan for hardware=auto; no shipped plan has it
 PACKAGE = Path(__file__).resolve().parents[1]
 FORMAT_VERSION = 2
 COMMAND = "python -m pipeline plan experiment=<name> hardware=<preset> world_size=<ranks>"
@@ -27,11 +28,15 @@ DAMAGE = (KeyError, TypeError, AttributeError, ValueError, IndexError, OverflowE
 
 
 def find_plan_file(path: str, command: str) -> str:
-    """Look at `path`, then among the plans that ship; `command` is what makes one. Raises PlanError for neither."""
+    """Search `path`, then the plans that ship.
+
+    Raises PlanError if neither exists, with `command`, which makes a plan.
+    """
     if storage.is_file(path):
         return path
     looked = [path]
-    _, in_folder, name = f"/{path}".rpartition(f"/{FOLDER}/")  # wherever paths.root has moved the folder
+    # paths.root may have moved the folder
+    _, in_folder, name = f"/{path}".rpartition(f"/{FOLDER}/")
     may_ship = OF_THIS_MACHINE not in path and (in_folder or not (path.startswith("/") or "://" in path))
     if may_ship:
         looked.append(str(shipped_folder() / (name if in_folder else path)))
@@ -41,23 +46,25 @@ def find_plan_file(path: str, command: str) -> str:
 
 
 def shipped_folder() -> Path:
-    """sharding_plans/ beside the package of a checkout, or of a copy of one, else in the installed package."""
+    """Return sharding_plans/ of a checkout or of a copy of it, otherwise the folder in the
+    installed package.
+    """
     return (PACKAGE.parent if (PACKAGE.parent / "setup.cfg").is_file() else PACKAGE) / FOLDER
 
 
 @dataclass(frozen=True)
 class PlanView:
-    """`shardings`: module path -> table -> its ParameterSharding as in the file."""
+    """A plan. `shardings`: module path -> table -> its ParameterSharding as in the file."""
 
     description: PlanDescription
     shardings: dict[str, dict[str, dict[str, Any]]]
 
 
 def read_view(path: str) -> PlanView:
-    """The plan in `path`, to look at: what training needs of its shards is not checked.
+    """Read the plan in `path` to show it, without checking what training needs of its shards.
 
     Raises:
-        PlanError: no such file, no plan file, or a damaged one.
+        PlanError: the file does not exist, is not a plan file, or is damaged.
     """
     path = find_plan_file(path, COMMAND)
     content = read_content(path)
@@ -72,7 +79,10 @@ def read_view(path: str) -> PlanView:
 
 
 def read_content(path: str, command: str = COMMAND) -> dict[str, Any]:
-    """The file's JSON object. Raises PlanError where it is none, or one that this release does not read."""
+    """Return the file's JSON object.
+
+    Raises PlanError if it is not a plan, or has a format that this release cannot read.
+    """
     try:
         content: dict[str, Any] = json.loads(storage.read_text(path))
         version = content["format_version"]
@@ -86,7 +96,7 @@ def read_content(path: str, command: str = COMMAND) -> dict[str, Any]:
 
 
 def description_fields(content: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a PlanDescription. Raises one of DAMAGE where the file is damaged."""
+    """Return the fields of a PlanDescription. Raises one of DAMAGE if the file is damaged."""
     if sha256_of(content["fingerprint"]) != content["fingerprint_sha256"]:
         raise PlanError("its fingerprint was changed by hand")
     description = msgspec.convert(content, PlanDescription)  # a ValidationError is a ValueError
@@ -94,7 +104,7 @@ def description_fields(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_json(value: Any, indent: int = 0) -> str:
-    """JSON with one line for each shard, table and rank: what holds nothing nested stands on a line of its own."""
+    """Format JSON with one line for each shard, table and rank."""
     items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
     if not any(isinstance(item, dict) or (isinstance(item, list) and _is_nested(item)) for item in items):
         return json.dumps(value)

@@ -1,6 +1,6 @@
-"""Describe a plan beside the ShardingPlan itself: choices, loads, cost, and what it was made for.
+"""Describe a plan: choices, loads, cost, and what it was made for, in addition to the ShardingPlan.
 
-No torch import, so that plan files are shown and compared at once.
+This module does not import torch, so that showing and comparing plan files is fast.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pipeline.planner.fingerprint import Fingerprint
 if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlan
 
-# In the order in which a step goes through them.
+# In the order of a step.
 PHASES = ("input_dist_ms", "forward_compute_ms", "forward_comms_ms", "backward_compute_ms", "backward_comms_ms")
 
 
@@ -36,9 +36,11 @@ class TierForecast:
 
 @dataclass(frozen=True)
 class TableChoice:
-    """Byte counts and `cost_ms` are summed over the table's shards; in- and output buffers count as memory.
+    """A table's choice.
 
-    `cache_load_factor`: of the rows, those that a cache in HBM holds; None without a cache.
+    Byte counts and `cost_ms` are sums over its shards; input and output buffers count as memory.
+
+    cache_load_factor: the share of rows that a cache in HBM holds; None without a cache.
     """
 
     name: str
@@ -55,19 +57,19 @@ class TableChoice:
     cost_ms: float
     reason: str
     cache_load_factor: float | None = None
-    tiers: TierForecast | None = None  # of a table whose rows lie on an SSD but for some
+    tiers: TierForecast | None = None  # of a table with most rows on an SSD
 
     @property
     def share_in_memory(self) -> float:
-        """Of its rows."""
+        """Return the share of its rows in memory."""
         return 1.0 if self.tiers is None else self.tiers.slots / self.num_embeddings
 
 
 @dataclass(frozen=True)
 class RankLoad:
-    """Memory and time that the tables take of a rank.
+    """Memory and time of a rank's tables.
 
-    Times are estimates; the latency of each collective that the plan issues is in the phase it belongs to, on every rank.
+    Times are estimates. The latency of each collective of the plan is in its phase, on every rank.
     """
 
     rank: int
@@ -87,9 +89,10 @@ class RankLoad:
 
 @dataclass(frozen=True)
 class Objective:
-    """max_rank: the slowest rank's whole cost, which TorchRec minimises. critical_path: per phase the slowest rank's.
+    """The objectives. max_rank: the slowest rank's total cost, which TorchRec minimizes.
+    critical_path: the sum of each phase's slowest rank.
 
-    `lower_bound_ms` and `gap` (of the objective named `minimised`) are None where nothing was proven.
+    `lower_bound_ms` and `gap` (of the objective named `minimised`) are None if nothing was proven.
     """
 
     minimised: str
@@ -101,10 +104,12 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanDescription:
-    """`usable_*_bytes` is what tables may take on each rank: capacity less the reserve and the dense part.
+    """A plan without its ShardingPlan.
 
-    `dense_bytes` is what the layers beside the tables take of each rank in training.
-    `torchrec_objective` is what TorchRec's own planner reached for the same request, None where it was not asked.
+    `usable_*_bytes`: a rank's memory for tables, without the reserve and the dense part.
+
+    `dense_bytes`: training memory of the layers on each rank. `torchrec_objective`: what TorchRec's
+    planner reached for the same request; None if it was not called.
     """
 
     planner: str
@@ -122,11 +127,14 @@ class PlanDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRecord(PlanDescription):
-    """A plan with its description: all that a plan file holds."""
+    """A plan with its description: the content of a plan file."""
 
     plan: ShardingPlan
 
 
 def critical_path_ms(ranks: list[RankLoad]) -> float:
-    """Every phase ends in a collective, where all wait for the slowest."""
+    """Return the critical path.
+
+    Every phase ends in a collective, in which all ranks wait for the slowest.
+    """
     return sum(max(getattr(load, phase) for load in ranks) for phase in PHASES)

@@ -1,6 +1,8 @@
-"""Search a ShardingPlan and its cost for a model, its tables and the hardware, once, equal on all ranks.
+"""Search a ShardingPlan and its cost for a model, its tables and the hardware, once and equal on
+all ranks.
 
-TorchRec enumerates and estimates options; a searcher chooses among them. SEARCHERS holds a function for each planner.
+TorchRec enumerates and estimates options; a searcher chooses among them. SEARCHERS has a function
+for each planner.
 """
 
 from __future__ import annotations
@@ -38,12 +40,14 @@ from pipeline.runtime.errors import PlanError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 
-AUTO, STEP_TIME = "auto", "step_time"  # planner.objective
-LONG_SEARCH_S = 20.0  # all ranks wait for rank 0: after it the log says how to plan ahead
+AUTO, STEP_TIME = "auto", "step_time"  # values of planner.objective
+# all ranks wait for rank 0; after this time the log says how to plan in advance
+LONG_SEARCH_S = 20.0
 logger = get_logger(__name__)
 
 
-# The config's two parts, the model's three, and what the ranks, the run and the prediction add: the trainer has no object of them all.
+# Two parameters of the config, three of the model, and others of the ranks, the run and the
+# prediction: the trainer has no object with all of them.
 def load_or_search_plan(
     config: PlannerConfig,
     hardware: HardwareConfig,
@@ -58,13 +62,14 @@ def load_or_search_plan(
     earlier: str | None = None,
     step_cost: Callable[[PlanRequest], StepCost] | None = None,
 ) -> PlanRecord:
-    """Collective: rank 0 reads or searches the plan, and every rank gets the same one, or the same PlanError.
+    """Collective: rank 0 reads or searches the plan, and every rank gets the same plan or the same
+    PlanError.
 
-    `num_ranks`: how many the plan is for; None: all. `earlier`: the plan file of the run that goes on. `step_cost`: of
-    planner.objective=step_time and auto.
+    num_ranks: how many ranks the plan is for; None: all. earlier: the plan file of the run that is
+    resumed. step_cost: for planner.objective=step_time and auto.
 
     Raises:
-        PlanError: no plan holds the tables, or the plan file is missing, damaged or for something else.
+        PlanError: no plan holds the tables, or the plan file is missing, damaged or for another job.
     """
     text, error = "", ""
     if context.is_main:
@@ -87,7 +92,8 @@ def load_or_search_plan(
                 and context.world_size > 1
             ):
                 logger.info(
-                    "plan        found in %.0f s, for which %d ranks waited; plan ahead: python -m pipeline plan <this job's "
+                    "plan        found in %.0f s, for which %d ranks waited; to plan in advance "
+                    "run: python -m pipeline plan <this job's "
                     "overrides> world_size=%d, and train with planner=file",
                     seconds, context.world_size, context.world_size,
                 )  # fmt: skip
@@ -102,14 +108,15 @@ def load_or_search_plan(
         text, error = message
     if error:
         raise PlanError(error)
-    # On rank 0 too: every rank trains by what a file would hold.
+    # Also on rank 0, so that every rank uses what a file would contain.
     return decode_record(text)
 
 
 def make_plan(config: PlannerConfig, request: PlanRequest, earlier: str | None = None) -> PlanRecord:
-    """On this rank alone: the plan of planner.plan_file; that of the file `earlier` where it holds; or a fresh one.
+    """Local: return the plan of planner.plan_file, the plan in file `earlier` if it is valid, or a
+    new plan.
 
-    Raises PlanError as load_or_search_plan.
+    Raises PlanError as load_or_search_plan does.
     """
     problem = build_problem(config, request)
     if config.kind != "file":
@@ -123,7 +130,10 @@ def make_plan(config: PlannerConfig, request: PlanRequest, earlier: str | None =
 
 
 def _earlier_plan(path: str, config: PlannerConfig, problem: Problem) -> PlanRecord | None:
-    """The plan in `path` where it was made for just this; the log says so, or why a new one is searched."""
+    """Return the plan in `path` if it was made for exactly this problem.
+
+    Log it, or why a new plan is searched.
+    """
     try:
         record = read_plan(path)
         expected = fingerprint_of(problem)
@@ -137,12 +147,15 @@ def _earlier_plan(path: str, config: PlannerConfig, problem: Problem) -> PlanRec
     except (OSError, UserError) as error:
         logger.info("plan        searching again because %s is not valid here: %s", path, str(error).splitlines()[0])
         return None
-    logger.info("plan        %s still holds: no search", path)
+    logger.info("plan        %s is still valid: no search", path)
     return record
 
 
 def explain_misfit(record: PlanRecord, config: PlannerConfig, request: PlanRequest) -> list[str]:
-    """List why a plan cannot be used for `request`: values that differ, ranks that it overfills. Empty: it can."""
+    """List why a plan cannot be used for `request`: values that differ, ranks that it overfills.
+
+    Empty: it can be used.
+    """
     problem = build_problem(config, request)
     expected = fingerprint_of(problem)
     differing = differing_lines(record.fingerprint, expected)
@@ -150,7 +163,10 @@ def explain_misfit(record: PlanRecord, config: PlannerConfig, request: PlanReque
 
 
 def search_plan(config: PlannerConfig, problem: Problem) -> PlanRecord:
-    """Search a plan: the same in every process, unless planner.timeout_s cuts the search short."""
+    """Search a plan.
+
+    It is the same in every process, unless planner.timeout_s ends the search early.
+    """
     found = SEARCHERS[config.kind](config, problem) if problem.placed else NO_TABLES
     record = build_record(config.kind, problem, found)
     _check_fits(record, problem.usable, f"{config.kind}'s plan", "raise planner.reserved_memory_fraction")
@@ -178,11 +194,11 @@ def _search_torchrec(config: PlannerConfig, problem: Problem) -> ChosenPlan:
     started = time.monotonic()
     try:
         plan = planner.plan(request.model, request.sharders)
-    except (PlannerError, RuntimeError) as error:  # TorchRec raises both where nothing fits
+    except (PlannerError, RuntimeError) as error:  # TorchRec raises both if nothing fits
         raise PlanError(_explain_infeasible(config, problem)) from error
     if time.monotonic() - started > config.timeout_s:
         logger.warning(
-            "planner.timeout_s=%g cut the search short: a longer one may find a better plan", config.timeout_s
+            "planner.timeout_s=%g ended the search early: a longer search may find a better plan", config.timeout_s
         )
     options = planner._best_plan
     assert options, "a model without tables"
@@ -190,7 +206,9 @@ def _search_torchrec(config: PlannerConfig, problem: Problem) -> ChosenPlan:
 
 
 def _search_portfolio(config: PlannerConfig, problem: Problem) -> ChosenPlan:
-    """TorchRec enumerates and estimates, our search chooses, and TorchRec's validators check the result."""
+    """Let TorchRec enumerate and estimate, our search choose, and TorchRec's validators check the
+    result.
+    """
     request = problem.request
     topology = build_topology(request.hardware)
     try:
@@ -202,12 +220,14 @@ def _search_portfolio(config: PlannerConfig, problem: Problem) -> ChosenPlan:
             enumerated, num_proposed, request.hardware, problem.usable, settings, problem.costs.links.latencies_ms(),
             None if step_cost is None else _step_price(problem, step_cost),
         )  # fmt: skip
-    except (Infeasible, RuntimeError) as error:  # TorchRec raises RuntimeError where a table has no option
+    except (Infeasible, RuntimeError) as error:  # TorchRec raises RuntimeError if a table has no option
         raise PlanError(_explain_infeasible(config, problem)) from error
     if result.cut_short:
         busy = f" (the machine is busy: {result.busy:.1f} s of the clock for each of CPU)" if result.busy > 1.5 else ""
         logger.warning(
-            "planner.timeout_s=%g cut the search short%s: a longer one may find a better plan", config.timeout_s, busy
+            "planner.timeout_s=%g ended the search early%s: a longer search may find a better plan",
+            config.timeout_s,
+            busy,
         )
     logger.info(
         "search: %s found %.4g ms %s in %.1f s, at most %.2f %% above the best possible",
@@ -215,20 +235,20 @@ def _search_portfolio(config: PlannerConfig, problem: Problem) -> ChosenPlan:
     )  # fmt: skip
     plan = to_sharding_plan(options, topology)
     validate_rank_assignment(plan, topology)
-    # Where not all of TorchRec's proposals were tried, its planner may have found a better plan.
+    # If not all of TorchRec's proposals were tried, its planner may have found a better plan.
     torchrec_score = result.torchrec if result.torchrec_complete else None
     torchrec_found = (
         None
         if torchrec_score is None
         else Objective("max_rank", torchrec_score.max_rank_ms, torchrec_score.critical_path_ms)
     )
-    if step_cost is not None:  # of the step nothing is proven
+    if step_cost is not None:  # nothing is proven about the step
         return ChosenPlan(plan, options, STEP_TIME, torchrec=torchrec_found)
     return ChosenPlan(plan, options, objective, result.lower_bound_ms, result.gap, torchrec_found)
 
 
 def _step_cost(config: PlannerConfig, request: PlanRequest) -> StepCost | None:
-    """What the plan's step is predicted by, where that is what counts.
+    """Return the prediction of a plan's step, if the objective uses it.
 
     Raises:
         PlanError: planner.objective=step_time, and the verb predicts no steps.
@@ -244,15 +264,17 @@ def _step_cost(config: PlannerConfig, request: PlanRequest) -> StepCost | None:
         return None
     try:
         cost = request.step_cost(request)
-        cost.ms([])  # all that was measured is there
+        cost.ms([])  # raises if a measurement is missing
     except UserError as error:
-        logger.warning("planned by critical_path, for the step cannot be predicted: %s", str(error).splitlines()[0])
+        logger.warning("planned by critical_path, because the step cannot be predicted: %s", str(error).splitlines()[0])
         return None
     return cost
 
 
 def _step_price(problem: Problem, cost: StepCost) -> PlanPrice:
-    """Milliseconds of a predicted step under options whose shards have ranks."""
+    """Return a function that predicts a step in milliseconds for options whose shards have
+    ranks.
+    """
     request, latencies = problem.request, problem.costs.links.latencies_ms()
 
     def price(options: list[ShardingOption]) -> float:
@@ -291,7 +313,7 @@ def _explain_infeasible(config: PlannerConfig, problem: Problem) -> str:
 
 
 def _describe_missing(problem: Problem) -> list[str]:
-    """Describe the ranks that the best attempt overfills. Empty where a table has no option at all."""
+    """Describe the ranks that the best attempt overfills. Empty if a table has no option at all."""
     try:
         options, num_proposed = enumerate_options(problem)
     except RuntimeError:
@@ -306,7 +328,9 @@ def _describe_missing(problem: Problem) -> list[str]:
 
 
 def _free_bytes(config: PlannerConfig, suggestion: Suggestion) -> int | None:
-    """The free memory of the fullest rank under the first plan that is found for a changed request."""
+    """Return the free memory of the fullest rank under the first plan that is found for a changed
+    request.
+    """
     try:
         problem = build_problem(replace(config, reserved_memory_fraction=suggestion.fraction), suggestion.request)
         options, num_proposed = enumerate_options(problem)
@@ -339,6 +363,6 @@ def _overfull_ranks(record: PlanRecord, usable: tuple[int, int]) -> Iterator[str
         ):
             if taken > room:
                 yield (
-                    f"{show_bytes(taken)} of tables into the {tier} of rank {load.rank}, where "
-                    f"{show_bytes(room)} is left beside the dense part and the reserve"
+                    f"{show_bytes(taken)} of tables into the {tier} of rank {load.rank}, which "
+                    f"has {show_bytes(room)} left without the dense part and the reserve"
                 )

@@ -44,10 +44,13 @@ class StepCost(Protocol):
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The model, hardware and batch that a plan is made for. `batch_size` is a rank's; tables must be on meta.
+    """The model, hardware and batch that a plan is made for.
 
-    suggests: where nothing fits, other settings are tried for a suggestion, which takes seconds. step_cost: what
-    planner.objective=step_time minimises, made when it is needed. calibration: a file of measurements that it is by.
+    `batch_size` is per rank; tables must be on meta.
+
+    suggests: if nothing fits, try other settings to make a suggestion, which takes seconds.
+    step_cost: makes what planner.objective=step_time minimizes. calibration: the file of
+    measurements that it uses.
     """
 
     tables: list[Table]
@@ -63,7 +66,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Problem:
-    """A request made ready for a searcher. `usable` is HBM and host memory a rank that tables may take."""
+    """A request in a searcher's form. `usable`: HBM and host memory per rank for tables."""
 
     request: PlanRequest
     placed: list[PlacedTable]
@@ -90,7 +93,7 @@ def fingerprint_of(problem: Problem) -> Fingerprint:
 
 
 def build_problem(config: PlannerConfig, request: PlanRequest) -> Problem:
-    """Raises PlanError where the dense part leaves no memory for tables."""
+    """Build the problem. Raises PlanError if the dense part leaves no memory for tables."""
     hardware, fraction = request.hardware, config.reserved_memory_fraction
     placed = place_tables(request.tables, request.model, request.sharders)
     constraints = build_constraints(placed, hardware, request.optimizer)
@@ -100,7 +103,8 @@ def build_problem(config: PlannerConfig, request: PlanRequest) -> Problem:
     )
     if hardware.fastest_bytes(*usable) <= 0:
         raise PlanError(
-            f"the dense part takes {show_bytes(dense_bytes)} in training, and of a rank of {hardware.name} "
+            f"the dense part needs {show_bytes(dense_bytes)} in training, and of a rank of "
+            f"{hardware.name} "
             f"({show_bytes(hardware.hbm_cap_bytes or hardware.ddr_cap_bytes)}) {100 * fraction:g} % are kept free: nothing "
             "is left for tables; use smaller layers, other hardware=, or a lower planner.reserved_memory_fraction"
         )

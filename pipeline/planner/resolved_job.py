@@ -1,7 +1,9 @@
-"""Resolve a job against its data set, once: every later step reads the result, and nothing changes it.
+"""Resolve a job against its data set once.
 
-`head_rows: auto` becomes a number here too. The choice depends on frequency curves, batch, ranks and memory, so a run makes
-it once and keeps it in its config.yaml.
+Every later step reads the result, and nothing changes it.
+
+`head_rows: auto` becomes a number here too. The choice depends on frequency curves, batch, ranks
+and memory, so a run makes it once and stores it in its config.yaml.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
 
 AUTO_TIERS = "auto"  # sharding.tiers
-# The job without tiers of sharding.tiers=auto -> which tables have them.
+# The job without the tiers of sharding.tiers=auto -> the tables that get tiers.
 TierChoice = Callable[["ResolvedJob"], Any]
-# Tables, and those of them whose head is `auto` -> rows of each of the latter.
+# All tables, and the tables whose head is `auto` -> the rows of each of these heads.
 HeadChoice = Callable[[list[Table], list[Table]], dict[str, int]]
 
 SplitTables = Callable[[TrainJob, Dataset, int, HeadChoice | None], tuple[TrainJob, list[Table]]]
@@ -42,11 +44,12 @@ class HeadReport(Protocol):
 
 @dataclass(frozen=True)
 class ResolvedJob:
-    """What a job and its data set come to on `world_size` ranks.
+    """A job and its data set, resolved for `world_size` ranks.
 
-    job: as it was given, with a number for every `head_rows: auto`, and the tiers that sharding.tiers=auto chooses.
-    all_tables: one for every sparse feature of the data set, as the reader needs them; `tables` are those that the model
-    uses, each with a note of what its head is expected to save. targets: the labels that it learns.
+    job: the given job with a number for every `head_rows: auto`, and with the tiers that
+    sharding.tiers=auto chooses. all_tables: one for every sparse feature of the data set, as the
+    reader needs them. tables: the tables that the model uses, each with a note of what its head is
+    expected to save. targets: the labels to learn.
     """
 
     job: TrainJob
@@ -59,7 +62,9 @@ class ResolvedJob:
 
     @cached_property
     def plain_tables(self) -> list[Table]:
-        """What is sharded: the parts of compressed tables, and the others as they are."""
+        """Return the tables to shard: the parts of compressed tables, and all other tables
+        unchanged.
+        """
         return physical_tables(self.tables)
 
 
@@ -70,11 +75,13 @@ def resolve_job(
     choose: HeadChoice | None = None,
     choose_tiers: TierChoice | None = None,
 ) -> ResolvedJob:
-    """Local. `choose` is asked where a head is `auto`, `choose_tiers` where tiers are; None: as if memory had no limit.
+    """Resolve, locally. `choose` is called if a head is `auto`, `choose_tiers` if tiers are.
+
+    None: memory has no limit.
 
     Raises:
-        ConfigError: tables, or compression, that do not fit the data set or the model.
-        DataError: data.columns names labels that the data set has not.
+        ConfigError: tables or compression do not fit the data set or the model.
+        DataError: data.columns names labels that the data set lacks.
     """
     job = replace(job, tables=expand_patterns(job.tables, dataset.sparse_feature_names))
     is_split = any(_is_split(config) for config in job.tables.values())

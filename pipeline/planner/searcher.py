@@ -1,4 +1,6 @@
-"""Search over TorchRec's sharding options as arrays, and give the shards of the chosen options their ranks."""
+"""Search over TorchRec's sharding options as arrays, and assign ranks to the shards of the chosen
+options.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ from pipeline.runtime.logs import get_logger
 
 PlanPrice = Callable[[list[ShardingOption]], float]
 logger = get_logger(__name__)
-CACHE_LOAD_FACTORS = (0.02, 0.05, 0.1, 0.4)  # beside FBGEMM's own 0.2
-MIN_CACHED_SHARE = 0.01  # of a rank's HBM: a smaller table's cache is not worth a choice
+CACHE_LOAD_FACTORS = (0.02, 0.05, 0.1, 0.4)  # in addition to FBGEMM's default of 0.2
+MIN_CACHED_SHARE = 0.01  # of a rank's HBM; a smaller table's cache is not worth a choice
 MIN_COLUMN_WIDTH = 32  # narrower rows waste a cache line of HBM
 RULES = {
     "data_parallel": Rule.EVERY_RANK,
@@ -49,7 +51,9 @@ PHASES = {  # phase -> its name in TorchRec
 
 
 def enumerate_options(problem: Problem) -> tuple[list[ShardingOption], int]:
-    """TorchRec's options and their number; behind them column shards of the widths that TorchRec leaves out."""
+    """Return TorchRec's options and their number, followed by column shards of widths that TorchRec
+    does not try.
+    """
     request, constraints, placed = problem.request, problem.constraints, problem.placed
     module, sharders, hardware, optimizer = request.model, request.sharders, request.hardware, request.optimizer
     topology = build_topology(hardware)
@@ -65,7 +69,8 @@ def enumerate_options(problem: Problem) -> tuple[list[ShardingOption], int]:
     for width in sorted({width for of_table in widths.values() for width in of_table}, reverse=True):
         wanted = {name for name, of_table in widths.items() if width in of_table and kinds[name]}
         narrower = {
-            # The enumerator wants an option for every table, so the others get one, which is dropped.
+            # The enumerator needs an option for every table, so other tables get one, which is
+            # dropped.
             name: replace(given, sharding_types=kinds[name], min_partition=width)
             if name in wanted
             else replace(given, sharding_types=(given.sharding_types or [])[:1])
@@ -84,7 +89,9 @@ def _with_caches(
     hardware: Hardware,
     optimizer: TableOptimizer,
 ) -> list[ShardingOption]:
-    """Return each option with a cache in HBM for each of CACHE_LOAD_FACTORS; none if HBM holds all tables anyway."""
+    """Return each option with a cache in HBM for each of CACHE_LOAD_FACTORS; none if HBM holds all
+    tables anyway.
+    """
     sizes = {entry.table.name: table_bytes(entry, optimizer.name) for entry in placed}
     asked = {entry.table.name for entry in placed if CACHED in entry.table.sharding.compute_kernels}
     if not asked and sum(sizes.values()) < hardware.world_size * hardware.hbm_cap_bytes / 2:
@@ -102,7 +109,7 @@ def _with_caches(
 
 
 def _column_widths(entry: PlacedTable, constraints: ParameterConstraints) -> list[int]:
-    """Halves, quarters ... of the table, but for a table whose width is given."""
+    """Return halves, quarters ... of the table's width; none if the width is given."""
     dim, widths = entry.table.embedding_dim, []
     if constraints.min_partition is None:
         while dim % 2 == 0 and dim // 2 >= MIN_COLUMN_WIDTH and (dim // 2) % COLUMN_STEP == 0:
@@ -132,12 +139,13 @@ def search_options(
     latency_ms: dict[str, Floats],
     price: PlanPrice | None = None,
 ) -> tuple[list[ShardingOption], SearchResult]:
-    """One option a table, its shards with ranks, as TorchRec's partitioner leaves them.
+    """Return one option per table, whose shards have ranks, as TorchRec's partitioner returns them.
 
-    price: of a whole plan; where it is given, the plan found is refined by it for at most as long as it was searched for.
+    price: of a complete plan; if given, it refines the result for at most as long as the search
+    took.
 
     Raises:
-        Infeasible: no assignment keeps to `usable` HBM and host memory a rank, or none was found.
+        Infeasible: no assignment keeps to `usable` HBM and host memory per rank, or none was found.
     """
     problem, by_table = build_search_problem(options, num_proposed, hardware, usable, latency_ms)
     tables = [[options[index] for index in indices] for indices in by_table.values()]
@@ -160,7 +168,9 @@ def build_search_problem(
     usable: tuple[int, int],
     latency_ms: dict[str, Floats],
 ) -> tuple[SearchProblem, dict[str, list[int]]]:
-    """The problem as arrays, and for each of its tables, by fully qualified name, the indexes of its options."""
+    """Return the problem as arrays, and for each of its tables, by fully qualified name, the
+    indexes of its options.
+    """
     by_table: dict[str, list[int]] = {}
     for index, option in enumerate(options):
         by_table.setdefault(option.fqn, []).append(index)
@@ -177,7 +187,7 @@ def build_search_problem(
 
 
 def to_arrays(option: ShardingOption, proposed: bool = True) -> Option:
-    """`proposed`: TorchRec's own planner has this option too."""
+    """Convert an option. `proposed`: TorchRec's planner has this option too."""
     cost = [[getattr(shard.perf, phase) for phase in PHASES.values()] for shard in option.shards]
     memory = [[shard.storage.hbm, shard.storage.ddr] for shard in option.shards if shard.storage]
     return Option(

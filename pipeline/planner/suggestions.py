@@ -1,4 +1,4 @@
-"""Suggest changes to a request that no plan can hold, each with the config lines that ask for it."""
+"""Suggest changes to a request that no plan can hold, each with its config lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ NUM_NAMED = 3  # tables whose config lines are written out
 
 @dataclass(frozen=True)
 class Suggestion:
-    """`lines`: overrides for the command line. `fraction`: planner.reserved_memory_fraction."""
+    """A suggestion. `lines`: overrides for the command line.
+
+    `fraction`: planner.reserved_memory_fraction.
+    """
 
     lines: str
     request: PlanRequest
@@ -35,10 +38,11 @@ def working_suggestions(
     free_bytes: Callable[[Suggestion], int | None],
     others: Sequence[Suggestion] = (),
 ) -> list[tuple[Suggestion, int]]:
-    """Find the smallest change of each kind that works, cheapest kinds first, with the free bytes of the fullest rank.
+    """Find the smallest change of each kind that works, cheapest kinds first, with the free bytes
+    of the fullest rank.
 
-    `others` are tried first. `free_bytes`: the free memory of the fullest rank under a plan for the changed request, None
-    where there is no plan.
+    others: tried first. free_bytes: returns the free memory of the fullest rank under a plan for
+    the changed request, or None if there is no plan.
     """
     unchanged = Suggestion("", request, fraction)
     working = []
@@ -54,7 +58,7 @@ def working_suggestions(
 def _changes(
     unchanged: Suggestion, placed: list[PlacedTable], usable: tuple[int, int]
 ) -> Iterator[Iterator[Suggestion]]:
-    """Kinds of changes, each as ever larger ones."""
+    """Yield kinds of changes, each as larger and larger changes."""
     optimizer = unchanged.request.optimizer.name
     by_size = [entry.table for entry in sorted(placed, key=lambda entry: -table_bytes(entry, optimizer))]
     if unchanged.request.hardware.world_size > 1:
@@ -95,14 +99,14 @@ def _lacks_host_memory(table: Table) -> bool:
 def _relaxed_limits(
     unchanged: Suggestion, tables: list[Table], key: str, allowed: Callable[[Table], list[str]]
 ) -> Iterator[Suggestion]:
-    """Lift a limit of the largest table, of the two largest, of four ..."""
+    """Lift a limit of the largest table, of the two largest, of the four largest ..."""
     count = 1
     while tables and count < 2 * len(tables):
         relaxed = tables[:count]
         # Parts of one compressed table have one line in the config.
         values = {table.config_name: allowed(table) for table in relaxed}
         lines = [f"'tables.{name}.sharding.{key}=[{','.join(value)}]'" for name, value in values.items()]
-        more = f" and so for {len(lines) - NUM_NAMED} more: {', '.join(list(values)[NUM_NAMED:])}"
+        more = f" and the same for {len(lines) - NUM_NAMED} more: {', '.join(list(values)[NUM_NAMED:])}"
         changed = [_allowing(table, key, values.get(table.config_name)) for table in unchanged.request.tables]
         text = " ".join(lines[:NUM_NAMED]) + (more if lines[NUM_NAMED:] else "")
         yield replace(unchanged, lines=text, request=replace(unchanged.request, tables=changed))
@@ -120,7 +124,7 @@ def _allowing(table: Table, key: str, value: list[str] | None) -> Table:
 
 
 def _in_fp16(request: PlanRequest, placed: list[PlacedTable]) -> PlanRequest:
-    """The request on meta with fp16 tables, of half the size."""
+    """Return the request on meta with fp16 tables of half the size."""
     model = copy.deepcopy(request.model)
     for entry in placed:
         bag = model.get_submodule(entry.module).get_submodule(f"embedding_bags.{entry.table.name}")
@@ -130,7 +134,7 @@ def _in_fp16(request: PlanRequest, placed: list[PlacedTable]) -> PlanRequest:
 
 
 def _more_hosts(unchanged: Suggestion, total_bytes: int, usable: tuple[int, int]) -> Iterator[Suggestion]:
-    """Add hosts, beginning at the number that the sum of bytes alone needs."""
+    """Add hosts, starting with the number that the sum of bytes needs."""
     hardware = unchanged.request.hardware
     local = hardware.local_world_size
     least = max(hardware.num_hosts + 1, math.ceil(total_bytes / max(1, max(usable)) / local))

@@ -208,7 +208,7 @@ def test_a_plan_is_checked_against_a_job(job: PlanJob) -> None:
     job.hardware = preset("h100_80gb", hbm_cap_gb=4.0)
     job.planner.reserved_memory_fraction = 0.6
     (line, *_) = check(path, job)
-    assert line.startswith("it puts ") and "GiB is left beside the dense part" in line
+    assert line.startswith("it puts ") and "GiB left without the dense part" in line
 
 
 def test_plan_files_are_shown_and_compared_without_torch(

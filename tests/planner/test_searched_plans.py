@@ -212,4 +212,4 @@ def test_the_size_of_a_cache_follows_the_datas_frequencies() -> None:
         assert (params.load_factor if params else 0.2) == choice.cache_load_factor
     even = make_plan(SEARCH, tight_request(known=False))
     assert known.objective.critical_path_ms < 0.5 * even.objective.critical_path_ms
-    assert "assumed even, for no data say how they fall" in "".join(choice.reason for choice in even.tables)
+    assert "assumed even, because there are no frequencies" in "".join(choice.reason for choice in even.tables)

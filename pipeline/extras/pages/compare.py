@@ -1,4 +1,6 @@
-"""Compare two plans: which tables moved, what each rank gains or loses, and the objectives (no torch import)."""
+"""Compare two plans: which tables moved, the changes of each rank, and the objectives (no torch
+import).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ MAX_RANKS = 16
 
 
 def compare(a: PlanDescription, b: PlanDescription) -> str:
-    """Deltas are b less a."""
+    """Return the comparison as text. Differences are b minus a."""
     return "\n\n".join("\n".join(part) for part in (_made_for(a, b), _tables(a, b), _ranks(a, b), _objectives(a, b)))
 
 
@@ -37,15 +39,15 @@ def _made_for(a: PlanDescription, b: PlanDescription) -> list[str]:
 
 
 def _tables(a: PlanDescription, b: PlanDescription) -> list[str]:
-    """The tables that moved, those whose cost changed most first."""
+    """List the tables that moved, the largest changes of cost first."""
     left, right = ({choice.name: choice for choice in plan.tables} for plan in (a, b))
     moved = [name for name in left.keys() & right.keys() if _placement(left[name]) != _placement(right[name])]
     moved.sort(key=lambda name: (-abs(right[name].cost_ms - left[name].cost_ms), name))
     lines = [f"{len(moved)} of {len(left.keys() & right.keys())} tables moved"]
     if moved:
         otherwise = sum(_placement(left[name])[:2] != _placement(right[name])[:2] for name in moved)
-        lines[0] += f", {otherwise} of them sharded otherwise, {len(moved) - otherwise} on other ranks only"
-        lines[0] += " (amounts: A, then B less A)"
+        lines[0] += f", {otherwise} of them with another sharding, {len(moved) - otherwise} only on other ranks"
+        lines[0] += " (amounts: A, then B minus A)"
         rows = [_table_row(left[name], right[name], len(a.ranks), len(b.ranks)) for name in moved[:MAX_TABLES]]
         headings = ("table", "A", "B", "ranks A", "ranks B", "HBM", "host memory", "cost, ms")
         lines.append(print_grid(headings, rows, right=headings[5:]))
@@ -78,13 +80,15 @@ def _table_row(a: TableChoice, b: TableChoice, ranks_a: int, ranks_b: int) -> li
 
 
 def _ranks(a: PlanDescription, b: PlanDescription) -> list[str]:
-    """Each rank both plans have; of many, those whose time or memory changes most."""
+    """List each rank that both plans have; of many ranks only those with the largest changes of
+    time or memory.
+    """
     pairs = list(zip(a.ranks, b.ranks, strict=False))
     if len(a.ranks) != len(b.ranks):
         return [f"ranks: {len(a.ranks)} in A, {len(b.ranks)} in B; they are not compared one by one"]
     changed = sorted((pair for pair in pairs if pair[0] != pair[1]), key=_change, reverse=True)
     if not changed:
-        return ["every rank carries the same"]
+        return ["every rank has the same load"]
     shown = sorted(changed[:MAX_RANKS], key=lambda pair: pair[0].rank)
     headings = (
         "rank",

@@ -1,6 +1,8 @@
-"""Find the pattern of a rank that is worth most: branch and bound over a knapsack of several resources, compiled by Numba.
+"""Find the most valuable pattern of a rank: branch and bound over a knapsack of several resources,
+compiled by Numba.
 
-The arrays are those of patterns.py: options in the order in which they are branched on, every resource's capacity scaled to 1.
+The arrays are those of patterns.py: options in the order of branching, with the capacity of every
+resource scaled to 1.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from numba import njit
 from pipeline.devices.cpu.kernels.parts import part
 from pipeline.planner.search.problem import Floats, Ranks
 
-ROUNDING = 1e-9  # of a capacity: so much too much still fits
+ROUNDING = 1e-9  # of a capacity; an excess of this size still fits
 
 
 class Candidates(NamedTuple):
@@ -32,7 +34,7 @@ class Candidates(NamedTuple):
 
 @part()
 def _fitting(option, depth, left, groups_left, candidates):  # type: ignore[no-untyped-def]
-    """How many shards of an option still fit."""
+    """Return how many shards of an option still fit."""
     group = candidates.group[option]
     count = min(candidates.most[option], math.floor((groups_left[group] + ROUNDING) / candidates.part[option]))
     for resource in range(candidates.use.shape[1]):
@@ -44,7 +46,9 @@ def _fitting(option, depth, left, groups_left, candidates):  # type: ignore[no-u
 
 @part()
 def _most_worth(depth, left, surrogate_left, candidates):  # type: ignore[no-untyped-def]
-    """At most so much are the options from `depth` on worth: they share the surrogate resource, in parts of shards."""
+    """Return an upper bound of the value of options from `depth` on: they share the surrogate
+    resource, in parts of shards.
+    """
     worth, room = 0.0, surrogate_left
     for option in candidates.by_worth:
         if option < depth:
@@ -66,8 +70,10 @@ def _most_worth(depth, left, surrogate_left, candidates):  # type: ignore[no-unt
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def find_pattern(candidates, least, slack, max_nodes, found):  # type: ignore[no-untyped-def]
-    """The pattern worth most, in `found` [O], if it is worth more than `least`. Returns its worth, or `least`, and
-    whether no pattern is worth more than `slack` times that."""
+    """Find the most valuable pattern, in `found` [O], if its value exceeds `least`.
+
+    Returns its value, or `least`, and whether no pattern has more than `slack` times that value.
+    """
     num_options, num_resources = candidates.use.shape
     counts = np.zeros(num_options)
     left, surrogate_left = np.ones((num_options + 1, num_resources)), np.ones(num_options + 1)

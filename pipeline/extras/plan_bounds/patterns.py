@@ -1,8 +1,10 @@
-"""Bound from below what any plan costs by what single ranks can hold: column generation over patterns of a rank.
+"""Bound the cost of any plan from below by what single ranks can hold: column generation over
+patterns of a rank.
 
-A pattern says how many shards of each option a rank has; it keeps the rank's memory and, in a box of the maxima, their upper limits.
-A linear program combines patterns so that they hold all tables, and a knapsack finds the pattern that its prices miss most.
-Boxes are split as in branch and bound: within narrow limits it shows where shards do not fill a rank evenly.
+A pattern says how many shards of each option a rank has. It keeps the rank's memory and, in a box
+of the maxima, their upper limits. A linear program combines patterns so that they hold all tables,
+and a knapsack finds the pattern whose value at the program's prices is highest. Boxes are split as
+in branch and bound: within narrow limits the bound shows that shards do not fill a rank evenly.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 import numpy as np
-import scipy  # its parts load when they are used: the linear programs take a third of a second
+import scipy  # its parts load on first use: the linear programs take a third of a second
 from numpy.typing import NDArray
 
 from pipeline.planner.search.exact import equal_tables
@@ -20,22 +22,22 @@ from pipeline.planner.search.problem import Floats, Option, Ranks, Rule, SearchP
 from pipeline.planner.search.ranks import project
 from pipeline.planner.search.relaxation import BYTES_SCALE, SAFE
 
-PRICED = 1 + 1e-3  # so much more than the pattern found another may be worth
-EQUAL_TABLES = 4  # in a group, on average, at least
+PRICED = 1 + 1e-3  # factor of the value by which a better pattern may be missed
+EQUAL_TABLES = 4  # minimum mean number of tables per group
 NODES = 3_000_000  # of branch and bound, to find one pattern
-PATTERNS_EACH = 100  # looked for in a box at most: then it is split
-MISSING = 10.0  # of the cutoff: what it costs that no pattern holds a table
-CLEARLY_BELOW = 0.999  # of the cutoff: a box whose patterns reach so little is split
+PATTERNS_EACH = 100  # searched in a box at most; then the box is split
+MISSING = 10.0  # of the cutoff: the price if no pattern holds a table
+CLEARLY_BELOW = 0.999  # of the cutoff: a box with a smaller value is split
 TIGHTENED = 5  # times that a box is solved again within narrower limits
-SHRUNK = 0.05  # of a box's width: less is not worth solving it again
-NARROWEST = 1e-6  # of the cutoff: a box is not split further
-MERGED = 1e-8  # relative: maxima that differ by a constant factor and no more are one
+SHRUNK = 0.05  # of a box's width; a smaller change is not worth solving it again
+NARROWEST = 1e-6  # of the cutoff: narrower boxes are not split
+MERGED = 1e-8  # relative; maxima that differ by a constant factor only are merged
 Mask = NDArray[np.bool_]
 
 
 @dataclass
 class Work:
-    """Patterns that may still be looked for; `stop` ends it sooner."""
+    """The number of patterns that may still be searched; `stop` ends it earlier."""
 
     patterns: int
     stop: Callable[[], bool]
@@ -54,8 +56,12 @@ class Box:
 
 @dataclass(frozen=True, eq=False)
 class _Solved:
-    """A box's linear program: its value, how much of that stands for tables that no pattern holds, prices of shards [O],
-    the price of a pattern, the maxima [P], and by how much each millisecond more of a maximum raises the value [P]."""
+    """A box's linear program.
+
+    Its value, the part of the value for tables that no pattern holds, the prices of shards [O], the
+    price of a pattern, the maxima [P], and the increase of the value per millisecond of each
+    maximum [P].
+    """
 
     value: float
     missing: float
@@ -67,7 +73,9 @@ class _Solved:
 
 @dataclass(frozen=True, eq=False)
 class _Bounded:
-    """What a box costs at least, and of the linear program that says so the maxima and what raises its value."""
+    """The lower bound of a box, and the maxima and their prices in the linear program that proves
+    it.
+    """
 
     bound: float
     maxima: Floats
@@ -78,7 +86,9 @@ UNKNOWN = _Bounded(-np.inf, np.zeros(0), np.zeros(0))
 
 
 def can_bound(problem: SearchProblem, most_options: int) -> bool:
-    """Few enough options of many equal tables: else patterns are too many. Needs Numba."""
+    """Return whether there are few enough options of many equal tables; otherwise there are too
+    many patterns. Needs Numba.
+    """
     groups = equal_tables(problem)
     options = sum(len(problem.tables[group[0]]) for group in groups)
     is_small = options <= most_options and len(groups) * EQUAL_TABLES <= len(problem.tables)
@@ -86,8 +96,12 @@ def can_bound(problem: SearchProblem, most_options: int) -> bool:
 
 
 class PatternBound:
-    """O options of groups of equal tables without the kinds `left_out`, G groups, P maxima, K resources of a rank:
-    the maxima and the kinds of memory. All kinds that are not left out count as in use."""
+    """O options of groups of equal tables without the kinds `left_out`, G groups, P maxima, K
+    resources of a rank.
+
+    The resources are the maxima and the kinds of memory. All kinds that are not left out count as
+    in use.
+    """
 
     def __init__(self, problem: SearchProblem, objective: str, left_out: Collection[str] = ()) -> None:
         groups = equal_tables(problem)
@@ -97,7 +111,8 @@ class PatternBound:
             for option in problem.tables[tables[0]]
             if option.kind not in left_out
         ]
-        self.is_impossible = len({number for number, _ in grouped}) < len(groups)  # a table has no option left
+        # a table has no option left
+        self.is_impossible = len({number for number, _ in grouped}) < len(groups)
         if self.is_impossible:
             return
         options = [option for _, option in grouped]
@@ -122,7 +137,7 @@ class PatternBound:
         self.fixed, self.one_each = self._rows()
 
     def proves(self, cutoff: float, work: Work) -> bool:
-        """Does every plan cost `cutoff` at least? False where that was not proven."""
+        """Return whether every plan is proven to cost at least `cutoff`."""
         goal = cutoff * (1 + 2 * SAFE)
         if self.is_impossible or goal <= self.latency:
             return True
@@ -138,7 +153,9 @@ class PatternBound:
         return True
 
     def _bound_box(self, box: Box, goal: float, work: Work) -> list[Box] | None:
-        """The parts into which a box is split; none where it costs `goal` at least, None where it can be split no further."""
+        """Return the parts into which a box is split; none if it costs at least `goal`; None if it
+        cannot be split further.
+        """
         tight = self._tighten(box, goal)
         for _ in range(TIGHTENED):
             if tight is None:
@@ -164,7 +181,9 @@ class PatternBound:
         return [Box(box.low, lower), Box(upper, box.high)]
 
     def _generate(self, box: Box, goal: float, work: Work) -> _Bounded:
-        """Add patterns until the box costs `goal` at least, or clearly less, or no pattern is missed."""
+        """Add patterns until the box costs at least `goal`, or clearly less, or no pattern improves
+        it.
+        """
         usable = [pattern for pattern in self.patterns if (pattern @ self.cost <= box.high * (1 + 1e-9)).all()]
         best = UNKNOWN
         for _ in range(PATTERNS_EACH):
@@ -189,9 +208,11 @@ class PatternBound:
         return best
 
     def _solve(self, patterns: list[Floats], box: Box, goal: float) -> _Solved | None:
-        """The best mix of patterns in a box; of infinite value where there is none. None where the solver gave up.
+        """Return the best mix of patterns in a box, with infinite value if there is none; None if
+        the solver gave up.
 
-        Variables: options' shares of their groups, maxima, missing shares, patterns' numbers of ranks.
+        Variables: options' shares of their groups, maxima, missing shares, patterns' numbers of
+        ranks.
         """
         count, maxima = len(self.shards), len(self.weights)
         first = 2 * count + maxima
@@ -226,7 +247,9 @@ class PatternBound:
         )
 
     def _find_pattern(self, prices: Floats, high: Floats, least: float) -> tuple[Floats | None, float]:
-        """A pattern worth more than `least`, and what none is worth more than."""
+        """Return a pattern with a value above `least`, and an upper bound of any pattern's
+        value.
+        """
         from pipeline.extras.plan_bounds.pattern_kernels import Candidates, find_pattern
 
         use = np.concatenate([_shares(self.cost, high), _shares(self.memory, self.room)], axis=1)
@@ -240,7 +263,8 @@ class PatternBound:
             return None, least * PRICED + unpriced
         surrogate = np.maximum(use[useful] @ weights, 1e-12)
         size = np.floor(np.log2(np.maximum(use[useful].max(axis=1), 1e-12)))
-        order = np.lexsort((-prices[useful] / surrogate, -size))  # large shards first: the others fill up
+        # large shards first; small ones fill the rest
+        order = np.lexsort((-prices[useful] / surrogate, -size))
         ordered, surrogate = useful[order], surrogate[order]
         candidates = Candidates(
             prices[ordered], np.ascontiguousarray(use[ordered]), surrogate, most[order], self.group[ordered],
@@ -256,7 +280,9 @@ class PatternBound:
         return pattern, bound + unpriced
 
     def _weigh_resources(self, prices: Floats, use: Floats, options: Ranks, most: Floats) -> tuple[Floats, float]:
-        """By the duals of the knapsack's linear program, and its value."""
+        """Return weights of the resources, the duals of the knapsack's linear program, and its
+        value.
+        """
         tables = np.zeros((len(self.copies), len(options)))
         tables[self.group[options], np.arange(len(options))] = 1 / self.most[options]
         found = scipy.optimize.linprog(
@@ -271,7 +297,9 @@ class PatternBound:
         return (weights / total if total > 0 else even), -float(found.fun) * (1 + SAFE)
 
     def _tighten(self, box: Box, goal: float) -> Box | None:
-        """What the maxima can be where plans cost less than `goal`, by loads spread evenly; None: there are none."""
+        """Return the range of the maxima if plans cost less than `goal`, by evenly spread loads;
+        None: there is no such plan.
+        """
         count, maxima = len(self.shards), len(self.weights)
         even = self.fixed[: self.fixed.shape[0] - count, : count + maxima].toarray()
         held = np.concatenate([self.taken.T, np.zeros((len(self.room), maxima))], axis=1)
@@ -296,9 +324,10 @@ class PatternBound:
         return Box(np.maximum(ends[0], box.low), np.minimum(ends[1], box.high))
 
     def _rows(self) -> tuple[scipy.sparse.csr_matrix, scipy.sparse.csr_matrix]:
-        """Rows <= 0: no maximum is below its mean, nor below a table's largest shard; patterns hold what shares say.
+        """Return rows <= 0 (a maximum is at least its mean and a table's largest shard; patterns
+        hold the shares) and rows = 1.
 
-        Rows = 1: each group's shares; the last row is the patterns' own.
+        Rows = 1: the shares of each group; the last row is the patterns'.
         """
         count, maxima, groups = len(self.shards), len(self.weights), len(self.copies)
         width, index = 2 * count + maxima, np.arange(count)
@@ -333,7 +362,7 @@ def prove_bounds(
 
 
 def _most_on_a_rank(problem: SearchProblem, option: Option) -> int:
-    """Shards of a table."""
+    """Return how many shards of a table may be on one rank."""
     if option.rule in (Rule.EVERY_RANK, Rule.ONE_HOST) or option.distinct_ranks:
         return 1
     if option.rule is Rule.WHOLE_HOSTS:
@@ -342,13 +371,19 @@ def _most_on_a_rank(problem: SearchProblem, option: Option) -> int:
 
 
 def _shares(use: Floats, room: Floats) -> Floats:
-    """[O, K] of each resource's room; what has none is not used by what fits."""
+    """Return [O, K] of each resource's capacity.
+
+    A resource without capacity is not used by what fits.
+    """
     shares: Floats = np.where(use > 0, np.divide(use, room, out=np.full_like(use, np.inf), where=room > 0), 0.0)
     return shares
 
 
 def _merge(every: Floats) -> tuple[list[int], Floats]:
-    """Maxima to keep, and their weights: loads that are always a multiple of another's weigh more instead."""
+    """Return the maxima to keep and their weights.
+
+    A load that is always a multiple of another adds to its weight.
+    """
     kept: list[int] = []
     weights: list[float] = []
     for maximum in range(every.shape[1]):

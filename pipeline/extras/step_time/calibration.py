@@ -22,9 +22,9 @@ from pipeline.runtime.storage import storage
 
 FORMAT = 2
 LIBRARIES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numba")
-MAX_BUSY = 0.1  # of a core by each of ours: what other programs may take before a machine is busy
-MAX_NOISE = 0.15  # spread of the operation that is repeated throughout a calibration
-MEMORY_STEP_GIB = 1.0  # a kernel's update moves the total by some MiB
+MAX_BUSY = 0.1  # of a core for each of ours: with more use by other programs, a machine is busy
+MAX_NOISE = 0.15  # spread of the operation that is repeated during a calibration
+MEMORY_STEP_GIB = 1.0  # a kernel update changes the total by some MiB
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,11 @@ class TimedJob:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What was measured directly. exchange_*: of an all-to-all between the ranks of this host, None
-    if one rank was measured. reader_us: of a row, by its number of columns."""
+    """Direct measurements. exchange_*: of an all-to-all between the ranks of this host; None for
+    one rank.
+
+    reader_us: of a row, by its number of columns.
+    """
 
     tflops_fp32: float
     tflops_bf16: float
@@ -51,14 +54,16 @@ class Speeds:
     exchange_us: float | None = None
 
     def row_us(self, num_columns: int) -> float:
-        """A line through the two numbers of columns that were measured."""
+        """Return the microseconds of a row, by a line through the two measured numbers of
+        columns.
+        """
         (few, few_us), (many, many_us) = ((float(key), us) for key, us in self.reader_us.items())
         return max(0.0, few_us + (many_us - few_us) * (num_columns - few) / (many - few))
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What tells one kind of machine from another."""
+    """The properties that distinguish kinds of machines."""
 
     cpu: str
     cores: int
@@ -68,8 +73,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Conditions:
-    """busy_cores: cores that other programs took meanwhile; noise: spread of one operation that was
-    repeated throughout; clock: `wall`, or `cpu` seconds of the process."""
+    """The conditions. busy_cores: cores that other programs used. noise: spread of one operation
+    that was repeated.
+
+    clock: `wall`, or `cpu` seconds of the process.
+    """
 
     date: str
     seconds: float
@@ -95,7 +103,8 @@ class Calibration:
         return sorted({job.setup for job in self.jobs})
 
     def rates(self, setup: str) -> dict[str, float]:
-        """Rates of work.AMOUNTS, fitted to the jobs of a setup and pulled towards those of all setups.
+        """Return the rates of work.AMOUNTS, fitted to the jobs of a setup and pulled towards the
+        rates of all setups.
 
         Raises:
             ConfigError: the setup was not measured.
@@ -103,13 +112,14 @@ class Calibration:
         own = [job for job in self.jobs if job.setup == setup]
         if not own:
             raise ConfigError(
-                f"calibration {self.name!r} has measured {', '.join(self.setups)} (ranks x threads) and "
-                f"not {setup}; measure it too: python -m pipeline calibrate setups=[{setup}]"
+                f"calibration {self.name!r} has measured {', '.join(self.setups)} (ranks x "
+                f"threads), but not {setup}; measure it too: python -m pipeline calibrate "
+                f"setups=[{setup}]"
             )
         return _fit(own, _fit(self.jobs, DEFAULT_RATES))
 
     def error(self, setup: str) -> float:
-        """Geometric mean error of the fitted rates on the setup's own jobs."""
+        """Return the geometric mean error of the fitted rates on the setup's jobs."""
         rates = self.rates(setup)
         own = [job for job in self.jobs if job.setup == setup]
         logs = [np.log(step_us(job.amounts, rates) / job.us) for job in own]
@@ -169,7 +179,9 @@ def these_versions() -> dict[str, str]:
 
 
 def differences(measured: Calibration, machine: Machine, versions: dict[str, str]) -> list[str]:
-    """Say with numbers how the calibration's machine and versions differ from those given."""
+    """Describe with numbers how the calibration's machine and versions differ from the
+    given ones.
+    """
     own, lines = measured.machine, []
     if own.cpu != machine.cpu or own.cores != machine.cores:
         lines.append(f"measured on {own.cores} x {own.cpu}, this machine has {machine.cores} x {machine.cpu}")
@@ -185,7 +197,9 @@ def differences(measured: Calibration, machine: Machine, versions: dict[str, str
 
 
 def disturbances(measured: Calibration) -> list[str]:
-    """Say with numbers what disturbed the measurement: other programs, or times that did not repeat."""
+    """Describe with numbers what disturbed the measurement: other programs, or times that did not
+    repeat.
+    """
     conditions, cores, lines = measured.conditions, measured.machine.cores, []
     if conditions.busy_cores > MAX_BUSY * cores:
         lines.append(
@@ -201,7 +215,7 @@ def disturbances(measured: Calibration) -> list[str]:
 
 
 def median_and_spread(seconds: Iterable[float]) -> tuple[float, float]:
-    """The median, and half the distance of the quartiles as a share of it."""
+    """Return the median, and half the distance of the quartiles divided by the median."""
     low, middle, high = np.percentile(list(seconds), (25, 50, 75))
     return float(middle), float((high - low) / 2 / max(middle, 1e-12))
 

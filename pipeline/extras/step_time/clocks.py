@@ -1,6 +1,7 @@
-"""Run a step's work on three clocks: the host that issues it, the device that computes, the network.
+"""Run a step's work on three clocks: the host that issues it, the device that computes, the
+network.
 
-On a CPU the host computes itself, so both clocks are one. The rule is that of arXiv 2201.07821,
+On a CPU the host computes, so host and device are one clock. The rule is that of arXiv 2201.07821,
 section 4: work starts when its clock is free and its inputs are ready; the step ends with the last
 clock.
 """
@@ -34,7 +35,7 @@ class Span:
 
 
 class StepClocks(Protocol[Time]):
-    """Clocks of one rank, or RankClocks of many."""
+    """The interface of clocks of one rank, or RankClocks of many."""
 
     def issue(self, name: str, ms: float) -> None: ...
 
@@ -49,14 +50,14 @@ class StepClocks(Protocol[Time]):
 
 @dataclass
 class Clocks:
-    """`host_computes`: as on a CPU."""
+    """The clocks. `host_computes`: as on a CPU."""
 
     host_computes: bool
     now: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLOCKS, 0.0))
     spans: list[Span] = field(default_factory=list)
 
     def issue(self, name: str, ms: float) -> None:
-        """Add the host's work of a whole step. The host runs ahead of the device, so neither waits."""
+        """Add the host's work of a step. The host runs ahead of the device, so neither waits."""
         self._run(name, HOST, ms, 0.0)
 
     def compute(self, name: str, ms: float, after: float | None = None) -> float:
@@ -67,8 +68,10 @@ class Clocks:
         return self.now[COMPUTE]
 
     def communicate(self, name: str, ms: float, after: float | None = None) -> float:
-        """Send after the time `after`; return when it ends. None: at once, and the host copies and
-        waits itself, as through shared memory."""
+        """Send after the time `after` and return when it ends.
+
+        None: at once, and the host copies and waits itself.
+        """
         start = max(self.now[COMMS], self.now[HOST] if after is None else after)
         if after is None:
             self.now[HOST] = self.now[COMPUTE] = start + ms

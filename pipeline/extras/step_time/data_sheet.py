@@ -1,11 +1,11 @@
-"""Predict operations from a data sheet's peaks, where a machine was not measured.
+"""Predict operations from a data sheet's peaks, for a machine that was not measured.
 
-The shares of a peak that arrive are assumptions for any machine, from the literature, and fitted
-to no result: 75 % of the peak of products is what torch.distributed._tools.runtime_estimator
-assumes, 79 % of the memory's bandwidth is what arXiv 2201.07821 measured of copies.
+The reached shares of a peak are assumptions for any machine from the literature, and not fitted to
+results: 75 % of the peak of products is what torch.distributed._tools.runtime_estimator assumes; 79
+% of the memory's bandwidth is what arXiv 2201.07821 measured for copies.
 
-The host's time is a count of calls, each at the time that the authors of arXiv 2201.07821 measured
-in eager DLRM training (github.com/owensgroup/ml_perf_model, commit 5b2522a0: the charts of
+The host's time is a number of calls, each with the time that the authors of arXiv 2201.07821
+measured in eager DLRM training (github.com/owensgroup/ml_perf_model, commit 5b2522a0: the charts of
 analysis/notebooks/overheads_study.ipynb, and analysis/utils.py for T4). Of the five operations with
 one kernel in those charts, ReluBackward0 is the median.
 
@@ -33,14 +33,15 @@ STEP_CALLS, SHARDING_CALLS = (47, 75), (30, 62)
 
 
 class DataSheetTimes:
-    """Raises ConfigError where the hardware's config does not say its peak of products."""
+    """Raises ConfigError if the hardware's config has no peak of products."""
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware, self._is_gpu = hardware, not hardware.on_cpu
         for name in ("tflops_fp32", "tflops_bf16"):
             if not getattr(hardware, name):
                 raise ConfigError(
-                    f"hardware={hardware.name} does not say {name}, so the layers' time cannot be predicted; set hardware.{name}=<TFLOPS "
+                    f"hardware={hardware.name} does not set {name}, so the layers' time cannot be "
+                    f"predicted; set hardware.{name}=<TFLOPS "
                     "of the data sheet, dense>, calibrate it (python -m pipeline calibrate), or set planner.predict_step=false"
                 )
 
@@ -48,11 +49,13 @@ class DataSheetTimes:
     def assumptions(self) -> str:
         return (
             f"assumed are {100 * SHARE_OF_FLOPS:.0f} % of peak products, {100 * SHARE_OF_BANDWIDTH:.0f} % of memory bandwidth"
-            + (f", {ISSUE_US:g} us of the host a launch" if self._is_gpu and self._hardware.issue_us is None else "")
+            + (f", {ISSUE_US:g} us of the host per launch" if self._is_gpu and self._hardware.issue_us is None else "")
         )
 
     def host_ms(self, layers: Sequence[Operation], num_shardings: int) -> float:
-        """What the host of a GPU takes to issue a step: hardware.issue_us a launch; 0 under CUDA graphs."""
+        """Return the time of a GPU's host to issue a step: hardware.issue_us per launch; 0 under
+        CUDA graphs.
+        """
         launched = sum(each.has_kernel for each in layers)
         launches = launched + STEP_CALLS[0] + num_shardings * SHARDING_CALLS[0]
         others = len(layers) - launched + STEP_CALLS[1] + num_shardings * SHARDING_CALLS[1]
@@ -66,7 +69,8 @@ class DataSheetTimes:
         memory = hardware.memory_gb_per_s * BYTES_PER_MS * SHARE_OF_BANDWIDTH
         moved = operation.in_bytes + operation.out_bytes
         if operation.name.startswith("optimizer:"):
-            moved = 7 * operation.in_bytes  # weights, gradients and two states are read, all but gradients written
+            # weights, gradients and two states are read, all except gradients are written
+            moved = 7 * operation.in_bytes
         us = moved / memory * 1e3
         if operation.name in PRODUCTS:
             peak = hardware.tflops_bf16 if operation.dtype in ("bf16", "fp16") else hardware.tflops_fp32

@@ -1,6 +1,7 @@
-"""Say what a predicted step means: rate, epoch, price, where more ranks stop to pay, what a change of settings would give.
+"""Interpret a predicted step: rate, epoch, price, where more ranks do not pay, what changed
+settings would give.
 
-No torch import, so that tables are shown at once.
+This module does not import torch, so that tables are printed fast.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from pipeline.extras.step_time.clocks import Span
 from pipeline.planner.plan_record import PlanDescription
 from pipeline.runtime.byte_counts import show_bytes
 
-MIN_GAIN = 1.5  # of twice the ranks: below, they stop to pay
+MIN_GAIN = 1.5  # rate of twice the ranks; below it, more ranks do not pay
 SHOWN_PARTS = 6
 
 
 @dataclass(frozen=True)
 class PlanForecast:
-    """A step of a job, and its epoch. num_samples: of an epoch, None where there is no data set."""
+    """A step of a job, and its epoch. num_samples: of an epoch; None without a data set."""
 
     world_size: int
-    batch_size: int  # of a rank
+    batch_size: int  # per rank
     step_ms: float
     samples_per_s: float
     parts: dict[str, float]
@@ -34,7 +35,8 @@ class PlanForecast:
     num_samples: int | None = None
     price_per_hour: float | None = None
     warnings: tuple[str, ...] = ()
-    overheads: tuple[str, ...] = ()  # lines on the input and on saves, whose waits are in step_ms
+    # lines on the input and on saves, whose waits are part of step_ms
+    overheads: tuple[str, ...] = ()
 
     @property
     def epoch_s(self) -> float | None:
@@ -42,7 +44,7 @@ class PlanForecast:
 
     @property
     def price_of_million(self) -> float | None:
-        """Of a million samples, on all ranks."""
+        """Return the price of a million samples on all ranks."""
         if self.price_per_hour is None:
             return None
         return 1e6 / self.samples_per_s / 3600 * self.world_size * self.price_per_hour
@@ -58,7 +60,7 @@ class PlanForecast:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A change of settings beside the job as it is; None: no plan, or none that can be predicted, for the reason in `note`."""
+    """The result of a changed setting. None: no plan or no prediction; `note` has the reason."""
 
     words: str
     forecast: PlanForecast | None
@@ -66,7 +68,9 @@ class WhatIf:
 
 
 def fullest(plan: PlanDescription) -> tuple[float, float]:
-    """Bytes that tables and layers take of the fullest rank, and what they may take."""
+    """Return the bytes of tables and layers on the fullest rank, and the bytes that they
+    may use.
+    """
     on_gpu = bool(plan.usable_hbm_bytes)
     taken = max(load.hbm_bytes if on_gpu else load.ddr_bytes for load in plan.ranks)
     room = plan.usable_hbm_bytes if on_gpu else plan.usable_ddr_bytes
@@ -74,7 +78,9 @@ def fullest(plan: PlanDescription) -> tuple[float, float]:
 
 
 def describe_forecast(forecast: PlanForecast) -> list[str]:
-    """Some lines: what a step takes and of what, what an epoch takes, where the numbers are from."""
+    """Return lines: the time and parts of a step, the time of an epoch, the source of the
+    numbers.
+    """
     shown = sorted(forecast.parts.items(), key=lambda part: -part[1])
     parts = ", ".join(f"{name} {ms:.3g}" for name, ms in shown[:SHOWN_PARTS] if ms > 0)
     exposed = 100 * forecast.exposed_comms_ms / forecast.step_ms
@@ -87,14 +93,17 @@ def describe_forecast(forecast: PlanForecast) -> list[str]:
     lines += forecast.overheads
     if forecast.epoch_s is not None:
         price = "" if forecast.price_of_million is None or forecast.num_samples is None else (
-            f", {forecast.price_of_million * forecast.num_samples / 1e6:,.2f} at hardware.price_per_hour={forecast.price_per_hour:g} a rank"
+            f", {forecast.price_of_million * forecast.num_samples / 1e6:,.2f} at "
+            f"hardware.price_per_hour={forecast.price_per_hour:g} per rank"
         )  # fmt: skip
         lines.append(f"epoch       {show_duration(forecast.epoch_s)} for {forecast.num_samples:,} samples{price}")
     return [*lines, *(f"warning     {warning}" for warning in forecast.warnings)]
 
 
 def describe_scaling(rows: Sequence[PlanForecast]) -> list[str]:
-    """A table by world size, and the line that says where more ranks stop to pay, and why."""
+    """Return a table by world size, and the line that says where more ranks stop to pay,
+    and why.
+    """
     first = rows[0]
     priced, has_epoch = first.price_per_hour is not None, first.epoch_s is not None
     heads = ["ranks", "batch", "step ms", "samples/s", "speed-up", "efficiency", "memory", "rank-s/1M"]
@@ -116,21 +125,24 @@ def describe_scaling(rows: Sequence[PlanForecast]) -> list[str]:
 
 
 def where_it_stops(rows: Sequence[PlanForecast]) -> str:
-    """The first size from which the next one, taken as often twice as it is, gives less than MIN_GAIN times the rate."""
+    """Describe the first size whose next size (scaled to twice the ranks) gives less than MIN_GAIN
+    times the rate.
+    """
     for before, after in itertools.pairwise(rows):
         doublings = max((after.world_size / before.world_size - 1), 1e-9)
         gain = after.samples_per_s / before.samples_per_s
         if gain < 1 + (MIN_GAIN - 1) * min(doublings, 1) and doublings > 0:
             share = 100 * after.parts[after.limit] / after.step_ms
             return (
-                f"more ranks stop to pay at {before.world_size}: {after.world_size} give {gain:.2f} times the samples/s, for "
-                f"{after.limit} takes {share:.0f} % of the step"
+                f"more ranks stop to pay at {before.world_size}: {after.world_size} give "
+                f"{gain:.2f} times the samples/s, because {after.limit} takes {share:.0f} % of "
+                "the step"
             )
     return f"up to {rows[-1].world_size} ranks each step of this table pays: twice the ranks give {MIN_GAIN:g} times the samples/s or more"
 
 
 def describe_what_ifs(base: PlanForecast, what_ifs: Sequence[WhatIf]) -> list[str]:
-    """One line a what_if, the most gainful first."""
+    """Return one line per changed setting, the largest gain first."""
     found = sorted((what_if for what_if in what_ifs if what_if.forecast), key=lambda what_if: -_gain(base, what_if))
     width = max((len(what_if.words) for what_if in what_ifs), default=0)
     lines = [
@@ -140,7 +152,7 @@ def describe_what_ifs(base: PlanForecast, what_ifs: Sequence[WhatIf]) -> list[st
         if what_if.forecast
     ]
     return [
-        "what if (predicted, each change by itself):",
+        "what if (predicted, each change alone):",
         *lines,
         *(
             f"{what_if.words.ljust(width)}  not predicted: {what_if.note}"

@@ -22,7 +22,7 @@ class Saves:
 
 @dataclass(frozen=True)
 class Overheads:
-    """Milliseconds that each step waits, by name, and a line on each for the user."""
+    """The milliseconds that each step waits, by name, and a line on each for the user."""
 
     waits_ms: dict[str, float]
     lines: list[str]
@@ -35,7 +35,9 @@ class Overheads:
 def overheads_of(
     step_ms: float, reading_ms: float, speeds: Speeds, saves: Saves, *, reader_has_core: bool
 ) -> Overheads:
-    """reading_ms: of a batch; reader_has_core: the host has a core for each rank's reader."""
+    """Return the overheads. reading_ms: of a batch. reader_has_core: the host has a core for each
+    rank's reader.
+    """
     waits = {READER: max(0.0, reading_ms - step_ms) if reader_has_core else reading_ms}
     where = "on a core of its own" if reader_has_core else "on the cores that compute"
     lines = [f"input       {reading_ms:.3g} ms for a batch {where}: a step waits {waits[READER]:.3g} ms"]
@@ -45,7 +47,7 @@ def overheads_of(
     if intervals:
         interval = min(intervals)
         writing_s = saves.disk_bytes / (speeds.write_gb_per_s * 1e9)
-        if saves.asynchronous:  # a copy is made, and the next save waits for the one before it
+        if saves.asynchronous:  # a copy is made; the next save waits for the previous one
             copying_s = saves.rank_bytes / (speeds.copy_gb_per_s * 1e9 / 2)
             seconds = copying_s + max(0.0, writing_s - interval)
         else:

@@ -1,4 +1,6 @@
-"""Forecast the step of a planned job: as it is, at other world sizes, with one setting changed."""
+"""Forecast the step of a planned job: unchanged, at other world sizes, and with one setting
+changed.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,10 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Foresight:
-    """lines: for the terminal; forecasts: of the job, then of other world sizes. No forecasts: the
-    step cannot be predicted, and the line says why."""
+    """The result. lines: for the terminal. forecasts: of the job, then of other world sizes.
+
+    If the step cannot be predicted, there are no forecasts, and a line says why.
+    """
 
     lines: list[str]
     forecasts: list[PlanForecast]
@@ -58,7 +62,9 @@ def plan_job(job: PlanJob, prepare: Prepare, suggests: bool = True) -> PlannedJo
 
 
 def foresee(job: PlanJob, planned: PlannedJob, prepare: Prepare) -> Foresight:
-    """Forecast the planned job, the world sizes of job.scale_to, and what changes of settings give."""
+    """Forecast the planned job, the world sizes of job.scale_to, and the effect of changed
+    settings.
+    """
     try:
         forecast = forecast_of(job, planned)
     except UserError as error:
@@ -74,7 +80,7 @@ def foresee(job: PlanJob, planned: PlannedJob, prepare: Prepare) -> Foresight:
 
 
 def record_layers(resolved: ResolvedJob, request: PlanRequest) -> DensePart:
-    """Record the layers as one rank runs them. Raises PlanError if fake tensors cannot run the model."""
+    """Record the layers of one rank. Raises PlanError if the model does not run on fake tensors."""
     job, tables = resolved.job, resolved.plain_tables
     learns_several = job.model.learns_all and len(resolved.targets) > 1
     inputs = Inputs(
@@ -101,9 +107,11 @@ def step_request(resolved: ResolvedJob, request: PlanRequest, plan: PlanRecord |
 
 
 def step_cost_of(resolved: ResolvedJob, request: PlanRequest, threads: int | None = None) -> StepCost:
-    """What planner.objective=step_time minimizes. Raises UserError if the step cannot be predicted.
+    """Return what planner.objective=step_time minimizes.
 
-    threads: of a CPU rank; None: as the job or the environment says.
+    Raises UserError if the step cannot be predicted.
+
+    threads: of a CPU rank; None: as the job or the environment sets it.
     """
     calibration = _calibration_of(resolved.job)
     for line in calibration_warnings(calibration):
@@ -113,7 +121,10 @@ def step_cost_of(resolved: ResolvedJob, request: PlanRequest, threads: int | Non
 
 
 def forecast_of(job: PlanJob, planned: PlannedJob) -> PlanForecast:
-    """Raises UserError if the hardware's peaks or the model's shapes are unknown."""
+    """Return the forecast.
+
+    Raises UserError if the hardware's peaks or the model's shapes are unknown.
+    """
     calibration, hardware = _calibration_of(job), planned.request.hardware
     threads = threads_of(job, calibration, hardware.ranks_per_host)
     request = step_request(planned.resolved, planned.request, planned.record, threads)
@@ -147,7 +158,9 @@ def _calibration_of(job: TrainJob) -> Calibration | None:
 def _overheads(
     job: PlanJob, planned: PlannedJob, step_ms: float, threads: int, calibration: Calibration | None
 ) -> Overheads:
-    """Nothing without a calibration: a data sheet does not say how fast rows are decoded or written."""
+    """Return the overheads; none without a calibration, because a data sheet has no speeds of
+    reading or writing rows.
+    """
     if calibration is None:
         return Overheads({}, [])
     dataset, hardware = planned.resolved.dataset, planned.request.hardware
@@ -167,7 +180,7 @@ def _overheads(
 
 
 def _waits(start_ms: float, waits_ms: dict[str, float]) -> Iterator[Span]:
-    """One after the other on the host's clock, after the step."""
+    """Yield waits one after the other on the host's clock, after the step."""
     for name, ms in waits_ms.items():
         if ms > 0:
             yield Span(name, HOST, start_ms, ms)
@@ -175,14 +188,18 @@ def _waits(start_ms: float, waits_ms: dict[str, float]) -> Iterator[Span]:
 
 
 def threads_of(job: TrainJob, calibration: Calibration | None, local_ranks: int) -> int:
-    """Threads of a CPU rank: as the job says, or OMP_NUM_THREADS, or its share of the cores."""
+    """Return the threads of a CPU rank: from the job, from OMP_NUM_THREADS, or its share of the
+    cores.
+    """
     asked = (job.threads if isinstance(job, PlanJob) else None) or int(os.environ.get("OMP_NUM_THREADS", "0") or 0)
     cores = calibration.machine.cores if calibration else os.cpu_count() or 1
     return asked or max(1, cores // local_ranks)
 
 
 def calibration_warnings(calibration: Calibration | None) -> Iterator[str]:
-    """Say how the calibration's machine and versions differ from this one's, and what disturbed it."""
+    """Report how the calibration's machine and versions differ from this machine's, and what
+    disturbed it.
+    """
     if calibration is None:
         return
     for line in differences(calibration, this_machine(), these_versions()):
@@ -192,7 +209,7 @@ def calibration_warnings(calibration: Calibration | None) -> Iterator[str]:
 
 
 def scaling_of(job: PlanJob, sizes: Sequence[int], prepare: Prepare) -> tuple[list[PlanForecast], list[str]]:
-    """Forecast each world size at the job's global batch, and say why some have no plan."""
+    """Forecast each world size with the job's global batch. Also return why some have no plan."""
     rows, skipped = [], []
     for size in sorted(sizes):
         logger.info("scale       %d ranks", size)
@@ -217,7 +234,7 @@ def what_ifs_of(job: PlanJob, prepare: Prepare) -> list[WhatIf]:
 
 
 def _changes(job: PlanJob) -> Iterator[tuple[str, Callable[[], PlanJob]]]:
-    """Overrides of the command line, and the job that they make of this one."""
+    """Yield overrides of the command line, and the changed job."""
     trainer, comms = job.trainer, job.comms
     if trainer.precision != "bf16":
         yield "trainer.precision=bf16", lambda: replace(job, trainer=replace(trainer, precision="bf16"))

@@ -1,4 +1,6 @@
-"""Find the smallest world size and the hardware by which a job reaches a rate: sizes are planned and predicted one by one."""
+"""Find the smallest world size and hardware with which a job reaches a rate, by planning and
+predicting sizes one by one.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,10 @@ from pipeline.runtime.errors import ConfigError, UserError
 from pipeline.runtime.logs import get_logger
 
 DAY_S = 86_400.0
-MIN_GAIN = 1.05  # times the rate that twice the ranks give: below it twice in a row, more are not tried
-COARSE_GAP, COARSE_S = 0.05, 15.0  # of the plans tried; the one that is found is planned again as the job says
+# times the rate of half the ranks; below it twice in a row, larger sizes are not tried
+MIN_GAIN = 1.05
+# of the tried plans; the chosen size is planned again with the job's settings
+COARSE_GAP, COARSE_S = 0.05, 15.0
 
 logger = get_logger(__name__)
 Predict = Callable[[PlanJob], PlanForecast]
@@ -23,7 +27,7 @@ Predict = Callable[[PlanJob], PlanForecast]
 
 @dataclass(frozen=True)
 class Target:
-    """A rate, and the samples of an epoch where they are known."""
+    """A rate, and the samples of an epoch if known."""
 
     samples_per_s: float
     num_samples: int | None
@@ -34,7 +38,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Tried:
-    """One world size of one hardware; `forecast` is None where it has no plan, or none that can be predicted."""
+    """One world size of one hardware. `forecast` is None if there is no plan, or no prediction."""
 
     hardware: str
     world_size: int
@@ -44,13 +48,16 @@ class Tried:
 
     @property
     def rank_hours(self) -> float:
-        """Of a million samples; the price of it where the hardware has one."""
+        """Return the rank hours of a million samples."""
         assert self.forecast is not None
         return self.forecast.rank_seconds_of_million / 3600
 
 
 def target_of(job: PlanJob, num_samples: int | None) -> Target:
-    """num_samples: of the data set's train split. Raises ConfigError where an epoch's samples are not known."""
+    """Return the target. num_samples: of the data set's train split.
+
+    Raises ConfigError if an epoch's samples are unknown.
+    """
     target = job.target
     samples = target.num_samples or num_samples
     if target.samples_per_s is not None:
@@ -67,10 +74,11 @@ def target_of(job: PlanJob, num_samples: int | None) -> Target:
 def reach_target(
     job: PlanJob, num_samples: int | None, hardware: Mapping[str, HardwareConfig], prepare: Prepare
 ) -> tuple[PlanJob, list[str]]:
-    """The job on the smallest hardware that reaches job.target, and a table of what was tried.
+    """Return the job on the smallest hardware that reaches job.target, and a table of the tried
+    sizes.
 
     Raises:
-        ConfigError: no hardware reaches it, or the samples of an epoch are not known.
+        ConfigError: no hardware reaches it, or the samples of an epoch are unknown.
     """
 
     def predict(other: PlanJob) -> PlanForecast:
@@ -87,18 +95,25 @@ def reach_target(
 
 
 def find_target(job: PlanJob, target: Target, hardware: Mapping[str, HardwareConfig], predict: Predict) -> list[Tried]:
-    """Of each hardware the sizes that were tried, in order; the last is the smallest that reaches the target, if any does."""
+    """Return the tried sizes of each hardware in order.
+
+    The last one is the smallest that reaches the target, if any.
+    """
     return [tried for name in hardware for tried in _try_hardware(job, target, hardware[name], predict)]
 
 
 def smallest(tried: list[Tried]) -> Tried | None:
-    """The fewest ranks that reach the target; of equals the cheapest, where all have a price, else the fastest."""
+    """Return the fewest ranks that reach the target; of equals the cheapest if all have a price,
+    otherwise the fastest.
+    """
     reaching = [each for each in tried if each.reaches and each.forecast]
     return min(reaching, key=lambda each: (each.world_size, _cost(each, reaching)), default=None)
 
 
 def cheapest(tried: list[Tried]) -> Tried | None:
-    """Of those that reach the target, by the price of a sample; None where some have none."""
+    """Return the cheapest size that reaches the target by the price of a sample; None if some have
+    no price.
+    """
     reaching = [each for each in tried if each.reaches and each.forecast]
     if not reaching or any(each.forecast is None or each.forecast.price_of_million is None for each in reaching):
         return None
@@ -113,7 +128,10 @@ def _cost(each: Tried, all_of_them: list[Tried]) -> float:
 
 
 def at_size(job: PlanJob, hardware: HardwareConfig, world_size: int) -> PlanJob:
-    """The job on other hardware. Its plan file bears the new name where it bore the old one."""
+    """Return the job on other hardware.
+
+    If its plan file has the old name of the hardware, the name is replaced.
+    """
     price = hardware.price_per_hour if hardware.price_per_hour is not None else job.target.prices.get(hardware.name)
     old, new = f"{job.hardware.name}x{job.world_size}", f"{hardware.name}x{world_size}"
     plan_file = job.planner.plan_file.replace(old, new)
@@ -126,14 +144,18 @@ def at_size(job: PlanJob, hardware: HardwareConfig, world_size: int) -> PlanJob:
 
 
 def sizes_to_try(global_batch_size: int, num_streams: int, ranks_per_host: int, most: int) -> list[int]:
-    """World sizes that divide the batch and the reader's streams, and fill whole hosts, or part of one."""
+    """Return world sizes that divide the batch and the reader's streams, and fill complete hosts or
+    a part of one host.
+    """
     shared = math.gcd(global_batch_size, num_streams)
     divisors = (size for size in range(1, min(most, shared) + 1) if shared % size == 0)
     return [size for size in divisors if size <= ranks_per_host or size % ranks_per_host == 0]
 
 
 def _try_hardware(job: PlanJob, target: Target, hardware: HardwareConfig, predict: Predict) -> Iterator[Tried]:
-    """By doubling up to the first size that reaches the target, then by halves between it and the one before."""
+    """Double the size up to the first that reaches the target, then bisect between it and the size
+    before.
+    """
     streams, most = job.data.reader.num_streams, job.target.max_world_size
     sizes = sizes_to_try(job.trainer.micro_batch_size, streams, hardware.ranks_per_host or 8, most)
     below, rates = -1, [0.0]
@@ -173,7 +195,7 @@ def _try_size(job: PlanJob, target: Target, hardware: HardwareConfig, world_size
 
 
 def describe_target(target: Target, tried: list[Tried]) -> list[str]:
-    """A table of what was tried, and the lines that say what is smallest and what is cheapest."""
+    """Return a table of the tried sizes, and lines with the smallest and the cheapest."""
     priced = any(each.forecast and each.forecast.price_of_million is not None for each in tried)
     heads = [
         "hardware",
@@ -196,7 +218,7 @@ def describe_target(target: Target, tried: list[Tried]) -> list[str]:
     ]  # fmt: skip
     goal = f"target      {target.samples_per_s:,.0f} samples/s"
     if target.num_samples is not None:
-        goal += f": {target.epochs_per_day(target.samples_per_s):.3g} epochs a day of {target.num_samples:,} samples"
+        goal += f": {target.epochs_per_day(target.samples_per_s):.3g} epochs per day of {target.num_samples:,} samples"
     return [goal, *lines, *_verdict(tried)]
 
 

@@ -1,8 +1,8 @@
 """Predict a training step for a model, a plan and a machine.
 
-With a calibration, a step on CPU ranks is a sum of amounts (work.py), each at a measured rate. By a
-data sheet, operations take their bytes or FLOPs at a share of the peak, and three clocks run side by
-side: the host that issues operations, the device that computes, the network.
+With a calibration, a step on CPU ranks is a sum of amounts (work.py), each times a measured rate.
+With a data sheet, operations process their bytes or FLOPs at a share of the peak, and three clocks
+run in parallel: the host that issues operations, the device that computes, the network.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.planner.cost_model import Wire
 from pipeline.planner.hardware import Hardware
 from pipeline.planner.plan_record import PHASES, PlanRecord, RankLoad
 
-BUCKET_BYTES = 25 << 20  # of DistributedDataParallel: what is still to be averaged when backward ends
+BUCKET_BYTES = 25 << 20  # of DistributedDataParallel: what is not yet averaged when backward ends
 # Part of the step -> the amounts that it sums up.
 CPU_PARTS = {
     "trainer and Python": ("steps", "calls", "products", "handed", "features"),
@@ -36,8 +36,9 @@ CPU_PARTS = {
 
 @dataclass(frozen=True)
 class StepRequest:
-    """A model's step on hardware. batch_size: of a rank; optimizer: of tables. plan: None if many
-    plans will be compared (StepCost)."""
+    """A model's step on hardware. batch_size: per rank. optimizer: of tables. plan: None to compare
+    many plans (StepCost).
+    """
 
     dense: DensePart
     plan: PlanRecord | None
@@ -53,7 +54,7 @@ class StepRequest:
         return f"{self.hardware.world_size}x{self.threads}"
 
     def amounts(self, placements: Sequence[Placement]) -> dict[str, float]:
-        """What a calibration's rates are multiplied by."""
+        """Return what a calibration's rates are multiplied by."""
         return layer_amounts(self.dense, self.threads) | self.table_amounts(placements)
 
     def table_amounts(self, placements: Sequence[Placement]) -> dict[str, float]:
@@ -65,8 +66,9 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """parts: name -> milliseconds, which add up to more than the step if clocks overlap; source: what
-    the times are from."""
+    """A predicted step. parts: name -> milliseconds; their sum exceeds the step if clocks overlap.
+    source: of the times.
+    """
 
     step_ms: float
     samples_per_s: float
@@ -77,15 +79,16 @@ class StepPrediction:
 
     @property
     def limit(self) -> str:
-        """The part that takes most of the step."""
+        """Return the part with most of the step's time."""
         return max(self.parts, key=lambda name: self.parts[name])
 
 
 def predict_step(request: StepRequest, calibration: Calibration | None = None) -> StepPrediction:
-    """Use the calibration if there is one and the ranks are CPUs, else the hardware's data sheet.
+    """Predict with the calibration if there is one and the ranks are CPUs, otherwise with the
+    hardware's data sheet.
 
     Raises:
-        ConfigError: the calibration lacks the setup, or the data sheet the peaks.
+        ConfigError: the calibration lacks the setup, or the data sheet lacks the peaks.
     """
     assert request.plan is not None
     if calibration is None or not request.hardware.on_cpu:
@@ -95,7 +98,7 @@ def predict_step(request: StepRequest, calibration: Calibration | None = None) -
     clocks, parts = Clocks(host_computes=True), {}
     for name, names in CPU_PARTS.items():
         parts[name] = sum(rates[each] * amounts[each] for each in names) / 1e3
-        # Ranks of one host copy what they exchange themselves, so an exchange takes the host's time.
+        # Ranks of one host copy their exchanges themselves, so an exchange takes the host's time.
         send = name.endswith("exchange")
         clocks.communicate(name, parts[name]) if send else clocks.compute(name, parts[name])
     step = clocks.end_ms
@@ -109,8 +112,9 @@ def predict_step(request: StepRequest, calibration: Calibration | None = None) -
 
 
 class SheetLayers:
-    """Predict layers by a roofline, the host by the number of its calls, and tables with their
-    collectives by the planner's cost model, from the loads of a plan's ranks."""
+    """Predict layers by a roofline, the host by its number of calls, and tables with collectives by
+    the cost model.
+    """
 
     def __init__(self, request: StepRequest) -> None:
         """Raises ConfigError if the hardware does not state its peaks."""
@@ -123,14 +127,18 @@ class SheetLayers:
         self._placements = placements_of(request.plan.plan) if request.plan else []
 
     def step(self, ranks: Sequence[RankLoad], placements: Sequence[Placement] = ()) -> StepPrediction:
-        """Take the slowest rank of each phase. placements: of a plan that the request does not have."""
+        """Return the step with the slowest rank of each phase. placements: of a plan that the
+        request does not have.
+        """
         slowest = {name: max(getattr(load, name) for load in ranks) for name in PHASES}
         clocks = Clocks(host_computes=self._request.hardware.on_cpu)
         self.walk(clocks, slowest, placements)
         return self._prediction(clocks)
 
     def walk(self, clocks: StepClocks[Time], phase: Mapping[str, Time], placements: Sequence[Placement] = ()) -> None:
-        """Run one step on the clocks; `phase`: milliseconds of the tables, by plan_record.PHASES."""
+        """Run one step on the clocks. `phase`: milliseconds of the tables, by
+        plan_record.PHASES.
+        """
         request, layers = self._request, self._layers
         kinds = {placed.kind for placed in placements or self._placements}
         clocks.issue("host", self._times.host_ms(request.dense.operations, len(kinds)))
@@ -142,7 +150,7 @@ class SheetLayers:
         clocks.wait(clocks.communicate("rows exchange", phase["forward_comms_ms"], looked_up))
         clocks.compute("layers forward", nothing + layers["forward"])
         done = clocks.compute("layers backward", nothing + layers["backward"])
-        # Buckets are averaged during backward, except the last one.
+        # Buckets are averaged during backward, except for the last one.
         last = average * min(1.0, BUCKET_BYTES / max(request.dense.weight_bytes, 1))
         early = nothing + max(average - last, 0.0)
         overlapped = clocks.communicate("layers average", early, done - layers["backward"])
@@ -152,7 +160,7 @@ class SheetLayers:
         clocks.compute("layers update", nothing + layers["optimizer"])
 
     def _average_ms(self) -> float:
-        """Milliseconds of averaging the layers' gradients over all ranks."""
+        """Return the milliseconds of averaging the layers' gradients over all ranks."""
         hardware = self._request.hardware
         if hardware.world_size == 1:
             return 0.0
@@ -173,7 +181,9 @@ class SheetLayers:
 
 
 class StepCost:
-    """Milliseconds of a step by its tables' placement. Work that depends on no plan is computed once.
+    """Return the milliseconds of a step for a placement of tables.
+
+    Work that depends on no plan is computed once.
 
     needs_loads: ms() uses the ranks' loads, as with a data sheet, instead of the placement.
     """

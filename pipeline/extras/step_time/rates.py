@@ -1,4 +1,4 @@
-"""Fit rates that are not negative: a step's time is the sum of its amounts, each times its rate."""
+"""Fit non-negative rates: a step's time is the sum of its amounts, each times its rate."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 Floats = NDArray[np.float64]
-PRIOR_WEIGHT = 0.6  # a rate twice the prior's costs as much as a job whose prediction is so far off
+PRIOR_WEIGHT = 0.6  # a rate of twice the prior costs as much as an error of this size in one job
 ROUNDS, MIN_RATIO = 4, 0.2
-# Microseconds of a call or a row, or of a million FLOPs or bytes: of one core of a Xeon, rounded. A
-# calibration with few jobs stays near these where its jobs say little.
+# Microseconds per call or row, or per million FLOPs or bytes, for one core of a Xeon, rounded. A
+# calibration with few jobs stays near these values.
 DEFAULT_RATES = {
     "steps": 1200.0, "calls": 2.0, "products": 20.0, "handed": 10.0,
     "flops_fp32": 5.8, "flops_bf16": 1.0, "batched_flops": 0.5,
@@ -28,17 +28,18 @@ DEFAULT_RATES = {
 def fit_rates(
     jobs: Sequence[Mapping[str, float]], times_us: Sequence[float], prior: Mapping[str, float]
 ) -> dict[str, float]:
-    """Least squares of relative errors, and of each rate's distance from the prior's.
+    """Minimize the squares of relative errors, and of each rate's distance from the prior.
 
-    Plain least squares of relative errors prefers predictions that are too short, so each round
-    weights a job by its prediction of the round before.
+    Plain least squares of relative errors prefers too small predictions, so each round weights a
+    job by its prediction of the previous round.
     """
     names = list(prior)
     times = np.array(times_us, dtype=np.float64)
     terms = np.array([[job.get(name, 0.0) for name in names] for job in jobs]) / times[:, None]
-    # A rate that the prior has as 0 may still grow: it is pulled towards a small one.
+    # A rate with a prior of 0 may still grow: it is pulled towards a small value.
     scale = np.array([max(prior[name], 0.05 * DEFAULT_RATES[name]) for name in names])
-    # A machine may be slower in everything: the rates are pulled towards the prior's times one factor.
+    # A machine may be slower in everything, so rates are pulled towards the prior's times one
+    # factor.
     scale /= np.exp(np.log(terms @ scale).mean())
     pull = PRIOR_WEIGHT * np.eye(len(names))
     weights = np.ones(len(times))

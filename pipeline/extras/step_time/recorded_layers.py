@@ -1,6 +1,6 @@
 """Record the operations of a model's forward, backward and optimizer by shape, without computing.
 
-The layers run on fake tensors, as plain PyTorch. Tables are not run: a module that returns rows of
+The layers run on fake tensors, as plain PyTorch. Tables do not run: a module that returns rows of
 the right shape replaces each EmbeddingBagCollection.
 """
 
@@ -38,8 +38,11 @@ Numbers: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Operation:
-    """One call below autograd. shapes: of its tensor inputs, then of its outputs, and of a product
-    the two factors alone. is_view: no memory is touched."""
+    """One call below autograd. shapes: of its tensor inputs, then of its outputs; for a product
+    only of the two factors.
+
+    is_view: no memory is accessed.
+    """
 
     name: str
     phase: str
@@ -55,14 +58,16 @@ class Operation:
 
     @property
     def product_sizes(self) -> tuple[int, int, int, int]:
-        """Of a product: how many products, rows, columns, and numbers that are multiplied and added."""
+        """Return for a product: the number of products, rows, columns, and the length of the inner
+        dimension.
+        """
         first, second = self.shapes
         return (first[0] if len(first) == 3 else 1), first[-2], second[-1], first[-1]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a batch of one rank has. pooling: of each feature."""
+    """The batch of one rank. pooling: of each feature."""
 
     batch_size: int
     num_dense: int
@@ -73,7 +78,9 @@ class Inputs:
 
 @dataclass(frozen=True)
 class DensePart:
-    """operations: in order; weight_bytes: of all parameters except the tables'."""
+    """The recorded part. operations: in order. weight_bytes: of all parameters except the
+    tables'.
+    """
 
     operations: list[Operation]
     weight_bytes: int
@@ -152,7 +159,9 @@ def record_dense(
 
 
 def _update(name: str, weights: list[nn.Parameter]) -> list[Operation]:
-    """The dense optimizer's step, one operation: its kernels go over all parameters at once."""
+    """Return the dense optimizer's step as one operation, because its kernels process all
+    parameters at once.
+    """
     if not weights:
         return []
     numbers = sum(weight.numel() for weight in weights)
@@ -161,7 +170,7 @@ def _update(name: str, weights: list[nn.Parameter]) -> list[Operation]:
 
 
 def _marked(operations: list[Operation]) -> list[Operation]:
-    """Backward begins where the first gradient is made: the loss's own of ones."""
+    """Mark where backward begins: at the first gradient, the loss's gradient of ones."""
     first = next((i for i, operation in enumerate(operations) if operation.name == "ones_like"), len(operations))
     return [
         replace(operation, phase=PHASES[1]) if index >= first else operation
@@ -170,7 +179,9 @@ def _marked(operations: list[Operation]) -> list[Operation]:
 
 
 def _without_tables(model: nn.Module) -> nn.Module:
-    """A copy whose tables are stand-ins; parameters of layers are copied, those of tables are not."""
+    """Return a copy with replaced tables. Parameters of layers are copied, those of tables
+    are not.
+    """
     stand_ins = {id(module): _Rows(module) for module in model.modules() if isinstance(module, EmbeddingBagCollection)}
     return copy.deepcopy(model, dict(stand_ins))
 
@@ -228,6 +239,9 @@ def _operation(
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Of the memory behind it: a number that is spread over a shape is one number."""
+    """Return the bytes of the memory behind a tensor.
+
+    A number that is expanded to a shape counts once.
+    """
     spread = math.prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
     return int(spread) * tensor.element_size()

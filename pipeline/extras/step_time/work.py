@@ -1,7 +1,7 @@
 """List the work of a step on CPU ranks as amounts: calls, FLOPs, bytes, rows of tables, exchanges.
 
-A step is predicted as a sum of amounts, each at a rate that `calibrate` has fitted (rates.py).
-Counts are plain numbers, FLOPs and bytes are in millions, so that all rates are microseconds.
+A step is predicted as a sum of amounts, each times a rate that `calibrate` has fitted (rates.py).
+Counts are plain numbers; FLOPs and bytes are in millions, so that all rates are microseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.planner.request import Placement
 
 MILLION = 1e6
 LANES = 16  # columns that a product computes at once; a part of them takes as long
-HANDED_NUMBERS = 32_768  # at::internal::GRAIN_SIZE: torch hands a part of larger operations to threads
+HANDED_NUMBERS = 32_768  # at::internal::GRAIN_SIZE: torch splits larger operations between threads
 DRAWN = ("native_dropout", "bernoulli", "bernoulli_", "rand_like")
 LAYER_AMOUNTS = (
     "steps", "calls", "products", "handed", "flops_fp32", "flops_bf16", "batched_flops",
@@ -38,7 +38,7 @@ AMOUNTS = LAYER_AMOUNTS + TABLE_AMOUNTS + EXCHANGE_AMOUNTS
 
 
 def layer_amounts(dense: DensePart, threads: int) -> dict[str, float]:
-    """The amounts that depend on no plan."""
+    """Return the amounts that depend on no plan."""
     amounts = dict.fromkeys(LAYER_AMOUNTS, 0.0) | {"steps": 1.0}
     for operation in dense.operations:
         if not operation.has_kernel:
@@ -60,7 +60,9 @@ def layer_amounts(dense: DensePart, threads: int) -> dict[str, float]:
 
 
 def _passes_kind(name: str) -> str:
-    """Random numbers are drawn one by one, and a batch norm passes over its numbers several times."""
+    """Return the kind: random numbers are sampled one by one, and a batch norm reads its numbers
+    several times.
+    """
     if name in DRAWN:
         return "drawn_bytes"
     return "norm_bytes" if "batch_norm" in name else "moved_bytes"
@@ -73,7 +75,9 @@ def _flops_kind(operation: Operation) -> str:
 
 
 def product_flops(operation: Operation, row_block: int, column_block: int) -> float:
-    """FLOPs of a matrix product whose rows and columns are computed in whole blocks."""
+    """Return the FLOPs of a matrix product whose rows and columns are computed in complete
+    blocks.
+    """
     count, rows, columns, inner = operation.product_sizes
     rows, columns = math.ceil(rows / row_block) * row_block, math.ceil(columns / column_block) * column_block
     return 2.0 * count * rows * columns * inner
@@ -108,7 +112,7 @@ def table_amounts(
     batch_size: int,
     world_size: int,
 ) -> dict[str, float]:
-    """The amounts of tables and exchanges; of each amount that of the rank with most of it."""
+    """Return the amounts of tables and exchanges; of each amount that of the rank with the most."""
     by_name = {table.name: table for table in tables}
     entry = find_optimizer(optimizer)
     ranks: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(world_size)]
@@ -143,7 +147,7 @@ def table_amounts(
     amounts |= dict.fromkeys(EXCHANGE_AMOUNTS, 0.0)
     if world_size == 1:
         return amounts
-    numbers = {  # bytes of a number on the wire, there and back
+    numbers = {  # bytes of a number on the wire, in both directions
         "whole": (wire.forward or 4.0) + (wire.backward or 4.0),
         "row": (wire.summed_forward or 4.0) + (wire.summed_backward or 4.0),
     }
@@ -160,13 +164,15 @@ def table_amounts(
 
 
 def _way(kind: str) -> str:
-    """whole: a shard gets all ids of its table; row: the ids of its rows; replicated: its rank's own."""
+    """Return whole (a shard gets all ids of its table), row (the ids of its rows) or replicated
+    (the rank's ids).
+    """
     if kind == "data_parallel":
         return "replicated"
     return "row" if kind == "row_wise" or kind in BY_HOST else "whole"
 
 
 def _share(table: Table, first: int, rows: int) -> float:
-    """The share of a table's lookups that rows first .. first + rows have."""
+    """Return the share of a table's lookups on rows first .. first + rows."""
     begin, count = np.array([first]), np.array([rows])
     return float(shard_shares(table.frequencies, begin, count, table.num_embeddings)[0])

@@ -1,6 +1,8 @@
-"""Improve an assignment by simulated annealing: some million changes a second, in kernels that Numba compiles.
+"""Improve an assignment by simulated annealing: some million changes per second, in kernels that
+Numba compiles.
 
-Ranks may be overfull on the way, at a price: where memory is nearly full, a better plan often lies behind many that do not fit.
+Ranks may be overfull during the search, at a price. If memory is nearly full, a better plan often
+can only be reached through plans that do not fit.
 """
 
 from __future__ import annotations
@@ -14,41 +16,48 @@ import numpy as np
 from pipeline.planner.search.problem import Assignment, Floats, Ranks, Rule, SearchProblem
 from pipeline.planner.search.ranks import project
 
-MANY_RANKS = 64  # beyond it two tables drawn at random hardly ever change ranks for the better
+MANY_RANKS = 64  # with more ranks, swapping two random tables hardly ever improves the plan
 MAX_TABLES = 5000  # that are compared with each other
-NEAREST = 32  # tables alike in cost, of each
+NEAREST = 32  # number of tables with similar cost, for each table
 LEVELS = 60  # of the temperature
 
 
 class Schedule(NamedTuple):
-    """At first and at last, on the way multiplied by the same from level to level."""
+    """Values at the first and the last level.
+
+    From level to level they are multiplied by a constant factor.
+    """
 
     sharpness: tuple[float, float]  # of the maxima, in units of one over the value
-    heat: tuple[float, float]  # of the value: the temperature
-    overfull: tuple[float, float]  # of the value: what a whole rank's memory too much costs
+    heat: tuple[float, float]  # in units of the value: the temperature
+    # in units of the value: the price of exceeding memory by one rank's memory
+    overfull: tuple[float, float]
 
 
 EVEN_LOADS = Schedule((30.0, 6000.0), (7e-4, 3.5e-6), (1.0, 50.0))
 COOL = Schedule(
     (300.0, 10_000.0), (7e-5, 1e-6), (1.0, 50.0)
-)  # for many ranks, where hot ones end no better for far more moves
-FULL_RANKS = Schedule((20.0, 600.0), (1e-2, 1e-4), (1.0, 10.0))  # hot enough to pack anew what lies on ranks
+)  # for many ranks, where a high temperature needs far more moves without a better result
+# hot enough to rearrange what is on the ranks
+FULL_RANKS = Schedule((20.0, 600.0), (1e-2, 1e-4), (1.0, 10.0))
 
 
 class Packed(NamedTuple):
-    """A problem as arrays. An option's number counts through all tables; its `key`: options that differ in size alone have one.
+    """A problem as arrays.
 
-    T tables, O options of all tables, S shards of all options, R ranks, H hosts, P maxima, M kinds of memory, K kinds of options
-    with a latency, W shards of an option at most.
+    An option's number counts through all tables. `key`: equal for options that differ only in size.
+
+    T tables, O options of all tables, S shards of all options, R ranks, H hosts, P maxima, M kinds
+    of memory, K kinds of options with a latency, W shards of an option at most.
     """
 
     first_option: Ranks  # [T + 1]
     first_shard: Ranks  # [O + 1]
     rule: Ranks  # [O]
     kind: Ranks  # [O] -1: it has no latency
-    key: Ranks  # [O]
+    key: Ranks  # [O] -1: it has no latency
     distinct: Ranks  # [O] 1: no two shards on one rank
-    cost: Floats  # [S, P]
+    cost: Floats  # [O] 1: no two shards on one rank
     memory: Floats  # [S, M]
     capacity: Floats  # [R, M]
     host_capacity: Floats  # [H, M]
@@ -66,14 +75,16 @@ class Laid(NamedTuple):
     host_memory: Floats  # [H, M]
     used: Ranks  # [K] tables
     over: Floats  # [1]
-    highest: Floats  # [P] what exponents are counted from
+    highest: Floats  # [P] the reference of the exponents
     powers: Floats  # [R, P]
     sums: Floats  # [P] of `powers`
-    weights: Floats  # [R] how much of the sums is a rank's, at times
+    weights: Floats  # [R] the share of a rank in the sums, updated from time to time
 
 
 class Change(NamedTuple):
-    """What a move would do: new options and ranks of tables, and by how much the ranks and hosts that it touches change."""
+    """The effect of a move: new options and ranks of tables, and the changes of the affected ranks
+    and hosts.
+    """
 
     counts: Ranks  # [3] tables, ranks touched, hosts touched
     tables: Ranks  # [2]
@@ -89,7 +100,7 @@ class Change(NamedTuple):
     host_memory: Floats  # [H, M]
     used: Ranks  # [K]
     sums: Floats  # [P]
-    least: Floats  # [P] of what they are multiplied by
+    least: Floats  # [P] lower limits of their factors
 
 
 def can_anneal() -> bool:
@@ -107,9 +118,11 @@ def improve_by_annealing(
     scale_ms: float,
     stop: Callable[[], bool],
 ) -> Assignment | None:
-    """The best assignment met that fits, `start` too; None where none did. `scale_ms` is about what the value will be.
+    """Return the best assignment found that fits, including `start`, or None.
 
-    `start` may overfill ranks. The same for a seed unless `stop` cuts it short.
+    `scale_ms`: the approximate value.
+
+    `start` may overfill ranks. The result is the same for a seed unless `stop` ends it early.
     """
     annealing = Annealing(problem, start, objective, seed)
     for level in range(LEVELS):
@@ -120,7 +133,10 @@ def improve_by_annealing(
 
 
 class Annealing:
-    """`choices` and `ranks` move about, `best_choices` and `best_ranks`, of the value `best`, stay."""
+    """The state.
+
+    `choices` and `ranks` change; `best_choices` and `best_ranks`, with the value `best`, are kept.
+    """
 
     def __init__(self, problem: SearchProblem, start: Assignment, objective: str, seed: int) -> None:
         self.problem = problem
@@ -134,11 +150,12 @@ class Annealing:
         self.seed = np.array([seed], dtype=np.uint64)
         self.change = _no_change(self.packed, self.ranks.shape[1])
         room = problem.capacity.max(axis=0)
-        self.unit = float(room[room > 0].min()) if (room > 0).any() else 1.0  # bytes of the scarcest memory
+        # bytes of the scarcest memory
+        self.unit = float(room[room > 0].min()) if (room > 0).any() else 1.0
         self.taken = 0
 
     def go(self, moves: int, scale_ms: float, schedule: Schedule, share: float) -> None:
-        """One level of the temperature, `share` of the way from the first to the last."""
+        """Run one level of the temperature, at `share` of the way from the first to the last."""
         from pipeline.planner.search.annealing_kernels import anneal
 
         sharpness, heat, overfull = (low * (high / low) ** share for low, high in schedule)
@@ -162,7 +179,7 @@ class Annealing:
         )
 
     def _lay(self, per_ms: float) -> Laid:
-        """Sums anew, free of rounding."""
+        """Return an assignment with new sums, free of rounding errors."""
         problem, packed = self.problem, self.packed
         cost, memory = np.zeros((problem.world_size, packed.cost.shape[1])), np.zeros_like(packed.capacity)
         for choice, row in zip(self.choices.tolist(), self.ranks, strict=True):
@@ -183,7 +200,9 @@ class Annealing:
 
 
 def pack(problem: SearchProblem, objective: str) -> Packed:
-    """The problem as arrays for the kernel: options of all tables one after the other, and the shards of all options likewise."""
+    """Return the problem as arrays for the kernel: options of all tables one after the other, and
+    shards of all options.
+    """
     options = [option for table in problem.tables for option in table]
     kinds, rules = problem.kind_ms, list(Rule)
     keys: dict[tuple[Rule, str, int, bool], int] = {}
@@ -208,7 +227,9 @@ def pack(problem: SearchProblem, objective: str) -> Packed:
 
 
 def _alike(problem: SearchProblem, objective: str) -> Ranks:
-    """[T, N]: of each table those whose free options of one shard cost most nearly the same."""
+    """Return [T, N]: for each table the tables whose free single-shard options have the most
+    similar cost.
+    """
     count = len(problem.tables)
     if problem.world_size <= MANY_RANKS or not NEAREST < count <= MAX_TABLES:
         return np.zeros((count, 0), dtype=np.int64)

@@ -1,8 +1,8 @@
-"""Anneal an assignment: a kernel, compiled by Numba, that tries some million changes a second.
+"""Anneal an assignment: a kernel, compiled by Numba, that tries some million changes per second.
 
-A change lays one table otherwise, or two. It is judged by a potential: of each maximum over ranks a smooth stand-in, the logarithm of
-a sum of exponentials; the latency of kinds in use; and memory beyond capacities at a price.
-The arrays are those of annealing.py, which says their shapes.
+A change affects one or two tables. It is judged by a potential: a smooth approximation of each
+maximum over ranks (the logarithm of a sum of exponentials), the latency of kinds in use, and a
+price for memory beyond capacities. annealing.py documents the shapes of the arrays.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ SWAP, MOVE, SHARD_OTHERWISE = (
     0.45,
     0.70,
     0.90,
-)  # a change is one of these below its number; else two tables exchange options
-ALIKE = 0.7  # of the swaps: between tables alike in cost
-TINY = 1e-9  # of a sum of powers: less may be rounding once its largest part is taken away
-LEAST = 1e-50  # what a sum may be multiplied by at least
+)  # the change whose number is below this one; otherwise two tables exchange options
+ALIKE = 0.7  # share of the swaps between tables of similar cost
+TINY = 1e-9  # of a sum of powers; less may be rounding after its largest part is subtracted
+LEAST = 1e-50  # smallest factor of a sum
 LARGEST_EXPONENT = 300.0
-LOOK_EVERY = 256  # moves between looks whether the assignment is the best so far
+LOOK_EVERY = 256  # moves between checks whether the assignment is the best so far
 
 
 @part()
 def _random(seed):  # type: ignore[no-untyped-def]
-    """In [0, 1), by splitmix64."""
+    """Return a random number in [0, 1), by splitmix64."""
     seed[0] += U(0x9E3779B97F4A7C15)
     mixed = seed[0]
     mixed = (mixed ^ (mixed >> U(30))) * U(0xBF58476D1CE4E5B9)
@@ -52,7 +52,7 @@ def _num_shards(option, packed):  # type: ignore[no-untyped-def]
 
 @part()
 def _weigh(laid):  # type: ignore[no-untyped-def]
-    """How much of the smooth maxima each rank makes up."""
+    """Compute the share of each rank in the smooth maxima."""
     for rank in range(len(laid.load)):
         weight = 0.0
         for maximum in range(len(laid.sums)):
@@ -67,7 +67,7 @@ def _is_free(option, packed):  # type: ignore[no-untyped-def]
 
 @part()
 def _keep(index, table, change, laid, packed):  # type: ignore[no-untyped-def]
-    """Begin a table's change: as it lies."""
+    """Start a table's change with its current option and ranks."""
     option = laid.choices[table]
     change.tables[index] = table
     change.choices[index] = option
@@ -77,7 +77,7 @@ def _keep(index, table, change, laid, packed):  # type: ignore[no-untyped-def]
 
 @part()
 def _may_lie(index, change, packed, local):  # type: ignore[no-untyped-def]
-    """Do a free option's shards keep its rule?"""
+    """Return whether a free option's shards keep its rule."""
     option = change.choices[index]
     count = _num_shards(option, packed)
     if count == 1 or not _is_free(option, packed):
@@ -95,7 +95,7 @@ def _may_lie(index, change, packed, local):  # type: ignore[no-untyped-def]
 
 @part()
 def _draw_ranks(index, change, packed, local, seed):  # type: ignore[no-untyped-def]
-    """Any ranks that the option's rule permits."""
+    """Sample any ranks that the option's rule permits."""
     option = change.choices[index]
     count, world, rule = _num_shards(option, packed), len(packed.capacity), packed.rule[option]
     first = _below(world // local, seed) * local
@@ -106,14 +106,16 @@ def _draw_ranks(index, change, packed, local, seed):  # type: ignore[no-untyped-
             rank = _below(world, seed)
         elif rule == WITHIN_HOST:
             rank = first + _below(local, seed)
-        else:  # whole hosts, one after another
+        else:  # complete hosts, one after another
             rank = (first + shard) % world
         change.ranks[index, shard] = rank
 
 
 @part()
 def _free_shard(index, change, laid, packed, seed):  # type: ignore[no-untyped-def]
-    """Of two tables drawn the one on the slower rank, as it lies, and one of its shards; -1: it has none that is free."""
+    """Sample two tables, keep the one on the slower rank and choose one of its shards; -1: it has
+    no free shard.
+    """
     best, best_shard, best_weight = int64(-1), int64(-1), -1.0
     for _ in range(2 - index):
         table = _below(len(laid.choices), seed)
@@ -130,7 +132,9 @@ def _free_shard(index, change, laid, packed, seed):  # type: ignore[no-untyped-d
 
 @part()
 def _shard_alike(change, laid, packed, seed):  # type: ignore[no-untyped-def]
-    """A free shard of a table that is like the change's first one; -1: it has none that is free."""
+    """Choose a free shard of a table that is similar to the change's first one; -1: it has no free
+    shard.
+    """
     table = packed.alike[change.tables[0], _below(packed.alike.shape[1], seed)]
     option = laid.choices[table]
     if not _is_free(option, packed):
@@ -141,7 +145,10 @@ def _shard_alike(change, laid, packed, seed):  # type: ignore[no-untyped-def]
 
 @part()
 def _swap(change, laid, packed, local, seed):  # type: ignore[no-untyped-def]
-    """Free shards of two tables change ranks; at times the tables are alike in cost, for the loads then change little."""
+    """Swap the ranks of two free shards.
+
+    Sometimes the tables have similar cost, because loads then change little.
+    """
     one = _free_shard(0, change, laid, packed, seed)
     if one >= 0 and packed.alike.shape[1] > 0 and _random(seed) < ALIKE:
         other = _shard_alike(change, laid, packed, seed)
@@ -157,7 +164,7 @@ def _swap(change, laid, packed, local, seed):  # type: ignore[no-untyped-def]
 
 @part()
 def _move(change, laid, packed, local, seed):  # type: ignore[no-untyped-def]
-    """A free shard goes to another rank, of two drawn the less loaded."""
+    """Move a free shard to the less loaded of two sampled ranks."""
     shard = _free_shard(0, change, laid, packed, seed)
     if shard < 0:
         return False
@@ -173,7 +180,7 @@ def _move(change, laid, packed, local, seed):  # type: ignore[no-untyped-def]
 
 @part()
 def _shard_otherwise(change, laid, packed, local, seed):  # type: ignore[no-untyped-def]
-    """A table takes another option, or another host."""
+    """Give a table another option or another host."""
     table = _below(len(laid.choices), seed)
     first, last = packed.first_option[table], packed.first_option[table + 1]
     option = first + _below(last - first, seed)
@@ -187,7 +194,7 @@ def _shard_otherwise(change, laid, packed, local, seed):  # type: ignore[no-unty
 
 @part()
 def _exchange(change, laid, packed, seed):  # type: ignore[no-untyped-def]
-    """Two tables take each other's options and ranks."""
+    """Exchange the options and ranks of two tables."""
     one, other = _below(len(laid.choices), seed), _below(len(laid.choices), seed)
     if packed.key[laid.choices[one]] == packed.key[laid.choices[other]]:
         return False
@@ -224,7 +231,7 @@ def _propose(change, laid, packed, local, seed):  # type: ignore[no-untyped-def]
 
 @part()
 def _lay(option, ranks, sign, change, packed, local):  # type: ignore[no-untyped-def]
-    """Note what an option's shards add to their ranks, or take from them."""
+    """Record what an option's shards add to their ranks, or remove from them."""
     first = packed.first_shard[option]
     for shard in range(_num_shards(option, packed)):
         rank = ranks[shard]
@@ -248,7 +255,7 @@ def _lay(option, ranks, sign, change, packed, local):  # type: ignore[no-untyped
 
 @part()
 def _more_over(change, laid, packed):  # type: ignore[no-untyped-def]
-    """Bytes beyond capacities that the change adds."""
+    """Return the bytes beyond capacities that the change adds."""
     more = 0.0
     for tier in range(packed.memory.shape[1]):
         for index in range(change.counts[1]):
@@ -264,7 +271,7 @@ def _more_over(change, laid, packed):  # type: ignore[no-untyped-def]
 
 @part()
 def _later(change, laid, packed):  # type: ignore[no-untyped-def]
-    """Milliseconds of latency that the change adds."""
+    """Return the milliseconds of latency that the change adds."""
     latency = 0.0
     for kind in range(len(packed.latency)):
         before, after = laid.used[kind] > 0, laid.used[kind] + change.used[kind] > 0
@@ -274,7 +281,9 @@ def _later(change, laid, packed):  # type: ignore[no-untyped-def]
 
 @part()
 def _least_ratios(change, laid):  # type: ignore[no-untyped-def]
-    """By what each sum is multiplied at least, as if ranks that the change touches had no load; and their product."""
+    """Compute lower limits of each sum's factor, as if the affected ranks had no load, and their
+    product.
+    """
     product = 1.0
     for maximum in range(len(laid.sums)):
         left = laid.sums[maximum]
@@ -287,7 +296,10 @@ def _least_ratios(change, laid):  # type: ignore[no-untyped-def]
 
 @part()
 def _rises_less(change, laid, most_ms, per_ms):  # type: ignore[no-untyped-def]
-    """Do the smooth maxima rise by no more than `most_ms`? Where it is clear that they do not, the remaining sums are left out."""
+    """Return whether the smooth maxima rise by at most `most_ms`.
+
+    The remaining sums are skipped when the answer is clear.
+    """
     if most_ms * per_ms < -LARGEST_EXPONENT:
         return False
     most, ratio = math.exp(min(most_ms * per_ms, LARGEST_EXPONENT)), _least_ratios(change, laid)
@@ -299,7 +311,8 @@ def _rises_less(change, laid, most_ms, per_ms):  # type: ignore[no-untyped-def]
             power = math.exp(min(per_ms * beyond, LARGEST_EXPONENT))
             change.powers[rank, maximum] = power
             total += power - laid.powers[rank, maximum]
-        if total < TINY * laid.sums[maximum]:  # the largest part was taken away: what is left is rounding
+        # the largest part was subtracted, so the rest is rounding
+        if total < TINY * laid.sums[maximum]:
             total = 0.0
             for rank in range(len(laid.load)):
                 total += change.powers[rank, maximum] if change.is_touched[rank] else laid.powers[rank, maximum]
@@ -363,7 +376,7 @@ def _forget(change):  # type: ignore[no-untyped-def]
 
 @part()
 def _value(laid, packed):  # type: ignore[no-untyped-def]
-    """Milliseconds of the objective itself."""
+    """Return the milliseconds of the objective itself."""
     value = 0.0
     for maximum in range(len(laid.sums)):
         highest = 0.0
@@ -378,9 +391,12 @@ def _value(laid, packed):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def anneal(packed, laid, best_choices, best_ranks, change, local, moves, heat, seed, best):  # type: ignore[no-untyped-def]
-    """Move `laid` about; `best` [1] is the value of the best that fits, in `best_choices` and `best_ranks`.
+    """Change `laid`.
 
-    heat: exponents a millisecond, milliseconds of a temperature, milliseconds a byte too much. Returns how many changes were taken.
+    `best` [1] is the value of the best assignment that fits, in `best_choices` and `best_ranks`.
+
+    heat: exponents per millisecond, milliseconds of a temperature, milliseconds per byte too much.
+    Returns the number of accepted changes.
     """
     per_ms, temperature, per_byte = heat
     taken = 0

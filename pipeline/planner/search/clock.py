@@ -1,15 +1,17 @@
-"""Count the time of a search in CPU seconds of its thread, so that a busy machine ends with the plan of a quiet one."""
+"""Measure the time of a search in CPU seconds of its thread, so that a busy machine finds the same
+plan as an idle one.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-MAX_WAITING = 4.0  # seconds of the clock for each CPU second of the limit: a search must end all the same
+MAX_WAITING = 4.0  # wall seconds per CPU second of the limit, because a search must end anyway
 
 
 class WorkClock:
-    """`limit_s` of CPU, and MAX_WAITING times as much of the clock."""
+    """A limit of `limit_s` CPU seconds and of MAX_WAITING times as many wall seconds."""
 
     def __init__(
         self,
@@ -27,7 +29,7 @@ class WorkClock:
 
     @property
     def busy(self) -> float:
-        """Seconds of the clock for each of CPU so far, 1 at least."""
+        """Return wall seconds per CPU second so far, at least 1."""
         cpu_s = self._cpu() - self._cpu_begin
         return max(1.0, self.wall_s / cpu_s) if cpu_s > 0.01 else 1.0
 
@@ -37,6 +39,8 @@ class WorkClock:
 
     @property
     def remaining_s(self) -> float:
-        """Of the clock, for a solver that counts by that, as busy as the machine has been so far."""
+        """Return the remaining wall seconds, for a solver that counts these, if the machine stays
+        as busy as it was.
+        """
         left = (self.limit_s - (self._cpu() - self._cpu_begin)) * min(self.busy, MAX_WAITING)
         return min(left, self.limit_s * MAX_WAITING - self.wall_s)

@@ -1,7 +1,9 @@
-"""Find the best assignment there is, or prove that none is better than the given one, by integer programming (HiGHS).
+"""Find the best assignment, or prove that none is better than a given one, by integer programming
+(HiGHS).
 
-Variables: for every option how many of a group of equal tables have it, and for every way to lay it, ranks, hosts or counts of
-shards a rank; for every kind with a latency, whether it is in use. Equal ranks may be renamed, so the first tables are kept to the first ranks and hosts.
+Variables: for every option, how many tables of a group of equal tables have it; for every placement
+of it, ranks, hosts or counts of shards per rank; for every kind with a latency, whether it is in
+use. Equal ranks may be renamed, so the first tables are restricted to the first ranks and hosts.
 """
 
 from __future__ import annotations
@@ -10,20 +12,24 @@ import itertools
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import scipy  # its parts load when they are used: the integer programs take a third of a second
+import scipy  # its parts load on first use: the integer programs take a third of a second
 
 from pipeline.planner.search.problem import Assignment, Floats, Option, Ranks, Rule, SearchProblem
 from pipeline.planner.search.ranks import project
 
 BYTES_SCALE = 1 << 30
-MANY_RANKS = 4  # from here on renaming ranks is worth more than the few bytes by which row shards differ
-GAP = 1e-4  # relative; nearer to the optimum nobody needs
-SAFE = 1e-6  # relative; what the solver's tolerances may take off its bound
+# with more ranks, renaming ranks saves more than the few bytes by which row shards differ
+MANY_RANKS = 4
+GAP = 1e-4  # relative; closer to the optimum is not needed
+SAFE = 1e-6  # relative; the possible error of the bound by the solver's tolerances
 
 
 @dataclass(frozen=True, eq=False)
 class ExactResult:
-    """`bound_ms`: no plan is below it. `assignment` is None where none better than the cutoff was found."""
+    """The result. `bound_ms`: no plan is below it.
+
+    `assignment` is None if none better than the cutoff was found.
+    """
 
     assignment: Assignment | None
     bound_ms: float
@@ -32,9 +38,11 @@ class ExactResult:
 
 @dataclass(frozen=True, eq=False)
 class _Way:
-    """The shards that a variable lays, [S], or [alike blocks, S] of which it counts some, from rank `first_rank` on.
+    """The shards that a variable places, [S], or [similar blocks, S], of which it counts some, from
+    `first_rank` on.
 
-    used: of a count, the variable that says how many tables these blocks are of; that variable's own way lays no shard.
+    used: for a count, the variable with the number of tables of these blocks; that variable itself
+    places no shard.
     """
 
     table: int
@@ -46,7 +54,7 @@ class _Way:
 
 @dataclass
 class _Matrix:
-    """Entries of a sparse matrix, gathered singly."""
+    """Entries of a sparse matrix, added one by one."""
 
     values: list[float] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
@@ -63,7 +71,9 @@ class _Matrix:
 
 
 def equal_tables(problem: SearchProblem) -> list[list[int]]:
-    """Tables in groups of those that have the same options: which of them is sharded how makes no difference."""
+    """Group tables with equal options, because it does not matter which of them has which
+    sharding.
+    """
     groups: dict[bytes, list[int]] = {}
     for table, options in enumerate(problem.tables):
         key = b"|".join(
@@ -77,7 +87,7 @@ def equal_tables(problem: SearchProblem) -> list[list[int]]:
 
 
 def count_variables(problem: SearchProblem) -> int:
-    """How large the program would be: what decides whether it is worth trying."""
+    """Return the size of the program, which decides whether it is tried."""
     per_rule = {
         Rule.EVERY_RANK: 1,
         Rule.ONE_HOST: problem.num_hosts,
@@ -99,8 +109,11 @@ def solve(
     seconds: float,
     tolerance: float = GAP,
 ) -> ExactResult:
-    """Better than `cutoff` or nothing. `bound` is a lower bound that is known already; the node limit ends it alike
-    on every machine, the time limit where that would take too long, and a plan within `tolerance` of the bound."""
+    """Find an assignment better than `cutoff`, or nothing. `bound`: a known lower bound.
+
+    The node limit ends the search at the same point on every machine. The time limit, or a plan
+    within `tolerance` of the bound, ends it earlier.
+    """
     program = _Program(_level(problem) if problem.world_size > MANY_RANKS else problem, objective)
     found = program.solve(bound, cutoff, max_nodes, seconds, max(GAP, tolerance))
     if found.status == 2:  # infeasible: nothing below the cutoff, or nothing at all
@@ -120,7 +133,7 @@ class _Program:
         self.load, self.memory, self.equal = _Matrix(), _Matrix(), _Matrix()
         self.totals: list[float] = []  # of the rows of `equal`
         self.upper: list[float] = []
-        self.ways: list[_Way | None] = []  # None: stands for no way to lay shards
+        self.ways: list[_Way | None] = []  # None: the variable places no shards
         self.at_most = _Matrix()
         self.limits: list[float] = []  # of the rows of `at_most`
         self.symmetric = _ranks_are_alike(problem)
@@ -131,16 +144,20 @@ class _Program:
         for table in self._by_size():
             copies = len(self.groups[table])
             shards = max(option.num_shards for option in problem.tables[table])
-            # Shards of tables before the last of these: so many ranks can be distinguished.
+            # Shards of tables before the last of these, so this many ranks can be distinguished.
             self.first = before + (copies - 1) * shards
             self._add_tables(table, copies)
             if before == 0 and self.symmetric and self.first >= max(problem.ranks_per_host, problem.num_hosts) - 1:
-                self._order_ranks(table)  # the first shards may lie anywhere: nothing else tells equal ranks apart
+                # the first shards may be anywhere, so only this order distinguishes equal ranks
+                self._order_ranks(table)
             before += copies * shards
         self.first_maximum = len(self.upper)
 
     def _order_ranks(self, table: int) -> None:
-        """A host's ranks by how many whole tables of these they hold, hosts by how many in all: others only rename ranks."""
+        """Order a host's ranks by their unsharded tables of this group, and hosts by the total.
+
+        Other orders only rename ranks.
+        """
         local, options = self.problem.ranks_per_host, self.problem.tables[table]
         held: list[list[int]] = [[] for _ in range(self.problem.world_size)]
         for variable, way in enumerate(self.ways):
@@ -169,12 +186,14 @@ class _Program:
             self.at_most.add(row, variable, -1.0)
 
     def _by_size(self) -> list[int]:
-        """Tables that cost most first: keeping those to the first ranks prunes most."""
+        """Return tables by decreasing cost, because restricting expensive tables to the first ranks
+        prunes most.
+        """
         least = [min(float(cost.sum()) for cost in costs) for costs in self.costs]
         return sorted(self.groups, key=lambda table: (-least[table], table))
 
     def _add_tables(self, table: int, copies: int) -> None:
-        """`table` stands for so many that are equal."""
+        """Add `table`, which represents this many equal tables."""
         problem, local = self.problem, self.problem.ranks_per_host
         self.copies = float(copies)
         choose = self._new_row(self.copies)
@@ -204,7 +223,9 @@ class _Program:
                 )
 
     def _add_counts(self, choose: int, table: int, choice: int, blocks: list[list[int]], first_ranks: range) -> None:
-        """Blocks of shards (or single ones) that may lie apart: of those that are alike, how many from each rank on."""
+        """Add blocks of shards (or single ones) that may be apart: for similar blocks, how many
+        from each rank on.
+        """
         used = self._new_variable(_Way(table, choice, 0, np.empty(0, dtype=np.intp)), self.copies)
         self._choose(choose, used, table, choice)
         option, per_rank = self.problem.tables[table][choice], len(blocks)
@@ -230,20 +251,25 @@ class _Program:
                     self.at_most.add(limits[first_rank], way, 1.0)
 
     def _add_way(self, choose: int, way: _Way) -> None:
-        """All shards at once, from rank `way.first_rank` on."""
+        """Add the placement of all shards at once, from rank `way.first_rank` on."""
         variable = self._new_variable(way, self.copies)
         self._choose(choose, variable, way.table, way.choice)
         self._lay(variable, way.table, way.choice, way.first_rank, way.shards.tolist())
 
     def _choose(self, choose: int, variable: int, table: int, choice: int) -> None:
-        """One of the table's variables that sum to 1; if its kind has a latency, the kind is in use."""
+        """Add one of the table's variables that sum to 1.
+
+        If its kind has a latency, the kind is in use.
+        """
         self.equal.add(choose, variable, 1.0)
         kind = self.problem.tables[table][choice].kind
         if kind in self.late:
             self.at_most.add(self.kind_rows[kind], variable, 1.0)
 
     def _ranks(self) -> list[int]:
-        """List the ranks that a shard needs to try: of ranks that are alike, those in use and the first unused."""
+        """List the ranks that a shard needs to try: of equal ranks, those in use and the first
+        unused one.
+        """
         local = self.problem.ranks_per_host
         every = range(self.problem.world_size)
         return [rank for rank in every if not self.symmetric or max(rank // local, rank % local) <= self.first]
@@ -275,7 +301,7 @@ class _Program:
     def solve(  # type: ignore[no-untyped-def]
         self, bound: float, cutoff: float | None, max_nodes: int, seconds: float, tolerance: float
     ):
-        """scipy's OptimizeResult."""
+        """Return scipy's OptimizeResult."""
         problem, width = self.problem, self.first_maximum + self.num_maxima
         for rank in range(problem.world_size):
             for maximum in range(self.num_maxima):
@@ -311,7 +337,7 @@ class _Program:
         return scipy.optimize.LinearConstraint(rows.build(caps.size, width), -np.inf, caps.ravel() / BYTES_SCALE)
 
     def read(self, values: Floats) -> Assignment:
-        """Tables of a group take their options and ranks in turn."""
+        """Return the assignment. Tables of a group take their options and ranks in turn."""
         choices = [0] * len(self.problem.tables)
         placements: list[dict[int, int]] = [{} for _ in choices]  # per table: shard -> rank
         left = {table: list(group) for table, group in self.groups.items()}
@@ -338,7 +364,9 @@ class _Program:
 
 
 def _deal(tables: list[int], ways: list[tuple[_Way, int]], placements: list[dict[int, int]]) -> None:
-    """Blocks that are alike to the tables in turn, rank by rank: so no table has more of them on a rank than it may."""
+    """Deal similar blocks to the tables in turn, rank by rank, so that no table has too many of
+    them on a rank.
+    """
     first_ranks = [way.first_rank for way, count in ways for _ in range(count)]
     blocks = ways[0][0].shards.tolist()
     for position, first_rank in enumerate(first_ranks[: len(tables) * len(blocks)]):
@@ -347,7 +375,7 @@ def _deal(tables: list[int], ways: list[tuple[_Way, int]], placements: list[dict
 
 
 def _alike(option: Option, blocks: list[list[int]]) -> list[list[list[int]]]:
-    """Blocks in groups of equal cost and memory."""
+    """Group blocks of equal cost and memory."""
     groups: dict[bytes, list[list[int]]] = {}
     for block in blocks:
         key = option.cost_ms[block].tobytes() + option.memory[block].tobytes()
@@ -356,7 +384,10 @@ def _alike(option: Option, blocks: list[list[int]]) -> list[list[list[int]]]:
 
 
 def _level(problem: SearchProblem) -> SearchProblem:
-    """The same with the last, shorter row shards like their siblings' least: no plan becomes dearer by that."""
+    """Return the problem with last, shorter row shards made equal to their cheapest siblings.
+
+    No plan becomes more expensive.
+    """
 
     def leveled(option: Option) -> Option:
         if option.rule in (Rule.ANY_RANK, Rule.WITHIN_HOST):
@@ -369,7 +400,7 @@ def _level(problem: SearchProblem) -> SearchProblem:
 
 
 def _ranks_are_alike(problem: SearchProblem) -> bool:
-    """May ranks of a host, and hosts, change places without changing anything?"""
+    """Return whether ranks of a host, and hosts, may be exchanged without changing anything."""
     if (problem.capacity != problem.capacity[0]).any():
         return False
     if problem.host_memory is not None and (problem.host_memory != problem.host_memory[0]).any():

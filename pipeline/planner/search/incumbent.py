@@ -1,4 +1,6 @@
-"""Hold the best assignment of a search, the bound, the clock, and the options that can still be worth trying."""
+"""Hold the best assignment of a search, the bound, the clock, and the options that are still worth
+trying.
+"""
 
 from __future__ import annotations
 
@@ -21,35 +23,41 @@ from pipeline.planner.search.problem import (
 )
 from pipeline.planner.search.relaxation import Relaxation
 
-SLACK = 0.3  # of the gap: what an option may cost beside the cheapest for local search to try it
+SLACK = 0.3  # of the gap: local search tries options that cost at most this more than the cheapest
 
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """`seconds`, of CPU, is an outer stop (see WorkClock); all else counts work, the same on every machine.
+    """The settings.
 
-    The search ends once the gap is `gap_tolerance` at most, but not before TorchRec's proposals were tried.
+    `seconds` of CPU is an outer limit (WorkClock); all other limits count work, equal on every
+    machine.
+
+    The search ends when the gap is at most `gap_tolerance`, but not before TorchRec's proposals
+    were tried.
     """
 
     objective: str = "critical_path"
     seed: int = 0
     seconds: float = 60.0
     gap_tolerance: float = PROVEN
-    proposal_placements: int = 300_000  # of shards, in TorchRec's proposals
-    kinds_work: int = 100_000  # options times sets of kinds with a latency: beyond it one relaxation stands for all
+    proposal_placements: int = 300_000  # placed shards in TorchRec's proposals
+    # options times sets of kinds with a latency; above it one relaxation is used for all
+    kinds_work: int = 100_000
     start_steps: int = 200  # of local search from each start
     local_steps: tuple[int, ...] = (3000, 4000, 6000)
-    bound_options: int = 120  # of groups of equal tables: with more, patterns of a rank do not bound
-    bound_patterns: int = 2500  # that are looked for at most
-    anneal_moves: int = 40_000_000  # at most, each time that annealing begins
+    # of groups of equal tables; with more options, no bound by patterns of a rank
+    bound_options: int = 120
+    bound_patterns: int = 2500  # searched at most
+    anneal_moves: int = 40_000_000  # at most, in each annealing
     choice_nodes: int = 300  # of the integer program that chooses options
     easy_variables: int = 1200  # of an integer program that is mostly solved in seconds
-    exact_variables: int = 8000  # a larger one is not tried
+    exact_variables: int = 8000  # a larger integer program is not tried
     exact_work: int = 1_500_000  # nodes times variables
 
 
 class Infeasible(Exception):
-    """`proven`: no assignment keeps the capacities; else none was found."""
+    """No assignment. `proven`: none keeps the capacities; otherwise none was found."""
 
     def __init__(self, proven: bool) -> None:
         super().__init__("no assignment exists" if proven else "no assignment was found")
@@ -57,7 +65,7 @@ class Infeasible(Exception):
 
 
 class Incumbent:
-    """What all methods of a search share."""
+    """The state that all methods of a search share."""
 
     def __init__(self, problem: SearchProblem, config: SearchConfig) -> None:
         self.problem, self.config = problem, config
@@ -95,7 +103,7 @@ class Incumbent:
         return self.best_value <= self.bound * (1 + max(PROVEN, self.config.gap_tolerance))
 
     def offer(self, member: str, assignment: Assignment) -> None:
-        """Keep an assignment of the whole problem if it is valid and the best so far."""
+        """Keep an assignment of the complete problem if it is valid and the best so far."""
         if violations(self.problem, assignment):
             return
         value = score(self.problem, assignment).of(self.config.objective)
@@ -107,7 +115,9 @@ class Incumbent:
         return score(self.problem, assignment).of(self.config.objective)
 
     def worth(self, relaxation: Relaxation, share: float, using: Assignment) -> list[list[int]]:
-        """Options that by the relaxation's prices cost no more than a share of the gap, and those in use."""
+        """Return options that, by the relaxation's prices, cost at most a share of the gap, and the
+        options in use.
+        """
         assert relaxation.bound_ms is not None
         ceiling = max(0.0, self.best_value * (1 + 1e-6) - relaxation.bound_ms) * share
         used = [
@@ -125,13 +135,16 @@ class Incumbent:
         return kept
 
     def narrow(self, relaxation: Relaxation) -> None:
-        """Forget the options that no plan better than the best one can have."""
+        """Drop the options that no better plan can have."""
         if self.best is not None and relaxation.bound_ms is not None:
             self.kept = self.worth(relaxation, 1.0, self.best)
             self.small = narrow(self.problem, self.kept)
 
     def within(self, kept: list[list[int]], whole: Assignment) -> list[int]:
-        """The choices among options `kept`: one that was left out gives way to one as good."""
+        """Return the choices among options `kept`.
+
+        A dropped option is replaced by one that is as good.
+        """
         choices = []
         for options, indices, choice in zip(self.problem.tables, kept, whole.choices, strict=True):
             if choice not in indices:

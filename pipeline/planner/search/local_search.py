@@ -1,4 +1,6 @@
-"""Improve an assignment: exchange shards between ranks, shard tables otherwise, take a few tables out and put them back."""
+"""Improve an assignment: exchange shards between ranks, change options of tables, remove a few
+tables and place them again.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,13 @@ from numpy.typing import NDArray
 from pipeline.planner.search.problem import Assignment, Floats, Ranks
 from pipeline.planner.search.ranks import RankState
 
-MAX_TRIED = 6  # tables of a rank that are sharded otherwise before the next rank's turn
+MAX_TRIED = 6  # tables of a rank whose option is changed before the next rank's turn
 MAX_TAKEN_OUT = 8
-MIN_GAIN = 1e-9  # of the value: less is rounding
-SHARPNESS = (100.0, 300.0, 1000.0, 3000.0)  # of the maxima, one after another: first all loads count, then the highest
-RELEVANT = 0.01  # of a maximum's exponentials: a rank of less is not worth relieving
-REFRESH_EVERY = 200  # changes between sums made anew, free of rounding
+MIN_GAIN = 1e-9  # of the value; less is rounding
+# of the maxima, one after another: at first all loads count, later the highest
+SHARPNESS = (100.0, 300.0, 1000.0, 3000.0)
+RELEVANT = 0.01  # of a maximum's exponentials; a rank with less is not worth relieving
+REFRESH_EVERY = 200  # changes after which sums are computed again, free of rounding errors
 PROVEN = 1e-4  # a gap that counts as none
 Home = tuple[int, Ranks]  # a table's option and ranks
 
@@ -31,15 +34,19 @@ def improve(
     stop: Callable[[], bool],
     tolerance: float = PROVEN,
 ) -> Assignment:
-    """The best assignment met in `steps` steps from `start`, or the first within `tolerance` of `bound`.
+    """Return the best assignment in `steps` steps from `start`, or the first within `tolerance` of
+    `bound`.
 
-    The same for a seed unless `stop` cuts it short.
+    The result is the same for a seed unless `stop` ends it early.
     """
     return _Climb(state, start, random.Random(seed), bound * (1 + max(PROVEN, tolerance)), stop).run(steps)
 
 
 class _Climb:
-    """One run: `state` moves about, `best` stays. `before`: where tables lay that changed since the last kick."""
+    """One run. `state` changes, `best` is kept.
+
+    `before`: previous positions of tables that changed since the last kick.
+    """
 
     def __init__(
         self, state: RankState, start: Assignment, generator: random.Random, enough: float, stop: Callable[[], bool]
@@ -59,7 +66,10 @@ class _Climb:
         return self.best
 
     def _climb(self, until: int) -> None:
-        """Down to where no single step helps, then kick and down again; a kick that led to nothing better is undone."""
+        """Descend until no single step helps, then kick and descend again.
+
+        A kick that led to nothing better is undone.
+        """
         self._descend(until)
         while self.steps < until and not self._done():
             self.before, value = {}, self.state.smooth_value
@@ -92,7 +102,7 @@ class _Climb:
             self.state.restore(self.state.assignment())
 
     def _rank_to_relieve(self, tried: set[int]) -> int | None:
-        """The rank that weighs most in the smooth value."""
+        """Return the rank with the largest weight in the smooth value."""
         soft = self.state.soft
         weight = (soft.exponentials / soft.sums).sum(axis=1)
         weight[list(tried)] = 0.0
@@ -100,7 +110,9 @@ class _Climb:
         return rank if weight[rank] >= RELEVANT else None
 
     def _exchange(self, rank: int) -> bool:
-        """Move a free shard of the rank to another, or for another's shard, where that lowers the value most."""
+        """Move a free shard of the rank to another rank, or swap it with another rank's shard, if
+        that lowers the value most.
+        """
         state, soft, free = self.state, self.state.soft, self.state.free
         local = np.flatnonzero(free.ranks[: free.num_rows] == rank)
         if not len(local):
@@ -118,7 +130,9 @@ class _Climb:
         return True
 
     def _fit(self, rank: int, there: Ranks, change: Floats) -> NDArray[np.bool_]:
-        """May the rank's memory change so [local, others, M], and that of the ranks `there` the other way?"""
+        """Return whether the rank's memory may change by [local, others, M], and that of the ranks
+        `there` by the opposite.
+        """
         memory, capacity = self.state.memory, self.state.problem.capacity
         room, other_room = capacity[rank] - memory[rank], capacity[there] - memory[there]
         fits: NDArray[np.bool_] = ((change <= room) & (-change <= other_room)).all(axis=-1)
@@ -129,7 +143,7 @@ class _Climb:
         return fits
 
     def _swap(self, local: int, other: int) -> None:
-        """Two rows of the free shards change ranks."""
+        """Swap the ranks of two rows of free shards."""
         free = self.state.free
         ends = {local: int(free.ranks[other]), other: int(free.ranks[local])}
         rows = [row for row in ends if row < free.num_rows]
@@ -142,7 +156,7 @@ class _Climb:
             self.state.put(table, homes[table][0], ranks)
 
     def _lift(self, table: int) -> Home:
-        """Take a table out, and remember where it lay before the last kick."""
+        """Remove a table, and remember its position before the last kick."""
         choice, ranks = self.state.choices[table], self.state.ranks[table]
         assert choice is not None
         self.state.take(table)
@@ -150,7 +164,7 @@ class _Climb:
         return choice, ranks
 
     def _shard_otherwise(self, rank: int) -> bool:
-        """Another option or placement for a table of the rank, the first that lowers the value."""
+        """Give a table of the rank another option or placement, the first that lowers the value."""
         state = self.state
         tables = [*state.on_rank[rank], *state.everywhere]
         self.generator.shuffle(tables)
@@ -170,7 +184,9 @@ class _Climb:
         return False
 
     def _ruin_and_recreate(self) -> None:
-        """Take some tables out, half of them from the slowest ranks, and put each back where it is best."""
+        """Remove some tables, half of them from the slowest ranks, and place each again at its best
+        position.
+        """
         state, generator = self.state, self.generator
         rank = self._rank_to_relieve(set())
         near = [] if rank is None else list(state.on_rank[rank])

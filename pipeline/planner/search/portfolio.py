@@ -1,8 +1,10 @@
-"""Search with several methods, none of which wins everywhere, and bound how far from the best possible the result can be.
+"""Search with several methods, because none is best everywhere, and bound the distance of the
+result from the optimum.
 
-TorchRec's own proposals come first, so that nothing worse comes out; a linear program bounds from below and its
-shares choose options; local search and, where small enough, an integer program go on from the best.
-Steps, proposals and nodes are counted, so a seed gives one result on any machine, unless `seconds` cuts it short.
+TorchRec's proposals come first, so that the result is never worse. A linear program gives a lower
+bound, and its shares choose options. Local search and, for small problems, an integer program
+continue from the best assignment. Steps, proposals and nodes are counted, so a seed gives one
+result on any machine, unless `seconds` ends it early.
 """
 
 from __future__ import annotations
@@ -33,13 +35,15 @@ from pipeline.planner.search.relaxation import Choice, LinearProgram, Mask, Rela
 from pipeline.planner.search.restarts import MIN_GAP, Restarts
 from pipeline.runtime.logs import progress
 
-MEMORY_WEIGHTS = (0.0, 0.3, 3.0, 10.0)  # in units of the bound: what filling a rank's memory counts beside time
-LUMP_WEIGHTS = (0.6, 0.8, 1.0, 1.25, 1.5, 3.0, 5.0)  # what it counts that large shards are hard to spread
-SHARD_LIMITS = (0.6,)  # of each maximum; what the largest shard may take
-COST_CUTOFF = 1.25  # of the bound: choices that cost more cannot be worth their evenness
-KIND_SETS = 8  # sets of kinds, the most promising, that options are chosen by
-PROPOSALS_SHARE = 0.25  # of all seconds, for the walk over TorchRec's proposals at most
-CHOICES_SHARE = 0.4  # of all seconds, from when on what was chosen is placed
+# in units of the bound: the weight of filling a rank's memory compared with time
+MEMORY_WEIGHTS = (0.0, 0.3, 3.0, 10.0)
+# the weight of large shards, because they are hard to spread
+LUMP_WEIGHTS = (0.6, 0.8, 1.0, 1.25, 1.5, 3.0, 5.0)
+SHARD_LIMITS = (0.6,)  # of each maximum; the limit of the largest shard
+COST_CUTOFF = 1.25  # of the bound; more expensive choices are not worth their evenness
+KIND_SETS = 8  # sets of kinds, the most promising, for which options are chosen
+PROPOSALS_SHARE = 0.25  # of all seconds, at most for TorchRec's proposals
+CHOICES_SHARE = 0.4  # of all seconds, after which the choices are placed
 PLACEMENT_KINDS = (
     Rule.EVERY_RANK,
     Rule.WHOLE_HOSTS,
@@ -47,9 +51,10 @@ PLACEMENT_KINDS = (
     Rule.WITHIN_HOST,
     Rule.ANY_RANK,
 )  # to lie, fewest first
-GOOD_ENOUGH_RATIO = 1.04  # of the bound: where nothing better is found, memory may stand in the way
-EASY_SHARE = 0.15  # of all seconds, for the integer program of the whole problem before other methods had their turn
-QUICK_SHARE = 0.05  # for that of one that is not easy, once annealing has begun
+GOOD_ENOUGH_RATIO = 1.04  # of the bound; if nothing better is found, memory may be the obstacle
+# of all seconds, for the integer program of the complete problem before other methods
+EASY_SHARE = 0.15
+QUICK_SHARE = 0.05  # for an integer program that is not easy, after annealing has begun
 BOUND_STEPS = (
     0.25,
     0.4,
@@ -59,10 +64,10 @@ BOUND_STEPS = (
     0.8,
     0.9,
 )  # of the gap: what patterns of a rank are to prove, one after another
-NUM_CLIMBED = 3  # starts, the best, that are improved further
+NUM_CLIMBED = 3  # the best starts, which are improved further
 
 
-# Whether there is a plan at all, and little else.
+# Find whether there is a plan at all, and little else.
 FIRST_PLAN = SearchConfig(
     objective="max_rank", proposal_placements=20_000, start_steps=0, local_steps=(), anneal_moves=0,
     exact_variables=3000, exact_work=100_000,
@@ -71,7 +76,10 @@ FIRST_PLAN = SearchConfig(
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """`torchrec` is what TorchRec's planner would take; `torchrec_complete`: all of its proposals were tried."""
+    """The result. `torchrec`: what TorchRec's planner would choose.
+
+    `torchrec_complete`: all of its proposals were tried.
+    """
 
     assignment: Assignment
     score: Score
@@ -82,14 +90,16 @@ class SearchResult:
     cut_short: bool
     torchrec: Score | None
     torchrec_complete: bool
-    values: dict[str, float] = field(default_factory=dict)  # best of each member, by the objective
-    busy: float = 1.0  # seconds of the clock for each CPU second of the search
+    values: dict[str, float] = field(default_factory=dict)  # best of each method, by the objective
+    busy: float = 1.0  # wall seconds per CPU second of the search
 
 
 def search(problem: SearchProblem, config: SearchConfig, warm_starts: Iterable[Assignment] = ()) -> SearchResult:
-    """The best assignment that the members find within config's time, with a lower bound of what any assignment costs.
+    """Return the best assignment within config's time, with a lower bound of the cost of any
+    assignment.
 
-    warm_starts: assignments of other planners, tried first; the result is no worse than the best of them.
+    warm_starts: assignments of other planners, tried first. The result is at least as good as the
+    best of them.
 
     Raises:
         Infeasible: no assignment fits into memory, or none was found in the time.
@@ -101,7 +111,8 @@ class _Search:
     def __init__(self, problem: SearchProblem, config: SearchConfig) -> None:
         self.state = Incumbent(problem, config)
         self.restarts = Restarts(self.state)
-        self.bounds_by_kinds: dict[tuple[str, ...], float] = {}  # sets of kinds left out -> bound; empty: not known
+        # sets of excluded kinds -> bound; empty: unknown
+        self.bounds_by_kinds: dict[tuple[str, ...], float] = {}
         self.tried: set[tuple[int, int, float]] = (
             set()
         )  # sizes and work of integer programs: the same again would end the same
@@ -158,13 +169,17 @@ class _Search:
         )
 
     def _had_its_share(self) -> bool:
-        """Time for the walk over proposals: all else must come to something too."""
+        """Return whether the time for TorchRec's proposals is over, so that the other methods get
+        time.
+        """
         return self.state.used(PROPOSALS_SHARE)
 
     def _by_kinds(self, program: LinearProgram, first: Relaxation) -> list[tuple[str, ...]]:
-        """Sets of kinds to leave out, most promising first: where kinds have a latency, a plan uses one set of them.
+        """Return sets of kinds to exclude, most promising first.
 
-        So the least of their bounds bounds all plans.
+        If kinds have a latency, a plan uses one set of them.
+
+        So the smallest of their bounds is a bound of all plans.
         """
         assert first.bound_ms is not None
         if (
@@ -186,9 +201,11 @@ class _Search:
         return sorted(promising, key=lambda left_out: bounds[left_out])[:KIND_SETS] or [()]
 
     def _choose(self, program: LinearProgram, first: Relaxation, sets: list[tuple[str, ...]]) -> list[Choice]:
-        """Options chosen whole for each set of kinds, then under ever tighter limits on the largest shard.
+        """Choose options for each set of kinds, then under tighter and tighter limits on the
+        largest shard.
 
-        Small shards can be spread evenly, large ones cost less in all: which weighs more shows when they are placed.
+        Small shards can be spread evenly, large ones cost less in total. Placing shows which
+        matters more.
         """
         found: dict[tuple[int, ...], Choice] = {}
 
@@ -218,7 +235,10 @@ class _Search:
         return list(found.values())
 
     def _place_choices(self, choices: list[Choice]) -> list[Assignment]:
-        """The best placement of each choice, the best one first; memory is saved only as long as that helps."""
+        """Return the best placement of each choice, the best first.
+
+        Memory is saved only as long as that helps.
+        """
         best: dict[tuple[int, ...], Assignment] = {}
         for weight in MEMORY_WEIGHTS:
             before = min(map(self.state.value, best.values()), default=np.inf)
@@ -235,7 +255,9 @@ class _Search:
         return sorted(best.values(), key=self.state.value)
 
     def _place_largest_first(self, choice: Choice, memory_weight: float) -> Assignment | None:
-        """Towards the relaxation's own maxima: while all are below them a load costs little."""
+        """Place towards the relaxation's maxima: while all loads are below them, a load costs
+        little.
+        """
         state = RankState(
             self.state.small, self.state.config.objective, self.state.bound, memory_weight, choice.maxima_ms
         )
@@ -248,7 +270,9 @@ class _Search:
         return min(found, key=self.state.value) if found else None
 
     def _orders(self, choices: tuple[int, ...]) -> list[list[int]]:
-        """Options that can lie in fewer ways first; then the largest, by time and by memory."""
+        """Return orders: options with few placements first; then the largest, by time and by
+        memory.
+        """
         tables = self.state.small.tables
         chosen = [options[choice] for options, choice in zip(tables, choices, strict=True)]
         room = np.maximum(self.state.small.capacity.min(axis=0), 1.0)
@@ -258,9 +282,11 @@ class _Search:
         return [sorted(range(len(chosen)), key=lambda table: (free[table], key[table])) for key in (by_time, by_memory)]
 
     def _improve(self, relaxation: Relaxation, starts: list[Assignment]) -> None:
-        """Local search in rounds: what each finds rules more options out, and fewer are searched faster.
+        """Run local search in rounds: each result excludes more options, and fewer options are
+        searched faster.
 
-        Where few enough are left, the integer program answers at once; it also looks for a first plan where none is.
+        If few enough are left, the integer program solves the rest. It also looks for a first plan
+        if there is none.
         """
         config = self.state.config
         if self.state.best is not None and not any(
@@ -269,7 +295,8 @@ class _Search:
             starts = [*starts, self.state.best]
         climbed = [self._climb(start, relaxation, config.start_steps, config.seed) for start in starts]
         self.state.narrow(relaxation)
-        self._solve_exactly(0)  # the root of the tree: seconds, and now and then it is all
+        # the root of the tree: takes seconds, and sometimes solves the problem
+        self._solve_exactly(0)
         climbed = sorted(climbed, key=self.state.value)[:NUM_CLIMBED]
         for number, steps in enumerate(config.local_steps[: 1 if self.state.has_patterns else None]):
             if exact.count_variables(self.state.small) <= config.easy_variables:
@@ -284,7 +311,7 @@ class _Search:
             self.state.narrow(relaxation)
 
     def _climb(self, start: Assignment, relaxation: Relaxation, steps: int, seed: int) -> Assignment:
-        """By the options that are cheap enough to hope for."""
+        """Climb with the options that are cheap enough."""
         if self.state.done():
             return start
         kept = self.state.worth(relaxation, SLACK, start)
@@ -305,7 +332,9 @@ class _Search:
         return improved
 
     def _place_over_capacity(self, choices: list[Choice]) -> Assignment | None:
-        """The first choice, the cheapest, its loads even, whatever that overfills; None where a rule cannot be kept."""
+        """Place the first, cheapest choice evenly, even if it overfills ranks; None if a rule
+        cannot be kept.
+        """
         if not choices:
             return None
         choice = choices[0]
@@ -315,7 +344,9 @@ class _Search:
         return self.state.whole(state.assignment()) if filled else None
 
     def _bound_by_patterns(self) -> None:
-        """Raise the bound step by step towards the best plan, where few options are left for that and the gap is worth it."""
+        """Raise the bound step by step towards the best plan, if few options are left and the gap
+        is large enough.
+        """
         state, lowest = self.state, self.state.bound
         is_near = state.best_value <= lowest * (1 + MIN_GAP)
         if is_near or state.best is None or not state.has_patterns or (state.late and not self.bounds_by_kinds):
@@ -331,7 +362,9 @@ class _Search:
             state.bound = max(state.bound, cutoff)
 
     def _solve_exactly(self, work: int, share: float = 1.0) -> None:
-        """`share` of all seconds at most: then the same program may be tried once more, with all that are left."""
+        """Solve the integer program with at most `share` of all seconds; then it may be tried again
+        with the remaining ones.
+        """
         size = exact.count_variables(self.state.small)
         if self.state.done() or size > self.state.config.exact_variables or (size, work, share) in self.tried:
             return

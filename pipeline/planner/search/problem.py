@@ -1,7 +1,8 @@
 """Define the placement problem and score an assignment: arrays in, arrays out.
 
-A table has options, an option has shards, a shard has a cost a phase and a size in each memory. Shapes:
-S shards of an option, R ranks, P phases, M kinds of memory in bytes: HBM, host memory, and further ones such as SSD.
+A table has options, an option has shards, and a shard has a cost per phase and a size in each
+memory. Shapes: S shards of an option, R ranks, P phases, M kinds of memory in bytes: HBM, host
+memory, and more kinds such as SSD.
 """
 
 from __future__ import annotations
@@ -19,18 +20,23 @@ OBJECTIVES = ("critical_path", "max_rank")
 
 
 class Rule(Enum):
-    """Which ranks an option's shards may have; the names in brackets are TorchRec's sharding types."""
+    """Which ranks an option's shards may have. The names in brackets are TorchRec's
+    sharding types.
+    """
 
     EVERY_RANK = "shard i on rank i (row_wise, data_parallel)"
     ANY_RANK = "each shard on any rank (table_wise, column_wise)"
     ONE_HOST = "shard i on the i-th rank of one host (table_row_wise)"
     WITHIN_HOST = "each shard on any rank of one host (table_column_wise)"
-    WHOLE_HOSTS = "each run of ranks_per_host shards on a host of its own (grid_shard)"
+    WHOLE_HOSTS = "each run of ranks_per_host shards on a separate host (grid_shard)"
 
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """One way of sharding one table. `kind` is its sharding type; `proposed`: TorchRec's own planner has it too."""
+    """One way of sharding one table. `kind`: its sharding type.
+
+    `proposed`: TorchRec's planner has it too.
+    """
 
     rule: Rule
     cost_ms: Floats  # [S, P]
@@ -46,11 +52,13 @@ class Option:
 
 @dataclass(frozen=True, eq=False)
 class SearchProblem:
-    """`host_memory` caps what the ranks of each host take together, beside each rank's own cap: of the second kind of
-    memory where it is [hosts], of every kind where it is [hosts, M], infinite where there is no such cap.
+    """The problem.
 
-    `latency_ms`: Option.kind -> [P], what each phase takes longer, once, where any table's option has that kind: the
-    start of one more collective, however little it carries.
+    `host_memory` limits what the ranks of each host use together, in addition to each rank's limit.
+
+    It applies to the second kind of memory if it is [hosts], and to every kind if it is [hosts, M];
+    infinite means no limit. `latency_ms`: Option.kind -> [P], the additional time of each phase,
+    once, if any table's option has that kind: the start of one more collective.
     """
 
     tables: list[list[Option]]
@@ -77,7 +85,7 @@ class SearchProblem:
 
     @property
     def host_caps(self) -> Floats | None:
-        """[hosts, M] bytes; None where the ranks' own caps say as much."""
+        """Return [hosts, M] bytes; None if the ranks' limits are at least as strict."""
         if self.host_memory is None:
             return None
         caps = self.host_memory
@@ -93,7 +101,9 @@ class SearchProblem:
 
     @property
     def kind_ms(self) -> dict[str, float]:
-        """The cost of each kind in use under either objective: the slowest rank waits for each phase's start too."""
+        """Return the cost of each kind in use under either objective, because the slowest rank
+        waits for each phase's start.
+        """
         there = dict.fromkeys(option.kind for options in self.tables for option in options)
         sums = {kind: float(self.latency_ms[kind].sum()) for kind in there if kind in self.latency_ms}
         return {kind: total for kind, total in sums.items() if total > 0}
@@ -101,7 +111,7 @@ class SearchProblem:
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """Per table the index of its option, and the rank of each of that option's shards."""
+    """For each table the index of its option, and the rank of each of that option's shards."""
 
     choices: list[int]
     ranks: list[Ranks]
@@ -109,7 +119,8 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Score:
-    """Both objectives. max_rank: the slowest rank's whole cost; critical_path: per phase the slowest rank's, summed.
+    """Both objectives. max_rank: the slowest rank's total cost. critical_path: the sum of each
+    phase's slowest rank.
 
     In both, the latency of the kinds in use is counted once.
     """
@@ -122,7 +133,7 @@ class Score:
 
 
 def loads(problem: SearchProblem, assignment: Assignment) -> tuple[Floats, Floats]:
-    """Cost [R, P] and memory [R, M] of each rank."""
+    """Return the cost [R, P] and memory [R, M] of each rank."""
     num_phases = problem.tables[0][0].cost_ms.shape[1]
     cost, memory = np.zeros((problem.world_size, num_phases)), np.zeros_like(problem.capacity)
     for options, choice, ranks in zip(problem.tables, assignment.choices, assignment.ranks, strict=True):
@@ -138,7 +149,7 @@ def score(problem: SearchProblem, assignment: Assignment) -> Score:
 
 
 def kinds_cost(problem: SearchProblem, assignment: Assignment) -> float:
-    """Milliseconds of latency of all kinds in use."""
+    """Return the milliseconds of latency of all kinds in use."""
     used = {options[choice].kind for options, choice in zip(problem.tables, assignment.choices, strict=True)}
     return sum(total for kind, total in problem.kind_ms.items() if kind in used)
 
@@ -177,15 +188,17 @@ def keeps_rule(problem: SearchProblem, option: Option, ranks: Ranks) -> bool:
         blocks = ranks.reshape(-1, local)
         hosts = (blocks[:, 0] // local).tolist()
         aligned = bool((blocks == np.array(hosts)[:, None] * local + np.arange(local)).all())
-        most = -(-len(hosts) // problem.num_hosts)  # a host twice only where there are more blocks than hosts
+        # a host twice only if there are more blocks than hosts
+        most = -(-len(hosts) // problem.num_hosts)
         return aligned and max(hosts.count(host) for host in hosts) <= most
     return True
 
 
 def worth_trying(problem: SearchProblem) -> list[list[int]]:
-    """Per table its options, without those that fit on no empty rank and those that another is at least as good as.
+    """Return each table's options, without those that fit on no empty rank and those that another
+    option dominates.
 
-    A table may be left with none: then no plan exists.
+    A table may have none left; then there is no plan.
     """
     kept: list[list[int]] = []
     late = problem.kind_ms
@@ -229,9 +242,10 @@ FREER_THAN = {
 
 
 def dominates(option: Option, other: Option, late: Iterable[str] = ()) -> bool:
-    """Wherever `other` may lie, `option` may lie too, at no more cost and memory, shard by shard.
+    """Return whether `option` can replace `other` everywhere, at no more cost and memory for each
+    shard.
 
-    `late`: kinds with a latency, which only an option of the same kind brings along anyway.
+    late: kinds with a latency, which only an option of the same kind may add.
     """
     return (
         option.num_shards == other.num_shards

@@ -1,9 +1,10 @@
-"""Walk the proposals of TorchRec's own planner on arrays, so that a search is never worse than it.
+"""Try the proposals of TorchRec's planner on arrays, so that a search is never worse than TorchRec.
 
-The same order of proposals (grid search, greedy by the largest shard, greedy by the sum, uniform) and the same
-placing (GreedyPerfPartitioner, sorted by storage) as torchrec.distributed.planner, hundreds of times faster.
-Where there are more proposals than the budget allows, half of it goes to the first ones, all that TorchRec itself comes
-to within its timeout, and half to every n-th of the two greedy walks.
+The order of proposals (grid search, greedy by the largest shard, greedy by the sum, uniform) and
+the placement (GreedyPerfPartitioner, sorted by storage) are those of torchrec.distributed.planner,
+hundreds of times faster. If there are more proposals than the budget allows, half of the budget is
+used for the first ones, which TorchRec itself reaches within its timeout, and half for every n-th
+of the two greedy walks.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ import numpy as np
 
 from pipeline.planner.search.problem import Assignment, Floats, Option, Ranks, Rule, Score, SearchProblem, score
 
-MAX_GRID_PROPOSALS = 10_000  # TorchRec's: beyond it the grid search is left out
-Proposal = list[int]  # per table the index of an option
+MAX_GRID_PROPOSALS = 10_000  # TorchRec's limit; with more, the grid search is skipped
+Proposal = list[int]  # for each table the index of an option
 
 
 @dataclass(frozen=True, eq=False)
 class TorchRecResult:
-    """`chosen` is what TorchRec takes: the first of lowest max_rank. `best`: the best by the wanted objective."""
+    """The result. `chosen`: what TorchRec takes, the first of lowest max_rank.
+
+    `best`: the best by the objective.
+    """
 
     chosen: Assignment | None
     best: Assignment | None
@@ -33,7 +37,10 @@ class TorchRecResult:
 
 
 def try_proposals(problem: SearchProblem, objective: str, budget: int, stop: Callable[[], bool]) -> TorchRecResult:
-    """Place each proposal as TorchRec does. `budget` counts placements; `stop` is asked between proposals."""
+    """Place each proposal as TorchRec does.
+
+    `budget` counts placements; `stop` is called between proposals.
+    """
     partitioner = _Partitioner(problem)
     walks, complete = _walks(partitioner, budget)
     seen: set[tuple[int, ...]] = set()
@@ -60,7 +67,7 @@ def try_proposals(problem: SearchProblem, objective: str, budget: int, stop: Cal
 
 
 def _walks(partitioner: _Partitioner, budget: int) -> tuple[list[Iterator[Proposal]], bool]:
-    """The proposers' walks in TorchRec's order, and whether none of them was thinned."""
+    """Return the proposers' walks in TorchRec's order, and whether all of them are complete."""
     tables = partitioner.offered
     grid = math.prod(len(options) for options in tables)
     walks: list[Iterator[Proposal]] = []
@@ -84,7 +91,9 @@ def _walks(partitioner: _Partitioner, budget: int) -> tuple[list[Iterator[Propos
 
 
 def _greedy_walk(partitioner: _Partitioner, by_largest: bool) -> Iterator[Proposal]:
-    """From each table's cheapest option on, always the next one for the table whose shards take most memory."""
+    """Start from each table's cheapest option, and always take the next option of the table whose
+    shards use most memory.
+    """
     order = [partitioner.sorted_options(table, by_largest) for table in range(len(partitioner.offered))]
     position = [0] * len(order)
 
@@ -92,7 +101,7 @@ def _greedy_walk(partitioner: _Partitioner, by_largest: bool) -> Iterator[Propos
         most, total = partitioner.extent[table][order[table][position[table]]]
         return (-most[0], -total[0], -most[1], -total[1], table)
 
-    # TorchRec takes the first of the largest, and stops where all that is left takes no memory at all.
+    # TorchRec takes the first of the largest, and stops if the rest uses no memory at all.
     heap = [entry(table) for table in range(len(order)) if len(order[table]) > 1]
     heapq.heapify(heap)
     yield [options[0] for options in order]
@@ -105,7 +114,7 @@ def _greedy_walk(partitioner: _Partitioner, by_largest: bool) -> Iterator[Propos
 
 
 def _uniform_proposals(partitioner: _Partitioner) -> Iterator[Proposal]:
-    """One sharding type for all tables, each with its cheapest kernel."""
+    """Propose one sharding type for all tables, each with its cheapest kernel."""
     tables = partitioner.problem.tables
     kinds = dict.fromkeys(
         tables[table][choice].kind for table, options in enumerate(partitioner.offered) for choice in options
@@ -130,7 +139,8 @@ class _Partitioner:
         self.costs: list[list[Floats]] = [
             [option.cost_ms.sum(axis=1) for option in options] for options in problem.tables
         ]
-        # Of a proposal, at most: shards of one table that share their ranks are placed in one go.
+        # At most this many proposals: shards of one table that share their ranks are placed at
+        # once.
         one_by_one = (Rule.ANY_RANK, Rule.WITHIN_HOST)
         self.placements = sum(
             max(option.num_shards if option.rule in one_by_one else 1 for option in options)
@@ -148,7 +158,9 @@ class _Partitioner:
         )
 
     def place(self, proposal: Proposal) -> tuple[Assignment, float] | None:
-        """The assignment and its slowest rank's cost, or None where TorchRec finds no placement."""
+        """Return the assignment and its slowest rank's cost, or None if TorchRec finds no
+        placement.
+        """
         problem = self.problem
         load, room = np.zeros(problem.world_size), problem.capacity.copy()
         ranks: list[Ranks | None] = [None] * len(proposal)
@@ -212,7 +224,10 @@ def _heap(load: Floats, ranks: range | list[int], ranks_per_host: int) -> list[t
 def _on_emptiest(
     option: Option, costs: Floats, heap: list[tuple[float, int, int]], load: Floats, room: Floats
 ) -> Ranks | None:
-    """Each shard on the least loaded rank of the heap that has room; `load`, `room` and the heap go along."""
+    """Place each shard on the least loaded rank of the heap with enough memory.
+
+    Updates `load`, `room` and the heap.
+    """
     chosen: list[int] = []
     for cost, memory in zip(costs.tolist(), option.memory, strict=True):
         passed = []
@@ -233,7 +248,10 @@ def _on_emptiest(
 
 
 def _on_a_run_of_hosts(option: Option, costs: Floats, load: Floats, room: Floats, hosts: list[Ranks]) -> Ranks | None:
-    """The first run of neighbours in `hosts`, sorted by load, that has room; around where there are too few hosts."""
+    """Return the first run of adjacent `hosts`, sorted by load, with enough memory.
+
+    It wraps around if hosts are too few.
+    """
     wanted = option.num_shards // len(hosts[0])
     if wanted >= len(hosts):
         runs = [[hosts[index % len(hosts)] for index in range(wanted)]]

@@ -1,4 +1,4 @@
-"""Keep what lies on each rank, and find the best placement of a further table."""
+"""Track what is on each rank, and find the best placement of one more table."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import numpy as np
 
 from pipeline.planner.search.problem import Assignment, Floats, Option, Ranks, Rule, SearchProblem
 
-BLUNT = 30.0  # sharpness of the maxima, in units of one over the mean maximum, while tables are placed singly
+# sharpness of the maxima, in units of one over the mean maximum, while tables are placed one by one
+BLUNT = 30.0
 LARGEST_EXPONENT = 300.0
-TINY = 1e-12  # of a sum of exponentials: what is left of it beside rounding once its largest part is taken away
+TINY = 1e-12  # of a sum of exponentials; less is rounding after its largest part is subtracted
 
 
 class RankState:
-    """Loads of all ranks under one objective, for placing tables singly.
+    """Loads of all ranks under one objective, for placing tables one by one.
 
-    Under either objective the value is a sum of maxima over ranks: of one whole cost for max_rank, of each
-    phase's for critical_path. `load` is [R, maxima]. Steps are judged by a smooth stand-in for the maxima, the
-    logarithm of the sum of exponentials: it sees second-largest loads too, the less the sharper it is.
+    Under both objectives the value is a sum of maxima over ranks: of the total cost for max_rank,
+    of each phase's cost for critical_path. `load` is [R, maxima]. Steps are judged by a smooth
+    approximation of the maxima, the logarithm of the sum of exponentials. It also takes
+    second-largest loads into account, less so the sharper it is.
     """
 
     def __init__(
@@ -29,7 +31,9 @@ class RankState:
         memory_weight: float = 0.0,
         targets: Floats | None = None,
     ) -> None:
-        """`scale_ms` is about what the value will be. `targets` [maxima]: up to about there a load costs little."""
+        """scale_ms: the approximate value. targets [maxima]: a load costs little up to
+        about this.
+        """
         self.problem = problem
         self.objective = objective
         self.costs = [[project(option, objective) for option in options] for options in problem.tables]
@@ -38,7 +42,8 @@ class RankState:
         self.targets = np.zeros(self.load.shape[1]) if targets is None else targets
         self.choices: list[int | None] = [None] * len(problem.tables)
         self.ranks: list[Ranks] = [np.empty(0, dtype=np.intp)] * len(problem.tables)
-        # Tables by where they lie: on every rank, or with a shard on one. Dicts, for they keep one order in every process.
+        # Tables by position: on every rank, or with a shard on one. Dicts, because they have the
+        # same order in every process.
         self.everywhere: dict[int, None] = {}
         self.on_rank: list[dict[int, None]] = [{} for _ in range(problem.world_size)]
         self.free = FreeShards(problem, self.costs)
@@ -46,7 +51,8 @@ class RankState:
         self._kinds: Counter[str] = Counter()  # of the chosen options
         self._every_rank = np.arange(problem.world_size)
         self.host_caps = problem.host_caps
-        # Milliseconds that a full rank is worth beside an empty one, where placing must save memory too: the fuller, the dearer.
+        # Milliseconds of a full rank compared with an empty one, if the placement must save memory;
+        # it rises with the memory.
         self._saves_memory = memory_weight > 0
         self._memory_price = memory_weight / np.maximum(problem.capacity, 1.0) ** 2
         self.scale_ms = max(scale_ms, 1e-9)
@@ -119,15 +125,15 @@ class RankState:
             where.clear()
 
     def restore(self, assignment: Assignment) -> None:
-        """Start again from an assignment, with sums free of rounding left over from earlier steps."""
+        """Start again from an assignment, with sums free of rounding errors from earlier steps."""
         self.clear()
         for table, (choice, ranks) in enumerate(zip(assignment.choices, assignment.ranks, strict=True)):
             self.put(table, choice, ranks)
 
     def find_placement(self, table: int, choice: int) -> tuple[Ranks, float] | None:
-        """Ranks for the shards of an option by its rule, each where it costs least, and the smooth value with them.
-
-        None where it does not fit."""
+        """Return ranks for an option's shards by its rule, each where it costs least, and the
+        smooth value; None if none fits.
+        """
         option, cost = self.problem.tables[table][choice], self.costs[table][choice]
         if option.rule is Rule.ANY_RANK and option.num_shards == 1:
             return self._find_rank(option, cost)
@@ -143,7 +149,9 @@ class RankState:
         return None if ranks is None else (ranks, self._value_with(option, cost, ranks))
 
     def find_best(self, table: int) -> tuple[int, Ranks] | None:
-        """The option and placement that raise the smooth value least; None where nothing fits."""
+        """Return the option and placement that raise the smooth value least; None if
+        nothing fits.
+        """
         best: tuple[float, int, Ranks] | None = None
         for choice, option in enumerate(self.problem.tables[table]):
             found = self.find_placement(table, choice)
@@ -169,7 +177,7 @@ class RankState:
         return value
 
     def _price(self, ranks: Ranks | slice, taken: Floats, more: Floats) -> Floats:
-        """[ranks] milliseconds for `more` memory beside what is taken."""
+        """Return [ranks] milliseconds for `more` memory in addition to `taken`."""
         return (self._memory_price[ranks] * (2 * taken + more) * more).sum(axis=-1)  # type: ignore[no-any-return]
 
     def _hosts_hold(self, option: Option, ranks: Ranks) -> bool:
@@ -180,7 +188,7 @@ class RankState:
         return bool((taken <= self.host_caps).all())
 
     def host_sums(self) -> Floats:
-        """[hosts, M] bytes."""
+        """Return [hosts, M] bytes."""
         return self.memory.reshape(self.problem.num_hosts, self.problem.ranks_per_host, -1).sum(axis=1)
 
     def _find_rank(self, option: Option, cost: Floats) -> tuple[Ranks, float] | None:
@@ -196,7 +204,9 @@ class RankState:
         return (np.array([rank]), float(prices[rank])) if np.isfinite(prices[rank]) else None
 
     def _spread(self, option: Option, cost: Floats, on: slice) -> Ranks | None:
-        """Shards one after another on the ranks of `on`, each on the best; None where one does not fit."""
+        """Place shards one after another on the best of the ranks `on`; None if one does
+        not fit.
+        """
         load, memory, room = self.load.copy(), self.memory[on].copy(), self.problem.capacity[on]
         ranks, first = np.empty(option.num_shards, dtype=np.intp), on.start or 0
         for shard in np.argsort(-cost.sum(axis=1), kind="stable"):
@@ -219,7 +229,7 @@ class RankState:
         return ranks if self._hosts_hold(option, ranks) else None
 
     def _find_hosts(self, option: Option, cost: Floats) -> tuple[Ranks, float] | None:
-        """Put each block of shards on a host of its own, the best that is not yet taken."""
+        """Put each block of shards on a separate host, the best that is not used yet."""
         local, hosts = self.problem.ranks_per_host, self.problem.num_hosts
         blocks = option.num_shards // local
         uses, most = np.zeros(hosts, dtype=int), -(-blocks // hosts)
@@ -259,10 +269,10 @@ class RankState:
 
 
 class FreeShards:
-    """The shards that lie on a rank of their own, as arrays: what ranks can exchange one for one.
+    """The shards that may be on any rank, as arrays, which ranks can exchange one for one.
 
-    Every table has a row for each shard that any of its options of that rule has; behind them stands one row a rank
-    that is nothing: a shard exchanged for it just moves. `ranks` is -1 where a row is not in use.
+    Every table has a row for each shard of its options with that rule. After them comes one empty
+    row per rank: a shard exchanged for it just moves. `ranks` is -1 if a row is not in use.
     """
 
     def __init__(self, problem: SearchProblem, costs: list[list[Floats]]) -> None:
@@ -297,10 +307,10 @@ def _is_free(option: Option) -> bool:
 
 
 class Soft:
-    """The smooth value of loads [R, maxima], and what it would be with some of them changed."""
+    """The smooth value of loads [R, maxima], and its value if some of them change."""
 
     def __init__(self, load: Floats, targets: Floats, per_ms: float) -> None:
-        """`targets` [maxima] count like the loads of one more rank."""
+        """targets [maxima]: count like the loads of one more rank."""
         self.highest: Floats = np.maximum(load.max(axis=0), targets)
         self.exponentials: Floats = np.exp(per_ms * (load - self.highest))  # [R, maxima]
         self.sums: Floats = self.exponentials.sum(axis=0) + np.exp(per_ms * (targets - self.highest))
@@ -312,7 +322,9 @@ class Soft:
         return float((self.highest + np.log(self.sums) / self._per_ms).sum())
 
     def instead(self, gone: Floats, loads: Floats) -> Floats:
-        """[...] with `loads` [..., ranks, maxima] in place of those whose exponentials sum to `gone` [..., maxima]."""
+        """Return [...] with `loads` [..., ranks, maxima] instead of those whose exponentials sum to
+        `gone` [..., maxima].
+        """
         beyond = self._per_ms * (loads - self.highest)
         remaining = np.maximum(self.sums - gone, TINY * self.sums)
         if beyond.max() < LARGEST_EXPONENT:
@@ -323,8 +335,11 @@ class Soft:
         return self._constant + (shift + np.log(total)).sum(axis=-1) / self._per_ms  # type: ignore[no-any-return]
 
     def exchanged(self, load: Floats, rank: int, there: Ranks, change: Floats) -> Floats:
-        """[...] with `change` [maxima, ...] on the rank, and the other way on the ranks `there`; infinite for what
-        makes it very much worse."""
+        """Return [...] with `change` [maxima, ...] added on the rank and subtracted on the ranks
+        `there`.
+
+        Infinite for changes that are much worse.
+        """
         lifted = (1,) * (change.ndim - 2)
         gone = self.exponentials[rank][:, None] + self.exponentials[there].T  # [maxima, there]
         remaining = np.maximum(self.sums[:, None] - gone, TINY * self.sums[:, None]).reshape(len(gone), *lifted, -1)
@@ -339,12 +354,15 @@ class Soft:
 
 
 def project(option: Option, objective: str) -> Floats:
-    """[S, maxima]: the costs whose maxima over ranks the objective sums."""
+    """Return [S, maxima]: the costs whose maxima over ranks the objective sums."""
     return option.cost_ms.sum(axis=1, keepdims=True) if objective == "max_rank" else option.cost_ms
 
 
 def fill(state: RankState, choices: list[int] | None, order: list[int]) -> bool:
-    """Place all tables in `order`, by `choices` or wherever best; a choice that does not fit gives way. False: no room."""
+    """Place all tables in `order`, by `choices` or at the best position.
+
+    A choice that does not fit is replaced. False: full.
+    """
     for table in order:
         placement: tuple[int, Ranks] | None = None
         if choices is not None:

@@ -1,7 +1,9 @@
-"""Refine assignments by a price of whole plans: one table is sharded otherwise, or two change places, while the price falls.
+"""Refine assignments by a price of complete plans: change one table, or swap two, while the price
+falls.
 
-The search's own costs add up over shards, which a price of the whole step does not: the first table that is replicated brings
-an all-reduce, the last one by rows takes gloo's collectives with it. So plans of a single kind are tried as starts too.
+The search's costs are sums over shards, but the price of a step is not: the first replicated table
+adds an all-reduce, and the last row-wise table removes gloo's collectives. So plans of a single
+kind are also tried as starts.
 """
 
 from __future__ import annotations
@@ -13,11 +15,9 @@ import numpy as np
 
 from pipeline.planner.search.problem import Assignment, Option, Ranks, Rule, SearchProblem, loads, violations
 
-MIN_GAIN = 1e-6  # of the price: less is rounding
-TRUSTED_GAIN = (
-    0.03  # of the first start's price: so far apart the prices of two plans of one job may be by the price's own error
-)
-MANY_RANKS = 8  # from here on a free shard is tried on the least loaded ranks alone
+MIN_GAIN = 1e-6  # of the price; less is rounding
+TRUSTED_GAIN = 0.03  # of the first start's price: the error of the difference of two plans' prices
+MANY_RANKS = 8  # with more ranks, a free shard is only tried on the least loaded ranks
 NUM_TRIED = 3
 NUM_DESCENTS = 3  # from the cheapest starts
 Price = Callable[[Assignment], float]
@@ -25,7 +25,9 @@ Price = Callable[[Assignment], float]
 
 @dataclass(frozen=True, eq=False)
 class Refined:
-    """`start` is the price of the first assignment given; `priced`: how many were looked at."""
+    """The result. `start`: the price of the first assignment. `priced`: the number of
+    priced plans.
+    """
 
     assignment: Assignment
     price: float
@@ -34,15 +36,19 @@ class Refined:
 
 
 def refine(problem: SearchProblem, starts: Sequence[Assignment], price: Price, stop: Callable[[], bool]) -> Refined:
-    """Down from the best of `starts` and of one-kind variants of the first, to where no single change lowers the price.
+    """Descend from the best of `starts` and of one-kind variants of the first, until no single
+    change lowers the price.
 
-    The first of the starts stays where the price falls by less than TRUSTED_GAIN.
+    The first start is returned if the price falls by less than TRUSTED_GAIN.
     """
     return _Descent(problem, price, stop).run(starts)
 
 
 class _Descent:
-    """`best` is where the descent stands, of `value`; it begins anew from several plans."""
+    """A descent. `best` is the current assignment, with `value`.
+
+    It starts again from several plans.
+    """
 
     def __init__(self, problem: SearchProblem, price: Price, stop: Callable[[], bool]) -> None:
         self.problem, self._price, self._stop = problem, price, stop
@@ -75,7 +81,7 @@ class _Descent:
         return self._price(assignment)
 
     def _offer(self, assignment: Assignment) -> bool:
-        """Go to a valid assignment that is cheaper."""
+        """Take a valid assignment if it is cheaper."""
         if violations(self.problem, assignment):
             return False
         value = self._price_of(assignment)
@@ -85,7 +91,9 @@ class _Descent:
         return True
 
     def _one_kind(self, start: Assignment) -> Iterator[Assignment]:
-        """For each kind: every table by its cheapest option of that kind, where it has one that fits."""
+        """For each kind, give every table its cheapest option of that kind, if it has one that
+        fits.
+        """
         tables = self.problem.tables
         for kind in sorted({option.kind for options in tables for option in options}):
             found = start
@@ -101,7 +109,9 @@ class _Descent:
                 yield found
 
     def _shard_otherwise(self) -> bool:
-        """The first change of each table that lowers the price, the dearest table first; whether there was one."""
+        """Make the first change of each table that lowers the price, the most expensive table
+        first. Return whether there was one.
+        """
         assert self.best is not None
         costs = [
             -float(options[choice].cost_ms.sum())
@@ -118,7 +128,7 @@ class _Descent:
         return lowered
 
     def _exchange(self) -> bool:
-        """Two free tables of one shard each change ranks."""
+        """Swap the ranks of two free tables of one shard each."""
         assert self.best is not None
         single = [
             table
@@ -137,7 +147,9 @@ class _Descent:
         return False
 
     def _places(self, assignment: Assignment, table: int, option: Option) -> Iterator[Ranks]:
-        """Ranks for the option's shards, towards those with the least to do without the table."""
+        """Yield ranks for the option's shards, first the ranks with the smallest load without the
+        table.
+        """
         world, local = self.problem.world_size, self.problem.ranks_per_host
         if option.rule is Rule.EVERY_RANK:
             yield np.arange(world)
@@ -170,7 +182,7 @@ class _Descent:
 
 
 def _largest_first(by_rank: Ranks, option: Option) -> Ranks:
-    """Each shard, the largest first, on the rank that has the least so far."""
+    """Place each shard, the largest first, on the rank with the smallest sum."""
     sums, ranks = by_rank.astype(float), np.zeros(option.num_shards, dtype=np.intp)
     costs = option.cost_ms.sum(axis=1)
     for shard in np.argsort(-costs, kind="stable").tolist():

@@ -1,8 +1,10 @@
-"""Bound from below what any plan costs, and choose the options that the bound would have (linear programs by HiGHS).
+"""Bound the cost of any plan from below, and choose the options of the bound (linear programs by
+HiGHS).
 
-The relaxation places no shard: each load may be spread evenly over ranks. No maximum over ranks can be below the mean,
-nor below the largest shard of what was chosen on top of what every rank has anyway. A kind's latency counts by the
-largest share that any table gives the kind. Where options are chosen whole, the bound is higher still.
+The relaxation places no shard: each load may be spread evenly over ranks. A maximum over ranks is
+at least the mean, and at least the largest chosen shard plus what every rank has anyway. A kind's
+latency counts by the largest share that any table gives to the kind. If each table takes exactly
+one option, the bound is higher.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
-import scipy  # its parts load when they are used: the integer programs take a third of a second
+import scipy  # its parts load on first use: the integer programs take a third of a second
 from numpy.typing import NDArray
 
 from pipeline.planner.search.problem import Floats, Rule, SearchProblem
@@ -19,30 +21,36 @@ from pipeline.planner.search.ranks import project
 
 BYTES_SCALE = 1 << 30
 FIT_THRESHOLDS = (0.1, 0.2, 0.25, 1 / 3, 0.4, 0.5)
-SAFE = 1e-6  # relative; what the solver's tolerances may take off a bound
-GAP = 1e-3  # relative; of the options chosen whole
-CROWDING = 0.5  # of a maximum: a host's shards that take so much leave little room beside them
+SAFE = 1e-6  # relative; the possible error of a bound by the solver's tolerances
+GAP = 1e-3  # relative; for options that are not divided
+CROWDING = 0.5  # of a maximum: a host's shards that use this much leave little for others
 CROWDED_TABLES = 4  # at most, the largest
-CROWDED_RATES = (1.0, 0.7, 0.5, 0.35, 0.25)  # of the highest rate of one load by another
+CROWDED_RATES = (1.0, 0.7, 0.5, 0.35, 0.25)  # of the highest ratio of two loads
 Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
 class Relaxation:
-    """`bound_ms` is None where even the relaxation has no solution: then nothing fits, and the other fields are empty.
+    """The result.
 
-    Per option: its share of the table, and by how much at least it raises the bound where it is chosen.
+    `bound_ms` is None if even the relaxation has no solution: then nothing fits, and other fields
+    are empty.
+
+    Per option: its share of the table, and the minimum increase of the bound if it is chosen.
     """
 
     bound_ms: float | None
     shares: list[Floats]
     raises_ms: list[Floats]
-    maxima_ms: Floats  # what the bound is the sum of, but for latency
+    maxima_ms: Floats  # they sum up to the bound without latency
 
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """An option a table that together cost least where loads spread evenly; no plan of those allowed is below the bound."""
+    """One option per table, with minimum total cost for evenly spread loads.
+
+    No allowed plan is below the bound.
+    """
 
     choices: tuple[int, ...]
     bound_ms: float
@@ -50,9 +58,11 @@ class Choice:
 
 
 class LinearProgram:
-    """The relaxation of a problem under an objective; solved again and again with some options left out.
+    """The relaxation of a problem under an objective, solved several times with some options
+    excluded.
 
-    Variables: each option's share, each maximum, what every rank has of it at least, each kind with a latency.
+    Variables: each option's share, each maximum, what every rank has of it at least, each kind with
+    a latency.
     """
 
     def __init__(self, problem: SearchProblem, objective: str) -> None:
@@ -80,10 +90,13 @@ class LinearProgram:
         self.one_each = scipy.sparse.csr_matrix((np.ones(len(ends)), (ends, np.arange(len(ends)))), shape=shape)
 
     def crowd(self, relaxation: Relaxation) -> bool:
-        """Add rows for tables whose shards nearly fill one maximum of a whole host; whether there are any.
+        """Add rows for tables whose shards nearly fill one maximum of a complete host.
 
-        Of n ranks that hold such an option's shards, and for any rate, the load of maximum p is at most n times `rate` times maximum q, and what
-        the shards on them have of p beyond `rate` times q. Other ranks have maximum p at most. So what must be left out there raises p or q.
+        Return whether there are any.
+
+        For n ranks that hold such an option's shards, and for any rate, the load of maximum p is at
+        most n times `rate` times maximum q, plus what the shards have of p beyond `rate` times q.
+        Other ranks have at most maximum p. So what does not fit there raises p or q.
         """
         shares = np.concatenate(relaxation.shares)
         filled = self.largest / np.maximum(relaxation.maxima_ms, 1e-12)
@@ -108,7 +121,10 @@ class LinearProgram:
         return bool(rows)
 
     def _crowded_rows(self, index: int, full: int) -> list[Floats]:
-        """For each other maximum and each rate. `full`: the maximum that the option nearly fills."""
+        """Return rows for each other maximum and each rate.
+
+        `full`: the maximum that the option nearly fills.
+        """
         costs = [cost for table in self.costs for cost in table]
         starts, shards = np.cumsum([0, *map(len, costs[:-1])]), np.concatenate(costs)
         own, count, world = costs[index], len(costs[index]), self.problem.world_size
@@ -128,7 +144,9 @@ class LinearProgram:
         return rows
 
     def small_shards(self, limits_ms: Floats) -> Mask:
-        """Options without a shard beyond the limits [maxima]; a table without such keeps its option of the smallest."""
+        """Return options without a shard above the limits [maxima]; a table without such an option
+        keeps its smallest one.
+        """
         free = self.largest - self.least
         excess = np.max(free / np.maximum(limits_ms, 1e-12), axis=1)
         least = np.repeat(np.minimum.reduceat(excess, self.starts), self.sizes)
@@ -136,15 +154,17 @@ class LinearProgram:
         return allowed
 
     def lumps(self, maxima_ms: Floats) -> Floats:
-        """[options] how hard large shards are to spread evenly: of n equal shards a rank they sum to an n-th of its load."""
+        """Return [options]: how hard large shards are to spread. n equal shards per rank sum to 1/n
+        of its load.
+        """
         per_rank = self.squares / np.maximum(maxima_ms, 1e-12) / self.problem.world_size
         summed: Floats = per_rank.sum(axis=1)
         return summed
 
     def solve(self, allowed: Mask | None = None, without: Collection[str] = (), all_in_use: bool = False) -> Relaxation:
-        """Bound plans of the `allowed` options and of no kind in `without`.
+        """Bound plans with the `allowed` options and no kind in `without`.
 
-        Then, as with `all_in_use`, all other kinds with a latency count as in use.
+        With `without` or `all_in_use`, all other kinds with a latency count as in use.
         """
         goal, bounds = self._goal(), self._bounds(allowed, without, all_in_use)
         found = scipy.optimize.linprog(
@@ -167,9 +187,10 @@ class LinearProgram:
         without: Collection[str] = (),
         unevenness: Floats | None = None,
     ) -> Choice | None:
-        """Options chosen whole; None where none were found.
+        """Return one undivided option per table; None if none were found.
 
-        `unevenness` [options]: milliseconds beside the cost, see lumps(). Without it the bound holds.
+        unevenness [options]: additional milliseconds (see lumps). Only without it the bound is
+        valid.
         """
         goal = self._goal()
         if unevenness is not None:
@@ -200,7 +221,7 @@ class LinearProgram:
         return np.concatenate([np.zeros(self.num_options), np.ones(count), np.zeros(count), list(self.late.values())])
 
     def _bounds(self, allowed: Mask | None, without: Collection[str], all_in_use: bool) -> Floats:
-        """[variables, least and most]."""
+        """Return [variables, minimum and maximum]."""
         bounds = np.zeros((self.width, 2))
         bounds[: self.num_options, 1] = 1.0 if allowed is None else allowed
         bounds[self.num_options :, 1] = np.inf
@@ -211,7 +232,7 @@ class LinearProgram:
         return bounds
 
     def _rows(self) -> tuple[scipy.sparse.csr_matrix, Floats]:
-        """Rows <= limits."""
+        """Return rows <= limits."""
         problem, count, maxima = self.problem, self.num_options, self.num_maxima
         means = np.zeros((2 * maxima, self.width))
         index = np.arange(maxima)
@@ -232,7 +253,9 @@ class LinearProgram:
         return rows, np.concatenate([np.zeros(2 * maxima), [limit for _, limit in packing], zeros])
 
     def _kind_rows(self) -> scipy.sparse.csr_matrix:
-        """For each kind with a latency and each table: the kind is in use by no less than the table's share of it."""
+        """Return rows for each kind with a latency and each table: the kind is in use at least by
+        the table's share of it.
+        """
         tables = np.repeat(np.arange(len(self.sizes)), self.sizes)
         kinds = np.array(self.kinds)
         data, row, column, line = [], [], [], 0
@@ -246,10 +269,12 @@ class LinearProgram:
         return scipy.sparse.csr_matrix((data, (row, column)), shape=(line, self.width))
 
     def _packing_rows(self) -> list[tuple[Floats, float]]:
-        """Two shards that each take more than half of a rank's memory need two ranks, whatever the sum says.
+        """Return rows by which two shards that each use more than half of a rank's memory need two
+        ranks.
 
-        Martello and Toth's functions for bin packing: below a threshold a shard counts nothing, above one less the
-        threshold a whole rank. Only where all ranks have the same memory.
+        Martello and Toth's functions for bin packing: a shard below a threshold counts nothing, a
+        shard above one minus the threshold counts a complete rank. Only if all ranks have the same
+        memory.
         """
         rows = []
         for tier in range(self.problem.num_memories):
@@ -266,7 +291,9 @@ class LinearProgram:
         return rows
 
     def _largest_shard_rows(self) -> scipy.sparse.csr_matrix:
-        """For each table: a maximum is no less than the table's largest shard, by shares, and what every rank has."""
+        """Return rows for each table: a maximum is at least its largest shard, by shares, plus what
+        every rank has.
+        """
         count = len(self.sizes)
         tables, lines, ones = np.repeat(np.arange(count), self.sizes), np.arange(count), np.ones(count)
         blocks = []

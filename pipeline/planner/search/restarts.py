@@ -1,4 +1,6 @@
-"""Start annealing several times: from the best plan, or from the cheapest choice of options, which may overfill ranks."""
+"""Start annealing several times: from the best plan, or from the cheapest choice of options, which
+may overfill ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,17 @@ from pipeline.planner.search.problem import (
 )
 from pipeline.planner.search.relaxation import Relaxation
 
-MIN_GAP = 0.02  # smaller gaps are not worth the seconds that annealing takes
-MOVES_EACH = 60_000  # of annealing, for each table and rank; twice as many for even loads after a time in vain
-ALL_MOVES = 128  # ranks; with more, a table that goes to every rank takes so long that fewer moves are made
-ANNEALINGS = 8  # times that annealing begins at most
-ENOUGH_IN_VAIN = 3  # of them in a row: then it ends; one where the integer program of the whole problem is easy and memory is not scarce
-ANNEALED_SHARE = 0.9  # of all seconds, until when
-ANNEALED_SHARE_OF_FEW_OPTIONS = 0.6  # where patterns of a rank bound plans afterwards
-MIN_GAIN = 1e-4  # of the value: less counts as in vain
+MIN_GAP = 0.02  # smaller gaps are not worth annealing's time
+# of annealing, per table and rank; twice as many for even loads after a failed attempt
+MOVES_EACH = 60_000
+ALL_MOVES = 128  # ranks; with more, a table on every rank takes so long that fewer moves are made
+ANNEALINGS = 8  # maximum number of annealings
+# failed attempts in a row, after which it ends; one if the integer program is easy and memory is
+# not scarce
+ENOUGH_IN_VAIN = 3
+ANNEALED_SHARE = 0.9  # of all seconds, after which annealing ends
+ANNEALED_SHARE_OF_FEW_OPTIONS = 0.6  # if patterns of a rank give bounds afterwards
+MIN_GAIN = 1e-4  # of the value; less counts as failed
 
 
 class Restarts:
@@ -42,12 +47,14 @@ class Restarts:
     def improve_by_annealing(
         self, relaxation: Relaxation, cheapest: Assignment | None, solve: Callable[[], None]
     ) -> None:
-        """From the best plan, or the cheapest choice where none fits yet; left out where the gap is small, for it takes seconds.
+        """Anneal from the best plan, or from the cheapest choice if no plan fits yet.
 
-        `solve` is called after the first time: the best plan that it leaves may be proven by then, and longer times be in vain.
+        Skip it if the gap is small.
 
-        Where that choice overfills ranks, every other time begins from it, hot, with its kinds alone. Of the other times half try kinds in use alone.
-        The first time is hot, but not where most tables are equal.
+        `solve` is called after the first attempt: its plan may be proven optimal, which makes later
+        attempts useless. If the cheapest choice overfills ranks, every other attempt starts from
+        it, hot, with only its kinds. Half of the remaining attempts use only kinds in use. The
+        first attempt is hot, unless most tables are equal.
         """
         overfull = cheapest is not None and bool(violations(self.state.problem, cheapest))
         is_easy = (
@@ -66,7 +73,7 @@ class Restarts:
             else:
                 self._anneal(start, relaxation, even, attempt, self._num_moves() * 2**in_vain)
             in_vain = 0 if self.state.best_value < before * (1 - MIN_GAIN) else in_vain + 1
-            if not attempt and not is_easy:  # of an easy problem it was tried before
+            if not attempt and not is_easy:  # an easy problem was tried before
                 self.state.narrow(relaxation)
                 solve()
 
@@ -98,7 +105,7 @@ class Restarts:
         return self.state.done() or self.state.best_value <= self.state.bound * (1 + MIN_GAP)
 
     def _of_kinds_in_use(self, kept: list[list[int]], using: Assignment) -> list[list[int]]:
-        """Of the options `kept` those whose kind has no latency, or that other tables bring anyway."""
+        """Return the options of `kept` whose kind has no latency or is used by other tables."""
         used = {options[choice].kind for options, choice in zip(self.state.problem.tables, using.choices, strict=True)}
         return [
             [index for index in indices if options[index].kind in used or options[index].kind not in self.state.late]

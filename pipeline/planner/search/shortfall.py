@@ -1,4 +1,6 @@
-"""Find where memory is missing: place all tables with as few bytes over the capacities as possible."""
+"""Find where memory is missing: place all tables with as few bytes over the capacities as
+possible.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +10,28 @@ import numpy as np
 
 from pipeline.planner.search.problem import Floats, Option, Ranks, Rule, SearchProblem, worth_trying
 
-ROUNDS = 4  # of placing again what lies on overfull ranks
+ROUNDS = 4  # of placing the tables on overfull ranks again
 
 
 @dataclass(frozen=True, eq=False)
 class Shortfall:
-    """An attempt that breaks capacities as little as was found: per table an option and ranks, and what is over."""
+    """The attempt that exceeds capacities least: for each table an option and ranks, and the
+    excess.
+    """
 
     choices: list[int]
     ranks: list[Ranks]
-    over: Floats  # [R, M] bytes beyond each rank's own capacity
-    host_over: Floats  # [hosts, M] bytes beyond each host's, zero where there is no such cap
+    over: Floats  # [R, M] bytes beyond each rank's capacity
+    host_over: Floats  # [hosts, M] bytes beyond each host's; zero without such a limit
 
     def tables_on(self, rank: int) -> list[int]:
         return [table for table, ranks in enumerate(self.ranks) if rank in ranks.tolist()]
 
 
 def least_shortfall(problem: SearchProblem) -> Shortfall:
-    """Largest first, each where it adds least to what is over; then again for those on overfull ranks."""
+    """Place the largest table first, each where it adds least excess; then place tables on overfull
+    ranks again.
+    """
     attempt = _Attempt(problem)
     least = [min(float(option.memory.sum()) for option in options) for options in problem.tables]
     order = sorted(range(len(least)), key=lambda table: (-least[table], table))
@@ -47,7 +53,7 @@ class _Attempt:
         self.memory = np.zeros_like(problem.capacity)
         self.choices = [0] * len(problem.tables)
         self.ranks: list[Ranks] = [np.empty(0, dtype=np.intp)] * len(problem.tables)
-        # An option that fits on no empty rank is tried only for a table that has no other.
+        # An option that fits on no empty rank is only tried for a table without other options.
         self.tried = [
             choices or list(range(len(problem.tables[table]))) for table, choices in enumerate(worth_trying(problem))
         ]

@@ -25,7 +25,7 @@ def test_what_moved_and_what_it_costs_is_told() -> None:
     plan, _ = drawn_plan(6, 2, seed=1)
     text = compare(plan, moved(plan))
     assert "both are for the same tables, hardware, optimizer and batch size" in text
-    assert "1 of 6 tables moved, 1 of them sharded otherwise, 0 on other ranks only" in text
+    assert "1 of 6 tables moved, 1 of them with another sharding, 0 only on other ranks" in text
     table = next(line for line in text.splitlines() if " table_0 " in line)
     assert "row_wise fused" in table and f"{plan.tables[0].cost_ms:.4g} +0.5" in table
     assert "table_1" not in text
