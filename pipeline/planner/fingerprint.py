@@ -11,6 +11,8 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from pipeline.planner.plan_record import Fingerprint
+
 if TYPE_CHECKING:  # both import torch, which comparing fingerprints does not need
     from pipeline.planner.constraints import PlacedTable, TableOptimizer
     from pipeline.planner.hardware import Hardware
@@ -18,8 +20,6 @@ if TYPE_CHECKING:  # both import torch, which comparing fingerprints does not ne
 # One of each line's packages is installed. The CUDA and the CPU build have different names.
 LIBRARIES = {"torch": ("torch",), "torchrec": ("torchrec",), "fbgemm": ("fbgemm-gpu", "fbgemm-gpu-cpu")}
 MAX_LINES = 8
-
-Fingerprint = dict[str, Any]
 
 
 def take_fingerprint(

@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
-from pipeline.planner.fingerprint import MAX_LINES, Fingerprint, differing_libraries, differing_lines, sha256_of
+from pipeline.planner.fingerprint import MAX_LINES, differing_libraries, differing_lines, sha256_of
 from pipeline.planner.plan_file import (
     COMMAND,
     DAMAGE,
@@ -27,7 +27,7 @@ from pipeline.planner.plan_file import (
     read_content,
     to_json,
 )
-from pipeline.planner.plan_record import PlanRecord, TableChoice
+from pipeline.planner.plan_record import Fingerprint, PlanRecord, TableChoice
 from pipeline.runtime.errors import PlanError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage

@@ -6,13 +6,13 @@ This module does not import torch, so that showing and comparing plan files is f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pipeline.planner.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlan
 
+Fingerprint = dict[str, Any]  # JSON values, see fingerprint.py
 # In the order of a step.
 PHASES = ("input_dist_ms", "forward_compute_ms", "forward_comms_ms", "backward_compute_ms", "backward_comms_ms")
 

@@ -62,8 +62,7 @@ def load_or_search_plan(
     earlier: str | None = None,
     step_cost: Callable[[PlanRequest], StepCost] | None = None,
 ) -> PlanRecord:
-    """Collective: rank 0 reads or searches the plan, and every rank gets the same plan or the same
-    PlanError.
+    """Collective: rank 0 reads or searches the plan. Every rank gets the same plan or PlanError.
 
     num_ranks: how many ranks the plan is for; None: all. earlier: the plan file of the run that is
     resumed. step_cost: for planner.objective=step_time and auto.
@@ -92,9 +91,8 @@ def load_or_search_plan(
                 and context.world_size > 1
             ):
                 logger.info(
-                    "plan        found in %.0f s, for which %d ranks waited; to plan in advance "
-                    "run: python -m pipeline plan <this job's "
-                    "overrides> world_size=%d, and train with planner=file",
+                    "plan        found in %.0f s, for which %d ranks waited; to plan in advance run: python -m "
+                    "pipeline plan <this job's overrides> world_size=%d, and train with planner=file",
                     seconds, context.world_size, context.world_size,
                 )  # fmt: skip
             text = encode_record(record)

@@ -16,9 +16,9 @@ from pipeline.embeddings.table import Table
 from pipeline.planner.constraints import PlacedTable, TableOptimizer, build_constraints, place_tables
 from pipeline.planner.cost_model import CostModel, wire_of, wire_precisions
 from pipeline.planner.estimator import KeepFree, dense_part_bytes, usable_bytes
-from pipeline.planner.fingerprint import Fingerprint, take_fingerprint
+from pipeline.planner.fingerprint import take_fingerprint
 from pipeline.planner.hardware import Hardware
-from pipeline.planner.plan_record import PlanRecord, RankLoad
+from pipeline.planner.plan_record import Fingerprint, PlanRecord, RankLoad
 from pipeline.planner.resolved_job import ResolvedJob
 from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.errors import PlanError

@@ -7,9 +7,9 @@ from collections import Counter
 from typing import Any
 
 from pipeline.planner.estimator import shard_state_bytes
-from pipeline.planner.fingerprint import Fingerprint
 from pipeline.planner.plan_record import (
     PHASES,
+    Fingerprint,
     Objective,
     PlanDescription,
     PlanRecord,

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.devices.cpu.kernels import ALL_TRUE, NONE_RAISED
+
 MIN_SHARE = 256  # samples; a smaller share does not pay for a thread
 SHARES = 2  # per thread
-# bits of a region's result: no call of the kernel returned False, and no call raised
-ALL_TRUE, NONE_RAISED = 1, 2
 _is_forked = False
 
 

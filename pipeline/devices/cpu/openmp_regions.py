@@ -23,7 +23,7 @@ from numba.core.cgutils import alloca_once
 from numba.core.typing.templates import Signature
 from numba.extending import intrinsic
 
-from pipeline.devices.cpu.kernel_pool import ALL_TRUE, NONE_RAISED
+from pipeline.devices.cpu.kernels import ALL_TRUE, NONE_RAISED
 
 Kernel = Any  # a function that Numba compiles: kernel(*arguments, begin, end)
 INT64, INT32, ADDRESS = ir.IntType(64), ir.IntType(32), ir.IntType(8).as_pointer()

@@ -26,8 +26,8 @@ from torch.distributed import device_mesh
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from pipeline.extras.shadow import memory, report, streams, tensors
-from pipeline.extras.shadow.patches import Patch
 from pipeline.extras.shadow.rules import rule_of
+from pipeline.extras.shadow.state import Patch
 from pipeline.extras.shadow.tensors import Shadow
 
 # environment variable: the folder where ranks write their current collective

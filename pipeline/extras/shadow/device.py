@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from pipeline.extras.shadow import memory, streams
-from pipeline.extras.shadow.patches import Patch
-from pipeline.extras.shadow.state import settings
+from pipeline.extras.shadow.state import Patch, settings
 
 _generators: dict[int, torch.Generator] = {}
 

@@ -19,19 +19,13 @@ from typing import Any
 import torch
 
 from pipeline.extras.shadow import tensors, uvm_cache
-from pipeline.extras.shadow.patches import Patch
 from pipeline.extras.shadow.row_updates import update_rows
+from pipeline.extras.shadow.rules import named
+from pipeline.extras.shadow.state import Patch
 
 _DTYPES = {0: torch.float32, 1: torch.float16, 5: torch.bfloat16}  # FBGEMM's SparseType
 _MEAN = 1  # FBGEMM's PoolingMode
 _DEVICE, _MANAGED_CACHING = 0, 2  # FBGEMM's EmbeddingLocation
-
-
-def named(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the call's arguments by the names of the schema."""
-    values = {each.name: each.default_value for each in func._schema.arguments if each.has_default_value()}
-    names = [each.name for each in func._schema.arguments]
-    return values | dict(zip(names, args, strict=False)) | kwargs
 
 
 @dataclass

@@ -2,22 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-
-@dataclass(frozen=True)
-class Patch:
-    """Replace target.name by value, because of `why`."""
-
-    target: Any
-    name: str
-    value: Any
-    why: str
-
-    def __str__(self) -> str:
-        target = getattr(self.target, "__qualname__", getattr(self.target, "__name__", self.target))
-        return f"{target}.{self.name}: {self.why}"
+from pipeline.extras.shadow.state import Patch
 
 
 def all_patches() -> list[Patch]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
-from pipeline.extras.shadow.patches import Patch
+from pipeline.extras.shadow.state import Patch
 from pipeline.extras.shadow.tensors import Shadow
 
 _BUCKET_BYTES = 25 << 20  # DistributedDataParallel's default

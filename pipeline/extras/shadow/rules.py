@@ -146,3 +146,10 @@ def _tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str
         for each in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(each, torch.Tensor):
                 yield argument.name, each, is_written
+
+
+def named(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the call's arguments by the names of the schema."""
+    values = {each.name: each.default_value for each in func._schema.arguments if each.has_default_value()}
+    names = [each.name for each in func._schema.arguments]
+    return values | dict(zip(names, args, strict=False)) | kwargs

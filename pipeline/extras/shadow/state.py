@@ -1,8 +1,9 @@
-"""Hold the settings of the shadow GPUs of this process. shadow.activate() sets them."""
+"""Hold the settings of the shadow GPUs of this process, which shadow.activate() sets, and define a patch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 GIB = 1 << 30
 
@@ -42,3 +43,17 @@ class Settings:
 
 
 settings = Settings()
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Replace target.name by value, because of `why`."""
+
+    target: Any
+    name: str
+    value: Any
+    why: str
+
+    def __str__(self) -> str:
+        target = getattr(self.target, "__qualname__", getattr(self.target, "__name__", self.target))
+        return f"{target}.{self.name}: {self.why}"

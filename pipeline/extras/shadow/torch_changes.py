@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pipeline.extras.shadow import memory, streams
-from pipeline.extras.shadow.patches import Patch
+from pipeline.extras.shadow.state import Patch
 from pipeline.extras.shadow.tensors import Shadow, ShadowMode, entered, pin_memory, torch_swap
 
 _thread_run = threading.Thread.run

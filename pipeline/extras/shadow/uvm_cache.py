@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 
-
-def _named(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    from pipeline.extras.shadow.lookups import named
-
-    return named(func, args, kwargs)
+from pipeline.extras.shadow.rules import named
 
 
 class _Tables:
@@ -40,7 +36,7 @@ class _Tables:
 
 def populate_lru(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Load the rows of a batch into the cache. The least recently used rows are evicted."""
-    call = _named(func, args, kwargs)
+    call = named(func, args, kwargs)
     state, stamp = call["lxu_cache_state"], int(call["time_stamp"])
     used = call["lru_state"]
     held = _held(state)
@@ -55,7 +51,7 @@ def populate_lru(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 def populate_lfu(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Load the rows of a batch into the cache. The least frequently used rows are evicted."""
-    call = _named(func, args, kwargs)
+    call = named(func, args, kwargs)
     state, counts = call["lxu_cache_state"], call["lfu_state"]
     held = _held(state)
     limit = int(call["total_cache_hash_size"])
@@ -112,7 +108,7 @@ def _begins(call: dict[str, Any]) -> torch.Tensor:
 
 def flush(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Write every row of the cache back to its table."""
-    call = _named(func, args, kwargs)
+    call = named(func, args, kwargs)
     tables = _Tables(call, _begins(call))
     for number, place in _held(call["lxu_cache_state"]).items():
         row = tables.row(number)
@@ -121,7 +117,7 @@ def flush(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 def lookup(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     """Return the position of each row in the cache, -1 for a miss."""
-    call = _named(func, args, kwargs)
+    call = named(func, args, kwargs)
     held = _held(call["lxu_cache_state"])
     found = [held.get(number, -1) for number in call["linear_cache_indices"].tolist()]
     locations = torch.tensor(found, dtype=torch.int32)
@@ -131,13 +127,13 @@ def lookup(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
 
 def update_locations(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Keep known locations and use the new location for a miss."""
-    call = _named(func, args, kwargs)
+    call = named(func, args, kwargs)
     old, new = call["lxu_cache_locations"], call["lxu_cache_locations_new"]
     old.copy_(torch.where(old < 0, new[: len(old)], old))
 
 
 def unlock(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    call = _named(func, args, kwargs)
+    call = named(func, args, kwargs)
     places = torch.unique(call["lxu_cache_locations"])
     call["lxu_cache_locking_counter"].view(-1)[places[places >= 0].long()] -= 1
 
@@ -148,7 +144,7 @@ def linearize(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
 
     FBGEMM's CPU kernel returns uninitialized memory.
     """
-    call = _named(func, args, kwargs)
+    call = named(func, args, kwargs)
     begins, ids, offsets = call["cache_hash_size_cumsum"], call["indices"].long(), call["offsets"].long()
     num_features, base = len(begins) - 1, int(call["indices_base_offset"])
     if call["B_offsets"] is not None:
@@ -164,7 +160,7 @@ def unique(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Return the distinct numbers, padded to the given length, how many they are, and their
     counts.
     """
-    call = _named(func, args, kwargs)
+    call = named(func, args, kwargs)
     numbers, counts = torch.unique(call["linear_indices"], return_counts=True)
     padded = torch.full_like(call["linear_indices"], int(call["max_indices"]))
     padded[: len(numbers)] = numbers
@@ -179,7 +175,7 @@ def new_managed(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     from pipeline.extras.shadow import memory
     from pipeline.extras.shadow.state import settings
 
-    call = _named(func, args, kwargs)
+    call = named(func, args, kwargs)
     like, sizes = call["self"], tuple(call["sizes"])
     if prod(sizes) * like.element_size() > settings.untouched_above_bytes:
         return memory.in_host_memory(memory.untouched(sizes, like.dtype), "uvm")

@@ -38,7 +38,7 @@ def test_what_moved_and_what_it_costs_is_told() -> None:
 def test_equal_plans_have_nothing_to_tell() -> None:
     plan, _ = drawn_plan(6, 2)
     text = compare(plan, plan)
-    assert "0 of 6 tables moved" in text and "every rank carries the same" in text and "GiB" not in text
+    assert "0 of 6 tables moved" in text and "every rank has the same load" in text and "GiB" not in text
 
 
 def test_plans_for_other_jobs_say_so_and_are_compared_as_far_as_they_go() -> None:

@@ -153,6 +153,6 @@ def out_of_range(ids, num_rows):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def release_head(head, buckets, row_of):  # type: ignore[no-untyped-def]
-    """Change rows [0, head), which are in their slots, into ordinary rows, which may be evicted."""
+    """Allow the eviction of rows [0, head), which are in their slots."""
     for row in range(head):
         insert(row, row, buckets, row_of)
