@@ -1,9 +1,8 @@
 """Load the tensors of a step without running code that its files name, and without a byte that does not verify.
 
-torch.distributed.checkpoint reads .metadata by pickle.load, which calls whatever the file asks for. The metadata of a
-model on TorchRec needs a dozen classes: they are listed, all else is refused. So are entries that DCP would read as
-pickled values (BytesStorageMetadata): our checkpoints hold tensors alone. Every byte of every file goes through
-VerifiedFile, so that what was verified is what is used.
+torch.distributed.checkpoint reads .metadata by pickle.load, which calls whatever the file asks for; metadata_pickle.py
+reads it as data. Entries that DCP would read as pickled values (BytesStorageMetadata) are refused, because our
+checkpoints hold tensors only. Every byte of every file is read by VerifiedFile, so only verified bytes are used.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import io
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from torch.futures import Future
 
 from pipeline.checkpoint.archives import values_offset
 from pipeline.checkpoint.first_weights import Mask, SampledPiece
+from pipeline.checkpoint.metadata_pickle import decode_metadata
 from pipeline.checkpoint.owners import HEADER_BYTES, check_metadata, check_shard
 from pipeline.checkpoint.packed import PackedFile
 from pipeline.checkpoint.steps import METADATA, file_path, is_packed, read_manifest
@@ -35,48 +34,6 @@ from pipeline.runtime.storage.checksums import VerifiedFile, read_verified
 
 IN_PLACE_BYTES = 1 << 20  # of a tensor; smaller ones are read by torch.load and copied
 BLOCK_BYTES = 64 << 20  # of one read for a GPU's tensor
-ALLOWED = {
-    "pathlib": {"PosixPath"},
-    "torch": {"Size", "float16", "bfloat16", "float32", "float64", "uint8", "int8", "int32", "int64", "bool"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-    },
-}  # fmt: skip
-
-
-def _member(kind: Any, name: str) -> Enum:
-    """As Python up to 3.11.3 pickles a member of an enumeration: getattr(its class, its name)."""
-    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
-        raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}, which is no member of an enumeration")
-    return kind[name]
-
-
-class _RestrictedUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        if name not in ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of this pipeline does")
-        return super().find_class(module, name)
-
-
-def decode_metadata(content: bytes) -> Metadata:
-    """Raises pickle.UnpicklingError for content that is damaged or asks for more than the classes above."""
-    try:
-        metadata = _RestrictedUnpickler(io.BytesIO(content)).load()
-    except pickle.UnpicklingError:
-        raise
-    except Exception as error:  # a damaged pickle may raise anything
-        raise pickle.UnpicklingError(f"it is damaged: {error!r}") from None
-    if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}, not Metadata")
-    for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise pickle.UnpicklingError(f"{name} is a {type(entry).__name__}, not a tensor")
-    return metadata
 
 
 class _VerifiedFiles(FileSystem):
