@@ -45,6 +45,11 @@ def validate_job(job: TrainJob, world_size: int) -> list[Table]:
     return resolved.tables
 
 
+def resolve_alone(job: TrainJob, dataset: Dataset) -> ResolvedJob:
+    """Local. Resolve a job that was trained, with the choices that its run stored, for one process."""
+    return resolve_job(job, dataset, world_size=1)
+
+
 def check_resolved(resolved: ResolvedJob) -> None:
     """Local. Raises TrainingError as validate_job does, but for what resolve_job finds."""
     job, tables, world_size = resolved.job, resolved.tables, resolved.world_size

@@ -19,9 +19,9 @@ from pipeline.config.serving import RetrievalConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.read.endless import FILE, Values, from_bytes
 from pipeline.models.build import build_model
-from pipeline.planner.resolved_job import resolve_job
 from pipeline.runtime.errors import ServingError, did_you_mean
 from pipeline.serving.artifact.trained_model import TrainedModel, load_trained
+from pipeline.training.preflight import resolve_alone
 from pipeline.training.run_state import as_signed, chosen_step, config_of, folder_of
 
 # What of a job does not change the artifact's bytes.
@@ -67,7 +67,7 @@ def open_source(job: ExportJob) -> Source:
         raise ServingError(
             f"{where}: the artifact needs its vocabularies and validation rows; set data_path=<its folder>"
         )
-    resolved = resolve_job(trained_job, dataset, world_size=1)
+    resolved = resolve_alone(trained_job, dataset)
     tables = resolved.tables
     known = {name for part in resolved.plain_tables for name in (part.name, part.config_name)}
     if unknown := [name for name in job.tables if name not in known]:
