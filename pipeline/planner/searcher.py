@@ -12,6 +12,7 @@ import numpy as np
 from torchrec.distributed.planner.types import ParameterConstraints, Shard, ShardingOption
 from torchrec.distributed.types import CacheParams
 
+from pipeline.config.registry import from_extra
 from pipeline.embeddings.limits import COLUMN_SHARDING_TYPES, allowed_sharding_types
 from pipeline.planner.constraints import COLUMN_STEP, PlacedTable, TableOptimizer
 from pipeline.planner.cost_model import KEY_VALUE
@@ -23,7 +24,6 @@ from pipeline.planner.search.clock import WorkClock
 from pipeline.planner.search.incumbent import SearchConfig
 from pipeline.planner.search.portfolio import SearchResult, search
 from pipeline.planner.search.problem import Assignment, Floats, Option, Rule, SearchProblem
-from pipeline.planner.search.refine import refine
 from pipeline.runtime.logs import get_logger
 
 PlanPrice = Callable[[list[ShardingOption]], float]
@@ -153,6 +153,7 @@ def search_options(
     if price is None:
         return _with_ranks(tables, result.assignment), result
     clock = WorkClock(config.seconds)
+    refine = from_extra("refine_plan", "planner.objective=step_time")
     refined = refine(problem, [result.assignment], lambda found: price(_with_ranks(tables, found)), clock.has_used)
     logger.info(
         "search: a predicted step of %.4g ms by critical_path, %.4g ms after %d predictions",

@@ -7,5 +7,6 @@ world sizes need it. `python -m pipeline calibrate` measures the rates (the extr
 FUNCTIONS = {
     "foresee": "pipeline.extras.step_time.plan_forecast:foresee",
     "reach_target": "pipeline.extras.step_time.plan_target:reach_target",
+    "refine_plan": "pipeline.extras.step_time.refine:refine",
     "step_cost_of": "pipeline.extras.step_time.plan_forecast:step_cost_of",
 }

@@ -12,11 +12,11 @@ import pytest
 from pipeline.config.planner import PlannerConfig
 from pipeline.extras.step_time.plan_forecast import step_request
 from pipeline.extras.step_time.prediction import StepCost
+from pipeline.extras.step_time.refine import refine
 from pipeline.extras.step_time.work import placements_of
 from pipeline.planner.planner import make_plan
 from pipeline.planner.request import PlanRequest
 from pipeline.planner.search.problem import Assignment, Option, Rule, SearchProblem, loads, violations
-from pipeline.planner.search.refine import refine
 from pipeline.runtime.errors import PlanError
 from tests.extras.step_time.step_jobs import SmallStep, calibrated
 from tests.support.messages import mentions, names
