@@ -26,13 +26,12 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.step_models import KAGGLE, NUM_DENSE
-from pipeline.checkpoint.chains import open_tensors
+from pipeline.checkpoint.chains import open_step, open_tensors
 from pipeline.checkpoint.changes import CHECKPOINT, Differential
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.links import is_change
 from pipeline.checkpoint.metadata import TensorsOnlyReader
 from pipeline.checkpoint.steps import is_link, list_steps, read_manifest, step_path
-from pipeline.checkpoint.survey import open_step
 from pipeline.checkpoint.tables import flatten, inventory_of_state
 from pipeline.checkpoint.tensors import StepTensors
 from pipeline.cli.command_line import load_config

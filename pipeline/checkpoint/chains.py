@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from pipeline.checkpoint.changes import Rows
 from pipeline.checkpoint.links import LinkChanges, is_change
 from pipeline.checkpoint.metadata import TensorsOnlyReader
-from pipeline.checkpoint.steps import base_of, is_link, read_manifest, step_name, step_path
+from pipeline.checkpoint.steps import base_of, is_link, list_steps, read_manifest, step_name, step_path
 from pipeline.checkpoint.tensors import StepTensors
 from pipeline.runtime.errors import CheckpointError, DamagedError
 from pipeline.runtime.storage import storage
@@ -178,3 +178,26 @@ class ChainReader(TensorsOnlyReader):
 
 def _folder(reader: TensorsOnlyReader) -> str:
     return step_name(reader.manifest["step"])
+
+
+def open_step(folder: str, step: int | None) -> tuple[int, dict[str, Any], StepTensors]:
+    """Step `step`, None the newest one whose manifest and .metadata can be read: its number, manifest and tensors.
+
+    Raises:
+        CheckpointError: there is no such step, or it cannot be read.
+    """
+    steps = list_steps(folder)
+    if not steps:
+        raise CheckpointError(f"{folder} holds no checkpoint; train first: python -m pipeline train run_dir=... ...")
+    chosen = steps[-1] if step is None else step
+    if chosen not in steps:
+        raise CheckpointError(
+            f"there is no step {chosen} in {folder}; there are steps {', '.join(map(str, steps)) or 'none'}"
+        )
+    path = step_path(folder, chosen)
+    try:
+        return chosen, read_manifest(path), open_tensors(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"checkpoint {path} cannot be used: {error}; there are steps {steps}") from None

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from pipeline.checkpoint.chains import open_step
 from pipeline.checkpoint.remap import RowMap, match_ids
 from pipeline.checkpoint.steps import list_steps
-from pipeline.checkpoint.survey import open_step
 from pipeline.checkpoint.tables import inventory_of_step, local_chunks
 from pipeline.checkpoint.vocabularies import IdSpace
 from pipeline.cli.command_line import load_config

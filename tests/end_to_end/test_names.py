@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from pipeline.checkpoint.survey import open_step
+from pipeline.checkpoint.chains import open_step
 from pipeline.checkpoint.tables import inventory_of_step
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.prepare import PrepareJob

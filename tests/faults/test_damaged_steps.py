@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from pipeline.checkpoint.chains import open_step
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.steps import read_manifest
-from pipeline.checkpoint.survey import check_step, open_step
 from pipeline.checkpoint.tables import flatten
+from pipeline.extras.checkpoints.survey import check_step
 from pipeline.runtime.errors import CheckpointError, ForeignFileError
 from tests.faults.checkpoints import Loader, load_once, save_steps
 from tests.faults.conftest import FaultRecorder

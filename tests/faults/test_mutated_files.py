@@ -24,8 +24,8 @@ import pytest
 from pipeline.checkpoint.chains import chain_of
 from pipeline.checkpoint.retention import measured_metric
 from pipeline.checkpoint.steps import read_manifest
-from pipeline.checkpoint.survey import summarize_step
 from pipeline.data.dataset import load_dataset
+from pipeline.extras.checkpoints.survey import summarize_step
 from pipeline.planner.plan_codec import read_plan
 from pipeline.planner.plan_file import read_view
 from pipeline.retraining.ledger import Ledger

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.checkpoint.survey import open_step
+from pipeline.checkpoint.chains import open_step
 from pipeline.checkpoint.tables import inventory_of_step
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import ExportJob

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pipeline import __version__
+from pipeline.checkpoint.chains import open_step
 from pipeline.checkpoint.steps import read_step_file, step_path
-from pipeline.checkpoint.survey import open_step
 from pipeline.checkpoint.vocabularies import trained_dataset
 from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.jobs.train import TrainJob

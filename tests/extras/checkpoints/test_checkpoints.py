@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.checkpoint.chains import open_step
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.checkpoint.survey import open_step
 from pipeline.checkpoint.tables import inventory_of_step
 from pipeline.cli.arguments import read_arguments
 from pipeline.cli.command_line import load_config
@@ -143,7 +143,8 @@ def _save_large(rank: int, folder: str) -> None:
 EXPORT = """
 import resource, sys
 from pipeline.extras.checkpoints.export import export_table
-from pipeline.checkpoint.survey import open_step, verify_step
+from pipeline.checkpoint.chains import open_step
+from pipeline.extras.checkpoints.survey import verify_step
 from pipeline.checkpoint.tables import inventory_of_step
 folder, small, output = sys.argv[1:]
 def export(folder, output):

@@ -34,7 +34,7 @@ def list_checkpoints(job: CheckpointsJob) -> list[str]:
     """A line a step, oldest first. Raises ConfigError where there is none."""
     from pipeline.checkpoint.retention import is_higher_better, metric_of
     from pipeline.checkpoint.steps import list_steps
-    from pipeline.checkpoint.survey import StepSummary, summarize_step
+    from pipeline.extras.checkpoints.survey import StepSummary, summarize_step
 
     folder = folder_of(job.run)
     found = [summarize_step(folder, step) for step in list_steps(folder)]
@@ -65,7 +65,7 @@ def list_checkpoints(job: CheckpointsJob) -> list[str]:
 def verify_checkpoints(job: CheckpointsJob) -> dict[int, str]:
     """Step -> empty, or what is wrong with it. Raises ConfigError where there is no such step."""
     from pipeline.checkpoint.steps import list_steps
-    from pipeline.checkpoint.survey import verify_step
+    from pipeline.extras.checkpoints.survey import verify_step
 
     folder = folder_of(job.run)
     steps = list_steps(folder)
@@ -78,17 +78,19 @@ def verify_checkpoints(job: CheckpointsJob) -> dict[int, str]:
 
 def show_checkpoint(job: CheckpointsJob) -> list[str]:
     """What a step holds. Raises ConfigError where there is none, or it cannot be read."""
-    from pipeline.checkpoint.survey import describe_step, open_step
+    from pipeline.checkpoint.chains import open_step
+    from pipeline.extras.checkpoints.survey import describe_step
 
     return describe_step(*open_step(folder_of(job.run), job.step))
 
 
 def export_checkpoint(job: CheckpointsJob) -> list[str]:
     """Write one table to job.output; lines that say what. Raises ConfigError for an unknown or damaged step or table."""
-    from pipeline.checkpoint.survey import open_step, verify_step
+    from pipeline.checkpoint.chains import open_step
     from pipeline.checkpoint.tables import inventory_of_step
     from pipeline.checkpoint.vocabularies import features_of, id_space, trained_dataset
     from pipeline.extras.checkpoints.export import export_table
+    from pipeline.extras.checkpoints.survey import verify_step
 
     folder = folder_of(job.run)
     step, manifest, tensors = open_step(folder, job.step)

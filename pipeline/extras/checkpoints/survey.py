@@ -12,10 +12,10 @@ from typing import Any
 from pipeline.checkpoint.chains import chain_of, open_tensors
 from pipeline.checkpoint.owners import check_file
 from pipeline.checkpoint.retention import measured_metric, metric_of
-from pipeline.checkpoint.steps import file_path, is_link, list_steps, read_manifest, step_path
+from pipeline.checkpoint.steps import file_path, is_link, read_manifest, step_path
 from pipeline.checkpoint.tables import describe_dtype, inventory_of_step
 from pipeline.checkpoint.tensors import StepTensors
-from pipeline.runtime.errors import CheckpointError, DamagedError
+from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.checksums import damage, size_problem
 from pipeline.runtime.storage.manifest import MANIFEST
@@ -77,29 +77,6 @@ def check_step(folder: str, step: int) -> None:
                 raise DamagedError(problem)
             check_file(where, manifest, name)
     open_tensors(path)
-
-
-def open_step(folder: str, step: int | None) -> tuple[int, dict[str, Any], StepTensors]:
-    """Step `step`, None the newest one whose manifest and .metadata can be read: its number, manifest and tensors.
-
-    Raises:
-        CheckpointError: there is no such step, or it cannot be read.
-    """
-    steps = list_steps(folder)
-    if not steps:
-        raise CheckpointError(f"{folder} holds no checkpoint; train first: python -m pipeline train run_dir=... ...")
-    chosen = steps[-1] if step is None else step
-    if chosen not in steps:
-        raise CheckpointError(
-            f"there is no step {chosen} in {folder}; there are steps {', '.join(map(str, steps)) or 'none'}"
-        )
-    path = step_path(folder, chosen)
-    try:
-        return chosen, read_manifest(path), open_tensors(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"checkpoint {path} cannot be used: {error}; there are steps {steps}") from None
 
 
 def describe_step(step: int, manifest: dict[str, Any], tensors: StepTensors) -> list[str]:
