@@ -21,6 +21,21 @@ PACKAGE = Path(__file__).resolve().parents[1]
 DEFINES_MAIN = re.compile(r"^(main = |def main\()", re.MULTILINE)
 FIRST_SENTENCE = re.compile(r'"*(.*?)(:  |"*\n|"*$)')
 
+# Verb -> the extra that has it, so that the error names the extra if it is not installed.
+VERBS_OF_EXTRAS = {
+    "calibrate": "calibration",
+    "check_nodes": "nodes",
+    "checkpoints": "checkpoints",
+    "completion": "completion",
+    "doctor": "doctor",
+    "precompile": "precompile",
+    "publish": "publish",
+    "rehearse": "shadow",
+    "report": "runs",
+    "runs": "runs",
+    "sweep": "sweep",
+}
+
 
 def find_verb(name: str, plugins: list[str]) -> Callable[[], None]:
     """Import the verb `name` and return its main. Plugins are imported only for a verb that is not ours.
@@ -32,6 +47,8 @@ def find_verb(name: str, plugins: list[str]) -> Callable[[], None]:
         module = ".".join(["pipeline", *file.relative_to(PACKAGE).with_suffix("").parts])
         return importlib.import_module(module).main
     known = list_verbs(plugins)
+    if name not in known and name in VERBS_OF_EXTRAS:
+        raise ConfigError(f"the verb {name!r} is in pipeline/extras/{VERBS_OF_EXTRAS[name]}, which is not installed")
     if name not in known:
         listed = ", ".join(known)
         raise ConfigError(f"there is no verb {name!r}{did_you_mean(name, known)}; there are {listed}")

@@ -24,7 +24,7 @@ for package in pkgutil.iter_modules(pipeline.__path__):
 from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
 from pipeline.cli.plan import plan
-from pipeline.cli.verbs import import_verbs
+from pipeline.cli.verbs import find_verb, import_verbs
 from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob
 from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.config.jobs.retrain import RetrainJob
@@ -53,6 +53,12 @@ except ConfigError as error:
     assert "publishing.when=every_minute needs an extra" in str(error)
 else:
     raise AssertionError("publishing.when was taken")
+try:
+    find_verb("report", [])
+except ConfigError as error:
+    assert "pipeline/extras/runs" in str(error)
+else:
+    raise AssertionError("report was found")
 try:
     from_extra("follow", "follow=true")
 except ConfigError as error:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
+from pipeline.cli.verbs import DEFINES_MAIN, VERBS_OF_EXTRAS
 from tests.support.own_folder import REPOSITORY
 from tests.support.sources import nodes_of
 
@@ -31,6 +32,12 @@ def test_what_is_asked_for_is_what_the_extras_give() -> None:
     asked = {name for file in PACKAGE.rglob("*.py") for name in asked_for(file)}
     names = Counter(name for _, name in GIVEN)
     assert asked == names.keys() and max(names.values()) == 1
+
+
+def test_the_core_knows_which_extra_has_a_verb() -> None:
+    files = PACKAGE.glob("extras/*/cli/*.py")
+    verbs = {file.stem: file.parts[-3] for file in files if DEFINES_MAIN.search(file.read_text())}
+    assert verbs == VERBS_OF_EXTRAS
 
 
 def test_each_function_and_module_that_an_extra_registers_exists() -> None:
