@@ -13,9 +13,10 @@ from pipeline.extras.tiers import outlook as module
 from pipeline.extras.tiers.forecast import TierForecast
 from pipeline.extras.tiers.outlook import data_sheet, tier_outlook
 from pipeline.extras.tiers.probe import SsdSpeed
-from pipeline.extras.tiers.rates import describe_tiers, tier_folder, tier_rates
+from pipeline.extras.tiers.rates import tier_folder, tier_rates
 from pipeline.runtime.errors import PlanError, TrainingError
 from pipeline.sharding.table_storage import TierStats
+from pipeline.training.hooks.throughput import describe_tiers
 from tests.planner.plans import drawn_plan
 
 SPEED = SsdSpeed(50_000.0, 25_000.0)
