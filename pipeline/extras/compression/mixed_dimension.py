@@ -1,4 +1,6 @@
-"""Store rare ids in rows of few columns, and widen them by a projection for their block (stdlib only; arXiv 1909.11810)."""
+"""Store rare ids in rows of few columns, and widen them by a projection per block (stdlib only;
+arXiv 1909.11810).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-BLOCK_GROWTH = 8  # a block of ids has so many times the rows of all hotter ones
+BLOCK_GROWTH = 8  # a block of ids has this many times the rows of all hotter blocks
 DEFAULT_BLOCKS = 4
 
 
@@ -38,7 +40,9 @@ class Block:
 
 @register("compression", "mixed_dimension")
 class MixedDimension(CompressionKind):
-    """Row of an id: its block's row, times the block's projection [block's columns, D] where it is narrower than D."""
+    """Compute the row of an id: its block's row, times the block's projection [block's columns, D]
+    if it is narrower than D.
+    """
 
     settings = ("ratio", "dims", "num_blocks", "temperature")
     carries_weights = True
@@ -49,25 +53,28 @@ class MixedDimension(CompressionKind):
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """Blocks of ids by descending popularity, the hottest first with the most columns.
+        """Return blocks of ids by descending popularity; the hottest block is first and has the
+        most columns.
 
-        Columns go with popularity to the power of a temperature, as in arXiv 1909.11810, algorithm 1: d = d0 (p / p0)^t with
-        p the lookups of a block's average id; here by blocks within a table, and in steps of 4.
+        Columns are proportional to popularity to the power of a temperature, as in arXiv
+        1909.11810, algorithm 1: d = d0 (p / p0)^t, where p is the number of lookups of a block's
+        average id; here for blocks within a table, in steps of 4.
 
         Raises:
-            ConfigError: ids that are not in descending frequency, sizes that do not fit.
+            ConfigError: ids are not sorted by descending frequency, or sizes do not fit.
         """
         table, config = self.table, self.config
         if table.frequencies is not None and not table.frequencies.by_row:
             raise ConfigError(
-                f"{self.key}: mixed_dimension goes by popularity, and hashed ids are in no order; prepare the feature with "
+                f"{self.key}: mixed_dimension uses popularity, but hashed ids have no order; "
+                "prepare the feature with "
                 "ids.kind=vocabulary, or use another kind"
             )
         bounds = _bounds(table.num_embeddings, len(config.dims) or config.num_blocks or DEFAULT_BLOCKS)
         if config.dims:
             return _given_blocks(table, config, bounds)
         if (config.temperature is None) == (config.ratio is None):
-            raise ConfigError(f"{self.key}: mixed_dimension wants one of dims, temperature and ratio")
+            raise ConfigError(f"{self.key}: mixed_dimension needs one of dims, temperature and ratio")
         popularity = [_popularity(table.frequencies, first, end, table.num_embeddings) for first, end in bounds]
         if config.temperature is not None:
             return _sized(table, bounds, popularity, config.temperature)
@@ -121,7 +128,8 @@ class MixedDimension(CompressionKind):
             for number, block in enumerate(self.blocks)
             if block.dim < dim
         }
-        return dict(sorted(projections.items()))  # block_10 before block_2, as in the artifacts that there are
+        # block_10 before block_2, as in existing artifacts
+        return dict(sorted(projections.items()))
 
     def compose(
         self,
@@ -130,7 +138,7 @@ class MixedDimension(CompressionKind):
         features: KeyedJaggedTensor,
         index: int,
     ) -> torch.Tensor:
-        """Linear, so a bag's rows are pooled before they are projected."""
+        """Pool a bag's rows before projecting them, because the projection is linear."""
         columns = []
         for number, feature in enumerate(self.id_features(index)):
             projection = parameters.get(f"projections.block_{number}")
@@ -139,7 +147,9 @@ class MixedDimension(CompressionKind):
 
 
 def _bounds(num_ids: int, num_blocks: int) -> list[tuple[int, int]]:
-    """(first, end) of blocks that grow by BLOCK_GROWTH; fewer where there are not so many ids."""
+    """Return (first, end) of blocks that grow by BLOCK_GROWTH; fewer if there are not
+    enough ids.
+    """
     ends = sorted({max(1, num_ids // BLOCK_GROWTH ** (num_blocks - 1 - index)) for index in range(num_blocks)})
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
@@ -147,7 +157,7 @@ def _bounds(num_ids: int, num_blocks: int) -> list[tuple[int, int]]:
 def _given_blocks(table: Table, config: CompressionConfig, bounds: list[tuple[int, int]]) -> list[Block]:
     key = f"tables.{table.config_name}.compression"
     if config.temperature is not None or config.ratio is not None or config.num_blocks is not None:
-        raise ConfigError(f"{key}: dims say all sizes; leave out temperature, ratio and num_blocks")
+        raise ConfigError(f"{key}: dims set all sizes; remove temperature, ratio and num_blocks")
     if any(later > former for former, later in zip(config.dims, config.dims[1:], strict=False)):
         raise ConfigError(f"{key}.dims={config.dims} must not grow: the hottest ids come first")
     if config.dims[0] > table.embedding_dim:
@@ -160,7 +170,7 @@ def _given_blocks(table: Table, config: CompressionConfig, bounds: list[tuple[in
 
 
 def _popularity(frequencies: RowFrequencies | None, first: int, end: int, num_ids: int) -> float:
-    """Lookups of a block's average id. Where no data say, as Zipf's law has it."""
+    """Return the lookups of a block's average id, by Zipf's law if the data have no frequencies."""
     if frequencies is None:
         return math.log((end + 1) / (first + 1)) / math.log(num_ids + 1) / (end - first)
     return max(share_of_block(frequencies, first, end, num_ids), 1e-12) / (end - first)
@@ -181,5 +191,5 @@ def _numbers(blocks: list[Block], dim: int) -> int:
 
 
 def projection_numbers(block: Block, dim: int) -> int:
-    """A block as wide as the table needs no projection."""
+    """Return the size of a block's projection. A block as wide as the table needs none."""
     return block.dim * dim if block.dim < dim else 0

@@ -1,9 +1,11 @@
-"""Store a table as the classes of partitions of its ids, whose rows compose to an id's row (stdlib only; arXiv 1909.02107).
+"""Store a table as the classes of partitions of its ids, whose rows compose to an id's row (stdlib
+only; arXiv 1909.02107).
 
-Partitions are complementary where any two ids differ in at least one class (definition 1 of the paper): then the composed
-row of every id is its own. Digits of the id are such classes (quotient and remainder, their generalisation, and remainders
-by coprime bases), and so may be classes that are given. Bases b1 .. bk tell n ids apart where b1 * ... * bk >= n, and for
-remainders alone where they are also pairwise coprime (section 3).
+Partitions are complementary if any two ids differ in at least one class (definition 1 of the
+paper): then every id has a different composed row. Digits of the id are such classes (quotient and
+remainder, their generalisation, and remainders by coprime bases), and given classes may be too.
+Bases b1 .. bk distinguish n ids if b1 * ... * bk >= n; for remainders alone they must also be
+pairwise coprime (section 3).
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class Digit:
 
 
 class Partition(Protocol):
-    """Classes of ids: the rows of one part."""
+    """Classes of ids, which are the rows of one part."""
 
     @property
     def part(self) -> str: ...
@@ -64,7 +66,10 @@ class Partition(Protocol):
 
 @register("compression", "quotient_remainder")
 class QuotientRemainder(CompressionKind):
-    """Each partition's classes are rows of a part; an id's rows are added, multiplied or concatenated."""
+    """Store the classes of each partition as rows of a part.
+
+    An id's rows are added, multiplied or concatenated.
+    """
 
     fits_sequences = True
     carries_weights = True
@@ -80,7 +85,7 @@ class QuotientRemainder(CompressionKind):
 
     @cached_property
     def partitions(self) -> list[Partition]:
-        """Raises ConfigError for settings that do not go together, or that leave two ids with one code."""
+        """Raises ConfigError for settings that contradict, or that give two ids the same code."""
         table, scheme = self.table, self.config.scheme
         if scheme == "naive":
             return [Digit("naive", table.num_embeddings)]
@@ -101,11 +106,13 @@ class QuotientRemainder(CompressionKind):
 
     @property
     def composes_each_id(self) -> bool:
-        """A sum of products is no product of sums."""
+        """Return whether each id is composed before pooling, because a sum of products is not a
+        product of sums.
+        """
         return self.is_product and len(self.partitions) > 1
 
     def parts(self) -> list[Table]:
-        """Composed rows have the spread that the table's init asks for."""
+        """Return the parts. Composed rows have the variance of the table's init."""
         count, std = len(self.partitions), self.row_std()
         dims = part_dims(self.table, self.config, count)
         if count > 1 and self.config.operation == "add":
@@ -126,7 +133,8 @@ class QuotientRemainder(CompressionKind):
         def split(bags: Bags) -> Iterator[tuple[str, Bags]]:
             for number, partition in enumerate(self.partitions):
                 classes = bags._replace(ids=partition.classes_of(bags.ids))
-                if number and self.is_product:  # a weight is one factor more, of the first part's row
+                # a weight is one more factor, of the first part's row
+                if number and self.is_product:
                     classes = classes._replace(weights=None)
                 if not slots:
                     yield self.feature(index, partition.part), classes
@@ -172,7 +180,7 @@ class QuotientRemainder(CompressionKind):
         return f"operation={self.config.operation}"
 
     def least_numbers(self) -> int | None:
-        """With balanced bases: k n^(1/k) D."""
+        """Return the smallest size, with balanced bases: k n^(1/k) D."""
         if (count := len(self.partitions)) < 2:
             return None
         return sum(balanced_bases(self.table.num_embeddings, count)) * max(part_dims(self.table, self.config, count))
@@ -185,7 +193,7 @@ class QuotientRemainder(CompressionKind):
     def embed_files(self) -> tuple[CompressionConfig, Sequence[Sequence[int]]]:
         if self.config.assignments_file is None:
             return self.config, []
-        # A class each: scheme=given without assignments is refused.
+        # One class each, because scheme=given without assignments is refused.
         return replace(self.config, assignments_file=None, assignments=[[0]]), self.assignments()
 
     @classmethod
@@ -194,10 +202,10 @@ class QuotientRemainder(CompressionKind):
 
 
 def part_dims(table: Table, config: CompressionConfig, num_parts: int) -> list[int]:
-    """Columns of each part. Raises ConfigError where they do not compose to the table's."""
+    """Return the columns of each part. Raises ConfigError if they do not compose to the table's."""
     dim, key = table.embedding_dim, f"tables.{table.config_name}.compression"
     if config.dims and len(config.dims) != num_parts:
-        raise ConfigError(f"{key}.dims={config.dims} has {len(config.dims)} entries, and there are {num_parts} parts")
+        raise ConfigError(f"{key}.dims={config.dims} has {len(config.dims)} entries, but there are {num_parts} parts")
     if config.operation == "concatenate":
         if not config.dims and dim % num_parts:
             raise ConfigError(
@@ -206,19 +214,20 @@ def part_dims(table: Table, config: CompressionConfig, num_parts: int) -> list[i
             )
         dims = config.dims or [dim // num_parts] * num_parts
         if sum(dims) != dim:
-            raise ConfigError(f"{key}.dims={dims} add up to {sum(dims)}, and concatenated they are to be {dim}")
+            raise ConfigError(f"{key}.dims={dims} add up to {sum(dims)}, but the concatenation must have {dim}")
         return list(dims)
     dims = config.dims or [dim] * num_parts
     if odd := [each for each in dims if each != dim]:
         raise ConfigError(
-            f"{key}.dims={dims}: operation={config.operation} goes number by number, so every part needs the table's "
-            f"embedding_dim={dim}, not {odd[0]}; leave dims out, or set operation=concatenate"
+            f"{key}.dims={dims}: operation={config.operation} combines number by number, so every "
+            "part needs the table's "
+            f"embedding_dim={dim}, not {odd[0]}; remove dims, or set operation=concatenate"
         )
     return list(dims)
 
 
 Balanced = Callable[[int, int], list[int]]  # (ids, bases)
-Within = Callable[[int, int, int], list[int] | None]  # (ids, bases, classes in all)
+Within = Callable[[int, int, int], list[int] | None]  # (ids, bases, total classes)
 
 
 def bases_of(table: Table, config: CompressionConfig, balanced: Balanced, within: Within) -> list[int]:
@@ -226,7 +235,7 @@ def bases_of(table: Table, config: CompressionConfig, balanced: Balanced, within
     num_ids, key = table.num_embeddings, f"tables.{table.config_name}.compression"
     if config.bases:
         if config.ratio is not None:
-            raise ConfigError(f"{key}: bases and ratio both say the sizes; leave one out")
+            raise ConfigError(f"{key}: bases and ratio both set the sizes; remove one")
         count = config.num_partitions or len(config.bases)
         if len(config.bases) != count or (config.scheme == "quotient_remainder" and count > 2) or count < 1:
             raise ConfigError(
@@ -253,8 +262,8 @@ def bases_of(table: Table, config: CompressionConfig, balanced: Balanced, within
         least = sum(balanced(num_ids, count)) * width
         raise ConfigError(
             f"{key}.ratio={config.ratio:g} is more than {count} partitions of {num_ids:,} ids can reach, which is "
-            f"{num_ids * table.embedding_dim / least:.3g}; lower it, raise num_partitions with scheme=generalised, or leave "
-            f"such tables out with min_rows={num_ids + 1}"
+            f"{num_ids * table.embedding_dim / least:.3g}; lower it, raise num_partitions with "
+            f"scheme=generalised, or exclude such tables with min_rows={num_ids + 1}"
         )
     return found
 
@@ -263,22 +272,27 @@ def check_bases(name: str, bases: Sequence[int], num_ids: int) -> None:
     """Raises ConfigError if two ids would get the same code."""
     if (product := math.prod(bases)) < num_ids:
         raise ConfigError(
-            f"tables.{name}.compression.bases={list(bases)} tell {product:,} ids apart, and the table has {num_ids:,}: "
+            f"tables.{name}.compression.bases={list(bases)} distinguish {product:,} ids, but the "
+            f"table has {num_ids:,}: "
             f"make their product at least that, e.g. {balanced_bases(num_ids, len(bases))}"
         )
 
 
 def balanced_bases(num_ids: int, num_bases: int) -> list[int]:
-    """About num_ids ** (1 / num_bases) each: the fewest classes in all."""
+    """Return bases of about num_ids ** (1 / num_bases) each, which gives the fewest classes in
+    total.
+    """
     root = max(2, math.ceil(num_ids ** (1 / num_bases) - 1e-9))
     bases = [root] * (num_bases - 1)
     return [*bases, max(1, -(-num_ids // math.prod(bases)))]
 
 
 def bases_within(num_ids: int, num_bases: int, max_classes: int) -> list[int] | None:
-    """One large base and small others, together `max_classes` or little less; None if that is too few.
+    """Return one large base and several small ones, with at most `max_classes` in total; None if
+    that is too few.
 
-    The large one comes first. Small others mean that few ids share a class of it (the paper's enforced collisions).
+    The large base is first. With small other bases, few ids share a class of the large one (the
+    paper's enforced collisions).
     """
     if sum(balanced_bases(num_ids, num_bases)) > max_classes:
         return None
@@ -287,9 +301,9 @@ def bases_within(num_ids: int, num_bases: int, max_classes: int) -> list[int] | 
         others = [small] * (num_bases - 1)
         first = max_classes - sum(others)
         if first > 1 and first * math.prod(others) >= num_ids:
-            # The large base has taken what there was: the last small one may be smaller now.
+            # The large base takes what is available, so the last small base may be smaller now.
             others[-1] = max(1, -(-num_ids // (first * math.prod(others[:-1]))))
             return [first, *others]
-        if first <= small:  # rounding left no room for a large one
+        if first <= small:  # rounding left no space for a large base
             return balanced_bases(num_ids, num_bases)
         small += 1

@@ -1,7 +1,8 @@
-"""Run one operation of a library and compare it with arithmetic done by hand.
+"""Run one operation of a library and compare the result with arithmetic done by hand.
 
-`python -m pipeline.extras.doctor.probes <name>` prints one line and exits 0, or fails in whatever way the library fails; doctor runs
-each in a process of its own, so that a crash inside a shared library is a finding and not the end.
+`python -m pipeline.extras.doctor.probes <name>` prints one line and exits with 0, or fails as the
+library fails. doctor runs each in a separate process, so that a crash inside a shared library is a
+finding.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ TIMEOUT_S = 15
 
 
 def lookup(device_type: str) -> str:
-    """FBGEMM: pooled lookup forward, and backward with the SGD update fused into it."""
+    """Probe FBGEMM: pooled lookup forward, and backward with the fused SGD update."""
     import torch
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
@@ -46,14 +47,15 @@ def lookup(device_type: str) -> str:
 
 
 def all_to_all(backend: str) -> str:
-    """torch.distributed: two processes exchange what they hold."""
+    """Probe torch.distributed: two processes exchange their numbers."""
     import torch
     import torch.multiprocessing as multiprocessing
 
     if backend == "nccl" and torch.cuda.device_count() < 2:
         return "needs 2 GPUs, there is 1: not probed"
     with tempfile.TemporaryDirectory() as folder:
-        # Forked, for a spawned process would import torch again; nothing has touched a GPU or started a thread yet.
+        # Forked, because a spawned process would import torch again. Nothing has used a GPU or
+        # started a thread yet.
         multiprocessing.start_processes(_exchange, (backend, f"{folder}/store"), nprocs=2, start_method="fork")
     return f"2 ranks exchanged over {backend}"
 
@@ -75,7 +77,9 @@ def _exchange(rank: int, backend: str, store: str) -> None:
 
 
 def gpus() -> str:
-    """What torch sees of the GPUs that the driver lists, and whether FBGEMM has kernels for each."""
+    """Return what torch sees of the GPUs that the driver lists, and whether FBGEMM has kernels for
+    each.
+    """
     import torch
 
     from pipeline.devices.cuda import why_no_gpu
@@ -89,14 +93,16 @@ def gpus() -> str:
         if not has_machine_code((gpu.major, gpu.minor), fbgemm):
             codes = ", ".join(f"sm_{code}" for code in MACHINE_CODE[_minor(fbgemm)])
             raise RuntimeError(
-                f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, and fbgemm {fbgemm} has kernels "
-                f"for {codes} alone"
+                f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, but fbgemm {fbgemm} "
+                f"has kernels only for {codes}"
             )
     return ", ".join(f"{gpu.name} {gpu.total_memory / 2**30:.0f} GiB" for gpu in seen)
 
 
 def compiler(device_type: str) -> str:
-    """torch.compile, which needs Triton, a C compiler and Python's headers: trainer.compile=true uses it."""
+    """Probe torch.compile, which needs Triton, a C compiler and Python's headers.
+    trainer.compile=true uses it.
+    """
     import torch
 
     numbers = torch.arange(4.0, device=device_type)

@@ -1,4 +1,6 @@
-"""Train tables of their own on each host, and average them over the hosts every few steps (parallel.embedding_sync)."""
+"""Train a replica of the tables on each host, and average the replicas every few steps
+(parallel.embedding_sync).
+"""
 
 COMPONENTS = {"hook": "pipeline.extras.embedding_sync.hook"}
 FUNCTIONS = {

@@ -1,4 +1,4 @@
-"""Average the tables that each host trains by itself, when they are due, and log what that took."""
+"""Average the tables of the hosts when it is time, and log how long it took."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Average tables over hosts every few steps, where each host trains a replica of its own.
+"""Average tables over hosts every few steps, while each host trains a replica of the tables.
 
-Tables are sharded over the ranks of one host, and every host has a replica of them: no lookup leaves a host. Dense layers
-and data_parallel tables are all-reduced over all ranks at every step. TorchRec's 2D environment keeps the
-collectives apart; its DMPCollection is not used: it does not run on CPU, gives its state in a form that checkpoints here
-do not take, and averages the states of Adagrad alone (docs/adr/0018).
+Tables are sharded over the ranks of one host, and every host has a replica of them, so no lookup
+leaves a host. Dense layers and data_parallel tables are all-reduced over all ranks at every step.
+TorchRec's 2D environment separates the collectives. TorchRec's DMPCollection is not used, because
+it does not run on CPU, its state has a form that checkpoints here do not support, and it averages
+only the states of Adagrad (docs/adr/0018).
 """
 
 from __future__ import annotations
@@ -37,19 +38,21 @@ logger = get_logger(__name__)
 
 
 def replicates(config: ParallelConfig, context: DistributedContext) -> bool:
-    """Whether hosts train replicas of their own.
+    """Return whether each host trains a replica.
 
     Raises:
-        ShardingError: the hosts do not run equally many ranks.
+        ShardingError: the hosts run different numbers of ranks.
     """
     if context.world_size % context.local_world_size:
         raise ShardingError(
-            f"parallel.embedding_sync={config.embedding_sync} keeps a replica of the tables on every host, and "
-            f"{context.world_size} ranks do not make hosts of {context.local_world_size}; run as many ranks on each"
+            f"parallel.embedding_sync={config.embedding_sync} keeps a replica of the tables on "
+            f"every host, but {context.world_size} ranks do not fill hosts of "
+            f"{context.local_world_size}; run equally many ranks on each"
         )
     if context.world_size == context.local_world_size:
         logger.warning(
-            "parallel.embedding_sync=%s, but there is one host: nothing to average, tables are sharded over its ranks",
+            "parallel.embedding_sync=%s, but there is one host: nothing is averaged, and tables "
+            "are sharded over its ranks",
             config.embedding_sync,
         )
         return False
@@ -71,15 +74,16 @@ def host_environment(context: DistributedContext) -> ShardingEnv2D:
         node_group_size=size,
         use_inter_host_allreduce=True,
     )
-    environment.output_dtensor = False  # ShardedTensor, as plain sharding gives it and checkpoints take it
+    # ShardedTensor, as from plain sharding, which checkpoints support
+    environment.output_dtensor = False
     return environment
 
 
 def plan_for_host(plan: ShardingPlan, context: DistributedContext) -> ShardingPlan:
-    """The plan of one host's ranks, counted from 0, as this rank's host has it.
+    """Return the plan of one host's ranks, numbered from 0, for this rank's host.
 
     Raises:
-        ShardingError: a table lies in a cache or a key-value store, of which an average sees a part.
+        ShardingError: a table is in a cache or a key-value store, of which an average would see only a part.
     """
     local = copy.deepcopy(plan)
     first = context.rank - context.rank % context.local_world_size
@@ -87,8 +91,10 @@ def plan_for_host(plan: ShardingPlan, context: DistributedContext) -> ShardingPl
         for name, sharding in tables.items():  # type: ignore[attr-defined]  # EmbeddingModuleShardingPlan is a dict
             if sharding.compute_kernel not in WHOLE_KERNELS:
                 raise ShardingError(
-                    f"table {entry_name(name)!r} is planned with kernel {sharding.compute_kernel}, and replicas are averaged where "
-                    f"they lie whole; with parallel.embedding_sync set tables.{entry_name(name)}.sharding.compute_kernels=[fused]"
+                    f"table {entry_name(name)!r} is planned with kernel "
+                    f"{sharding.compute_kernel}, but only complete replicas can be averaged; with "
+                    "parallel.embedding_sync set "
+                    f"tables.{entry_name(name)}.sharding.compute_kernels=[fused]"
                 )
             if sharding.sharding_type == "data_parallel":
                 continue
@@ -101,9 +107,10 @@ def plan_for_host(plan: ShardingPlan, context: DistributedContext) -> ShardingPl
 
 
 class TableReplicas:
-    """The sharded tables of a model and their optimizer's state, of which every host has a replica.
+    """The sharded tables of a model and their optimizer's state. Every host has a replica of them.
 
-    `num_hosts` replicas; this rank's is number `host`. After `after_step` or `average` they may be `equal`.
+    There are `num_hosts` replicas; this rank's has the number `host`. `equal`: whether all replicas
+    are equal, which may be so after `after_step` or `average`.
     """
 
     def __init__(
@@ -126,20 +133,22 @@ class TableReplicas:
 
     @property
     def num_bytes(self) -> int:
-        """What this rank gives to one average."""
+        """Return the bytes that this rank contributes to one average."""
         return 4 * sum(tensor.numel() for tensor in self._tensors)
 
     def after_step(self, step: int) -> None:
-        """Collective where the replicas are due to be averaged."""
+        """Collective if the replicas are due to be averaged."""
         self.equal = False
         if self._every and step % self._every == 0:
             self.average()
 
     @torch.no_grad()
     def average(self) -> None:
-        """Collective: weights and optimizer states of all hosts become their mean, the same bits on all."""
+        """Collective: set weights and optimizer states of all hosts to their mean, with equal bits
+        on all.
+        """
         device = devices.current()
-        device.synchronize()  # a device may still work at the step, and then at the averages
+        device.synchronize()  # the device may still run the step, and later the averages
         began = time.perf_counter()
         average_in_place(self._tensors, self._group, self.num_hosts)
         device.synchronize()
@@ -149,7 +158,9 @@ class TableReplicas:
         self.seconds += time.perf_counter() - began
 
     def report(self) -> dict[str, float]:
-        """Since the last report: averages, bytes that this rank put on the wire for them (a ring's), seconds."""
+        """Return values since the last report: averages, bytes that this rank sent for them (in a
+        ring), seconds.
+        """
         wire = 2 * (self.num_hosts - 1) / self.num_hosts * self.payload_bytes
         values = {"embedding_syncs": self.num_syncs, "embedding_sync_bytes": wire, "embedding_sync_s": self.seconds}
         self.num_syncs, self.payload_bytes, self.seconds = 0, 0, 0.0
@@ -157,7 +168,10 @@ class TableReplicas:
 
     @torch.no_grad()
     def averaged(self, tensor: ShardedTensor) -> ShardedTensor:
-        """Collective: a copy that holds the mean over the hosts; takes as much memory again as this rank's part."""
+        """Collective: return a copy with the mean over the hosts.
+
+        It needs as much memory as this rank's part.
+        """
         shards = [Shard(shard.tensor.detach().clone(), shard.metadata) for shard in tensor.local_shards()]
         average_in_place([shard.tensor for shard in shards], self._group, self.num_hosts)
         return ShardedTensor._init_from_local_shards_and_global_metadata(
@@ -184,7 +198,10 @@ def _local_parts(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def average_in_place(tensors: list[torch.Tensor], group: dist.ProcessGroup | None, count: int) -> None:
-    """Collective over `group` of `count` ranks, which all pass tensors of the same sizes. Summed in fp32."""
+    """Collective over `group` of `count` ranks, which all pass tensors of equal sizes.
+
+    The sums are fp32.
+    """
     pieces = [piece for tensor in tensors for piece in tensor.view(-1).split(NUMBERS_AT_ONCE)]
     while pieces:
         packed: list[torch.Tensor] = []

@@ -1,6 +1,6 @@
-"""Choose the tensors that a checkpoint holds of a model whose hosts train tables of their own.
+"""Choose the tensors of a checkpoint for a model whose hosts train separate tables.
 
-Only sharded tensors belong to a host's own tables; tensors that every rank holds are equal on all hosts.
+Only sharded tensors belong to a host's tables. Tensors that every rank has are equal on all hosts.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ class HostTables(Protocol):
     equal: bool
 
     def averaged(self, tensor: ShardedTensor) -> ShardedTensor:
-        """Collective: return a copy that holds the mean over the hosts."""
+        """Collective: return a copy with the mean over the hosts."""
 
 
 def describe_replicas(replicas: HostTables) -> dict[str, Any]:
-    """For the manifest; `apart`: the step holds each host's own tables beside their mean."""
+    """Return values for the manifest.
+
+    `apart`: the step has each host's tables in addition to their mean.
+    """
     return {
         "num_hosts": replicas.num_hosts,
         "embedding_sync": replicas.embedding_sync,
@@ -33,7 +36,7 @@ def describe_replicas(replicas: HostTables) -> dict[str, Any]:
 
 
 def state_to_save(state: dict[str, Any], replicas: HostTables, *, average: bool = True) -> dict[str, Any]:
-    """Collective unless `average` is False, which is for counting bytes."""
+    """Collective, unless `average` is False, which is for counting bytes."""
     if replicas.equal and average:
         return state
     means = _mapped(state, replicas.averaged) if average else state
@@ -41,12 +44,12 @@ def state_to_save(state: dict[str, Any], replicas: HostTables, *, average: bool 
 
 
 def state_to_load(state: dict[str, Any], replicas: HostTables) -> dict[str, Any]:
-    """The same tensors under the keys of this host's own tables."""
+    """Return the same tensors under the keys of this host's tables."""
     return {**_without_sharded(state), f"{PREFIX}{replicas.host}": _sharded_only(state)}
 
 
 def holds_own_tables(manifest: Mapping[str, Any], replicas: HostTables) -> bool:
-    """Whether the step holds the tables of each of these hosts."""
+    """Return whether the step has the tables of each of these hosts."""
     stored = manifest.get("replicas") or {}
     return bool(stored.get("apart")) and stored["num_hosts"] == replicas.num_hosts
 
@@ -74,7 +77,7 @@ def _kept(state: Mapping[str, Any], sharded: bool) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, Mapping):
-            if inner := _kept(value, sharded):  # DCP takes an empty dict for a pickled value
+            if inner := _kept(value, sharded):  # DCP treats an empty dict as a pickled value
                 kept[name] = inner
         elif isinstance(value, ShardedTensor) == sharded:
             kept[name] = value

@@ -1,4 +1,6 @@
-"""Split a table into its frequent rows, which every rank holds, and the rest, which is sharded (docs/do/embeddings.md)."""
+"""Split a table into frequent rows, which every rank holds, and the rest, which is sharded
+(docs/do/embeddings.md).
+"""
 
 COMPONENTS = {"compression": "pipeline.extras.frequency_split.kind"}
 FUNCTIONS = {

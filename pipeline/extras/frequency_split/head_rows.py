@@ -1,4 +1,6 @@
-"""Choose how many rows of a frequency_split table every rank replicates: as many as leave the fewest bytes on the wire."""
+"""Choose how many rows of a frequency_split table every rank replicates, so that the fewest bytes
+are sent.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HeadReport:
-    """Bytes that leave a rank in a step: without a head, with the chosen one, with all rows in the head."""
+    """Bytes that leave a rank in a step: without a head, with the chosen head, with all rows in the
+    head.
+    """
 
     table: str
     head_rows: int
@@ -48,8 +52,9 @@ class HeadReport:
     def note(self) -> str:
         sizes = " / ".join(show(each.total) for each in (self.none, self.chosen, self.all))
         return (
-            f"head of {self.head_rows:,} of {self.num_embeddings:,} rows, {100 * self.share:.1f} % of lookups; a step sends "
-            f"{sizes} a rank without head / so / with all rows replicated"
+            f"head of {self.head_rows:,} of {self.num_embeddings:,} rows, {100 * self.share:.1f} "
+            f"% of lookups; a step sends {sizes} per rank without a head / with this head / with "
+            "all rows replicated"
         )
 
 
@@ -67,14 +72,18 @@ def auto_tables(configs: Mapping[str, TableConfig], tables: list[Table]) -> list
 
 
 def without_auto(configs: Mapping[str, TableConfig]) -> dict[str, TableConfig]:
-    """With a head of one row for every `auto`, so that tables can be resolved."""
+    """Return the configs with a head of one row for every `auto`, so that tables can be
+    resolved.
+    """
     return {name: _with_rows(config, 1) if _is_auto(config) else config for name, config in configs.items()}
 
 
 def resolve_split_tables(
     job: TrainJob, dataset: Dataset, world_size: int, choose: HeadChoice | None
 ) -> tuple[TrainJob, list[Table]]:
-    """Return the job with a number for every `head_rows: auto`, and its tables. `choose` None: as if memory had no limit."""
+    """Return the job with a number for every `head_rows: auto`, and its tables. choose=None: memory
+    has no limit.
+    """
     resolved = resolve_job_tables(job, without_auto(job.tables), dataset)
     if has_auto(job.tables):
         auto = auto_tables(job.tables, resolved)
@@ -100,12 +109,13 @@ def choose_heads(
     room_bytes: float,
     earlier: Mapping[str, TableConfig] | None = None,
 ) -> dict[str, int]:
-    """The rows of the head of each table of `auto`, which are among `tables`.
+    """Return the rows of the head of each table of `auto`, which are among `tables`.
 
-    room_bytes: what tables may take of a rank. earlier: the tables of the run that is resumed, whose numbers stay.
+    room_bytes: a rank's memory for tables. earlier: the tables of the run that is resumed, whose
+    numbers stay.
 
     Raises:
-        PlanError: a head of a table whose ids are in no order.
+        PlanError: the ids of such a table have no order.
     """
     kept = {
         table.name: int(before.compression.head_rows)
@@ -125,7 +135,9 @@ def choose_heads(
 
 
 def with_head_rows(configs: Mapping[str, TableConfig], heads: Mapping[str, int]) -> dict[str, TableConfig]:
-    """`configs` without `auto`: every table of `heads` has an entry of its own, with its number of rows."""
+    """Return `configs` without `auto`: every table of `heads` has a separate entry with its number
+    of rows.
+    """
     resolved = dict(configs)
     for name, rows in heads.items():
         config = resolved.get(name, TableConfig())
@@ -133,7 +145,8 @@ def with_head_rows(configs: Mapping[str, TableConfig], heads: Mapping[str, int])
         assert compression is not None
         resolved[name] = replace(config, compression=replace(compression, head_rows=str(rows), min_rows=0))
     if (default := resolved.get(DEFAULT)) is not None and _is_auto(default):
-        resolved[DEFAULT] = replace(default, compression=None)  # every table that it applies to has an entry of its own
+        # every table that used it now has a separate entry
+        resolved[DEFAULT] = replace(default, compression=None)
     return resolved
 
 
@@ -162,7 +175,10 @@ def head_table(job: TrainJob, table: Table, dataset: Dataset) -> HeadTable:
 
 
 def wire_of(job: TrainJob, table: Table, world_size: int) -> Wire:
-    """Describe the tail's collectives; a tail that may be sharded by tables or columns is assumed to be."""
+    """Describe the tail's collectives.
+
+    A tail that may be sharded by tables or columns is assumed to be.
+    """
     allowed = table.sharding.sharding_types
     by_rows = bool(allowed) and set(allowed) <= set(ROW_SHARDING_TYPES)
     forward, backward = precisions(job.comms)["reduce_scatter" if by_rows else "all_to_all"]
@@ -179,7 +195,9 @@ def wire_of(job: TrainJob, table: Table, world_size: int) -> Wire:
 
 
 def _column_shards(table: Table) -> int:
-    """Count the shards of a table that must be cut by columns, for each of them gets all ids; 1 for other tables."""
+    """Return the number of shards of a table that must be split by columns, because each gets all
+    ids; otherwise 1.
+    """
     if not table.sharding.sharding_types or not set(table.sharding.sharding_types) <= set(COLUMN_SHARDING_TYPES):
         return 1
     return -(-table.embedding_dim // (table.sharding.min_partition or table.embedding_dim // 2))

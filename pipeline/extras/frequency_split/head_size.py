@@ -1,11 +1,11 @@
-"""Count the bytes that a table puts on the wire in a step, by the number of its rows that are replicated.
+"""Count the bytes that a table sends in a step, by the number of its replicated rows (stdlib only).
 
-As arXiv 2411.01611 frames it: looking a row up on another rank costs its id on the way there, the row on the way back and
-its gradient on the way there again; a row that every rank holds costs none of that, and in every step its part of an
-all-reduce of gradients, touched or not. So the head grows as long as a row saves more than it costs. (stdlib only)
+As in arXiv 2411.01611: looking up a row of another rank sends its id there, the row back, and its
+gradient there. A replicated row sends none of these, but its part of an all-reduce of gradients in
+every step, used or not. So the head grows as long as a row saves more than it costs.
 
-What TorchRec sends is one pooled row a bag, not one a lookup: a bag is spared where none of its ids is cold
-(embeddings/bags.py). Ids of a bag are taken as independent of each other.
+TorchRec sends one pooled row per bag, not per lookup, so a bag is saved if none of its ids is cold
+(embeddings/bags.py). The ids of a bag are assumed to be independent.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ BISECTIONS = 60
 
 @dataclass(frozen=True)
 class BagShape:
-    """The bags of a feature: `num_ids` ids a sample that fall on rows by `curve`, and `num_even` more that fall on any row alike.
+    """The bags of a feature: `num_ids` ids per sample distributed by `curve`, and `num_even` more
+    distributed uniformly.
 
-    num_ids is a mean; bags have the two whole numbers beside it.
+    num_ids is a mean; bags have the two integers next to it.
     """
 
     curve: FrequencyCurve
@@ -39,12 +40,12 @@ class BagShape:
         return self.curve.ranks[-1]
 
     def cold_ids(self, head_rows: int) -> float:
-        """Expected ids a sample on rows from `head_rows` on."""
+        """Return the expected number of ids per sample on rows from `head_rows` on."""
         hot, even = self._shares(head_rows)
         return self.num_ids * (1 - hot) + self.num_even * (1 - even)
 
     def cold_bags(self, head_rows: int) -> float:
-        """Share of samples with at least one id on those rows."""
+        """Return the share of samples with at least one id on rows from `head_rows` on."""
         hot, even = self._shares(head_rows)
         few = math.floor(self.num_ids)
         more = self.num_ids - few
@@ -61,7 +62,9 @@ def _power(share: float, count: int) -> float:
 
 
 def bag_shapes(features: Sequence[SparseFeature], multi_hot: dict[str, int]) -> list[BagShape]:
-    """`multi_hot`: features whose bags are one id of the data and further ids sampled evenly (data/read/multi_hot.py)."""
+    """Return the shapes. multi_hot: features whose bags are one id of the data and more uniform ids
+    (data/read/multi_hot.py).
+    """
     return [
         BagShape(feature.frequency_curve, 1.0, multi_hot[feature.name] - 1)
         if feature.name in multi_hot
@@ -72,11 +75,13 @@ def bag_shapes(features: Sequence[SparseFeature], multi_hot: dict[str, int]) -> 
 
 @dataclass(frozen=True)
 class Wire:
-    """How pooled rows are sent: `batch_size` is a rank's, bytes are of one number of a pooled row, and of its gradient.
+    """How pooled rows are sent.
 
-    by_rows: the tail is cut by rows, so that every rank has a part of every bag. summed_twice: a reduce-scatter is an
-    all-reduce of which most is thrown away, as gloo's is; sharding/torchrec/variable_batches.py goes without it. column_shards: each
-    gets all ids.
+    `batch_size` is per rank; bytes are per number of a pooled row, and of its gradient.
+
+    by_rows: the tail is split by rows, so every rank has a part of every bag. summed_twice: a
+    reduce-scatter is an all-reduce whose result is mostly discarded, as in gloo;
+    sharding/torchrec/variable_batches.py avoids it. column_shards: each gets all ids.
     """
 
     world_size: int
@@ -90,7 +95,10 @@ class Wire:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes that leave a rank in a step, the mean over ranks; `head` is the all-reduce of the replicated rows' gradients."""
+    """Bytes that leave a rank in a step, the mean over ranks.
+
+    `head`: the all-reduce of the replicated rows' gradients.
+    """
 
     ids: float = 0.0
     forward: float = 0.0
@@ -104,7 +112,7 @@ class StepBytes:
 
 @dataclass(frozen=True)
 class HeadTable:
-    """What a table brings to the choice. `state_bytes`: of the optimizer's state of a row."""
+    """The inputs of a table. `state_bytes`: of the optimizer's state per row."""
 
     name: str
     num_embeddings: int
@@ -113,30 +121,36 @@ class HeadTable:
     state_bytes: int = 4
 
     def candidates(self) -> list[int]:
-        """No head, a head at each point of the curves, and nothing but head; between points a curve is a guess."""
+        """Return sizes: no head, a head at each point of the curves, all rows.
+
+        Between its points a curve is a guess.
+        """
         ranks = {rank for bag in self.bags for rank in bag.curve.ranks if rank < self.num_embeddings}
         return [0, *sorted(ranks), self.num_embeddings]
 
     def head_bytes(self, head_rows: int) -> float:
-        """Memory that the rows take on a rank as its replica: weights, gradient and optimizer state."""
+        """Return a rank's memory for the replicated rows: weights, gradient and optimizer state."""
         return head_rows * (2 * GRADIENT_BYTES * self.embedding_dim + self.state_bytes)
 
     def tail_bytes(self, head_rows: int, world_size: int) -> float:
-        """Memory of the other rows, shared out evenly."""
+        """Return a rank's memory for the remaining rows, divided evenly."""
         return (self.num_embeddings - head_rows) * (4 * self.embedding_dim + self.state_bytes) / world_size
 
 
 def step_bytes(table: HeadTable, head_rows: int, wire: Wire) -> StepBytes:
-    """Expected; 0 rows is the table as it is without a head, with every bag sent."""
-    away = (wire.world_size - 1) / wire.world_size  # of what a rank sends to all alike, a part stays with it
-    # In a ring an all-reduce passes every number through a rank twice, but for the part that the rank sums up.
+    """Return the expected bytes. 0 rows: the table without a head, with every bag sent."""
+    # a rank keeps its part of what it sends to all ranks
+    away = (wire.world_size - 1) / wire.world_size
+    # In a ring, an all-reduce sends every number through a rank twice, except for the part that the
+    # rank sums up.
     head = 2 * away * head_rows * table.embedding_dim * GRADIENT_BYTES
     if head_rows >= table.num_embeddings:
         return StepBytes(head=head)
     num_ids = num_bags = 0.0
     for bag in table.bags:
         num_ids += wire.batch_size * bag.cold_ids(head_rows)
-        # Those that have no cold id are the first bag; empty ones fill up to a multiple of 8 (embeddings/bags.py).
+        # Bags without a cold id share the first bag; empty bags fill up to a multiple of 8
+        # (embeddings/bags.py).
         num_bags += wire.batch_size * bag.cold_bags(head_rows) + 1 + (8 - 1) / 2 if head_rows else wire.batch_size
     copies = wire.world_size if wire.by_rows else 1
     numbers = num_bags * table.embedding_dim * copies
@@ -154,10 +168,11 @@ def step_bytes(table: HeadTable, head_rows: int, wire: Wire) -> StepBytes:
 def choose_head_rows(
     tables: Sequence[HeadTable], wire_of: Callable[[HeadTable], Wire], room_bytes: float
 ) -> dict[str, int]:
-    """The heads that put the fewest bytes on the wire and together take no more of a rank than `room_bytes`, tails included.
+    """Return the heads that send the fewest bytes and together need at most `room_bytes` of a rank,
+    tails included.
 
-    Where they do not fit, each byte of memory gets a price at which they do, found by bisection: of a curve that bends
-    one way that is the best choice, up to the last step.
+    If they do not fit, bisection finds a price per byte of memory at which they do. For concave
+    curves this is the best choice, up to the last step.
     """
     options = {
         table.name: [

@@ -1,8 +1,10 @@
-"""Store a table as a hot head and a cold tail, one table to model, checkpoint and export (stdlib only).
+"""Store a table as a hot head and a cold tail, which are one table for model, checkpoint and export
+(stdlib only).
 
-Ids come by descending frequency, so a table's first rows take most of its lookups. As `<table>__hot` they are replicated,
-or in the fastest memory; the others, `<table>__cold`, are sharded, in slower memory, or compressed themselves (arXiv
-2201.10095, 2411.01611). The rows are those of the table before it was split: they are initialized alike, and train alike.
+Ids are sorted by descending frequency, so a table's first rows get most of its lookups. They are
+`<table>__hot`, which is replicated or in the fastest memory. The remaining rows are
+`<table>__cold`, which is sharded, in slower memory, or compressed (arXiv 2201.10095, 2411.01611).
+The rows are initialized and trained like those of the unsplit table.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ FASTEST_KERNELS = ["fused"]  # host memory on cpu, HBM on a GPU
 
 @register("compression", "frequency_split")
 class FrequencySplit(CompressionKind):
-    """The row of an id is the head's or the tail's; a bag is the sum of both."""
+    """Compute the row of an id from the head or the tail. A bag is the sum of both."""
 
     settings = ("head_rows", "head_sharding_types", "tail", "skip_empty_bags")
     carries_weights = True
@@ -41,7 +43,7 @@ class FrequencySplit(CompressionKind):
         if config.head_rows != AUTO and not config.head_rows.isdecimal():
             raise ConfigError(f"compression.head_rows={config.head_rows} is neither {AUTO} nor a number of rows")
         if not config.head_sharding_types:
-            raise ConfigError("compression.head_sharding_types is empty; leave it out for [data_parallel]")
+            raise ConfigError("compression.head_sharding_types is empty; remove it for [data_parallel]")
         if config.head_rows == AUTO and config.head_sharding_types != ["data_parallel"]:
             raise ConfigError(
                 f"compression.head_rows={AUTO} weighs what a replicated head sends, and head_sharding_types="
@@ -63,14 +65,14 @@ class FrequencySplit(CompressionKind):
 
     @cached_property
     def head_rows(self) -> int:
-        """Raises ConfigError where they are still to be chosen."""
+        """Raises ConfigError if the number is not chosen yet."""
         if self.config.head_rows == AUTO:
             raise ConfigError(f"{self.key}.head_rows=auto has not been resolved for these ranks yet")
         return min(int(self.config.head_rows), self.table.num_embeddings)
 
     @cached_property
     def cold_part(self) -> Table | None:
-        """The table of the cold rows; None where all rows are hot."""
+        """Return the table of the cold rows, or None if all rows are hot."""
         table = self.table
         if self.head_rows >= table.num_embeddings:
             return None
@@ -82,16 +84,19 @@ class FrequencySplit(CompressionKind):
         return None if self.cold_part is None else compressed(self.cold_part)
 
     def parts(self) -> list[Table]:
-        """The hot part, then the cold part, without those that have no rows; the cold part may be compressed.
+        """Return the hot part, then the cold part, without empty parts.
+
+        The cold part may be compressed.
 
         Raises:
-            ConfigError: ids that are not in the order of their frequency.
+            ConfigError: ids are not sorted by frequency.
         """
         table, config = self.table, self.config
         if table.frequencies is not None and not table.frequencies.by_row:
             raise ConfigError(
-                f"tables.{table.config_name}: kind=frequency_split takes the first rows for the hottest, and hashed ids are in no "
-                "order; prepare the data with ids.kind=vocabulary, or use kind=managed_collision"
+                f"tables.{table.config_name}: kind=frequency_split uses the first rows as the "
+                "hottest, but hashed ids have no order; prepare the data with "
+                "ids.kind=vocabulary, or use kind=managed_collision"
             )
         cold = [] if self.cold_part is None else [self.cold_part]
         if not self.head_rows:
@@ -125,7 +130,7 @@ class FrequencySplit(CompressionKind):
         return hot if self.tail is None else [*hot, *self.tail.id_features(index)]
 
     def often_empty_features(self) -> set[str]:
-        """The features of the cold tail, in which many bags have no id."""
+        """Return the features of the cold tail, in which many bags have no id."""
         if self.cold_part is None or not self.config.skip_empty_bags or not self.head_rows:
             return set()
         return {feature for part in leaves(self.cold_part) for feature in part.feature_names}
@@ -160,7 +165,7 @@ class FrequencySplit(CompressionKind):
 
 
 def has_auto_head(config: CompressionConfig | None) -> bool:
-    """Whether the number of head rows is still to be chosen."""
+    """Return whether the number of head rows is not chosen yet."""
     return config is not None and kind_of(config) is FrequencySplit and config.head_rows == AUTO
 
 
@@ -171,8 +176,9 @@ def _block(table: Table, part: str, first: int, end: int) -> Table:
         name=f"{table.name}__{part}",
         num_embeddings=end - first,
         feature_names=[f"{feature}__{part}" for feature in table.feature_names],
-        pooling="sum",  # the two sums are divided by the whole bag's length
-        init=table.init.scaled(table.num_embeddings, table.embedding_dim),  # by the whole table's rows
+        pooling="sum",  # the sums are divided by the length of the complete bag
+        # by the rows of the complete table
+        init=table.init.scaled(table.num_embeddings, table.embedding_dim),
         pooling_factors=[share * factor for factor in table.pooling_factors],
         frequencies=frequencies_of_block(table.frequencies, first, end),
         compression=None,

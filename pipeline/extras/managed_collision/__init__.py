@@ -1,3 +1,5 @@
-"""Train tables with managed collision: ids without bound get rows, and rare ids give their rows up (docs/do/embeddings.md)."""
+"""Train tables with managed collision: an unlimited number of ids share rows, and rare ids lose
+theirs (docs/do/embeddings.md).
+"""
 
 FUNCTIONS = {"add_managed_tables": "pipeline.extras.managed_collision.managed_tables:add_managed_tables"}

@@ -1,4 +1,4 @@
-"""Draw SVG charts: a stacked column for each rank, and a map of which table lies on which rank."""
+"""Draw SVG charts: a stacked column for each rank, and a map of tables and ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ HEIGHT = 220  # of the plot
 LEFT, TOP, BOTTOM, RIGHT = 58, 36, 40, 12
 MAX_LABELLED = 16  # columns with their total on top
 MAP_LEFT, MAP_TOP, MAP_WIDTH, MAP_RIGHT, MAP_ROW = 170, 6, 600, 350, 18
-LIMIT_OFF_SCALE = 4  # a limit beyond so many times the highest column is said, not drawn
+LIMIT_OFF_SCALE = 4  # a limit higher than this many times the highest column is written, not drawn
 
 
 @dataclass(frozen=True)
 class Column:
-    """One rank: a value for each series, bottom first, with the text that a mark says when pointed at."""
+    """One rank: a value for each series, bottom first, and the text of each mark."""
 
     values: list[float]
     titles: list[str]
@@ -25,7 +25,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """The part of a map's row on a rank; `weight` in 0..1 is how strongly it is coloured."""
+    """The part of a map's row on a rank. `weight` in 0..1: the strength of its colour."""
 
     colour: str
     weight: float
@@ -34,7 +34,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class MapRow:
-    """`cells` by rank, ascending; ranks without one stay empty."""
+    """A row. `cells` by rank, ascending; ranks without a cell stay empty."""
 
     name: str
     note: str
@@ -44,7 +44,9 @@ class MapRow:
 def column_chart(
     label: str, unit: str, series: Sequence[str], columns: list[Column], limit: tuple[float, str] | None = None
 ) -> str:
-    """`series` name CSS colours. The chart is as wide as its ranks need, at most 900."""
+    """Draw columns. `series` are CSS colours. The chart is as wide as its ranks need, at
+    most 900.
+    """
     totals = [sum(column.values) for column in columns]
     highest = max(totals, default=0.0)
     drawn_limit = limit if limit and limit[0] <= LIMIT_OFF_SCALE * highest else None
@@ -73,7 +75,10 @@ def column_chart(
 
 
 def rank_map(label: str, rows: list[MapRow], num_ranks: int, ranks_per_host: int) -> str:
-    """A line for each row, a column for each rank; equal neighbours are one mark. Hosts are set apart by lines."""
+    """Draw a line for each row and a column for each rank.
+
+    Equal neighbours are one mark; lines separate hosts.
+    """
     step = MAP_WIDTH / num_ranks
     width, bottom = min(step, 90.0), MAP_TOP + MAP_ROW * len(rows)
     parts = []
@@ -97,7 +102,7 @@ def rank_map(label: str, rows: list[MapRow], num_ranks: int, ranks_per_host: int
 
 
 def _runs(cells: dict[int, Cell]) -> list[tuple[list[int], Cell]]:
-    """Neighbouring ranks with equal cells, together."""
+    """Group adjacent ranks with equal cells."""
     numbered = enumerate(sorted(cells))
     groups = groupby(numbered, key=lambda pair: (pair[1] - pair[0], cells[pair[1]]))
     return [([rank for _, rank in group], cell) for (_, cell), group in groups]
@@ -114,7 +119,7 @@ def _value_axis(top: float, unit: str, plot_width: float) -> list[str]:
 
 
 def _rank_axis(num_ranks: int, step: float, y: float, left: float = LEFT) -> list[str]:
-    """Write as many rank numbers as there is room for, in steps of a power of two."""
+    """Write as many rank numbers as fit, in steps of a power of two."""
     every = 1
     while every * step < 26:
         every *= 2

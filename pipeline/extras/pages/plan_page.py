@@ -1,7 +1,8 @@
-"""Show a plan as an HTML page that opens from disk: memory and time of each rank, which table lies where, and why.
+"""Show a plan as an HTML page that opens from disk: memory and time of each rank, and each table's
+ranks with the reason.
 
-All of it is inline SVG and CSS: no script, nothing loaded from elsewhere. Of many tables the largest have a line
-each, and the others a line for each kind of sharding.
+It has only inline SVG and CSS, no script and no external resources. If there are many tables, the
+largest have a line each, and the remaining tables one line per kind of sharding.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.pages.html import cards, document, figure, folded, legend, table
 from pipeline.runtime.storage import storage
 
-FEW_RANKS = 8  # whose charts of memory and time lie side by side
-MAX_MAPPED = 40  # tables that have a line of their own in the map, and a row in the table before it is folded
-IN_HBM = ("dense", "fused")  # kernels that keep the whole table there
+FEW_RANKS = 8  # whose charts of memory and time are next to each other
+MAX_MAPPED = 40  # tables with a line in the map, and a row in the table that is not folded
+IN_HBM = ("dense", "fused")  # kernels that keep the complete table in HBM
 SERIES = {"weights": "tables", "state": "optimizer state", "buffers": "buffers and caches"}
 PHASE_NAMES = {phase: phase.removesuffix("_ms").replace("_", " ") for phase in PHASES}
 Shardings = dict[str, dict[str, dict[str, Any]]]
@@ -34,7 +35,7 @@ Shardings = dict[str, dict[str, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class TableShare:
-    """The part of a table that a rank holds."""
+    """The part of a table on a rank."""
 
     weight_bytes: float
     state_bytes: float
@@ -74,9 +75,11 @@ def write_plan_page(
 def render_page(
     title: str, plan: PlanDescription, shardings: Shardings, made: str = "", step: Sequence[str] = ()
 ) -> str:
-    """Return the page. `shardings`: module -> table -> ParameterSharding, as in a plan file; `step`: its sections."""
+    """Return the page. shardings: module -> table -> ParameterSharding, as in a plan file. step:
+    its sections.
+    """
     shares = _table_shares(plan, shardings)
-    # Side by side where their charts are small.
+    # Next to each other if their charts are small.
     beside = (
         ('<div class="pair"><section>', "</section><section>", "</section></div>")
         if len(plan.ranks) <= FEW_RANKS
@@ -91,7 +94,7 @@ def render_page(
 
 
 def _table_shares(plan: PlanDescription, shardings: Shardings) -> dict[str, dict[int, TableShare]]:
-    """table -> rank -> what the rank has of it; several column shards on a rank are added up."""
+    """Return table -> rank -> the rank's part. Several column shards on a rank are added up."""
     planned = {name: sharding for tables in shardings.values() for name, sharding in tables.items()}
     shares: dict[str, dict[int, TableShare]] = {}
     for choice in plan.tables:
@@ -243,7 +246,7 @@ def _map(plan: PlanDescription, shares: dict[str, dict[int, TableShare]]) -> Ite
         kinds[choice.sharding_type, choice.compute_kernel].append(choice)
     rows += [_kind_row(kind, choices, shares) for kind, choices in kinds.items()]
     per_host = plan.fingerprint["topology"]["local_world_size"]
-    yield "<h2>Which table lies where</h2>"
+    yield "<h2>Tables and ranks</h2>"
     text = "A line is a table, largest first; a mark is the part of it that a rank holds. Point at a mark for its size."
     if others:
         text += (
@@ -383,6 +386,8 @@ def _made_for(plan: PlanDescription) -> Iterator[str]:
 
 
 def _foot(plan: PlanDescription, made: str) -> Iterator[str]:
-    """When and by what the page was made, and for which libraries the plan holds."""
+    """Write when and by which command the page was made, and which libraries the plan was made
+    with.
+    """
     libraries = ", ".join(f"{name} {version}" for name, version in plan.fingerprint["libraries"].items())
     yield f'<footer class="faint"><p>{escape(f"Made {made}. " if made else "")}Planned with {escape(libraries)}.</p></footer>'

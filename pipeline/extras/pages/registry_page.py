@@ -79,7 +79,7 @@ def _warnings(pointer: Pointer, records: Sequence[Record]) -> list[str]:
 
 
 def _charts(records: Sequence[Record]) -> list[tuple[str, str]]:
-    """(caption, chart); charts without a point are left out."""
+    """Return (caption, chart) pairs. Charts without a point are left out."""
 
     def points(name: str, state: str = "") -> list[tuple[float, float]]:
         chosen = [each for each in records if each.metrics.get(name) is not None and state in ("", each.state)]

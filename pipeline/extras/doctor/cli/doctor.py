@@ -1,6 +1,6 @@
-"""Check whether this machine can train, and what fixes it if not:  python -m pipeline doctor
+"""Check whether this machine can train, and how to fix it if not:  python -m pipeline doctor
 
-Needs nothing but Python itself: what is missing or broken is what it is here to find.
+It needs only Python itself, because it finds what is missing or broken.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pipeline.runtime.process.stdout import write_out
-from pipeline.sharding.compat import WRITTEN_FOR  # of the standard library alone, as all this file
+from pipeline.sharding.compat import WRITTEN_FOR  # standard library only, like this file
 
-# torch -> (torchrec, fbgemm): releases that were made for each other. Another pair shows as `undefined symbol`, or as
-# `operator ... does not exist` (pytorch/torchrec#551, #770, #2857).
+# torch -> (torchrec, fbgemm) that were released for each other. Other pairs fail with `undefined
+# symbol`, or `operator ... does not exist` (pytorch/torchrec#551, #770, #2857).
 RELEASED_TOGETHER = {"2.14": ("1.9", "1.9"), "2.13": ("1.8", "1.8"), "2.12": ("1.7", "1.7"), "2.11": ("1.6", "1.6")}
-TESTED = WRITTEN_FOR["torch"]  # the one that this release's tests run on; training refuses others
+TESTED = WRITTEN_FOR["torch"]  # the version that this release's tests use; training refuses others
 PINS = {"torch": "2.14.1", "torchrec": "1.9.2", "fbgemm": "1.9.0"}  # as in setup.cfg and the Makefile
-# fbgemm -> the sm_XY that its CUDA wheel holds machine code for, read from the .nv_fatbin sections of its libraries. It
-# holds no PTX, so a GPU of another generation (T4, V100, RTX 50) fails at the first lookup: "no kernel image".
+# fbgemm -> the sm_XY in its CUDA wheel, read from the .nv_fatbin sections of its libraries. The
+# wheel has no PTX, so a GPU of another generation (T4, V100, RTX 50) fails at the first lookup: "no
+# kernel image".
 MACHINE_CODE = {"1.9": (80, 90, 100), "1.8": (80, 90, 100)}
 MIN_DRIVER = {"12": 525, "13": 580}  # CUDA -> NVIDIA's driver for Linux (docs.nvidia.com/deploy/cuda-compatibility)
 FBGEMM = ("fbgemm-gpu-cpu", "fbgemm-gpu")
@@ -40,14 +41,15 @@ MODULES = {  # import name -> distribution
 MIN_SHM_BYTES = 512 << 20  # Docker's default is 64 MiB; NCCL and pinned batches need more
 MIN_DISK_BYTES = 5 << 30
 PROBE_TIMEOUT_S = 180  # a machine with ten times as many processes as cores takes a minute to import torch
-PROBE_PATH = [str(Path(__file__).parents[4])]  # so that a probe imports this very package, from any folder
+# so that a probe imports this package from any folder
+PROBE_PATH = [str(Path(__file__).parents[4])]
 GPU_PROBES = ["gpus", "lookup_cuda", "all_to_all_nccl", "compiler"]
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; `fix` is the command for what failed, empty where all is well."""
+    """One line of the report. `fix`: the command that fixes a failure; empty if all is well."""
 
     name: str
     found: str
@@ -55,9 +57,13 @@ class Finding:
 
 
 def diagnose() -> list[Finding]:
-    """All findings, in the order of the report. Takes seconds: the probes run at the same time."""
+    """Return all findings in the order of the report.
+
+    It takes seconds; the probes run at the same time.
+    """
     has_gpu = bool(_nvidia_gpus()) or DEVICE_FILE.exists()
-    # The CUDA set is right on a host without GPUs too: a login node that shares its environment with GPU nodes.
+    # The CUDA set is also correct on a host without GPUs: a login node that shares its environment
+    # with GPU nodes.
     gpu_set = has_gpu or set(_fbgemms()) == {"fbgemm-gpu"}
     probes = ["lookup_cpu", "all_to_all_gloo"] + (GPU_PROBES if has_gpu else [])
     with ThreadPoolExecutor(len(probes)) as pool:
@@ -70,9 +76,11 @@ def diagnose() -> list[Finding]:
 
 
 def stack_command(gpu: bool) -> str:
-    """The command that installs the tested set, and removes the other build of FBGEMM, which has the same files."""
+    """Return the command that installs the tested set and removes the other build of FBGEMM, which
+    has the same files.
+    """
     package, other = ("fbgemm-gpu", "fbgemm-gpu-cpu") if gpu else ("fbgemm-gpu-cpu", "fbgemm-gpu")
-    # pip prefers 2.14.1+cpu to 2.14.1 where it sees an index of CPU builds.
+    # pip prefers 2.14.1+cpu to 2.14.1 if it sees an index of CPU builds.
     torch = f"'torch=={PINS['torch']},!={PINS['torch']}+cpu'" if gpu else f"torch=={PINS['torch']}"
     remove = f"pip uninstall -y {' '.join(FBGEMM)} && " if _version(other) else ""
     return (
@@ -81,7 +89,10 @@ def stack_command(gpu: bool) -> str:
 
 
 def why_not_the_set(name: str) -> str:
-    """Why the packages that are installed are not the `cpu` or the `gpu` set; "" if they are. `make` asks after it installed."""
+    """Return why the installed packages are not the `cpu` or the `gpu` set; "" if they are.
+
+    `make` calls it after installing.
+    """
     both = _fbgemms()
     if len(both) > 1:
         return f"both {' and '.join(both)} are installed, and each overwrites the other's files"
@@ -104,7 +115,7 @@ def _python() -> Finding:
 
 
 def _stack(gpu: bool) -> list[Finding]:
-    """torch, torchrec and fbgemm: there, and a set that was tested together."""
+    """Check that torch, torchrec and fbgemm are installed and were tested together."""
     torch, torchrec, fbgemms = _version("torch"), _version("torchrec"), _fbgemms()
     fix = stack_command(gpu)
     findings = [Finding(name, found or "missing", "" if found else fix) for name, found in
@@ -130,10 +141,10 @@ def _stack(gpu: bool) -> list[Finding]:
 
 
 def _builds(has_gpu: bool) -> list[Finding]:
-    """Whether torch and fbgemm are builds that work together, and with this host's GPUs."""
+    """Check that torch and fbgemm are builds that work together, and with this host's GPUs."""
     cuda, variant = _torch_cuda(), _fbgemm_variant()
     if not _torch_version() or not variant:
-        return []  # one is missing, and is another finding
+        return []  # one is missing, which is another finding
     torch = f"torch {_torch_version()} for {f'CUDA {cuda}' if cuda else 'CPU'}"
     found = f"{torch}, fbgemm for {'CUDA' if variant == 'cuda' else 'CPU'}"
     if variant == "cuda" and not cuda:
@@ -156,17 +167,22 @@ def _torch_version() -> str:
 
 
 def _torch_cuda() -> str:
-    """The CUDA version that torch is built for, "" for a CPU build. Its metadata on PyPI do not tell."""
+    """Return the CUDA version that torch is built for, "" for a CPU build.
+
+    Its metadata on PyPI lack it.
+    """
     return _match_in_file("torch", "version.py", r"(?m)^cuda\b.*= '(.*)'")
 
 
 def _fbgemm_variant() -> str:
-    """cpu or cuda, as the installed files say: two distributions have the same files."""
+    """Return cpu or cuda from the installed files, because two distributions have the same
+    files.
+    """
     return _match_in_file("fbgemm_gpu", "docs/target.default.json.py", r'"variant": "(\w+)"')
 
 
 def _other_cuda() -> str:
-    """Says it if FBGEMM links the runtime of another CUDA than torch is built for."""
+    """Return an error if FBGEMM links the runtime of another CUDA than torch's."""
     cuda = _torch_cuda()
     linked = _match_in_file("fbgemm_gpu", "fbgemm_gpu_embedding_inplace_ops.so", r"libcudart\.so\.(\d+)")
     if not linked or linked == cuda.split(".")[0]:
@@ -175,7 +191,7 @@ def _other_cuda() -> str:
 
 
 def _match_in_file(package: str, file: str, pattern: str) -> str:
-    """What a file of a package says, without an import, which may fail or crash."""
+    """Search a file of a package without importing it, because an import may fail or crash."""
     spec = importlib.util.find_spec(package)
     path = Path(spec.origin).parent / file if spec is not None and spec.origin else None
     found = re.search(pattern, path.read_text("latin-1")) if path is not None and path.is_file() else None
@@ -183,7 +199,10 @@ def _match_in_file(package: str, file: str, pattern: str) -> str:
 
 
 def has_machine_code(capability: tuple[int, int], fbgemm: str) -> bool:
-    """Whether this fbgemm's kernels run on a GPU: sm_XY runs on X.Y and on later minors of X. True for an unknown fbgemm."""
+    """Return whether this fbgemm's kernels run on a GPU: sm_XY runs on X.Y and later minors of X.
+
+    True for an unknown fbgemm.
+    """
     codes = MACHINE_CODE.get(_minor(fbgemm))
     return codes is None or any(code // 10 == capability[0] and code % 10 <= capability[1] for code in codes)
 
@@ -210,7 +229,10 @@ def _modules(gpu: bool) -> Finding:
 
 
 def probe(name: str, gpu: bool) -> Finding:
-    """Run one of pipeline.extras.doctor.probes in a process of its own; a crash or a hang is a finding too."""
+    """Run one of pipeline.extras.doctor.probes in a separate process.
+
+    A crash or a hang is a finding too.
+    """
     command = [sys.executable, "-m", "pipeline.extras.doctor.probes", name]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*PROBE_PATH, os.environ.get("PYTHONPATH", "")]).rstrip(":")}
     try:
@@ -249,7 +271,9 @@ def _probe_fix(name: str, gpu: bool, reason: str = "") -> str:
 
 
 def _nvidia_gpus() -> list[str]:
-    """One line a GPU that the driver lists; torch is not asked, for it may be the one that is broken."""
+    """Return one line per GPU that the driver lists, without torch, which may be the broken
+    part.
+    """
     if shutil.which("nvidia-smi") is None:
         return []
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -277,7 +301,7 @@ def _cores() -> Finding:
 
 
 def report(findings: list[Finding]) -> str:
-    """A plain table, then a command for each failure; doctor must be readable where rich is missing."""
+    """Return a plain table, then a command for each failure. It must be readable without rich."""
     width = max(len(finding.name) for finding in findings)
     lines = [
         f"{'FAIL' if finding.fix else 'ok':<5} {finding.name:<{width}}  {finding.found[:160]}" for finding in findings
@@ -300,7 +324,7 @@ def main() -> None:
             sys.exit(1)
         return
     if sys.argv[1:]:
-        print(f"error: doctor takes no words: {' '.join(sys.argv[1:])}", file=sys.stderr)
+        print(f"error: doctor takes no arguments: {' '.join(sys.argv[1:])}", file=sys.stderr)
         sys.exit(2)
     findings = diagnose()
     write_out(report(findings))
