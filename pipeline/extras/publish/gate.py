@@ -1,4 +1,6 @@
-"""Decide whether a delta may be published: by what it does to the model that serves, and by what the deltas before it were like."""
+"""Decide whether a delta may be published, by its effect on the serving model and by comparison
+with earlier deltas.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,21 @@ from pipeline.config.publish import DeltaGateConfig
 from pipeline.runtime.errors import ServingError
 
 Stats = Mapping[str, float]  # as Delta.stats
-PROGRESSIVE_NE = "progressive_ne"  # of the rows since the last save, each scored before it was trained on
+# of the rows since the last save, each scored before it was trained on
+PROGRESSIVE_NE = "progressive_ne"
 
 
 class DeltaRefusedError(ServingError):
-    """A delta does not pass its gate: nothing is published, and servers stay as they are."""
+    """A delta does not pass its gate: nothing is published, and servers do not change."""
 
 
 def problems_of(gate: DeltaGateConfig, stats: Stats, history: Sequence[Stats]) -> list[str]:
-    """Why a delta with these `stats` is not to serve; empty where it may. `history`: of the chain's deltas, the oldest first."""
+    """Return why a delta with these `stats` must not serve; empty if it may. history: the chain's
+    deltas, oldest first.
+    """
     found = []
     if stats["not_finite"]:
-        found.append(f"{int(stats['not_finite']):,} rows, or layers, hold numbers that are not finite")
+        found.append(f"{int(stats['not_finite']):,} rows or layers have numbers that are not finite")
     increase, ratio = stats["ne"] - stats["ne_before"], stats["norm_ratio"]
     if not increase <= gate.max_ne_increase:
         found.append(
@@ -37,7 +42,7 @@ def problems_of(gate: DeltaGateConfig, stats: Stats, history: Sequence[Stats]) -
 
 
 def _unlike(gate: DeltaGateConfig, stats: Stats, history: Sequence[Stats]) -> list[str]:
-    """What of `stats` is far from the median of the deltas before."""
+    """Return which of `stats` are far from the median of earlier deltas."""
     found = []
 
     def hold(name: str, what: str, key: str, low: float | None, high: float | None) -> None:

@@ -1,7 +1,7 @@
-"""Publish deltas of an artifact while a run trains (publishing.when), by a process beside rank 0.
+"""Publish deltas of an artifact while a run trains (publishing.when), by a process next to rank 0.
 
-A step that is due is saved; the process reads it from there, so a step of the training waits for its save alone. One step is in
-work and one waits at most: of those that come meanwhile the newest.
+A step that is due is saved, and the process reads it from there, so the training only waits for its
+save. At most one step is being published and one waits. If more steps arrive, the newest one waits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 WORKER = "pipeline.extras.publish.worker"
 LOG = "publish.log"
 FOLDER = "artifacts/published"
-END_S = 20.0  # for the process to end once it has nothing to do
+END_S = 20.0  # for the process to end when it has nothing to do
 logger = get_logger("pipeline.train")
 
 Answer = dict[str, Any]
@@ -35,17 +35,19 @@ Answer = dict[str, Any]
 
 class StepPublisher(Protocol):
     def send(self, step: int) -> None:
-        """Does not wait."""
+        """Send a step without waiting."""
 
     def answer(self, timeout_s: float = 0.0) -> Answer | None:
-        """The next one, within that time; None: there is none."""
+        """Return the next answer within that time, or None."""
 
     def end(self, at_once: bool = False) -> None:
-        """at_once: what is in work is left."""
+        """End the process. at_once: abandon the step in progress."""
 
 
 class PublishingProcess:
-    """pipeline.extras.publish.worker, which has a predictor and exports: in this process it would hold up steps."""
+    """Run pipeline.extras.publish.worker, which has a predictor and exports, in a process, so that
+    it does not delay steps.
+    """
 
     def __init__(self, job: TrainJob) -> None:
         settings = job.publishing
@@ -77,7 +79,7 @@ class PublishingProcess:
 
     def _write(self, values: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        with suppress(OSError):  # it has died, which _read says
+        with suppress(OSError):  # it has died, which _read reports
             self._process.stdin.write(json.dumps(values) + "\n")
             self._process.stdin.flush()
 
@@ -98,7 +100,7 @@ class PublishingProcess:
 
     def end(self, at_once: bool = False) -> None:
         assert self._process.stdin is not None
-        if at_once:  # what it has not committed counts nothing
+        if at_once:  # uncommitted work does not count
             self._process.kill()
         with suppress(OSError):
             self._process.stdin.close()
@@ -120,7 +122,10 @@ def artifact_of(job: TrainJob) -> str:
 
 @register("hook", "publishing")
 class PublishDeltas(Hook):
-    """Rank 0 alone publishes; its clock says when a step is due, and the ranks agree on the save in their loss."""
+    """Publish on rank 0.
+
+    Its clock decides when a step is due; the ranks agree on the save together with their loss.
+    """
 
     runs_after = "saving"
 
@@ -147,7 +152,7 @@ class PublishDeltas(Hook):
             self._due_since = self._clock()
 
     def on_step_start(self, state: TrainingState) -> None:
-        """After the hook that saves, whose wish this adds to."""
+        """Runs after the hook that saves, and may also request a save."""
         if self._publisher is None or self._cadence is None or self._stopped:
             return
         if self._cadence.steps:
@@ -202,7 +207,9 @@ class PublishDeltas(Hook):
         }  # fmt: skip
 
     def on_fit_end(self, state: TrainingState) -> None:
-        """The last step is published, and waited for, unless the run was asked to stop, or goes on with larger tables."""
+        """Publish the last step and wait for it, unless the run was asked to stop, or continues
+        with larger tables.
+        """
         if self._publisher is not None and state.goes_on_larger:
             self._publisher.end(at_once=True)
             self._publisher = None

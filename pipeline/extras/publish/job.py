@@ -23,7 +23,7 @@ class PublishJob(Job):
     run: str | None = None  # None: the run that the artifact names
     step: int | None = None  # None: the newest
     follow: bool = False
-    every_s: float = 10.0  # follow: between two looks for a new step
+    every_s: float = 10.0  # follow: between two searches for a new step
     pin: int | None = None
     unpin: bool = False
     delta_gate: DeltaGateConfig = field(default_factory=DeltaGateConfig)
@@ -40,7 +40,7 @@ class PublishJob(Job):
         check_at_least("pin", self.pin, 0, allow_none=True)
         if self.follow and self.step is not None:
             raise ConfigError(
-                f"follow=true publishes every new step, and step={self.step} names one: leave one of them out"
+                f"follow=true publishes every new step, but step={self.step} names one: remove one of the two"
             )
         if self.pin is not None and (self.unpin or self.follow):
-            raise ConfigError(f"pin={self.pin} publishes nothing: leave unpin and follow out")
+            raise ConfigError(f"pin={self.pin} publishes nothing: remove unpin and follow")

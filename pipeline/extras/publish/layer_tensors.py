@@ -1,8 +1,10 @@
-"""Give the tensors of the layers' program at each step of a run: traced at first, and taken from the model by name after that.
+"""Provide the tensors of the layers' program at each step of a run: traced once, then taken from
+the model by name.
 
-A trace takes most of the time that a delta takes. Its result is the program's code, which is the same for all steps of a run, and
-tensors: weights under their names, quantized ones, and what the model has worked out by itself. By name they are taken once a trace
-has shown that this gives the same numbers, and that what has no name is what it was at the step of the artifact.
+A trace takes most of a delta's time. Its result is the program's code, which is the same for all
+steps of a run, and tensors: named weights, quantized weights, and computed ones. They are taken by
+name after a trace has shown that this gives equal numbers, and that unnamed tensors are equal to
+those at the artifact's step.
 """
 
 from __future__ import annotations
@@ -18,17 +20,20 @@ from pipeline.serving.scoring.dense_program import DenseProgram, load_program
 
 
 class LayerTensors:
-    """Of the program that an artifact serves; `num_traces` counts how often it was traced."""
+    """The tensors of an artifact's program. `num_traces` counts the traces."""
 
     def __init__(self, precision: str, artifact: str) -> None:
         self._precision, self._artifact = precision, artifact
         self._traced: DenseProgram | None = None
         self._int8: dict[str, tuple[str, str | None]] = {}
-        self._of: object = None  # the model's config by which names were found to do
+        self._of: object = None  # the model's config for which names are sufficient
         self.num_traces = 0
 
     def at(self, source: Source, served: object) -> list[torch.Tensor]:
-        """In the order of the program. Raises ServingError where the program is another than `served`."""
+        """Return the tensors in the order of the program.
+
+        Raises ServingError if the program differs from `served`.
+        """
         if self._traced is not None and self._of == source.job.model:
             return [
                 kept if named is None else named
@@ -41,7 +46,7 @@ class LayerTensors:
         self.num_traces += 1
         made = load_program(program_bytes(program), DENSE_FILE)
         if not isinstance(served, DenseProgram) or made.code != served.code:
-            raise ServingError(f"the layers' program is another than that of {self._artifact}: export a whole artifact")
+            raise ServingError(f"the layers' program differs from that of {self._artifact}: export a new artifact")
         if self._names_do(source, made, served):
             self._traced, self._of = made, source.job.model
         return made.constants

@@ -1,4 +1,6 @@
-"""Publish deltas of an artifact as a verb does: one, or every step that a training saves; or pin the one that servers stay at."""
+"""Publish deltas of an artifact for the verb: one delta, or every step that a training saves; or
+pin a delta.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ logger = get_logger("pipeline.publish")
 
 
 def publish(job: PublishJob, find: Callable[[str], FoundArtifact]) -> list[str]:
-    """Lines that say what was published. With job.follow it ends by Ctrl-C, or by a delta that does not pass.
+    """Return lines that say what was published.
+
+    With job.follow it ends by Ctrl-C, or by a refused delta.
 
     Raises:
-        ServingError: the artifact cannot be followed by deltas, or a delta does not pass the gate.
+        ServingError: deltas cannot follow the artifact, or a delta does not pass the gate.
     """
     with none_while_importing():
         from pipeline.extras.publish.publisher import Publisher
@@ -34,7 +38,7 @@ def publish(job: PublishJob, find: Callable[[str], FoundArtifact]) -> list[str]:
         folder = deltas_folder(artifact)
         if job.pin is not None:
             pin(folder, job.pin)
-            return [f"pinned      servers of {artifact} go to delta {job.pin} and stay there until unpin=true"]
+            return [f"pinned      servers of {artifact} return to delta {job.pin} and stay there until unpin=true"]
         if job.unpin:
             pin(folder, None)
             return [f"unpinned    servers of {artifact} follow its newest delta"]
@@ -42,7 +46,7 @@ def publish(job: PublishJob, find: Callable[[str], FoundArtifact]) -> list[str]:
         if not job.follow:
             delta = publisher.publish_newest()
             return [
-                describe(delta) if delta else f"published   nothing: {publisher.newest} serves the newest step already"
+                describe(delta) if delta else f"published   nothing: {publisher.newest} already serves the newest step"
             ]
         while True:
             _publish_what_came(publisher)
@@ -50,7 +54,11 @@ def publish(job: PublishJob, find: Callable[[str], FoundArtifact]) -> list[str]:
 
 
 def _publish_what_came(publisher: object) -> None:
-    """A step may be removed while it is read, for a training keeps a few: the next one is there soon."""
+    """Publish.
+
+    A training may remove a step while it is read, because it keeps only a few; the next one follows
+    soon.
+    """
     try:
         delta = publisher.publish_newest()  # type: ignore[attr-defined]
     except (CheckpointError, OSError) as error:
@@ -62,7 +70,7 @@ def _publish_what_came(publisher: object) -> None:
         logger.info("%s", describe(delta))
         if publisher.is_chain_over(0.5):  # type: ignore[attr-defined]
             logger.warning(
-                "deltas hold more than half of the artifact's bytes by now: a new artifact would begin a new chain"
+                "the deltas now have more than half of the artifact's bytes: export a new artifact to begin a new chain"
             )
 
 

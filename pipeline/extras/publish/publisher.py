@@ -1,7 +1,8 @@
-"""Make a delta of an artifact from a later step of its run: the rows whose stored bytes differ, and the layers.
+"""Make a delta of an artifact from a later step of its run: the rows whose stored bytes differ, and
+the layers.
 
-The publisher keeps a predictor that is brought up to each delta before it is committed. So what a delta changes is worked out
-against what servers have, and the gate measures the very model that would serve.
+The publisher has a predictor to which each delta is applied before it is committed. So a delta is
+computed relative to what servers have, and the gate measures the model that would serve.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ BATCH_ROWS = 2048
 
 
 class Stages:
-    """How long the parts of one delta took."""
+    """The duration of the parts of one delta."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -81,15 +82,17 @@ class Stages:
 
 
 class OutgrownError(ServingError):
-    """A step has rows or values that no delta can bring to the artifact: a whole one has to follow."""
+    """A step has rows or values that no delta can add to the artifact: a new artifact is needed."""
 
 
 class Publisher:
     """The writer of one artifact's chain of deltas."""
 
     def __init__(self, job: PublishJob, artifact: str, history: Sequence[Stats] = ()) -> None:
-        """history: of deltas before the artifact, which its first ones are held against. Raises ServingError for an artifact that
-        deltas cannot follow."""
+        """history: of deltas before this artifact, for comparison with its first ones.
+
+        Raises ServingError if deltas cannot follow the artifact.
+        """
         self._job, self._artifact, self._folder = job, artifact, deltas_folder(artifact)
         self._predictor = Predictor.load(artifact, memory="mapped" if storage.is_local(artifact) else "ram")
         self._manifest = self._predictor.manifest
@@ -98,7 +101,7 @@ class Publisher:
         self._predictor.catch_up(artifact)
         if self._predictor.sequence != newest_sequence(self._folder):
             raise ServingError(
-                f"{self._folder} holds a delta that cannot be used: pin={self._predictor.sequence}, and export anew"
+                f"{self._folder} has a delta that cannot be used: set pin={self._predictor.sequence}, and export again"
             )
         self.layers = LayerTensors(self._manifest.dense["precision"], artifact)
         self._batches: list[Batch] | None = None
@@ -122,15 +125,18 @@ class Publisher:
         return applied.step if applied else int(self._manifest.lineage["step"])
 
     def publish_newest(self) -> Delta | None:
-        """A delta of the newest step, or of job.step; None where servers have it already. Raises as publish_step."""
+        """Publish a delta of the newest step, or of job.step.
+
+        Return None if servers already have it. Raises as publish_step.
+        """
         steps = list_steps(folder_of(self._run))
         return self.publish_step(self._job.step if self._job.step is not None else max(steps, default=-1))
 
     def publish_step(self, step: int) -> Delta | None:
-        """None where servers have the step, or a later one.
+        """Publish a delta of the step. Return None if servers have this step or a later one.
 
         Raises:
-            ServingError: the delta does not pass the gate, or the run is no longer what the artifact was made of.
+            ServingError: the delta does not pass the gate, or the run no longer fits the artifact.
             CheckpointError: the step cannot be read.
         """
         if (pinned := pinned_sequence(self._folder)) is not None:
@@ -146,7 +152,9 @@ class Publisher:
         return self._publish(source)
 
     def _check_source(self, source: Source) -> None:
-        """Raises OutgrownError where tables have more rows than the artifact's, and ServingError where tables, features or data are others."""
+        """Raise OutgrownError if tables have more rows than the artifact's, and ServingError if
+        tables, features or data differ.
+        """
         trained = source.trained
         now = [
             (table.name, stored.rows, stored.dim) for table, stored in zip(trained.tables, trained.stored, strict=True)
@@ -196,7 +204,10 @@ class Publisher:
         return delta
 
     def _new_ids(self, source: Source) -> dict[str, NewIds]:
-        """By feature, what the step has values for and servers do not. Raises OutgrownError where servers have others for those ids."""
+        """Return by feature the values that the step has and servers lack.
+
+        Raises OutgrownError if servers use the ids otherwise.
+        """
         found = {}
         for feature in source.dataset.sparse_features:
             if feature.hash_size is not None or feature.name not in source.trained.keys:
@@ -215,7 +226,7 @@ class Publisher:
         return found
 
     def is_chain_over(self, share: float) -> bool:
-        """Whether the chain's deltas hold more than `share` times the artifact's bytes: a new artifact would begin a new chain."""
+        """Return whether the chain's deltas have more than `share` times the artifact's bytes."""
         return self._chain_bytes > share * self._manifest.size_bytes
 
     def _patches(self, source: Source, path: str) -> Iterator[Patch]:
@@ -229,7 +240,9 @@ class Publisher:
                 yield Patch(number, torch.cat([ids for ids, _ in parts]), torch.cat([new for _, new in parts]))
 
     def _differing(self, source: Source, number: int, rows: Rows | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Of `rows` (None: all) those whose stored bytes are others than servers have, a block at a time."""
+        """Yield those of `rows` (None: all) whose stored bytes differ from the servers', one block
+        at a time.
+        """
         stored, table = source.trained.stored[number], self._manifest.tables[number]
         at_once = block_rows(stored.dim * stored.dtype.itemsize)
         for first in range(0, stored.rows, at_once):
@@ -251,7 +264,9 @@ class Publisher:
                 yield ids[differs], new[differs]
 
     def _stats_before(self, patches: list[Patch], source: Source) -> dict[str, float]:
-        """What is known of a delta before it is applied; and what its NE will be held against."""
+        """Return the statistics of a delta before it is applied, and the values with which its NE
+        is compared.
+        """
         if math.isnan(self._ne):
             self._ne = self._normalized_entropy(source)
         rows = sum(len(patch.ids) for patch in patches)
@@ -272,10 +287,13 @@ class Publisher:
         }  # fmt: skip
 
     def _check_gate(self, delta: Delta) -> None:
-        """Raises DeltaRefusedError for what is not to serve; where deltas follow one another, servers are kept where they are."""
+        """Raise DeltaRefusedError if the delta must not serve.
+
+        If deltas follow each other, pin servers to the current one.
+        """
         if not (problems := problems_of(self._job.delta_gate, delta.stats, self.history)):
             return
-        refusal = f"delta {delta.sequence} of step {delta.step} is not published, {self._artifact} serves as it does: {'; '.join(problems)}"
+        refusal = f"delta {delta.sequence} of step {delta.step} is not published, and {self._artifact} is unchanged: {'; '.join(problems)}"
         if self._job.follow:
             pin(self._folder, delta.sequence - 1, refusal)
             refusal += (
@@ -284,7 +302,9 @@ class Publisher:
         raise DeltaRefusedError(refusal)
 
     def _normalized_entropy(self, source: Source) -> float:
-        """Of what the predictor scores now, of the main label, on the first rows of the validation split."""
+        """Return the NE of the predictor's scores for the main label, on the first rows of the
+        validation split.
+        """
         if self._batches is None:
             self._batches = list(_validation_batches(source, self._job.delta_gate.max_rows))
         scores, labels, weights = [], [], []
@@ -298,7 +318,7 @@ class Publisher:
         return quality(target.kind, *map(np.concatenate, (scores, labels, weights))).ne
 
     def _commit(self, draft: Delta, patches: list[Patch], contents: dict[str, bytes]) -> Delta:
-        """Raises FileExistsError where another publisher was quicker."""
+        """Commit. Raises FileExistsError if another publisher was faster."""
         sequence, changes = draft.sequence, []
         for patch in patches:
             change = TableChange(patch.table, len(patch.ids), f"{patch.table:05d}.ids", f"{patch.table:05d}.rows")

@@ -1,8 +1,10 @@
-"""Publish the steps that a training names, in a process of its own:  started by the trainer's hook `publishing`
+"""Publish the steps that a training names, in a separate process, which the trainer's hook
+`publishing` starts.
 
-A line of JSON says what to publish into, each further line names a step: {"step": 300}. Each is answered by a line on
-stdout: {"step": 300, "sequence": 7, ...}, {"step": 300, "failed": "..."}, or {"step": 300, "stopped": "..."}, after which nothing more is
-published. The process ends with its input, and with the training.
+The first line of JSON on stdin says where to publish. Each further line names a step: {"step":
+300}. Each is answered by a line on stdout: {"step": 300, "sequence": 7, ...}, {"step": 300,
+"failed": "..."}, or {"step": 300, "stopped": "..."}, after which nothing more is published. The
+process ends with its input, and with the training.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ from pipeline.serving.artifact.deltas import deltas_folder, pinned_sequence, why
 from pipeline.serving.artifact.export_run import export
 from pipeline.training.run_state import folder_of
 
-COMMIT_S = 600.0  # a save that goes on beside the training is waited for so long
+COMMIT_S = 600.0  # how long to wait for a save that is in progress
 LOOK_S = 0.1
-KEPT = 2  # artifacts: a server may still be loading the one before
-NICE = 5  # steps of the training go first
+KEPT = 2  # artifacts, because a server may still be loading the previous one
+NICE = 5  # steps of the training have priority
 logger = get_logger("pipeline.publish")
 
 
@@ -52,15 +54,17 @@ class PublishOrder:
 
 
 class Worker:
-    """Exports the artifact from the first step where there is none, and follows it with a delta for each step after.
+    """Export the artifact from the first step if there is none, and publish a delta for each later
+    step.
 
-    The artifact's name is a link, to <name>.000001 and so on: each begins a chain, at the step that ended the chain before.
+    The artifact's name is a link to <name>.000001 and so on. Each of them begins a chain at the
+    step that ended the previous chain.
     """
 
     def __init__(self, order: PublishOrder) -> None:
         self._order = order
         self._publisher: Publisher | None = None
-        self._history: list[Stats] = []  # of the chains before
+        self._history: list[Stats] = []  # of earlier chains
         self.stopped = ""  # why nothing more is published
 
     def prepare(self) -> None:
@@ -125,7 +129,10 @@ class Worker:
             time.sleep(LOOK_S)
 
     def _begin(self, step: int) -> str:
-        """The folder of a whole artifact of `step`, to which the artifact's name leads from now on."""
+        """Export a complete artifact of `step` and let the artifact's name point to it.
+
+        Return its folder.
+        """
         order = self._order
         number = 1 + max((number for number, _ in self._generations()), default=0)
         output = f"{order.artifact}.{number:06d}"
@@ -137,7 +144,7 @@ class Worker:
         return output
 
     def _generations(self) -> list[tuple[int, str]]:
-        """(number, folder) of each, the oldest first."""
+        """Return (number, folder) of each artifact, the oldest first."""
         folder, name = os.path.split(self._order.artifact)
         found = [
             (each.removeprefix(f"{name}."), os.path.join(folder, each)) for each in storage.list_folder(folder or ".")
@@ -145,7 +152,10 @@ class Worker:
         return sorted((int(number), path) for number, path in found if number.isdigit())
 
     def _begin_anew(self, step: int) -> dict[str, Any]:
-        """What the answer says of a new artifact; empty where the chain goes on. The delta of `step` has passed the gate."""
+        """Begin a new chain if needed, and return the answer's values.
+
+        The delta of `step` has passed the gate.
+        """
         order, publisher = self._order, self._open()
         if (
             order.max_chain is None
@@ -156,7 +166,7 @@ class Worker:
         try:
             made = self._begin(step)
         except (UserError, OSError) as error:
-            logger.warning("the chain of %s goes on, for no new artifact can be made: %s", order.artifact, error)
+            logger.warning("the chain of %s continues, because no new artifact can be made: %s", order.artifact, error)
             return {}
         self._history, self._publisher = publisher.history, None
         return {"artifact": made}
@@ -175,7 +185,7 @@ class Worker:
         return self._publisher
 
     def _why_pinned(self) -> str | None:
-        """None where nothing is pinned."""
+        """Return why servers are pinned, or None."""
         folder = deltas_folder(self._order.artifact)
         try:
             return None if pinned_sequence(folder) is None else why_pinned(folder)
@@ -184,7 +194,7 @@ class Worker:
 
 
 def serve(lines: Iterable[str], answer: Callable[[dict[str, Any]], None]) -> None:
-    """Publish what `lines` name, one after the other."""
+    """Publish the steps in `lines`, one after the other."""
     lines = iter(lines)
     order = PublishOrder(**json.loads(next(lines)))
     with signing(order.sign_key), requiring(order.require_signature):
@@ -209,7 +219,7 @@ def main() -> None:
     def answer(values: dict[str, Any]) -> None:
         print(json.dumps(values), file=answers, flush=True)
 
-    answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
+    answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is not an answer
     serve(sys.stdin, answer)
 
 

@@ -1,7 +1,8 @@
-"""Compare runs from their folders: what was configured otherwise, and whether one is better, with how much confidence.
+"""Compare runs from their folders: how their configs differ, and whether one is better, with how
+much confidence.
 
-Runs whose configs differ in nothing but their seed are one variant, trained several times. The first run's variant is the
-baseline of all others.
+Runs whose configs differ only in their seed are one variant, trained several times. The first run's
+variant is the baseline of all other variants.
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ from pipeline.runtime.shell_words import word
 
 SAME_VARIANT = ("name", "run_dir", "trainer.seed")  # keys that may differ within a variant, and sections:
 SAME_VARIANT_SECTIONS = ("paths.", "logger.")
-SPLITS = ("test", "validation")  # looked for in this order
-ROUNDING = 5e-6  # two trainings of one config differ by as much, on several ranks by the order of sums
+SPLITS = ("test", "validation")  # in order of preference
+# two trainings of one config may differ by this much with several ranks, by the order of sums
+ROUNDING = 5e-6
 MIN_WIDTH = 22
 LEFT_OUT = ("num_samples", "num_groups", "num_one_class_groups", "label_rate")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """`letter` names it in the text; the runs differ in their seed alone."""
+    """A variant, called `letter` in the text. Its runs differ only in their seed."""
 
     letter: str
     runs: list[Run]
 
     @property
     def by_seed(self) -> dict[int, str]:
-        """Seed -> run; a seed that was trained twice has its second run under a number of its own."""
+        """Return seed -> run. If a seed was trained twice, the second run gets another number."""
         found: dict[int, str] = {}
         for run in self.runs:
             seed = run.seed if run.seed not in found else -1 - len(found)
@@ -50,16 +52,21 @@ class Variant:
 
 @dataclass(frozen=True)
 class MetricRow:
-    """One metric of every variant: means over runs, and the differences from the first where the rows are known."""
+    """One metric of every variant: means over runs, and differences from the baseline if the rows
+    are known.
+    """
 
     name: str
-    means: list[float]  # NaN where a run was not measured by it
+    means: list[float]  # NaN if no run was measured by it
     differences: list[Difference | None] = field(default_factory=list)  # the baseline's is None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """`config`: key -> value of each variant, where they differ. `others`: what else is known of each variant."""
+    """The result. `config`: key -> value of each variant, if they differ.
+
+    `others`: other facts of each variant.
+    """
 
     split: str
     variants: list[Variant]
@@ -84,7 +91,7 @@ class Comparison:
         return "\n".join([*lines, *(f"\nnote: {note}" for note in self.notes)])
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """A row for each variant and metric."""
+        """Return a row for each variant and metric."""
         return [
             {
                 "variant": variant.letter,
@@ -105,9 +112,13 @@ class Comparison:
 
 
 def compare(runs: Sequence[Run], split: str | None = None, confidence: float = 0.98) -> Comparison:
-    """Raises ConfigError for fewer than two runs, one run twice, and a split on which no run was measured."""
+    """Compare.
+
+    Raises ConfigError for fewer than two runs, one run twice, and a split on which no run was
+    measured.
+    """
     if len(runs) < 2:
-        raise ConfigError("compare takes two runs at least: python -m pipeline runs compare RUN RUN")
+        raise ConfigError("compare needs at least two runs: python -m pipeline runs compare RUN RUN")
     if len({run.path for run in runs}) < len(runs):
         raise ConfigError(f"a run is named twice among {', '.join(run.path for run in runs)}: name each once")
     variants, split = group(runs), split or choose_split(runs)
@@ -146,7 +157,7 @@ def compare(runs: Sequence[Run], split: str | None = None, confidence: float = 0
 
 
 def group(runs: Sequence[Run]) -> list[Variant]:
-    """Variants in the order in which the runs name them."""
+    """Return the variants in the order of the runs."""
     variants: dict[str, list[Run]] = {}
     for run in runs:
         variants.setdefault(repr(sorted(_identity(run).items())), []).append(run)
@@ -163,7 +174,9 @@ def _identity(run: Run) -> dict[str, str]:
 
 
 def choose_split(runs: Sequence[Run]) -> str:
-    """The first of SPLITS on which all runs were measured, else the one on which most were."""
+    """Return the first of SPLITS on which all runs were measured, otherwise the one on which most
+    were.
+    """
     counts = {split: sum(bool(run.metrics(split)[1]) for run in runs) for split in SPLITS}
     return max(SPLITS, key=lambda split: (counts[split], -SPLITS.index(split)))
 
@@ -171,11 +184,13 @@ def choose_split(runs: Sequence[Run]) -> str:
 def read_all_stats(
     runs: Sequence[Run], split: str, steps: dict[str, int]
 ) -> tuple[dict[str, EvaluationStats], list[str]]:
-    """Path -> what the run's evaluation saw, of all runs or of none; and why none."""
+    """Return path -> statistics of the run's evaluation, for all runs or for none, and why for
+    none.
+    """
     missing = [run.path for run in runs if (split, steps[run.path]) not in run.stats]
     if missing:
         how = f"python -m pipeline evaluate {word('run', missing[0])} split={split} step={steps[missing[0]]}"
-        return {}, [f"no intervals: {missing[0]} keeps nothing of the rows that it was measured on; {how}"]
+        return {}, [f"no intervals: {missing[0]} has no statistics of the rows that it was measured on; {how}"]
     found = {run.path: read_stats(run.stats[split, steps[run.path]]) for run in runs}
     first = found[runs[0].path]
     if any(len(each.blocks.rows) != len(first.blocks.rows) for each in found.values()) or not same_rows(
@@ -188,7 +203,7 @@ def read_all_stats(
 
 
 def differing_config(variants: Sequence[Variant]) -> dict[str, list[str]]:
-    """Key -> its value in each variant."""
+    """Return key -> its value in each variant."""
     configs = [_identity(variant.runs[0]) for variant in variants]
     keys = sorted({key for config in configs for key in config})
     return {
@@ -199,7 +214,7 @@ def differing_config(variants: Sequence[Variant]) -> dict[str, list[str]]:
 
 
 def describe(metric: str, letter: str, found: Difference) -> str:
-    """A sentence: B is better by 0.0012 ± 0.0004 (98 %)."""
+    """Return a sentence: B is better by 0.0012 ± 0.0004 (98 %)."""
     if max(abs(found.value), found.half_width) < ROUNDING:
         return f"{letter}: the same, to rounding"
     amount = f"{abs(found.value):.{_places(found.half_width)}f} ± {found.half_width:.{_places(found.half_width)}f}"
@@ -214,12 +229,14 @@ def describe(metric: str, letter: str, found: Difference) -> str:
 
 
 def _places(half_width: float) -> int:
-    """Decimal places that show two digits of the half width."""
+    """Return the decimal places that show two digits of the half width."""
     return min(8, max(1, 1 - math.floor(math.log10(half_width)))) if half_width > 0 else 4
 
 
 def _others(variants: Sequence[Variant]) -> dict[str, list[str]]:
-    """What is known beside quality; of the variant's runs the first, or their sum or mean."""
+    """Return facts other than quality: of the variant's first run, or the sum or mean of
+    its runs.
+    """
 
     def mean(runs: list[Run], key: str) -> str:
         values = [run.summary["throughput"][key] for run in runs if key in run.summary.get("throughput", {})]

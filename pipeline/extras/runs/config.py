@@ -1,4 +1,4 @@
-"""Jobs that list, compare and report runs (stdlib and OmegaConf only)."""
+"""Define the jobs that list, compare and report runs (stdlib and OmegaConf only)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ RUNS_COMMANDS = ("list", "compare", "show", "tag", "clean", "remove")
 
 @dataclass
 class RunsJob(Job):
-    """root: the folder below which runs are listed; run, runs: run folders; output: a .parquet file beside the text.
+    """The job. root: the folder of the runs to list; run, runs: run folders; output: a .parquet
+    file in addition to the text.
 
-    compare takes `runs`, the first of which is the baseline; show, tag, clean and remove take `run`. Tags with a leading - are
-    taken away. confidence: of the intervals.
+    compare uses `runs`, of which the first is the baseline. show, tag, clean and remove use `run`.
+    A leading - removes a tag. confidence: of the intervals.
     """
 
     command: str = "list"
@@ -25,14 +26,14 @@ class RunsJob(Job):
     runs: list[str] = field(default_factory=list)
     run: str = ""
     tags: list[str] = field(default_factory=list)
-    note: str | None = None  # None: as it is
+    note: str | None = None  # None: no change
     sort: str = "time"  # or a metric
-    split: str | None = None  # None: test where all were measured on it, else validation
+    split: str | None = None  # None: test if all were measured on it, otherwise validation
     confidence: float = 0.98
     output: str | None = None
-    html: str | None = None  # compare: a page to write besides
+    html: str | None = None  # compare: also write this page
     force: bool = False  # remove a run that has tags
-    keep_days: float = 30.0  # clean: what is younger stays
+    keep_days: float = 30.0  # clean: keep younger files
     paths: PathsConfig = field(default_factory=PathsConfig)
 
     def __post_init__(self) -> None:
@@ -48,7 +49,7 @@ class RunsJob(Job):
         if self.command in ("show", "tag", "clean", "remove"):
             check_given("run", self.run)
         if self.command == "compare" and len(self.runs) < 2:
-            raise ConfigError("compare takes two runs at least: python -m pipeline runs compare RUN RUN")
+            raise ConfigError("compare needs at least two runs: python -m pipeline runs compare RUN RUN")
         if self.command == "tag" and not self.tags and self.note is None:
             raise ConfigError("tag takes tags, or a note: python -m pipeline runs tag RUN TAG..., or note='...'")
 

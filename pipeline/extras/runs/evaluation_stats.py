@@ -1,7 +1,9 @@
-"""Keep what an evaluation saw beside its metrics: sums over blocks of rows, a reliability diagram, and slices (without torch).
+"""Store statistics of an evaluation: sums over blocks of rows, a reliability diagram, and slices
+(without torch).
 
-A block is a stretch of the split's files, the same rows for every run over the same split, so two runs' blocks can be paired.
-One Parquet file: a row a block, and everything else as JSON in the file's metadata.
+A block is a part of the split's files, the same rows for every run over the same split, so two
+runs' blocks can be paired. One Parquet file has a row per block, and everything else as JSON in the
+file's metadata.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from pipeline.runtime.storage import storage
 SUFFIX = ".details.parquet"
 NAME = re.compile(r"evaluation\.(\w+)\.step_(\d+)\.details\.parquet")
 MAX_BLOCKS = 10_000
-NUM_BINS = 20  # of the reliability diagram, with equally many rows in each
+NUM_BINS = 20  # of the reliability diagram, with equally many rows each
 KEY = b"pipeline.evaluation"
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Bin:
-    """Rows with neighbouring predictions: how many, their mean prediction and their label rate."""
+    """Rows with similar predictions: their number, mean prediction and label rate."""
 
     rows: int
     prediction: float
@@ -50,7 +52,9 @@ class Slice:
 
     @property
     def ne(self) -> float:
-        """Loss over the entropy of the slice's own label rate; NaN where its labels are all alike."""
+        """Return the loss divided by the entropy of the slice's label rate; NaN if its labels are
+        all equal.
+        """
         rate = self.labels / self.rows
         if not 0.0 < rate < 1.0:
             return float("nan")
@@ -63,9 +67,11 @@ class Slice:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sums over the rows of each block [num_blocks]; `auc_term` sums each row's part in the AUC's deviation.
+    """Sums over the rows of each block [num_blocks]; `auc_term` sums each row's part in the AUC's
+    deviation.
 
-    With the blocks taken m_b times, the AUC is the whole split's plus sum(m_b * auc_term_b), to first order (DeLong 1988).
+    If block b is taken m_b times, the AUC is that of the complete split plus sum(m_b * auc_term_b),
+    to first order (DeLong 1988).
     """
 
     rows: Floats
@@ -77,7 +83,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class EvaluationStats:
-    """Blocks, bins and slices are of the main label, where there are several."""
+    """The statistics. Blocks, bins and slices are of the main label."""
 
     split: str
     step: int
@@ -95,13 +101,15 @@ class EvaluationStats:
 def summarize_rows(
     blocks: NDArray[np.integer], logits: NDArray[np.floating], labels: NDArray[np.integer], num_blocks: int
 ) -> tuple[Blocks, list[Bin]]:
-    """Of rows [n] in any order: their blocks in [0, num_blocks), logits and labels 0 or 1."""
+    """Summarize rows [n] in any order: their blocks in [0, num_blocks), logits, and labels
+    0 or 1.
+    """
     order = np.argsort(logits, kind="stable")
 
     def per_block(values: Floats | None) -> Floats:
         return np.bincount(blocks, weights=values, minlength=num_blocks).astype(np.float64)
 
-    # One column of float64 after the other: of 2**24 rows each takes 128 MiB.
+    # One column of float64 after the other, because with 2**24 rows each takes 128 MiB.
     auc_term = per_block(auc_terms(logits, labels, order))
     loss = per_block(log_losses(logits, labels.astype(np.float64)))
     predictions = 1.0 / (1.0 + np.exp(-logits.astype(np.float64)))
@@ -115,9 +123,10 @@ def summarize_rows(
 
 
 def auc_terms(logits: NDArray[np.floating], labels: NDArray[np.integer], order: NDArray[np.integer]) -> Floats:
-    """[n]: each row's structural component of the AUC, less its mean, over the rows of its class (DeLong et al. 1988).
+    """Return [n]: each row's structural component of the AUC minus the mean of its class (DeLong et
+    al. 1988).
 
-    `order` sorts the logits ascending. Zeros where all labels are alike.
+    `order` sorts the logits ascending. Zeros if all labels are equal.
     """
     ordered, positive = logits[order], labels[order] > 0
     num_positive = int(positive.sum())
@@ -130,7 +139,7 @@ def auc_terms(logits: NDArray[np.floating], labels: NDArray[np.integer], order: 
     del ordered
 
     def shares_below(of_class: NDArray[np.bool_], count: int, rows: NDArray[np.bool_]) -> Floats:
-        """Of `rows`: the share of a class that scores lower, those that score the same counted half."""
+        """Return for `rows` the share of a class with a lower score; equal scores count half."""
         up_to: Floats = np.cumsum(of_class, dtype=np.float64)[ends - 1]
         below = up_to.copy()
         below[1:] += up_to[:-1]
@@ -151,12 +160,12 @@ def auc_terms(logits: NDArray[np.floating], labels: NDArray[np.integer], order: 
 
 
 def stats_path(evaluation: str) -> str:
-    """Beside an evaluation's JSON file."""
+    """Return the path next to an evaluation's JSON file."""
     return evaluation.removesuffix(".json") + SUFFIX
 
 
 def write_stats(path: str, stats: EvaluationStats) -> None:
-    """Whole or not at all."""
+    """Write the file completely or not at all."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -177,7 +186,7 @@ def write_stats(path: str, stats: EvaluationStats) -> None:
 
 
 def list_stats(run: str) -> dict[tuple[str, int], str]:
-    """(split, step) -> file, of whole splits; ascending."""
+    """Return (split, step) -> file of complete splits, ascending."""
     found = {}
     for name in storage.list_folder(run):
         if match := NAME.fullmatch(name):
@@ -191,9 +200,11 @@ def write_stats_of(evaluation: str, stats: EvaluationStats) -> None:
 
 
 def keep_stats(run: str, stats: EvaluationStats, metric: str) -> None:
-    """Write what training has just measured. Of its earlier evaluations the best by `metric` stays, others go.
+    """Write the statistics of a training's evaluation.
 
-    What `evaluate` has written stays too.
+    Of its earlier evaluations keep only the best by `metric`.
+
+    Statistics that `evaluate` has written stay too.
     """
     path = stats_path(storage.join(run, f"evaluation.{stats.split}.step_{stats.step}.json"))
     write_stats(path, stats)
@@ -211,7 +222,7 @@ def keep_stats(run: str, stats: EvaluationStats, metric: str) -> None:
 
 
 def _about(path: str) -> Any:
-    """Raises DamagedError as read_stats."""
+    """Read the metadata. Raises DamagedError as read_stats."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -223,7 +234,7 @@ def _about(path: str) -> Any:
 
 
 def read_stats(path: str) -> EvaluationStats:
-    """Raises DamagedError for a file that is not what write_stats writes."""
+    """Read statistics. Raises DamagedError for a file that write_stats did not write."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -237,4 +248,4 @@ def read_stats(path: str) -> EvaluationStats:
             about["split"], about["step"], about["dataset"], about["metrics"], blocks, reliability, slices
         )
     except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
-        raise DamagedError(f"{path} cannot be read ({error}); evaluate the run again, which writes it anew") from None
+        raise DamagedError(f"{path} cannot be read ({error}); evaluate the run again to write it") from None

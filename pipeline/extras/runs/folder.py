@@ -1,6 +1,7 @@
-"""Read a run folder: config, summary, metrics, evaluations, plan, starts and tags, whatever of them is there (without torch).
+"""Read a run folder: config, summary, metrics, evaluations, plan, starts and tags, if they exist
+(without torch).
 
-Run folders on disk are those that runs write; a copy of one in an object store (s3://...) is read as well.
+A run folder may be on a disk or be a copy in an object store (s3://...).
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ CONFIG, METRICS, SUMMARY, PLAN, STARTS, TAGS, TABLES, IMPORTANCE = (
     "importance.json",
 )
 EVALUATION = re.compile(r"evaluation\.(\w+)\.step_(\d+)\.json")
-DEEPEST = 4  # folders below the one to be listed
+DEEPEST = 4  # levels of folders below the listed one
 
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a run, as training notes it: time is UTC in ISO 8601, from_step the step that it went on from."""
+    """A start of a run, as training recorded it. time: UTC in ISO 8601. from_step: the step from
+    which it continued.
+    """
 
     time: str
     from_step: int
@@ -45,39 +48,43 @@ class Start:
     host: str
     world_size: int
     version: str
-    commit: str  # ends in -dirty where files differed from it; empty outside a checkout
+    commit: str  # ends in -dirty if files differed from it; empty outside a checkout
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder; each property is read when it is asked for, once."""
+    """A run folder. Each property is read once, on first use."""
 
     path: str
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """As it was saved, not typed: a run of another release or with plugins can be looked at too."""
+        """Return the saved config as plain values, so that runs of other releases or with plugins
+        can be read.
+        """
         values = yaml.load(storage.read_text(storage.join(self.path, CONFIG)), SAFE_LOADER)
         return values if isinstance(values, dict) else {}
 
     @cached_property
     def flat_config(self) -> dict[str, Any]:
-        """Dotted key -> value."""
+        """Return dotted key -> value."""
         return dict(flatten(self.config))
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
-        """Of metrics.jsonl, in order; torn ones are left out."""
+        """Return the lines of metrics.jsonl in order, without incomplete lines."""
         return [line for line in self._json_lines(METRICS) if {"kind", "step", "time"} <= line.keys()]
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Empty until the run has ended."""
+        """Return the summary; empty until the run has ended."""
         return self._json(SUMMARY)
 
     @cached_property
     def starts(self) -> list[Start]:
-        """Of the training that the folder holds now, oldest first; none of a run of an earlier release."""
+        """Return the starts of the current training, oldest first; empty for a run of an earlier
+        release.
+        """
         keys = [field.name for field in fields(Start)]
         lines = [line for line in self._json_lines(STARTS) if set(keys) <= line.keys()]
         first = max((number for number, line in enumerate(lines) if not line["from_step"]), default=0)
@@ -93,7 +100,9 @@ class Run:
 
     @cached_property
     def evaluations(self) -> dict[tuple[str, int], dict[str, float]]:
-        """(split, step) -> metrics of whole splits: those of training, then those that `evaluate` has written."""
+        """Return (split, step) -> metrics of complete splits: from training, then from
+        `evaluate`.
+        """
         found = {("validation", line["step"]): _numbers(line) for line in self.lines if line["kind"] == "validation"}
         for name in storage.list_folder(self.path):
             if match := EVALUATION.fullmatch(name):
@@ -102,12 +111,14 @@ class Run:
 
     @cached_property
     def stats(self) -> dict[tuple[str, int], str]:
-        """(split, step) -> the file that holds what the evaluation saw."""
+        """Return (split, step) -> the file with the evaluation's statistics."""
         return list_stats(self.path)
 
     @cached_property
     def tables(self) -> dict[str, dict[str, Any]]:
-        """Table -> rows, dim, updated, norm (training.hooks.table_facts); empty of a run that has not ended."""
+        """Return table -> rows, dim, updated, norm (table_facts.py); empty for a run that has not
+        ended.
+        """
         return dict(self._json(TABLES).get("tables", {}))
 
     @cached_property
@@ -121,18 +132,20 @@ class Run:
         }
 
     def table_of(self, feature: str) -> dict[str, Any]:
-        """As `tables`, of the one that the feature is looked up in; empty where that is not known."""
+        """Return the values of `tables` for the table of a feature; empty if it is unknown."""
         return self.tables.get(self._tables_of_features.get(feature, feature), {})
 
     @cached_property
     def importance(self) -> dict[str, tuple[float, float]]:
-        """Feature -> by how much NE rises where its values are shuffled, and the standard error (evaluate importance_rows=...)."""
+        """Return feature -> increase of NE if its values are shuffled, and the standard error
+        (evaluate importance_rows=...).
+        """
         found = self._json(IMPORTANCE).get("features", {})
         return {name: (each["ne_increase"], each["error"]) for name, each in found.items()}
 
     @property
     def importance_of(self) -> tuple[str, int, int]:
-        """Split, step and rows of `importance`."""
+        """Return split, step and rows of `importance`."""
         found = self._json(IMPORTANCE)
         return str(found.get("split", "")), int(found.get("step", 0)), int(found.get("rows", 0))
 
@@ -150,20 +163,24 @@ class Run:
 
     @property
     def chosen_step(self) -> int:
-        """The step that the run stands for: the best where the run keeps it, else the last one."""
+        """Return the step that represents the run: the best if the run keeps it, otherwise the
+        last.
+        """
         best = self.summary.get("best_step")
         return self.step if best is None else int(best)
 
     @cached_property
     def state(self) -> str:
-        """running, finished, or stopped: neither of them."""
+        """Return running, finished, or stopped (neither of the two)."""
         if held_by(self.path, float(self.config.get("trainer", {}).get("lease_ttl_s", 120.0))):
             return "running"
         return "finished" if self.summary and self.summary.get("step") == self.step else "stopped"
 
     @property
     def seconds(self) -> float:
-        """From each start to the last line that it wrote; without starts from the first line to the last."""
+        """Return the seconds from each start to its last line; without starts from the first line
+        to the last.
+        """
         times = [float(line["time"]) for line in self.lines]
         begins = [datetime.fromisoformat(start.time).timestamp() for start in self.starts] or times[:1]
         ends = [*begins[1:], float("inf")]
@@ -174,12 +191,14 @@ class Run:
 
     @property
     def rank_hours(self) -> float:
-        """What the run has cost: hours times ranks (GPUs, where ranks have one each)."""
+        """Return the cost of the run: hours times ranks (GPUs, if each rank has one)."""
         ranks = max((start.world_size for start in self.starts), default=int(self.config.get("world_size", 1)))
         return self.seconds / 3600 * ranks
 
     def metrics(self, split: str) -> tuple[int, dict[str, float]]:
-        """(step, metrics) of the step that the run stands for, else of the last one measured; (0, {}) where there is none."""
+        """Return (step, metrics) of the chosen step, otherwise of the last measured one; (0, {}) if
+        there is none.
+        """
         steps = [step for found, step in self.evaluations if found == split]
         if not steps:
             return 0, {}
@@ -187,7 +206,7 @@ class Run:
         return step, self.evaluations[split, step]
 
     def _json_lines(self, name: str) -> list[dict[str, Any]]:
-        """Torn lines are left out."""
+        """Read lines of JSON, without incomplete lines."""
         path, found = storage.join(self.path, name), []
         for line in storage.read_text(path).splitlines() if storage.is_file(path) else []:
             try:
@@ -197,7 +216,7 @@ class Run:
         return [line for line in found if isinstance(line, dict)]
 
     def _json(self, name: str) -> dict[str, Any]:
-        """Empty where the file is missing or cannot be read."""
+        """Read JSON; empty if the file is missing or cannot be read."""
         path = storage.join(self.path, name)
         try:
             values = json.loads(storage.read_text(path)) if storage.is_file(path) else {}
@@ -207,24 +226,27 @@ class Run:
 
 
 def open_run(path: str) -> Run:
-    """Raises ConfigError where there is no run."""
+    """Open a run folder. Raises ConfigError if it is not one."""
     path = path.rstrip("/")
     if not storage.is_file(storage.join(path, CONFIG)):
         raise ConfigError(
-            f"{path} is no run folder: it has no {CONFIG}; `python -m pipeline runs list FOLDER` finds those below a folder"
+            f"{path} is not a run folder: it has no {CONFIG}; `python -m pipeline runs list FOLDER` finds run folders"
         )
     return Run(path)
 
 
 def find_runs(root: str) -> list[Run]:
-    """Run folders at or below `root`, by path. Raises ConfigError where there is no such folder."""
+    """Return run folders at or below `root`, by path.
+
+    Raises ConfigError if the folder does not exist.
+    """
     if not storage.is_folder(root):
-        raise ConfigError(f"{root} is no folder: give the one that your runs are in, as in `runs list runs`")
+        raise ConfigError(f"{root} is not a folder: give the folder of your runs, as in `runs list runs`")
     return [Run(path) for path in sorted(_run_folders(root.rstrip("/"), DEEPEST))]
 
 
 def _run_folders(folder: str, deeper: int) -> Iterator[str]:
-    """A run's own folders are not looked into."""
+    """Yield run folders, without searching inside a run."""
     names = storage.list_folder(folder)
     if CONFIG in names:
         if METRICS in names or SUMMARY in names:
@@ -237,7 +259,7 @@ def _run_folders(folder: str, deeper: int) -> Iterator[str]:
 
 
 def describe_plan(run: Run) -> str:
-    """One line of the plan that the run was trained by; empty where it has none that can be read."""
+    """Return one line on the run's plan; empty if there is none that can be read."""
     from pipeline.planner.explain import summarize
     from pipeline.planner.plan_file import read_view
 
@@ -249,7 +271,10 @@ def describe_plan(run: Run) -> str:
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    """Of several labels, whose metrics are named label/ne, the main one's also by the metrics' names alone."""
+    """Return the numbers.
+
+    For several labels, with metrics such as label/ne, add the main label's by their plain names.
+    """
     found = {
         name: value
         for name, value in values.items()

@@ -1,9 +1,11 @@
-"""Say how sure a difference between models is: a paired bootstrap over blocks of rows, and the spread between seeds.
+"""Measure the confidence of a difference between models: a paired bootstrap over rows, and the
+variance between seeds.
 
-Two sources of chance, added as variances. Which rows the split happened to hold: blocks of rows are drawn anew, the same for all
-models, so what makes a row hard for all of them cancels (Efron and Tibshirani 1993). Which seed a model was trained
-with: runs that differ in nothing else show it, and Student's t allows for their being few. Where both variants have the same
-seeds, three at least, their runs are paired too: a seed gives both the same initial weights and order of rows.
+There are two sources of chance, whose variances are added. The rows of the split: blocks of rows
+are resampled, the same for all models, so that effects of hard rows cancel (Efron and Tibshirani
+1993). The seed of a model: runs that differ only in the seed show it, and Student's t accounts for
+their small number. If both variants have the same seeds, at least three, their runs are also
+paired: a seed gives both the same initial weights and order of rows.
 """
 
 from __future__ import annotations
@@ -20,17 +22,18 @@ from pipeline.extras.runs.evaluation_stats import Blocks
 
 NUM_SAMPLES = 1000
 SAMPLES_AT_ONCE = 50
-MIN_PAIRED = 3  # of two pairs Student's t makes so wide an interval that nothing is ever called
+MIN_PAIRED = 3  # with two pairs Student's t makes the interval so wide that nothing is significant
 MEASURES = ("ne", "logloss", "auc", "calibration")
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A variant's mean metric less the baseline's.
+    """A variant's mean metric minus the baseline's.
 
-    half_width: of the interval around it; its chance to hold the truth is the confidence asked for. seeds_known: the
-    interval allows for other seeds; otherwise it is about these two models on other rows, and says nothing of their configs.
+    half_width: of the interval around it, which has the requested confidence. seeds_known: the
+    interval accounts for other seeds; otherwise it is about these two models on other rows, and not
+    about their configs.
     """
 
     value: float
@@ -45,16 +48,17 @@ class Difference:
 
     @property
     def is_called(self) -> bool:
-        """Whether the variants, not only two models of them, are said to differ."""
+        """Return whether the variants differ, and not only two models of them."""
         return self.is_significant and self.seeds_known
 
 
 def resampled_measures(
     runs: Mapping[str, Blocks], aucs: Mapping[str, float], num_samples: int = NUM_SAMPLES, seed: int = 0
 ) -> dict[str, dict[str, Floats]]:
-    """measure -> run -> [num_samples], of the same blocks in every run: run -> its blocks, and its AUC.
+    """Return measure -> run -> [num_samples], for the same blocks in every run: run -> its blocks,
+    and its AUC.
 
-    NaN where the rows that were drawn are of one class.
+    NaN if the resampled rows have one class.
     """
     names = list(runs)
     num_blocks = len(runs[names[0]].rows)
@@ -74,7 +78,7 @@ def resampled_measures(
         entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate))
         found = {"ne": loss / rows / entropy, "logloss": loss / rows, "calibration": predictions / labels}
     found["auc"] = auc_term + np.array([aucs[name] for name in names])
-    has_both = (labels > 0) & (labels < rows)  # rows of one class have no NE, and no AUC
+    has_both = (labels > 0) & (labels < rows)  # rows of one class have no NE and no AUC
     found |= {measure: np.where(has_both, found[measure], np.nan) for measure in ("ne", "calibration", "auc")}
     return {measure: {name: found[measure][:, index] for index, name in enumerate(names)} for measure in MEASURES}
 
@@ -83,7 +87,9 @@ def difference(
     baseline: Mapping[int, str], variant: Mapping[int, str], values: Mapping[str, float],
     resampled: Mapping[str, Floats], confidence: float,
 ) -> Difference:  # fmt: skip
-    """Of two variants, each seed -> run; `values` and `resampled` have every run's metric, measured and on resampled rows."""
+    """Compare two variants, given as seed -> run. `values` and `resampled` have every run's
+    metric.
+    """
     value = _mean(values[run] for run in variant.values()) - _mean(values[run] for run in baseline.values())
     on_rows = _mean(resampled[run] for run in variant.values()) - _mean(resampled[run] for run in baseline.values())
     of_rows = float(np.nanvar(on_rows, ddof=1))
@@ -94,19 +100,19 @@ def difference(
     else:
         of_seeds, freedom = _pooled(baseline, variant, values)
     total = of_rows + of_seeds
-    # Satterthwaite 1946: the rows' part has, in effect, no end of degrees of freedom.
+    # Satterthwaite 1946: the rows' part has infinite degrees of freedom.
     effective = freedom * (total / of_seeds) ** 2 if of_seeds else math.inf
     return Difference(value, _quantile(confidence, effective) * math.sqrt(total), confidence, True)
 
 
 def _paired(baseline: Mapping[int, str], variant: Mapping[int, str], values: Mapping[str, float]) -> tuple[float, int]:
-    """Variance of the mean difference, and its degrees of freedom."""
+    """Return the variance of the mean difference, and its degrees of freedom."""
     differences = [values[variant[seed]] - values[baseline[seed]] for seed in baseline]
     return float(np.var(differences, ddof=1)) / len(differences), len(differences) - 1
 
 
 def _pooled(baseline: Mapping[int, str], variant: Mapping[int, str], values: Mapping[str, float]) -> tuple[float, int]:
-    """As _paired; the spread between seeds is taken to be the same in both."""
+    """Return the same as _paired, assuming equal variance between seeds in both variants."""
     groups = [[values[run] for run in each.values()] for each in (baseline, variant)]
     freedom = sum(map(len, groups)) - 2
     squares = sum(float(np.var(group)) * len(group) for group in groups)
@@ -123,7 +129,9 @@ def _quantile(confidence: float, freedom: float = math.inf) -> float:
 
 
 def same_rows(blocks: Sequence[Blocks]) -> bool:
-    """Whether all were measured on the same rows, as far as the blocks' sizes and labels tell."""
+    """Return whether all were measured on the same rows, judged by the sizes and labels of
+    blocks.
+    """
     first = blocks[0]
     return all(
         np.array_equal(each.rows, first.rows) and np.array_equal(each.labels, first.labels) for each in blocks[1:]

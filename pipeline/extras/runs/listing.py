@@ -1,4 +1,4 @@
-"""List run folders, tag them, and remove runs and files that nobody needs."""
+"""List run folders, tag them, and remove runs and files that are not needed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COLUMNS = ("run", "state", "step", "seed", "samples/s", "rank-hours", "last", "t
 
 
 def sorted_runs(runs: Sequence[Run], by: str) -> list[Run]:
-    """By "time", the newest first, else by a metric, the best first; a run without that metric goes last.
+    """Sort by "time", newest first, or by a metric, best first; runs without the metric are last.
 
     Raises:
         ConfigError: no run has that metric.
@@ -48,7 +48,7 @@ def sorted_runs(runs: Sequence[Run], by: str) -> list[Run]:
 
 
 def as_text(runs: Sequence[Run]) -> str:
-    """A line a run, with the metrics that any of them has."""
+    """Return a line per run with all metrics."""
     measured = {run.path: (choose_split([run]), run.metrics(choose_split([run]))[1]) for run in runs}
     known = dict.fromkeys(name for _, metrics in measured.values() for name in metrics)
     names = [name for metric in SHOWN for name in known if metric_of(name) == metric]
@@ -70,7 +70,7 @@ def as_text(runs: Sequence[Run]) -> str:
 
 
 def describe_run(run: Run) -> list[str]:
-    """What a run is, and everything that was measured of it."""
+    """Describe a run and everything that was measured."""
     lines = [f"{run.path}  {run.state} at step {run.step}, seed {run.seed}"]
     lines += [f"tags        {', '.join(run.tags)}"] if run.tags else []
     lines += [f"note        {run.note}"] if run.note else []
@@ -87,7 +87,9 @@ def describe_run(run: Run) -> list[str]:
 
 
 def as_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """A row a run: its figures, its metrics as <split>.<metric>, its config as config.<key> in text."""
+    """Return a row per run: its values, its metrics as <split>.<metric>, its config as config.<key>
+    in text.
+    """
     found = []
     for run in runs:
         row: dict[str, Any] = {
@@ -110,7 +112,7 @@ def write_parquet(path: str, rows: list[dict[str, Any]]) -> None:
 
 
 def tag(run: Run, tags: Sequence[str], note: str | None = None) -> list[str]:
-    """Add tags (a leading - takes one away) and set the note; the tags that the run has now."""
+    """Add tags (a leading - removes one) and set the note. Return the run's tags."""
     kept = [each for each in run.tags if f"-{each}" not in tags]
     kept += [each for each in dict.fromkeys(tags) if not each.startswith("-") and each not in kept]
     content = {"tags": kept, "note": run.note if note is None else note}
@@ -119,17 +121,17 @@ def tag(run: Run, tags: Sequence[str], note: str | None = None) -> list[str]:
 
 
 def remove(run: Run, force: bool = False) -> None:
-    """Delete the folder, checkpoints included.
+    """Delete the folder with its checkpoints.
 
     Raises:
         ConfigError: the run has a tag and `force` is not set, or its checkpoints are elsewhere.
-        RunFolderHeldError: it is being written to.
+        RunFolderHeldError: the run is active.
     """
     if run.tags and not force:
-        raise ConfigError(f"{run.path} is tagged {', '.join(run.tags)}: say force=true to remove it all the same")
+        raise ConfigError(f"{run.path} is tagged {', '.join(run.tags)}: add force=true to remove it anyway")
     if (folder := run.config.get("checkpoint", {}).get("folder")) and not force:
         raise ConfigError(
-            f"{run.path} keeps its checkpoints in {folder}, which stays: say force=true to remove the run folder alone"
+            f"{run.path} keeps its checkpoints in {folder}, which stays: add force=true to remove only the run folder"
         )
     if storage.is_local(run.path):
         take_lease(run.path, float(run.config.get("trainer", {}).get("lease_ttl_s", 120.0))).release()
@@ -137,12 +139,15 @@ def remove(run: Run, force: bool = False) -> None:
 
 
 def clean(run: Run, keep_days: float) -> list[str]:
-    """Remove what is older than `keep_days`; the paths that were removed. Each rank's newest files go with their start.
+    """Remove files older than `keep_days` and return their paths.
 
-    In an object store nothing says when a step was set aside: it is removed with keep_days=0 alone.
+    Each rank's newest files are removed with their start.
+
+    An object store does not record when a step was found damaged, so it is removed only with
+    keep_days=0.
 
     Raises:
-        RunFolderHeldError: the run is being written to.
+        RunFolderHeldError: the run is active.
     """
     folder = run.config.get("checkpoint", {}).get("folder") or storage.join(run.path, CHECKPOINTS)
     damaged = _damaged(folder, keep_days)
@@ -160,7 +165,7 @@ def _damaged(folder: str, keep_days: float) -> list[str]:
     names = storage.list_folder(folder)
     if storage.is_local(folder):
         paths = [storage.join(folder, name) for name in names if name.startswith(DAMAGED)]
-        # A folder is renamed when it is set aside: that is its last change of status.
+        # Quarantine renames a folder, which is its last change of status.
         return [path for path in paths if os.stat(path).st_ctime < time.time() - keep_days * DAY_S]
     if keep_days:
         return []
@@ -168,7 +173,7 @@ def _damaged(folder: str, keep_days: float) -> list[str]:
 
 
 def _is_set_aside(step: str) -> bool:
-    """Whether a step in an object store has the manifest of a damaged one, and no other since."""
+    """Return whether a step in an object store has only the manifest of a damaged step."""
     entries = storage.list_folder(step)
     return MANIFEST not in entries and any(entry.startswith(DAMAGED_MANIFEST) for entry in entries)
 

@@ -1,6 +1,8 @@
-"""Measure how much a model relies on each feature: NE with the feature's values shuffled between rows, less NE (Breiman 2001).
+"""Measure how much a model relies on each feature: the increase of NE if its values are shuffled
+(Breiman 2001).
 
-A feature that others repeat looks less important than it is alone, for the model takes what it needs from them.
+A feature that others repeat looks less important than it is alone, because the model uses the
+others.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ SEED = 0
 def permutation_importance(
     model: nn.Module, reader: ShardReader, context: DistributedContext, dense_names: list[str], num_rows: int
 ) -> dict[str, Any]:
-    """Collective: over the split's first batches, until they hold `num_rows` rows of all ranks.
+    """Collective: measure on the split's first batches with `num_rows` rows over all ranks.
 
-    A feature's values are shuffled within each rank's batch. Gives rows, ne, and for each feature how far NE rises, with its
-    standard error over rows. One forward pass a feature and batch.
+    A feature's values are shuffled within each rank's batch. Returns rows, ne, and for each feature
+    the increase of NE with its standard error over rows. One forward pass per feature and batch.
 
     Raises:
-        TrainingError: the model gives no logits, as one of retrieval; or fewer than two rows, or labels that are all alike.
+        TrainingError: the model has no logits, as for retrieval; or there are fewer than two rows; or labels are equal.
     """
     num_batches = min(reader.steps_per_epoch, -(-num_rows // reader.batch_size // context.world_size) or 1)
     task, was_training = task_in(model), model.training
@@ -68,7 +70,9 @@ def permutation_importance(
 
 
 def _of_batch(model: nn.Module, task: Any, batch: Batch, dense_names: list[str], seed: list[int]) -> torch.Tensor:
-    """[1 + features, 3]: rows, positives and losses; then of each feature rows, added losses and their squares."""
+    """Return [1 + features, 3]: rows, positives and losses; then for each feature rows, added
+    losses and their squares.
+    """
     counted, labels, before = _losses(model, task, batch)
     rows = float(counted.sum())
     sums = [[rows, float(labels[counted].sum()), float(before[counted].sum())]]
@@ -93,13 +97,11 @@ def _added(model: nn.Module, task: Any, batch: Batch, before: torch.Tensor) -> l
 
 
 def _losses(model: nn.Module, task: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[batch] each: the rows that count, labels, and log losses in nats."""
+    """Return [batch] each: which rows count, labels, and log losses in nats."""
     _, prediction = model(batch)
     main = clicks_of(task, prediction).get(main_prefix(task))
     if main is None:
-        raise TrainingError(
-            "importance_rows: this model gives no probability of a click, by which importance is measured"
-        )
+        raise TrainingError("importance_rows: this model gives no probability of a click, which the importance needs")
     labels = main.labels.double()
     return (
         main.sample_weights > 0,
@@ -109,7 +111,7 @@ def _losses(model: nn.Module, task: Any, batch: Batch) -> tuple[torch.Tensor, to
 
 
 def with_shuffled(batch: Batch, key: str, order: torch.Tensor) -> Batch:
-    """The batch with row `order[i]`'s ids of feature `key` in row i."""
+    """Return the batch with the ids of feature `key` of row `order[i]` in row i."""
     features = batch.sparse_features
     values, lengths, weights = [], [], []
     for name, feature in features.to_dict().items():
@@ -140,11 +142,11 @@ def with_shuffled(batch: Batch, key: str, order: torch.Tensor) -> Batch:
 
 
 def _summarized(names: list[str], sums: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, Any]:
-    """Raises TrainingError where NE has no meaning."""
+    """Summarize. Raises TrainingError if NE is undefined."""
     rows, positives, loss = sums[0]
     rate = positives / rows if rows else 0.0
     if rows < 2 or not 0.0 < rate < 1.0:
-        raise TrainingError(f"importance_rows: {rows:.0f} rows with {positives:.0f} positives: take more rows")
+        raise TrainingError(f"importance_rows: {rows:.0f} rows with {positives:.0f} positives: use more rows")
     entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate))
     features = {}
     for name, (_, added, squares) in zip(names, sums[1:], strict=True):

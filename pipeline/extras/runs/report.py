@@ -30,7 +30,7 @@ from pipeline.runtime.pages.html import fixed, render
 from pipeline.runtime.storage import storage
 
 FILE = "report.html"
-MAX_EVALUATIONS = 40  # the last ones, on the page
+MAX_EVALUATIONS = 40  # the last ones, shown on the page
 COLOURS = tuple(f"run_{number}" for number in range(1, 7))
 QUALITY = (("NE", "ne"), ("Log loss, nats", "logloss"), ("AUC", "auc"), ("Calibration (1 is best)", "calibration"))
 MACHINE = (
@@ -49,7 +49,9 @@ def write_report(run: Run, path: str | None = None) -> str:
 
 
 def try_report(path: str) -> str:
-    """Write the page of the run in folder `path`; empty if that fails, since a training must not fail by it."""
+    """Write the page of the run in folder `path`; empty if that fails, because a training must not
+    fail by it.
+    """
     try:
         return write_report(Run(path))
     except Exception as error:
@@ -119,7 +121,7 @@ def metric_text(value: float | None) -> str:
 
 
 def stats_of(run: Run, split: str, step: int) -> EvaluationStats | None:
-    """None if the evaluation kept nothing, or its file cannot be read."""
+    """Return the statistics, or None if the evaluation stored none or its file cannot be read."""
     try:
         return read_stats(run.stats[split, step]) if (split, step) in run.stats else None
     except UserError:
@@ -143,7 +145,7 @@ def _plan_of(run: Run) -> PlanDescription | None:
 
 
 def _cards(run: Run, of: str, step: int, metrics: dict[str, float]) -> list[tuple[str, str]]:
-    """A large figure each, and what it is."""
+    """Return pairs of a large figure and its description."""
     of += " (the best)" if run.summary.get("best_step") == step else ""
     titles = (("NE", "ne"), ("AUC", "auc"))
     cards = [(f"{metrics[name]:.4f}", f"{title} {of}") for title, name in titles if name in metrics]
@@ -158,7 +160,7 @@ def _cards(run: Run, of: str, step: int, metrics: dict[str, float]) -> list[tupl
 
 
 def warnings_of(run: Run, metrics: dict[str, float], stats: EvaluationStats | None) -> Iterator[str]:
-    """What a colleague would point at."""
+    """Yield warnings about the run."""
     if run.state == "stopped":
         yield f"The run has not ended: it stopped at step {run.step:,}. Run the same command again to resume."
     if not metrics:
@@ -200,7 +202,7 @@ def _rising_loss(run: Run) -> Iterator[str]:
 
 
 def curve(run: Run, kind: str, metric: str, colour: str, marks: bool = False) -> Line:
-    """A metric over steps; of several labels the main one's."""
+    """Return a metric over steps; for several labels the main one's."""
     found = ((line["step"], _value(line, metric)) for line in run.lines if line["kind"] == kind)
     return Line(kind, colour, [(step, value) for step, value in found if value is not None], marks)
 

@@ -1,4 +1,4 @@
-"""Show several runs side by side as one HTML page."""
+"""Show several runs next to each other as one HTML page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ CURVES = (
 
 
 def render_comparison(comparison: Comparison) -> str:
-    """Each variant has a colour; the curves of its runs are drawn over each other."""
+    """Render the page. Each variant has a colour; the curves of its runs are drawn over
+    each other.
+    """
     variants = comparison.variants
     letters = [each.letter for each in variants]
     colours = {letter: COLOURS[index % len(COLOURS)] for index, letter in enumerate(letters)}

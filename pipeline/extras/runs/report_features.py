@@ -58,7 +58,7 @@ def _importance(run: Run, feature: str) -> str:
 
 
 def _share_of_head(feature: SparseFeature) -> str:
-    """The share of lookups that the most frequent 1 % of ids take."""
+    """Return the share of lookups of the most frequent 1 % of ids."""
     wanted, curve = max(1, feature.cardinality // 100), feature.frequency_curve
     below = [share for rank, share in zip(curve.ranks, curve.shares, strict=True) if rank <= wanted]
     return f"{below[-1]:.1%}" if below else "-"
@@ -82,19 +82,23 @@ def slice_rows(dataset: Dataset | None, stats: EvaluationStats | None, run: Run)
 
 
 def worst_slices(slices: Sequence[Slice]) -> list[Slice]:
-    """Those that are miscalibrated beyond chance, the surest first."""
+    """Return slices that are miscalibrated beyond chance, the most certain first."""
     known = [each for each in slices if each.rows >= MIN_SLICE_ROWS]
     return sorted(known, key=lambda each: -abs(deviations(each)))[:MAX_SLICES]
 
 
 def deviations(each: Slice) -> float:
-    """Predicted less true positives, in standard deviations of a sum of as many coin tosses."""
+    """Return predicted minus true positives, in standard deviations of a sum of independent
+    rows.
+    """
     rate = min(max(each.predictions / each.rows, 1e-9), 1 - 1e-9)
     return (each.predictions - each.labels) / math.sqrt(each.rows * rate * (1 - rate))
 
 
 def head_values(run: Run, dataset: Dataset | None, feature: str) -> dict[int, str]:
-    """Id -> raw value of the most frequent ones; empty where the vocabulary is not there, or ids are hashes."""
+    """Return id -> raw value of the most frequent ids; empty if the vocabulary is missing, or ids
+    are hashes.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""Collect what an evaluation saw beside its metrics, over all ranks: see pipeline.extras.runs.evaluation_stats."""
+"""Collect statistics of an evaluation over all ranks (pipeline.extras.runs.evaluation_stats)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from pipeline.runtime.process.distributed import DistributedContext
 
 logger = get_logger(__name__)
 HEAD_IDS = (
-    64  # of a feature: ids are by descending frequency, so these are the slices with most rows, and 0 the unknown
+    # per feature; ids are sorted by frequency, so these are the slices with most rows, and 0 is the
+    # unknown id
+    64
 )
 
 
 class StatsCollector:
-    """Every rank has one for each evaluation. 9 bytes a row are kept, and those of all ranks on rank 0 at the end: up to
-    `most_rows` of all ranks, beyond which nothing is kept and there are no stats.
+    """Collect. Every rank has one collector for each evaluation.
 
-    Slices are those of features whose ids are the data set's own.
+    It keeps 9 bytes per row; rank 0 gets the rows of all ranks at the end. With more than
+    `most_rows` rows of all ranks nothing is kept. Slices are of features that use the data set's
+    ids.
     """
 
     def __init__(self, reader: ShardReader, context: DistributedContext, most_rows: int = EXACT_ROWS) -> None:
@@ -35,11 +38,15 @@ class StatsCollector:
         self._dataset, self._features = reader.dataset_fingerprint, reader.plain_features
         self._context, self._positions, self._num_rows = context, reader.positions(epoch=0), reader.num_rows
         self._num_blocks = min(MAX_BLOCKS, reader.num_rows)
-        self._sums = np.zeros((4, len(self._features) * HEAD_IDS))  # rows, labels, predictions, losses
+        # rows, labels, predictions, losses
+        self._sums = np.zeros((4, len(self._features) * HEAD_IDS))
         self._rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def update(self, prediction: Any, batch: Batch) -> None:
-        """Local. `prediction` has logits, labels and sample_weights [batch]; the batches come in the reader's order."""
+        """Local: add a batch, in the reader's order.
+
+        `prediction` has logits, labels and sample_weights [batch].
+        """
         if self._is_too_long:
             return
         positions = next(self._positions)
@@ -49,7 +56,7 @@ class StatsCollector:
         parts = (blocks, logits, labels.astype(np.uint8))
         self._rows.append(tuple(torch.from_numpy(part) for part in parts))  # type: ignore[arg-type]
         self._num_kept += len(labels)
-        if self._num_kept > self._most_rows:  # on this rank alone, already
+        if self._num_kept > self._most_rows:  # already on this rank alone
             self._rows, self._is_too_long = [], True
             return
         self._add_slices(batch, real, logits, labels)
@@ -67,10 +74,12 @@ class StatsCollector:
                 sums[at] += np.bincount(ids[head], weights=weights, minlength=HEAD_IDS)
 
     def compute(self, split: str, step: int, metrics: dict[str, float]) -> EvaluationStats | None:
-        """Collective: on rank 0 what was collected, or None where no row was, or more than most_rows; None on the others."""
+        """Collective: return the statistics on rank 0, or None if there are no rows or too many;
+        None on other ranks.
+        """
         num_rows = torch.tensor(
             self._num_kept, device=self._context.device
-        )  # of a rank that gave up, more than most_rows
+        )  # a rank that stopped reports more than most_rows
         dist.all_reduce(num_rows)
         if int(num_rows) > self._most_rows:
             logger.info(

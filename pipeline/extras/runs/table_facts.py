@@ -1,4 +1,6 @@
-"""Say of each table at the end of a training how many of its rows were updated, and how long they are."""
+"""Report for each table at the end of a training how many of its rows were updated, and
+their norm.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,17 @@ from pipeline.training.hooks.base import Hook, TrainingState
 
 FILE = "tables.json"
 ROWS_AT_ONCE = 1 << 20
-Sums = tuple[float, float, float]  # squares, updated rows, rows: each row counts by its share of the columns
+# squares, updated rows, rows; each row counts by its share of the columns
+Sums = tuple[float, float, float]
 
 
 @register("hook", "table_facts")
 class TableFacts(Hook):
-    """Writes <run_dir>/tables.json: table -> rows, dim, updated (None where its optimizer keeps no state), norm.
+    """Write <run_dir>/tables.json: table -> rows, dim, updated (None if its optimizer has no
+    state), norm.
 
-    norm: root mean square of the rows' L2 norms; of those that were updated, where that is known. One pass over the tables.
+    norm: root mean square of the rows' L2 norms; only of updated rows, if they are known. One pass
+    over the tables.
     """
 
     runs_after = "heartbeat"
@@ -42,7 +47,9 @@ class TableFacts(Hook):
 def table_facts(
     model: dict[str, Any], optimizer: dict[str, Any], context: DistributedContext
 ) -> dict[str, dict[str, float | None]]:
-    """Collective. Of the sharded state of a model and its optimizer. Tables on SSDs are left out."""
+    """Collective: return the facts from the sharded state of a model and its optimizer, without
+    tables on SSDs.
+    """
     flat = flatten({MODEL.rstrip("."): model, "optimizer": optimizer})
     tables = inventory_of_state({key: value for key, value in flat.items() if hasattr(value, "size")}).tables
     names = sorted(tables)
@@ -64,7 +71,8 @@ def table_facts(
         dist.all_reduce(sums)
     found: dict[str, dict[str, float | None]] = {}
     for name, (squares, updated, held, unknown) in zip(names, sums.cpu().tolist(), strict=True):
-        copies = held / tables[name].rows if tables[name].rows else 0.0  # of a table that every rank has whole
+        # for a table with a copy on every rank
+        copies = held / tables[name].rows if tables[name].rows else 0.0
         if copies:
             counted = held if unknown else updated
             found[name] = {
@@ -75,7 +83,9 @@ def table_facts(
 
 
 def _state_of(flat: dict[str, Any], weight: str, table: str) -> list[torch.Tensor] | None:
-    """This rank's parts of an optimizer state that is 0 until a row is updated, in the order of the table's parts; None: there is none."""
+    """Return this rank's parts of a state that is 0 until a row is updated, in the order of the
+    table's parts, or None.
+    """
     prefix = f"{STATE}{weight.removeprefix(MODEL)}.{table}."
     for name in ("momentum1", "sum", "exp_avg_sq", "momentum2"):
         value = flat.get(prefix + name)
@@ -85,7 +95,9 @@ def _state_of(flat: dict[str, Any], weight: str, table: str) -> list[torch.Tenso
 
 
 def _sums(weights: torch.Tensor, state: torch.Tensor | None, dim: int) -> Sums:
-    """Of a part of a table [rows, columns]; its state is [rows] or as the weights."""
+    """Return the sums of a part of a table [rows, columns], whose state is [rows] or as the
+    weights.
+    """
     share, squares, updated = weights.shape[1] / dim, 0.0, 0.0
     for values, own_state in _blocks(weights, state):
         part = values.detach().float().square().sum(dim=1)
@@ -99,7 +111,9 @@ def _sums(weights: torch.Tensor, state: torch.Tensor | None, dim: int) -> Sums:
 
 
 def _blocks(weights: torch.Tensor, state: torch.Tensor | None) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Of rows in a store, where a state tells, those that have changed: of others the state is 0."""
+    """Yield blocks; of stored rows only those that have changed, if a state shows it, because other
+    rows' state is 0.
+    """
     if isinstance(weights, StoredRows) and isinstance(state, StoredRows):
         changed = np.flatnonzero(weights.changed_rows())
         for begin in range(0, len(changed), weights.rows_a_block):

@@ -1,8 +1,8 @@
-"""Predict what a table in tiers takes of memory, and how many of its rows a step reads from the SSD.
+"""Predict the memory of a table with tiers, and how many of its rows a step reads from the SSD.
 
-A row is taken to keep its slot as under LRU in Che's approximation (Che, Tung and Wang, IEEE JSAC 2002): it is there if it was
-looked up among the last T lookups, and T is as long as the slots hold the rows of so many. CLOCK with counts does a little better.
-Rows of the head are always there.
+A row is assumed to keep its slot as under LRU in Che's approximation (Che, Tung and Wang, IEEE JSAC
+2002): it is in a slot if it was among the last T lookups, where T lookups have as many distinct
+rows as there are slots. CLOCK with counts is slightly better. Rows of the head are always in slots.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
 from pipeline.planner.plan_record import TierForecast
 
-# A slot's entries in the map: two to four buckets of 4 bytes, its row, when it was seen, pins, visits, dirty.
+# A slot's entries in the map: two to four buckets of 4 bytes, its row, when it was seen, pins,
+# visits, dirty.
 MAP_BYTES_A_SLOT = 38
-SLOTS_A_POOLED_ROW = 32  # rows that have left their slots wait in memory, to be written together
-POOL_BYTES_A_ROW = 32  # beside its record: the pool's map
+SLOTS_A_POOLED_ROW = 32  # evicted rows wait in memory to be written together
+POOL_BYTES_A_ROW = 32  # in addition to its record: the pool's map
 BYTES_A_STORED_ROW = 2.2  # its place in the store's file, and a bit for each of 1.25 places
 BISECTIONS = 80
 
 
 def memory_bytes(table: Table, shard_rows: int, row_bytes: float) -> int:
-    """What the slots of a shard take, with their map, the rows that wait to be written, and where each row lies."""
+    """Return the bytes of a shard's slots with their map, of waiting rows, and of the places of
+    rows.
+    """
     assert table.tiers is not None
     slots = num_slots(table.tiers.slots, shard_rows, table.num_embeddings)
     pooled = (row_bytes + POOL_BYTES_A_ROW) / SLOTS_A_POOLED_ROW
@@ -33,7 +36,7 @@ def memory_bytes(table: Table, shard_rows: int, row_bytes: float) -> int:
 
 
 def forecast(table: Table, lookups_a_step: float) -> TierForecast:
-    """`lookups_a_step`: of all ranks together."""
+    """Return the forecast. lookups_a_step: of all ranks together."""
     assert table.tiers is not None
     slots = num_slots(table.tiers.slots, table.num_embeddings, table.num_embeddings)
     head = head_rows(table.tiers.head or 0.0, slots)
@@ -47,7 +50,7 @@ def forecast(table: Table, lookups_a_step: float) -> TierForecast:
 
 
 def _parts(frequencies: RowFrequencies | None, num_rows: int) -> list[tuple[float, float]]:
-    """(rows, share of the lookups that each of them has); even where nothing is known."""
+    """Return (rows, share of the lookups of each of them); uniform without frequencies."""
     if frequencies is None:
         return [(num_rows, 1 / num_rows)]
     points = [*zip(frequencies.rows, frequencies.shares, strict=True)]
@@ -61,13 +64,13 @@ def _parts(frequencies: RowFrequencies | None, num_rows: int) -> list[tuple[floa
 
 
 def distinct_rows(table: Table, lookups: float) -> float:
-    """Of so many lookups."""
+    """Return the expected number of distinct rows in this many lookups."""
     parts = _parts(table.frequencies, table.num_embeddings)
     return sum(count * -math.expm1(-share * lookups) for count, share in parts)
 
 
 def _after(head: int, parts: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Without the first `head` rows."""
+    """Return the parts without the first `head` rows."""
     found, first = [], 0.0
     for count, share in parts:
         if (remaining := min(count, first + count - head)) > 0:
@@ -77,7 +80,7 @@ def _after(head: int, parts: list[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def _lasting(parts: Sequence[tuple[float, float]], slots: int) -> float:
-    """How many lookups ago a row may have been seen and still be there."""
+    """Return the number of lookups after which a row loses its slot."""
 
     def held(lasting: float) -> float:
         return sum(count * -math.expm1(-share * lasting) for count, share in parts)
@@ -92,21 +95,23 @@ def _lasting(parts: Sequence[tuple[float, float]], slots: int) -> float:
 
 
 def io_ms(rows_a_step: float, loads_per_s: float, stores_per_s: float) -> float:
-    """Of a step where as many rows come in as leave, all of them changed."""
+    """Return the I/O time of a step that loads and evicts equally many rows, all of them
+    changed.
+    """
     return 1000 * rows_a_step * (1 / loads_per_s + 1 / stores_per_s)
 
 
 def stall_percent(step_ms: float, io_ms: float, slowdown: float = 1.0, spread: float = 0.0) -> float:
-    """Of a step that takes `step_ms` without tiers: what it waits for rows.
+    """Return the percentage of a step that waits for rows. step_ms: without tiers.
 
-    slowdown: while rows come and go the step computes slower by it, as where the thread that reads shares its core. spread: the standard
-    deviation of io_ms, as a share of it.
+    slowdown: the step computes this much slower during I/O, because the reading thread may share
+    its core. spread: the relative standard deviation of io_ms.
     """
     return 100 * _wait_ms(step_ms, io_ms, slowdown, spread) / tiered_step_ms(step_ms, io_ms, slowdown, spread)
 
 
 def tiered_step_ms(step_ms: float, io_ms: float, slowdown: float = 1.0, spread: float = 0.0) -> float:
-    """What a step takes, its stall included: it computes slower for as long as rows come and go."""
+    """Return the time of a step with its stall. It computes slower during I/O."""
     return _computing_ms(step_ms, io_ms, slowdown) + _wait_ms(step_ms, io_ms, slowdown, spread)
 
 
@@ -115,7 +120,9 @@ def _computing_ms(step_ms: float, io_ms: float, slowdown: float) -> float:
 
 
 def _wait_ms(step_ms: float, io_ms: float, slowdown: float, spread: float) -> float:
-    """The mean of what rows take longer than the step computes, where their time is normally distributed."""
+    """Return the mean time by which I/O exceeds the computation, if its time is normally
+    distributed.
+    """
     excess, deviation = io_ms - _computing_ms(step_ms, io_ms, slowdown), spread * io_ms
     if deviation <= 0:
         return max(0.0, excess)

@@ -1,4 +1,6 @@
-"""Say how long steps waited for rows of an SSD, how many rows had a slot, and what was read and written."""
+"""Report how long steps waited for rows of an SSD, how many rows had a slot, and what was read and
+written.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,21 @@ from pipeline.sharding.torchrec.sharder import ShardedTables
 
 
 def tier_folder(job: TrainJob, table: str) -> str:
-    """Where rows of tables with tiers lie, `table` among them. Raises TrainingError where that is no local folder."""
+    """Return the folder of rows of tables with tiers.
+
+    Raises TrainingError if it is not a local folder.
+    """
     folder = job.sharding.tier_folder or f"{job.run_dir}/tiers"
     if not storage.is_local(folder):
         raise TrainingError(
-            f"tables.{table}.tiers would keep rows in {folder}, which is no local folder; set sharding.tier_folder to one on "
-            "a local SSD"
+            f"tables.{table}.tiers would keep rows in {folder}, which is not a local folder; set "
+            "sharding.tier_folder to a folder on a local SSD"
         )
     return folder
 
 
 class TierClock:
-    """Counts between start() and stop(), on this rank; False where no table has tiers."""
+    """Counts between start() and stop(), on this rank. False if no table has tiers."""
 
     def __init__(self, model: nn.Module) -> None:
         tables = [module for module in model.modules() if isinstance(module, ShardedTables)]
@@ -48,7 +53,9 @@ class TierClock:
 
 
 def tier_rates(stats: TierStats, seconds: float, num_steps: int) -> dict[str, float]:
-    """Percent of the time, of ids looked up and of a batch's distinct rows; MB a step."""
+    """Return percentages of the time, of looked-up ids and of a batch's distinct rows, and MB per
+    step.
+    """
     steps = max(num_steps, 1)
     return {
         "tier_stall_percent": 100 * stats.stall_seconds / seconds,

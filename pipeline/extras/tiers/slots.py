@@ -1,8 +1,10 @@
-"""Choose which tables have tiers, and how many slots: as few rows a step from the SSD as memory allows (sharding.tiers=auto).
+"""Choose which tables have tiers, and how many slots, so that steps read few rows from the SSD
+(sharding.tiers=auto).
 
-A table may have any share of its rows in slots, from what the batches in flight need to all; a table that is whole needs no map, so
-its last rows come cheap. Bytes of memory go where they save most rows a step, along the lower convex hull of each table's curve of
-rows a step by bytes, or, where tables are few, by dynamic programming over bytes.
+A table may have any share of its rows in slots, from what batches in flight need up to all. A table
+that is completely in memory needs no map, so its last rows are cheap. Memory is given to the table
+where it saves most rows per step, along the lower convex hull of each table's curve of rows per
+step by bytes; for few tables by dynamic programming over bytes.
 """
 
 from __future__ import annotations
@@ -27,18 +29,21 @@ from pipeline.runtime.errors import PlanError
 from pipeline.runtime.logs import get_logger
 from pipeline.training.build import build_task
 
-BATCHES_IN_FLIGHT = 4  # one that trains, two that are looked ahead at, and one of room
-POINTS = 40  # shares that are tried of a table
-FEW_TABLES, BUCKETS = 40, 1000  # of bytes, to one of which a table's are rounded up
-PROCESS_BYTES = 768 << 20  # of a rank beside tables and layers: libraries, batches, kernels (docs/do/tiers.md)
-SPREAD = 0.9  # of the memory of several ranks, for tables do not fill them evenly
+BATCHES_IN_FLIGHT = 4  # one that trains, two that are prefetched, and one in reserve
+POINTS = 40  # shares that are tried per table
+FEW_TABLES, BUCKETS = 40, 1000  # of bytes; a table's bytes are rounded up to buckets
+# of a rank in addition to tables and layers: libraries, batches, kernels (docs/do/tiers.md)
+PROCESS_BYTES = 768 << 20
+SPREAD = 0.9  # of the memory of several ranks, because tables do not fill them evenly
 logger = get_logger(__name__)
 BYTES_A_NUMBER = {"fp32": 4, "fp16": 2}
 
 
 @dataclass(frozen=True)
 class SlotChoice:
-    """Shares of tables' rows that have a slot, by table; what all tables take of all ranks' memory so, and would take whole."""
+    """The choice: shares of rows with a slot, by table; the memory of all tables on all ranks, and
+    without tiers.
+    """
 
     slots: Mapping[str, float]
     memory_bytes: float
@@ -55,16 +60,16 @@ class _Point:
 
 
 def room_for_tiers(capacity_bytes: float, reserved_fraction: float, dense_bytes: float, world_size: int) -> float:
-    """What the tables of all ranks may take; `capacity_bytes` and `dense_bytes` are of one."""
+    """Return the memory for the tables of all ranks. capacity_bytes, dense_bytes: per rank."""
     room = capacity_bytes - max(reserved_fraction * capacity_bytes, PROCESS_BYTES) - dense_bytes
     return world_size * room * (1.0 if world_size == 1 else SPREAD)
 
 
 def choose_slots(job: TrainJob, tables: Sequence[Table], room_bytes: float, world_size: int) -> SlotChoice:
-    """`room_bytes`: of all ranks together.
+    """Choose. room_bytes: of all ranks together.
 
     Raises:
-        PlanError: not even the slots that batches need fit beside the tables that lie in memory whole.
+        PlanError: the minimum number of slots does not fit next to the tables that stay in memory.
     """
     cost = _cost_of(job, world_size)
     batch_size = job.trainer.micro_batch_size
@@ -93,7 +98,9 @@ def choose_slots(job: TrainJob, tables: Sequence[Table], room_bytes: float, worl
 
 
 def is_open(table: Table) -> bool:
-    """Whether `auto` may choose the table's slots: it names none, and tiers would train it exactly."""
+    """Return whether `auto` may choose the table's slots: none are set, and tiers would train it
+    exactly.
+    """
     named = table.tiers is not None and table.tiers.slots != 1
     managed = table.compression is not None and table.compression.kind == "managed_collision"
     least = (table.tiers or TiersConfig()).min_rows
@@ -109,7 +116,9 @@ def is_open(table: Table) -> bool:
 def with_slots(
     configs: Mapping[str, TableConfig], tables: Sequence[Table], choice: SlotChoice
 ) -> dict[str, TableConfig]:
-    """`configs` with an entry for each table of the choice, so that a run keeps it in its config.yaml."""
+    """Return `configs` with an entry for each table of the choice, so that a run stores it in its
+    config.yaml.
+    """
     resolved = dict(configs)
     for table in tables:
         if table.name in choice.slots:
@@ -124,14 +133,15 @@ def tiers_of(table: Table, choice: SlotChoice) -> TiersConfig:
 
 def describe(choice: SlotChoice) -> str:
     return (
-        f"tiers       sharding.tiers=auto: {len(choice.slots)} tables in tiers; all tables take {_gib(choice.memory_bytes)} of the "
-        f"{_gib(choice.room_bytes)} of memory that there are for them, {_gib(choice.whole_bytes)} whole; about "
-        f"{choice.rows_a_step:,.0f} rows a step come and go"
+        f"tiers       sharding.tiers=auto: {len(choice.slots)} tables have tiers; all tables use "
+        f"{_gib(choice.memory_bytes)} of {_gib(choice.room_bytes)} of memory, or "
+        f"{_gib(choice.whole_bytes)} without tiers; about {choice.rows_a_step:,.0f} rows per step "
+        "are loaded and evicted"
     )
 
 
 def with_tiers(resolved: ResolvedJob, choice: SlotChoice) -> ResolvedJob:
-    """The job's own tables say the choice, as if the user had."""
+    """Write the choice into the job's tables, as if the user had set it."""
 
     def placed(table: Table) -> Table:
         if table.name not in choice.slots:
@@ -157,7 +167,8 @@ def slots_for(whole: ResolvedJob, hardware: Hardware) -> SlotChoice:
     job = whole.job
     if not hardware.on_cpu:
         raise PlanError(
-            f"sharding.tiers=auto is for CPU ranks, and these are {hardware.compute_device}: leave it out, and use "
+            f"sharding.tiers=auto is for CPU ranks, but these are {hardware.compute_device}: "
+            "remove it, and use "
             "tables.default.sharding.compute_kernels=[fused_uvm_caching]"
         )
     task = build_task(whole, hardware.compute_device)
@@ -171,7 +182,9 @@ Cost = Callable[[Table], tuple[float, float]]
 
 
 def _cost_of(job: TrainJob, world_size: int) -> Cost:
-    """(bytes of memory, rows a step from the SSD) of a table, with its optimizer's state and by its tiers."""
+    """Return a function: (bytes of memory, rows per step from the SSD) of a table with its
+    optimizer's state, by its tiers.
+    """
     optimizer = find_optimizer(job.optimizer.sparse.name)
 
     def cost(table: Table) -> tuple[float, float]:
@@ -209,7 +222,9 @@ def _points(table: Table, batch_size: int, cost: Cost) -> Iterator[_Point]:
 
 
 def _hull(points: Sequence[_Point]) -> list[_Point]:
-    """Those that no mixture of others beats, ascending by memory: each byte more saves fewer rows than the one before."""
+    """Return the points of the lower convex hull, ascending by memory: each additional byte saves
+    fewer rows.
+    """
     hull: list[_Point] = []
     for point in sorted(points, key=lambda each: (each.memory, each.rows_a_step)):
         if hull and point.rows_a_step >= hull[-1].rows_a_step:
@@ -221,7 +236,7 @@ def _hull(points: Sequence[_Point]) -> list[_Point]:
 
 
 def _saved(less: _Point, more: _Point) -> float:
-    """Rows a step for each byte."""
+    """Return the saved rows per step for each byte."""
     return (less.rows_a_step - more.rows_a_step) / max(more.memory - less.memory, 1e-9)
 
 
@@ -237,8 +252,11 @@ def _spend(curves: Mapping[str, list[_Point]], room_bytes: float) -> dict[str, _
 
 
 def _spend_by_buckets(points: Mapping[str, list[_Point]], room_bytes: float) -> list[dict[str, _Point]]:
-    """The best choice of a point for each table, bytes rounded up; empty where they then do not fit."""
-    best = [0.0] * (BUCKETS + 1)  # rows a step of the tables so far, by the buckets that are left to the others
+    """Choose the best point for each table, with bytes rounded up; empty if they then do
+    not fit.
+    """
+    # rows per step of the tables so far, by the buckets that are left for other tables
+    best = [0.0] * (BUCKETS + 1)
     taken: list[tuple[list[int], list[int]]] = []
     for own in points.values():
         sizes = [math.ceil(point.memory / room_bytes * BUCKETS) for point in own]
@@ -261,7 +279,7 @@ def _spend_by_buckets(points: Mapping[str, list[_Point]], room_bytes: float) -> 
 def _spend_rest(
     points: Mapping[str, list[_Point]], chosen: Mapping[str, _Point], room_bytes: float
 ) -> dict[str, _Point]:
-    """Steps of the hull that are too large for what is left give way to points between."""
+    """Replace steps of the hull that are too large for the remaining memory by points between."""
     found = dict(chosen)
     while True:
         left = room_bytes - sum(point.memory for point in found.values())

@@ -1,7 +1,8 @@
-"""Compile the CPU kernels ahead of the first run:  python -m pipeline precompile
+"""Compile the CPU kernels before the first run:  python -m pipeline precompile
 
-A first run on a machine would else take seconds longer. `make install` and the image do this; what is compiled lies beside
-the modules, or where NUMBA_CACHE_DIR says, for this kind of CPU.
+Otherwise the first run on a machine takes seconds longer. `make install` and the image call this
+verb. The compiled kernels are stored next to the modules, or in NUMBA_CACHE_DIR, for this kind of
+CPU.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from pipeline.sharding.compat import allow_untested_versions
 
 
 def precompile() -> bool:
-    """Run every kernel once, on inputs of the kinds that training and serving have; return False without Numba.
+    """Run every kernel once on inputs of the types in training and serving.
 
-    Two processes share the kernels: compiling takes one thread, and half of it is the kernels of tables.
+    Return False without Numba.
+
+    Two processes share the kernels, because compiling uses one thread. Half of the time is for the
+    kernels of tables.
     """
     try:
         import numba  # noqa: F401
@@ -33,9 +37,10 @@ def precompile() -> bool:
 def _compile(group: int) -> None:
     import torch
 
-    allow_untested_versions()  # compiling does no harm; training refuses them
+    allow_untested_versions()  # compiling is safe with any version; training refuses untested ones
     by_threads, once = GROUPS[group]
-    for threads in (1, 2):  # a call on one thread and a region of several are compiled each
+    # a call on one thread and a region of several threads are compiled separately
+    for threads in (1, 2):
         torch.set_num_threads(threads)
         for compile_kernels in by_threads:
             compile_kernels()
@@ -143,7 +148,7 @@ def _patterns() -> None:
 
 
 Kernels = tuple[Callable[[], None], ...]
-# Of each process: what is compiled for one thread and for several, then the rest.
+# For each process: what is compiled for one thread and for several threads, then the rest.
 GROUPS: tuple[tuple[Kernels, Kernels], ...] = (
     ((_tables,), ()),
     ((_first_weights, _dot_products, _stacks), (_replicated_tables, _rows_to_score, _annealing, _patterns)),
@@ -155,4 +160,4 @@ def main() -> None:
     if precompile():
         print(f"CPU kernels compiled in {time.monotonic() - started:.1f} s")
     else:
-        print("no Numba here: tables and dot products run on torch's and FBGEMM's own kernels", file=sys.stderr)
+        print("Numba is not installed: tables and dot products use torch's and FBGEMM's kernels", file=sys.stderr)

@@ -1,9 +1,11 @@
-"""Publish a delta of an artifact, which servers take in place:  python -m pipeline publish artifact=runs/quickstart/artifacts/step_00000300.int8
+"""Publish a delta of an artifact, which servers apply in place:  python -m pipeline publish
+artifact=runs/quickstart/artifacts/step_00000300.int8
 
-It holds the rows that changed since, in the artifact's own precision, and the layers. With follow=true it goes on beside a
-training and publishes every step that is saved; with checkpoint.differential=true it reads the changed rows alone.
+The delta has the changed rows in the artifact's precision, and the layers. With follow=true the
+verb runs next to a training and publishes every saved step. With checkpoint.differential=true it
+reads only the changed rows.
 
-    python -m pipeline publish artifact=A pin=41     servers go back to delta 41 and stay there
+    python -m pipeline publish artifact=A pin=41     servers return to delta 41 and stay there
     python -m pipeline publish artifact=A unpin=true
 """
 

@@ -2,12 +2,13 @@
 
     python -m pipeline runs list [ROOT] [sort=ne] [output=runs.parquet]
     python -m pipeline runs compare RUN RUN... [html=page.html]      is one better, and how sure is that?
-    python -m pipeline runs show RUN                                 what it is, and all that was measured
-    python -m pipeline runs tag RUN TAG... [note='...']              a tag with a leading - is taken away: 'tags=[-old]'
-    python -m pipeline runs clean RUN [keep_days=30]                old starts' rank logs, and checkpoints set aside as damaged
-    python -m pipeline runs remove RUN [force=true]                  the folder, checkpoints included
+    python -m pipeline runs show RUN                                 its settings and all measurements
+    python -m pipeline runs tag RUN TAG... [note='...']              a leading - removes a tag: 'tags=[-old]'
+    python -m pipeline runs clean RUN [keep_days=30]                 removes old rank logs and damaged checkpoints
+    python -m pipeline runs remove RUN [force=true]                  removes the folder with its checkpoints
 
-Everything is read from the run folders alone. Runs that differ in nothing but trainer.seed are compared as one variant.
+Everything is read from the run folders. Runs that differ only in trainer.seed are compared as one
+variant.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pipeline.runtime.storage import storage
 
 
 def list_runs(job: RunsJob) -> str:
-    """A line a run."""
+    """Return a line per run."""
     from pipeline.extras.runs.folder import find_runs
     from pipeline.extras.runs.listing import as_rows, as_text, sorted_runs, write_parquet
 
@@ -84,7 +85,7 @@ RUN: dict[str, Callable[[RunsJob], str]] = {
 
 
 def run(job: RunsJob) -> str:
-    """What the command prints."""
+    """Return what the command prints."""
     return RUN[job.command](job)
 
 
