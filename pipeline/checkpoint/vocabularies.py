@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -74,9 +75,11 @@ def read_values(path: str, batch_rows: int = 1 << 16) -> Iterator[tuple[int, lis
         with storage.open_file(path, "rb") as raw, pq.ParquetFile(raw) as file:
             for batch in file.iter_batches(batch_size=batch_rows, columns=["value", "id"]):
                 ids = batch["id"].to_numpy()
-                if len(ids) and (ids[0] != expected or ids[-1] != expected + len(ids) - 1):
+                if not np.array_equal(ids, np.arange(expected, expected + len(ids))):
                     raise CheckpointError(f"the ids of {path} are not 1, 2, 3, ...: prepare the data set again")
                 yield expected, batch["value"].to_pylist()
                 expected += len(ids)
-    except (pa.ArrowInvalid, KeyError) as error:
+    except CheckpointError:
+        raise
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path} is no vocabulary ({error}): prepare the data set again") from None

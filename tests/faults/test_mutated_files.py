@@ -19,11 +19,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline.checkpoint.chains import chain_of
 from pipeline.checkpoint.retention import measured_metric
 from pipeline.checkpoint.steps import read_manifest
+from pipeline.checkpoint.vocabularies import read_values
 from pipeline.data.dataset import load_dataset
 from pipeline.extras.checkpoints.survey import summarize_step
 from pipeline.planner.plan_codec import read_plan
@@ -118,6 +120,11 @@ def _read_vocabulary(world: World) -> None:
     assert isinstance(table.num_rows, int)
 
 
+def _read_parquet_vocabulary(world: World) -> None:
+    values = [value for _, some in read_values(str(world.folder / "vocabulary/cat_0.parquet")) for value in some]
+    assert len(values) <= 150
+
+
 # name -> (the file below the world's folder, its purpose if it is sealed, who reads it)
 READERS: dict[str, tuple[str, Purpose | None, Callable[[World], None]]] = {
     "step": (f"run/checkpoints/step_00000007/{MANIFEST}", Purpose.STEP, _read_step),
@@ -130,6 +137,7 @@ READERS: dict[str, tuple[str, Purpose | None, Callable[[World], None]]] = {
     "dataset": ("dataset.json", None, _read_dataset),
     "plan": ("plan.json", None, _read_plan),
     "vocabulary": ("vocabulary/00000.arrow", None, _read_vocabulary),
+    "parquet vocabulary": ("vocabulary/cat_0.parquet", None, _read_parquet_vocabulary),
 }
 
 
@@ -190,6 +198,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     options = pa.ipc.IpcWriteOptions(compression="lz4")
     with pa.ipc.new_file(made.folder / "vocabulary/00000.arrow", table.schema, options=options) as file:
         file.write_table(table)
+    pq.write_table(table, made.folder / "vocabulary/cat_0.parquet")
     (made.registry / "ledger").mkdir()
     (made.registry / "ledger/00000001.json").write_text(json.dumps({"state": "promoted", "window": "w", "number": 1}))
     return made
