@@ -23,6 +23,7 @@ from pipeline.runtime.masking import without_hidden
 from pipeline.runtime.storage import storage
 
 Job = TypeVar("Job")
+MOST_MESSAGE = 2000  # characters of an error; it may quote a value of the file
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, where PyYAML was built with it
 
 
@@ -53,7 +54,12 @@ def job_from_yaml(job_type: type[Job], text: str) -> Job:
 def plain_values(text: str) -> dict[str, Any]:
     """Return what a saved job holds, before names of earlier releases are replaced. Raises ConfigError."""
     try:
+        # Aliases of aliases stand for more values than memory holds, and train writes none.
+        if "*" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, SAFE_LOADER)):
+            raise ConfigError("saved job: it has YAML aliases, which train does not write; restore the file")
         values = yaml.load(text, SAFE_LOADER)
+    except RecursionError:
+        raise ConfigError("saved job: it is nested too deeply; restore the file, it was changed") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
@@ -116,8 +122,10 @@ def load_saved_job(job_type: type[Job], path: str) -> Job:
         raise ConfigError(f"there is no saved job at {path!r}: is that a run folder?")
     try:
         return job_from_yaml(job_type, storage.read_text(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text ({error.reason} at byte {error.start}): restore the file") from None
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {str(error)[:MOST_MESSAGE]}") from None
 
 
 def instantiate(config: DictConfig, job_type: type[Job]) -> Job:

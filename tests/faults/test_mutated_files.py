@@ -26,6 +26,9 @@ from pipeline.checkpoint.chains import chain_of
 from pipeline.checkpoint.retention import measured_metric
 from pipeline.checkpoint.steps import read_manifest
 from pipeline.checkpoint.vocabularies import read_values
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs.train import TrainJob
+from pipeline.config.saved_jobs import job_to_yaml, load_saved_job
 from pipeline.data.dataset import load_dataset
 from pipeline.extras.checkpoints.survey import summarize_step
 from pipeline.planner.plan_codec import read_plan
@@ -125,6 +128,11 @@ def _read_parquet_vocabulary(world: World) -> None:
     assert len(values) <= 150
 
 
+def _read_saved_job(world: World) -> None:
+    job = load_saved_job(TrainJob, str(world.folder / "config.yaml"))
+    assert isinstance(job, TrainJob) and len(job_to_yaml(job)) > 100
+
+
 # name -> (the file below the world's folder, its purpose if it is sealed, who reads it)
 READERS: dict[str, tuple[str, Purpose | None, Callable[[World], None]]] = {
     "step": (f"run/checkpoints/step_00000007/{MANIFEST}", Purpose.STEP, _read_step),
@@ -136,6 +144,7 @@ READERS: dict[str, tuple[str, Purpose | None, Callable[[World], None]]] = {
     "ledger": ("registry/ledger/00000001.json", None, _read_ledger),
     "dataset": ("dataset.json", None, _read_dataset),
     "plan": ("plan.json", None, _read_plan),
+    "saved job": ("config.yaml", None, _read_saved_job),
     "vocabulary": ("vocabulary/00000.arrow", None, _read_vocabulary),
     "parquet vocabulary": ("vocabulary/cat_0.parquet", None, _read_parquet_vocabulary),
 }
@@ -199,6 +208,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     with pa.ipc.new_file(made.folder / "vocabulary/00000.arrow", table.schema, options=options) as file:
         file.write_table(table)
     pq.write_table(table, made.folder / "vocabulary/cat_0.parquet")
+    job = load_config(TrainJob, ["experiment=quickstart", "hardware=cpu"])
+    (made.folder / "config.yaml").write_text(job_to_yaml(job))
     (made.registry / "ledger").mkdir()
     (made.registry / "ledger/00000001.json").write_text(json.dumps({"state": "promoted", "window": "w", "number": 1}))
     return made
