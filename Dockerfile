@@ -100,7 +100,8 @@ ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY --from=gpu-venv /opt/venv /opt/venv
 # Planning, evaluating and serving use CPU kernels here too; a host without a driver compiles them all the same.
 ENV NUMBA_CACHE_DIR=/opt/numba
-RUN python -m pipeline precompile && chmod -R a+rwX /opt/numba
+# Kernels are pickles, so only root may change them; a process copies them to a folder of its user.
+RUN python -m pipeline precompile && chmod -R a+rX,go-w /opt/numba
 USER 1000
 
 
@@ -108,5 +109,6 @@ FROM runtime AS cpu
 COPY --from=cpu-venv /opt/venv /opt/venv
 # A fresh container would compile for half a minute, in every rank at once. On another kind of CPU it compiles anew, as any user.
 ENV NUMBA_CACHE_DIR=/opt/numba
-RUN python -m pipeline precompile && chmod -R a+rwX /opt/numba
+# Kernels are pickles, so only root may change them; a process copies them to a folder of its user.
+RUN python -m pipeline precompile && chmod -R a+rX,go-w /opt/numba
 USER 1000

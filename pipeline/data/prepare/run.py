@@ -70,14 +70,14 @@ def staging_folder(job: PrepareJob) -> str:
 
     It is named after data.path, so a restart finds it.
     """
-    import tempfile
     from urllib.parse import quote
 
     from pipeline.runtime.storage import storage
+    from pipeline.runtime.storage.private import temporary_folder
 
     if job.temp_dir is None and (job.engine == "ray" or storage.is_local(job.data.path)):
         return job.data.path.rstrip("/") + ".staging"
-    return storage.join(job.temp_dir or tempfile.gettempdir(), quote(job.data.path, safe="") + ".staging")
+    return storage.join(job.temp_dir or temporary_folder(), quote(job.data.path, safe="") + ".staging")
 
 
 def describe(summary: PrepareSummary) -> str:

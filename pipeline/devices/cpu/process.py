@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pipeline
+from pipeline.runtime.errors import ConfigError
+from pipeline.runtime.storage.private import private_folder
+
+logger = logging.getLogger(__name__)
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 KERNEL_CACHE = "NUMBA_CACHE_DIR"
@@ -74,19 +80,39 @@ def disable_huge_pages_of(address: int, num_bytes: int) -> None:
 def find_kernel_cache() -> None:
     """Set Numba's cache folder. Copy the kernels of an image, because Numba only uses a folder that
     it can write to.
+
+    Compiled kernels are pickles, which run when they are read. So a folder is used only if no other
+    user can write to it.
     """
-    given = os.environ.get(KERNEL_CACHE)
+    given, is_shared = os.environ.get(KERNEL_CACHE), False
     if given:
-        usable = _is_writable(Path(given))
+        is_shared = _others_write(Path(given))
+        usable = _is_writable(Path(given)) and not is_shared
+        if is_shared:
+            logger.warning("%s=%s is not used: other users can write to it, and kernels are code", KERNEL_CACHE, given)
     else:
         own = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         usable = _is_writable(Path(pipeline.__path__[0])) or _is_writable(Path(own))
     if usable:
         return
     folder = Path(tempfile.gettempdir()) / f"numba-{os.getuid()}"
-    if given and Path(given).is_dir() and not folder.exists():
+    if given and Path(given).is_dir() and not os.path.lexists(folder) and not is_shared:
         _copy(Path(given), folder)
-    os.environ[KERNEL_CACHE] = str(folder)
+    try:
+        os.environ[KERNEL_CACHE] = private_folder(str(folder))
+    except ConfigError as error:
+        os.environ[KERNEL_CACHE] = tempfile.mkdtemp(prefix="numba-")
+        logger.warning("kernels are compiled anew into %s: %s", os.environ[KERNEL_CACHE], error)
+
+
+def _others_write(folder: Path) -> bool:
+    """Return whether another user than root owns the folder, or can write to it or to a folder in it."""
+    folders = (folder, *(Path(parent) / name for parent, names, _ in os.walk(folder) for name in names))
+    for each in folders if folder.is_dir() else ():
+        found = each.lstat()
+        if found.st_uid not in (0, os.getuid()) or found.st_mode & 0o022 or stat.S_ISLNK(found.st_mode):
+            return True
+    return False
 
 
 def _is_writable(folder: Path) -> bool:
@@ -103,5 +129,6 @@ def _copy(source: Path, folder: Path) -> None:
     staged = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     with contextlib.suppress(OSError):
         shutil.copytree(source, staged, dirs_exist_ok=True)
+        os.chmod(staged, 0o700)  # copytree gives it the mode of `source`
         os.rename(staged, folder)
     shutil.rmtree(staged, ignore_errors=True)

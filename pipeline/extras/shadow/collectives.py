@@ -29,6 +29,7 @@ from pipeline.extras.shadow import memory, report, streams, tensors
 from pipeline.extras.shadow.rules import rule_of
 from pipeline.extras.shadow.state import Patch
 from pipeline.extras.shadow.tensors import Shadow
+from pipeline.runtime.storage.private import private_folder
 
 # environment variable: the folder where ranks write their current collective
 FOLDER = "SHADOW_GPU_FOLDER"
@@ -198,9 +199,7 @@ def _note(base: str, known: _Group, given: list[Any]) -> None:
 def _folder() -> Path:
     """Return the folder for all ranks of a program on this machine."""
     name = f"shadow-{os.getuid()}-{os.environ.get('TORCHELASTIC_RUN_ID', '')}{os.environ.get('MASTER_PORT', '')}"
-    folder = Path(os.environ.get(FOLDER) or Path(tempfile.gettempdir()) / name)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
+    return Path(private_folder(os.environ.get(FOLDER) or os.path.join(tempfile.gettempdir(), name)))
 
 
 def _compare(base: str, known: _Group, given: list[Any], flat: list[Any]) -> None:

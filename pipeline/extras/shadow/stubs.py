@@ -13,13 +13,13 @@ import hashlib
 import importlib.util
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from pipeline.runtime.errors import ConfigError
+from pipeline.runtime.storage.private import private_folder
 
 # Autograd asks the driver whether a device has a context before it runs a backward pass.
 CUDA = """
@@ -75,16 +75,7 @@ def _own_folder() -> Path:
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     if not os.access(caches if caches.exists() else caches.parent, os.W_OK):
         caches = Path(tempfile.gettempdir())
-    folder = caches / f"torchrec_pipeline_shadow_{os.getuid()}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700 or folder.is_symlink():
-        raise ConfigError(
-            f"{folder} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, "
-            "but libraries are loaded from it; change its mode to 700 and its owner to user "
-            f"{os.getuid()}"
-        )
-    return folder
+    return Path(private_folder(str(caches / f"torchrec_pipeline_shadow_{os.getuid()}")))
 
 
 def _compiler() -> list[str]:

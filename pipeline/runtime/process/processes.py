@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pipeline.runtime.errors import ConfigError
+from pipeline.runtime.storage.private import open_lock
 
 PR_SET_PDEATHSIG = 1
 LOCK = "lock"  # the file of only_one_run
@@ -91,7 +92,7 @@ def only_one_run(folder: str, doing: str) -> Iterator[None]:
 
     The lock ends with the process.
     """
-    with open(os.path.join(folder, LOCK), "w") as file:
+    with open_lock(os.path.join(folder, LOCK)) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

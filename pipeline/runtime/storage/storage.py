@@ -18,6 +18,7 @@ from typing import IO, Any
 from iopath.common.file_io import PathManager
 
 from pipeline.runtime.errors import StorageError
+from pipeline.runtime.storage.private import open_lock
 
 CHUNK_BYTES = 1 << 20
 
@@ -247,7 +248,7 @@ def swap_text(path: str, expected: str | None, text: str) -> bool:
             return bool(handler.put_instead(path, None if expected is None else expected.encode(), text.encode()))
         return _swap(path, expected, text)
     os.makedirs(dirname(path), exist_ok=True)
-    with open(f"{path}.lock", "w") as file:
+    with open_lock(f"{path}.lock") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # ends with the process
         return _swap(path, expected, text)
 

@@ -107,12 +107,13 @@ def check_apart(job: PredictJob) -> None:
 
 def staging_folder(job: PredictJob) -> str:
     """Beside the output, or in temp_dir; named after the output, so that a killed run is found again."""
-    import tempfile
     from urllib.parse import quote
+
+    from pipeline.runtime.storage.private import temporary_folder
 
     if job.temp_dir is None and storage.is_local(job.output):
         return job.output + ".partial"
-    return os.path.join(job.temp_dir or tempfile.gettempdir(), quote(job.output, safe="") + ".partial")
+    return os.path.join(job.temp_dir or temporary_folder(), quote(job.output, safe="") + ".partial")
 
 
 def _subject(job: PredictJob, scorer: Scorer, sources: list[Source]) -> dict[str, Any]:

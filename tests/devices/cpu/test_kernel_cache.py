@@ -50,6 +50,33 @@ def test_a_folder_that_can_be_written_stays_what_it_was(tmp_path: Path, monkeypa
     assert os.environ[KERNEL_CACHE].endswith(f"numba-{os.getuid()}")
 
 
+def test_kernels_of_another_user_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are pickles, which run when Numba reads them."""
+    monkeypatch.setattr(kernel_cache.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv(KERNEL_CACHE, raising=False)
+    _writable(monkeypatch)
+    taken = tmp_path / f"numba-{os.getuid()}"
+    for prepared in ("open to others", "a link"):
+        if prepared == "a link":
+            taken.rename(tmp_path / "elsewhere")
+            taken.symlink_to(tmp_path / "elsewhere")
+        else:
+            taken.mkdir()
+            taken.chmod(0o777)
+        find_kernel_cache()
+        own = Path(os.environ[KERNEL_CACHE])
+        assert own != taken and own.lstat().st_mode & 0o777 == 0o700, prepared
+        monkeypatch.delenv(KERNEL_CACHE)
+    shared = tmp_path / "shared"
+    (shared / "tables_1").mkdir(parents=True)
+    (shared / "tables_1").chmod(0o777)
+    monkeypatch.setenv(KERNEL_CACHE, str(shared))
+    taken.unlink()
+    _writable(monkeypatch, shared)
+    find_kernel_cache()
+    assert os.environ[KERNEL_CACHE] == str(taken) and not list(taken.iterdir())
+
+
 @pytest.mark.campaign
 def test_kernels_load_in_a_container_whose_root_is_read_only(tmp_path: Path) -> None:
     """RUNC=/usr/sbin/runc pytest -m campaign tests/devices/cpu/test_kernel_cache.py, as root."""
