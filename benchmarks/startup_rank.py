@@ -25,7 +25,7 @@ STAGES = (
 IMPORTED = (
     "checkpoint.random_state", "data.dataset", "runtime.logs", "devices.process_group", "runtime.storage.run_folder",
     "sharding.torchrec.embedding_sync", "training.sharded_model", "training.compiled", "training.hooks.base",
-    "training.hooks.build", "training.hooks.memory", "training.input_watch", "training.optimizer", "training.trainer",
+    "training.hooks.build_hooks", "training.memory_watch", "training.input_watch", "training.optimizer", "training.trainer",
 )  # fmt: skip
 marks: list[tuple[str, float, float]] = []
 

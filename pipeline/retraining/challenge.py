@@ -24,7 +24,7 @@ from pipeline.retraining.windows import Window, file_name
 from pipeline.runtime.errors import DamagedError, LimitError, RetrainingError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.artifact.export_run import ExportSummary
-from pipeline.training.agreement import NonFiniteLossError
+from pipeline.training.step_sync import NonFiniteLossError
 
 logger = get_logger("pipeline.retrain")
 History = list[tuple[str, WindowStatistics]]

@@ -59,7 +59,7 @@ class WorkerGroup:
         Raises what they raise, except for a loss that is not finite, which rank 0 turns into a
         rejection.
         """
-        from pipeline.training.agreement import NonFiniteLossError
+        from pipeline.training.step_sync import NonFiniteLossError
 
         with watchdog.unwatched("waiting for rank 0"):
             while (command := self._receive()) is not None:

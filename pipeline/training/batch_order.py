@@ -1,6 +1,7 @@
-"""Order the batches of a training: epoch after epoch, without those that a rollback leaves out.
+"""Order the batches of a training run: epoch after epoch, without the batches that a rollback
+skips.
 
-A position counts steps in the reader's order; without a rollback it is the step itself.
+A position counts steps in the order of the reader. Without a rollback the position equals the step.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ from pipeline.runtime.process import watchdog
 
 
 class BatchOrder:
-    """`skipped`: (step, n) where training went back to `step` and read on n steps' batches later; in every manifest."""
+    """The order of batches. `skipped` holds (step, n): at `step` the run went back and skipped the
+    batches of n steps.
+
+    Every manifest stores `skipped`.
+    """
 
     def __init__(self, config: TrainerConfig, reader: BatchReader) -> None:
         self.skipped: list[tuple[int, int]] = []
         self._config, self._reader = config, reader
         self.accumulation = config.gradient_accumulation_steps
-        # Micro-batches before the reader begins again.
+        # Micro-batches until the reader starts again from its beginning.
         self._round = (config.overfit_batches * self.accumulation) or reader.steps_per_epoch
 
     @property
@@ -34,16 +39,23 @@ class BatchOrder:
         return step + sum(count for at, count in self.skipped if at <= step)
 
     def epochs_done(self, step: int) -> int:
-        """Whole epochs that are read at the end of `step`; with overfit_batches, rounds of them."""
+        """Return the number of epochs that are complete at the end of `step`. overfit_batches has
+        shorter rounds."""
         return self.position(step) * self.accumulation // self._round
 
     def locate(self, micro_position: int) -> tuple[int, int]:
-        """(epoch, batch of that epoch) of a position counted in micro-batches."""
+        """Return (epoch, batch within that epoch) of a position.
+
+        The position counts micro-batches.
+        """
         epoch, within = divmod(micro_position, self._round)
         return (0 if self._config.overfit_batches else epoch), within
 
     def batches(self, start_step: int) -> Generator[Batch, None, None]:
-        """All that remain after `start_step`; the train pipeline reads a few ahead of the step."""
+        """Yield all batches after `start_step`.
+
+        The train pipeline reads a few batches ahead of the step.
+        """
         position = self.position(start_step) * self.accumulation
         end = self.position(self.total_steps) * self.accumulation
         while position < end:

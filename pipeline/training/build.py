@@ -14,7 +14,10 @@ from pipeline.training.preflight import table_optimizer_of
 
 
 def build_task(resolved: ResolvedJob, compute_device: str) -> TaskModel:
-    """Return the model with its loss. Its tables are on meta and carry the sparse optimizer. compute_device may be auto."""
+    """Return the model with its loss.
+
+    Its tables are on meta and carry the sparse optimizer. `compute_device` may be auto.
+    """
     job, trainer = resolved.job, resolved.job.trainer
     device = devices.named(compute_device, plain=not job.sharding.fast_cpu)
     num_dense = len(resolved.dataset.dense_features)

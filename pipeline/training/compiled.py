@@ -1,8 +1,9 @@
 """Compile a model's dense layers by torch.compile, each on its first training step.
 
-The layers beside the tables are compiled a child at a time (DLRM's dense_arch and over_arch): a train pipeline rewrites the
-tables' forward, which stays as it is, and so do parameters and their names. DLRM's dot products are no layer, and have
-kernels of their own. Evaluation runs uncompiled: other shapes and no gradients would compile anew.
+Each child module without tables is compiled separately (DLRM's dense_arch and over_arch). Tables
+are not compiled because a train pipeline rewrites their forward. Parameters keep their names.
+DLRM's dot products are not a layer; they have their own kernels. Evaluation runs uncompiled,
+because other shapes without gradients would be compiled again.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ logger = get_logger(__name__)
 
 
 class DenseCompiler:
-    """compile(model) once; where the compiler fails all layers run as they are from then on, which one log line says."""
+    """Compile a model once.
+
+    If the compiler fails, all layers run uncompiled from then on, and one warning is logged.
+    """
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
 
     def compile(self, model: nn.Module) -> list[str]:
-        """The names of the children that compile on their first step."""
+        """Return the names of the children that are compiled on their first step."""
         layers = {name: child for name, child in model.named_children() if _is_dense(child)}
         devices.current().limit_compiler()
         for name, layer in layers.items():
@@ -43,9 +47,9 @@ class DenseCompiler:
             if self.failure is None and torch.is_grad_enabled():
                 try:
                     return compiled(*arguments, **named)
-                except Exception as error:  # a compiler's errors have no class in common
+                except Exception as error:  # compilers raise errors without a common class
                     self._give_up(name, error)
-            return eager(*arguments, **named)  # raises too, where the fault was not the compiler's
+            return eager(*arguments, **named)  # raises again if the compiler was not the cause
 
         return forward
 
@@ -56,6 +60,6 @@ class DenseCompiler:
 
 
 def _is_dense(module: nn.Module) -> bool:
-    """Has layers, and no tables among them."""
+    """Return True if the module has parameters and contains no tables."""
     tables = any(isinstance(part, (ShardedModule, EmbeddingBagCollection)) for part in module.modules())
     return not tables and any(True for _ in module.parameters())

@@ -1,4 +1,5 @@
-"""Compare a job with the run that its folder holds: what differs, and what becomes of each difference (without torch)."""
+"""Compare a job with the run in its folder and describe the effect of each difference (without
+torch)."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import job_from_yaml
 from pipeline.runtime.errors import TrainingError
 
-# Where files are, and how the same numbers are computed: another value changes no result.
+# Locations of files, and settings of how the same numbers are computed: changing them changes no
+# result.
 NEUTRAL = ("name", "run_dir", "world_size", "plugins", "paths.", "data.", "planner.", "hardware.", "logger.", "profile",
            "checkpoint.", "trainer.log_every_steps", "trainer.hooks", "trainer.metrics", "trainer.metrics_port", "trainer.lease_ttl_s", "trainer.grace_s",
            "trainer.startup_timeout_s", "trainer.hang_timeout_s", "trainer.save_timeout_s")  # fmt: skip
-# Only the first step of a run takes these.
+# Settings that only the first step of a run uses.
 FIRST_STEP = ("warm_start", ".init.")
-# What trains other weights: a finished run has no step left that could.
+# Settings that change the trained weights. A finished run has no step left that could apply them.
 TRAINS = ("optimizer.", "schedule.", "model.", "tables.", "parallel.", "warm_start", "trainer.precision",
           "trainer.gradient_clip_", "comms.forward_precision", "comms.backward_precision",
           "data.synthetic_multi_hot")  # fmt: skip
@@ -26,7 +28,9 @@ MAX_NAMED = 8
 
 
 def differences(job: TrainJob, config: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Key -> (the run's value, this job's), of what is not neutral. `config` is that of a checkpoint's manifest.
+    """Return key -> (value of the run, value of this job) for each key that can change a result.
+
+    `config` is the config in a checkpoint's manifest.
 
     Raises:
         ConfigError: the run's config needs a plugin that is not loaded.
@@ -43,22 +47,26 @@ def differences(job: TrainJob, config: dict[str, Any]) -> dict[str, tuple[Any, A
 
 
 def describe_differences(found: dict[str, tuple[Any, Any]]) -> list[str]:
-    """A line for what the steps to come are trained with, and one for what only a first step would take."""
+    """Describe the settings that later steps use, and the settings that are ignored after the first
+    step."""
     ignored = {key: pair for key, pair in found.items() if _is(key, FIRST_STEP)}
     taken = {key: pair for key, pair in found.items() if key not in ignored}
     lines = []
     if taken:
-        lines.append(f"goes on with {_named(taken)}")
+        lines.append(f"continues with {_named(taken)}")
     if ignored:
-        lines.append(f"ignores {_named(ignored)}: only a run's first step takes that; another run_dir starts anew")
+        lines.append(
+            f"ignores {_named(ignored)}: only the first step of a run uses these settings; use another run_dir to start a new run"
+        )
     return lines
 
 
 def check_finished(run_dir: str, step: int, found: dict[str, tuple[Any, Any]]) -> str:
-    """What is ignored, as text; empty where nothing is. No step is left to train after `step`.
+    """Return a text about ignored settings, "" if nothing is ignored. No step is left to train
+    after `step`.
 
     Raises:
-        TrainingError: the job asks for other weights than those that the run holds.
+        TrainingError: the job sets values that would train other weights than the weights of the run.
     """
     if asked := {key: pair for key, pair in found.items() if _is(key, TRAINS)}:
         raise TrainingError(
@@ -76,7 +84,11 @@ def _named(found: dict[str, tuple[Any, Any]]) -> str:
 
 
 def _is(key: str, patterns: tuple[str, ...]) -> bool:
-    """A pattern that ends in a dot or an underscore begins the key, one between dots is inside it, any other is a key or a section."""
+    """Return True if a pattern matches the key.
+
+    A pattern that ends in "." or "_" matches a prefix. A pattern that starts with "." matches
+    anywhere. Any other pattern matches a complete key or a section.
+    """
     return any(
         pattern in key if pattern.startswith(".") else
         key.startswith(pattern) if pattern.endswith((".", "_")) else

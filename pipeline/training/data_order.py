@@ -1,4 +1,5 @@
-"""Say what decides which rows a step trains on, and hold a job to the run in its folder (without torch)."""
+"""Record which settings decide the rows of each step, and check a job against the run in its folder
+(without torch)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ def checkpoint_folder(run_dir: str, config: CheckpointConfig) -> str:
 
 
 def describe_data_order(job: TrainJob, dataset_fingerprint: str) -> dict[str, Any]:
-    """Everything that decides which rows step g trains on; a resumed run must not change it."""
+    """Return every setting that decides which rows a step trains on.
+
+    A resumed run must not change them.
+    """
     return {
         "dataset": dataset_fingerprint,
         "trainer.seed": job.trainer.seed,
@@ -31,7 +35,8 @@ def describe_data_order(job: TrainJob, dataset_fingerprint: str) -> dict[str, An
 
 
 def check_data_order(run_dir: str, data_order: dict[str, Any], manifest: dict[str, Any]) -> None:
-    """Raises TrainingError where a step would not be followed by the rows that come next."""
+    """Raise TrainingError if this job would read other rows after the manifest's step than the run
+    would have read."""
     for key in dict.fromkeys([*data_order, *manifest["data_order"]]):
         now, then = data_order.get(key), manifest["data_order"].get(key)
         if then != now:
@@ -43,11 +48,14 @@ def check_data_order(run_dir: str, data_order: dict[str, Any], manifest: dict[st
 
 
 def check_run_folder(job: TrainJob, dataset: Dataset) -> None:
-    """Local: check_data_order for the newest step in a run folder on disk, before torch is imported."""
+    """Check the data order against the newest step in a local run folder, before torch is imported.
+
+    Local.
+    """
     folder = checkpoint_folder(job.run_dir, job.checkpoint)
     if not job.checkpoint.resume or not storage.is_local(folder):
         return
     if steps := list_steps(folder):
-        with suppress(DamagedError):  # the training goes back to the step before
+        with suppress(DamagedError):  # the training falls back to the step before
             manifest = read_manifest(step_path(folder, steps[-1]))
             check_data_order(job.run_dir, describe_data_order(job, dataset.fingerprint()), manifest)

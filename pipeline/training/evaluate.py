@@ -40,10 +40,10 @@ from pipeline.training.summary import SUMMARY
 
 
 def evaluate(job: EvaluateJob) -> EvaluateSummary:
-    """Collective: restore a checkpoint under a plan for this world size and measure a split.
+    """Restore a checkpoint under a plan for this world size and measure a split. Collective.
 
     Raises:
-        TrainingError: the run folder holds no run, or no such step; or the data are not those of the run.
+        TrainingError: the folder is not a run, has no such step, or the data set is not the run's data set.
     """
     trained = for_devices_here(load_trained_job(job))
     if trained.sharding.allow_untested_versions:
@@ -88,7 +88,10 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
 def _restore(
     job: EvaluateJob, trained: TrainJob, sharded: ShardedModel, context: DistributedContext
 ) -> tuple[dict[str, Any], bool]:
-    """Collective: fill the model from the chosen step. Return its manifest, and whether it is the run's best step."""
+    """Fill the model from the chosen step.
+
+    Return its manifest, and whether it is the run's best step. Collective.
+    """
     replicas = open_replicas(sharded, None, trained.parallel, context)
     folder = checkpoint_folder(job.run, trained.checkpoint)
     checkpointer = Checkpointer(folder, sharded.model, None, context, replicas=replicas)
@@ -103,7 +106,7 @@ def _restore(
 
 
 def _throughput(run: str) -> dict[str, float]:
-    """Return the throughput of the run's training, if its summary is there."""
+    """Return the throughput of the run's training, {} if the run has no summary."""
     path = storage.join(run, SUMMARY)
     found: dict[str, float] = json.loads(storage.read_text(path))["throughput"] if storage.exists(path) else {}
     return found
@@ -112,7 +115,7 @@ def _throughput(run: str) -> dict[str, float]:
 def _importance(
     job: EvaluateJob, model: Module, reader: ShardReader, context: DistributedContext, dataset: Dataset, step: int
 ) -> dict[str, Any]:
-    """Collective: measure the importance of each feature, if the job asks for it."""
+    """Measure the importance of each feature, if the job asks for it. Collective."""
     if not job.importance_rows:
         return {}
     permutation_importance = from_extra("permutation_importance", "importance_rows")
@@ -121,19 +124,19 @@ def _importance(
 
 
 def check_data(job: EvaluateJob, path: str, is_other_data: bool) -> None:
-    """Raises TrainingError for data that the run was not trained on, unless the job allows them."""
+    """Raise TrainingError if the run was trained on other data, unless the job allows other data."""
     if is_other_data and not job.other_data:
         raise TrainingError(
-            f"{path} is not the data set that {job.run} was trained on: where its vocabularies differ, ids mean other values "
+            f"{path} is not the data set that {job.run} was trained on: if its vocabularies differ, ids mean other values "
             "and the metrics mean nothing; set other_data=true if its vocabularies are the same"
         )
 
 
 def describe_tables(job: EvaluateJob, restored: dict[str, Any], num_hosts: int) -> str:
-    """Say whose tables were evaluated; "" if the ranks of the run never had different tables.
+    """Describe which tables were evaluated; "" if all ranks of the run always had the same tables.
 
     Raises:
-        TrainingError: tables=own, and the step does not hold tables of each of `num_hosts` hosts.
+        TrainingError: tables=own, but the step does not hold separate tables for each of `num_hosts` hosts.
     """
     stored = restored.get("replicas")
     if job.tables == "own" and (not stored or not stored["apart"] or stored["num_hosts"] != num_hosts):
@@ -155,6 +158,6 @@ def for_devices_here(trained: TrainJob) -> TrainJob:
     asked = trained.hardware.compute_device
     if asked == "auto" or devices.kinds()[asked].is_available():
         return trained
-    # Of a preset, only these two figures describe the host, and they cannot be probed.
+    # These two figures of a preset describe the host and cannot be probed.
     known = {name: getattr(trained.hardware, name) for name in ("ddr_gb_per_s", "inter_host_gb_per_s")}
     return replace(trained, hardware=HardwareConfig(name="auto", **known), comms=replace(trained.comms, backend="auto"))

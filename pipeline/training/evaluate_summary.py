@@ -9,12 +9,12 @@ from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.registry import from_extra, if_installed
 from pipeline.runtime.logs import to_json
 from pipeline.runtime.storage import storage
-from pipeline.training.remarks import undefined
+from pipeline.training.result_warnings import undefined
 from pipeline.training.summary import describe_quality, describe_run
 
 REPORT = "report.html"
 IMPORTANCE = "importance.json"
-MAX_FEATURES = 10  # named on the terminal
+MAX_FEATURES = 10  # printed on the terminal
 CLICK_METRICS = ("ne", "logloss", "auc", "gauc", "auprc", "calibration", "label_rate")  # in this order on the terminal
 
 
@@ -27,11 +27,13 @@ class EvaluateSummary:
     metrics: dict[str, float] = field(default_factory=dict)
     bayes_auc: float | None = None
     path: str = ""
-    throughput: dict[str, float] = field(default_factory=dict)  # of the training, where it is known
-    tables: str = ""  # whose, where hosts trained tables of their own
-    report: str = ""  # the run's page, where it has one
-    importance: dict[str, Any] = field(default_factory=dict)  # of features, where importance_rows asked for it
-    best_by: str = ""  # the metric by which the step is the best of the run; empty where it was not chosen so
+    throughput: dict[str, float] = field(default_factory=dict)  # of the training, if it is known
+    tables: str = ""  # which tables were evaluated, if hosts trained separate tables
+    report: str = ""  # path of the run's page, if there is one
+    # of features, if the job sets importance_rows
+    importance: dict[str, Any] = field(default_factory=dict)
+    # the metric that chose this step as the best of the run; empty if the step was not chosen so
+    best_by: str = ""
 
 
 def file_name(job: EvaluateJob, step: int, other_data: str) -> str:

@@ -22,7 +22,7 @@ from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.distributed import DistributedContext, true_on_any_rank
 from pipeline.training.input_watch import FailSafe, agreed_failure, too_many_bad
 
-AGREE_EVERY_BATCHES = 8  # on whether to stop: one small all-reduce
+AGREE_EVERY_BATCHES = 8  # batches between two all-reduces of the flag "stop"
 logger = get_logger(__name__)
 
 
@@ -52,25 +52,27 @@ def evaluate_model(
     stats: StatsCollector | None = None,
     named_metrics: Sequence[str] = (),
 ) -> dict[str, float]:
-    """Collective: NE, logloss, calibration, label rate, AUC, AUPRC and the number of samples of the reader's split.
+    """Measure a model on the reader's split over all ranks. Collective.
 
-    Where the reader gives groups and the task one logit a row, also GAUC and, at each k of `group_metrics_at`, NDCG and
-    hit rate (models.tasks.group_metrics).
+    The result has NE, logloss, calibration, label rate, AUC, AUPRC and the number of samples. If the
+    reader gives groups and the task has one logit a row, it also has GAUC and, for each k in
+    `group_metrics_at`, NDCG and hit rate (models.tasks.group_metrics). A retrieval model gives recall@k
+    and MRR against the catalogue of the split (models.tasks.retrieval_metrics). `named_metrics` are
+    registered metrics, added for each binary label (models.metrics).
 
-    named_metrics: registered metrics that are added for each binary label (models.metrics).
-
-    Of a retrieval model: recall@k and MRR against the split's catalogue (models.tasks.retrieval_metrics).
-
-    The model's training mode is restored. `stats` is given each batch of a binary label, the main one of several.
+    `stats` receives each batch of the binary label, or of the main label if there are several. The
+    model's training mode is restored.
 
     Raises:
-        Preempted: on every rank, within a few batches of a SIGTERM to any of them; what was measured is dropped.
-        TrainingError, OSError: on every rank, within a few batches of any rank's reader failing; or too many rows are bad.
+        Preempted: on every rank, a few batches after any rank got SIGTERM. The measurements are dropped.
+        TrainingError, OSError: on every rank, a few batches after any rank's reader failed; or too many
+            rows are bad.
     """
     num_batches = min(reader.steps_per_epoch, max_batches or reader.steps_per_epoch)
     task = task_in(model)
     measures = _Measures(task, reader, context, group_metrics_at, named_metrics, stats)
-    num_present = torch.zeros(1, dtype=torch.int64)  # where a mask or weight leaves rows out that are sound
+    # counts sound rows if a mask or weight excludes some of them
+    num_present = torch.zeros(1, dtype=torch.int64)
     was_training = model.training
     model.eval()
     batches, fail_safe = reader.batches(epoch=0), FailSafe(reader)
@@ -99,19 +101,21 @@ def evaluate_model(
 
 
 def clicks_of(task: Task, prediction: Any) -> dict[str, Any]:
-    """What has logits, labels and sample_weights [batch] of binary labels, by what their metrics' names begin with."""
+    """Return label prefix -> predictions of each binary label: logits, labels and sample_weights,
+    [batch] each."""
     if isinstance(task, LabelsTask):
         return dict(task.clicks(prediction))
     return {"": prediction} if hasattr(prediction, "logits") else {}
 
 
 def main_prefix(task: Task) -> str:
-    """Of the main label's metrics."""
+    """Return the prefix of the main label's metrics."""
     return task.prefixes[0] if isinstance(task, LabelsTask) else ""
 
 
 class _Measures:
-    """The task's own measure, and what is added to it for each binary label: named metrics, those of groups, stats."""
+    """The task's own metrics, and the additional metrics of each binary label: named, grouped, and
+    statistics."""
 
     def __init__(
         self,
@@ -128,7 +132,7 @@ class _Measures:
         self._groups = _Groups(context, list(group_metrics_at)) if getattr(reader, "has_groups", False) else None
 
     def update(self, prediction: Any, batch: Batch) -> None:
-        """Local."""
+        """Add a batch. Local."""
         self._own.update(prediction)
         clicks = clicks_of(self._task, prediction)
         self._named.update(clicks)
@@ -138,13 +142,13 @@ class _Measures:
             self._stats.update(main, batch)
 
     def compute(self) -> dict[str, float]:
-        """Collective."""
+        """Return all metrics. Collective."""
         groups = self._groups.compute() if self._groups else {}
         return self._own.compute() | self._named.compute() | groups
 
 
 class _Groups:
-    """Measures of groups of rows, for each binary label by its name."""
+    """Metrics over groups of rows, for each binary label by its name."""
 
     def __init__(self, context: DistributedContext, at: list[int]) -> None:
         self._context, self._at = context, at
@@ -155,7 +159,7 @@ class _Groups:
             self._measures.setdefault(prefix, GroupMeasure(self._context, self._at)).update(of_label, groups)
 
     def compute(self) -> dict[str, float]:
-        """Collective."""
+        """Return the metrics of groups. Collective."""
         return {
             prefix + name: value
             for prefix, measure in self._measures.items()
@@ -164,7 +168,10 @@ class _Groups:
 
 
 def _num_sound(metrics: dict[str, float], num_present: torch.Tensor, context: DistributedContext) -> int:
-    """Collective. Rows of all ranks that are neither padding nor quarantined; `num_present` is 0 where they all count."""
+    """Count rows of all ranks that are neither padding nor quarantined.
+
+    `num_present` is 0 if no batch has a mask. Collective.
+    """
     total = num_present.to(context.device)
     if context.world_size > 1:
         dist.all_reduce(total)
@@ -172,7 +179,10 @@ def _num_sound(metrics: dict[str, float], num_present: torch.Tensor, context: Di
 
 
 def _note_bad_rows(reader: ShardReader, num_samples: int, description: str) -> None:
-    """Those of a whole split that were quarantined. Raises TrainingError where they are more than is allowed."""
+    """Log the quarantined rows of a complete split.
+
+    Raises TrainingError if there are more than allowed.
+    """
     bad = reader.num_rows - num_samples
     if problem := too_many_bad(reader, bad, reader.num_rows):
         raise problem
@@ -181,7 +191,7 @@ def _note_bad_rows(reader: ShardReader, num_samples: int, description: str) -> N
 
 
 def _waited_for(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same batches; the watchdog is given the phase: waiting for input, or evaluating."""
+    """Yield the same batches and set the watchdog's phase: waiting for input, or evaluating."""
     while True:
         watchdog.beat(phase=watchdog.WAITING_FOR_INPUT)
         batch = next(batches, None)

@@ -1,6 +1,7 @@
-"""Watch each rank's reader, and end all ranks with one error where a reader fails.
+"""Watch each rank's reader, and stop all ranks with one error if a reader fails.
 
-A rank whose reader fails goes on with empty batches until the next step's agreement has told the others.
+A rank whose reader fails continues with empty batches. The next step's all-reduce tells the other
+ranks.
 """
 
 from __future__ import annotations
@@ -15,22 +16,24 @@ from pipeline.data.read.batches import BatchReader
 from pipeline.data.read.endless import EndOfInputError
 from pipeline.runtime.errors import TrainingError, UserError
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.training.agreement import StepAgreement
+from pipeline.training.step_sync import StepSync
 
 Made = TypeVar("Made")
 PORTABLE: tuple[type[Exception], ...] = (UserError, OSError, EndOfInputError)
-FIRST_ROWS = 100_000  # the share of bad rows is taken of these at least: a bad row group comes all at once
+# minimum of the rows that the share of bad rows is computed from: one bad row group can fail at
+# once
+FIRST_ROWS = 100_000
 
 
 class FailSafe:
-    """A reader's batches, and empty ones after its failure, which is kept for the others to hear of."""
+    """Yield a reader's batches. After a failure keep the error and yield empty batches."""
 
     def __init__(self, reader: BatchReader, on_error: Callable[[], None] = lambda: None) -> None:
         self.error: Exception | None = None
         self._reader, self._on_error = reader, on_error
 
     def batches(self, source: Iterator[Batch]) -> Generator[Batch, None, None]:
-        """The same batches; after an error of `source`, empty ones for as long as they are asked for."""
+        """Yield the batches of `source`. After its error yield empty batches without end."""
         try:
             yield from source
         except Exception as error:
@@ -42,29 +45,33 @@ class FailSafe:
 
 
 class InputWatch:
-    """Every rank has one; the agreement of the next step tells the other ranks."""
+    """Reports a reader's failure to the other ranks at the next step. Every rank has one."""
 
-    def __init__(self, reader: BatchReader, agreement: StepAgreement, context: DistributedContext) -> None:
-        self._agreement, self._context = agreement, context
+    def __init__(self, reader: BatchReader, sync: StepSync, context: DistributedContext) -> None:
+        self._sync, self._context = sync, context
         self._fail_safe = FailSafe(reader, self._note_failure)
 
     def batches(self, source: Iterator[Batch]) -> Generator[Batch, None, None]:
-        """As FailSafe's."""
+        """Yield batches as FailSafe.batches does."""
         return self._fail_safe.batches(source)
 
     def _note_failure(self) -> None:
         if isinstance(self._fail_safe.error, EndOfInputError):
-            self._agreement.input_ended = True
+            self._sync.input_ended = True
         else:
-            self._agreement.input_failed = True
+            self._sync.input_failed = True
 
     def failure(self) -> Exception | None:
-        """Collective after a failure: the error of the first rank whose reader failed; else None."""
-        return agreed_failure(self._fail_safe.error, self._context) if self._agreement.input_failure_agreed else None
+        """Return the error of the first rank whose reader failed, None without a failure.
+
+        Collective after a failure.
+        """
+        return agreed_failure(self._fail_safe.error, self._context) if self._sync.input_failure_agreed else None
 
 
 def too_many_bad(reader: BatchReader, bad: int, num_rows: int) -> TrainingError | None:
-    """None while `bad` of `num_rows` rows, both of all ranks, are within data.reader.max_bad_fraction."""
+    """Return None while `bad` of `num_rows` rows (counted over all ranks) are within
+    data.reader.max_bad_fraction."""
     fraction = reader.config.max_bad_fraction
     allowed = fraction * max(num_rows, min(FIRST_ROWS, reader.num_rows))
     if bad <= allowed:
@@ -77,7 +84,10 @@ def too_many_bad(reader: BatchReader, bad: int, num_rows: int) -> TrainingError 
 
 
 def agreed_failure(error: Exception | None, context: DistributedContext) -> Exception | None:
-    """Collective: the first failing rank's error, of the same kind and text on every rank; None where none failed."""
+    """Return the first failing rank's error, with the same class and text on every rank, or None.
+
+    Collective.
+    """
     if context.world_size == 1:
         return error
     failures: list[tuple[str, tuple[object, ...]] | None] = [None] * context.world_size
@@ -92,7 +102,7 @@ def agreed_failure(error: Exception | None, context: DistributedContext) -> Exce
 
 
 def _portable(error: Exception) -> tuple[str, tuple[object, ...]]:
-    """Its kind and arguments, such as any rank can build again."""
+    """Return the error's class name and arguments, from which any rank can build it again."""
     if isinstance(error, OSError) and error.errno is not None:
         return "OSError", (error.errno, error.strerror, error.filename)
     kind = next((kind.__name__ for kind in PORTABLE if isinstance(error, kind)), "")
@@ -100,7 +110,10 @@ def _portable(error: Exception) -> tuple[str, tuple[object, ...]]:
 
 
 def on_all_ranks(work: Callable[[], Made], context: DistributedContext) -> Made:
-    """Collective: what `work` makes on this rank. Raises on every rank where it raises on one."""
+    """Return what `work` returns on this rank.
+
+    Raises on every rank if it raises on one. Collective.
+    """
     made, error = None, None
     try:
         made = work()

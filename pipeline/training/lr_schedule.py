@@ -1,4 +1,7 @@
-"""Set learning rates by schedule: the factor depends on the step alone, so a resume is exact."""
+"""Set learning rates by schedule.
+
+The factor depends on the step only, so a resumed run is exact.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from pipeline.training.optimizer import TrainingOptimizer
 
 
 def lr_factor(schedule: LRSchedule, step: int) -> float:
-    """The factor of update `step`, counted from 0.
+    """Return the factor of update `step`, counted from 0.
 
-    Warm-up ends at 1 with its last step and does not waste the first: (step + 1) / warmup_steps.
-    t = (step - decay_start_step) / decay_steps, held at 1 afterwards (`step` goes on decaying).
+    Warm-up: (step + 1) / warmup_steps, so the first step trains and the last warm-up step has
+    factor 1. Decay: t = (step - decay_start_step) / decay_steps, at most 1 (`step` schedules
+    continue to decay).
     """
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
@@ -30,9 +34,10 @@ def lr_factor(schedule: LRSchedule, step: int) -> float:
 
 
 def apply_schedule(optimizer: TrainingOptimizer, schedule: ScheduleConfig, step: int, plateau: float = 1.0) -> None:
-    """Set the learning rates of update `step`; call it before that step's backward, where the tables update.
+    """Set the learning rates of update `step`. Call it before that step's backward, which updates
+    the tables.
 
-    `plateau` is the factor that schedule.plateau has come to.
+    `plateau` is the current factor of schedule.plateau.
     """
     factors = [
         reduced(lr_factor(own, step), plateau, schedule.plateau.min_lr / lr)
@@ -42,5 +47,5 @@ def apply_schedule(optimizer: TrainingOptimizer, schedule: ScheduleConfig, step:
 
 
 def reduced(factor: float, plateau: float, least: float) -> float:
-    """`factor` times `plateau`, but where that is below `least`, `least`; never above `factor`."""
+    """Return `factor` times `plateau`, but at least `least`, and at most `factor`."""
     return factor if plateau == 1.0 else max(factor * plateau, min(factor, least))

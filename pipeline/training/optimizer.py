@@ -18,20 +18,24 @@ from pipeline.sharding.torchrec.cpu_tables import FastLookup, fast_lookups
 from pipeline.sharding.torchrec.sharder import ShardedTables
 from pipeline.sharding.torchrec.sparse_optimizer import ReplicatedTablesOptimizer, materialize_state
 
-SKIPPING = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW)  # in their fused kernels
+# fused kernels of these classes take found_inf
+SKIPPING = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW)
 
 
 class DenseOptimizer(KeyedOptimizerWrapper):
-    """A torch optimizer by parameter name, whose state is there before the first step."""
+    """A torch optimizer by parameter name, whose state exists before the first step."""
 
     def __init__(self, params: dict[str, nn.Parameter], config: DenseOptimizerConfig, l2: float = 0.0) -> None:
-        """`l2` times its weights is added to the gradient of each matrix; biases and norms are vectors."""
+        """Build it.
+
+        `l2` times the weights is added to the gradient of each matrix, but not of biases and norms.
+        """
         super().__init__(params, lambda weights: _make_dense(weights, config))
         self._weights = list(params.values())
         self._l2, self._matrices = l2, [weight for weight in self._weights if weight.dim() > 1]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Without the profiler range of torch's, as update() is."""
+        """Drop the gradients, without the profiler range of torch's zero_grad."""
         for weight in self._weights:
             weight.grad = None
 
@@ -39,7 +43,10 @@ class DenseOptimizer(KeyedOptimizerWrapper):
         self.update(closure)
 
     def update(self, closure: Any = None) -> None:
-        """step() without torch's wrapper, which opens a profiler range: a fiftieth of a small model's step."""
+        """Step without torch's wrapper, which opens a profiler range:
+
+        2 % of a small model's step.
+        """
         if self._l2:
             with torch.no_grad():
                 for weight in self._matrices:
@@ -49,22 +56,24 @@ class DenseOptimizer(KeyedOptimizerWrapper):
 
     @property
     def can_skip_on_device(self) -> bool:
-        """Whether torch's step takes `found_inf`."""
+        """Return True if torch's step takes `found_inf`."""
         return type(self._optimizer) in SKIPPING and all(group["fused"] for group in self._optimizer.param_groups)
 
     def skip_where(self, found_inf: torch.Tensor) -> None:
-        """From now on an update changes nothing if `found_inf`, a float32 on the device, is 1 when the device is there."""
+        """Make later updates change nothing if `found_inf`, a float32 tensor on the device, is 1."""
         self._optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # as torch.amp.GradScaler sets it
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
-        """Nothing to do; the dummy step that others need here would count as a step of Adam."""
+        """Do nothing: state exists already, and the dummy step of other optimizers would count as a
+        step of Adam."""
 
 
 class TrainingOptimizer(CombinedOptimizer):
-    """What the trainer steps, schedules and checkpoints.
+    """The optimizer that the trainer steps, schedules and checkpoints.
 
-    state_dict() is the same before the first step and after, and the same for a table whether it is fused or
-    replicated, so torch.distributed.checkpoint loads it in place and reshards it. `num_steps` counts step().
+    state_dict() has the same keys before and after the first step, and for fused and replicated
+    tables. torch.distributed.checkpoint therefore loads it in place and reshards it. `num_steps`
+    counts step().
     """
 
     def __init__(
@@ -76,11 +85,12 @@ class TrainingOptimizer(CombinedOptimizer):
         lookups: Sequence[FastLookup] = (),
         keeps_rows: bool = False,
     ) -> None:
-        """keeps_rows: a gradient of zero changes nothing in a table."""
+        """Combine the parts. `keeps_rows`: a gradient of zero changes nothing in a table."""
         parts = [fused, replicated, dense]
         super().__init__([part for part in parts if part is not None])
         self._fused, self._replicated, self._dense = fused, replicated, dense
-        self._factors: tuple[float, float] | None = None  # of the rates that are set
+        # the factors of the current learning rates
+        self._factors: tuple[float, float] | None = None
         self._config, self._lookups, self._keeps_rows = config, lookups, keeps_rows
         self.num_steps = 0
         for name, groups in (("sparse", self._sparse_groups()), ("dense", self._dense_groups())):
@@ -95,26 +105,27 @@ class TrainingOptimizer(CombinedOptimizer):
 
     @property
     def replicated(self) -> ReplicatedTablesOptimizer | None:
-        """Of the data_parallel tables."""
+        """Return the optimizer of the data_parallel tables."""
         return self._replicated
 
     @property
     def configured_rates(self) -> tuple[float, float]:
-        """Of tables and of layers, before schedules."""
+        """Return the learning rates of tables and of layers, before schedules."""
         return self._config.sparse.lr, self._config.dense.lr
 
     @property
     def can_skip_on_device(self) -> bool:
-        """Whether an update is left out exactly if tables get gradients of zero and skip_where's number is 1."""
+        """Return True if gradients of zero for tables and `found_inf` for layers skip an update
+        exactly."""
         return self._keeps_rows and (self._dense is None or self._dense.can_skip_on_device)
 
     def skip_where(self, found_inf: torch.Tensor) -> None:
-        """As DenseOptimizer's."""
+        """Make later updates of the dense layers change nothing if `found_inf` is 1."""
         if self._dense is not None:
             self._dense.skip_where(found_inf)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of what has gradients outside backward; the fused tables have none."""
+        """Drop the gradients of replicated tables and layers. Fused tables keep no gradients."""
         for part in (self._replicated, self._dense):
             if part is not None:
                 part.zero_grad(set_to_none=set_to_none)
@@ -123,7 +134,11 @@ class TrainingOptimizer(CombinedOptimizer):
         self.update()
 
     def update(self) -> None:
-        """step() as DenseOptimizer's update(). Backward has updated the fused tables, whose own step hands them their rate again."""
+        """Step without profiler ranges, as DenseOptimizer.update does.
+
+        Backward has already updated the fused tables. Their own step would only set the same rate
+        again.
+        """
         if self._replicated is not None:
             self._replicated.step()
         if self._dense is not None:
@@ -132,12 +147,18 @@ class TrainingOptimizer(CombinedOptimizer):
         self._tell_lookups()
 
     def _tell_lookups(self) -> None:
-        """The next step's number, by which Adam corrects its moments; FBGEMM counts on GPUs itself."""
+        """Give lookups the number of the next step, which Adam uses to correct its moments.
+
+        On GPUs FBGEMM counts itself.
+        """
         for lookup in self._lookups:
             lookup.num_steps = self.num_steps
 
     def scale_learning_rates(self, sparse_factor: float, dense_factor: float) -> None:
-        """Set every rate to its configured one times the factor, at once also inside the fused tables."""
+        """Set each rate to the configured rate times the factor.
+
+        Fused tables get it immediately.
+        """
         if self._factors == (sparse_factor, dense_factor):
             return
         self._factors = sparse_factor, dense_factor
@@ -145,10 +166,11 @@ class TrainingOptimizer(CombinedOptimizer):
             group["lr"] = self._config.sparse.lr * sparse_factor
         for group in self._dense_groups():
             group["lr"] = self._config.dense.lr * dense_factor
-        self._fused.zero_grad()  # hands the rate to FBGEMM and does nothing else: there are no gradients
+        self._fused.zero_grad()  # only passes the rate to FBGEMM, because there are no gradients
 
     def state_dict(self) -> dict[str, Any]:
-        # Without the parameters that have none (SGD): an empty dict is saved by rank 0 alone, and only for its tables.
+        # Leave out parameters without state (SGD): rank 0 alone would save an empty dict, only for
+        # its own tables.
         state: dict[str, Any] = {"state": {name: own for name, own in super().state_dict()["state"].items() if own}}
         if find_optimizer(self._config.sparse.name).counts_steps:
             state["num_steps"] = torch.tensor(self.num_steps)
@@ -168,12 +190,13 @@ class TrainingOptimizer(CombinedOptimizer):
 
 
 def build_optimizer(model: DistributedModelParallel, config: OptimizerConfig, l2: float = 0.0) -> TrainingOptimizer:
-    """The optimizer of a model on which apply_sparse_optimizer was called with the same config before sharding.
+    """Return the optimizer of a model. apply_sparse_optimizer must have run with the same config
+    before sharding.
 
-    `l2`: of the dense layers' matrices (model.l2).
+    `l2` applies to the matrices of the dense layers (model.l2).
 
     Raises:
-        TrainingError: a table without an optimizer, or settings that its sharding in the plan does not allow.
+        TrainingError: a table has no optimizer, or its sharding in the plan does not allow the settings.
     """
     if forgotten := sorted(name for tables in _sharded_tables(model) for name in tables.tables_without_optimizer):
         raise TrainingError(
@@ -203,14 +226,14 @@ def _sharded_tables(model: DistributedModelParallel) -> Iterator[ShardedTables]:
 
 
 def replicated_tables(model: DistributedModelParallel) -> dict[str, nn.Parameter]:
-    """Name -> weights of the data_parallel tables."""
+    """Return name -> weights of the data_parallel tables."""
     replicated = {id(bag.weight) for tables in _sharded_tables(model) for bag in tables.embedding_bags.values()}
     outside = in_backward_optimizer_filter(model.named_parameters())
     return {name: weight for name, weight in outside if id(weight) in replicated and weight.requires_grad}
 
 
 def dense_parameters(model: DistributedModelParallel) -> dict[str, nn.Parameter]:
-    """Name -> all that trains and is no table."""
+    """Return name -> each parameter that is trained and is not a table."""
     tables = replicated_tables(model)
     outside = in_backward_optimizer_filter(model.named_parameters())
     return {name: weight for name, weight in outside if name not in tables and weight.requires_grad}
@@ -219,11 +242,12 @@ def dense_parameters(model: DistributedModelParallel) -> dict[str, nn.Parameter]
 def assert_every_parameter_has_one_optimizer(
     model: DistributedModelParallel, optimizers: Sequence[KeyedOptimizer]
 ) -> None:
-    """Raises TrainingError that names the parameters, tables among them, which no optimizer or more than one would train."""
+    """Raise TrainingError that names parameters (also tables) with no optimizer, or with more than
+    one."""
     counts: dict[str, int] = {
         name: 0
         for name, weight in model.named_parameters()
-        if weight.requires_grad and weight.numel()  # empty: a table of which this rank holds nothing
+        if weight.requires_grad and weight.numel()  # empty: this rank holds no part of the table
     }
     for optimizer in optimizers:
         for name in optimizer.params:
@@ -231,23 +255,25 @@ def assert_every_parameter_has_one_optimizer(
     uncovered = sorted(name for name, count in counts.items() if count == 0)
     doubled = sorted(name for name, count in counts.items() if count > 1)
     if uncovered:
-        raise TrainingError(
-            f"no optimizer trains {', '.join(uncovered)}: they would stay at their first values for ever"
-        )
+        raise TrainingError(f"no optimizer trains {', '.join(uncovered)}: their values would never change")
     if doubled:
         raise TrainingError(f"more than one optimizer trains {', '.join(doubled)}: give each parameter to one")
 
 
 def clip_dense_gradients(model: DistributedModelParallel, max_norm: float) -> torch.Tensor:
-    """Scale the dense layers' gradients to a norm of at most `max_norm`; their norm before.
+    """Scale the dense layers' gradients to a norm of at most `max_norm`. Return their norm before
+    that.
 
-    Call it after backward: DDP has averaged the gradients by then, so the norm of one rank is that of all.
-    Tables stay out: fused ones have no gradient to clip when backward is over, and replicated ones follow them, so that the
-    step does not depend on the plan. optimizer.sparse.gradient_clip_norm limits rows' gradients instead.
+    Call it after backward: DDP has then averaged the gradients, so all ranks have the same norm.
+    Tables are excluded, so that the step does not depend on the plan: fused tables have no gradient
+    after backward. optimizer.sparse.gradient_clip_norm limits the gradients of rows.
     """
     return torch.nn.utils.clip_grad_norm_(dense_parameters(model).values(), max_norm)
 
 
-def clip_dense_numbers(model: DistributedModelParallel, most: float) -> None:
-    """Bring each number of the dense layers' averaged gradients into [-most, most]; tables stay out as above."""
-    torch.nn.utils.clip_grad_value_(dense_parameters(model).values(), most)
+def clip_dense_numbers(model: DistributedModelParallel, max_abs: float) -> None:
+    """Clip each number of the dense layers' averaged gradients to [-max_abs, max_abs].
+
+    Tables are excluded.
+    """
+    torch.nn.utils.clip_grad_value_(dense_parameters(model).values(), max_abs)

@@ -1,4 +1,5 @@
-"""Step on one CPU rank, where no batch is copied to a device and no exchange can overlap with compute."""
+"""Step on one CPU rank, which copies no batch to a device and has no exchange to overlap with
+compute."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from pipeline.training.step_optimizer import StepOptimizer
 
 
 class PlainPipeline:
-    """What TorchRec's TrainPipelineBase computes in training, reading one batch ahead as it does.
+    """The computation of TorchRec's TrainPipelineBase in training; it also reads one batch ahead.
 
-    It leaves out the copies to a device and six profiler ranges a step, which a small model's step is not much longer than.
+    It leaves out the copies to a device and six profiler ranges per step, which take about as long
+    as the step of a small model.
     """
 
     def __init__(self, model: nn.Module, optimizer: StepOptimizer, device: torch.device) -> None:
@@ -25,7 +27,10 @@ class PlainPipeline:
         self._tiered = [each for each in model.modules() if isinstance(each, ShardedTables) and each.tiered_groups]
 
     def progress(self, batches: Iterator[Batch]) -> object:
-        """The prediction for the next batch, which the model is then trained on. Raises StopIteration after the last."""
+        """Train on the next batch and return its prediction.
+
+        Raises StopIteration after the last batch.
+        """
         if not self._is_started:
             self._next, self._is_started = next(batches, None), True
         batch = self._next
@@ -34,7 +39,7 @@ class PlainPipeline:
         self._next = next(batches, None)
         if self._next is not None:
             for tables in self._tiered:
-                tables.prefetch_rows(self._next.sparse_features)  # beside this step
+                tables.prefetch_rows(self._next.sparse_features)  # runs at the same time as this step
         self._optimizer.zero_grad()
         loss, prediction = self._model(batch)
         loss.backward()

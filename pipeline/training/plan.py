@@ -32,7 +32,8 @@ logger = get_logger(__name__)
 
 
 def plan_tables(resolved: ResolvedJob, task: TaskModel, context: DistributedContext) -> PlanRecord:
-    """Collective: return the same plan on all ranks. Hosts with tables of their own plan for their own ranks.
+    """Return the same plan on all ranks. Hosts with separate tables plan for their own ranks.
+    Collective.
 
     Raises:
         PlanError: the tables, or the host memory of asynchronous saves, do not fit the hardware.
@@ -67,14 +68,14 @@ def _plan_of_run(job: TrainJob) -> str | None:
     path, config = f"{job.run_dir}/plan.json", f"{job.run_dir}/config.yaml"
     if not (job.checkpoint.resume and storage.is_file(path) and storage.is_file(config)):
         return None
-    before, now = (_what_is_searched(each) for each in (load_saved_job(TrainJob, config), job))
+    before, now = (_search_settings(each) for each in (load_saved_job(TrainJob, config), job))
     if before != now:
         logger.info("plan        searching again because the settings of planner differ from %s", config)
         return None
     return path
 
 
-def _what_is_searched(job: TrainJob) -> PlannerConfig:
+def _search_settings(job: TrainJob) -> PlannerConfig:
     """Return the settings that a plan depends on. A plan read from a file counts as a searched plan."""
     kind = "search" if job.planner.kind == "file" else job.planner.kind
     return replace(job.planner, plan_file="", kind=kind)

@@ -27,19 +27,22 @@ from pipeline.training.data_order import check_run_folder
 
 
 def validate_job(job: TrainJob, world_size: int) -> list[Table]:
-    """Local, reads dataset.json only. The tables that the job will train on `world_size` ranks.
+    """Return the tables that the job will train on `world_size` ranks. Local: reads only
+    dataset.json.
 
-    A PlanJob is also validated without dataset.json where the config alone says enough; see load_or_describe.
+    A PlanJob may be validated without dataset.json if its config is sufficient; see
+    load_or_describe.
 
     Raises:
-        TrainingError: the data set is missing or too small, the run folder holds a run over other rows, or tables, model, batch, ranks, collectives, optimizer
-            or plan file do not fit it or each other.
+        TrainingError: the data set is missing or too small, the run folder holds a run on other rows, or
+            tables, model, batch, ranks, collectives, optimizer or plan file do not fit the data set or
+            each other.
     """
     dataset = load_or_describe(job)
     if not isinstance(job, PlanJob):
         check_run_folder(job, dataset)
     check_multi_hot(dataset, job.data.synthetic_multi_hot)
-    # The number of rows that a run chooses for a head changes none of these checks.
+    # None of these checks depends on the number of head rows that a run chooses.
     resolved = resolve_job(job, dataset, world_size)
     check_resolved(resolved)
     return resolved.tables
@@ -51,14 +54,17 @@ def resolve_alone(job: TrainJob, dataset: Dataset) -> ResolvedJob:
 
 
 def check_resolved(resolved: ResolvedJob) -> None:
-    """Local. Raises TrainingError as validate_job does, but for what resolve_job finds."""
+    """Check a resolved job as validate_job does, except for the checks of resolve_job.
+
+    Local. Raises TrainingError.
+    """
     job, tables, world_size = resolved.job, resolved.tables, resolved.world_size
     _check_batches(job, resolved.dataset, world_size)
     _check_replicas(job, tables)
     plain = resolved.plain_tables
     if tables and not plain:
         raise TrainingError(
-            f"all {len(tables)} tables are tensor trains, and nothing remains to be sharded; keep one that is no tensor train, e.g. "
+            f"all {len(tables)} tables are tensor trains, so no table is left to shard; keep one table uncompressed, e.g. "
             f"tables.{min(tables, key=lambda table: table.num_embeddings).config_name}.compression.kind=none"
         )
     check_widths(plain)
@@ -72,10 +78,11 @@ def check_resolved(resolved: ResolvedJob) -> None:
 
 
 def load_or_describe(job: TrainJob) -> Dataset:
-    """dataset.json; where it is absent a plan, which reads no rows, takes what the config says: `splits` is then empty.
+    """Return dataset.json. Without it, describe the data set of a PlanJob from the config; `splits`
+    is then empty.
 
     Raises:
-        TrainingError: there is no dataset.json, and the job trains, or its config leaves open what it would say.
+        TrainingError: there is no dataset.json and the job trains, or its config does not say enough.
     """
     path = job.data.path
     if storage.is_file(storage.join(path, FILE_NAME)):
@@ -92,14 +99,14 @@ def _check_replicas(job: TrainJob, tables: list[Table]) -> None:
     fixed = [table for table in tables if not compressed(table).can_average]
     if job.parallel.has_replicas and fixed:
         raise TrainingError(
-            f"parallel.embedding_sync={job.parallel.embedding_sync}, but the rows of tables.{fixed[0].config_name} belong to whatever "
-            f"ids each host has seen ({compressed(fixed[0]).setting}), and their average would mix ids; use "
+            f"parallel.embedding_sync={job.parallel.embedding_sync}, but the rows of tables.{fixed[0].config_name} belong to the "
+            f"ids that each host has seen ({compressed(fixed[0]).setting}), and their average would mix ids; use "
             "parallel.embedding_sync=every_step, or another kind for that table"
         )
 
 
 def check_geometry(job: TrainJob, world_size: int) -> None:
-    """Needs no data. Raises ConfigError where the batches cannot be divided among the ranks."""
+    """Raise ConfigError if the batches cannot be divided among the ranks. Needs no data."""
     trainer, num_streams = job.trainer, job.data.reader.num_streams
     check_batch_geometry(trainer.micro_batch_size, num_streams, world_size)
     if trainer.evaluate_batch_size is not None:
@@ -107,12 +114,15 @@ def check_geometry(job: TrainJob, world_size: int) -> None:
 
 
 def check_world_sizes(job: TrainJob, world_sizes: list[int]) -> None:
-    """Needs no data. Raises TrainingError where a run could not go on with one of these numbers of ranks."""
+    """Raise TrainingError if a run could not resume on one of these numbers of ranks.
+
+    Needs no data.
+    """
     numbers = " and ".join(filter(None, [", ".join(map(str, world_sizes[:-1])), str(world_sizes[-1])]))
     if job.planner.kind == "file":
         raise TrainingError(
             f"planner=file: {job.planner.plan_file} is a plan for one number of ranks, and the job may run on {numbers}; leave planner out: "
-            "each number gets a plan of its own when it starts"
+            "each number of ranks gets its plan when it starts"
         )
     num_streams, common = job.data.reader.num_streams, math.lcm(*world_sizes)
     if bad := [ranks for ranks in world_sizes if num_streams % ranks]:
@@ -135,10 +145,14 @@ def _check_batches(job: TrainJob, dataset: Dataset, world_size: int) -> None:
 
 
 def table_optimizer_of(job: TrainJob, device_type: str) -> SparseOptimizerConfig:
-    """The tables' optimizer with update_rows=auto resolved where untouched rows cannot be updated; `device_type`: auto, cpu, cuda.
+    """Return the tables' optimizer, with update_rows=auto resolved to touched if only touched rows
+    can be updated.
+
+    `device_type` is auto, cpu or cuda.
 
     Raises:
-        TrainingError: update_rows=all there. FBGEMM updates touched rows alone, and micro-batches would each count as a step.
+        TrainingError: update_rows=all is set, but FBGEMM updates only touched rows, and each micro-batch
+            would count as a step.
     """
     sparse, accumulation = job.optimizer.sparse, job.trainer.gradient_accumulation_steps
     has_kernel = find_optimizer(sparse.name).cpu_kernel is not None
@@ -161,7 +175,8 @@ def table_optimizer_of(job: TrainJob, device_type: str) -> SparseOptimizerConfig
 
 
 def check_optimizer_on_cpu(optimizer: SparseOptimizerConfig, tables: list[Table], fast_cpu: bool = True) -> None:
-    """Raises TrainingError for what FBGEMM lacks, or ignores, in tables that are sharded on CPU, and our kernels too."""
+    """Raise TrainingError for settings that neither FBGEMM nor our kernels support in sharded
+    tables on CPU."""
     sharded = [table for table in tables if table.sharding.sharding_types != ["data_parallel"]]
     entry, has_kernels = find_optimizer(optimizer.name), fast_cpu and find_spec("numba") is not None
     if not sharded or (has_kernels and entry.cpu_kernel is not None):
@@ -189,7 +204,7 @@ def check_optimizer_on_cpu(optimizer: SparseOptimizerConfig, tables: list[Table]
 
 
 def validate_evaluation(job: EvaluateJob, trained: TrainJob, world_size: int) -> None:
-    """Raises TrainingError where the run's batches cannot be partitioned over `world_size` ranks."""
+    """Raise TrainingError if the run's batches cannot be divided among `world_size` ranks."""
     trainer = trained.trainer
     size = job.global_batch_size or trainer.evaluate_batch_size or trainer.global_batch_size
     check_batch_geometry(size, trained.data.reader.num_streams, world_size)

@@ -22,7 +22,8 @@ def open_reader(
     global_batch_size: int | None = None,
     every_row: bool = False,
 ) -> ShardReader:
-    """Open the reader of a split. The training split is read in whole micro-batches, shuffled by trainer.seed.
+    """Open the reader of a split. The training split is read in full micro-batches, shuffled by
+    trainer.seed.
 
     Other splits, and the training split with `every_row`, are read in evaluation batches: each row
     once, in an order that is the same for all runs. The last batch may be smaller.
@@ -50,6 +51,9 @@ def open_reader(
 
 
 def pinned(batch: Batch) -> Batch:
-    """Copy a batch to pinned memory, on any thread: a new thread's device is the host's first, not this rank's."""
+    """Copy a batch to pinned memory.
+
+    Works on any thread: a new thread would otherwise use the host's first device.
+    """
     devices.current().start()
     return batch.pin_memory()

@@ -1,4 +1,4 @@
-"""Resolve a job against its data set and this host's hardware, the same on all ranks."""
+"""Resolve a job against its data set and this host's hardware. All ranks get the same result."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ T = TypeVar("T")
 def resolve(
     job: TrainJob, dataset: Dataset, context: DistributedContext, earlier: dict[str, TableConfig] | None = None
 ) -> ResolvedJob:
-    """Collective: return the same job on all ranks. Rank 0 chooses `head_rows: auto` and `sharding.tiers: auto`.
+    """Return the same resolved job on all ranks. Rank 0 chooses `head_rows: auto` and
+    `sharding.tiers: auto`. Collective.
 
-    earlier: the tables of the run that this job resumes; their head rows stay as they are.
+    `earlier` holds the tables of the run that this job resumes; their head rows do not change.
     """
 
     def hardware() -> Hardware:
@@ -44,17 +45,20 @@ def resolve(
             heads: dict[str, int] = choose_heads(job, tables, auto, dataset, context.world_size, room, earlier)
             return heads
 
-        return _decided(context, decide)
+        return _broadcast_from_rank0(context, decide)
 
     def choose_tiers(whole: ResolvedJob) -> Any:
         slots_for = from_extra("slots_for", "sharding.tiers=auto")
-        return _decided(context, lambda: slots_for(whole, hardware()))
+        return _broadcast_from_rank0(context, lambda: slots_for(whole, hardware()))
 
     return resolve_job(job, dataset, context.world_size, choose, choose_tiers)
 
 
-def _decided(context: DistributedContext, decide: Callable[[], T]) -> T:
-    """Collective: return rank 0's decision on all ranks. Raises TrainingError on all ranks if rank 0 fails."""
+def _broadcast_from_rank0(context: DistributedContext, decide: Callable[[], T]) -> T:
+    """Return rank 0's decision on all ranks.
+
+    Raises TrainingError on all ranks if rank 0 fails. Collective.
+    """
     message: list[Any] = [None, ""]
     if context.is_main:
         try:

@@ -1,4 +1,5 @@
-"""Open the checkpoints of a run folder, resume from them, and start warm from those of another run."""
+"""Open the checkpoints of a run folder, resume from them, or start warm from the checkpoints of
+another run."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ if TYPE_CHECKING:
 
 
 def config_of(run: str) -> TrainJob | None:
-    """Return the config that another run has saved, None if there is none. Raises TrainingError for a file that is not a job."""
+    """Return the config that another run has saved, None if there is none.
+
+    Raises TrainingError if the file is not a job.
+    """
     path = storage.join(run, "config.yaml")
     return load_saved_job(TrainJob, path) if storage.is_file(path) else None
 
@@ -126,7 +130,10 @@ def earlier_tables(job: TrainJob) -> dict[str, TableConfig]:
 
 
 def describe_job(job: TrainJob, dataset: Dataset, data_order: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of the run that each checkpoint records. Steps of one run have equal hashes."""
+    """Return the description of the run that each checkpoint records.
+
+    Steps of one run have equal hashes.
+    """
     config = asdict(job)
     hashes = {
         "config": _hash(config),
@@ -142,7 +149,8 @@ def _hash(content: Any) -> str:
 
 
 def _has_tiers(model: nn.Module) -> bool:
-    """Whether a copy of the tables in memory would be larger than what tiers leave of them."""
+    """Return True if a table has tiers: a copy of it in memory could need more than the memory that
+    tiers leave free."""
     from pipeline.sharding.torchrec.sharder import ShardedTables
 
     return any(module.has_tiers for module in model.modules() if isinstance(module, ShardedTables))
@@ -169,7 +177,10 @@ def open_checkpoints(
     fence: Callable[[], None] | None,
     replicas: Replicas | None = None,
 ) -> Checkpointer:
-    """Open the run's checkpoints by checkpoint.*. `fence` raises if another run has taken the run folder."""
+    """Open the run's checkpoints by checkpoint.*.
+
+    `fence` raises if another run has taken the run folder.
+    """
     from pipeline.checkpoint.changes import Differential
     from pipeline.checkpoint.checkpointer import Checkpointer
 
@@ -203,13 +214,13 @@ def resume(
     compression: dict[str, str],
     grow: Callable[[str], None] | None = None,
 ) -> dict[str, Any] | None:
-    """Collective: restore the newest intact step. Return its manifest, None for a new run folder.
+    """Restore the newest intact step. Return its manifest, None for a new run folder. Collective.
 
-    grow: as Checkpointer.restore_latest takes it.
+    `grow` is passed to Checkpointer.restore_latest.
 
     Raises:
-        TrainingError: the run folder holds a run over other data or with tables compressed in another way, or any run at
-            all with checkpoint.resume=false.
+        TrainingError: the run folder holds a run on other data or with another compression of tables, or
+            it holds a run and checkpoint.resume=false.
     """
     from pipeline.checkpoint.steps import list_steps
 
@@ -228,7 +239,7 @@ def resume(
             if (then := before.get(table, "whole")) != (now := compression.get(table, "whole")):
                 raise TrainingError(
                     f"{job.run_dir} was trained to step {manifest['step']} with table {table!r} as {then}, this job has {now}: "
-                    "its rows would stand for other ids; keep tables.*.compression, or choose another run_dir"
+                    "its rows would mean other ids; keep tables.*.compression, or choose another run_dir"
                 )
 
     manifest: dict[str, Any] | None = checkpointer.restore_latest(check, grow)
@@ -244,12 +255,13 @@ def start_warm(
     context: DistributedContext,
     dataset: Dataset,
 ) -> None:
-    """Collective: load first weights from another run. The log and warm_start.json say what was done with each table.
+    """Load first weights from another run. The log and warm_start.json report what was done with
+    each table. Collective.
 
-    Tables that the run has not whole are initialized here before.
+    Tables that the other run does not fill completely are initialized first.
 
     Raises:
-        TrainingError: there is no such checkpoint, or a policy of `config` refuses what it holds.
+        TrainingError: there is no such checkpoint, or a policy of `config` refuses its content.
     """
     from pipeline.checkpoint.warm_start import report_json, warm_start
     from pipeline.runtime.logs import get_logger, to_json
@@ -264,16 +276,17 @@ def start_warm(
         storage.publish_text(f"{job.run_dir}/warm_start.json", to_json(report_json(report), indent=1))
 
 
-def growing(
+def table_grower(
     job: TrainJob,
     assembly: ShardedModel,
     optimizer: KeyedOptimizer,
     context: DistributedContext,
     dataset: Dataset,
 ) -> Callable[[str], None]:
-    """Return a function that restores a step whose tables have fewer rows, and initializes the further rows.
+    """Return a collective function that restores a step whose tables have fewer rows and
+    initializes the new rows.
 
-    Collective. It raises CheckpointError where anything but numbers of rows differs.
+    The function raises CheckpointError if anything except the numbers of rows differs.
     """
 
     def grow(path: str) -> None:

@@ -30,9 +30,9 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """`task` is the module inside `model`; `tables` are the logical tables that it uses.
+    """A sharded model. `task` is the module inside `model`; `tables` are its logical tables.
 
-    replicated: each host has tables of its own, by a plan for its ranks.
+    `replicated`: each host has separate tables, by a plan for its own ranks.
     """
 
     tables: list[Table]
@@ -43,7 +43,10 @@ class ShardedModel:
 
 
 def build_sharded_model(resolved: ResolvedJob, context: DistributedContext, initialize: bool = True) -> ShardedModel:
-    """Collective: build, plan and shard. Without `initialize` the caller must fill the tables."""
+    """Build, plan and shard a model.
+
+    Without `initialize` the caller must fill the tables. Collective.
+    """
     task = build_task(resolved, devices.current().device_type)
     return shard(resolved, task, plan_tables(resolved, task, context), context, initialize)
 
@@ -51,7 +54,8 @@ def build_sharded_model(resolved: ResolvedJob, context: DistributedContext, init
 def shard(
     resolved: ResolvedJob, task: TaskModel, plan: PlanRecord, context: DistributedContext, initialize: bool = True
 ) -> ShardedModel:
-    """Collective: wrap `task` in DistributedModelParallel by `plan`; the tables get memory on the rank's device."""
+    """Wrap `task` in DistributedModelParallel by `plan` and allocate the tables on the rank's
+    device. Collective."""
     job, plain = resolved.job, resolved.plain_tables
     if any(isinstance(module.forward, FastLinear) for module in task.modules()):
         logger.info("layers      fp32 products by oneDNN: MKL multiplies at half of this CPU's rate")
@@ -90,7 +94,7 @@ def _tier_folder(job: TrainJob, tables: list[Table], replicated: bool) -> str | 
     """Return the folder for rows of tables with tiers, None if no table has tiers.
 
     Raises:
-        TrainingError: hosts have tables of their own, or no folder is given.
+        TrainingError: hosts have separate tables, or no folder is given.
     """
     names = [table.config_name for table in tables if table.tiers is not None]
     if not names:

@@ -11,10 +11,12 @@ from pipeline.training.optimizer import TrainingOptimizer, clip_dense_gradients,
 
 
 class StepOptimizer:
-    """What the train pipeline calls around backward; one step is `accumulation` micro-batches.
+    """The optimizer that the train pipeline calls around backward. One step is `accumulation`
+    micro-batches.
 
-    Dense gradients add up over the micro-batches. The fused tables update in each backward, with the loss
-    scaled by 1/accumulation: exactly a larger batch for SGD as long as no row recurs, an approximation else.
+    Dense gradients add up over the micro-batches. Fused tables update in each backward, with the
+    loss scaled by 1/accumulation. For SGD this equals one larger batch if no row recurs; otherwise
+    it is an approximation.
     """
 
     def __init__(
@@ -29,7 +31,7 @@ class StepOptimizer:
         self._accumulation = trainer.gradient_accumulation_steps
         self._lookups = fast_lookups(model)
         self.micro_step = 0
-        self.lr_factor = 1.0  # on both rates, beside the schedule's
+        self.lr_factor = 1.0  # multiplies both learning rates, in addition to the schedule
 
     @property
     def step_count(self) -> int:
@@ -40,7 +42,8 @@ class StepOptimizer:
             lookup.step = self.micro_step
         if self.micro_step % self._accumulation == 0:
             apply_schedule(self._optimizer, self._schedule, self.step_count, self.lr_factor)
-            self._optimizer.zero_grad(set_to_none=set_to_none)  # also hands the new rate to the fused tables
+            # also passes the new rate to the fused tables
+            self._optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self) -> None:
         self.micro_step += 1

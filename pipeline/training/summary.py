@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.shell_words import word
 from pipeline.runtime.storage import storage
-from pipeline.training.remarks import undefined
+from pipeline.training.result_warnings import undefined
 from pipeline.training.run_state import best_step
 
 if TYPE_CHECKING:
@@ -31,17 +31,18 @@ class TrainSummary:
     checkpoint: str
     step: int
     stopped_early: bool = False
-    best_step: int | None = None  # by best_metric, among the checkpoints that are there; None: no best one is kept
+    # by best_metric, among the stored checkpoints; None if the run keeps no best step
+    best_step: int | None = None
     best_metric: str = ""
     throughput: dict[str, float] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
     bayes_auc: float | None = None
-    remarks: list[str] = field(default_factory=list)  # on results that can hardly be meant
+    # warnings about results that are probably unintended
+    remarks: list[str] = field(default_factory=list)
     num_bad_rows: int = 0  # quarantined in training, on all ranks; run_dir/quarantine lists them
-    compression: dict[str, Any] = field(
-        default_factory=dict
-    )  # of each compressed table: its parts, bytes and collisions
-    report: str = ""  # the page that shows the run, where one was written
+    # of each compressed table: its parts, bytes and collisions
+    compression: dict[str, Any] = field(default_factory=dict)
+    report: str = ""  # path of the run's page, if one was written
 
 
 def summarize(
@@ -74,7 +75,7 @@ def write_summary(summary: TrainSummary) -> None:
 
 
 def describe(summary: TrainSummary) -> str:
-    """The summary as text for a terminal: files, quality, speed, and the next command."""
+    """Return the summary as text for a terminal: files, quality, speed, and the next command."""
     best = f", best step {summary.best_step} by {summary.best_metric}" if summary.best_step is not None else ""
     trained = "trained to" if summary.throughput else f"nothing was left to train: {summary.run_dir} is at"
     lines = [f"{trained} step {summary.step}{' (stopped early)' if summary.stopped_early else ''}{best}"]
@@ -111,14 +112,17 @@ def describe_run(run_dir: str, checkpoint: str, throughput: dict[str, float]) ->
 
 
 def describe_quality(metrics: dict[str, float], bayes_auc: float | None) -> str:
-    """`bayes_auc` is the best possible AUC of the label, or of the main label if there are several."""
+    """Describe the metrics in one line.
+
+    `bayes_auc` is the best possible AUC of the label, or of the main label.
+    """
     if labels := list(dict.fromkeys(name.rpartition("/")[0] for name in metrics if "/" in name)):
         prefixes = [f"{label}/" for label in labels]
         parts = [
             {name.removeprefix(each): metrics[name] for name in metrics if name.startswith(each)} for each in prefixes
         ]
-        said = [describe_quality(part, None if number else bayes_auc) for number, part in enumerate(parts)]
-        return "; ".join(f"{label}: {text}" for label, text in zip(labels, said, strict=True))
+        texts = [describe_quality(part, None if number else bayes_auc) for number, part in enumerate(parts)]
+        return "; ".join(f"{label}: {text}" for label, text in zip(labels, texts, strict=True))
     if reason := undefined(metrics):
         return f"undefined: {reason}; logloss {metrics['logloss']:.4f}"
     if "auc" not in metrics:

@@ -42,29 +42,29 @@ from pipeline.training.build import build_task
 from pipeline.training.compiled import DenseCompiler
 from pipeline.training.data_order import describe_data_order
 from pipeline.training.hooks.base import TrainingParts
-from pipeline.training.hooks.build import build_hooks, hook_names
-from pipeline.training.hooks.memory import MemoryWatch
+from pipeline.training.hooks.build_hooks import build_hooks, hook_names
 from pipeline.training.input_watch import on_all_ranks
+from pipeline.training.memory_watch import MemoryWatch
 from pipeline.training.optimizer import TrainingOptimizer, build_optimizer
 from pipeline.training.plan import plan_tables
 from pipeline.training.readers import open_reader, open_training_split
-from pipeline.training.remarks import remarks
 from pipeline.training.resolve import resolve
-from pipeline.training.run_state import describe_job, earlier_tables, growing, open_checkpoints, resume, start_warm
+from pipeline.training.result_warnings import result_warnings
+from pipeline.training.run_state import describe_job, earlier_tables, open_checkpoints, resume, start_warm, table_grower
 from pipeline.training.sharded_model import ShardedModel, open_replicas, shard
 from pipeline.training.summary import TrainSummary, summarize, write_summary
 from pipeline.training.trainer import FitResult, Trainer
 
 OpenInput = Callable[[ResolvedJob, DistributedContext], BatchReader]
 Fence = Callable[[], None]  # raises if this run has lost its folder to another
-LOG = "train.log"  # of rank 0, of all starts
+LOG = "train.log"  # log of rank 0, of all attempts
 logger = get_logger("pipeline.train")
 
 
 def train(job: TrainJob, open_input: OpenInput | None = None) -> TrainSummary:
-    """Collective: train, or resume a training. Rank 0 writes the run folder and holds it until the end.
+    """Train, or resume a training run. Rank 0 writes the run folder and holds its lease. Collective.
 
-    open_input: opens the reader of the batches, instead of the reader of the training split.
+    `open_input` opens the reader of the batches, instead of the reader of the training split.
 
     Raises:
         TrainingError: the job does not fit the data, the hardware or the checkpoint in its run folder.
@@ -90,14 +90,14 @@ def train(job: TrainJob, open_input: OpenInput | None = None) -> TrainSummary:
 def _train(
     job: TrainJob, context: DistributedContext, fence: Fence | None, open_input: OpenInput
 ) -> tuple[FitResult, TrainSummary]:
-    """Collective: the recipe."""
-    hook_names(job)  # before anything is loaded: a misspelt one is an error
+    """Run the steps of the recipe. Collective."""
+    hook_names(job)  # before anything is loaded: a misspelled name is an error
     watchdog.beat(phase="loading")
     seed_random_state(job.trainer.seed, context.rank)
     resolved = resolve(job, load_dataset(job.data.path), context, earlier_tables(job))
     job, dataset = resolved.job, resolved.dataset
 
-    # Before memory is allocated: a missing file of the data set shows here.
+    # Before memory is allocated, so that a missing file of the data set fails early.
     reader = on_all_ranks(partial(open_input, resolved, context), context)
     validation_reader = on_all_ranks(partial(open_reader, resolved, "validation", context), context)
 
@@ -115,7 +115,7 @@ def _train(
 
     replicas = open_replicas(sharded, optimizer, job.parallel, context)
     checkpointer, restored = _restore(job, dataset, sharded, optimizer, context, fence, replicas, reader)
-    if restored is None:  # again: the first step must not depend on the numbers drawn so far
+    if restored is None:  # the first step must not depend on the numbers drawn so far
         seed_random_state(job.trainer.seed, context.rank)
 
     with kept_random_state():
@@ -135,7 +135,7 @@ def _train(
 
 @contextmanager
 def _run_folder(job: TrainJob, context: DistributedContext) -> Iterator[Fence | None]:
-    """Hold the run folder, sign and verify checkpoints as the job says, and write the log of rank 0."""
+    """Hold the run folder, sign and verify checkpoints by the job, write the log of rank 0."""
     lease = take_run_folder(job.run_dir, context, job.trainer.lease_ttl_s)
     try:
         with (
@@ -159,16 +159,16 @@ def _restore(
     replicas: Replicas | None,
     reader: BatchReader,
 ) -> tuple[Checkpointer, dict[str, Any] | None]:
-    """Collective: open the run's checkpoints, restore the newest, and return its manifest.
+    """Open the run's checkpoints, restore the newest, and return its manifest. Collective.
 
-    Without a checkpoint the tables start from the run in warm_start, or from their first weights. With a checkpoint they
-    are filled as they were allocated. Tables of a stream may have more rows than the checkpoint's.
+    Without a checkpoint the tables start from the run in warm_start, or from initial weights.
+    Tables of a stream may have more rows than the checkpoint.
     """
     data_order = describe_data_order(job, dataset.fingerprint())
     about = describe_job(job, dataset, data_order, json.loads(encode_record(sharded.plan)))
     about["compression"] = signatures(sharded.tables)
     checkpointer = open_checkpoints(job, sharded.model, optimizer, context, about, fence, replicas)
-    grow = growing(job, sharded, optimizer, context, dataset) if isinstance(reader, StreamReading) else None
+    grow = table_grower(job, sharded, optimizer, context, dataset) if isinstance(reader, StreamReading) else None
     restored = resume(job, checkpointer, data_order, about["compression"], grow)
     if restored is None and job.warm_start is not None:
         start_warm(job, job.warm_start, sharded, optimizer, context, dataset)
@@ -184,13 +184,13 @@ def _open_writer(job: TrainJob, restored: dict[str, Any] | None) -> MetricsWrite
 def _finish(
     job: TrainJob, summary: TrainSummary, result: FitResult, reader: BatchReader, writer: MetricsWriter
 ) -> None:
-    """Write the summary and the report. A run that had no step to train keeps its earlier summary."""
+    """Write the summary and the report. Without a step to train the earlier summary stays."""
     writer.close()
     if not result.throughput or result.preempted:
         return
     steps = reader.steps_per_epoch // job.trainer.gradient_accumulation_steps
-    steps = summary.step if steps >= ENDLESS_STEPS else steps  # the rows of a stream are trained on once
-    summary.remarks = remarks(job.trainer, summary.step, steps, summary.validation, writer.path)
+    steps = summary.step if steps >= ENDLESS_STEPS else steps  # a stream has one epoch
+    summary.remarks = result_warnings(job.trainer, summary.step, steps, summary.validation, writer.path)
     write_summary(summary)
     if job.logger.report and (try_report := if_installed("try_report")):
         summary.report = try_report(job.run_dir)

@@ -1,4 +1,5 @@
-"""Train a model: one loop over steps, with hooks at its named moments (pipeline.training.hooks.base)."""
+"""Train a model: one loop over steps, which calls hooks at named moments
+(pipeline.training.hooks.base)."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from pipeline.data.read.endless import EndOfInputError, TablesFullError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.sharding.torchrec.sharder import TimedTrainPipeline
-from pipeline.training.agreement import NonFiniteLossError, StepAgreement
 from pipeline.training.batch_order import BatchOrder
 from pipeline.training.hooks.base import Hook, HookList, TrainingParts, TrainingState
 from pipeline.training.input_watch import InputWatch
-from pipeline.training.late_agreement import LateAgreement
+from pipeline.training.late_step_sync import LateStepSync
 from pipeline.training.optimizer import TrainingOptimizer
 from pipeline.training.plain_pipeline import PlainPipeline
 from pipeline.training.step_optimizer import StepOptimizer
+from pipeline.training.step_sync import NonFiniteLossError, StepSync
 
 PIPELINES = {"sparse_dist": TimedTrainPipeline, "base": TrainPipelineBase, "plain": PlainPipeline}
 logger = get_logger(__name__)
@@ -33,32 +34,36 @@ logger = get_logger(__name__)
 
 @dataclass
 class FitResult:
-    """`throughput` is empty when no step was left to train; `metrics` are the last evaluation's."""
+    """The result of fit().
+
+    `throughput` is empty if no step was left to train; `metrics` are of the last evaluation.
+    """
 
     step: int
     stopped_early: bool = False
-    preempted: bool = False  # asked to stop by SIGTERM or Ctrl-C; the step is saved
-    interrupted: bool = False  # it was Ctrl-C
+    preempted: bool = False  # stopped by SIGTERM or Ctrl-C; the step is saved
+    interrupted: bool = False  # stopped by Ctrl-C
     throughput: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     num_bad_rows: int = 0  # quarantined in training, on all ranks
 
 
 class Trainer:
-    """Every rank builds one and calls fit()."""
+    """The training loop. Every rank builds one and calls fit()."""
 
     def __init__(self, job: TrainJob, parts: TrainingParts, hooks: Sequence[Hook]) -> None:
         config = job.trainer
         self._config, self._parts, self._hooks = config, parts, HookList(hooks)
         self._optimizer = StepOptimizer(parts.model, parts.optimizer, job.schedule, config)
         self._save_every = job.checkpoint.save_every_steps
-        self._held: Any = None  # a prediction, until it is certain that its batch was trained on
-        agreement = _make_agreement(config, parts, hooks)
-        self._input = InputWatch(parts.reader, agreement, parts.context)
-        self._state = TrainingState(BatchOrder(config, parts.reader), agreement, self._hooks)
+        self._held: Any = None  # a prediction, until it is known whether its batch was skipped
+        sync = _make_sync(config, parts, hooks)
+        self._input = InputWatch(parts.reader, sync, parts.context)
+        self._state = TrainingState(BatchOrder(config, parts.reader), sync, self._hooks)
 
     def fit(self, restored: dict[str, Any] | None = None) -> FitResult:
-        """Collective: train from the restored manifest's step (None: from 0) to the last step, and save there.
+        """Train from the restored manifest's step (None: from 0) to the last step, and save there.
+        Collective.
 
         Raises:
             NonFiniteLossError: the loss is not finite, under the policy `stop` or too often in a row.
@@ -72,7 +77,7 @@ class Trainer:
             try:
                 self._hooks.call("on_fit_start", state)
                 if not state.is_over:
-                    with state.agreement.guarding(self._parts.task):
+                    with state.sync.guarding(self._parts.task):
                         self._train()
                 elif not state.preempted:
                     logger.info("step %d of %d: nothing left to train", state.step, state.total_steps)
@@ -86,11 +91,14 @@ class Trainer:
             interrupted,
             state.throughput,
             state.metrics,
-            state.agreement.num_bad_rows,
+            state.sync.num_bad_rows,
         )
 
     def _train(self) -> None:
-        """Collective: up to the last step. It is evaluated (unless the run was asked to stop) and saved."""
+        """Train to the last step.
+
+        The last step is evaluated (unless the run was asked to stop) and saved. Collective.
+        """
         state, hooks = self._state, self._hooks
         hooks.call("on_train_start", state)
         batches = self._begin()
@@ -109,14 +117,14 @@ class Trainer:
                 break
             state.step += 1
             watchdog.beat(state.step)
-            state.preempted = state.agreement.stop_agreed
+            state.preempted = state.sync.stop_agreed
             hooks.call("on_step_end", state)
         batches.close()
         state.pipeline = None
         hooks.call("on_fit_end", state)
 
     def _begin(self) -> Generator[Batch, None, None]:
-        """A new pipeline, and the batches for it from the state's step on."""
+        """Make a new pipeline, and return the batches for it from the current step on."""
         self._held = None
         self._state.pipeline = self._make_pipeline()
         return self._input.batches(self._state.order.batches(self._state.step))
@@ -124,32 +132,32 @@ class Trainer:
     def _step(self, batches: Generator[Batch, None, None]) -> None:
         state, accumulation = self._state, self._config.gradient_accumulation_steps
         self._optimizer.lr_factor = state.lr_factor
-        # The first step also compiles, and meets memory for the first time.
+        # The first step also compiles and allocates memory.
         with watchdog.stage("training") if state.step == state.start_step else nullcontext():
             for index in range(accumulation):
                 state.micro_step = state.step * accumulation + index
-                state.agreement.stop_wanted |= preemption.wanted()
+                state.sync.stop_wanted |= preemption.wanted()
                 self._hand_on(state.pipeline.progress(batches))
 
     def _hand_on(self, prediction: Any) -> None:
-        """Give hooks the predictions of which it is certain whether their batches were skipped."""
-        state, agreement = self._state, self._state.agreement
-        if agreement.is_late:
+        """Give hooks each prediction as soon as it is known whether its batch was skipped."""
+        state, sync = self._state, self._state.sync
+        if sync.is_late:
             self._held, prediction = prediction, self._held
-        self._hooks.call("on_batch_end", state, None if agreement.was_skipped else prediction)
-        if agreement.is_late and self._must_settle():
-            agreement.settle()
+        self._hooks.call("on_batch_end", state, None if sync.was_skipped else prediction)
+        if sync.is_late and self._must_settle():
+            sync.settle()
             prediction, self._held = self._held, None
-            self._hooks.call("on_batch_end", state, None if agreement.was_skipped else prediction)
+            self._hooks.call("on_batch_end", state, None if sync.was_skipped else prediction)
 
     def _must_settle(self) -> bool:
-        """Whether hooks act on the step that is being trained: it is logged, evaluated or saved, or it is the last."""
-        state, agreement = self._state, self._state.agreement
-        if agreement.input_failure_agreed:
+        """Return True if hooks act on this step: it is logged, evaluated, saved or the last."""
+        state, sync = self._state, self._state.sync
+        if sync.input_failure_agreed:
             return False
         return (
-            agreement.stop_agreed
-            or agreement.save_agreed
+            sync.stop_agreed
+            or sync.save_agreed
             or state.step + 1 >= state.total_steps
             or state.is_due(self._config.log_every_steps, ahead=1)
             or state.is_due(self._save_every, ahead=1)
@@ -157,20 +165,26 @@ class Trainer:
         )
 
     def _step_back(self) -> None:
-        """Stand at the batch that the agreement is about, which may have updated nothing although a step was counted."""
-        late = self._state.agreement.num_batches_late
+        """Go back to the batch that the flags are about.
+
+        It may have updated nothing although a step was counted.
+        """
+        late = self._state.sync.num_batches_late
         self._state.micro_step -= late
         self._state.step -= late
 
     def _has_ended(self) -> bool:
-        """Whether a stream has, in place of a step. Collective after a failure, which it raises; the last whole step is saved
-        where it can be told."""
+        """Return True if the input stream has ended. Collective after a failure of a reader, which
+        it raises on all ranks.
+
+        Hooks save the last complete step before the failure is raised, if that step is known.
+        """
         if failure := self._input.failure():
             self._step_back()
             if isinstance(failure, EndOfInputError):
                 logger.info("step %d  %s", self._state.step, failure)
                 self._state.preempted, self._state.input_ended = preemption.wanted(), True
-                self._state.goes_on_larger = isinstance(failure, TablesFullError) and not self._state.preempted
+                self._state.grow_tables = isinstance(failure, TablesFullError) and not self._state.preempted
                 return True
             # The step of a failed reader updates nothing, but the micro-batches before it have updated the tables.
             if self._config.gradient_accumulation_steps == 1:
@@ -179,7 +193,10 @@ class Trainer:
         return False
 
     def _roll_back(self, error: NonFiniteLossError) -> None:
-        """Collective. Raises NonFiniteLossError where no hook goes back to a checkpoint."""
+        """Restore the step to which a hook goes back.
+
+        Raises NonFiniteLossError if no hook does. Collective.
+        """
         state = self._state
         with watchdog.saving("going back to a checkpoint"):
             manifest = self._hooks.on_non_finite_loss(state, error)
@@ -198,7 +215,8 @@ class Trainer:
     def _make_pipeline(self) -> Any:
         context = self._parts.context
         has_tables = any(isinstance(module, ShardedModule) for module in self._parts.model.modules())
-        # Without tables there is no exchange to overlap, and TorchRec's pipeline would trace the layers themselves.
+        # A model without tables has no exchange to overlap, and TorchRec's pipeline would trace its
+        # layers.
         asked = self._config.pipeline if has_tables else "base"
         kind = PIPELINES[devices.current().pipeline(asked, context.world_size)]
         extra = {"execute_all_batches": True} if kind is TimedTrainPipeline else {}
@@ -206,8 +224,11 @@ class Trainer:
         return kind(self._parts.model, self._optimizer, context.device, **extra)
 
 
-def _make_agreement(config: TrainerConfig, parts: TrainingParts, hooks: Sequence[Hook]) -> StepAgreement:
-    """One that never makes the host wait in a steady step, on a GPU, if the optimizers can leave out an update there."""
+def _make_sync(config: TrainerConfig, parts: TrainingParts, hooks: Sequence[Hook]) -> StepSync:
+    """Build the step's sync.
+
+    On a GPU use the one that does not make the host wait, if optimizers can skip an update there.
+    """
     allowed = config.max_non_finite_steps if config.non_finite_loss != "stop" else 0
     if (
         devices.current().is_asynchronous
@@ -216,5 +237,5 @@ def _make_agreement(config: TrainerConfig, parts: TrainingParts, hooks: Sequence
         and config.gradient_accumulation_steps == 1
         and not any(hook.reads_every_step for hook in hooks)
     ):
-        return LateAgreement(parts.model, parts.optimizer, parts.context.device, allowed)
-    return StepAgreement(allowed, loss_scale=1.0 / config.gradient_accumulation_steps)
+        return LateStepSync(parts.model, parts.optimizer, parts.context.device, allowed)
+    return StepSync(allowed, loss_scale=1.0 / config.gradient_accumulation_steps)

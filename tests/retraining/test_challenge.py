@@ -18,7 +18,7 @@ from pipeline.retraining.statistics import WindowStatistics
 from pipeline.retraining.window_runner import WindowFiles, WindowRunner
 from pipeline.retraining.windows import Window
 from pipeline.runtime.errors import DataError, LimitError, RetrainingError, UserError
-from pipeline.training.agreement import NonFiniteLossError
+from pipeline.training.step_sync import NonFiniteLossError
 from tests.retraining.streams import job
 from tests.support.messages import names
 

@@ -29,7 +29,7 @@ from pipeline.runtime.process import preemption
 from pipeline.training.batch_order import BatchOrder
 from pipeline.training.hooks import progress as progress_hook
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
-from pipeline.training.hooks.build import build_hooks, hook_names
+from pipeline.training.hooks.build_hooks import build_hooks, hook_names
 from pipeline.training.hooks.progress import ProgressBar
 from pipeline.training.hooks.saving import SaveCheckpoints
 from pipeline.training.trainer import FitResult, Trainer
@@ -251,7 +251,7 @@ def test_hooks_of_a_users_come_after_ours_and_before_saving_and_a_misspelt_one_i
     order = names("test_counting", "test_minute_a_step")
     assert order[order.index("early_stop") :] == [
         "early_stop", "plateau", "progressive", "test_counting", "test_minute_a_step", "saving", "publishing", "rollback", "monitor",
-        "heartbeat", "tracker", "table_facts",
+        "heartbeat", "tracker", "table_stats",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="test_counting"):
         names("test_countin")
@@ -328,5 +328,5 @@ def test_the_first_layer_that_is_not_finite_is_named_on_every_rank(ranks: RankPo
     other, own = ranks.run(2, _anomaly, str(tmp_path))
     assert "step 6: found on another rank" in other
     assert re.match(
-        r"step 6: the output of model\.\w+.* infinite of .* in row 3, and so is what it was given; then", own
+        r"step 6: the output of model\.\w+.* infinite of .* in row 3; its input is not finite either; then", own
     )

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline import devices
 from pipeline.devices.process_group import init_distributed
-from pipeline.training.hooks.memory import MemoryWatch, describe_memory
+from pipeline.training.memory_watch import MemoryWatch, describe_memory
 from tests.planner.plans import drawn_plan
 from tests.support.ranks import RankPool
 

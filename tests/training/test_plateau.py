@@ -15,7 +15,7 @@ from pipeline.config.training import CheckpointConfig, EarlyStopConfig, PlateauC
 from pipeline.runtime.errors import TrainingError
 from pipeline.training.batch_order import BatchOrder
 from pipeline.training.hooks.base import HookList, TrainingState
-from pipeline.training.hooks.build import hook_names
+from pipeline.training.hooks.build_hooks import hook_names
 from pipeline.training.lr_schedule import reduced
 from tests.support.messages import names
 from tests.support.ranks import RankPool

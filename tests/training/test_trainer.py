@@ -18,10 +18,10 @@ from pipeline.config.training import (
     SparseOptimizerConfig,
     TrainerConfig,
 )
-from pipeline.training.agreement import NonFiniteLossError
 from pipeline.training.hooks.early_stop import EarlyStop
 from pipeline.training.lr_schedule import apply_schedule
 from pipeline.training.optimizer import clip_dense_gradients
+from pipeline.training.step_sync import NonFiniteLossError
 from tests.support.exchange_paths import PATHS, PathPool
 from tests.support.ranks import RankPool
 from tests.support.sharded_models import build_sharded, digest, draw_batches, full_state

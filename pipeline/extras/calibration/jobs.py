@@ -32,7 +32,7 @@ from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.torchrec.sharding import make_sharders
 from pipeline.training.build import build_task
 from pipeline.training.hooks.base import TrainingParts
-from pipeline.training.hooks.build import build_hooks
+from pipeline.training.hooks.build_hooks import build_hooks
 from pipeline.training.optimizer import build_optimizer
 from pipeline.training.sharded_model import ShardedModel, build_sharded_model
 from pipeline.training.trainer import Trainer

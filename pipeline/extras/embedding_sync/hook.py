@@ -12,7 +12,7 @@ logger = get_logger("pipeline.training")
 
 @register("hook", "replicas")
 class AverageReplicas(Hook):
-    """Does nothing if tables are sharded over all ranks."""
+    """Averages tables of hosts. Does nothing if tables are sharded over all ranks."""
 
     runs_after = "record"  # tables are averaged before another hook reads them
 
@@ -31,7 +31,8 @@ class AverageReplicas(Hook):
             self._replicas.after_step(state.step)
 
     def log_values(self, state: TrainingState) -> dict[str, float]:
-        """Return how often tables were averaged over the hosts since the last line, and the bytes sent for it."""
+        """Return how often and with how many bytes tables were averaged over the hosts since the
+        last line."""
         replicas = self._replicas
         if replicas is None:
             return {}

@@ -9,14 +9,16 @@ from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.logs import job_id
 from pipeline.runtime.process.processes import hostname
 
-TIMEOUT_S = 5.0  # of one request; the SDK tries again within it, and drops what does not arrive
+TIMEOUT_S = 5.0  # of one request; within this time the SDK retries, then it drops the values
 METRICS_PATH = "/v1/metrics"
 
 
 class OtlpGauges:
-    """OTLP over HTTP, by a thread of the SDK: a collector that is away costs the SDK's own warnings, and no step.
+    """Gauges sent by OTLP over HTTP in a thread of the SDK. If the collector is down, the SDK warns
+    and training continues.
 
-    Headers, for instance of a hosted collector's key, come from OTEL_EXPORTER_OTLP_HEADERS in the environment.
+    Headers, for instance the key of a hosted collector, come from OTEL_EXPORTER_OTLP_HEADERS in the
+    environment.
     """
 
     def __init__(self, job: TrainJob) -> None:
@@ -45,5 +47,5 @@ class OtlpGauges:
         self._gauges[name].set(value, labels)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining values and stop."""
         self._provider.shutdown(timeout_millis=1000 * TIMEOUT_S)

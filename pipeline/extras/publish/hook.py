@@ -159,7 +159,7 @@ class PublishDeltas(Hook):
             self._is_due |= (state.step + 1) % self._cadence.steps == 0
         else:
             self._is_due |= self._clock() - self._due_since >= self._cadence.seconds
-        state.agreement.save_wanted |= self._is_due
+        state.sync.save_wanted |= self._is_due
 
     def on_step_end(self, state: TrainingState) -> None:
         if self._publisher is None:
@@ -193,7 +193,7 @@ class PublishDeltas(Hook):
             self._sequence, self._step = answer["sequence"], answer["step"]
             whole = [answer["artifact"]] if "artifact" in answer else []
             delta = [f"delta {self._sequence}: {_describe(answer)}"] if self._sequence else []
-            logger.info("step %d  published as %s", self._step, ", and whole as ".join([*delta, *whole]))
+            logger.info("step %d  published as %s", self._step, " and as complete artifact ".join([*delta, *whole]))
         if self._waiting is not None:
             step, self._waiting = self._waiting, None
             self._submit(step)
@@ -210,7 +210,7 @@ class PublishDeltas(Hook):
         """Publish the last step and wait for it, unless the run was asked to stop, or continues
         with larger tables.
         """
-        if self._publisher is not None and state.goes_on_larger:
+        if self._publisher is not None and state.grow_tables:
             self._publisher.end(at_once=True)
             self._publisher = None
         if self._publisher is None or state.preempted or state.saved_step != state.step:

@@ -1,6 +1,6 @@
 """List, compare and tag runs, show a run as a page, and measure which features matter: the verbs `runs` and `report`."""
 
-COMPONENTS = {"hook": "pipeline.extras.runs.table_facts"}
+COMPONENTS = {"hook": "pipeline.extras.runs.table_stats"}
 FUNCTIONS = {
     "keep_stats": "pipeline.extras.runs.evaluation_stats:keep_stats",
     "permutation_importance": "pipeline.extras.runs.permutation:permutation_importance",

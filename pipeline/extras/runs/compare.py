@@ -20,7 +20,8 @@ from pipeline.extras.runs.intervals import MEASURES, Difference, difference, res
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.shell_words import word
 
-SAME_VARIANT = ("name", "run_dir", "trainer.seed")  # keys that may differ within a variant, and sections:
+# keys and sections that may differ within a variant
+SAME_VARIANT = ("name", "run_dir", "trainer.seed")
 SAME_VARIANT_SECTIONS = ("paths.", "logger.")
 SPLITS = ("test", "validation")  # in order of preference
 # two trainings of one config may differ by this much with several ranks, by the order of sums
@@ -216,7 +217,7 @@ def differing_config(variants: Sequence[Variant]) -> dict[str, list[str]]:
 def describe(metric: str, letter: str, found: Difference) -> str:
     """Return a sentence: B is better by 0.0012 ± 0.0004 (98 %)."""
     if max(abs(found.value), found.half_width) < ROUNDING:
-        return f"{letter}: the same, to rounding"
+        return f"{letter}: the same up to rounding"
     amount = f"{abs(found.value):.{_places(found.half_width)}f} ± {found.half_width:.{_places(found.half_width)}f}"
     chance = f"({100 * found.confidence:g} %)"
     if not found.is_significant:
@@ -224,7 +225,9 @@ def describe(metric: str, letter: str, found: Difference) -> str:
     better = (found.value > 0) == is_higher_better(metric)
     word = ("higher" if found.value > 0 else "lower") if metric == "calibration" else "better" if better else "worse"
     if not found.seeds_known:
-        return f"{letter}'s one model is {word} on these rows by {amount} {chance}; of its config that says nothing"
+        return (
+            f"{letter}'s one model is {word} on these rows by {amount} {chance}; one seed says nothing about its config"
+        )
     return f"{letter} is {word} by {amount} {chance}"
 
 
@@ -265,8 +268,8 @@ def _notes(
     notes = []
     if len(variants) == 1:
         values = [metrics.get("ne", math.nan) for _, metrics in found.values()]
-        spread = f"; their NE lies {max(values) - min(values):.5f} apart" if all(map(math.isfinite, values)) else ""
-        notes.append(f"these runs differ in their seed alone: there is nothing to be better{spread}")
+        spread = f"; their NE differs by {max(values) - min(values):.5f}" if all(map(math.isfinite, values)) else ""
+        notes.append(f"these runs differ only in their seed, so no variant is better{spread}")
     elif has_intervals and any(
         each is not variants[0] and len(each.runs) + len(variants[0].runs) == 2 for each in variants
     ):

@@ -41,7 +41,7 @@ class Bin:
 
 @dataclass(frozen=True)
 class Slice:
-    """The rows whose first id of `feature` is `id`: sums over them; `loss` in nats."""
+    """Sums over the rows whose first id of `feature` is `id`. `loss` is in nats."""
 
     feature: str
     id: int
@@ -209,15 +209,15 @@ def keep_stats(run: str, stats: EvaluationStats, metric: str) -> None:
     path = stats_path(storage.join(run, f"evaluation.{stats.split}.step_{stats.step}.json"))
     write_stats(path, stats)
     sign = -1.0 if is_higher_better(metric) else 1.0
-    others = {}
+    earlier = {}
     for (split, _), other in list_stats(run).items():
         if split == stats.split and not storage.exists(other.removesuffix(SUFFIX) + ".json"):
             try:
-                others[other] = sign * _about(other)["metrics"][metric]
+                earlier[other] = sign * _about(other)["metrics"][metric]
             except (DamagedError, KeyError):
-                others[other] = float("inf")
-    best = min(others, key=lambda each: others[each], default=path)
-    for other in others.keys() - {best, path}:
+                earlier[other] = float("inf")
+    best = min(earlier, key=lambda each: earlier[each], default=path)
+    for other in earlier.keys() - {best, path}:
         storage.remove(other)
 
 

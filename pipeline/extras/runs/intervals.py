@@ -43,7 +43,7 @@ class Difference:
 
     @property
     def is_significant(self) -> bool:
-        """Whether 0 lies outside the interval."""
+        """Return True if 0 is outside the interval."""
         return abs(self.value) > self.half_width
 
     @property

@@ -1,4 +1,5 @@
-"""Show a run as one HTML page that opens from disk and prints: curves, calibration, features, slices, plan."""
+"""Render a run as one HTML page that opens from disk and prints: curves, calibration, features,
+slices, plan."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ logger = get_logger("pipeline.report")
 
 
 def write_report(run: Run, path: str | None = None) -> str:
-    """Write the page, into the run's folder unless `path` says otherwise; returns where."""
+    """Write the page into the run's folder, or to `path`. Return the path."""
     path = path or storage.join(run.path, FILE)
     storage.publish_text(path, render_report(run))
     return path
@@ -185,7 +186,7 @@ def warnings_of(run: Run, metrics: dict[str, float], stats: EvaluationStats | No
         yield f"The code had changes beyond commit {commit.removesuffix('-dirty')}: git cannot restore it."
     yield from _rising_loss(run)
     if stats is None and metrics:
-        yield "The evaluation kept no stats: evaluate the run again for calibration by prediction and for slices."
+        yield "The evaluation has no statistics: evaluate the run again to see calibration by prediction and slices."
 
 
 def _rising_loss(run: Run) -> Iterator[str]:
@@ -197,7 +198,7 @@ def _rising_loss(run: Run) -> Iterator[str]:
         if best < last and measured[best] < measured[last] - 0.0005:
             yield (
                 f"NE on the validation split was best at step {best:,} ({measured[best]:.4f}) and "
-                f"{measured[last]:.4f} at the end: early_stop=auc keeps the best."
+                f"{measured[last]:.4f} at the end: set early_stop=auc to keep the best step."
             )
 
 

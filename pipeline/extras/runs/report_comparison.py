@@ -47,5 +47,5 @@ def render_comparison(comparison: Comparison) -> str:
 
 def _metric_row(row: MetricRow, letters: list[str]) -> list[str]:
     found = zip(letters, row.differences, strict=True)
-    told = "; ".join(describe(row.name, letter, difference) for letter, difference in found if difference)
-    return [row.name, *(metric_text(None if math.isnan(mean) else mean) for mean in row.means), told]
+    described = "; ".join(describe(row.name, letter, difference) for letter, difference in found if difference)
+    return [row.name, *(metric_text(None if math.isnan(mean) else mean) for mean in row.means), described]

@@ -1,4 +1,4 @@
-"""Describe the features of a run for its page, and the values whose predictions are off."""
+"""Describe the features of a run for its page, and the values with bad calibration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def importance_chart(run: Run) -> str:
 
 
 def feature_rows(dataset: Dataset, stats: EvaluationStats | None, run: Run) -> list[list[str]]:
-    """A row per feature, the important ones first; dense features have an importance only."""
+    """Return one row per feature, the most important first.
+
+    Dense features only have an importance.
+    """
     unknown = {each.feature: each for each in stats.slices if each.id == 0} if stats else {}
     measured = {each.feature for each in stats.slices} if stats else set()
     total = float(stats.blocks.rows.sum()) if stats else 0.0

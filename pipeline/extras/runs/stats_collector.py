@@ -29,12 +29,12 @@ class StatsCollector:
     """Collect. Every rank has one collector for each evaluation.
 
     It keeps 9 bytes per row; rank 0 gets the rows of all ranks at the end. With more than
-    `most_rows` rows of all ranks nothing is kept. Slices are of features that use the data set's
+    `max_rows` rows of all ranks nothing is kept. Slices are of features that use the data set's
     ids.
     """
 
-    def __init__(self, reader: ShardReader, context: DistributedContext, most_rows: int = EXACT_ROWS) -> None:
-        self._most_rows, self._num_kept, self._is_too_long = most_rows, 0, False
+    def __init__(self, reader: ShardReader, context: DistributedContext, max_rows: int = EXACT_ROWS) -> None:
+        self._max_rows, self._num_kept, self._is_too_long = max_rows, 0, False
         self._dataset, self._features = reader.dataset_fingerprint, reader.plain_features
         self._context, self._positions, self._num_rows = context, reader.positions(epoch=0), reader.num_rows
         self._num_blocks = min(MAX_BLOCKS, reader.num_rows)
@@ -56,7 +56,7 @@ class StatsCollector:
         parts = (blocks, logits, labels.astype(np.uint8))
         self._rows.append(tuple(torch.from_numpy(part) for part in parts))  # type: ignore[arg-type]
         self._num_kept += len(labels)
-        if self._num_kept > self._most_rows:  # already on this rank alone
+        if self._num_kept > self._max_rows:  # already on this rank alone
             self._rows, self._is_too_long = [], True
             return
         self._add_slices(batch, real, logits, labels)
@@ -79,17 +79,21 @@ class StatsCollector:
         """
         num_rows = torch.tensor(
             self._num_kept, device=self._context.device
-        )  # a rank that stopped reports more than most_rows
+        )  # a rank that stopped reports more than max_rows
         dist.all_reduce(num_rows)
-        if int(num_rows) > self._most_rows:
+        if int(num_rows) > self._max_rows:
             logger.info(
-                "%s  no stats of blocks, slices and reliability: the evaluation has more than %s rows, of which rank 0 would hold each",
-                split, f"{self._most_rows:,}",
-            )  # fmt: skip
+                "%s  no statistics of blocks, slices and reliability: the evaluation has more than %s "
+                "rows, and rank 0 would hold all of them",
+                split,
+                f"{self._max_rows:,}",
+            )
             return None
         kinds = (torch.int32, torch.float32, torch.uint8)
-        local = [torch.cat([rows[index] for rows in self._rows]) if self._rows else torch.empty(0, dtype=kind)
-                 for index, kind in enumerate(kinds)]  # fmt: skip
+        local = [
+            torch.cat([rows[index] for rows in self._rows]) if self._rows else torch.empty(0, dtype=kind)
+            for index, kind in enumerate(kinds)
+        ]
         blocks, logits, labels = (gather_to_main(values, self._context).numpy() for values in local)
         sums = torch.from_numpy(self._sums).to(self._context.device)
         dist.reduce(sums, dst=0)

@@ -1,1 +1,2 @@
-"""What happens around training steps, each concern a hook: logging, profiling, evaluation, saving, rollback."""
+"""Hooks run around training steps, one module for each concern: logging, profiling, evaluation,
+saving, rollback."""

@@ -1,4 +1,4 @@
-"""Count the rows that were quarantined, and end the run where they are more than data.reader.max_bad_fraction."""
+"""Count quarantined rows, and end the run if they exceed data.reader.max_bad_fraction."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ class BadRows(Hook):
     _num_logged = 0
 
     def on_step_end(self, state: TrainingState) -> None:
-        """Raises TrainingError, on every rank, where too many rows are bad; the step is saved."""
-        bad, num_rows = state.agreement.num_bad_rows, state.step * self.job.trainer.global_batch_size
+        """Raise TrainingError on every rank if too many rows are bad.
+
+        The step is saved before that.
+        """
+        bad, num_rows = state.sync.num_bad_rows, state.step * self.job.trainer.global_batch_size
         if problem := too_many_bad(self.parts.reader, bad, num_rows):
             state.hooks.call("on_failure", state)
             raise problem
@@ -31,10 +34,10 @@ class BadRows(Hook):
             self._num_logged = bad
 
     def log_values(self, state: TrainingState) -> dict[str, float]:
-        return {"num_skipped_steps": state.agreement.num_skipped, "num_bad_rows": state.agreement.num_bad_rows}
+        return {"num_skipped_steps": state.sync.num_skipped, "num_bad_rows": state.sync.num_bad_rows}
 
     def saved_values(self, state: TrainingState) -> dict[str, Any]:
-        return {"num_bad_rows": state.agreement.num_bad_rows}
+        return {"num_bad_rows": state.sync.num_bad_rows}
 
     def on_restore(self, state: TrainingState, manifest: dict[str, Any]) -> None:
-        state.agreement.num_bad_rows = manifest.get("num_bad_rows", 0)
+        state.sync.num_bad_rows = manifest.get("num_bad_rows", 0)

@@ -10,17 +10,18 @@
         def log_values(self, state: TrainingState) -> dict[str, float]:
             return {"gradient_norm": self.norm}
 
-`plugins=[my_package] trainer.hooks=[gradient_norm]` runs it, after this release's own hooks and before saving: a step's log
-line is written before, so it holds the value of the step before it. At each moment
-hooks are called in that order. Every rank has hooks of its own and reaches a collective moment at the same step, so a hook
-may communicate there, as long as it does so on every rank. A local moment comes on each rank at its own time.
+`plugins=[my_package] trainer.hooks=[gradient_norm]` runs this hook, after the core's hooks and before
+saving. The log line of a step is written earlier, so it holds the norm of the step before. Hooks are
+called in the same order at each moment. Every rank builds its own hooks and reaches a collective
+moment at the same step, so a hook may communicate there if it does so on every rank. A local moment
+comes on each rank at a different time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -37,16 +38,17 @@ from pipeline.planner.plan_record import PlanRecord
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.logs import MetricsWriter
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.training.agreement import NonFiniteLossError, StepAgreement
 from pipeline.training.batch_order import BatchOrder
-
-if TYPE_CHECKING:
-    from pipeline.training.hooks.memory import MemoryWatch
+from pipeline.training.memory_watch import MemoryWatch
+from pipeline.training.step_sync import NonFiniteLossError, StepSync
 
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """What a training works on. `task` is the module inside `model`: forward(batch) -> (loss, prediction)."""
+    """The parts of a training run.
+
+    `task` is the module inside `model`: forward(batch) -> (loss, prediction).
+    """
 
     model: DistributedModelParallel
     task: nn.Module
@@ -55,34 +57,38 @@ class TrainingParts:
     checkpointer: Checkpointer
     context: DistributedContext
     validation_reader: ShardReader | None = None
-    writer: MetricsWriter | None = None  # on rank 0
+    writer: MetricsWriter | None = None  # only on rank 0
     plan: PlanRecord | None = None
     memory: MemoryWatch | None = None
-    replicas: Replicas | None = None  # where hosts train tables of their own
+    replicas: Replicas | None = None  # set if each host trains separate tables
 
 
 @dataclass
 class TrainingState:
-    """Where a training stands, the same on every rank. A hook may set `stopped_early`, alike on every rank."""
+    """The progress of a training run, equal on every rank.
+
+    A hook may set `stopped_early` if it does so on every rank.
+    """
 
     order: BatchOrder
-    agreement: StepAgreement
+    sync: StepSync
     hooks: HookList
     start_step: int = 0
-    step: int = 0  # the last whole step
-    micro_step: int = 0  # the micro-batch in progress, over all steps
+    step: int = 0  # the last complete step
+    micro_step: int = 0  # the current micro-batch, counted over all steps
     saved_step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
-    metrics_step: int = 0  # at which they were measured; step 0 is never evaluated
+    metrics_step: int = 0  # the step of `metrics`; step 0 is never evaluated
     stopped_early: bool = False
-    lr_factor: float = 1.0  # on both rates, of the steps to come; the plateau hook's
-    preempted: bool = False  # asked to stop by SIGTERM or Ctrl-C
+    lr_factor: float = 1.0  # multiplies both learning rates of later steps; set by the plateau hook
+    preempted: bool = False  # stopped by SIGTERM or Ctrl-C
     input_ended: bool = False  # a stream gives no more rows
-    goes_on_larger: bool = (
-        False  # so it has ended, for tables are full: another training goes on from the last step with larger ones
-    )
-    throughput: dict[str, float] = field(default_factory=dict)  # over all steps but the first; set at the end
-    of_ranks: list[dict[str, float]] = field(default_factory=list)  # at the last log line, where they are watched
+    # The stream has ended because tables are full: the next training run grows them and continues.
+    grow_tables: bool = False
+    # over all steps except the first; set at the end
+    throughput: dict[str, float] = field(default_factory=dict)
+    # at the last log line, if monitoring needs them
+    of_ranks: list[dict[str, float]] = field(default_factory=list)
     pipeline: Any = None  # TorchRec's train pipeline, while steps are trained
 
     @property
@@ -99,15 +105,18 @@ class TrainingState:
 
     @property
     def is_endless(self) -> bool:
-        """Whether it follows a stream without a last step."""
+        """Return True if the run follows a stream without a last step."""
         return self.total_steps >= ENDLESS_STEPS
 
     def is_due(self, every_steps: int, ahead: int = 0) -> bool:
-        """ahead: for a step that many steps after this one."""
+        """Return True every `every_steps` steps. `ahead` asks for a later step."""
         return every_steps > 0 and (self.step + ahead) % every_steps == 0
 
     def is_evaluation_due(self, config: TrainerConfig, ahead: int = 0) -> bool:
-        """By steps or by epochs; the last step is evaluated besides."""
+        """Return True if an evaluation is due by steps or by epochs.
+
+        The last step is evaluated in any case.
+        """
         if self.is_due(config.evaluate_every_steps, ahead):
             return True
         step, every = self.step + ahead, config.evaluate_every_epochs
@@ -116,71 +125,95 @@ class TrainingState:
         return self.order.epochs_done(step) // every > self.order.epochs_done(step - 1) // every
 
     def detach(self) -> None:
-        """Give the model its own forward back: TorchRec's pipeline rewrites that of the tables, for its own batches."""
+        """Restore the forward of the tables, which TorchRec's pipeline replaces for its own
+        batches."""
         if hasattr(self.pipeline, "detach"):
             self.pipeline.detach()
 
 
 class Hook:
-    """Something that happens around training steps. Every moment does nothing unless it is overridden."""
+    """Base class of hooks. Each method does nothing unless a hook overrides it."""
 
-    name = ""  # as it is registered
-    runs_after: ClassVar[str] = ""  # of an extra: it is part of every training, after this hook
-    reads_every_step: ClassVar[bool] = False  # its on_step_end must know whether the step was skipped, on a GPU too
+    name = ""  # the registered name
+    # for a hook of an extra: it runs in every training, after the named hook
+    runs_after: ClassVar[str] = ""
+    # on_step_end must know whether the step was skipped, also on a GPU
+    reads_every_step: ClassVar[bool] = False
 
     def __init__(self, job: TrainJob, parts: TrainingParts) -> None:
         self.job, self.parts = job, parts
 
     def on_restore(self, state: TrainingState, manifest: dict[str, Any]) -> None:
-        """Local. A checkpoint was restored, at the start or by a rollback; `manifest` holds all hooks' saved values."""
+        """A checkpoint was restored, at the start or by a rollback.
+
+        `manifest` holds the saved values of all hooks. Local.
+        """
 
     def on_fit_start(self, state: TrainingState) -> None:
-        """Collective. Also where no step remains to be trained; `state.step` is the restored step, else 0."""
+        """The run starts, even if no step is left to train.
+
+        `state.step` is the restored step, or 0. Collective.
+        """
 
     def on_train_start(self, state: TrainingState) -> None:
-        """Collective. Steps remain, and the first batch is about to be read."""
+        """There are steps to train, and the first batch is read next. Collective."""
 
     def on_step_start(self, state: TrainingState) -> None:
-        """Collective. Before the micro-batches of a step; it may be followed by on_rollback instead of on_step_end."""
+        """A step is about to train its micro-batches. on_step_end or on_rollback follows.
+
+        Collective.
+        """
 
     def on_batch_end(self, state: TrainingState, prediction: Any) -> None:
-        """Local. After a micro-batch's backward; the prediction is None where the batch has updated nothing.
+        """The backward of a micro-batch is done. The prediction is None if the batch has updated
+        nothing. Local.
 
-        On a GPU the prediction may be that of the batch before; none is missing when a step is logged, evaluated or saved.
+        On a GPU the prediction may belong to the batch before. When a step is logged, evaluated or
+        saved, hooks have got all predictions up to it.
         """
 
     def on_step_end(self, state: TrainingState) -> None:
-        """Collective. `state.step` is the step that has just been trained."""
+        """The step `state.step` was trained. Collective."""
 
     def log_values(self, state: TrainingState) -> dict[str, float]:
-        """Collective. What this hook adds to the line of metrics.jsonl that is about to be written."""
+        """Return values to add to the next line of metrics.jsonl. Collective."""
         return {}
 
     def on_evaluation_end(self, state: TrainingState, metrics: dict[str, float]) -> None:
-        """Collective. The model of `state.step` was measured on the validation split."""
+        """The model of `state.step` was measured on the validation split. Collective."""
 
     def saved_values(self, state: TrainingState) -> dict[str, Any]:
-        """Collective. What goes into the manifest of a checkpoint that is about to be saved, as JSON can hold it."""
+        """Return JSON values for the manifest of a checkpoint that is about to be saved.
+
+        Collective.
+        """
         return {}
 
     def saved_files(self, state: TrainingState) -> dict[str, bytes]:
-        """Local. Files by name that this rank writes into a checkpoint that is about to be saved; Checkpointer.read_file reads them."""
+        """Return name -> content of files that this rank adds to a checkpoint.
+
+        Checkpointer.read_file reads them. Local.
+        """
         return {}
 
     def on_non_finite_loss(self, state: TrainingState, error: NonFiniteLossError) -> dict[str, Any] | None:
-        """Collective. The manifest of the checkpoint that was restored; None leaves that to later hooks."""
+        """Restore a checkpoint and return its manifest, or return None to leave this to later
+        hooks. Collective."""
 
     def on_rollback(self, state: TrainingState) -> None:
-        """Collective. `state.step` is the step gone back to; on_restore has been called."""
+        """The run went back to `state.step`. on_restore was called before. Collective."""
 
     def on_failure(self, state: TrainingState) -> None:
-        """Collective. The run ends with an error, and `state.step` is whole: rows cannot be read, say."""
+        """The run ends with an error, but `state.step` is complete.
+
+        Example: rows cannot be read. Collective.
+        """
 
     def on_fit_end(self, state: TrainingState) -> None:
-        """Collective. All steps are trained, or the run was asked to stop."""
+        """All steps are trained, or the run was asked to stop. Collective."""
 
     def close(self) -> None:
-        """Local. Always called, after an error too."""
+        """Release resources. Always called, also after an error. Local."""
 
 
 def _overrides(hook: Hook, moment: str) -> bool:
@@ -195,7 +228,10 @@ class HookList:
         self._with_something_to_do: dict[str, list[Hook]] = {}
 
     def call(self, moment: str, *arguments: Any) -> None:
-        """`moment` is the name of a method of Hook that returns None."""
+        """Call one moment of all hooks.
+
+        `moment` is the name of a method of Hook that returns None.
+        """
         if moment not in self._with_something_to_do:
             self._with_something_to_do[moment] = [hook for hook in self.hooks if _overrides(hook, moment)]
         for hook in self._with_something_to_do[moment]:
@@ -205,7 +241,10 @@ class HookList:
         return {name: value for hook in self.hooks for name, value in hook.log_values(state).items()}
 
     def saved_values(self, state: TrainingState) -> dict[str, Any]:
-        """Raises TrainingError where two hooks save under one name."""
+        """Collect the values of all hooks.
+
+        Raises TrainingError if two hooks save under one name.
+        """
         values: dict[str, Any] = {}
         for hook in self.hooks:
             own = hook.saved_values(state)
@@ -220,7 +259,10 @@ class HookList:
         return {name: content for hook in self.hooks for name, content in hook.saved_files(state).items()}
 
     def on_non_finite_loss(self, state: TrainingState, error: NonFiniteLossError) -> dict[str, Any]:
-        """Collective: the first hook's manifest. Raises `error` where no hook restores a checkpoint."""
+        """Return the manifest of the first hook that restores a checkpoint.
+
+        Raises `error` if no hook does. Collective.
+        """
         for hook in self.hooks:
             manifest = hook.on_non_finite_loss(state, error)
             if manifest is not None:

@@ -1,4 +1,4 @@
-"""Stop a training that no longer improves on the validation split."""
+"""Stop a training run that no longer improves on the validation split."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
 
 class EarlyStop:
-    """Counts evaluations in a row without an improvement; all ranks see the same metrics, so all agree.
+    """Counts consecutive evaluations without an improvement. All ranks see the same metrics and
+    decide the same.
 
-    `best` is negated where higher is better.
+    `best` is negated if a higher metric is better.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class EarlyStop:
 
     def update(self, metrics: dict[str, float]) -> None:
         value = metrics[self._metric]
-        if math.isnan(value):  # a split of one class has no AUC: it says nothing
+        if math.isnan(value):  # the AUC of a split with one class is undefined and not counted
             return
         value = -value if is_higher_better(self._metric) else value
         if self.best is None or value < self.best - self._config.min_delta:

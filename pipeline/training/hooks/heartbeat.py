@@ -1,6 +1,8 @@
-"""Tell a monitor outside the cluster, from rank 0, that a training goes on (logger.heartbeat_url); silence is the alarm.
+"""Report progress from rank 0 to a monitor outside the cluster (logger.heartbeat_url). Silence is
+the alarm.
 
-For what nothing inside a cluster can report: a job that never started again, a scheduler or a Prometheus that is down.
+This detects failures that nothing inside the cluster can report: a job that was never restarted, a
+scheduler or a Prometheus that is down.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ logger = get_logger("pipeline.train")
 
 
 class Heartbeat:
-    """POSTs a JSON object from a thread of its own: at once, and every `every_s` while there is progress.
+    """POSTs a JSON object from a separate thread: at the start, and every `every_s` while there is
+    progress.
 
-    A receiver that is away costs a warning each time it goes, and no step.
+    If the receiver does not answer, one warning is logged and training continues.
     """
 
     def __init__(self, url: str, every_s: float, about: dict[str, object]) -> None:
@@ -40,7 +43,7 @@ class Heartbeat:
         self._thread.start()
 
     def end(self, state: str) -> None:
-        """Send how the training ended, and no more."""
+        """Send the final state and stop."""
         self.state = state
         self._ended.set()
         self._thread.join(2 * TIMEOUT_S)
@@ -55,7 +58,8 @@ class Heartbeat:
         self._send()
 
     def _progress(self) -> tuple[int, float]:
-        """Changes with each step and, where the watchdog runs, with each batch of an evaluation and each stage."""
+        """Return a value that changes with each step and, under a watchdog, with each evaluation
+        batch and stage."""
         return self.step, watchdog.progress_at()
 
     def _send(self) -> None:
@@ -68,7 +72,7 @@ class Heartbeat:
                 self._answers = True
         except (OSError, ValueError) as error:
             if self._answers:
-                # The path of such an address is its key: the host alone is named.
+                # The path of the address may be a secret, so the message names only the host.
                 host = urlsplit(self._url).hostname
                 logger.warning("no heartbeat reaches %s: %s: %s", host, type(error).__name__, error)
             self._answers = False
@@ -76,12 +80,12 @@ class Heartbeat:
 
 @register("hook", "heartbeat")
 class SendHeartbeat(Hook):
-    """Does nothing without logger.heartbeat_url."""
+    """Sends heartbeats if logger.heartbeat_url is set."""
 
     def __init__(self, job: TrainJob, parts: TrainingParts) -> None:
         super().__init__(job, parts)
         self._heartbeat: Heartbeat | None = None
-        self._state = "failed"  # unless on_fit_end comes
+        self._state = "failed"  # until on_fit_end is called
 
     def on_train_start(self, state: TrainingState) -> None:
         url = self.job.logger.heartbeat_url
@@ -94,7 +98,8 @@ class SendHeartbeat(Hook):
 
     def on_step_end(self, state: TrainingState) -> None:
         if self._heartbeat is not None:
-            self._heartbeat.state = "training"  # first: the thread looks at the step
+            # before the step, because the thread checks the step
+            self._heartbeat.state = "training"
             self._heartbeat.step = state.step
 
     def on_fit_end(self, state: TrainingState) -> None:

@@ -1,4 +1,4 @@
-"""Lower both learning rates where the model no longer improves on the validation split."""
+"""Lower both learning rates if the model no longer improves on the validation split."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ logger = get_logger(__name__)
 
 @register("hook", "plateau")
 class ReduceOnPlateau(Hook):
-    """The factor reaches the rates by `state.lr_factor`; a checkpoint holds it and the count, so a resume is exact."""
+    """Multiplies `state.lr_factor`.
+
+    A checkpoint holds the factor and the count, so a resume is exact.
+    """
 
     def __init__(self, job: TrainJob, parts: TrainingParts) -> None:
         super().__init__(job, parts)

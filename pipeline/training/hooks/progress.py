@@ -1,4 +1,7 @@
-"""Show a progress bar of the training on a terminal; elsewhere the log lines show it."""
+"""Show a progress bar of the training on a terminal.
+
+Without a terminal the log lines show progress.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from pipeline.training.hooks.base import Hook, TrainingState
 @register("hook", "progress")
 class ProgressBar(Hook):
     _bar: Progress | None = None
-    _step = 0  # that the bar shows
+    _step = 0  # the step that the bar shows
 
     def on_train_start(self, state: TrainingState) -> None:
         self._open, self._step = ExitStack(), state.step
@@ -28,7 +31,7 @@ class ProgressBar(Hook):
 
     def _show(self, step: int) -> None:
         if self._bar is not None:
-            self._bar.advance(step - self._step)  # less than nothing after a rollback
+            self._bar.advance(step - self._step)  # negative after a rollback
             self._step = step
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
-"""Measure NE on the rows since the last save, each scored before it was trained on (progressive validation).
+"""Measure NE on the rows since the last save, each scored before it was trained on (progressive
+validation).
 
-A training step's own forward is such a score, so it costs no forward of its own. The number goes into the manifest of the
-step that is saved, where publishers hold it against those before.
+The forward of a training step already gives this score, so it costs no extra forward. The manifest
+of the saved step records the NE, and publishing compares it with earlier values.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
 @register("hook", "progressive")
 class ProgressiveValidation(Hook):
-    """Of the main label, where it is binary; does nothing unless deltas are published, or differences saved."""
+    """Measures the main label if it is binary.
+
+    Does nothing unless deltas are published or differences are saved.
+    """
 
     def __init__(self, job: TrainJob, parts: TrainingParts) -> None:
         super().__init__(job, parts)
         self._wanted = job.publishing.when is not None or job.checkpoint.differential
-        self._sums = torch.zeros(3, dtype=torch.float64, device=parts.context.device)  # loss, labels, weights
+        # sums of loss, labels and weights
+        self._sums = torch.zeros(3, dtype=torch.float64, device=parts.context.device)
         self._last: dict[str, float] = {}
 
     def on_batch_end(self, state: TrainingState, prediction: Any) -> None:
@@ -47,7 +52,7 @@ class ProgressiveValidation(Hook):
         return next(iter(clicks(prediction).values()))  # type: ignore[no-any-return]
 
     def saved_values(self, state: TrainingState) -> dict[str, Any]:
-        """Collective."""
+        """Return the NE since the last save for the manifest. Collective."""
         if not self._wanted:
             return {}
         sums = self._sums.clone()
@@ -66,7 +71,7 @@ class ProgressiveValidation(Hook):
 
 
 def normalized_entropy(loss: float, labels: float, weights: float) -> float | None:
-    """None where there are no rows, or of one label alone."""
+    """Return NE, None if there are no rows or all labels are equal."""
     rate = labels / weights if weights else 0.0
     if not 0.0 < rate < 1.0:
         return None

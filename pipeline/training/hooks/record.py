@@ -1,4 +1,5 @@
-"""Keep a run folder's record: its config and plan, and a line of starts.jsonl for each start; say what a run goes on from."""
+"""Write a run folder's record (config, plan, a line of starts.jsonl per start), and log the step
+that a run resumes from."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ logger = get_logger("pipeline.train")
 
 @register("hook", "record")
 class RunRecord(Hook):
-    """Config, plan and starts.jsonl are written when the first batch is about to be read: until then nothing of a run changes."""
+    """Writes config, plan and starts.jsonl just before the first batch is read.
+
+    Before that nothing in the folder changes.
+    """
 
     def __init__(self, job: TrainJob, parts: TrainingParts) -> None:
         super().__init__(job, parts)
@@ -37,11 +41,15 @@ class RunRecord(Hook):
         self._manifest = manifest
 
     def on_fit_start(self, state: TrainingState) -> None:
-        """Raises TrainingError for a finished run and a job that asks for other weights."""
-        if self._manifest is None or "config" not in self._manifest:  # a test's own
+        """Log what differs from the earlier run.
+
+        Raises TrainingError if the run is finished and the job would train other weights.
+        """
+        # manifests of tests may lack a config
+        if self._manifest is None or "config" not in self._manifest:
             return
         found = differences(self.job, self._manifest["config"])
-        told: dict[str, object] = {}
+        log_fields: dict[str, object] = {}
         if state.is_over:
             lines = [text] if (text := check_finished(self.job.run_dir, state.step, found)) else []
         else:
@@ -50,7 +58,7 @@ class RunRecord(Hook):
                 f"resumed from step {state.step}, trained on {ranks} rank(s) with torch {libraries.get('torch', '?')}; "
                 f"{state.total_steps - state.step} steps to go; attempt {attempt()}"
             ]
-            told = {
+            log_fields = {
                 "event": "resumed",
                 "step": state.step,
                 "steps_to_go": state.total_steps - state.step,
@@ -58,11 +66,11 @@ class RunRecord(Hook):
             }
             lines += describe_differences(found)
         for line in lines:
-            logger.info("%s %s", self.job.run_dir, line, extra=fields(**told))
-            told = {}
+            logger.info("%s %s", self.job.run_dir, line, extra=fields(**log_fields))
+            log_fields = {}
 
     def on_train_start(self, state: TrainingState) -> None:
-        """Rank 0 alone writes; parts of a test have no plan."""
+        """Write config, plan and start on rank 0."""
         if self.parts.writer is None or self.parts.plan is None:
             return
         save_job(self.job, f"{self.job.run_dir}/config.yaml")
@@ -72,7 +80,10 @@ class RunRecord(Hook):
 
 
 def describe_start(step: int, world_size: int) -> dict[str, Any]:
-    """When, where and by what a training begins, or goes on, after `step`; credentials are masked."""
+    """Describe when, where and with which command a training starts or resumes after `step`.
+
+    Credentials are masked.
+    """
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "from_step": step,
@@ -86,14 +97,15 @@ def describe_start(step: int, world_size: int) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Of the checkout that the code is in, with "-dirty" where files differ from it; empty for an installed package."""
+    """Return the commit of the code's checkout, with "-dirty" if files differ; "" for an installed
+    package."""
     root = Path(pipeline.__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return ""
-    words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(
-            words, capture_output=True, text=True, timeout=10, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+            command, capture_output=True, text=True, timeout=10, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

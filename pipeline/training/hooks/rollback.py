@@ -1,7 +1,9 @@
-"""Go back to a checkpoint after a loss that stays non-finite, past the batches read since; or stop and name the rows.
+"""Go back to a checkpoint after repeated non-finite losses and skip the batches read since; or stop
+and name the rows.
 
-The same batches would lead to the same weights bit for bit, and so to the same loss: the batches from the checkpoint to
-the last bad one are left out, as in PaLM (https://arxiv.org/abs/2204.02311, section 5.1).
+The same batches would give the same weights and therefore the same loss. So the batches from the
+checkpoint to the last bad one are skipped, as in PaLM (https://arxiv.org/abs/2204.02311, section
+5.1).
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import torch.distributed as dist
 from pipeline.checkpoint.steps import list_steps
 from pipeline.config.registry import register
 from pipeline.runtime.logs import get_logger
-from pipeline.training.agreement import NonFiniteLossError
 from pipeline.training.hooks.base import Hook, TrainingState
+from pipeline.training.step_sync import NonFiniteLossError
 
 MAX_NAMED = 10
 logger = get_logger(__name__)
@@ -22,15 +24,16 @@ logger = get_logger(__name__)
 
 @register("hook", "rollback")
 class Rollback(Hook):
-    """Under trainer.non_finite_loss=rollback: once, and the second time the run stops."""
+    """Rolls back once under trainer.non_finite_loss=rollback. The second time the run stops."""
 
-    _skipped = (0, 0)  # of the rollback in progress: what state.order.skipped is to hold besides
+    _skipped = (0, 0)  # of the rollback in progress: the entry to add to state.order.skipped
 
     def on_non_finite_loss(self, state: TrainingState, error: NonFiniteLossError) -> dict[str, Any]:
-        """Collective: restore the newest checkpoint before the bad steps; its manifest.
+        """Restore the newest checkpoint before the bad steps and return its manifest. Collective.
 
         Raises:
-            NonFiniteLossError: the policy is not rollback, it has happened before, or there is nothing to go back to.
+            NonFiniteLossError: the policy is not rollback, the run has rolled back before, or there is no
+                earlier checkpoint.
         """
         accumulation, checkpointer = state.order.accumulation, self.parts.checkpointer
         micro_step = state.micro_step  # the micro-batch whose loss is not finite
@@ -43,7 +46,7 @@ class Rollback(Hook):
             raise error
         manifest: dict[str, Any] = checkpointer.restore(steps[-1])
         checkpointer.clear_after(steps[-1])
-        state.agreement.forget()
+        state.sync.forget()
         self._skipped = (steps[-1], last + 1 - steps[-1])
         logger.warning(
             "the loss was not finite %d times in a row (steps %d to %d): back to step %d, past the batches of %d steps. %s",
@@ -55,7 +58,7 @@ class Rollback(Hook):
         state.order.skipped.append(self._skipped)
 
     def _why_not(self, state: TrainingState, first: int, steps: list[int]) -> str | None:
-        """None where a rollback is due and possible; else what to add to the error."""
+        """Return None if a rollback is due and possible, otherwise a text to add to the error."""
         if self.job.trainer.non_finite_loss != "rollback":
             return ""
         if state.order.skipped:
@@ -66,7 +69,8 @@ class Rollback(Hook):
         return None
 
     def _name_rows(self, state: TrainingState, error: NonFiniteLossError, micro_position: int) -> str:
-        """Collective: the rows at fault over all ranks; where no row's own loss is at fault, those with the largest."""
+        """Return a text that names the rows with a non-finite loss over all ranks, or with the
+        largest loss. Collective."""
         context = self.parts.context
         places = self.parts.reader.locate(*state.order.locate(micro_position), error.rows)
         local = (error.num_at_fault, [(*place, loss) for place, loss in zip(places, error.losses, strict=True)])

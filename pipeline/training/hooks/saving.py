@@ -1,4 +1,5 @@
-"""Save checkpoints by steps, by minutes, where one is the best so far, and at the end; a save that fails does what checkpoint.on_failure says."""
+"""Save checkpoints by steps, by minutes, at a new best step, and at the end. checkpoint.on_failure
+handles a failed save."""
 
 from __future__ import annotations
 
@@ -15,30 +16,42 @@ from pipeline.runtime.errors import CheckpointError, StepTakenError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.distributed import true_on_any_rank
-from pipeline.training.agreement import NonFiniteLossError
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 from pipeline.training.hooks.early_stop import EarlyStop
+from pipeline.training.step_sync import NonFiniteLossError
 
 logger = get_logger(__name__)
 
 
 class Saving:
-    """Collective. An asynchronous save is known to have failed when the next one is due, or at finish()."""
+    """Saves steps.
+
+    Collective. A failed asynchronous save is reported when the next save is due, or by finish().
+    """
 
     def __init__(self, config: CheckpointConfig, checkpointer: Checkpointer) -> None:
         self._config, self._checkpointer = config, checkpointer
-        self._is_pending = False  # a save was begun, and how it ended is not known
-        self._failures: list[CheckpointError] = []  # in a row, the last save's included
+        self._is_pending = False  # a save was started and its result is not known yet
+        # consecutive failures, including the last save's
+        self._failures: list[CheckpointError] = []
 
     def check_space(self, step: int, total_steps: int) -> None:
-        """Before training. Raises CheckpointError where the checkpoints to be kept do not fit."""
-        every, num_saves = self._config.save_every_steps, None  # as many as minutes pass
+        """Check before training that the checkpoints to keep fit.
+
+        Raises CheckpointError if they do not.
+        """
+        # None: the number of saves depends on the time
+        every, num_saves = self._config.save_every_steps, None
         if self._config.save_every_minutes is None:
             num_saves = 1 + ((total_steps - 1) // every - step // every if every else 0)
         self._checkpointer.check_free_space(num_saves)
 
     def save(self, step: int, values: dict[str, Any], files: dict[str, bytes] | None = None) -> None:
-        """Raises CheckpointError for a save that failed, where the policy is to stop or has been patient enough."""
+        """Save a step.
+
+        Raises CheckpointError if the save failed and the policy is to stop or the failures are too
+        many.
+        """
         started = time.monotonic()
         self._await_pending()
         try:
@@ -47,13 +60,16 @@ class Saving:
             self._note(error)
             return
         self._is_pending = True
-        done = "copied, it goes" if self._checkpointer.asynchronous else "saved"
+        done = "copied; writing" if self._checkpointer.asynchronous else "saved"
         logger.info("step %d  %s to %s in %.1f s", step, done, path, time.monotonic() - started)
         if not self._checkpointer.asynchronous:
             self._await_pending()
 
     def finish(self) -> None:
-        """Wait for what is in flight. Raises CheckpointError when the last save failed, whatever the policy."""
+        """Wait for a save in progress.
+
+        Raises CheckpointError if the last save failed, under any policy.
+        """
         self._await_pending()
         if self._failures:
             raise self._failures[-1]
@@ -70,15 +86,18 @@ class Saving:
 
     def _note(self, error: CheckpointError) -> None:
         self._failures.append(error)
-        count, most = len(self._failures), self._config.max_failures_in_a_row
-        if self._config.on_failure == "stop" or isinstance(error, StepTakenError) or count >= most:
+        count, limit = len(self._failures), self._config.max_failures_in_a_row
+        if self._config.on_failure == "stop" or isinstance(error, StepTakenError) or count >= limit:
             raise error
-        logger.warning("%s; training goes on (checkpoint.on_failure=continue, failure %d of %d)", error, count, most)
+        logger.warning("%s; training continues (checkpoint.on_failure=continue, failure %d of %d)", error, count, limit)
 
 
 @register("hook", "saving")
 class SaveCheckpoints(Hook):
-    """Rank 0's clock says when checkpoint.save_every_minutes have passed, and the ranks agree on the step in their loss."""
+    """Saves when a step is due.
+
+    Rank 0's clock decides checkpoint.save_every_minutes, and ranks share the flag with the loss.
+    """
 
     def __init__(self, job: TrainJob, parts: TrainingParts, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(job, parts)
@@ -89,7 +108,10 @@ class SaveCheckpoints(Hook):
         self._best_step = 0
 
     def on_evaluation_end(self, state: TrainingState, metrics: dict[str, float]) -> None:
-        """A step that is saved already, and evaluated after a resume, is no candidate: its manifest lacks the metrics."""
+        """Remember the best step.
+
+        A step that was saved before its evaluation is not a candidate: its manifest has no metrics.
+        """
         if not self.job.checkpoint.save_best or state.saved_step == state.step:
             return
         self._best.update(metrics)
@@ -112,15 +134,16 @@ class SaveCheckpoints(Hook):
         self._saved_at = self._clock()
 
     def on_step_start(self, state: TrainingState) -> None:
-        state.agreement.save_wanted = self.parts.context.is_main and self._clock() - self._saved_at >= self._every_s
+        state.sync.save_wanted = self.parts.context.is_main and self._clock() - self._saved_at >= self._every_s
 
     def on_step_end(self, state: TrainingState) -> None:
-        is_due = state.agreement.save_agreed or state.is_due(self.job.checkpoint.save_every_steps)
+        is_due = state.sync.save_agreed or state.is_due(self.job.checkpoint.save_every_steps)
         is_due |= self.job.checkpoint.save_best and self._best_step == state.step
-        if state.preempted or not (is_due or state.is_last):  # on_fit_end saves the last step of a run that stops
+        # on_fit_end saves the last step of a run that stops
+        if state.preempted or not (is_due or state.is_last):
             return
         self._save(state)
-        # A SIGTERM that came meanwhile is not to cost another step and another save.
+        # If SIGTERM came during the save, stop here, without another step and save.
         wanted = preemption.wanted() and not state.is_last
         state.preempted |= true_on_any_rank(wanted, self.parts.context)
 
@@ -128,7 +151,10 @@ class SaveCheckpoints(Hook):
         self._saving.finish()
 
     def on_failure(self, state: TrainingState) -> None:
-        """The step is saved if it can be: an error of its own must not hide the one that ends the run."""
+        """Try to save the step.
+
+        An error of this save is only logged, so that it does not hide the error that ends the run.
+        """
         if state.step > state.saved_step:
             try:
                 self._save(state)

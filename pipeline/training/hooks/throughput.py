@@ -20,12 +20,13 @@ from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.table_storage import TierStats
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
-QUALITY = {"ne": "NE", "mse": "MSE", "loss": "loss"}  # the first of these that is measured stands in the log line
+# the log line shows the first of these that is measured
+QUALITY = {"ne": "NE", "mse": "MSE", "loss": "loss"}
 logger = get_logger("pipeline.training")
 
 
 def _quality(values: dict[str, float]) -> str:
-    """Of one label; of several, each by its name."""
+    """Return the quality for the log line; with several labels, each by its name."""
     of_labels: dict[str, str] = {}
     for name, text in QUALITY.items():
         for key in values:
@@ -37,7 +38,10 @@ def _quality(values: dict[str, float]) -> str:
 
 @register("hook", "throughput")
 class StepLog(Hook):
-    """Its clock runs during training steps alone: evaluation and saving are not on it."""
+    """Logs training metrics and rates.
+
+    Its clock runs only during training steps, not during evaluation and saving.
+    """
 
     def __init__(self, job: TrainJob, parts: TrainingParts) -> None:
         super().__init__(job, parts)
@@ -47,21 +51,23 @@ class StepLog(Hook):
             make_measure(parts.context, parts.reader.batch_size, window) if make_measure else None
         )
         self._seconds = self._step_seconds = 0.0
-        self._num_steps = self._num_logged = 0  # timed so far, and at the last line
+        self._num_steps = self._num_logged = 0  # timed so far, and until the last log line
         self._started = self._waited_before = 0.0
-        # Of this process, all its threads. Asking costs up to half a small model's step, so steps are counted in runs of many.
+        # CPU time of all threads of this process. Reading it can take half of a small model's step,
+        # so it is read once for many steps.
         self._cpu_seconds = 0.0
         self._cpu_started: float | None = None
         self._comms = CommsWait() if parts.context.backend in MEASURED_BACKENDS else None
         self._comms_seconds = 0.0
-        self._logged = self._after_first = (0.0, 0.0, 0.0, 0.0)  # seconds: all, input stall, comms, CPU
+        # seconds: total, input stall, comms, CPU
+        self._logged = self._after_first = (0.0, 0.0, 0.0, 0.0)
         clock = if_installed("tier_clock")
         self._tiers = clock(parts.model) if clock else None
         self._tiers_logged = self._tiers_after_first = TierStats()
         self._open = ExitStack()
 
     def on_train_start(self, state: TrainingState) -> None:
-        if self._comms:  # the share of waiting for collectives, where the backend lets it be measured
+        if self._comms:  # the time in collectives, if the backend can measure it
             self._open.enter_context(self._comms.clocked(self.parts.task))
 
     def on_step_start(self, state: TrainingState) -> None:
@@ -80,7 +86,7 @@ class StepLog(Hook):
         self._started = now
 
     def on_step_end(self, state: TrainingState) -> None:
-        """Collective where a line is due."""
+        """Count the step. Collective if a line is due."""
         self._seconds += self._step_seconds
         self._comms_seconds += self._waited() - self._waited_before
         self._num_steps += 1
@@ -89,13 +95,14 @@ class StepLog(Hook):
         due = state.is_due(self.job.trainer.log_every_steps)
         if due or state.is_over or self._num_steps == 1 or state.is_evaluation_due(self.job.trainer):
             self._count_cpu()
-        if self._num_steps == 1:  # the first step also builds: pipeline stages, DDP buckets, threads
+        # the first step also creates pipeline stages, DDP buckets and threads
+        if self._num_steps == 1:
             self._after_first, self._tiers_after_first = self._now(), self._tier_stats()
         if not state.preempted and (due or state.is_last):
             self._write(state)
 
     def _count_cpu(self) -> None:
-        """Of the steps since the last count; what follows until the next step is none of theirs."""
+        """Add the CPU time of the steps since the last count. Work between steps is not counted."""
         if self._cpu_started is not None:
             self._cpu_seconds += time.process_time() - self._cpu_started
             self._cpu_started = None
@@ -110,7 +117,8 @@ class StepLog(Hook):
         return self._seconds, self.parts.reader.stall_seconds, self._comms_seconds, self._cpu_seconds
 
     def _write(self, state: TrainingState) -> None:
-        """Collective: one line for the steps timed since the last; after a rollback those that it left out included."""
+        """Write one line for the steps timed since the last line, including steps that a rollback
+        dropped. Collective."""
         values = {
             **(self._measure.compute() if self._measure else {}),
             **self._rates(self._num_steps - self._num_logged, self._logged, self._tiers_logged),
@@ -132,13 +140,14 @@ class StepLog(Hook):
             describe_tiers(values),
             describe_comms_wait(values),
             values["peak_memory_gb"],
-            _to_come(state, values, self._seconds / self._num_steps),
+            _remaining(state, values, self._seconds / self._num_steps),
         )
         if self.parts.writer:
             self.parts.writer.write("train", state.step, values)
 
     def _of_this_rank(self) -> dict[str, float]:
-        """Since the last line, a step on average; comms_seconds is left out where the backend does not let it be measured."""
+        """Return averages per step since the last line. comms_seconds is missing if the backend
+        cannot measure it."""
         seconds, stall, comms, _ = (now - then for now, then in zip(self._now(), self._logged, strict=True))
         steps = max(1, self._num_steps - self._num_logged)
         values = {"step_seconds": seconds / steps, "input_stall_seconds": stall / steps}
@@ -154,7 +163,7 @@ class StepLog(Hook):
             self.parts.writer.drop_after(state.step)
 
     def on_fit_end(self, state: TrainingState) -> None:
-        """Collective: rates over all steps but the first."""
+        """Set the rates over all steps except the first. Collective."""
         rates = self._rates(self._num_steps - 1, self._after_first, self._tiers_after_first)
         state.throughput = {**rates, "peak_memory_gb": peak_memory_gb(self.parts.context)}
 
@@ -170,7 +179,7 @@ class StepLog(Hook):
             / max(cpu * self.parts.context.world_size, 1e-9),
             "input_stall_percent": 100 * stall / seconds,
         }
-        if self._tiers:  # of rank 0: where another waits for its SSD, this one waits for it in a collective
+        if self._tiers:  # only of rank 0, which waits in collectives for the SSDs of other ranks
             rates |= self._tiers.rates(tiers_since, seconds, num_steps)
         return rates | ({"comms_percent": 100 * comms / seconds} if self._comms else {})
 
@@ -179,7 +188,7 @@ class StepLog(Hook):
 
 
 def describe_tiers(rates: dict[str, float]) -> str:
-    """Describe how tables on an SSD did; empty if no table has tiers."""
+    """Return the rates as text, "" if no table has tiers."""
     if "tier_stall_percent" not in rates:
         return ""
     return (
@@ -188,8 +197,8 @@ def describe_tiers(rates: dict[str, float]) -> str:
     )
 
 
-def _to_come(state: TrainingState, values: dict[str, float], step_seconds: float) -> str:
-    """How long the training takes still; of a stream, how far behind it is."""
+def _remaining(state: TrainingState, values: dict[str, float], step_seconds: float) -> str:
+    """Return the estimated remaining time; for a stream, how far behind the training is."""
     if not state.is_endless:
         return f"{(state.total_steps - state.step) * step_seconds:.0f} s left"
     behind = [
@@ -204,21 +213,26 @@ def describe_comms_wait(rates: dict[str, float]) -> str:
 
 
 def peak_memory_gb(context: DistributedContext) -> float:
-    """Collective: GiB of the rank that needed most; see own_peak_memory_gb."""
+    """Return the peak memory in GiB of the rank that used most; see own_peak_memory_gb.
+
+    Collective.
+    """
     value = torch.tensor(own_peak_memory_gb(), device=context.device)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value)
 
 
 def own_peak_memory_gb() -> float:
-    """GiB of this rank at its most: device memory on GPUs, resident memory elsewhere."""
+    """Return this rank's peak memory in GiB: device memory on GPUs, otherwise resident memory."""
     return devices.current().peak_memory_bytes() / 2**30
 
 
 def of_ranks(context: DistributedContext, values: dict[str, float]) -> list[dict[str, float]]:
-    """Collective: each rank's values, which have the same names, by rank; with its straggler_score if comms_seconds is known.
+    """Return each rank's values in the order of ranks, with its straggler_score if comms_seconds is
+    known. Collective.
 
-    Collectives make the step times of all ranks equal, so without it a score would be 1 however slow a rank is.
+    All ranks must pass the same names. Collectives make the step times of all ranks equal, so the
+    score needs comms_seconds.
     """
     own = torch.tensor(list(values.values()), dtype=torch.float64, device=context.device)
     gathered = [torch.empty_like(own) for _ in range(context.world_size)]
@@ -231,6 +245,9 @@ def of_ranks(context: DistributedContext, values: dict[str, float]) -> list[dict
 
 
 def straggler_scores(busy_seconds: list[float]) -> list[float]:
-    """How many times as long as the median rank each one is busy in a step, its waits for others left out."""
+    """Return the busy time per step of each rank divided by the median of all ranks.
+
+    Waiting for others is not busy time.
+    """
     middle = max(statistics.median(busy_seconds), 1e-9)
     return [seconds / middle for seconds in busy_seconds]

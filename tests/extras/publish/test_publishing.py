@@ -68,7 +68,7 @@ def _hook(when: str) -> tuple[PublishDeltas, Any, Clock, Publications]:
     parts: Any = SimpleNamespace(context=SimpleNamespace(is_main=True))
     hook = PublishDeltas(job, parts, clock, start)
     state = SimpleNamespace(
-        step=0, saved_step=0, preempted=False, goes_on_larger=False, agreement=SimpleNamespace(save_wanted=False)
+        step=0, saved_step=0, preempted=False, grow_tables=False, sync=SimpleNamespace(save_wanted=False)
     )
     hook.on_train_start(state)  # type: ignore[arg-type]
     return hook, state, clock, made[0]
@@ -76,10 +76,10 @@ def _hook(when: str) -> tuple[PublishDeltas, Any, Clock, Publications]:
 
 def _step(hook: PublishDeltas, state: Any) -> None:
     """As the trainer and the hook that saves do it."""
-    state.agreement.save_wanted = False
+    state.sync.save_wanted = False
     hook.on_step_start(state)
     state.step += 1
-    if state.agreement.save_wanted:
+    if state.sync.save_wanted:
         state.saved_step = state.step
     hook.on_step_end(state)
 

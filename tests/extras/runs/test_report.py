@@ -98,7 +98,7 @@ def test_what_a_colleague_would_point_at_stands_on_top(run_as_trained: Path, tmp
     for file in run.glob("*.parquet"):
         file.unlink()
     found = " ".join(warnings_of(open_run(str(run)), {"calibration": 1.2}, None))
-    for text in ("stopped at step 30", "20% too high", "kept no stats"):
+    for text in ("stopped at step 30", "20% too high", "has no statistics"):
         assert text in found
     page = render_report(open_run(str(run)))  # without what is gone
     assert "Reliability" not in page and 'aria-label="warnings"' in page

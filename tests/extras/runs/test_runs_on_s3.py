@@ -52,7 +52,7 @@ def test_runs_in_an_object_store_are_read_as_local_ones(run_as_trained: Path, tm
     shown = _say("show", first)
     assert shown.replace(first, "") == _say("show", str(local)).replace(str(local), "")
     compared = _say("compare", first, second, f"html=s3://{BUCKET}/compared.html")
-    assert mentions(compared, f"{first} {second} ne the same, to rounding")
+    assert mentions(compared, f"{first} {second} ne the same up to rounding")
     assert first in storage.read_text(f"s3://{BUCKET}/compared.html")
     assert "tags: keep" in _say("tag", first, "keep", "note='from afar'")
     page = report_verb.report(load_config(ReportJob, [f"run={first}"]))

@@ -1,6 +1,7 @@
-"""Name the first layer whose output, or gradient, is not finite: debug=anomaly, or trainer.hooks=[anomaly].
+"""Name the first layer whose output or gradient is not finite: debug=anomaly, or
+trainer.hooks=[anomaly].
 
-Every layer's output is looked at, so steps are slow; the run ends at the first finding.
+The hook checks every layer's output, so steps are slow. The run ends at the first finding.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from pipeline.config.registry import register
 from pipeline.runtime.errors import TrainingError
-from pipeline.training.agreement import NonFiniteLossError
 from pipeline.training.hooks.base import Hook, TrainingState
+from pipeline.training.step_sync import NonFiniteLossError
 
 
 class AnomalyError(TrainingError):
-    """A number of a layer is NaN or infinite; the message says which layer's, and how many of them."""
+    """A number of a layer is NaN or infinite.
+
+    The message names the layer and counts the numbers.
+    """
 
 
 @register("hook", "anomaly")
@@ -43,7 +47,9 @@ class AnomalyWatch(Hook):
         for index, tensor in enumerate(_tensors(output)):
             if problem := _problem(tensor):
                 which = "" if index == 0 else f"[{index}]"
-                before = "" if all(not _problem(each) for each in _tensors(inputs)) else ", and so is what it was given"
+                before = (
+                    "" if all(not _problem(each) for each in _tensors(inputs)) else "; its input is not finite either"
+                )
                 self._found.append(f"the output{which} of {name} ({type(module).__name__}) has {problem}{before}")
 
     def _look_at_gradient(self, name: str, gradient: torch.Tensor) -> None:
@@ -57,7 +63,7 @@ class AnomalyWatch(Hook):
         self._agree(state.step + 1, str(error))
 
     def _agree(self, step: int, otherwise: str = "") -> None:
-        """Collective. Raises AnomalyError on every rank where one has found something."""
+        """Raise AnomalyError on every rank if any rank has found something. Collective."""
         found = torch.tensor([float(bool(self._found))], device=self.parts.context.device)
         if self.parts.context.world_size > 1:
             dist.all_reduce(found)
@@ -76,7 +82,10 @@ class AnomalyWatch(Hook):
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """Those in a layer's inputs or output; proxies of a trace and what is still to be waited for are none."""
+    """Return the tensors in a layer's inputs or output.
+
+    Trace proxies and awaitables are not tensors.
+    """
     if type(value) in (torch.Tensor, nn.Parameter):
         return [value]
     if isinstance(value, KeyedTensor):
@@ -89,7 +98,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _problem(tensor: torch.Tensor) -> str:
-    """Empty where all numbers are finite."""
+    """Describe the numbers that are not finite; "" if all are finite."""
     if not tensor.is_floating_point() or bool(torch.isfinite(tensor).all()):
         return ""
     nan, infinite = int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum())

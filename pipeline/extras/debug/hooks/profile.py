@@ -1,4 +1,5 @@
-"""Record the training steps that `profile=steps:50-60` names: a trace for Perfetto, and a table of where time went."""
+"""Record the training steps that `profile=steps:50-60` names: a trace for Perfetto, and a table of
+times by operation."""
 
 from __future__ import annotations
 
@@ -17,17 +18,11 @@ from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
-# What an operation, or a GPU's kernel, counts as, by the first of these that its name holds; "other" is all else, Python's
-# own time included.
+# The kind of an operation or GPU kernel is the first entry whose text its name contains. "other" is
+# everything else, including the time of Python.
 KINDS = {
-    "collectives": (
-        "c10d::",
-        "nccl",
-        "gloo",
-        "All2All",
-        "ReduceScatter",
-        "AllGather",
-    ),  # TorchRec waits in the last three
+    # TorchRec waits in All2All, ReduceScatter and AllGather.
+    "collectives": ("c10d::", "nccl", "gloo", "All2All", "ReduceScatter", "AllGather"),
     "tables forward": ("split_embedding_codegen_forward", "bounds_check_indices", "_Pooled", "dense_embedding_codegen"),
     "tables backward": ("_PooledBackward", "split_embedding_backward", "linearize_index", "RadixSort"),
     "ids handed round": ("fbgemm::", "fbgemm_gpu::", "torchrec::"),
@@ -37,13 +32,15 @@ KINDS = {
     "copies and casts": ("aten::copy_", "aten::cat", "aten::clone", "aten::index", "memcpy", "Memcpy", "CatArray"),
     "other layers": ("aten::", "at::native"),
 }
-ORDER = ("tables backward", *(kind for kind in KINDS if kind != "tables backward"))  # _PooledBackward holds _Pooled
+# first, because the name _PooledBackward contains _Pooled
+ORDER = ("tables backward", *(kind for kind in KINDS if kind != "tables backward"))
 logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class Share:
-    """Milliseconds a step of one rank's own time in one kind of operation, and the operations that took most of it."""
+    """One kind of operation: milliseconds per step on one rank, and the three operations that took
+    the most time."""
 
     kind: str
     ms_a_step: float
@@ -51,9 +48,11 @@ class Share:
 
 
 class StepProfiler:
-    """begin(number) and end(number) around each step; records `first` to `last` and then writes into `folder`.
+    """Profiles steps `first` to `last` and then writes files into `folder`. Call begin and end
+    around each step.
 
-    Steps count from 1, as in log lines. A run that starts within the range records the rest of it.
+    Steps count from 1, as in log lines. A run that starts within the range records the rest of the
+    range.
     """
 
     def __init__(self, first: int, last: int, folder: str, context: DistributedContext) -> None:
@@ -73,7 +72,7 @@ class StepProfiler:
             self.close(number)
 
     def close(self, number: int) -> None:
-        """Write what was recorded up to step `number`; nothing where nothing is being recorded."""
+        """Write the recording up to step `number`. Does nothing if nothing is being recorded."""
         if self._profile is None:
             return
         device = devices.current()
@@ -98,7 +97,7 @@ class StepProfiler:
 
 @register("hook", "profile")
 class ProfileSteps(Hook):
-    """Does nothing unless the job has a `profile`."""
+    """Profiles the steps in `profile`, if the job sets it."""
 
     runs_after = "record"  # before the hook that measures throughput, which must not count the profiler's own time
 
@@ -122,7 +121,10 @@ class ProfileSteps(Hook):
 
 
 def summarize(recorded: profile, num_steps: int, device: Device) -> list[Share]:
-    """Shares, the largest first; own time alone, so that no time is counted twice."""
+    """Return shares sorted by time, largest first.
+
+    Only an operation's own time counts, so no time counts twice.
+    """
     times: dict[str, dict[str, float]] = {}
     for event in recorded.key_averages():
         own = device.own_time_us(event)

@@ -1,4 +1,5 @@
-"""Tell monitoring systems how a training does, from rank 0: Prometheus asks (trainer.metrics_port), OpenTelemetry is told."""
+"""Export training metrics from rank 0: a Prometheus endpoint (trainer.metrics_port) and
+OpenTelemetry (logger.otlp_endpoint)."""
 
 from __future__ import annotations
 
@@ -17,17 +18,17 @@ from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
 PREFIX = "pipeline_training"
 ABOUT = {
-    "step": "The last whole step", "steps": "Steps of the whole training", "restarts": "Starts of the run after the first",
+    "step": "The last complete step", "steps": "Steps of the complete training", "restarts": "Starts of the run after the first",
     "last_checkpoint_timestamp_seconds": "When the last checkpoint was saved; the start before the first",
     "heartbeat_timestamp_seconds": "When the last step ended", "finished": "1 once the training has ended as it should",
 }  # fmt: skip
 LABELS = {"metric": ("A number of metrics.jsonl", ["split", "name"]), "rank": ("Of one rank at the last log line", ["rank", "name"])}  # fmt: skip
-MAX_WAIT_S = 60.0  # at the end, for a last answer to a Prometheus that has asked before
+MAX_WAIT_S = 60.0  #  # at the end, for one more request of a Prometheus that has asked before
 logger = get_logger("pipeline.train")
 
 
 class Gauges(Protocol):
-    """Where values go; it must neither wait nor raise."""
+    """A receiver of values. It must not wait and must not raise."""
 
     def set(self, name: str, value: float, /, **labels: str) -> None: ...
 
@@ -35,22 +36,27 @@ class Gauges(Protocol):
 
 
 class Scrapes:
-    """Notes when Prometheus has been answered, so that a training can wait until it has heard the end."""
+    """Records the times of Prometheus' requests, so that a training can wait until its last values
+    were read."""
 
     def __init__(self, app: Callable[..., Any]) -> None:
         self._app, self._answered = app, threading.Condition()
-        self._times: list[float] = []  # when the two last ones began
+        self._times: list[float] = []  # the start times of the last two requests
 
     def __call__(self, environ: Any, start_response: Any) -> Iterator[bytes]:
         began = time.monotonic()
         yield from self._app(environ, start_response)
-        with self._answered:  # the server asks for more once it has written what there was
+        with self._answered:  # the server continues here after it has sent the response
             self._times = [*self._times[-1:], began]
             self._answered.notify_all()
 
     def wait_for_next(self, most_s: float) -> None:
-        """At most as long as the two last ones were apart, and a second; not at all where two have not come."""
-        now = time.monotonic()  # one that began before does not have the newest values
+        """Wait for one more request, at most as long as the interval of the last two requests plus
+        a second.
+
+        Without two requests it does not wait.
+        """
+        now = time.monotonic()  # a request that started earlier does not have the newest values
         with self._answered:
             if len(self._times) < 2:
                 return
@@ -60,7 +66,7 @@ class Scrapes:
 
 
 class ServedGauges:
-    """A registry of Prometheus that an HTTP server shows from serve() to close()."""
+    """A Prometheus registry that an HTTP server exposes from serve() to close()."""
 
     def __init__(self) -> None:
         try:
@@ -79,7 +85,7 @@ class ServedGauges:
         }
 
     def serve(self, port: int) -> None:
-        """A port that is taken costs a warning."""
+        """Start the server. If the port is in use, log a warning."""
         from prometheus_client import start_http_server
 
         try:
@@ -103,10 +109,14 @@ class ServedGauges:
 
 @register("hook", "monitor")
 class Monitor(Hook):
-    """Gauges: what ABOUT names, pipeline_training_metric{run,split,name} for all that a line of metrics.jsonl holds, and
-    pipeline_training_rank{run,rank,name} of every rank at the last log line: step_seconds, input_stall_seconds and
-    peak_memory_bytes, with gloo comms_seconds and straggler_score. They end with the training; a Prometheus that asked at least twice is answered once more,
-    so that it can tell a training that has finished from one that is gone.
+    """Exports gauges: the names of ABOUT, and pipeline_training_metric{run,split,name} for each
+    value in metrics.jsonl.
+
+    pipeline_training_rank{run,rank,name} has values of every rank at the last log line:
+    step_seconds, input_stall_seconds and peak_memory_bytes, and with gloo also comms_seconds and
+    straggler_score. The gauges disappear when the training ends. If Prometheus has asked at least
+    twice, the hook waits for one more request, so that Prometheus can distinguish a finished
+    training from a lost one.
     """
 
     runs_after = "rollback"
@@ -125,7 +135,8 @@ class Monitor(Hook):
             return
         self._set("steps", state.total_steps)
         self._set("step", state.step)
-        # A start that had nothing to resume from begins the run's own count again; the scheduler and the agent count it too.
+        # A run that had nothing to resume from starts its own count at 0, so also use the count of
+        # the scheduler and the agent.
         counted = sum(int(number) for number in attempt().split("."))
         self._set("restarts", max(counted, len(Run(self.job.run_dir).starts) - 1))
         self._set("last_checkpoint_timestamp_seconds", time.time())
@@ -160,7 +171,8 @@ class Monitor(Hook):
             return
         self._set("finished", 1)
         if self.served is not None and self.served.scrapes is not None:
-            patience_s = self.job.trainer.hang_timeout_s / 4  # of the other ranks, which are through
+            # the other ranks have finished and wait no longer than this
+            patience_s = self.job.trainer.hang_timeout_s / 4
             self.served.scrapes.wait_for_next(min(MAX_WAIT_S, patience_s or MAX_WAIT_S))
 
     def _set(self, gauge: str, value: float, **labels: str) -> None:

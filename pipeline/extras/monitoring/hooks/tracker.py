@@ -1,6 +1,8 @@
-"""Send a run's config and numbers to the tracker that logger.tracker names, MLflow say; nothing is read from there.
+"""Send a run's config and metrics to the tracker that logger.tracker names (for example MLflow).
+Nothing is read back.
 
-A thread of its own sends them, so that a tracker that is slow costs no step. One that is away costs a warning, and gets no more.
+A separate thread sends them, so a slow tracker does not slow steps. After the first error the
+tracker gets nothing more and one warning is logged.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.logs import get_logger
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
-CLOSE_S = 20.0  # for what is still in the queue at the end
+CLOSE_S = 20.0  # seconds to send the rest of the queue at the end
 logger = get_logger("pipeline.train")
 
 
 class Forwarder:
-    """Hands lines to a tracker in a thread; write() never waits. The first error is said, and ends it."""
+    """Passes lines to a tracker in a thread. write() never waits.
+
+    The first error is logged and ends it.
+    """
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self._name, self._tracker = name, tracker
@@ -38,7 +43,7 @@ class Forwarder:
             while (line := self._lines.get()) is not None:
                 self._tracker.write(*line)
             self._tracker.end()
-        except Exception as error:  # whatever a server, its client or the network says
+        except Exception as error:  # any error of a server, its client or the network
             logger.warning(
                 "the tracker %s gets nothing more of this run: %s: %s", self._name, type(error).__name__, error
             )
@@ -54,7 +59,7 @@ class Forwarder:
 
 @register("hook", "tracker")
 class Track(Hook):
-    """Does nothing with logger.tracker=none."""
+    """Sends metrics unless logger.tracker=none."""
 
     runs_after = "heartbeat"
 

@@ -1,1 +1,1 @@
-"""Experiment trackers that logger.tracker names: a file each."""
+"""Experiment trackers that logger.tracker names, one file each."""

@@ -1,4 +1,4 @@
-"""What a tracker is: a service that gets a run's config and numbers too (logger.tracker). It is written to and never read.
+"""Define a tracker: a service that receives a run's config and metrics (logger.tracker).
 
 @register("tracker", "my_tracker")
 class MyTracker(Tracker):
@@ -17,14 +17,17 @@ from typing import ClassVar
 from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.storage import storage
 
-FILE = "tracker.json"  # of the run folder: the tracker's own name of the run, for a resume
+FILE = "tracker.json"  # in the run folder: the tracker's id of the run, for a resume
 
 
 class Tracker:
-    """Rank 0 makes one of the job, and calls it in a thread of its own. What it raises is a warning, and it gets no more."""
+    """Base class.
+
+    Rank 0 builds one and calls it in a separate thread. After the first error it gets nothing more.
+    """
 
     requires: ClassVar[str] = ""
-    install: ClassVar[str] = ""  # what pip installs it by; empty: `requires`
+    install: ClassVar[str] = ""  # the pip requirement; empty: `requires`
 
     def __init__(self, job: TrainJob) -> None:
         self.job = job
@@ -34,17 +37,23 @@ class Tracker:
         return self.job.logger.project or self.job.data.name
 
     def begin(self) -> None:
-        """Once, before the first write: begin a run, or go on with the one that was begun before a resume."""
+        """Start a run, or continue the run that was started before a resume.
+
+        Called once, before the first write.
+        """
 
     def write(self, kind: str, step: int, values: dict[str, float]) -> None:
-        """A line of metrics.jsonl; kind: train, validation, test. A value may be a text, or not finite."""
+        """Send a line of metrics.jsonl.
+
+        `kind` is train, validation or test. A value may be text or not finite.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no write")
 
     def end(self) -> None:
-        """After the last write of a run that was not killed."""
+        """End the run. Called after the last write, unless the run was killed."""
 
     def begun_run(self, tracker: str) -> str:
-        """What remember_run was given before a resume; empty for a new run."""
+        """Return the id that remember_run stored before a resume; "" for a new run."""
         path = storage.join(self.job.run_dir, FILE)
         if not storage.is_file(path):
             return ""
@@ -54,5 +63,5 @@ class Tracker:
             return ""
 
     def remember_run(self, tracker: str, run: str) -> None:
-        """`run`: the tracker's own name of it."""
+        """Store `run`, the tracker's id of the run."""
         storage.publish_text(storage.join(self.job.run_dir, FILE), json.dumps({tracker: run}))

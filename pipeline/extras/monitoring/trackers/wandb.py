@@ -1,4 +1,7 @@
-"""W&B: a run of the project `logger.project`; WANDB_MODE=offline writes it into the run folder alone."""
+"""W&B: a run of the project `logger.project`.
+
+WANDB_MODE=offline writes only into the run folder.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Agree between all ranks, once a batch: stop, a failed reader, quarantined rows, a due save, a loss that is not finite.
+"""Share flags between all ranks once a batch: stop, failed reader, quarantined rows, due save, loss
+not finite.
 
-The tables' optimizer runs inside backward, so a loss that is not finite on any rank must be stopped before it. The other
-messages between ranks travel in the same all-reduce, so that all of them act at the same step.
+The tables' optimizer runs inside backward. If the loss of any rank is not finite, all ranks must
+skip the update before backward starts. The other flags travel in the same all-reduce, so all ranks
+act on them at the same step.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ from pipeline.data.read.batch import Batch
 from pipeline.devices.cpu.host_exchange import all_reduce
 from pipeline.runtime.errors import TrainingError
 
-MAX_SUSPECTS = 5  # rows named on each rank when the loss is not finite
+MAX_SUSPECTS = 5  # rows that an error names on each rank if the loss is not finite
 
 
 class NonFiniteLossError(TrainingError):
-    """The loss of a step is NaN or infinite on at least one rank; no rank has updated anything.
+    """The loss of a step is NaN or infinite on at least one rank. No rank has updated anything.
 
-    rows: of this rank's batch, the first of the `num_at_fault` whose loss is not finite; where there is none, those
-    with the largest loss. Empty for a task without `losses`.
+    `rows` are indices into this rank's batch. They name rows whose loss is not finite, out of
+    `num_at_fault` such rows. If there are none on this rank, they name the rows with the largest loss. The
+    list is empty if the task has no method `losses`.
     """
 
     def __init__(
@@ -36,34 +39,39 @@ class NonFiniteLossError(TrainingError):
         self.rows, self.losses, self.num_at_fault, self.num_in_a_row = rows, losses, num_at_fault, num_in_a_row
 
 
-class StepAgreement:
-    """One all-reduce in each training batch of a guarded task, between its forward and its backward.
+class StepSync:
+    """One all-reduce in each training batch of a guarded task, between its forward and its
+    backward.
 
-    A rank sets `stop_wanted`, `input_failed`, `input_ended` or `save_wanted`; after its input has ended, a batch without a row counts as
-    one of a failed reader, and those before it, which were read ahead, are trained on. The answers are the same on every rank, and hold for the
-    last batch. `max_in_a_row` losses that are not finite are skipped, the next raises NonFiniteLossError on every rank; 0
-    skips none. A finite loss is multiplied by `loss_scale`.
+    Each rank sets its own flags `stop_wanted`, `input_failed`, `input_ended` and `save_wanted`. The results
+    (`stop_agreed` and others) are the same on every rank and describe the last batch. After `input_ended`,
+    batches that were read ahead are still trained on; the first batch without a row counts as a failed
+    reader. Up to `max_in_a_row` consecutive batches with a loss that is not finite are skipped; the next
+    such batch raises NonFiniteLossError on every rank. 0 skips none. A finite loss is multiplied by
+    `loss_scale`.
     """
 
-    is_late = False  # the answers are about the last batch, not about the batch before it
+    is_late = False  # True if the results describe the batch before the last one
 
     def __init__(self, max_in_a_row: int = 0, loss_scale: float = 1.0) -> None:
         self.max_in_a_row, self.loss_scale = max_in_a_row, loss_scale
         self.was_skipped = False
-        self.num_batches_late = 0  # how many batches ago the batch was that an error is about
+        self.num_batches_late = 0  # how many batches ago the failed batch was
         self.stop_wanted = self.input_failed = self.input_ended = self.save_wanted = (
-            False  # this rank's; a signal handler may set them
+            False  # flags of this rank; a signal handler may set them
         )
         self.stop_agreed = self.input_failure_agreed = self.save_agreed = False
-        self.num_bad_rows = 0  # of all ranks, over all training batches
+        self.num_bad_rows = 0  # sum over all ranks and training batches
         self.num_skipped = self.in_a_row = 0  # batches whose loss was not finite
 
     @contextmanager
     def guarding(self, task: nn.Module) -> Iterator[None]:
-        """Guard `task`, any module with forward(batch) -> (loss, prediction), in its training mode.
+        """Guard `task`: any module with forward(batch) -> (loss, prediction). Only training mode is
+        guarded.
 
-        A forward hook does it, so that the task's parameters keep their names. A batch that is to update nothing gets a
-        loss of its own, whose backward touches no parameter, and None for its prediction.
+        A forward hook guards it, so the names of the task's parameters do not change. If a batch
+        must not update anything, the hook returns a new loss whose backward touches no parameter,
+        and None as the prediction.
         """
         handle = task.register_forward_hook(self._guard)
         try:
@@ -72,12 +80,12 @@ class StepAgreement:
             handle.remove()
 
     def _guard(self, task: nn.Module, inputs: tuple[Any, ...], outputs: tuple[torch.Tensor, Any]) -> Any:
-        """Collective in training mode."""
+        """Share the flags of one batch. Collective in training mode."""
         if not task.training:
             return outputs
         loss, prediction = outputs
         marks = marks_of(inputs[0])
-        # A sum of comparisons takes three times as long.
+        # count_nonzero is three times as fast as a sum of comparisons.
         num_marked = torch.count_nonzero(marks)
         failed_here = self.input_failed or (self.input_ended and int(num_marked) == 0)
         if is_alone():
@@ -94,16 +102,20 @@ class StepAgreement:
         return loss if self.loss_scale == 1.0 else loss * self.loss_scale, prediction
 
     def settle(self) -> None:
-        """Make sure that the answers are about the last batch."""
+        """Make sure that the results describe the last batch."""
 
     def forget(self) -> None:
-        """The next batch does not follow the last one."""
+        """Reset the count of consecutive bad losses, because the next batch does not follow the
+        last one."""
         self.in_a_row = 0
 
     def _conclude(
         self, agreed: tuple[bool, bool, bool, bool, int], task: nn.Module, loss: torch.Tensor, prediction: Any
     ) -> None:
-        """Keep what the ranks have agreed on for a batch. Raises NonFiniteLossError if it is one too many in a row."""
+        """Store the results for a batch.
+
+        Raises NonFiniteLossError after too many bad losses in a row.
+        """
         non_finite, self.stop_agreed, self.input_failure_agreed, self.save_agreed, num_bad_rows = agreed
         self.was_skipped = non_finite or self.input_failure_agreed
         if self.input_failure_agreed:
@@ -135,7 +147,7 @@ class StepAgreement:
 
 
 def marks_of(batch: Batch) -> torch.Tensor:
-    """[batch], zero in quarantined rows; training batches have no padding."""
+    """Return [batch]: 0 in quarantined rows. Training batches have no padding."""
     return batch.sample_weights if batch.present is None else batch.present
 
 
@@ -148,7 +160,7 @@ def is_alone() -> bool:
 
 
 def _summed(flags: list[torch.Tensor | bool], device: torch.device) -> list[int]:
-    """Collective: each flag's, or count's, sum over all ranks."""
+    """Return the sum of each flag or count over all ranks. Collective."""
     sums = torch.stack([torch.as_tensor(flag, dtype=torch.int64, device=device) for flag in flags])
     all_reduce(sums)
     return [int(value) for value in sums.tolist()]

@@ -30,7 +30,7 @@ from pipeline.training import evaluate_summary
 from pipeline.training import summary as train_summary
 from pipeline.training.evaluate import evaluate
 from pipeline.training.evaluate_summary import EvaluateSummary
-from pipeline.training.remarks import remarks, undefined
+from pipeline.training.result_warnings import result_warnings, undefined
 from pipeline.training.summary import TrainSummary
 from pipeline.training.train import train
 from tests.support.messages import mentions, names
@@ -58,7 +58,7 @@ def test_results_that_can_hardly_be_meant_are_remarked_on(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"kind": "train", "step": 1, "ne": ne}) + "\n" for ne in train_ne))
-    found = remarks(TrainerConfig(), step, 400 if step >= 100 else 3, FINE | changed, str(path))
+    found = result_warnings(TrainerConfig(), step, 400 if step >= 100 else 3, FINE | changed, str(path))
     assert len(found) == len(expected)
     assert all(mentions(line, words.replace("3 100", "3")) for line, words in zip(found, expected, strict=True))
 

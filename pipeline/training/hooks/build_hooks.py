@@ -1,4 +1,5 @@
-"""Build the hooks of a training: the core's in their order, those of extras, and those that `trainer.hooks` names."""
+"""Build the hooks of a training run: the core's hooks, hooks of extras, and hooks that
+`trainer.hooks` names."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pipeline.config.registry import components, find
 from pipeline.runtime.errors import ConfigError, TrainingError
 from pipeline.training.hooks.base import Hook, TrainingParts
 
-# What a run changes is said before anything is written. Replicas are averaged before anything reads the tables.
+# The record is checked first, before anything is written.
 BEFORE = (
     "record",
     "bad_rows",
@@ -21,10 +22,11 @@ BEFORE = (
     "plateau",
     "progressive",
 )
-# A checkpoint holds what all hooks have counted up to its step, and a rollback waits for a save in flight.
+# A checkpoint holds the counts of all hooks up to its step. A rollback waits for a save in
+# progress.
 AFTER = ("saving", "rollback", "heartbeat")
 
-# Key -> the hook of an extra that reads it. None and "none" need no hook.
+# Key -> the hook of an extra that reads it. The values None and "none" need no hook.
 SETTINGS_OF_EXTRAS = {
     "profile": "profile",
     "publishing.when": "publishing",
@@ -35,11 +37,12 @@ SETTINGS_OF_EXTRAS = {
 
 
 def hook_names(job: TrainJob) -> list[str]:
-    """In the order in which they are called.
+    """Return the names of all hooks in the order in which they are called.
 
     Raises:
-        ConfigError: trainer.hooks names one that is not registered.
-        TrainingError: trainer.hooks names one of this release, or one twice; or patience counts evaluations and none is made.
+        ConfigError: trainer.hooks names a hook that is not registered.
+        TrainingError: trainer.hooks names a hook of the core, or a hook twice; or a patience counts
+            evaluations, but no evaluation is made during training.
     """
     patience = {
         "trainer.early_stop.patience": job.trainer.early_stop.patience,
@@ -49,7 +52,7 @@ def hook_names(job: TrainJob) -> list[str]:
         for key, count in patience.items():
             if count:
                 raise TrainingError(
-                    f"{key}={count} counts evaluations, and none is made before the end: set "
+                    f"{key}={count} counts evaluations, but none is made during training: set "
                     "trainer.evaluate_every_epochs=1, or trainer.evaluate_every_steps=<steps>"
                 )
     own = [*BEFORE, *job.trainer.hooks, *AFTER]
@@ -62,12 +65,14 @@ def hook_names(job: TrainJob) -> list[str]:
     for name in job.trainer.hooks:
         find("hook", name, "trainer.hooks")
         if own.count(name) > 1:
-            raise TrainingError(f"trainer.hooks: {name!r} is among the hooks already; name each of your own once")
+            raise TrainingError(
+                f"trainer.hooks: {name!r} is already a hook of this run; name each of your own hooks once"
+            )
     return own
 
 
 def build_hooks(job: TrainJob, parts: TrainingParts) -> list[Hook]:
-    """Raises as hook_names."""
+    """Build the hooks in the order of hook_names, and raise the same errors."""
     hooks: list[Hook] = []
     for name in hook_names(job):
         hook: Hook = find("hook", name)(job, parts)

@@ -1,4 +1,4 @@
-"""An agreement that is read one batch late leaves the run as it is: weights, metrics, saved steps and errors.
+"""Flags that are read one batch late leaves the run as it is: weights, metrics, saved steps and errors.
 
 A GPU trains by it. Here it runs on the lookups, exchanges and optimizers that a GPU rank has, on the CPU.
 """
@@ -24,9 +24,9 @@ from pipeline.config.training import (
 from pipeline.data.read.batch import Batch
 from pipeline.runtime.errors import UserError
 from pipeline.training import trainer
-from pipeline.training.agreement import StepAgreement
 from pipeline.training.hooks.base import Hook, TrainingParts
-from pipeline.training.late_agreement import LateAgreement
+from pipeline.training.late_step_sync import LateStepSync
+from pipeline.training.step_sync import StepSync
 from tests.support.clicks import Clicks, labelled
 from tests.support.ranks import RankPool
 from tests.support.sharded_models import build_sharded
@@ -37,15 +37,15 @@ ROLLBACK = replace(CONFIG, non_finite_loss="rollback", max_non_finite_steps=2)
 COMPARED = ("ne", "num_skipped_steps", "num_bad_rows", "auc")
 
 
-def _late(config: TrainerConfig, parts: TrainingParts, hooks: Sequence[Hook]) -> StepAgreement:
+def _late(config: TrainerConfig, parts: TrainingParts, hooks: Sequence[Hook]) -> StepSync:
     allowed = config.max_non_finite_steps if config.non_finite_loss != "stop" else 0
     assert parts.optimizer.can_skip_on_device  # type: ignore[attr-defined]
-    return LateAgreement(parts.model, parts.optimizer, torch.device("cpu"), allowed)  # type: ignore[arg-type]
+    return LateStepSync(parts.model, parts.optimizer, torch.device("cpu"), allowed)  # type: ignore[arg-type]
 
 
 def _fit(rank: int, is_late: bool, folder: str, arguments: tuple[Any, ...]) -> Any:
-    make = _late if is_late else trainer._make_agreement
-    with patch.object(trainer, "_make_agreement", make):
+    make = _late if is_late else trainer._make_sync
+    with patch.object(trainer, "_make_sync", make):
         try:
             digest, result = fit_drawn(rank, 2, folder, *arguments, fast_cpu=False)
         except UserError as error:
@@ -54,7 +54,7 @@ def _fit(rank: int, is_late: bool, folder: str, arguments: tuple[Any, ...]) -> A
 
 
 def _both(ranks: RankPool, folder: Path, *arguments: Any, fit: Callable[..., Any] = _fit) -> tuple[Any, ...]:
-    """(what the run gives, its lines of metrics, its checkpoints) by each agreement."""
+    """(what the run gives, its lines of metrics, its checkpoints) by each sync."""
     runs = []
     for name in ("now", "late"):
         given = ranks.run(2, fit, name == "late", str(folder / name), arguments)
@@ -115,14 +115,14 @@ def test_a_failed_reader_updates_nothing_and_the_last_whole_step_is_saved(ranks:
 def _heard(rank: int) -> list[Any]:
     """What a rank knows after each batch of the saves that rank 1 wants at batches 1 and 3."""
     _, model, optimizer, context = build_sharded(KINDS, fast_cpu=False)
-    task, agreement, heard = Clicks(), LateAgreement(model, optimizer, context.device), []
-    with agreement.guarding(task):
+    task, sync, heard = Clicks(), LateStepSync(model, optimizer, context.device), []
+    with sync.guarding(task):
         for number in range(5):
-            agreement.save_wanted = rank == 1 and number in (1, 3)
+            sync.save_wanted = rank == 1 and number in (1, 3)
             task(labelled(torch.ones(2)), torch.zeros(2, requires_grad=True))
             if number == 3:
-                agreement.settle()
-            heard.append(agreement.save_agreed)
+                sync.settle()
+            heard.append(sync.save_agreed)
     return heard
 
 

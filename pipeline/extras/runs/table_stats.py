@@ -25,8 +25,8 @@ ROWS_AT_ONCE = 1 << 20
 Sums = tuple[float, float, float]
 
 
-@register("hook", "table_facts")
-class TableFacts(Hook):
+@register("hook", "table_stats")
+class TableStats(Hook):
     """Write <run_dir>/tables.json: table -> rows, dim, updated (None if its optimizer has no
     state), norm.
 
@@ -39,15 +39,15 @@ class TableFacts(Hook):
     def on_fit_end(self, state: TrainingState) -> None:
         if state.preempted or self.parts.plan is None:
             return
-        facts = table_facts(self.parts.model.state_dict(), self.parts.optimizer.state_dict(), self.parts.context)
+        stats = table_stats(self.parts.model.state_dict(), self.parts.optimizer.state_dict(), self.parts.context)
         if self.parts.writer is not None:
-            storage.publish_text(f"{self.job.run_dir}/{FILE}", to_json({"step": state.step, "tables": facts}, indent=1))
+            storage.publish_text(f"{self.job.run_dir}/{FILE}", to_json({"step": state.step, "tables": stats}, indent=1))
 
 
-def table_facts(
+def table_stats(
     model: dict[str, Any], optimizer: dict[str, Any], context: DistributedContext
 ) -> dict[str, dict[str, float | None]]:
-    """Collective: return the facts from the sharded state of a model and its optimizer, without
+    """Collective: return the statistics from the sharded state of a model and its optimizer, without
     tables on SSDs.
     """
     flat = flatten({MODEL.rstrip("."): model, "optimizer": optimizer})

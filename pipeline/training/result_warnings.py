@@ -1,4 +1,5 @@
-"""Remark on results of a training that can hardly be meant: what to look at before they are used."""
+"""Check the results of a training run for values that are probably unintended, and suggest what to
+check."""
 
 from __future__ import annotations
 
@@ -11,14 +12,17 @@ from pipeline.config.training import TrainerConfig
 from pipeline.runtime.storage import storage
 
 FEW_STEPS = 100
-OVERFITTED = 1.1  # NE of validation over that of training
-UNCALIBRATED = 0.1  # from 1
-RISEN = 1.1  # NE of training at the end over its lowest
-RANKS_NOTHING = 0.005  # from an AUC of 0.5
+OVERFITTED = 1.1  # ratio of validation NE to training NE
+UNCALIBRATED = 0.1  # distance of calibration from 1
+RISEN = 1.1  # ratio of training NE at the end to its minimum
+RANKS_NOTHING = 0.005  # distance of AUC from 0.5
 
 
 def undefined(metrics: Mapping[str, float]) -> str:
-    """Why NE and AUC are NaN, of several labels of each; empty where they are not. They need labels of both kinds."""
+    """Say why NE and AUC are NaN, for each label; "" if they are defined.
+
+    They need labels of both kinds.
+    """
     reasons = []
     for name, rate in metrics.items():
         label, slash, measure = name.rpartition("/")
@@ -28,10 +32,13 @@ def undefined(metrics: Mapping[str, float]) -> str:
     return "; ".join(reasons)
 
 
-def remarks(
+def result_warnings(
     config: TrainerConfig, step: int, steps_per_epoch: int, metrics: Mapping[str, float], metrics_path: str
 ) -> list[str]:
-    """A line for each finding at `step`; `metrics` are those of the validation split, empty where there are none."""
+    """Return a line for each finding at `step`.
+
+    `metrics` are of the validation split; empty without one.
+    """
     found = []
     if step < FEW_STEPS:
         found.append(
@@ -46,7 +53,7 @@ def remarks(
     ne, auc = metrics.get("ne", math.nan), metrics.get("auc", math.nan)
     if ne >= 1.0:
         found.append(
-            f"validation NE {ne:.4f} is not below 1, that of predicting the label rate for every row: train longer, or lower "
+            f"validation NE {ne:.4f} is not below 1, the NE of predicting the label rate for every row: train longer, or lower "
             "optimizer.sparse.lr and optimizer.dense.lr"
         )
     elif train and ne > OVERFITTED * train[-1]:
@@ -72,7 +79,7 @@ def remarks(
 
 
 def _train_ne(path: str) -> list[float]:
-    """NE of the training rows, a value a log line, in order; empty where the model has none."""
+    """Return the NE of the training rows at each log line, in order; empty if the model has no NE."""
     lines = storage.read_text(path).splitlines() if storage.is_file(path) else []
     values: list[dict[str, Any]] = [json.loads(line) for line in lines]
     return [float(each["ne"]) for each in values if each.get("kind") == "train" and each.get("ne") is not None]

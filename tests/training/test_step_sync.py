@@ -7,19 +7,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeline.training.agreement import NonFiniteLossError, StepAgreement
+from pipeline.training.step_sync import NonFiniteLossError, StepSync
 from tests.support.clicks import Clicks, labelled
 from tests.support.ranks import RankPool
 
 
 def _gradient_after(rank: int, bad_rank: int, max_in_a_row: int) -> tuple[bool, int, bool]:
     """When `bad_rank` sees a NaN label: whether the layer got a gradient, the steps skipped, whether metrics see it."""
-    layer, task, agreement = nn.Linear(2, 1), Clicks(), StepAgreement(max_in_a_row)
+    layer, task, sync = nn.Linear(2, 1), Clicks(), StepSync(max_in_a_row)
     labels = torch.tensor([float("nan") if rank == bad_rank else 1.0, 0.0])
-    with agreement.guarding(task):
+    with sync.guarding(task):
         loss, prediction = task(labelled(labels), layer(torch.ones(2, 2)))
     torch.sum(loss, dim=0).backward()
-    return layer.weight.grad is not None, agreement.num_skipped, prediction is not None
+    return layer.weight.grad is not None, sync.num_skipped, prediction is not None
 
 
 def test_one_ranks_bad_loss_is_skipped_on_all(ranks: RankPool) -> None:
@@ -28,11 +28,11 @@ def test_one_ranks_bad_loss_is_skipped_on_all(ranks: RankPool) -> None:
 
 
 def _heard(rank: int, speaker: int, flag: str) -> tuple[bool, bool, bool]:
-    task, agreement = Clicks(), StepAgreement()
-    setattr(agreement, flag, rank == speaker)
-    with agreement.guarding(task):
+    task, sync = Clicks(), StepSync()
+    setattr(sync, flag, rank == speaker)
+    with sync.guarding(task):
         task(labelled(torch.ones(2)), torch.zeros(2, requires_grad=True))
-    return agreement.stop_agreed, agreement.input_failure_agreed, agreement.save_agreed
+    return sync.stop_agreed, sync.input_failure_agreed, sync.save_agreed
 
 
 @pytest.mark.parametrize("flag", ["stop_wanted", "input_failed", "save_wanted"])
@@ -44,13 +44,13 @@ def test_what_one_rank_wants_is_heard_by_all_at_the_same_step(ranks: RankPool, f
 
 def _bad_rows_and_messages(rank: int) -> tuple[int, int, int]:
     """Quarantined rows of all ranks, collectives that torch saw in 2 batches, and hooks that are left afterwards."""
-    task, agreement, weights = Clicks(), StepAgreement(), torch.tensor([1.0, 0.0 if rank else 1.0])
-    with agreement.guarding(task), torch.profiler.profile() as recorded:
+    task, sync, weights = Clicks(), StepSync(), torch.tensor([1.0, 0.0 if rank else 1.0])
+    with sync.guarding(task), torch.profiler.profile() as recorded:
         for _ in range(2):
             task(labelled(torch.ones(2), weights), torch.zeros(2, requires_grad=True))
     task(labelled(torch.ones(2), weights), torch.zeros(2, requires_grad=True))  # guarded no longer
     sent = sum(event.count for event in recorded.key_averages() if event.key == "c10d::allreduce_")
-    return agreement.num_bad_rows, sent, len(task._forward_hooks)
+    return sync.num_bad_rows, sent, len(task._forward_hooks)
 
 
 def test_a_batch_costs_one_all_reduce_at_most_and_the_guard_leaves_no_trace(ranks: RankPool) -> None:
@@ -72,9 +72,9 @@ def test_policy_stop_raises_on_every_rank(ranks: RankPool) -> None:
 
 
 def test_skipping_ends_after_the_allowed_number_in_a_row() -> None:
-    task, agreement, ones = Clicks(), StepAgreement(max_in_a_row=2), torch.ones(1)
+    task, sync, ones = Clicks(), StepSync(max_in_a_row=2), torch.ones(1)
     good, nan = torch.zeros(1, requires_grad=True), torch.tensor([float("nan")])
-    with agreement.guarding(task):
+    with sync.guarding(task):
         for _ in range(2):
             task(labelled(ones), nan)
             task(labelled(ones), nan)
@@ -83,12 +83,12 @@ def test_skipping_ends_after_the_allowed_number_in_a_row() -> None:
         task(labelled(ones), nan)
         with pytest.raises(NonFiniteLossError, match="3 time") as error:
             task(labelled(ones), nan)
-    assert agreement.num_skipped == 6
+    assert sync.num_skipped == 6
     assert (error.value.rows, error.value.num_at_fault) == ([0], 1)
 
 
 def test_evaluation_is_not_guarded() -> None:
-    task, agreement = Clicks().eval(), StepAgreement()
-    with agreement.guarding(task):
+    task, sync = Clicks().eval(), StepSync()
+    with sync.guarding(task):
         loss, prediction = task(labelled(torch.ones(1)), torch.tensor([float("nan")]))
-    assert loss.isnan() and prediction is not None and agreement.in_a_row == 0
+    assert loss.isnan() and prediction is not None and sync.in_a_row == 0

@@ -1,8 +1,9 @@
-"""Agree between ranks without making the host wait for the device in each step.
+"""Share flags between ranks without making the host wait for the device in each step.
 
-StepAgreement reads its flags between forward and backward: the host waits there, and the device then waits for the
-launches of backward. Here the device itself leaves out the update of a batch that is to update nothing, and the host
-reads the flags of a batch during the next one, before that one updates anything.
+StepSync reads its flags between forward and backward. The host waits for the device there, and the
+device then waits until backward is launched. LateStepSync lets the device itself skip the update of
+a bad batch. The host reads the flags of a batch during the next batch, before that batch updates
+anything.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ from torch import nn
 from pipeline.devices.base import in_host_memory
 from pipeline.devices.cpu.host_exchange import all_reduce
 from pipeline.sharding.torchrec.skipped_updates import without_updates
-from pipeline.training.agreement import StepAgreement, is_alone, marks_of
 from pipeline.training.optimizer import TrainingOptimizer
+from pipeline.training.step_sync import StepSync, is_alone, marks_of
 
-# Sums over ranks: not zero if the loss is not finite; ranks that failed; stops and saves that are wanted; rows that count.
+# Sums over ranks: LOSS is not zero if a loss is not finite; FAILED counts failed readers; STOP and
+# SAVE count requests; ROWS counts valid rows.
 LOSS, FAILED, STOP, SAVE, ROWS = range(5)
 
 
-class LateAgreement(StepAgreement):
-    """A StepAgreement whose answers are about the batch before the last one, until settle() is called.
+class LateStepSync(StepSync):
+    """A StepSync whose results describe the batch before the last one, until settle() is called.
 
-    `stop_agreed` and `save_agreed` may therefore come one step later. For a batch that is skipped:
+    `stop_agreed` and `save_agreed` may therefore come one step later. If a batch is skipped:
 
-    - tables get gradients of zero, which change nothing under the optimizers that TrainingOptimizer.can_skip_on_device
-      accepts;
-    - the fused optimizer of the dense layers does nothing if its `found_inf` is 1, as under torch's GradScaler;
-    - `was_skipped` says that hooks must not see the prediction.
+    - tables get gradients of zero, which change nothing under the optimizers that
+      TrainingOptimizer.can_skip_on_device accepts;
+    - the fused optimizer of the dense layers does nothing if its `found_inf` is 1, as in torch's GradScaler;
+    - `was_skipped` is True, and hooks must not see the prediction.
     """
 
     is_late = True
@@ -49,7 +51,7 @@ class LateAgreement(StepAgreement):
         self._event = torch.get_device_module(device).Event()
         self._is_bad = torch.zeros((), dtype=torch.bool, device=device)
         self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
-        self._said, self._said_on_device = (0.0, 0.0, 0.0), torch.zeros(3, dtype=torch.float64, device=device)
+        self._flags, self._flags_on_device = (0.0, 0.0, 0.0), torch.zeros(3, dtype=torch.float64, device=device)
         self._unread: Callable[[], None] | None = None
 
     @contextmanager
@@ -59,10 +61,10 @@ class LateAgreement(StepAgreement):
             yield
 
     def settle(self) -> None:
-        """Wait for the flags of the last batch. What was agreed for the batch before it holds as well.
+        """Wait for the flags of the last batch. Results of the batch before it stay set.
 
         Raises:
-            NonFiniteLossError: as StepAgreement, about this batch.
+            NonFiniteLossError: as StepSync does, about the last batch.
         """
         stop, save, failed = self.stop_agreed, self.save_agreed, self.input_failure_agreed
         self._settle_last()
@@ -75,7 +77,7 @@ class LateAgreement(StepAgreement):
         self._unread = None
 
     def _guard(self, task: nn.Module, inputs: tuple[Any, ...], outputs: tuple[torch.Tensor, Any]) -> Any:
-        """Collective in training mode."""
+        """Share the flags of one batch. Collective in training mode."""
         if not task.training:
             return outputs
         self.stop_agreed = self.save_agreed = self.input_failure_agreed = False
@@ -90,13 +92,17 @@ class LateAgreement(StepAgreement):
         self._unread = partial(self._take, len(marks), task, loss.detach(), prediction)
         return loss, prediction
 
-    def _send(self, loss: torch.Tensor, marks: torch.Tensor, said: tuple[float, float, float]) -> None:
-        """Collective: queue the sum of all ranks' flags, the decision by it, and its copy to the host."""
-        if said != self._said:
-            self._said = said
-            self._said_on_device.copy_(torch.tensor(said, dtype=torch.float64))
-        self._sums[LOSS].copy_(loss - loss)  # NaN unless the loss is finite, and so is a sum with it
-        self._sums[FAILED : SAVE + 1].copy_(self._said_on_device)
+    def _send(self, loss: torch.Tensor, marks: torch.Tensor, flags: tuple[float, float, float]) -> None:
+        """Queue the sum of all ranks' flags, the decision to skip, and the copy to the host.
+
+        Collective.
+        """
+        if flags != self._flags:
+            self._flags = flags
+            self._flags_on_device.copy_(torch.tensor(flags, dtype=torch.float64))
+        # 0 if the loss is finite, otherwise NaN; a sum with NaN is NaN
+        self._sums[LOSS].copy_(loss - loss)
+        self._sums[FAILED : SAVE + 1].copy_(self._flags_on_device)
         self._sums[ROWS].copy_(torch.count_nonzero(marks))
         if not is_alone():
             all_reduce(self._sums)

@@ -17,7 +17,7 @@ logger = get_logger("pipeline.training.trainer")
 @register("hook", "evaluation")
 class Evaluation(Hook):
     def on_fit_start(self, state: TrainingState) -> None:
-        """SIGTERM leaves no time for an evaluation: it is made up for here."""
+        """Evaluate a restored step whose evaluation was skipped because of SIGTERM."""
         is_due = state.is_over or state.is_evaluation_due(self.job.trainer)
         if state.metrics_step != state.step and is_due:
             self._evaluate(state)
@@ -27,7 +27,7 @@ class Evaluation(Hook):
             return
         try:
             self._evaluate(state)
-        except (ValueError, OSError):  # the validation split's; the training is kept
+        except (ValueError, OSError):  # only the validation split failed: save the training
             state.hooks.call("on_failure", state)
             raise
 
@@ -48,7 +48,8 @@ class Evaluation(Hook):
                 collector,
                 self.job.trainer.metrics,
             )
-        except preemption.Preempted:  # the step is saved without; a resumed run makes up for it
+        # the step is saved without metrics; a resumed run evaluates it
+        except preemption.Preempted:
             state.preempted = True
             return
         whose = "  (each host's own tables)" if parts.replicas and not parts.replicas.equal else ""
