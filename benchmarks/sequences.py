@@ -36,8 +36,9 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.config.tables import InitConfig, TableConfig
-from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import CommsConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, SequenceFeature, SparseFeature, Split
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.devices.cpu.memory import keep_freed_memory

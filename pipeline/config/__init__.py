@@ -1,1 +1,1 @@
-"""Schemas of every job and its parts: dataclasses, with no torch."""
+"""Schemas of all jobs and their parts, as dataclasses without torch."""

@@ -1,4 +1,4 @@
-"""The names of a source's columns, and what each holds (stdlib only)."""
+"""Declare the columns of a source and what each column holds (stdlib only)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from pipeline.runtime.errors import ConfigError, check_given, did_you_mean
 
 @dataclass
 class ColumnsConfig:
-    """Names of the source's columns. Criteo's own (label, int_0..12, cat_0..25) are fixed by the format.
+    """Names of the source's columns. Criteo's format has fixed names (label, int_0..12, cat_0..25).
 
-    A list-valued categorical column (Parquet list, or text joined by `list_separator`) goes
-    into `multi_hot`, or into `sequence` where its order counts (config.sequences); every other categorical column into
-    `sparse`. `timestamp` (whole numbers, or ISO 8601) is read where data.split.kind=time or date. `cat_{0..25}` in a list stands for cat_0 to cat_25. Empty text is a missing value, so is each word of
-    `null_values`, and for dense columns NaN. list_separator=json: lists are JSON, [1, 2] or ["a", "b"].
-    weighted: columns of multi_hot whose elements are id:weight, split at the last colon; an element without one counts 1.
+    A column of lists (Parquet list, or text joined by `list_separator`) belongs to `multi_hot`, or to
+    `sequence` if the order counts (config.sequences). Every other categorical column belongs to `sparse`.
+    `cat_{0..25}` in a list means cat_0 to cat_25. `timestamp` (whole numbers or ISO 8601) is read if
+    data.split.kind is time or date. Missing values are empty text, each word of `null_values`, and NaN in
+    dense columns. list_separator=json: lists are JSON, [1, 2] or ["a", "b"]. `weighted` names multi_hot
+    columns whose elements are id:weight, split at the last colon; an element without a weight counts 1.
 
-    A single label is binary and needs no entry in `labels`; `label_values` and `label_threshold` are its values and threshold. Of several, `label` is the main one: a model of one task learns
-    it, the gate goes by it; the first binary one where `label` names none of them. weight: a column of numbers of 0 at
-    least, by which a row's losses and metrics are weighted.
+    A single label is binary and needs no entry in `labels`; `label_values` and `label_threshold`
+    belong to it. If there are several labels, `label` names the main one, which a model of one task
+    learns and the gate compares; by default it is the first binary label. `weight` is a column of
+    numbers >= 0 that multiply a row's losses and metrics.
     """
 
     label: str = "label"
@@ -50,7 +52,7 @@ class ColumnsConfig:
         if self.label_values or self.label_threshold is not None:
             key = "values" if self.label_values else "threshold"
             raise ConfigError(
-                f"data.columns.label_{key} is of a single label, and data.columns.labels lists {len(self.labels)}: "
+                f"data.columns.label_{key} is for a single label, but data.columns.labels lists {len(self.labels)}: "
                 f"set data.columns.labels.<name>.{key}"
             )
         check_labels(self.labels)
@@ -67,7 +69,7 @@ class ColumnsConfig:
         self.weighted = expand_ranges(self.weighted)
         if other := [name for name in self.weighted if name not in self.multi_hot]:
             raise ConfigError(
-                f"data.columns.weighted names {other[0]!r}, which is no column of data.columns.multi_hot"
+                f"data.columns.weighted names {other[0]!r}, which is not a column of data.columns.multi_hot"
                 f"{did_you_mean(other[0], self.multi_hot)}: only the ids of bags have weights"
             )
         if self.weighted and self.list_separator == ":":
@@ -78,29 +80,29 @@ class ColumnsConfig:
 
     @property
     def lists(self) -> list[str]:
-        """The columns with a list a row: bags, then sequences."""
+        """Return the columns that hold lists: bags, then sequences."""
         return [*self.multi_hot, *self.sequence]
 
     @property
     def sequences(self) -> dict[str, SequenceConfig]:
-        """With every length and side."""
+        """Return the sequences with default lengths and sides filled in."""
         return resolve_sequences(self.sequence, self.sparse)
 
     @property
     def all_labels(self) -> dict[str, LabelConfig]:
-        """By column; empty for rows that are to be scored, where `label` is empty."""
+        """Return the labels by column; {} for rows to be scored, where `label` is empty."""
         if not self.label:
             return {}
         return self.labels or {self.label: LabelConfig(values=self.label_values, threshold=self.label_threshold)}
 
 
 def expand_ranges(names: list[str], key: str = "data.columns") -> list[str]:
-    """`cat_{0..3}` becomes cat_0, cat_1, cat_2 and cat_3; other names stay."""
+    """Replace `cat_{0..3}` by cat_0, cat_1, cat_2 and cat_3. Other names are unchanged."""
     found = []
     for name in names:
         match = re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", name)
         first, last = (int(match[2]), int(match[3])) if match else (0, 0)
         if last < first:
-            raise ConfigError(f"{key}: {name!r} counts from {first} down to {last}; write the smaller one first")
+            raise ConfigError(f"{key}: {name!r} counts from {first} down to {last}; write the smaller number first")
         found += [f"{match[1]}{number}{match[4]}" for number in range(first, last + 1)] if match else [name]
     return found

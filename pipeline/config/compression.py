@@ -1,7 +1,9 @@
-"""Define the schema of `tables.<name>.compression`: one kind of smaller table with its settings (stdlib and OmegaConf only).
+"""Define the schema of `tables.<name>.compression`: a kind of smaller table with its settings
+(stdlib and OmegaConf only).
 
-docs/do/embeddings.md says which kind when. A kind is a registered component: it says which of these settings it takes and checks
-them. A kind from a plugin may take any of them, and brings further ones as `options`.
+docs/do/embeddings.md describes when to use which kind. A kind is a registered component; it
+declares which of these settings it uses and checks them. A kind of a plugin may use any of them,
+and further settings in `options`.
 """
 
 from __future__ import annotations
@@ -22,28 +24,33 @@ Options = TypeVar("Options")
 
 @dataclass
 class CompressionConfig:
-    """How a table's rows are stored in fewer numbers. Of the settings below a kind takes those that are its own.
+    """How a table's rows are stored in fewer numbers. Each kind uses some of the settings below.
 
-    kind none: not at all, whatever tables.default says. Tables of fewer rows than `min_rows` stay as they are.
-    ratio: how many times smaller than the full table; None where other settings give the sizes.
+    kind=none: no compression, even if tables.default has one. Tables with fewer than `min_rows`
+    rows are not compressed. ratio: size of the full table divided by the compressed size; None if
+    other settings give the sizes.
     """
 
     kind: str = "none"
     min_rows: int = 0
     ratio: float | None = None
-    num_rows: int | None = None  # of the hashed table, or of path_based's base table
+    num_rows: int | None = None  # of the hashed table, or of the base table of path_based
     seed: int = 0  # of the hash
-    # quotient_remainder (arXiv 1909.02107). `bases`: how many classes each partition of the ids has.
+    # quotient_remainder (arXiv 1909.02107). `bases`: the number of classes of each partition of the
+    # ids.
     scheme: str = "quotient_remainder"
-    num_partitions: int | None = None  # None: as many as there are bases, or 2
+    num_partitions: int | None = None  # None: the number of bases, or 2
     bases: list[int] = field(default_factory=list)
     operation: str = "add"
-    dims: list[int] = field(default_factory=list)  # of each part, or block of mixed_dimension; empty: by other settings
+    # of each part, or of each block of mixed_dimension; empty: derived from other settings
+    dims: list[int] = field(default_factory=list)
     assignments: list[list[int]] = field(default_factory=list)  # scheme given: [partition][id] -> class
     assignments_file: str | None = None  # the same as a .npy file of integers
-    max_ids_per_bag: int | None = None  # of lists whose ids are composed one by one; a longer one stops the run
-    hidden_size: int = 16  # path_based: of the small network of each bucket
-    # mixed_dimension (arXiv 1909.11810): columns go with popularity ** temperature
+    # for lists whose ids are composed one by one; a longer list stops the run
+    max_ids_per_bag: int | None = None
+    hidden_size: int = 16  # path_based: size of the small network of each bucket
+    # mixed_dimension (arXiv 1909.11810): the number of columns is proportional to popularity **
+    # temperature
     num_blocks: int | None = None
     temperature: float | None = None
     # tensor_train (arXiv 2101.11714): three cores
@@ -53,13 +60,15 @@ class CompressionConfig:
     # frequency_split (arXiv 2201.10095, 2411.01611). `head_rows`: a number, or `auto` for the fewest bytes on the wire.
     head_rows: str = AUTO
     head_sharding_types: list[str] = field(default_factory=lambda: ["data_parallel"])
-    tail: CompressionConfig | None = None  # None: whole, by the table's own `sharding`
-    skip_empty_bags: bool = True  # bags without a cold id send nothing
-    # managed_collision: TorchRec's MCH. Every so many steps each bucket decides which ids have rows of their own.
+    # None: not compressed, sharded by the table's own `sharding`
+    tail: CompressionConfig | None = None
+    skip_empty_bags: bool = True  # bags without a tail id send nothing
+    # managed_collision: TorchRec's MCH. Every eviction_interval steps each bucket chooses the ids
+    # that have their own rows.
     policy: str = "lfu"
     eviction_interval: int = 100
-    buckets: int = 8  # a multiple of the number of ranks, now and later
-    # What else a kind takes; the kind's `Options` names and types it, and a misspelt key is refused.
+    buckets: int = 8  # a multiple of every number of ranks that the run will use
+    # Further settings of a kind; the kind's `Options` declares them, and unknown keys are an error.
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -79,16 +88,20 @@ class CompressionConfig:
             self.read_options(kind.Options)
         elif self.options:
             raise ConfigError(
-                f"compression.options={self.options}, but compression.kind={self.kind} takes none; leave them out"
+                f"compression.options={self.options}, but compression.kind={self.kind} has no options; leave them out"
             )
         kind.check(self)
 
     def read_options(self, options_type: type[Options]) -> Options:
-        """`options` as the dataclass of the kind that takes them. Raises ConfigError for unknown keys and wrong types."""
+        """Return `options` as the dataclass of the kind.
+
+        Raises ConfigError for unknown keys and wrong types.
+        """
         return read_settings(options_type, self.options, "compression.options", f"kind={self.kind}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; without `options` where there are none, as it was before kinds could have them."""
+        """Return plain values, without `options` if it is empty, as before kinds could have
+        options."""
         return _without_no_options(asdict(self))
 
     def _refuse_settings_of_other_kinds(self, own: Sequence[str]) -> None:

@@ -1,4 +1,5 @@
-"""The schema of a data set: its raw rows, how they are prepared, and how shards are read (stdlib only)."""
+"""Define the schema of a data set: its raw rows, their preparation, and how shards are read (stdlib
+only)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from pipeline.config.transforms import NUMBER, TransformConfig, make_transforms,
 from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, check_within, did_you_mean
 
 DENSE_TRANSFORMS = ("log1p", "signed_log1p", "standardize", "none")
-TEXT_FORMATS = ("csv", "tsv")  # whose delimiter and header data.delimiter and data.header give
+TEXT_FORMATS = ("csv", "tsv")  # formats that use data.delimiter and data.header
 SUCCESS_FILES = ("required", "reported", "ignored")
 Value = TypeVar("Value")
 
@@ -32,29 +33,35 @@ class DataConfig:
     path: str = "${paths.data}/${.name}"
     format: str = "criteo_tsv"
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
-    # Whose rows gauc, ndcg_at_<k> and hit_rate_at_<k> rank among themselves: a column of the source, which no model reads.
+    # The column whose equal values form a group for gauc, ndcg_at_<k> and hit_rate_at_<k>. No model
+    # reads it.
     group_column: str | None = None
     dense_transform: str = "log1p"
     ids: IdsConfig = field(default_factory=IdsConfig)
     feature_ids: dict[str, IdsConfig] = field(default_factory=dict)
-    buckets: dict[str, BucketsConfig] = field(
-        default_factory=dict
-    )  # of dense columns, which then are categorical features
+    # of dense columns, which then are categorical features
+    buckets: dict[str, BucketsConfig] = field(default_factory=dict)
     split: SplitConfig = field(default_factory=SplitConfig)
     negative_sampling: NegativeSamplingConfig | None = None  # of the training rows
     rows_per_shard: int = 1_000_000
     rows_per_row_group: int = 16_384
     max_quarantined_fraction: float = 0.001
-    # Multi-hot ids sampled on the fly from one-hot ids, as MLPerf DLRMv2 does; feature name -> ids a sample.
+    # Multi-hot ids sampled while reading from one-hot ids, as MLPerf DLRMv2 does; feature name ->
+    # ids per sample.
     synthetic_multi_hot: dict[str, int] = field(default_factory=dict)
     reader: ReaderConfig = field(default_factory=ReaderConfig)
     synthetic: SyntheticConfig | None = None
     delimiter: str | None = None  # of csv (a comma) and tsv (a tab)
-    header: list[str] = field(default_factory=list)  # the columns of csv and tsv files whose first line is a row
-    dense_transforms: dict[str, str] = field(default_factory=dict)  # of dense columns that have another one
-    transforms: dict[str, Any] = field(default_factory=dict)  # column that is made -> kind and settings of how
-    success_file: str = "reported"  # where a folder of Spark's or Hive's holds no _SUCCESS: required, reported, ignored
-    # Of a registered generator: its `kind` and its settings; empty: `synthetic`, or nothing, is generated.
+    # the columns of csv and tsv files that have no header line
+    header: list[str] = field(default_factory=list)
+    # exceptions from dense_transform by column
+    dense_transforms: dict[str, str] = field(default_factory=dict)
+    # new column -> kind and settings of its transform
+    transforms: dict[str, Any] = field(default_factory=dict)
+    # if a folder of Spark or Hive has no _SUCCESS: required, reported or ignored
+    success_file: str = "reported"
+    # Of a registered generator: its `kind` and settings. Empty: `synthetic` is generated, or
+    # nothing.
     generator: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,7 +79,7 @@ class DataConfig:
             )
         if self.format not in TEXT_FORMATS and (self.delimiter is not None or self.header):
             raise ConfigError(
-                f"data.delimiter and data.header describe text with named columns: data.format={self.format} is none, use csv or tsv"
+                f"data.delimiter and data.header describe text with named columns: data.format={self.format} is not text, use csv or tsv"
             )
         if self.delimiter is not None and (
             len(self.delimiter) != 1 or self.delimiter in '"\r\n' or not self.delimiter.isascii()
@@ -109,7 +116,10 @@ class DataConfig:
             raise ConfigError("data.split.kind=user needs data.group_column=<the column of users>")
 
     def read_generator(self) -> GeneratorConfig:
-        """`generator` as the dataclass of its kind. Raises ConfigError for unknown keys and wrong types."""
+        """Return `generator` as the dataclass of its kind.
+
+        Raises ConfigError for unknown keys and wrong types.
+        """
         if "kind" not in self.generator:
             raise ConfigError("data.generator needs a kind: data.generator={kind: histories, num_rows: 1000}")
         settings = {name: value for name, value in self.generator.items() if name != "kind"}
@@ -128,27 +138,27 @@ class DataConfig:
             self.group_column,
         ]
         if twice := [name for name in made if name in taken or name == columns.timestamp or not name]:
-            raise ConfigError(f"data.transforms.{twice[0]} makes a column that is there already: give it another name")
+            raise ConfigError(f"data.transforms.{twice[0]} makes a column that already exists: give it another name")
         for column, each in made.items():
             for name, kind in each.inputs.items():
                 if name in columns.lists or (name in columns.dense and kind != NUMBER):
                     what = "lists" if name in columns.lists else "numbers"
                     raise ConfigError(
-                        f"data.transforms.{column} reads {name!r} as {kind}, and data.columns has it as {what}: take another column, or a "
-                        "kind that reads those"
+                        f"data.transforms.{column} reads {name!r} as {kind}, but data.columns has it as {what}: use another column, or a "
+                        "kind that reads {what}"
                     )
                 if name in columns.sparse and kind == NUMBER:
                     raise ConfigError(
-                        f"data.transforms.{column} reads {name!r} as a number, and data.columns.sparse has it as a category: leave it out "
+                        f"data.transforms.{column} reads {name!r} as a number, but data.columns.sparse has it as a category: leave it out "
                         "of data.columns.sparse, or transform another column"
                     )
                 if name in columns.all_labels or name == columns.weight:
                     raise ConfigError(
-                        f"data.transforms.{column} reads {name!r}, a label or a weight, which rows to be scored do not have: take another column"
+                        f"data.transforms.{column} reads {name!r}, a label or a weight, which rows to be scored do not have: use another column"
                     )
 
     def _learn_transforms(self, made: Mapping[str, TransformConfig]) -> None:
-        """What is learnt of a column that is made is learnt as of one of the source."""
+        """Add default settings of buckets and standardization for the columns that transforms make."""
         for name, each in made.items():
             if each.boundaries is not None:
                 self.buckets.setdefault(name, BucketsConfig("given", boundaries=each.boundaries))
@@ -165,12 +175,15 @@ class DataConfig:
             labels = {"label": LabelConfig()}
         if name not in labels or labels[name].kind != "binary" or labels[name].mask is not None:
             raise ConfigError(
-                f"data.negative_sampling.label={name!r} is no binary label that all rows have{did_you_mean(name, labels)}; "
+                f"data.negative_sampling.label={name!r} is not a binary label that all rows have{did_you_mean(name, labels)}; "
                 f"the labels are {', '.join(labels)}"
             )
 
     def _expand(self, values: dict[str, Value], key: str, features: list[str]) -> dict[str, Value]:
-        """With an entry for every feature that a pattern such as cat_* fits; a feature's own entry goes before patterns."""
+        """Replace patterns such as cat_* by an entry for every feature that fits.
+
+        A feature's own entry has priority.
+        """
         found: dict[str, Value] = {}
         givers: dict[str, str] = {}
         for pattern in filter(is_pattern, values):

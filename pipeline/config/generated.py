@@ -1,4 +1,4 @@
-"""Schemas of generated data sets with a planted teacher (stdlib only)."""
+"""Define the schemas of generated data sets with a known teacher (stdlib only)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from pipeline.runtime.errors import ConfigError, check_above, check_at_least, ch
 
 @dataclass
 class SyntheticConfig:
-    """A generated data set with a planted teacher, for `python -m pipeline generate`: Criteo's format, or tsv with a header.
+    """A generated data set with a known teacher, for `python -m pipeline generate`: Criteo's
+    format, or tsv with a header.
 
-    Ids have probability ~ rank^-zipf_exponent among the feature's `cardinalities` (26 in Criteo's format, which has 13
-    dense features; else as many as data.columns names). The teacher's logits have standard deviation `teacher_scale`; `num_interactions` pairs of the smallest features interact.
+    Id number r has probability ~ r^-zipf_exponent among the feature's `cardinalities`. Criteo's
+    format has 26 cardinalities and 13 dense features; tsv has as many as data.columns names. The
+    teacher's logits have standard deviation `teacher_scale`. `num_interactions` pairs of the
+    smallest features interact.
     """
 
     num_rows: int = 1_000_000
@@ -23,14 +26,16 @@ class SyntheticConfig:
         ]
     )  # fmt: skip
     zipf_exponent: float = 1.2
-    id_effect_decay: float = 0.25  # effects of ids ~ rank^-this; 0: a rare id says as much as a hot one
+    # effects of ids ~ rank^-this; 0: rare ids have the same effect as frequent ids
+    id_effect_decay: float = 0.25
     num_dense: int = 13
     num_interactions: int = 5
     teacher_scale: float = 2.0
     positive_rate: float = 0.25
     seed: int = 0
-    # A series of windows: rows of their own, sampled from a teacher that turns by `drift` radians a window, with a share
-    # `churn` of the values of large features replaced by new ones in each.
+    # A series of windows. Each window has new rows from a teacher that rotates by `drift` radians
+    # per window. In each window a share `churn` of the values of large features is replaced by new
+    # values.
     window: int = 0
     drift: float = 0.0
     churn: float = 0.0
@@ -48,7 +53,7 @@ class SyntheticConfig:
         check_within("synthetic.num_interactions", self.num_interactions, 0, len(self.cardinalities) // 2)
         if min(self.cardinalities, default=0) < 1:
             raise ConfigError(
-                f"synthetic.cardinalities has {len(self.cardinalities)} values, the least "
+                f"synthetic.cardinalities has {len(self.cardinalities)} values, the smallest "
                 f"{min(self.cardinalities, default=0)}; name features of at least 1 id each"
             )
 
@@ -62,5 +67,5 @@ class GeneratorConfig(ABC):
     def write_source(self, output: str, threads: int | None = None) -> None:
         """Write the raw rows to `output`, and their true probabilities next to it.
 
-        Equal settings give equal bytes, whatever the number of threads.
+        Equal settings give equal bytes for any number of threads.
         """

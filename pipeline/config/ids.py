@@ -1,4 +1,5 @@
-"""Schemas of how values become ids: vocabularies, hashes, buckets of numbers, vocabularies to begin with (stdlib only)."""
+"""Define how values become ids: vocabularies, hashes, buckets of numbers, earlier vocabularies
+(stdlib only)."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ BUCKET_KINDS = ("quantile", "log2", "given")
 class IdsConfig:
     """How a categorical value becomes a row number.
 
-    vocabulary: by descending frequency from 1; 0 is the unknown or rare id: seen in the training rows fewer than
-    `min_frequency` times, or too rare for the table's `max_size` rows (row 0 included).
-    hash: seeded hash into rows 1 to hash_size - 1; 0 is the missing id.
+    vocabulary: ids start at 1, in order of descending frequency. Id 0 means unknown or rare: seen fewer than
+    `min_frequency` times in the training rows, or beyond the table's `max_size` rows (including row 0).
+    hash: a seeded hash into rows 1 to hash_size - 1. Id 0 means missing.
     """
 
     kind: str = "vocabulary"
@@ -35,22 +36,21 @@ class IdsConfig:
             raise ConfigError("ids.kind=hash needs ids.hash_size=<rows>")
         if self.kind == "hash" and (self.min_frequency, self.max_size) != (1, None):
             raise ConfigError(
-                "ids.kind=hash counts nothing: ids.min_frequency and ids.max_size go with ids.kind=vocabulary"
+                "ids.kind=hash does not count values: ids.min_frequency and ids.max_size need ids.kind=vocabulary"
             )
         if self.kind == "vocabulary" and self.hash_size is not None:
-            raise ConfigError(
-                f"ids.hash_size={self.hash_size} goes with ids.kind=hash; a vocabulary is cut by ids.max_size"
-            )
+            raise ConfigError(f"ids.hash_size={self.hash_size} needs ids.kind=hash; ids.max_size limits a vocabulary")
 
 
 @dataclass
 class BucketsConfig:
-    """A number as a categorical feature with an embedding: its id is that of the bucket that its value lies in.
+    """A number as a categorical feature with an embedding: its id is the id of its bucket.
 
-    quantile: `num_buckets` buckets at most, of as many training rows each as ties allow. log2: one for each whole number up
-    to 2, above it one for each whole value of ln(x)^2, as on Criteo's counts (Juan et al. 2016, and FuxiCTR). given: those whose first
-    values are `boundaries`, and one below them. A missing value
-    has id 0. The boundaries are in dataset.json; ids go by descending frequency.
+    quantile: at most `num_buckets` buckets with equally many training rows, as far as ties allow.
+    log2: one bucket for each whole number up to 2, above that one for each whole value of ln(x)^2,
+    as for Criteo's counts (Juan et al. 2016, and FuxiCTR). given: buckets start at `boundaries`,
+    and one is below them. A missing value has id 0. dataset.json stores the boundaries. Ids are
+    sorted by descending frequency.
     """
 
     kind: str = "quantile"
@@ -68,10 +68,12 @@ class BucketsConfig:
 
 @dataclass
 class BaseVocabularyConfig:
-    """Vocabularies to begin with: those of the data set in `path` (dataset.json and vocabulary/, no shards needed).
+    """Start from the vocabularies of the data set in `path` (dataset.json and vocabulary/; shards
+    are not needed).
 
-    frozen: ids are exactly its ids, a value that it lacks is unknown. Else a value's count is its count in these rows plus
-    `count_decay` times what it was, and ids go by descending count as ever, so values keep no ids (warm_start follows them).
+    frozen: ids are exactly the ids of that data set, and other values are unknown. Otherwise a
+    value's count is its count in these rows plus `count_decay` times its earlier count, and ids are
+    sorted by descending count. Ids of values then change; warm_start moves the rows with them.
     """
 
     path: str = "???"

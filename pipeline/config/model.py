@@ -1,4 +1,4 @@
-"""Define what all model configs have in common (stdlib only)."""
+"""Define the base classes of model configs (stdlib only)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ INITS = ("torch", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming
 
 @dataclass(frozen=True)
 class SequenceInput:
-    """A sequence that the model reads position by position: its newest `num_positions` ids; None: all that the data keep.
+    """A sequence that the model reads by position: its newest `num_positions` ids; None means all
+    ids of the data.
 
-    search_in, search_for: a search among them, see embeddings.table.Positions.
+    `search_in` and `search_for` name features for a search in the sequence: see embeddings.table.Positions.
     """
 
     feature: str
@@ -34,11 +35,12 @@ class SequenceInput:
 
 @dataclass
 class ModelConfig:
-    """Base of all model configs; a group file under conf/model picks the subclass, `kind` names it in saved files.
+    """Base of all model configs. A file in conf/model chooses the subclass; saved files name it by
+    `kind`.
 
-    l2: the optimizer adds l2 * weight to the gradient of each weight matrix of a dense layer; biases, norms and tables are
-        left out.
-    init: how the weights of linear layers begin, their biases then at 0; `torch` is nn.Linear's own default.
+    l2: the optimizer adds l2 * weight to the gradient of each weight matrix of a dense layer, but not of
+        biases, norms and tables.
+    init: how weights of linear layers are initialized, with biases 0; `torch` is the default of nn.Linear.
     """
 
     kind: str = "???"
@@ -51,56 +53,62 @@ class ModelConfig:
 
     @property
     def task(self) -> str:
-        """The name of its loss and measures among the registered tasks."""
+        """Return the name of the registered task, which has its loss and metrics."""
         return "click"
 
     @property
     def learns_all(self) -> bool:
-        """Whether it learns all labels of the data set, in their order, and not the main one alone."""
+        """Return True if the model learns all labels of the data set in their order, not only the
+        main label."""
         return False
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What an evaluation measures that early stopping and checkpoints can go by; the first where none is chosen.
+        """Return the metrics of a binary label that early stopping and checkpoints can use. The
+        first is the default.
 
-        Of a binary label. checkpoint.retention says which are the better the higher; all others are the better the lower.
+        checkpoint.retention lists the metrics that are better if higher; other metrics are better
+        if lower.
         """
         return CLICK_METRICS
 
     @property
     def table_init(self) -> InitConfig:
-        """How tables of init.kind=auto begin."""
+        """Return the initialization of tables with init.kind=auto."""
         return InitConfig("uniform")
 
     @property
     def used_features(self) -> list[str] | None:
-        """The sparse features that the model reads; None: all of the data set's."""
+        """Return the sparse features that the model reads, None for all features."""
         return None
 
     @property
     def sequence_inputs(self) -> list[SequenceInput]:
-        """The sequences that are not pooled; a model that names none reads every sequence as a bag."""
+        """Return the sequences that are read by position. Other sequences are read as bags."""
         return []
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
-        """Raises ConfigError when the model cannot be built on these tables."""
+        """Raise ConfigError if the model cannot be built on these tables."""
 
     def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
-        """The model, with tables on the meta device; import torch in here, for a config is composed without it.
+        """Return the model with tables on the meta device. Import torch inside, because configs are
+        composed without torch.
 
-        `tables` are those of the features that the model reads. Its forward(dense_features [batch, num_dense_features],
-        sparse_features: KeyedJaggedTensor) gives logits [batch, 1]. One that learns all labels has build_for in its place.
+        `tables` are the tables of the features that the model reads. forward(dense_features [batch,
+        num_dense_features], sparse_features: KeyedJaggedTensor) returns logits [batch, 1]. A model that learns
+        all labels implements build_for instead.
         """
         raise NotImplementedError(f"{type(self).__name__} has no build()")
 
     def build_for(self, tables: list[Table], num_dense_features: int, targets: list[Target]) -> nn.Module:
-        """As build(), of the labels that the model learns: outputs [batch, sum of the targets' widths]."""
+        """Return the model for the labels that it learns: outputs are [batch, sum of the targets'
+        widths]."""
         return self.build(tables, num_dense_features)
 
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """What the hidden layers of an MLP have beside their sizes."""
+    """Settings of the hidden layers of an MLP, except their sizes."""
 
     activation: str = "relu"
     dropout: float = 0.0
@@ -110,10 +118,10 @@ class LayerSettings:
 
 @dataclass
 class LayersConfig(ModelConfig):
-    """Of models with MLPs. A layer is linear, then a norm, the activation, dropout.
+    """Base config of models with MLPs. A layer is linear, then a norm, the activation and dropout.
 
-    dropout: the share of a layer's outputs that a training step sets to 0.
-    batch_norm: by mean and variance of the global batch, over all ranks.
+    dropout: the share of a layer's outputs that a training step sets to 0. batch_norm: uses mean
+    and variance of the global batch, over all ranks.
     """
 
     activation: str = "relu"
@@ -135,19 +143,22 @@ class LayersConfig(ModelConfig):
 
 @dataclass
 class DeepConfig(LayersConfig):
-    """Of models with one MLP over all features; its sizes are the units of the hidden layers."""
+    """Base config of models with one MLP over all features.
+
+    Sizes are the numbers of hidden units.
+    """
 
     hidden_layer_sizes: list[int] = field(default_factory=lambda: [400, 400, 400])
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.hidden_layer_sizes:
-            raise ConfigError("model.hidden_layer_sizes=[] needs at least 1 layer(s)")
+            raise ConfigError("model.hidden_layer_sizes=[] needs at least one layer")
         for size in self.hidden_layer_sizes:
             check_at_least("each size in model.hidden_layer_sizes", size, 1)
 
 
 def used_tables(config: ModelConfig, tables: list[Table]) -> list[Table]:
-    """Those of the features that the model reads: no other takes memory."""
+    """Return the tables of the features that the model reads. Other tables take no memory."""
     used = config.used_features
     return tables if used is None else [table for table in tables if set(used) & set(table.feature_names)]

@@ -1,4 +1,7 @@
-"""Names that no submodule of a torch ModuleDict can have: its own attributes (a test compares them with the installed torch)."""
+"""List names that a submodule of a torch ModuleDict cannot have: attributes of ModuleDict itself.
+
+A test compares them with torch.
+"""
 
 TAKEN = frozenset(
     [

@@ -1,4 +1,4 @@
-"""Say what to write instead of a key of an earlier release, and read the jobs that it saved."""
+"""Suggest the new key for a key of an earlier release, and read jobs that it saved."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ MOVED = {f"data.{name}": f"data.generator (its kind is {name})" for name in GENE
 
 
 def moved_hint(key: str) -> str:
-    """Return what replaces a key; empty if it has not moved."""
+    """Return a hint with the new key, "" if the key has not moved."""
     return next((f"it is {new} now" for old, new in MOVED.items() if f"{key}.".startswith(f"{old}.")), "")
 
 
 def with_moved_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a saved job under the keys of this release."""
+    """Return the values of a saved job under the keys of this release."""
     data = values.get("data")
     if not isinstance(data, dict):
         return values

@@ -1,4 +1,4 @@
-"""Schemas of the planner and of the hardware that it plans for (stdlib only)."""
+"""Define the schemas of the planner and of the hardware that it plans for (stdlib only)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ COMPUTE_DEVICES = ("auto", "cpu", "cuda")
 
 @dataclass
 class HardwareConfig:
-    """One rank's share of a host. None = probed from the device at hand; a plan for absent hardware needs all of them.
+    """One rank's share of a host. None is probed from the local device; a plan for other hardware
+    needs all values.
 
-    Capacities are per rank, in GiB (2**30 bytes); bandwidths in GB/s (1e9 bytes); latencies in microseconds: of
-    issuing a collective, and of a hop within a host and between hosts. ssd_cap_gb is 0: no table of a GPU can train there.
-    hosts_per_nvlink_domain: NVLink joins the GPUs of so many hosts, as in an NVL72. The intra_host_ values hold between
-    all of their ranks, and table_row_wise spreads a table over them.
-    ssd_gb_per_s and ssd_latency_us, of random reads, are for tables in tiers; without both of them plan measures this machine's SSD.
+    Capacities are per rank in GiB (2**30 bytes), bandwidths in GB/s (1e9 bytes), latencies in microseconds:
+    of starting a collective, and of a transfer within a host and between hosts. ssd_cap_gb must be 0: no
+    table of a GPU can train on an SSD. hosts_per_nvlink_domain: NVLink connects the GPUs of that many hosts,
+    as in an NVL72; the intra_host_ values then hold between all these ranks, and table_row_wise can use all
+    of them. ssd_gb_per_s and ssd_latency_us (random reads) are for tables in tiers; if either is unset,
+    `plan` measures this machine's SSD.
 
-    Of the step's prediction: peaks of dense products in TFLOPS, microseconds that the host takes to issue an operation to a
-    GPU (0: CUDA graphs), the price of a rank an hour, and the file of a calibration, which goes before the data sheet.
+    The prediction of steps uses: peaks of dense products in TFLOPS, microseconds in which the host
+    launches a GPU operation (0: CUDA graphs), the price of a rank per hour, and a calibration file,
+    which has priority over the data sheet.
     """
 
     name: str = "auto"
@@ -55,8 +58,8 @@ class HardwareConfig:
                 check_at_least(f"hardware.{name}", value, 0.0)
         if self.ssd_cap_gb:
             raise ConfigError(
-                f"hardware.ssd_cap_gb={self.ssd_cap_gb:g}: no table can train on SSD, for open-source FBGEMM has no kernel for "
-                "it (github.com/pytorch/FBGEMM/issues/5666). Leave it 0; where memory is short, allow fused_uvm_caching, add "
+                f"hardware.ssd_cap_gb={self.ssd_cap_gb:g}: no table can train on SSD because open-source FBGEMM has no kernel for "
+                "it (github.com/pytorch/FBGEMM/issues/5666). Leave it 0; if memory is short, allow fused_uvm_caching, add "
                 "ranks, or compress tables. Serving can keep tables on SSD (memory=ssd)"
             )
         check_at_least("hardware.ranks_per_host", self.ranks_per_host, 1, allow_none=True)
@@ -65,26 +68,28 @@ class HardwareConfig:
 
 @dataclass
 class PlannerConfig:
-    """search: our portfolio with a proven bound; torchrec: TorchRec's EmbeddingShardingPlanner; file: the plan in
-    `plan_file`, refused when it is for other tables or hardware.
+    """The planner. search: our search with a proven bound; torchrec: TorchRec's
+    EmbeddingShardingPlanner; file: the plan in `plan_file`, refused if it was made for other
+    tables or hardware.
 
-    `objective`, `seed` and `gap_tolerance` are for search: critical_path sums each phase's slowest rank, max_rank is the
-    slowest rank's sum; the search ends once its plan is proven to be no more than `gap_tolerance` above the best possible.
-    step_time goes on from there by the predicted step (hardware.calibration, or the data sheet), of which nothing is proven. auto is
-    step_time for several CPU ranks where hardware.calibration has measured as many, else critical_path.
+    `objective`, `seed` and `gap_tolerance` are for kind=search. critical_path adds up the slowest rank of each
+    phase; max_rank is the sum of the slowest rank. The search ends when its plan is proven to be at most
+    `gap_tolerance` above the optimum. step_time then improves the plan by the predicted step time
+    (hardware.calibration, or the data sheet), without a proven bound. auto is step_time for several CPU ranks
+    if hardware.calibration has measured that many, otherwise critical_path.
     """
 
     kind: str = "search"
     plan_file: str = "${paths.plans}/${name}.${hardware.name}x${world_size}.json"
-    reserved_memory_fraction: float = (
-        0.15  # of each capacity, kept free for activations; the dense part comes off beside it
-    )
+    # Share of each capacity that stays free for activations; the dense part is subtracted separately.
+    reserved_memory_fraction: float = 0.15
     timeout_s: float = 60.0
     objective: str = "auto"
     seed: int = 0
     gap_tolerance: float = 0.01
-    predict_step: bool = True  # plan says what a whole step takes
-    most_tier_stall_percent: float = 90.0  # plan refuses tables in tiers for which a step would wait more
+    predict_step: bool = True  # `plan` predicts the time of a complete step
+    # `plan` refuses tables in tiers if a step would wait longer
+    most_tier_stall_percent: float = 90.0
 
     def __post_init__(self) -> None:
         check_choice("planner.kind", self.kind, PLANNERS)
@@ -97,10 +102,12 @@ class PlannerConfig:
 
 @dataclass
 class TargetConfig:
-    """What `plan` finds the smallest world size and hardware for: so many epochs a day, or samples a second.
+    """Target of `plan`, which finds the smallest world size and hardware for it: epochs per day, or
+    samples per second.
 
-    num_samples: of an epoch, where no data set says it. hardware: options of conf/hardware to try, beside the job's own; empty:
-    all that state their peaks. prices: of a rank an hour, by hardware, where hardware.price_per_hour is not set.
+    num_samples: samples of an epoch, if there is no data set. hardware: options of conf/hardware to
+    try in addition to the job's; empty means all that state their peaks. prices: hardware -> price
+    of a rank per hour, if hardware.price_per_hour is not set.
     """
 
     epochs_per_day: float | None = None
@@ -117,7 +124,7 @@ class TargetConfig:
                 check_above(f"target.{name}", value, 0.0)
         if self.epochs_per_day is not None and self.samples_per_s is not None:
             raise ConfigError(
-                f"target.epochs_per_day={self.epochs_per_day:g} and target.samples_per_s={self.samples_per_s:g} are two targets: give one"
+                f"target.epochs_per_day={self.epochs_per_day:g} and target.samples_per_s={self.samples_per_s:g} are two targets: set only one"
             )
         check_at_least("target.num_samples", self.num_samples, 1, allow_none=True)
         check_at_least("target.max_world_size", self.max_world_size, 1)

@@ -1,4 +1,4 @@
-"""Schemas of publishing deltas of an artifact while a run trains (stdlib only)."""
+"""Define how a training run publishes deltas of an artifact (stdlib only)."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0}
 
 @dataclass
 class DeltaGateConfig:
-    """What a delta must pass; one that does not is not published, and the command ends with an error.
+    """Limits for a delta. A delta that exceeds one is not published, and the command ends with an
+    error.
 
-    NE is that of the first `max_rows` rows of the validation split, on which the delta is held against what is published.
-    The trailing bounds hold it against the median of the last `trailing` deltas of the chain, once there are `min_history`:
-    of the share of rows that change, of their length, and of the NE of the rows since the last save, each scored before it was
-    trained on. None leaves a bound out.
+    NE is measured on the first `max_rows` rows of the validation split and compared with the published model.
+    The trailing limits compare the delta with the median of the last `trailing` deltas, once there are
+    `min_history`: the share of changed rows, their norm, and the NE of the rows since the last save, each
+    scored before it was trained on. None disables a limit.
     """
 
     max_rows: int = 20_000
-    max_ne_increase: float = 0.01  # of a delta over what is published
-    max_norm_ratio: float = (
-        10.0  # of changed rows' mean norm over the same rows' as they are published, and its inverse
-    )
-    max_rows_fraction: float = 1.0  # of all stored rows, that a delta may change
+    max_ne_increase: float = 0.01  # of a delta compared with the published model
+    # Mean norm of changed rows divided by the mean norm of the same published rows, and its inverse.
+    max_norm_ratio: float = 10.0
+    max_rows_fraction: float = 1.0  # share of all stored rows that a delta may change
     trailing: int = 20
     min_history: int = 5
-    max_rows_rise: float | None = 5.0  # times the trailing median of the share of rows
-    max_norm_rise: float | None = 3.0  # times the trailing median of the norm ratio, and its inverse
+    max_rows_rise: float | None = 5.0  # as a multiple of the trailing median of the share of rows
+    # as a multiple of the trailing median of the norm ratio, and its inverse
+    max_norm_rise: float | None = 3.0
     max_progressive_ne_rise: float | None = 0.1  # 0.1: 10 % above the trailing median
 
     def __post_init__(self) -> None:
@@ -48,39 +49,45 @@ class DeltaGateConfig:
 
 
 class Cadence(NamedTuple):
-    """Every `seconds` of the clock, or every `steps`; 0: not by that."""
+    """An interval in `seconds` or in `steps`; 0 means unused."""
 
     seconds: float = 0.0
     steps: int = 0
 
 
 def read_cadence(text: str, key: str) -> Cadence:
-    """`every_5_minutes`, `every_30_seconds`, `every_200_steps`, `every_hour`. Raises ConfigError for anything else."""
+    """Parse `every_5_minutes`, `every_30_seconds`, `every_200_steps` or `every_hour`.
+
+    Raises ConfigError for other text.
+    """
     found = CADENCE.fullmatch(text)
     number = float((found[1] or "1_").rstrip("_")) if found else 0.0
     unit = found[2].rstrip("s") if found else ""
     if number <= 0 or (unit == "step" and number % 1):
-        raise ConfigError(f"{key}={text!r} is no cadence: write every_5_minutes, every_30_seconds or every_200_steps")
+        raise ConfigError(
+            f"{key}={text!r} is not an interval: write every_5_minutes, every_30_seconds or every_200_steps"
+        )
     return Cadence(steps=int(number)) if unit == "step" else Cadence(seconds=number * SECONDS[unit])
 
 
 @dataclass
 class PublishingConfig:
-    """Publish deltas of an artifact from within the training, in a process beside rank 0.
+    """Publish deltas of an artifact during training, in a process next to rank 0.
 
-    `artifact` is a link that the process makes, unless it is there already: where its deltas hold more than `max_chain` times its bytes, a new artifact
-    of the same step takes its place, and servers load that.
+    `artifact` is a link, which the process creates if it does not exist. If its deltas have more than
+    `max_chain` times its bytes, a new artifact of the same step replaces it, and servers load that.
 
-    A step that is due is saved and then published. One is in work and one waits, the newest; what would wait besides is left out. The
-    last step of the training is published, and waited for `finish_s` at most. A delta that does not pass `gate` stops the chain, which
-    servers stay at, until `python -m pipeline publish artifact=A unpin=true`; the training goes on.
+    A due step is saved and then published. At most one step is being published and one waits; if
+    more become due, the newest waits and the others are dropped. The last step of the training is
+    published, with a wait of at most `finish_s`. A delta that does not pass `gate` stops
+    publishing. Servers then keep the last delta until `python -m pipeline publish artifact=A
+    unpin=true`; training continues.
     """
 
     when: str | None = None  # None: nothing is published
-    artifact: str | None = (
-        None  # None: <run_dir>/artifacts/published; exported from the first due step where there is none
-    )
-    precision: str = "int8"  # of that export
+    # None: <run_dir>/artifacts/published; exported from the first due step if it does not exist
+    artifact: str | None = None
+    precision: str = "int8"  # of the exported artifact
     gate: DeltaGateConfig = field(default_factory=DeltaGateConfig)
     max_chain: float | None = 0.5
     finish_s: float = 600.0

@@ -1,4 +1,4 @@
-"""The schema of how shards become batches, and which batch sizes and ranks fit it (stdlib only)."""
+"""Define how shards become batches, and check batch sizes against ranks (stdlib only)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ VERIFICATIONS = ("size", "checksum")
 
 @dataclass
 class ReaderConfig:
-    """How shards become batches. `num_streams` fixes the order of rows for every world size that divides it.
+    """How shards become batches. `num_streams` fixes the order of rows for every world size that
+    divides it.
 
-    shuffle: row_groups permutes row groups and the rows within each, anew every epoch; none follows the file
-    order in rounds of `num_streams` row groups. decode_threads: 1 decodes on the prefetch thread; more read a
-    row group ahead for every stream, and hide the latency of storage.
-    keep_mib: a split whose decoded columns take no more is kept in each rank's memory, and read once; 0 keeps none.
-    on_bad_rows: stop names the first bad row and ends the run on all ranks; quarantine gives bad rows weight 0, so that
-    steps and batches stay what they are, and lists them in <run>/quarantine, until they are more than max_bad_fraction.
-    verify: at the start, the size of every shard, or its SHA-256 too (ranks share the work).
+    shuffle: row_groups permutes row groups and the rows within each, differently in every epoch;
+    none follows the file order in rounds of `num_streams` row groups. decode_threads: 1 decodes on
+    the prefetch thread; more read one row group ahead for every stream and hide the latency of
+    storage. keep_mib: a split whose decoded columns fit this size stays in each rank's memory; 0
+    keeps none. on_bad_rows: stop names the first bad row and ends the run on all ranks. quarantine
+    gives bad rows weight 0, so steps and batches do not change, and lists them in <run>/quarantine,
+    up to max_bad_fraction. verify: check the size of every shard at the start, or also its SHA-256
+    (ranks share the work).
     """
 
     num_streams: int = 16
@@ -45,13 +47,14 @@ class ReaderConfig:
 
 
 def check_batch_geometry(global_batch_size: int, num_streams: int, world_size: int) -> None:
-    """Raise ConfigError unless every rank owns the same number of streams and every stream gives a batch the same rows."""
+    """Raise ConfigError unless all ranks have equally many streams and each stream has equally many
+    rows per batch."""
     if num_streams % world_size:
         ranks = [n for n in range(1, num_streams + 1) if num_streams % n == 0]
         raise ConfigError(
             f"data.reader.num_streams={num_streams} cannot be divided evenly among {world_size} ranks: run on "
             f"{_either(ranks)} ranks, or set data.reader.num_streams={_either(_multiples_near(num_streams, world_size))} "
-            "(another number of streams is another order of rows)"
+            "(another number of streams changes the order of rows)"
         )
     if global_batch_size % num_streams:
         streams = [n for n in range(world_size, global_batch_size + 1, world_size) if global_batch_size % n == 0]

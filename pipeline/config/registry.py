@@ -1,16 +1,17 @@
-"""Find components by kind and name: the kinds of BUILT_IN, those that only extras have, and verbs.
+"""Find components by kind and name: kinds of the core (BUILT_IN), kinds of extras, and verbs.
 
-A file registers what it defines, and nothing else has to know of it:
+A file registers what it defines. No other file needs to change:
 
     @register("model", "my_model")
     @dataclass
     class MyModelConfig(ModelConfig): ...
 
-Components come from four places: the packages of the core (BUILT_IN), the extras in pipeline/extras, installed packages that
-name theirs in the entry-point group `torchrec_pipeline.components`, and `plugins=[my_package]` on the command line. The
-`__init__.py` of an extra imports nothing. COMPONENTS = {kind: module} says which of its modules register components, and
-FUNCTIONS = {name: "module:function"} which functions it gives to the core (from_extra).
-A saved job names a kind, never an import path: nothing that a checkpoint says is imported.
+Components come from four places: packages of the core (BUILT_IN), extras in pipeline/extras,
+installed packages with the entry-point group `torchrec_pipeline.components`, and
+`plugins=[my_package]` on the command line. The `__init__.py` of an extra imports nothing.
+COMPONENTS = {kind: module} names its modules that register components, and
+FUNCTIONS = {name: "module:function"} names the functions that it offers to the core (from_extra).
+A saved job names a kind, never an import path, so reading a checkpoint imports nothing that it names.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from pipeline.runtime.errors import ConfigError, did_you_mean
 
 ENTRY_POINTS = "torchrec_pipeline.components"
 EXTRAS = Path(__file__).resolve().parents[1] / "extras"
-# Kind -> the package, or module, of the core that registers components of it; None: only extras and plugins do.
+# Kind -> the package or module of the core that registers its components. None: only extras and
+# plugins do.
 BUILT_IN: dict[str, str | None] = {
     "generator": None,
     "model": "pipeline.models",
@@ -53,10 +55,10 @@ _loaded: set[str] = set()
 
 
 def register(kind: str, name: str) -> Callable[[T], T]:
-    """A decorator that makes a class or function known as `name` among the components of `kind`.
+    """Return a decorator that registers a class or function as component `name` of `kind`.
 
     Raises:
-        ConfigError: another component has that name, or nothing looks for components of that kind.
+        ConfigError: another component has that name, or `kind` is unknown.
     """
     if kind not in (kinds := [*BUILT_IN, "verb"]):
         raise ConfigError(f"register({kind!r}, {name!r}): kinds are {', '.join(kinds)}{did_you_mean(kind, kinds)}")
@@ -68,9 +70,8 @@ def register(kind: str, name: str) -> Callable[[T], T]:
                 f'{_origin(component)} is registered as model {name!r}: give it the field `kind: str = "{name}"`'
             )
         if name in known and (old := _origin(known[name])) != (new := _origin(component)):
-            if new.startswith(
-                (f"{BUILT_IN.get(kind)}.", "pipeline.extras.")
-            ):  # a plugin may be imported before this release's own
+            # A plugin may be imported before the core's own component.
+            if new.startswith((f"{BUILT_IN.get(kind)}.", "pipeline.extras.")):
                 old, new = new, old
             raise ConfigError(f"{new} registers {kind} {name!r}, which is {old}; give it another name")
         known[name] = component
@@ -80,7 +81,7 @@ def register(kind: str, name: str) -> Callable[[T], T]:
 
 
 def components(kind: str) -> Mapping[str, Any]:
-    """Name -> component, of this release, of installed packages and of the plugins that were loaded."""
+    """Return name -> component from the core, extras, installed packages and loaded plugins."""
     _load(BUILT_IN.get(kind))
     for extra in _extras():
         _load(getattr(extra, "COMPONENTS", {}).get(kind))
@@ -89,22 +90,22 @@ def components(kind: str) -> Mapping[str, Any]:
 
 
 def find(kind: str, name: str, key: str = "") -> Any:
-    """The component of `kind` called `name`; `key` is the config key that names it, for the error.
+    """Return the component of `kind` called `name`. `key` is the config key to name in an error.
 
     Raises:
-        ConfigError: there is none, with the nearest name and how a plugin is given.
+        ConfigError: there is none; the message suggests the nearest name and how to load a plugin.
     """
     known = components(kind)
     if name not in known:
         raise ConfigError(
             f"{key or kind}={name!r} is not one of {', '.join(known)}{did_you_mean(name, known)}; "
-            f"one of your own is given by plugins=[<its package>]"
+            f"to use your own, set plugins=[<its package>]"
         )
     return known[name]
 
 
 def load_plugins(packages: Iterable[str]) -> None:
-    """Import packages, with the modules that lie in them, or single modules; what they register is then known.
+    """Import packages with their modules, or single modules. Their components are then registered.
 
     Raises:
         ConfigError: one of them cannot be imported.
@@ -127,31 +128,35 @@ def load_plugins(packages: Iterable[str]) -> None:
 
 
 def missing_plugins(packages: Iterable[str]) -> list[str]:
-    """Those of `packages` that nobody has imported: looked up by name, for a saved job must not import what it names."""
+    """Return the packages that are not imported.
+
+    They are looked up by name, because a saved job must not import anything.
+    """
     _load_entry_points()
     return [name for name in packages if name not in sys.modules]
 
 
 @lru_cache(maxsize=1)
 def _extras() -> list[ModuleType]:
-    """The extras that are installed; importing one imports none of its modules."""
+    """Return the installed extras. This imports the packages but none of their modules."""
     return [importlib.import_module(f"pipeline.extras.{each.name}") for each in pkgutil.iter_modules([str(EXTRAS)])]
 
 
 def from_extra(name: str, key: str) -> Any:
-    """The function that an extra gives to the core as `name`; `key` is the setting that asks for it, for the error.
+    """Return the function that an extra offers to the core as `name`. `key` is the setting that
+    needs it.
 
     Raises:
-        ConfigError: no extra that is installed has it.
+        ConfigError: no installed extra has it.
     """
     found = if_installed(name)
     if found is None:
-        raise ConfigError(f"{key} needs an extra that is not installed: nothing in pipeline/extras gives {name!r}")
+        raise ConfigError(f"{key} needs an extra that is not installed: nothing in pipeline/extras offers {name!r}")
     return found
 
 
 def if_installed(name: str) -> Any:
-    """Return the function that an extra gives to the core as `name`, or None if no installed extra gives it."""
+    """Return the function that an extra offers to the core as `name`, None if no installed extra has it."""
     found = next((place for extra in _extras() if (place := getattr(extra, "FUNCTIONS", {}).get(name))), None)
     if found is None:
         return None
@@ -160,15 +165,16 @@ def if_installed(name: str) -> Any:
 
 
 def _load(package: str | None) -> None:
-    """Import all modules of a package of this release, once."""
+    """Import all modules of a package of the core, once."""
     if package is None or package in _loaded:
         return
-    _loaded.add(package)  # first, for its modules may look components up
+    _loaded.add(package)  # before the import, because its modules may look components up
     _import_all(package)
 
 
 def _import_all(name: str) -> None:
-    """A module, or a package and the modules in it; not those of its subpackages, nor what begins with an underscore."""
+    """Import a module, or a package with its modules, except subpackages and names that begin with
+    an underscore."""
     for module in pkgutil.iter_modules(getattr(importlib.import_module(name), "__path__", [])):
         if not module.ispkg and not module.name.startswith("_"):
             importlib.import_module(f"{name}.{module.name}")

@@ -1,4 +1,5 @@
-"""Schemas of retraining: windows of new data, checks on them, the gate for a challenger, the registry (stdlib only)."""
+"""Define retraining: windows of new data, their checks, the gate for a challenger, the registry
+(stdlib only)."""
 
 from __future__ import annotations
 
@@ -15,14 +16,16 @@ DENSE_POLICIES = ("load", "fresh", "matching")
 
 @dataclass
 class WindowsConfig:
-    """How `source` falls into windows of `length_hours`, and when one of them is whole.
+    """How `source` is divided into windows of `length_hours`, and when a window is complete.
 
-    partitions: a folder a window; `pattern` (strptime) reads its begin from its path below `source`.
-    timestamps: rows of one growing source, by `timestamp_column` (whole numbers of `timestamp_unit`, or ISO 8601).
+    partitions: one folder per window; `pattern` (strptime) reads its start from its path below
+    `source`. timestamps: rows of one growing source, by `timestamp_column` (whole numbers of
+    `timestamp_unit`, or ISO 8601).
 
-    A window is ready once the file `marker` lies in its folder (empty: none is awaited; for timestamps: once a row of a
-    later window is there) and it has `min_rows`. It holds up later windows until `lateness_hours` after its end; then it
-    is skipped, or used as it is. With lateness_hours 0 a window that is not there is not waited for.
+    A window is ready if its folder has the file `marker` and it has `min_rows` rows. With an empty
+    marker a folder is ready at once; with timestamps a window is ready if a row of a later window
+    exists. A window that is not ready blocks later windows until `lateness_hours` after its end;
+    then it is skipped, or used as it is. With lateness_hours=0 nothing waits for a missing window.
     """
 
     kind: str = "partitions"
@@ -34,7 +37,8 @@ class WindowsConfig:
     late: str = "skip"
     timestamp_column: str | None = None
     timestamp_unit: str = "s"
-    first: str | None = None  # windows before this one are left alone, as `2026-11-20` or `2026-11-20T03`
+    # ignore windows before this one, such as `2026-11-20` or `2026-11-20T03`
+    first: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("windows.kind", self.kind, WINDOW_KINDS)
@@ -47,27 +51,30 @@ class WindowsConfig:
             raise ConfigError("windows.kind=timestamps needs windows.timestamp_column=<column>")
         if self.kind == "partitions" and "%" not in self.pattern:
             raise ConfigError(
-                f"windows.pattern={self.pattern!r} names no time; give strptime's letters, as in dt=%Y-%m-%d/hour=%H"
+                f"windows.pattern={self.pattern!r} has no time; use strptime's letters, for example dt=%Y-%m-%d/hour=%H"
             )
 
 
 @dataclass
 class GrowthConfig:
-    """What becomes of vocabularies, tables and optimizer state from window to window.
+    """How vocabularies, tables and optimizer state change from window to window.
 
-    A value's count is its count in the window plus `count_decay` times what it was. Ids go by descending count; values
-    below data.ids.min_frequency, or beyond data.ids.max_size, lose their row. Tables have as many rows as there are ids;
-    rows follow their values, new ones are initialized.
+    A value's count is its count in the window plus `count_decay` times its earlier count. Ids are
+    sorted by descending count. Values below data.ids.min_frequency or beyond data.ids.max_size lose
+    their row. Tables have one row per id; rows move with their values, and new rows are
+    initialized.
 
-    anneal: learning rates that schedule.* leaves constant fall to 0 over each window, for a model is judged as its last
-    steps leave it: at a constant rate the last few batches move its calibration by percents.
+    anneal: learning rates that schedule.* leaves constant fall to 0 over each window, because a
+    model is judged after its last steps. At a constant rate the last few batches change its
+    calibration by percents.
     """
 
     count_decay: float = 1.0
-    validation_fraction: float = 0.02  # of a window's rows, measured while it trains and not trained on
+    # share of a window's rows that are measured during training and not trained on
+    validation_fraction: float = 0.02
     anneal: bool = True
     reset_optimizer: bool = False
-    dense: str = "load"  # of a model whose layers have changed: warm_start.dense
+    dense: str = "load"  # for a model whose layers have changed: as warm_start.dense
 
     def __post_init__(self) -> None:
         check_within("growth.count_decay", self.count_decay, 0.0, 1.0)
@@ -77,11 +84,12 @@ class GrowthConfig:
 
 @dataclass
 class DataChecksConfig:
-    """Limits on a window before it is used, against the trailing median of the accepted windows before it.
+    """Limits for a window before it is used, compared with the median of the accepted windows
+    before it.
 
-    None leaves a check out. A check against the past wants `min_history` windows and takes the newest `trailing`. What
-    the champion is asked about (unknown ids, NE) is allowed so much for each window that it has not seen, this one included.
-    first: what has changed for good with this window is no fault of those after it, which are compared with none before.
+    None disables a check. A comparison with the past needs `min_history` windows and uses the newest
+    `trailing`. Limits that use the champion (unknown ids, NE) apply per window that it has not seen,
+    including this one. first: windows before it are not compared with, for a permanent change of the data.
     """
 
     first: str | None = None  # as windows.first
@@ -89,20 +97,25 @@ class DataChecksConfig:
     min_history: int = 2
     row_count_change: float | None = 0.3
     label_rate_change: float | None = 0.3
-    unknown_share_rise: float | None = 0.1  # of any feature: rows without an id that the champion knows
-    distance_rise: float | None = 0.2  # of any feature's values from the window before: 0 alike, 1 nothing in common
-    repeated_share: float | None = 0.1  # rows that an earlier window has too, above the trailing median
-    champion_ne_rise: float | None = 0.05  # relative; labels that are partly wrong, and days unlike all before
-    outside_share: float | None = 0.01  # rows whose timestamp lies outside the window, where there is a column
-    remember: int = 60  # windows whose rows a new one is compared with
+    # for any feature: share of rows without an id that the champion knows
+    unknown_share_rise: float | None = 0.1
+    # between any feature's values and the window before; 0: equal, 1: nothing in common
+    distance_rise: float | None = 0.2
+    # rows that an earlier window also has, above the trailing median
+    repeated_share: float | None = 0.1
+    # relative; finds labels that are partly wrong, and unusual days
+    champion_ne_rise: float | None = 0.05
+    # rows with a timestamp outside the window, if there is a timestamp column
+    outside_share: float | None = 0.01
+    remember: int = 60  # number of windows whose rows are compared with a new window
 
     def __post_init__(self) -> None:
         check_at_least("checks.trailing", self.trailing, 1)
         check_at_least("checks.min_history", self.min_history, 1)
         if self.trailing < self.min_history:
             raise ConfigError(
-                f"checks.trailing={self.trailing} windows are fewer than checks.min_history={self.min_history}, so nothing would ever be "
-                "checked: raise the one or lower the other"
+                f"checks.trailing={self.trailing} windows are fewer than checks.min_history={self.min_history}, so no window would ever be "
+                "checked: raise checks.trailing or lower checks.min_history"
             )
         check_at_least("checks.remember", self.remember, 1)
         for name in ("row_count_change", "label_rate_change", "unknown_share_rise", "distance_rise", "repeated_share",
@@ -112,9 +125,11 @@ class DataChecksConfig:
 
 @dataclass
 class ExportGateConfig:
-    """The artifact that a challenger's version holds, as `export` takes it; past `parity`'s limits nothing is promoted.
+    """The artifact of a challenger's version, with the settings of `export`. Beyond `parity`'s
+    limits nothing is promoted.
 
-    Not enabled: versions hold no artifact, and nothing compares one with the trained model.
+    If it is not enabled, versions have no artifact, and no artifact is compared with the trained
+    model.
     """
 
     enabled: bool = True
@@ -134,15 +149,16 @@ class ExportGateConfig:
 
 @dataclass
 class GateConfig:
-    """What a challenger must show on the next window, on the same rows as the champion.
+    """Conditions for a challenger on the next window, on the same rows as the champion.
 
-    ne_tolerance: NE of the challenger may be the champion's times 1 + this, at the upper bound of a paired bootstrap
-    (one-sided, `confidence`). slices: feature -> how much worse, relative, the NE of any of its values may be (point
-    estimate, values with at least `slice_min_rows` rows and clicks and non-clicks among them). max_ne is for the first
-    version, which has no champion to be held to.
+    ne_tolerance: NE of the challenger may be the champion's times 1 + this, at the upper bound of a
+    paired bootstrap (one-sided, `confidence`). slices: feature -> how much worse (relative) the NE
+    of any of its values may be; this uses values with at least `slice_min_rows` rows that have both
+    labels. max_ne limits the first version, which has no champion to compare with.
 
-    Of a model of several labels, `task` is the binary label that all this is about; None: the main one. held: label -> how
-    much its NE may rise, relative, at the bootstrap's upper bound; of a regression its squared error.
+    For a model with several labels, `task` is the binary label of these conditions; None is the
+    main label. held: label -> how much its NE may rise (relative) at the bootstrap's upper bound;
+    for a regression its squared error.
     """
 
     task: str | None = None
@@ -175,11 +191,14 @@ class GateConfig:
 
 @dataclass
 class RegistryConfig:
-    """Where versions are kept, and how many; the champion and the one before it are kept whatever comes."""
+    """Where versions are stored and how many.
+
+    The champion and the version before it are always kept.
+    """
 
     path: str = "${paths.registry}/${name}"  # a folder or s3://bucket/prefix
     keep: int = 5
-    mlflow: str | None = None  # tracking URI of a mirror, which is never read
+    mlflow: str | None = None  # tracking URI of a copy, which is never read
 
     def __post_init__(self) -> None:
         check_at_least("registry.keep", self.keep, 2)

@@ -1,6 +1,7 @@
-"""Write a job to a file and read it back: plain YAML, with nothing left to resolve and nothing that is imported.
+"""Write a job to a file and read it back: plain YAML without interpolations, and without imports.
 
-`model.kind` names the class of the model. `plugins` names what the command line loaded, for the error where it is absent.
+`model.kind` names the class of the model. `plugins` names the packages that the command line loaded, for
+the error if they are missing.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from pipeline.runtime.storage import storage
 
 Job = TypeVar("Job")
 MOST_MESSAGE = 2000  # characters of an error; it may quote a value of the file
-SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, where PyYAML was built with it
+SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's loader, if PyYAML has it
 
 
 def job_to_yaml(job: Any) -> str:
-    """Return a job with nothing left to resolve as plain YAML, in which secret addresses are ***."""
+    """Return a resolved job as plain YAML. Secret addresses are replaced by ***."""
     values = without_hidden(dataclasses.asdict(job))
     return yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 
 
 def job_from_yaml(job_type: type[Job], text: str) -> Job:
-    """Raises ConfigError for keys or values that this release does not know."""
+    """Read a job. Raises ConfigError for keys or values that this release does not know."""
     values = _values_of(text)
     plugins = values.get("plugins") or []
     if missing := missing_plugins(str(name) for name in plugins):
@@ -67,14 +68,14 @@ def plain_values(text: str) -> dict[str, Any]:
             f"saved job{line}: {getattr(error, 'problem', None) or error}; restore the file, it was cut off or changed"
         ) from None
     if not isinstance(values, dict):
-        raise ConfigError(f"saved job: a {type(values).__name__} is no job")
+        raise ConfigError(f"saved job: a {type(values).__name__} is not a job")
     return values
 
 
 def _values_of(text: str) -> dict[str, Any]:
     values = plain_values(text)
     if key := _interpolation(values):
-        raise ConfigError(f"saved job: {key} holds ${{...}}, and what train saves is resolved: somebody has changed it")
+        raise ConfigError(f"saved job: {key} holds ${{...}}, but train saves resolved values: the file was changed")
     if "model" in values:
         values["model"] = _renamed_kind(values["model"])
     return with_moved_keys(values)
@@ -82,13 +83,16 @@ def _values_of(text: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=4)
 def _read_job(job_type: type, model: type | None, text: str) -> object:
-    """A publisher reads the same job with each step of its run, which takes OmegaConf 40 ms."""
+    """Read a job and cache it.
+
+    A publisher reads the same job at each step, and OmegaConf takes 40 ms.
+    """
     return instantiate(OmegaConf.merge(_schema(job_type, model), _values_of(text)), job_type)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=32)
 def _schema(job_type: type, model: type | None) -> DictConfig:
-    """Building it takes longer than reading a job; merging copies it, so one is enough."""
+    """Build the schema once: it takes longer than reading a job, and merging copies it."""
     schema: DictConfig = OmegaConf.structured(job_type)
     if model is not None:
         schema.model = OmegaConf.structured(model)
@@ -96,13 +100,17 @@ def _schema(job_type: type, model: type | None) -> DictConfig:
 
 
 def _renamed_kind(model: dict[str, Any]) -> dict[str, Any]:
-    """What 0.1.0 saved as `deepfm` is `simple_deepfm` now; a key that only it has tells it apart."""
+    """Rename the `deepfm` of release 0.1.0 to `simple_deepfm`, which a key that only it has
+    identifies."""
     is_simple = model.get("kind") == "deepfm" and "deep_fm_dimension" in model
     return {**model, "kind": "simple_deepfm"} if is_simple else model
 
 
 def _interpolation(value: Any, key: str = "") -> str:
-    """The key of the first value that OmegaConf would resolve, else empty: a resolver can read the environment."""
+    """Return the key of the first value that OmegaConf would resolve, or "".
+
+    A resolver could read the environment.
+    """
     if isinstance(value, dict):
         inner = ((f"{key}.{name}" if key else str(name), part) for name, part in value.items())
     elif isinstance(value, list):
@@ -117,7 +125,7 @@ def save_job(job: Any, path: str) -> None:
 
 
 def load_saved_job(job_type: type[Job], path: str) -> Job:
-    """Raises ConfigError where there is no file, or one that does not fit `job_type`."""
+    """Read a saved job. Raises ConfigError if there is no file or it does not fit `job_type`."""
     if not storage.is_file(path):
         raise ConfigError(f"there is no saved job at {path!r}: is that a run folder?")
     try:
@@ -148,22 +156,24 @@ def instantiate(config: DictConfig, job_type: type[Job]) -> Job:
 
 
 def _explain_no_object(config: DictConfig, job_type: type, error: OmegaConfBaseException) -> str:
-    """All keys that have no value, else what OmegaConf says of the first that has a wrong one."""
+    """Describe all keys without a value; if there are none, the first error of OmegaConf."""
     try:
         if missing := sorted(OmegaConf.missing_keys(config)):
             return _explain_missing(missing, CONFIG_NAMES[job_type])
-    except OmegaConfBaseException as first:  # an interpolation that leads nowhere
+    except OmegaConfBaseException as first:  # an interpolation of a key that does not exist
         error = first
     if isinstance(error, InterpolationToMissingValueError):
-        key = str(error).splitlines()[0].rpartition(" ")[2]  # OmegaConf names the missing key in its text alone
+        # OmegaConf names the missing key only in its message
+        key = str(error).splitlines()[0].rpartition(" ")[2]
         return _explain_missing([key], CONFIG_NAMES[job_type])
     return f"{error.full_key}: {first_line(error)}"
 
 
 def _entry_at_fault(config: DictConfig, message: str, key: str = "") -> str:
-    """The key of the entry of a mapping, such as `tables.cat_3`, whose own checks fail with that message; empty where none do.
+    """Return the key of the mapping entry, such as `tables.cat_3`, whose checks fail with that
+    message; "" if none does.
 
-    A schema does not know the name that it has in a mapping.
+    A schema does not know its own key in a mapping.
     """
     names: list[Any] = list(config)
     for name in names:

@@ -1,4 +1,5 @@
-"""Schemas of serving: the server, its batches, limits on a request, and what of an artifact stays in memory (stdlib only)."""
+"""Define serving: the server, its batches, limits of requests, and memory of an artifact (stdlib
+only)."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ def check_memory(memory: str) -> None:
 
 @dataclass
 class SsdConfig:
-    """memory=ssd: tables stay on disk, their most frequent rows are copied into memory.
+    """memory=ssd: tables stay on disk, and their most frequent rows are cached in memory.
 
-    cache_gb None: as little as keeps the 99th percentile of a request's reads within `p99_target_ms`, by the data set's
-    frequency curves and by reads of the artifact's own files that are timed while it is loaded. `request_rows` are the
-    rows of a request that has to meet it, `io_threads` the reads that are under way at once.
+    cache_gb None: the smallest cache for which the 99th percentile of a request's reads is within
+    `p99_target_ms`. This uses the data set's frequency curves and reads of the artifact's files that are
+    timed while it is loaded. `request_rows` is the number of rows of such a request, `io_threads` the number
+    of concurrent reads.
     """
 
     cache_gb: float | None = None
@@ -37,13 +39,16 @@ class SsdConfig:
 
 @dataclass
 class ServerConfig:
-    """Loopback unless `host` says otherwise. Without tokens the server answers everybody who reaches it.
+    """The server binds to loopback unless `host` is set. Without tokens it answers every client.
 
-    token_file has a token in each line, and token_env names an environment variable with one: a request then needs one
-    of them as `Authorization: Bearer <token>`. tls_cert and tls_key are files as PEM: the server then speaks HTTPS.
-    allowed_hosts: names that a request's Host header may give; empty means this machine's own names on loopback, and
-    any elsewhere. watch_s: how often `artifact` is looked at for a newer one. shutdown_delay_s: after SIGTERM, how long
-    requests are still taken while /health/ready already says no; drain_s: how long those under way may then take.
+    token_file has one token per line, and token_env names an environment variable with one token.
+    A request then needs one of them as `Authorization: Bearer <token>`. tls_cert and tls_key are
+    PEM files, with which the server uses HTTPS.
+
+    allowed_hosts: names that are allowed in a request's Host header; empty means this machine's
+    names on loopback, and any name otherwise. watch_s: interval of checks for a newer artifact.
+    shutdown_delay_s: how long requests are still accepted after SIGTERM while /health/ready fails;
+    drain_s: how long running requests may then take.
     """
 
     host: str = "127.0.0.1"
@@ -71,9 +76,10 @@ class ServerConfig:
 class BatchingConfig:
     """Requests that arrive together are scored together.
 
-    A batch takes what waits, at most `max_rows` rows. Right behind a batch of several requests the next one is held back, at
-    most `max_delay_ms`, until as many have come again; a lone request is not. What would wait longer than
-    `latency_budget_ms`, or does not fit into a queue of `queue_rows` rows, is answered with 503 and Retry-After.
+    A batch takes all waiting requests, at most `max_rows` rows. After a batch with several requests
+    the next batch waits up to `max_delay_ms` for as many requests; a single request does not wait.
+    Requests that would wait longer than `latency_budget_ms`, or exceed `queue_rows` rows of the
+    queue, get 503 and Retry-After.
     """
 
     max_rows: int = 1024
@@ -88,20 +94,22 @@ class BatchingConfig:
         if self.max_delay_ms >= self.latency_budget_ms:
             raise ConfigError(
                 f"batching.max_delay_ms={self.max_delay_ms:g} uses up batching.latency_budget_ms={self.latency_budget_ms:g}: "
-                "lower the first, or raise the second"
+                "lower batching.max_delay_ms, or raise batching.latency_budget_ms"
             )
         if self.queue_rows < self.max_rows:
             raise ConfigError(
-                f"batching.queue_rows={self.queue_rows} holds no batch of batching.max_rows={self.max_rows}: raise it"
+                f"batching.queue_rows={self.queue_rows} is smaller than a batch of batching.max_rows={self.max_rows}: raise it"
             )
 
 
 @dataclass
 class LimitsConfig:
-    """What one request may be. header_timeout_s and body_timeout_s: how long its header and its body may take to arrive.
+    """Limits of one request. header_timeout_s and body_timeout_s limit how long its header and body
+    may take to arrive.
 
-    Of /retrieve: `k` items a row at most, and `filter_ids` in a list of allowed or excluded ones. A client is an IPv4
-    address, or 64 bits of an IPv6 address; clients behind a proxy are one.
+    For /retrieve: at most `k` items per row, and at most `filter_ids` ids in a list of allowed or
+    excluded items.
+    A client is an IPv4 address, or 64 bits of an IPv6 address; clients behind a proxy are one.
     """
 
     body_mb: float = 8.0

@@ -1,4 +1,5 @@
-"""Schemas of export: which rows are pruned, and how far scores may lie from the trained model's (stdlib only)."""
+"""Define export: pruning of rows, and limits of the difference from the trained model (stdlib
+only)."""
 
 from __future__ import annotations
 
@@ -16,12 +17,13 @@ PRUNINGS = ("none", "untrained", "frequency")
 
 @dataclass
 class PruningConfig:
-    """Which rows of a table the artifact leaves out; the unknown row (0) stands in for each of them.
+    """Which rows of a table the artifact leaves out. The unknown row (0) replaces each of them.
 
-    untrained: rows whose optimizer state is `state_at_most` or less (0: never trained); with `fraction`, the least
-    trained rows besides, up to that share of all tables' rows.
-    frequency: the rarest `fraction` of all tables' rows, or of each table those behind the most frequent ones that
-    `keep_lookups` of its training lookups fall on. Hashed ids are in no order of frequency: their tables stay whole.
+    untrained: rows whose optimizer state is at most `state_at_most` (0: never trained). With
+    `fraction` also the least trained rows, up to that share of all tables' rows. frequency: the
+    rarest `fraction` of all tables' rows; or in each table the rows after the most frequent rows
+    that cover `keep_lookups` of its training lookups. Tables of hashed ids are not pruned, because
+    their ids are not sorted by frequency.
     """
 
     kind: str = "none"
@@ -38,36 +40,38 @@ class PruningConfig:
         given = [name for name in ("fraction", "keep_lookups") if getattr(self, name) is not None]
         if self.kind == "frequency" and len(given) != 1:
             raise ConfigError(
-                "pruning.kind=frequency wants one of pruning.fraction and pruning.keep_lookups, each in [0, 1]"
+                "pruning.kind=frequency needs one of pruning.fraction and pruning.keep_lookups, each in [0, 1]"
             )
         if self.kind != "frequency" and self.keep_lookups is not None:
-            raise ConfigError(f"pruning.keep_lookups goes with pruning.kind=frequency, not {self.kind}")
+            raise ConfigError(f"pruning.keep_lookups needs pruning.kind=frequency, not {self.kind}")
         if self.kind == "none" and given:
             raise ConfigError(
                 f"pruning.{given[0]} prunes nothing under pruning.kind=none; choose untrained or frequency"
             )
         if self.kind != "untrained" and self.state_at_most:
-            raise ConfigError(f"pruning.state_at_most goes with pruning.kind=untrained, not {self.kind}")
+            raise ConfigError(f"pruning.state_at_most needs pruning.kind=untrained, not {self.kind}")
 
 
 @dataclass
 class ParityConfig:
-    """How the artifact is compared with the trained model: on which rows, and what is too far.
+    """How the artifact is compared with the trained model: the rows, and the allowed differences.
 
-    `max_rows` of each split, in the order of the files. A limit that is passed on any split refuses the artifact.
+    Uses the first `max_rows` rows of each split. An artifact that exceeds a limit on any split is
+    refused.
     """
 
     splits: list[str] = field(default_factory=lambda: list(SPLITS))
     max_rows: int = 100_000
     max_ne_increase: float = 0.001
     max_auc_decrease: float = 0.001
-    max_score_difference: float = 0.25  # of any one row; the certificate has the mean and the largest
+    # for any single row; the certificate states the mean and the maximum
+    max_score_difference: float = 0.25
 
     def __post_init__(self) -> None:
         for split in self.splits:
             check_choice("parity.splits", split, SPLITS)
         if "validation" not in self.splits:
-            raise ConfigError(f"parity.splits={self.splits} must hold validation: the certificate is about it")
+            raise ConfigError(f"parity.splits={self.splits} must contain validation, which the certificate describes")
         check_at_least("parity.max_rows", self.max_rows, 1)
         check_at_least("parity.max_ne_increase", self.max_ne_increase, 0.0)
         check_at_least("parity.max_auc_decrease", self.max_auc_decrease, 0.0)
@@ -76,14 +80,14 @@ class ParityConfig:
 
 @dataclass
 class RetrievalConfig:
-    """How the items of a two-tower are found in its artifact. Other models have no use for it.
+    """How the artifact of a two-tower model finds items. Other models do not use it.
 
-    index: `auto` compares with every item below 100,000 of them (exact) and takes hnsw above; hnsw and flat need faiss.
-    catalogue: raw rows of the items that are to be found; None: every item of the data set, its other item features as
-    its last training row has them.
-    neighbours, build_search, search: of hnsw, how many links an item has, and how many candidates are kept while it is
-    built and searched. min_index_recall is of the index beside exact search, max_recall_decrease of the artifact beside
-    the trained model, both of validation users; past either nothing is written.
+    index: `auto` compares with every item (exact) below 100,000 items and uses hnsw above. hnsw and
+    flat need faiss. catalogue: raw rows of the items to find; None means every item of the data
+    set, with the other item features of its last training row. neighbours, build_search and search
+    are settings of hnsw: links per item, and candidates while building and searching.
+    min_index_recall compares the index with exact search, max_recall_decrease compares the artifact
+    with the trained model, both for validation users. If either limit fails, nothing is written.
     """
 
     index: str = AUTO
@@ -111,7 +115,8 @@ TOWERS = ("user", "item")
 
 @dataclass
 class RetrieveConfig:
-    """What predict writes with a two-tower's artifact: for each row of users the `k` best items, or `vectors` of the `tower`."""
+    """What predict writes for a two-tower's artifact: the `k` best items per user row, or `vectors`
+    of the `tower`."""
 
     k: int = 100
     vectors: bool = False
@@ -121,11 +126,11 @@ class RetrieveConfig:
         check_at_least("retrieve.k", self.k, 1)
         check_choice("retrieve.tower", self.tower, TOWERS)
         if self.tower == "item" and not self.vectors:
-            raise ConfigError("retrieve.tower=item gives vectors and no best items: set retrieve.vectors=true")
+            raise ConfigError("retrieve.tower=item gives vectors, not best items: set retrieve.vectors=true")
 
 
 def check_precisions(precision: str, tables: dict[str, str]) -> None:
-    """Raise ConfigError for a precision that there is none of; `tables` is what single tables have instead."""
+    """Raise ConfigError for an unknown precision. `tables` has the precisions of single tables."""
     check_choice("precision", precision, (*PRECISIONS, AUTO))
     for name, value in tables.items():
         check_choice(f"tables.{name}", value, PRECISIONS)

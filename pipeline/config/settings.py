@@ -1,4 +1,4 @@
-"""Read the settings of a registered component: plain values in, the component's dataclass out."""
+"""Read the settings of a registered component into its dataclass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ Settings = TypeVar("Settings")
 
 
 def read_settings(kind: type[Settings], values: Mapping[str, Any], key: str, owner: str) -> Settings:
-    """`key` is the section's key and `owner` the setting that chose the component, for errors.
+    """Return `values` as an instance of `kind`. `key` and `owner` (the setting that chose the
+    component) are for errors.
 
     Raises:
         ConfigError: an unknown key, or a value of a wrong type.

@@ -1,4 +1,4 @@
-"""Schema of a stream: rows that keep coming, which one training follows (stdlib only)."""
+"""Define a stream: a source with new rows, which one training run follows (stdlib only)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 @dataclass
 class NewValuesConfig:
-    """What becomes of values that the vocabularies of the data set lack. spare 0: they are unknown ones.
+    """How values that are not in the vocabularies get ids. spare=0: they are unknown.
 
-    spare: a table begins with so many more rows for them, by its own rows, and grows by as many again where it is full: the step is
-    saved, and tables are made anew in the same process. A table does not grow beyond max_rows.
-    admit_probability: at each batch that holds an unknown value, of getting a row; 1: at once.
+    spare: a table starts with this many additional rows per existing row, and grows by the same
+    number when it is full. The step is then saved, and the tables are allocated again in the same
+    process. A table does not grow beyond max_rows. admit_probability: probability that an unknown
+    value gets a row at each batch that holds it; 1 means at once.
     """
 
     spare: float = 0.0
@@ -34,21 +35,26 @@ class NewValuesConfig:
 
 @dataclass
 class StreamConfig:
-    """How `source` is followed: a folder whose files are added and grow, a Kafka topic, or what a plugin registers as "stream".
+    """How `source` is followed: a folder with new and growing files, a Kafka topic, or a plugin's
+    kind of stream.
 
-    Rows are lines of text, of a format that data.format names. They wait until there are as many as a step takes. event_time_column:
-    of the rows, a whole number of event_time_unit since 1970 or ISO 8601; the log and the metrics then say how old rows are.
+    Rows are lines of text in data.format. They wait until there are enough for a step.
+    event_time_column is a column of the rows, in whole numbers of event_time_unit since 1970 or ISO
+    8601; the log and the metrics then report the age of rows.
     """
 
     kind: str = "folder"
     poll_s: float = 1.0
-    idle_s: float | None = None  # ends after so long without a row; None: it is followed until SIGTERM or Ctrl-C
-    start: str = "earliest"  # where a run begins that has no step yet
+    # end after this time without a row; None: follow until SIGTERM or Ctrl-C
+    idle_s: float | None = None
+    start: str = "earliest"  # where a run without a saved step starts
     event_time_column: str | None = None
     event_time_unit: str = "s"
-    priority: str = "normal"  # low or idle: the training gives way to others on its machine, a server among them
+    # low or idle: other programs on the machine, for example a server, have priority
+    priority: str = "normal"
     new_values: NewValuesConfig = field(default_factory=NewValuesConfig)
-    options: dict[str, str] = field(default_factory=dict)  # of kafka: librdkafka's, bootstrap.servers among them
+    # for kafka: settings of librdkafka, including bootstrap.servers
+    options: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_above("stream.poll_s", self.poll_s, 0.0)
@@ -61,5 +67,5 @@ class StreamConfig:
             raise ConfigError("stream.kind=kafka needs stream.options={bootstrap.servers: 'host:9092'}")
 
     def check_kind(self) -> None:
-        """Raises ConfigError for a kind that nothing registers."""
+        """Raise ConfigError if nothing registers this kind."""
         find("stream", self.kind, "stream.kind")

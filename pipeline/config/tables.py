@@ -1,6 +1,8 @@
-"""Schemas of embedding tables: `tables.<name>` of a job (stdlib only).
+"""Define embedding tables: `tables.<name>` of a job (stdlib only).
 
-The entry `default` supplies what a table leaves unset; an entry `cat_*` does so for tables whose names fit, before it. A table without feature_names embeds the feature of its own name.
+The entry `default` supplies unset values of all tables. An entry such as `cat_*` supplies them for
+tables whose names fit, and has priority over `default`. A table without feature_names embeds the
+feature with the table's name.
 """
 
 from __future__ import annotations
@@ -22,17 +24,19 @@ SHARDING_TYPES = (
     "data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "grid_shard",
 )  # fmt: skip
 COMPUTE_KERNELS = ("dense", "fused", "fused_uvm", "fused_uvm_caching")
-# What TorchRec has a name for and nothing to run: https://github.com/pytorch/FBGEMM/issues/5666
+# TorchRec has this name, but FBGEMM has no kernel: https://github.com/pytorch/FBGEMM/issues/5666
 NOT_IN_FBGEMM = "key_value"
 
 
 @dataclass
 class InitConfig:
-    """uniform: in [-scale, scale], scale None = 1/sqrt(num_embeddings); normal: std = scale, None = 1/sqrt(embedding_dim).
+    """uniform: in [-scale, scale], scale None = 1/sqrt(num_embeddings). normal: std = scale, None =
+    1/sqrt(embedding_dim).
 
-    xavier_uniform and xavier_normal: scale times those of a layer of num_embeddings inputs and embedding_dim outputs, None = 1
-    (Glorot and Bengio, AISTATS 2010). The table is the whole one, whatever its shards.
-    auto: as the model's config says (ModelConfig.table_init), at `scale` where it is given; with no model, uniform.
+    xavier_uniform and xavier_normal: scale (None = 1) times the values for a layer of
+    num_embeddings inputs and embedding_dim outputs (Glorot and Bengio, AISTATS 2010). The size is
+    that the complete table has, not its shards. auto: as the model's config says
+    (ModelConfig.table_init), with `scale` if it is set; without a model uniform.
     """
 
     kind: str = "auto"
@@ -44,7 +48,7 @@ class InitConfig:
             check_above("init.scale", self.scale, 0.0)
 
     def scaled(self, num_embeddings: int, embedding_dim: int) -> InitConfig:
-        """The same as zeros, or as uniform or normal with the scale of a table of that size."""
+        """Return zeros unchanged, or uniform or normal with the scale for a table of that size."""
         if self.kind == "zeros":
             return self
         if self.kind in ("uniform", "auto"):
@@ -57,11 +61,14 @@ class InitConfig:
 
 @dataclass
 class ConstraintConfig:
-    """What the planner may choose for a table; empty lists allow all that the backend can do."""
+    """Choices of the planner for a table.
+
+    Empty lists allow everything that the backend supports.
+    """
 
     sharding_types: list[str] = field(default_factory=list)
     compute_kernels: list[str] = field(default_factory=list)
-    min_partition: int | None = None  # narrowest column shard
+    min_partition: int | None = None  # width of the narrowest column shard
 
     def __post_init__(self) -> None:
         for value in self.sharding_types:
@@ -79,11 +86,13 @@ class ConstraintConfig:
 
 @dataclass
 class TiersConfig:
-    """Keep some of a table's rows in memory and all that were trained on a local SSD (sharding.tier_folder).
+    """Keep some of a table's rows in memory, and all trained rows on a local SSD
+    (sharding.tier_folder).
 
-    slots: below 1, the share of the rows that memory holds; above 1, how many; 1: all, as without tiers. A table of fewer than
-    min_rows rows stays in memory whole. head: the share of a shard's slots that its first rows keep whatever is looked up; None:
-    half where the data's ids come by descending frequency, else 0.
+    slots: below 1 it is the share of rows in memory, above 1 their number; 1 keeps all rows in
+    memory. Tables with fewer than min_rows rows stay in memory completely. head: the share of a
+    shard's slots reserved for its first rows. None: half if the data's ids are sorted by descending
+    frequency, otherwise 0.
     """
 
     slots: float = 1.0
@@ -98,13 +107,17 @@ class TiersConfig:
 
 
 def num_slots(slots: float, shard_rows: int, table_rows: int) -> int:
-    """Of a shard with some of the table's rows: its part of the table's slots (TiersConfig.slots), and one at least."""
+    """Return the number of slots of a shard: its part of the table's slots (TiersConfig.slots), at
+    least 1."""
     share = slots if slots <= 1 else slots / table_rows
     return min(shard_rows, max(1, math.ceil(share * shard_rows - 1e-9)))
 
 
 def head_rows(head: float, slots: int) -> int:
-    """How many rows of a shard with so many slots keep theirs (TiersConfig.head); other rows have two slots at least."""
+    """Return the number of rows of a shard with reserved slots (TiersConfig.head).
+
+    At least two slots stay for other rows.
+    """
     return max(0, min(int(head * slots), slots - 2))
 
 
@@ -114,7 +127,11 @@ _ESCAPE = re.compile("%(25|2E)")
 
 @dataclass
 class TableConfig:
-    """One table. None means: as `tables.default` says, and for num_embeddings: as the data set's cardinality says."""
+    """One table.
+
+    None means the value of `tables.default`; for num_embeddings it means the data set's
+    cardinality.
+    """
 
     num_embeddings: int | None = None
     embedding_dim: int | None = None
@@ -122,10 +139,10 @@ class TableConfig:
     pooling: str | None = None
     data_type: str | None = None
     init: InitConfig | None = None
-    l2: float | None = None  # the gradient of a row that a step touches gains l2 times the row
+    l2: float | None = None  # l2 * row is added to the gradient of each touched row
     sharding: ConstraintConfig | None = None
     compression: CompressionConfig | None = None
-    tiers: TiersConfig | None = None  # None: in memory whole
+    tiers: TiersConfig | None = None  # None: completely in memory
 
     def __post_init__(self) -> None:
         check_at_least("num_embeddings", self.num_embeddings, 1, allow_none=True)
@@ -138,10 +155,11 @@ class TableConfig:
 
 
 def table_name(entry: str) -> str:
-    """The name under which TorchRec holds the table of an entry, or of a feature that has none: `entry` itself wherever that can be.
+    """Return TorchRec's name for the table of an entry or feature: the entry itself if possible.
 
-    No module can have a dot in its name, be called as a method of modules (type, items), or have no name. Such a name is
-    written with %2E for a dot and a % at its end, so that names stay apart; entry_name undoes it.
+    A module's name cannot contain a dot, be empty, or be a method of modules (type, items). Such a
+    name is written with %2E for a dot and a % at its end, so different names stay different.
+    entry_name reverses it.
     """
     if entry and "." not in entry and entry not in TAKEN and not entry.endswith("%") and not _ESCAPE.search(entry):
         return entry
@@ -149,32 +167,37 @@ def table_name(entry: str) -> str:
 
 
 def entry_name(table: str) -> str:
-    """The entry, or the feature, whose table has this name."""
+    """Return the entry or feature of the table with this name."""
     return _ESCAPE.sub(lambda match: chr(int(match[1], 16)), table.removesuffix("%"))
 
 
 def is_pattern(name: str) -> bool:
-    """Whether an entry's name stands for several tables or features: cat_*, cat_?, cat_[0-4]."""
+    """Return True if an entry's name is a pattern for several tables or features: cat_*, cat_?,
+    cat_[0-4]."""
     return any(sign in name for sign in "*?[")
 
 
 def matches(pattern: str, names: Iterable[str], key: str) -> list[str]:
-    """The names that `pattern` stands for. Raises ConfigError for none; `key` is the section of the pattern."""
+    """Return the names that fit `pattern`.
+
+    Raises ConfigError if none does. `key` is the section, for the error.
+    """
     names = list(names)
     found = [name for name in names if fnmatchcase(name, pattern)]
     if not found:
-        raise ConfigError(f"{key}.{pattern} fits no name{did_you_mean(pattern, names) or f': there are {names}'}")
+        raise ConfigError(f"{key}.{pattern} matches no name{did_you_mean(pattern, names) or f': there are {names}'}")
     return found
 
 
 def expand_patterns(tables: Mapping[str, TableConfig], features: Iterable[str]) -> dict[str, TableConfig]:
-    """`tables` with an entry for every table that a pattern fits, and without the patterns.
+    """Return `tables` with an entry for every table that fits a pattern, and without the patterns.
 
-    A table's own entry comes first, then patterns, then `default`. `features` are the data set's: a feature that no entry
-    names has a table of its own.
+    A table's own entry has priority, then patterns, then `default`. `features` are the data set's;
+    a feature that no entry names has its own table.
 
     Raises:
-        ConfigError: a pattern fits no table or sets feature_names, or two patterns give a table different values.
+        ConfigError: a pattern fits no table or sets feature_names, or two patterns give a table different
+            values.
     """
     patterns = [name for name in tables if is_pattern(name)]
     own = {name: config for name, config in tables.items() if name not in patterns}
@@ -183,7 +206,7 @@ def expand_patterns(tables: Mapping[str, TableConfig], features: Iterable[str]) 
     found: dict[str, list[str]] = {}
     for pattern in patterns:
         if tables[pattern].feature_names:
-            raise ConfigError(f"tables.{pattern}.feature_names: a pattern stands for several tables, name one of them")
+            raise ConfigError(f"tables.{pattern}.feature_names: a pattern fits several tables; set it for one table")
         for name in matches(pattern, names, "tables"):
             found.setdefault(name, []).append(pattern)
     merged = {name: _merge(name, own.get(name, TableConfig()), fitting, tables) for name, fitting in found.items()}
@@ -208,7 +231,7 @@ def _merge(name: str, own: TableConfig, patterns: list[str], tables: Mapping[str
 
 
 def rows_of_features(tables: dict[str, TableConfig]) -> dict[str, int]:
-    """Feature name -> rows of its table, where the config says them."""
+    """Return feature name -> rows of its table, for tables whose config sets num_embeddings."""
     return {
         feature: config.num_embeddings
         for name, config in tables.items()

@@ -1,4 +1,4 @@
-"""Schemas of training: optimizers, schedules, collectives, checkpoints and the trainer (stdlib only)."""
+"""Define training: optimizers, schedules, collectives, checkpoints and the trainer (stdlib only)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.config.optimizers import check_layer_optimizer, check_table_optimizer, find_optimizer
 from pipeline.config.registry import find
 from pipeline.runtime.errors import (
     ConfigError,
@@ -28,79 +27,8 @@ TRAIN_PIPELINES = ("auto", "sparse_dist", "base")
 NON_FINITE_POLICIES = ("stop", "skip", "rollback")
 ROW_STATE_POLICIES = ("refuse", "average")
 SAVE_FAILURE_POLICIES = ("stop", "continue")
-DECAY_MODES = ("auto", "l2", "decoupled")
-UPDATE_ROWS = ("touched", "all", "auto")
-MAX_ROWS_OF_AUTO = 16_384
 BACKENDS = ("auto", "gloo", "nccl")
 LOG_FORMATS = ("text", "full", "json")
-
-
-@dataclass
-class SparseOptimizerConfig:
-    """The tables' optimizer, fused into backward; it updates the rows that a step touches, in data_parallel tables too.
-
-    update_rows: touched; all, as torch's dense optimizers do (on CPU, with one batch a step); auto is all for tables of at
-    most MAX_ROWS_OF_AUTO rows where that can be, else touched.
-
-    weight_decay_mode: l2 adds weight_decay * row to a row's gradient; decoupled takes lr * weight_decay of the row beside the
-    update (Loshchilov and Hutter, ICLR 2019); auto is decoupled for adamw, partial_rowwise_adam and lamb, else l2.
-    gradient_clip_value and gradient_clip_norm limit each number and the norm of a row's summed gradient, in this order, before
-    decay and tables.<name>.l2 are added.
-    """
-
-    name: str = "rowwise_adagrad"
-    lr: float = 0.02
-    eps: float = 1e-8
-    momentum: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    weight_decay: float = 0.0
-    weight_decay_mode: str = "auto"
-    update_rows: str = "touched"
-    gradient_clip_value: float | None = None
-    gradient_clip_norm: float | None = None
-
-    def __post_init__(self) -> None:
-        check_table_optimizer("optimizer.sparse.name", self.name)
-        _check_optimizer("optimizer.sparse", self)
-        check_choice("optimizer.sparse.weight_decay_mode", self.weight_decay_mode, DECAY_MODES)
-        check_choice("optimizer.sparse.update_rows", self.update_rows, UPDATE_ROWS)
-        for name in ("gradient_clip_value", "gradient_clip_norm"):
-            _check_limit(f"optimizer.sparse.{name}", getattr(self, name))
-
-    def updates_all(self, num_rows: int) -> bool:
-        """Whether a step updates all rows of a table of so many."""
-        return self.update_rows == "all" or (self.update_rows == "auto" and num_rows <= MAX_ROWS_OF_AUTO)
-
-    @property
-    def decouples(self) -> bool:
-        """Whether weight_decay acts beside the update, and not in the gradient."""
-        if self.weight_decay_mode == "auto":
-            return find_optimizer(self.name).decay_mode == "decoupled"
-        return self.weight_decay_mode == "decoupled"
-
-
-@dataclass
-class DenseOptimizerConfig:
-    name: str = "adam"
-    lr: float = 0.001
-    eps: float = 1e-8
-    momentum: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_layer_optimizer("optimizer.dense.name", self.name)
-        _check_optimizer("optimizer.dense", self)
-
-
-def _check_optimizer(prefix: str, config: SparseOptimizerConfig | DenseOptimizerConfig) -> None:
-    check_above(f"{prefix}.lr", config.lr, 0.0)
-    check_at_least(f"{prefix}.eps", config.eps, 0.0)
-    check_at_least(f"{prefix}.weight_decay", config.weight_decay, 0.0)
-    for name in ("momentum", "beta1", "beta2"):
-        check_below_one(f"{prefix}.{name}", getattr(config, name))
 
 
 def _check_limit(key: str, value: float | None) -> None:
@@ -109,17 +37,12 @@ def _check_limit(key: str, value: float | None) -> None:
 
 
 @dataclass
-class OptimizerConfig:
-    sparse: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
-    dense: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
-
-
-@dataclass
 class LRSchedule:
-    """A factor on the learning rate: linear warm-up from 0, then constant until `decay_start_step`, then a decay.
+    """A factor of the learning rate: linear warm-up, then constant until `decay_start_step`, then a
+    decay.
 
-    poly: (1 - t) ** power over `decay_steps`; cosine: half a wave; step: times `gamma` every `decay_steps`.
-    Never below `end_factor`.
+    poly: (1 - t) ** power over `decay_steps`; cosine: half a wave; step: times `gamma` every
+    `decay_steps`. The factor is at least `end_factor`.
     """
 
     kind: str = "constant"
@@ -145,15 +68,18 @@ class LRSchedule:
 
 @dataclass
 class PlateauConfig:
-    """Both rates times `factor` after `patience` evaluations in a row without an improvement of `min_delta`; 0 never.
+    """Multiply both rates by `factor` after `patience` evaluations in a row without an improvement
+    of `min_delta`.
 
-    A rate stops at `min_lr`. The schedules go on below it: the factors are multiplied.
+    patience=0 disables it. A rate does not fall below `min_lr`. The schedules continue: factors are
+    multiplied.
     """
 
     patience: int = 0
     factor: float = 0.1
     min_lr: float = 1e-6
-    metric: str | None = None  # None: the model's first, ne for clicks and recall_at_<k> for retrieval
+    # None: the model's first metric, ne for clicks and recall_at_<k> for retrieval
+    metric: str | None = None
     min_delta: float = 0.0
 
     def __post_init__(self) -> None:
@@ -173,9 +99,11 @@ class ScheduleConfig:
 
 @dataclass
 class CommsConfig:
-    """Precision of pooled embeddings forward and of their gradients backward; ids are never quantized.
+    """Precision of pooled embeddings in forward and of their gradients in backward. Ids are never
+    quantized.
 
-    shared_memory: CPU ranks of one host exchange what is not quantized through memory, not by gloo.
+    shared_memory: CPU ranks of one host exchange data that is not quantized through memory, not by
+    gloo.
     """
 
     forward_precision: str = "fp32"
@@ -188,7 +116,8 @@ class CommsConfig:
         check_choice("comms.forward_precision", self.forward_precision, COMM_PRECISIONS)
         check_choice("comms.backward_precision", self.backward_precision, COMM_PRECISIONS)
         check_choice("comms.backend", self.backend, BACKENDS)
-        check_at_least("comms.timeout_s", self.timeout_s, 1)  # the process groups count whole seconds
+        # the process groups count full seconds
+        check_at_least("comms.timeout_s", self.timeout_s, 1)
 
 
 TIER_CHOICES = ("by_table", "auto")
@@ -196,18 +125,22 @@ TIER_CHOICES = ("by_table", "auto")
 
 @dataclass
 class ShardingConfig:
-    """How much of TorchRec and FBGEMM is replaced, and whether versions that this was not written for may run.
+    """How much of TorchRec and FBGEMM is replaced, and whether untested versions may run.
 
-    fast_cpu: on CPU, table lookups and updates, the id exchange of one rank, the exchange of ranks of one host (where
-    comms.shared_memory asks for it), gradient averaging, the order of pooled features, replicated tables' updates, DLRM's
-    activations and dot products, and the allocator's thresholds are this package's own. False runs all of that by TorchRec,
-    FBGEMM, gloo and DDP as they are: slower, the same losses up to rounding, to tell whose fault something is.
+    fast_cpu: on CPU this package's own code does table lookups and updates, the id exchange of one
+    rank, the exchange between ranks of one host (if comms.shared_memory is set), gradient
+    averaging, the order of pooled features, updates of replicated tables, DLRM's activations and
+    dot products, and the allocator's thresholds. False uses TorchRec, FBGEMM, gloo and DDP
+    unchanged: slower, with the same losses up to rounding. Use it to find the cause of a fault.
     """
 
     fast_cpu: bool = True
-    allow_untested_versions: bool = False  # of torch, torchrec and fbgemm: silent errors are then possible
-    tiers: str = "by_table"  # which tables have tiers: as tables.*.tiers say, or auto: those that memory does not hold, by the planner
-    tier_folder: str | None = None  # on a local SSD, for the rows of tables in tiers; None: run_dir/tiers
+    # of torch, torchrec and fbgemm; errors may then be silent
+    allow_untested_versions: bool = False
+    # by_table: tables.*.tiers; auto: the planner chooses the tables that do not fit into memory
+    tiers: str = "by_table"
+    # on a local SSD, for rows of tables in tiers; None: run_dir/tiers
+    tier_folder: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("sharding.tiers", self.tiers, TIER_CHOICES)
@@ -218,11 +151,13 @@ EMBEDDING_SYNCS = ("every_step", "every_<n>_steps", "never")
 
 @dataclass
 class ParallelConfig:
-    """embedding_sync: every_step shards the tables over all ranks, so that they are one model at every step.
+    """embedding_sync: every_step shards the tables over all ranks, so all ranks train one model at
+    every step.
 
-    every_100_steps and the like, and never: each host trains tables of its own on the rows of its ranks, sharded over them,
-    and they are averaged over the hosts that often, optimizer state included. Dense layers and data_parallel tables are
-    all-reduced over all ranks at every step whatever this says.
+    every_100_steps (or another number) and never: each host trains separate tables on the rows of
+    its ranks, sharded over these ranks. The tables with their optimizer state are averaged over the
+    hosts at that interval. Dense layers and data_parallel tables are all-reduced over all ranks at
+    every step in any case.
     """
 
     embedding_sync: str = "every_step"
@@ -241,41 +176,51 @@ class ParallelConfig:
 
     @property
     def sync_every_steps(self) -> int:
-        """0: never. Raises AssertionError where there are no replicas."""
+        """Return the interval, 0 for never. Raises AssertionError without replicas."""
         assert self.has_replicas
         return 0 if self.embedding_sync == "never" else int(self.embedding_sync.split("_")[1])
 
 
 @dataclass
 class CheckpointConfig:
-    """A step is saved every `save_every_minutes`, every `save_every_steps`, and always at the end of training.
+    """Save every `save_every_minutes`, every `save_every_steps`, and always at the end of training.
 
-    An old step is removed only when two later ones are known to be intact, so two stay at least.
+    An old step is removed only if two later steps are known to be intact, so at least two steps
+    stay.
 
-    differential: a step holds the rows of tables that changed since the step before, and all else whole. Such steps are a chain
-    that begins with a whole one; another whole one follows after max_links, or where the links hold more than half of its bytes.
-    keep_last_n and keep_best_n then count chains. compress_links: their shard files are compressed, without loss; releases without it refuse
-    them by name.
+    differential: a step holds only the table rows that changed since the step before, and all other
+    state. Such steps form a chain that begins with a full step. A new full step follows after
+    max_links steps, or if the links hold more than half of its bytes. keep_last_n and keep_best_n
+    then count chains. compress_links: shard files of links are compressed without loss; older
+    releases refuse them.
     """
 
     folder: str | None = None  # None: run_dir/checkpoints; s3://bucket/prefix for an object store
-    save_every_minutes: float | None = 10.0  # of wall-clock time since the last save; None: not by time
+    # wall-clock minutes since the last save; None: not by time
+    save_every_minutes: float | None = 10.0
     save_every_steps: int = 0  # 0: not by steps
     keep_last_n: int = 2
-    keep_best_n: int = 0  # beside the last n, of those evaluated at the step that they save; save_best keeps 1 at least
-    best_metric: str | None = None  # None: the model's first, ne for clicks and recall_at_<k> for retrieval
-    save_best: bool = False  # a step is also saved where its evaluation is the best so far, and one such step is kept
-    asynchronous: bool = False  # copy the state to host memory, and write it while training goes on
+    # in addition to the last n, of the steps that were evaluated when saved; save_best keeps at
+    # least 1
+    keep_best_n: int = 0
+    # None: the model's first metric, ne for clicks and recall_at_<k> for retrieval
+    best_metric: str | None = None
+    # also save a step whose evaluation is the best so far, and keep one such step
+    save_best: bool = False
+    # copy the state to host memory and write it while training continues
+    asynchronous: bool = False
     differential: bool = False
     max_links: int = 100
     compress_links: bool = False
     on_failure: str = "stop"
-    max_failures_in_a_row: int = 3  # on_failure=continue stops then
+    max_failures_in_a_row: int = 3  # with on_failure=continue the run stops after this many
     resume: bool = True
-    # Row-wise optimizer state of a table whose columns are now cut elsewhere: refuse, or go on with averages.
+    # Row-wise optimizer state of a table whose columns are now split differently: refuse, or use
+    # averages.
     row_state_across_columns: str = "refuse"
-    sign_key: str | None = None  # a private Ed25519 key as PEM: steps, and what retrain promotes, are signed with it
-    # Public Ed25519 keys, a path or a list: only what is signed by one is resumed or started from.
+    # a private Ed25519 key as PEM: it signs steps, and versions that retrain promotes
+    sign_key: str | None = None
+    # public Ed25519 keys, a path or a list: only steps signed by one are resumed or used as a start
     require_signature: Any = None
 
     def __post_init__(self) -> None:
@@ -289,32 +234,32 @@ class CheckpointConfig:
         check_at_least("checkpoint.max_links", self.max_links, 1)
         if self.compress_links and not self.differential:
             raise ConfigError(
-                "checkpoint.compress_links is of steps of changed rows: set checkpoint.differential=true, or leave it out"
+                "checkpoint.compress_links compresses steps of changed rows: set checkpoint.differential=true, or leave it out"
             )
         check_choice("checkpoint.on_failure", self.on_failure, SAVE_FAILURE_POLICIES)
         check_at_least("checkpoint.max_failures_in_a_row", self.max_failures_in_a_row, 1)
 
     @property
     def num_best(self) -> int:
-        """How many of the best steps are kept."""
+        """Return how many of the best steps are kept."""
         return max(self.keep_best_n, int(self.save_best))
 
 
 @dataclass
 class LoggerConfig:
-    """What becomes of a run's numbers beside its log and metrics.jsonl, which are always written."""
+    """Where a run's metrics go in addition to its log and metrics.jsonl, which are always written."""
 
     tensorboard: bool = True  # event files in <run_dir>/tensorboard
     report: bool = True  # <run_dir>/report.html at the end
-    format: str = (
-        "text"  # of the log on stderr; full: with date, zone, level, job, attempt and rank; json: one object a line
-    )
-    tracker: str = "none"  # or mlflow, wandb, one of your own: the same numbers there too
-    tracker_uri: str | None = None  # of MLflow; None: as its own environment says
+    # of the log on stderr. full: with date, zone, level, job, attempt, rank; json: one object per line
+    format: str = "text"
+    tracker: str = "none"  # or mlflow, wandb, or a registered tracker, which gets the same metrics
+    tracker_uri: str | None = None  # of MLflow; None: as MLflow's environment variables say
     project: str | None = None  # of the tracker; None: data.name
     otlp_endpoint: str | None = None  # of an OpenTelemetry collector, http://host:4318; None: nothing is sent
     otlp_every_s: float = 15.0
-    heartbeat_url: str | None = None  # gets a POST as long as the training gets on; None: nothing is sent
+    # gets a POST while training makes progress; None: nothing is sent
+    heartbeat_url: str | None = None
     heartbeat_every_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -325,14 +270,14 @@ class LoggerConfig:
             self.heartbeat_url = None
         if self.heartbeat_url is not None and not self.heartbeat_url.startswith(("http://", "https://")):
             raise ConfigError(
-                f"logger.heartbeat_url={self.heartbeat_url} is no address over HTTP: give https://HOST/PATH of a monitor "
-                "that raises an alarm when nothing comes"
+                f"logger.heartbeat_url={self.heartbeat_url} is not an HTTP address: give https://HOST/PATH of a monitor "
+                "that raises an alarm when no request comes"
             )
         if self.heartbeat_url is not None:
             hide(self.heartbeat_url)
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ConfigError(
-                f"logger.otlp_endpoint={self.otlp_endpoint} is no address of a collector over HTTP: give http://HOST:4318"
+                f"logger.otlp_endpoint={self.otlp_endpoint} is not an HTTP address of a collector: give http://HOST:4318"
             )
         if self.tracker != "none":
             find("tracker", self.tracker, "logger.tracker")
@@ -340,10 +285,12 @@ class LoggerConfig:
 
 @dataclass
 class EarlyStopConfig:
-    """Stop after `patience` evaluations in a row without an improvement of `min_delta`; patience 0 never stops."""
+    """Stop after `patience` evaluations in a row without an improvement of `min_delta`. patience=0
+    never stops."""
 
     patience: int = 0
-    metric: str | None = None  # None: the model's first, ne for clicks and recall_at_<k> for retrieval
+    # None: the model's first metric, ne for clicks and recall_at_<k> for retrieval
+    metric: str | None = None
     min_delta: float = 0.0
 
     def __post_init__(self) -> None:
@@ -353,10 +300,12 @@ class EarlyStopConfig:
 
 @dataclass
 class TrainerConfig:
-    """Steps count optimizer updates of global_batch_size rows, read as gradient_accumulation_steps micro-batches.
+    """Steps count optimizer updates of global_batch_size rows, read as gradient_accumulation_steps
+    micro-batches.
 
-    non_finite_loss: stop at the first; skip such batches, up to max_non_finite_steps in a row; rollback does so too, then
-    goes back to the newest checkpoint once, past the batches read since, and stops the second time.
+    non_finite_loss: stop ends the run at the first such loss. skip skips such batches, up to
+    max_non_finite_steps in a row. rollback also skips, then goes back once to the newest checkpoint
+    and skips the batches read since; the second time the run ends.
     """
 
     global_batch_size: int = 2048
@@ -364,16 +313,20 @@ class TrainerConfig:
     max_steps: int | None = None
     seed: int = 0
     precision: str = "fp32"
-    compile: bool = False  # the dense layers by torch.compile; where it fails they run as they are
-    pipeline: str = "auto"  # base on one CPU rank, which has nothing to overlap; sparse_dist else
+    # the dense layers by torch.compile; if compiling fails they run uncompiled
+    compile: bool = False
+    # base on one CPU rank, which has nothing to overlap; otherwise sparse_dist
+    pipeline: str = "auto"
     gradient_clip_norm: float | None = None  # of all dense layers together
     gradient_clip_value: float | None = None  # of each number of the dense gradients, before the norm
     gradient_accumulation_steps: int = 1
     log_every_steps: int = 50
-    overfit_batches: int = 0  # train on the first n global batches again and again; 0: on all data
-    hooks: list[str] = field(default_factory=list)  # registered hooks of your own, called in this order
-    metrics_port: int | None = None  # serves Prometheus metrics of the training, from rank 0; 0: any port that is free
-    evaluate_every_steps: int = 0  # 0: not by steps. Training's last step is evaluated in any case
+    overfit_batches: int = 0  # train repeatedly on the first n global batches; 0: on all data
+    # registered hooks of your own, called in this order
+    hooks: list[str] = field(default_factory=list)
+    metrics_port: int | None = None  # port of Prometheus metrics on rank 0; 0: any free port
+    # 0: not by steps. The last step of a training is always evaluated
+    evaluate_every_steps: int = 0
     evaluate_every_epochs: int = 0  # 0: not by epochs
     evaluate_max_batches: int | None = None
     evaluate_batch_size: int | None = None  # global; None: global_batch_size
@@ -382,10 +335,11 @@ class TrainerConfig:
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     non_finite_loss: str = "stop"
     max_non_finite_steps: int = 10
-    hang_timeout_s: float = 180.0  # for a step, and for a batch of an evaluation; 0: never
+    hang_timeout_s: float = 180.0  # for a step, and for a batch of an evaluation; 0: no limit
     startup_timeout_s: float = 900.0  # for each stage of start-up: starting, joining, loading
-    save_timeout_s: float = 1800.0  # for a save, and for the metrics of a whole evaluation
-    lease_ttl_s: float = 120.0  # without a heartbeat for so long, a run on another host counts as dead
+    save_timeout_s: float = 1800.0  # for a save, and for the metrics of a complete evaluation
+    # without a heartbeat for this time, a run on another host counts as dead
+    lease_ttl_s: float = 120.0
     grace_s: float = 30.0  # between the scheduler's SIGTERM and its SIGKILL
 
     def limits(self) -> Limits:
@@ -393,7 +347,7 @@ class TrainerConfig:
 
     @property
     def micro_batch_size(self) -> int:
-        """Rows of all ranks in one forward and backward."""
+        """Return the number of rows of all ranks in one forward and backward."""
         return self.global_batch_size // self.gradient_accumulation_steps
 
     def __post_init__(self) -> None:
@@ -412,7 +366,7 @@ class TrainerConfig:
         for name in ("hang_timeout_s", "startup_timeout_s", "save_timeout_s"):
             check_at_least(f"trainer.{name}", getattr(self, name), 0.0)
         check_at_least("trainer.lease_ttl_s", self.lease_ttl_s, 1.0)
-        check_at_least("trainer.grace_s", self.grace_s, 10.0)  # 5 of them are the launcher's
+        check_at_least("trainer.grace_s", self.grace_s, 10.0)  # the launcher uses 5 s of them
         check_within("trainer.seed", self.seed, 0, 2**63 - 1)
         check_at_least("trainer.overfit_batches", self.overfit_batches, 0)
         check_at_least("trainer.evaluate_every_steps", self.evaluate_every_steps, 0)
@@ -436,9 +390,11 @@ class TrainerConfig:
 
 
 def profiled_steps(text: str) -> tuple[int, int]:
-    """`steps:50-60` -> (50, 60), counted from 1. Raises ConfigError for anything else."""
+    """Parse `steps:50-60` as (50, 60), counted from 1. Raises ConfigError for other text."""
     kind, _, numbers = text.partition(":")
     first, _, last = numbers.partition("-")
     if kind != "steps" or not first.isdigit() or not last.isdigit() or not 1 <= int(first) <= int(last):
-        raise ConfigError(f"profile={text}: say which steps to record, as in profile=steps:50-60 (steps count from 1)")
+        raise ConfigError(
+            f"profile={text}: name the steps to record, for example profile=steps:50-60 (steps count from 1)"
+        )
     return int(first), int(last)

@@ -1,10 +1,10 @@
-"""Declare columns that are made of others: data.transforms.<column> = {kind: <transform>, ...} (stdlib only).
+"""Declare columns that are computed from others: data.transforms.<column> = {kind: <transform>, ...} (stdlib only).
 
     @register("transform", "my_transform")
     @dataclass(frozen=True)
     class MyTransform(TransformConfig): ...
 
-A transform is code that prepare, predict and serve share; what was declared is in dataset.json and in artifacts.
+prepare, predict and serve share the code of a transform. dataset.json and artifacts store its settings.
 """
 
 from __future__ import annotations
@@ -24,50 +24,54 @@ NUMBER, TEXT, LIST, TIME = "number", "text", "list", "time"
 
 @dataclass(frozen=True)
 class TransformConfig:
-    """Base of all transforms; its fields are its settings.
+    """Base of all transforms. Its fields are its settings.
 
-    output: what the column that it makes holds: number (a dense column), text (a categorical one) or list (multi-hot).
+    output: the content of the new column: number (a dense column), text (a categorical one) or list
+    (multi-hot).
     """
 
     output = TEXT
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Column -> what it is read as: number, text or time."""
+        """Return input column -> how it is read: number, text or time."""
         raise NotImplementedError(f"{type(self).__name__} has no inputs")
 
     @property
     def num_buckets(self) -> int | None:
-        """Of a number that is then put into so many buckets, learnt from the training rows."""
+        """Return the number of buckets that are learnt from the training rows, None if the result
+        is not bucketed so."""
         return None
 
     @property
     def boundaries(self) -> list[float] | None:
-        """Of a number that is then put into buckets with these first values."""
+        """Return the first values of given buckets for the result, None if the result is not
+        bucketed so."""
         return None
 
     @property
     def is_standardized(self) -> bool:
-        """Whether the number is then standardized by the training rows."""
+        """Return True if the result is standardized by the training rows."""
         return False
 
     def apply(self, columns: Sequence[pa.Array]) -> pa.Array:
-        """Of `inputs`, each [rows] with null where a value is missing: float64 numbers, text, or times as they were read.
+        """Compute the new column. `columns` are the inputs, [rows] each: float64, text or times as
+        read; null if missing.
 
-        The result has as many rows: float64, string or list of string; null where it is missing.
+        Return [rows] of float64, string or list of string; null if the value is missing.
         """
         raise NotImplementedError(f"{type(self).__name__} has no apply()")
 
 
 def make_transform(column: str, values: Mapping[str, Any]) -> TransformConfig:
-    """What data.transforms.<column> says.
+    """Return the transform that data.transforms.<column> declares.
 
     Raises:
-        ConfigError: there is no such transform, with the nearest name; or it has not these settings.
+        ConfigError: the transform or one of its settings is unknown; the message has the nearest name.
     """
     key = f"data.transforms.{column}"
     if not isinstance(values, Mapping) or "kind" not in values:
-        raise ConfigError(f"{key} wants a kind: {key}={{kind: clip, column: price, low: 0}}")
+        raise ConfigError(f"{key} needs a kind: {key}={{kind: clip, column: price, low: 0}}")
     kind: type[TransformConfig] = find("transform", str(values["kind"]), f"{key}.kind")
     given = {name: value for name, value in values.items() if name != "kind"}
     known = [field.name for field in fields(kind)]
@@ -88,7 +92,8 @@ def make_transform(column: str, values: Mapping[str, Any]) -> TransformConfig:
 
 
 def _check_type(key: str, declared: str, value: object) -> None:
-    """`declared` is the annotation of a setting, as text: str, float | None, list[str] and the like."""
+    """Check a value against `declared`, the annotation of a setting as text: str, float | None,
+    list[str]."""
     choices = [choice.strip() for choice in declared.split("|")]
     for choice in choices:
         if choice == "None" and value is None:
@@ -110,34 +115,43 @@ def _is(kind: str, value: object) -> bool:
 
 
 def make_transforms(declared: Mapping[str, Mapping[str, Any]]) -> dict[str, TransformConfig]:
-    """In their order: one may read what an earlier one has made. Raises ConfigError."""
+    """Return the transforms in their order.
+
+    A transform may read the result of an earlier one. Raises ConfigError.
+    """
     made = {column: make_transform(column, values) for column, values in declared.items()}
     for position, (column, transform) in enumerate(made.items()):
         for name, wanted in transform.inputs.items():
             if name == column or name in list(made)[position + 1 :]:
                 raise ConfigError(
-                    f"data.transforms.{column} reads {name!r}, which is made after it: declare that one first"
+                    f"data.transforms.{column} reads {name!r}, which is made after it: declare {name!r} first"
                 )
             if name in made and made[name].output != wanted and not (made[name].output == TEXT and wanted == TIME):
                 raise ConfigError(
-                    f"data.transforms.{column} reads {name!r} as {wanted}, and {name!r} is made as {made[name].output}: take another "
-                    "column, or a kind that reads those"
+                    f"data.transforms.{column} reads {name!r} as {wanted}, but {name!r} is made as {made[name].output}: use another "
+                    "column, or a kind that reads {made[name].output}"
                 )
     return made
 
 
 def described(transforms: Mapping[str, TransformConfig], kinds: Mapping[str, str]) -> list[dict[str, Any]]:
-    """As dataset.json and artifacts hold them. `kinds` are their names."""
+    """Return the transforms as dataset.json and artifacts store them. `kinds` are their names."""
     return [{"column": column, "kind": kinds[column], "settings": asdict(each)} for column, each in transforms.items()]
 
 
 def restore(described: Sequence[Mapping[str, Any]]) -> dict[str, TransformConfig]:
-    """What `described` was made of. Raises ConfigError, for one of a plugin that is not there too."""
+    """Return the transforms that `described` has stored.
+
+    Raises ConfigError, also if a plugin is missing.
+    """
     return make_transforms({each["column"]: {"kind": each["kind"], **each["settings"]} for each in described})
 
 
 def raw_inputs(transforms: Mapping[str, TransformConfig]) -> dict[str, str]:
-    """Column of the source -> number, text or time. Raises ConfigError where two transforms read one in different ways."""
+    """Return source column -> number, text or time.
+
+    Raises ConfigError if two transforms read a column differently.
+    """
     found: dict[str, str] = {}
     for column, transform in transforms.items():
         for name, kind in transform.inputs.items():
@@ -145,7 +159,7 @@ def raw_inputs(transforms: Mapping[str, TransformConfig]) -> dict[str, str]:
                 continue
             if found.setdefault(name, kind) != kind and {found[name], kind} != {TEXT, TIME}:
                 raise ConfigError(
-                    f"data.transforms.{column} reads {name!r} as {kind}, and another transform as {found[name]}: one column is read in "
-                    "one way"
+                    f"data.transforms.{column} reads {name!r} as {kind}, but another transform as {found[name]}: read a column in "
+                    "one way only"
                 )
     return found

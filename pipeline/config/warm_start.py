@@ -1,4 +1,5 @@
-"""Schema of a warm start: where first weights come from, and what becomes of tables that differ (stdlib only)."""
+"""Define a warm start: the source of first weights, and the policies for tables that differ (stdlib
+only)."""
 
 from __future__ import annotations
 
@@ -9,43 +10,48 @@ from pipeline.runtime.errors import ConfigError, check_at_least, check_choice
 
 @dataclass
 class WarmStartConfig:
-    """Begin at step 0 with the weights of another run, under any plan. A run folder with a step of its own is resumed.
+    """Start at step 0 with the weights of another run, under any plan. A run folder that has a step
+    is resumed instead.
 
-    `run` is a run folder, whose newest step that verifies is taken unless `step` says another; or `checkpoint` is one
-    step's folder. A table is looked for under its own name, or under the one that `renames` {old: new} says it had.
+    `run` is a run folder, whose newest valid step is used unless `step` names one. `checkpoint` is the folder
+    of one step instead. A table is looked up by its own name, or by its old name in `renames` {old: new}.
     """
 
     run: str | None = None
     checkpoint: str | None = None
     step: int | None = None
     renames: dict[str, str] = field(default_factory=dict)
-    # What becomes of a table that the checkpoint lacks, that the job lacks, that has more or fewer rows, another
-    # dtype, another embedding_dim. `fresh`: initialized as from scratch.
+    # Policies for tables that only the job has, that only the checkpoint has, or that have more
+    # rows, fewer rows, another dtype or another embedding_dim. `fresh`: initialized as from
+    # scratch.
     new_tables: str = "fresh"
     dropped_tables: str = "drop"
     grown_tables: str = "extend"
     shrunk_tables: str = "cut"
     retyped_tables: str = "cast"
     reshaped_tables: str = "refuse"
-    # What becomes of a compressed table whose settings or vocabulary are others: its rows are shared by ids, so none can
-    # follow its value to another id.
+    # Policy for a compressed table whose settings or vocabulary differ: ids share its rows, so no
+    # row can move with its value to another id.
     composed_tables: str = "refuse"
-    # A row goes to where its value is in the new vocabulary; `keep` takes ids to mean what they meant.
+    # remap: a row moves to the new id of its value; keep: ids have the same meaning as before.
     ids: str = "remap"
-    data_path: str | None = None  # of the data set that the checkpoint was trained on; None: where it was then
-    dense: str = "load"  # `matching`: the layers of the same name and shape; the others are fresh
+    data_path: str | None = None  # of the data set of the checkpoint; None: its path at that time
+    # `matching`: load layers with the same name and shape, initialize the others
+    dense: str = "load"
     optimizer: str = "keep"
 
     def __post_init__(self) -> None:
         if (self.run is None) == (self.checkpoint is None):
-            raise ConfigError("warm_start wants one of run=<a run folder> and checkpoint=<the folder of a step>")
+            raise ConfigError("warm_start needs one of run=<a run folder> and checkpoint=<the folder of a step>")
         if self.checkpoint is not None and self.step is not None:
-            raise ConfigError("warm_start.step belongs to warm_start.run; warm_start.checkpoint is a step already")
+            raise ConfigError("warm_start.step belongs to warm_start.run; warm_start.checkpoint already names a step")
         check_at_least("warm_start.step", self.step, 0, allow_none=True)
         for name, choices in POLICIES.items():
             check_choice(f"warm_start.{name}", getattr(self, name), choices)
         if len(set(self.renames.values())) < len(self.renames):
-            raise ConfigError(f"warm_start.renames={self.renames} makes one table of two; give each another name")
+            raise ConfigError(
+                f"warm_start.renames={self.renames} maps two tables to one name; give each a different name"
+            )
 
 
 POLICIES = {

@@ -11,8 +11,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from pipeline.config.optimizers import find_optimizer
-from pipeline.config.training import DenseOptimizerConfig, OptimizerConfig
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, find_optimizer
 from pipeline.runtime.errors import TrainingError
 from pipeline.sharding.torchrec.cpu_tables import FastLookup, fast_lookups
 from pipeline.sharding.torchrec.sharder import ShardedTables

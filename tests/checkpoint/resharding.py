@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.tables import flatten, local_chunks
-from pipeline.config.training import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.runtime.errors import CheckpointError
 from tests.training.tiny import TinyTable, batches, build, context
 

@@ -175,7 +175,7 @@ def test_an_empty_folder_restores_nothing(ranks: RankPool, tmp_path: Path) -> No
 
 
 def _restore_into_another_model(rank: int, folder: str) -> str:
-    from pipeline.config.training import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+    from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 
     other = OptimizerConfig(SparseOptimizerConfig("adagrad", lr=0.1), DenseOptimizerConfig("adam"))
     _, model, optimizer, context = build_sharded(ROWS, optimizers=other)

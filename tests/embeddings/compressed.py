@@ -21,8 +21,9 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.config.compression import CompressionConfig
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig
-from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import CommsConfig
 from pipeline.data.read.batch import keyed_jagged_tensor
 from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.collection import ComposedEmbeddings, build_embeddings

@@ -111,7 +111,7 @@ def test_a_run_does_not_go_on_with_another_hash(ranks: RankPool, run: Path, prep
     changed = words(prepared_clicks, run, "trainer.max_steps=8", "tables.cat_25.compression.seed=1")
     for problem in ranks.run(2, _train, changed):
         assert mentions(problem, "cat_25")
-        assert "its rows would stand for other ids; keep tables.*.compression" in problem
+        assert "its rows would mean other ids; keep tables.*.compression" in problem
 
 
 def test_a_new_run_takes_the_compressed_tables_that_mean_the_same(

@@ -10,13 +10,8 @@ import pytest
 import torch
 
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.config.training import (
-    DenseOptimizerConfig,
-    LRSchedule,
-    OptimizerConfig,
-    ScheduleConfig,
-    SparseOptimizerConfig,
-)
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import LRSchedule, ScheduleConfig
 from pipeline.training.lr_schedule import apply_schedule
 from tests.faults.conftest import FaultRecorder
 from tests.support.ranks import RankPool

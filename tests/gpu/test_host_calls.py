@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pipeline import devices
-from pipeline.config.training import SparseOptimizerConfig
+from pipeline.config.optimizers import SparseOptimizerConfig
 from pipeline.extras.shadow import report
 from pipeline.models.layers.interaction import DotInteraction
 from pipeline.sharding.torchrec.sparse_optimizer import ReplicatedTablesOptimizer

@@ -10,8 +10,9 @@ from torchrec.distributed import sharding_plan
 from torchrec.distributed.types import ShardingPlan
 
 from pipeline.config.model import ModelConfig, used_tables
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.config.tables import InitConfig, TableConfig
-from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import CommsConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.devices.process_group import init_distributed

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.optimizers import find_optimizer, table_optimizers
+from pipeline.config.optimizers import SparseOptimizerConfig, find_optimizer, table_optimizers
 from pipeline.config.planner import PlannerConfig
 from pipeline.config.tables import ConstraintConfig
-from pipeline.config.training import CommsConfig, SparseOptimizerConfig
+from pipeline.config.training import CommsConfig
 from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.table import ManagedRows, Table
 from pipeline.planner import planner

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.wiretap import Kind, wiretap
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig
-from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import CommsConfig
 from pipeline.embeddings.limits import check_batch_fits_comms, describe_comms
 from pipeline.embeddings.table import Table
 from pipeline.runtime.errors import PlanError

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import CommsConfig
 from pipeline.sharding.torchrec.sharder import ShardedTables
 from tests.support.ranks import RankPool
 from tests.training.tiny import TinyTable, batches, build

@@ -11,7 +11,7 @@ from torch import nn
 from torchrec import optim
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
-from pipeline.config.training import SparseOptimizerConfig
+from pipeline.config.optimizers import SparseOptimizerConfig
 from pipeline.sharding.torchrec.flat_update import flat_update
 from pipeline.sharding.torchrec.sparse_optimizer import ReplicatedTablesOptimizer
 

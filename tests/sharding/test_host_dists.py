@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import CommsConfig
 from pipeline.sharding.collectives.host_dists import IdsOnHost, PooledOnHost
 from pipeline.sharding.torchrec.sharder import ShardedTables
 from tests.support.optimizers import ROWWISE

@@ -14,8 +14,9 @@ from torchrec import optim
 from torchrec.modules.embedding_configs import DataType
 
 from pipeline import devices
+from pipeline.config.optimizers import OptimizerConfig, SparseOptimizerConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig
-from pipeline.config.training import CommsConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import CommsConfig
 from pipeline.embeddings.collection import Managed
 from pipeline.embeddings.limits import allowed_sharding_types, sharding_types_exact_for
 from pipeline.embeddings.table import ManagedRows, Table

@@ -6,14 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.config.training import (
-    CommsConfig,
-    DenseOptimizerConfig,
-    LRSchedule,
-    OptimizerConfig,
-    ScheduleConfig,
-    SparseOptimizerConfig,
-)
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import CommsConfig, LRSchedule, ScheduleConfig
 from pipeline.embeddings.collection import Normal, Uniform
 from pipeline.sharding.torchrec.sharding import shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer

@@ -14,7 +14,8 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.optim import RowWiseAdagrad
 
 from pipeline import devices
-from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import CommsConfig
 from pipeline.embeddings.limits import COLUMN_SHARDING_TYPES
 from pipeline.sharding.torchrec.sharding import shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer

@@ -17,8 +17,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.wiretap import wiretap
-from pipeline.config.optimizers import all_optimizers
-from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig, all_optimizers
+from pipeline.config.training import CommsConfig
 from pipeline.embeddings.bags import leave_out_empty_bags
 from pipeline.sharding.torchrec.variable_batches import takes_variable_batches
 from tests.support.ranks import RankPool

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torchrec.optim import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import CommsConfig
 from pipeline.embeddings.bags import leave_out_empty_bags
 from pipeline.sharding.torchrec.table_init import initialize_tables
 from tests.support.ranks import RankPool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.config.training import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 
 SGD = OptimizerConfig(SparseOptimizerConfig("sgd", lr=8.0), DenseOptimizerConfig("adam", lr=0.01))
 ROWWISE = OptimizerConfig(SparseOptimizerConfig("rowwise_adagrad", lr=0.1), DenseOptimizerConfig("adam", lr=0.01))

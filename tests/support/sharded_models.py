@@ -20,8 +20,9 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ShardingPlan
 
 from pipeline import devices
+from pipeline.config.optimizers import OptimizerConfig
 from pipeline.config.tables import TableConfig
-from pipeline.config.training import CommsConfig, OptimizerConfig
+from pipeline.config.training import CommsConfig
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.tables import resolve_tables

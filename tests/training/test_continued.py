@@ -95,7 +95,7 @@ def test_a_resumed_run_says_from_where_and_with_what_else_it_goes_on(
     assert mentions(
         log, "resumed step 2 1 rank torch 2 steps optimizer.dense.lr=0.002 0.003 tables.cat_0.init.kind=normal"
     )
-    assert log.index("goes on with") < log.index("ignores tables.cat_0")
+    assert log.index("continues with") < log.index("ignores tables.cat_0")
     assert "lr: 0.002" in (tmp_path / "config.yaml").read_text()
     first, second = (json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines())
     assert (first["from_step"], second["from_step"], second["world_size"]) == (0, 2, 1)

@@ -15,12 +15,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from pipeline.config.training import (
-    DenseOptimizerConfig,
-    OptimizerConfig,
-    SparseOptimizerConfig,
-    TrainerConfig,
-)
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import TrainerConfig
 from pipeline.data.read.batch import Batch
 from pipeline.runtime.errors import UserError
 from pipeline.training import trainer

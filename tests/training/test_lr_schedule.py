@@ -10,13 +10,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.training import (
-    DenseOptimizerConfig,
-    LRSchedule,
-    OptimizerConfig,
-    ScheduleConfig,
-    SparseOptimizerConfig,
-)
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import LRSchedule, ScheduleConfig
 from pipeline.training.lr_schedule import apply_schedule, lr_factor
 from tests.support.ranks import RankPool
 from tests.training.tiny import TABLES, TinyTable, batches, build, full_weights

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import CommsConfig
 from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.torchrec.sharding import shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import ReplicatedTablesOptimizer, apply_sparse_optimizer

@@ -11,13 +11,8 @@ import torch
 
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.steps import list_steps
-from pipeline.config.training import (
-    DenseOptimizerConfig,
-    EarlyStopConfig,
-    OptimizerConfig,
-    SparseOptimizerConfig,
-    TrainerConfig,
-)
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import EarlyStopConfig, TrainerConfig
 from pipeline.training.hooks.early_stop import EarlyStop
 from pipeline.training.lr_schedule import apply_schedule
 from pipeline.training.optimizer import clip_dense_gradients

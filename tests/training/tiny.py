@@ -18,7 +18,8 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from pipeline.config.training import CommsConfig, OptimizerConfig
+from pipeline.config.optimizers import OptimizerConfig
+from pipeline.config.training import CommsConfig
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer

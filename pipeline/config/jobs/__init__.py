@@ -1,1 +1,2 @@
-"""Schemas of jobs: one dataclass a verb, made of the schemas of its parts (stdlib and OmegaConf only)."""
+"""Schemas of jobs: one dataclass per verb, composed of the schemas of its parts (stdlib and
+OmegaConf only)."""

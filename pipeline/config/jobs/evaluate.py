@@ -1,4 +1,5 @@
-"""Jobs that measure a step, export it and score rows by it (stdlib and OmegaConf only)."""
+"""Define the jobs that measure a step, export it, and score rows with it (stdlib and OmegaConf
+only)."""
 
 from __future__ import annotations
 
@@ -33,10 +34,11 @@ def check_chosen(which: str, step: int | None) -> None:
 @job_of("evaluate")
 @dataclass
 class EvaluateJob(Job):
-    """run: a run folder; batch size None takes the training one.
+    """Measure a step of run folder `run`. Batch size None is the training batch size.
 
-    which: where `step` names none, best takes the checkpoint with the best checkpoint.best_metric of those that were
-    evaluated, last the newest one, auto the best of a run that keeps it and else the newest.
+    which chooses the step if `step` is not set. best: the evaluated checkpoint with the best
+    checkpoint.best_metric. last: the newest. auto: the best if the run keeps it, otherwise the
+    newest.
     """
 
     run: str = "???"
@@ -46,12 +48,16 @@ class EvaluateJob(Job):
     global_batch_size: int | None = None
     max_batches: int | None = None
     world_size: int = 1
-    data_path: str | None = None  # None: the data set the run was trained on
-    other_data: bool = False  # evaluate though data_path holds another data set
-    require_signature: Any = None  # public Ed25519 keys, a path or a list: only a step signed by one is measured
-    tables: str = "averaged"  # own: where hosts trained tables of their own, each host's on the rows of its ranks
-    metrics: list[str] = field(default_factory=list)  # registered metrics beside the run's trainer.metrics
-    importance_rows: int = 0  # on which each feature's importance is measured by permutation; 0: it is not
+    data_path: str | None = None  # None: the data set of the run
+    other_data: bool = False  # allow that data_path holds another data set
+    # public Ed25519 keys, a path or a list: the step must be signed by one of them
+    require_signature: Any = None
+    # own: if hosts trained separate tables, measure each host's tables on the rows of its ranks
+    tables: str = "averaged"
+    # registered metrics in addition to the run's trainer.metrics
+    metrics: list[str] = field(default_factory=list)
+    # rows on which each feature's importance is measured by permutation; 0: none
+    importance_rows: int = 0
 
     def __post_init__(self) -> None:
         for name in self.metrics:
@@ -68,10 +74,11 @@ class EvaluateJob(Job):
 @job_of("export")
 @dataclass
 class ExportJob(Job):
-    """run: a run folder; output None: a folder of its own in <run>/artifacts.
+    """Export a step of run folder `run`. output=None: a new folder in <run>/artifacts.
 
-    `step` and `which` choose a checkpoint as they do for evaluate. `precision` is that of all tables but those that `tables` names; `auto` finds the smallest mix whose NE on the
-    validation split is at most `ne_budget` above the trained model's.
+    `step` and `which` choose a checkpoint as in EvaluateJob. `precision` applies to all tables that `tables`
+    does not name. `auto` finds the smallest mix whose NE on the validation split is at most `ne_budget` above
+    the trained model's.
     """
 
     run: str = "???"
@@ -82,13 +89,14 @@ class ExportJob(Job):
     tables: dict[str, str] = field(default_factory=dict)  # table -> fp32, fp16, int8, int4 or int2
     ne_budget: float = 0.0005
     dense: str = "fp32"  # of the layers: fp32, bf16 or int8
-    compiled: bool = False  # the layers as an AOTInductor package besides; needs a C++ compiler
+    compiled: bool = False  # also write the layers as an AOTInductor package; needs a C++ compiler
     pruning: PruningConfig = field(default_factory=PruningConfig)
     parity: ParityConfig = field(default_factory=ParityConfig)
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
-    data_path: str | None = None  # None: the data set that the run was trained on
-    sign_key: str | None = None  # a private Ed25519 key as PEM: the artifact is signed with it
-    require_signature: Any = None  # public Ed25519 keys, a path or a list: only a step signed by one is exported
+    data_path: str | None = None  # None: the data set of the run
+    sign_key: str | None = None  # a private Ed25519 key as PEM that signs the artifact
+    # public Ed25519 keys, a path or a list: the step must be signed by one of them
+    require_signature: Any = None
     paths: PathsConfig = field(default_factory=PathsConfig)
 
     def __post_init__(self) -> None:
@@ -110,33 +118,38 @@ class ExportJob(Job):
 @job_of("predict")
 @dataclass
 class PredictJob(Job):
-    """artifact: what `export` wrote, a link to it, or a registry; source: a file, a folder or a glob of raw rows.
+    """Score raw rows. `artifact` is an exported folder, a link to it, or a registry; `source` is a
+    file, folder or glob.
 
-    output: a .parquet or .csv file with a row for each source row: its file (where there are several) and number,
-    `id_columns` as they were, and its score, null where the row could not be read. A two-tower's artifact gives items or
-    vectors in the place of a score, as `retrieve` says, and wants .parquet.
+    `output` is a .parquet or .csv file with one row per source row: its file (if there are several), its number,
+    `id_columns` unchanged, and its score, null if the row could not be read. A two-tower's artifact writes
+    items or vectors instead of scores, as `retrieve` says, and needs .parquet.
     """
 
     artifact: str = "???"
     source: str = "???"
     output: str = "???"
-    format: str | None = None  # None: by the files' names
+    format: str | None = None  # None: by the names of the files
     delimiter: str | None = None  # of csv (a comma) and tsv (a tab)
     id_columns: list[str] = field(default_factory=list)
     memory: str = "ram"
     ssd: SsdConfig = field(default_factory=SsdConfig)
     retrieve: RetrieveConfig = field(default_factory=RetrieveConfig)
-    compiled: bool = False  # run the layers' AOTInductor package, of an artifact exported with compiled=true
-    batch_rows: int = 8192  # scored at once
-    rows_per_part: int = 1_000_000  # what a killed run loses at most
+    # run the layers' AOTInductor package of an artifact exported with compiled=true
+    compiled: bool = False
+    batch_rows: int = 8192  # rows scored in one batch
+    rows_per_part: int = 1_000_000  # a killed run loses at most this many rows
     max_quarantined_fraction: float = 0.01
     overwrite: bool = False
-    escape_formulas: bool = True  # of text in a .csv: =, +, - and @ at its start would run in a spreadsheet
-    num_shards: int = 1  # processes that share the source's files, each with a file of its own beside output
-    shard: int = 0  # which of them this is
+    # quote text in a .csv that starts with =, +, - or @, which a spreadsheet would run
+    escape_formulas: bool = True
+    # processes that share the source's files; each writes its own file next to output
+    num_shards: int = 1
+    shard: int = 0  # the number of this process
     threads: int | None = None  # None: all cores
-    temp_dir: str | None = None  # None: beside output
-    require_signature: Any = None  # public Ed25519 keys, a path or a list: only an artifact signed by one scores
+    temp_dir: str | None = None  # None: next to output
+    # public Ed25519 keys, a path or a list: the artifact must be signed by one of them
+    require_signature: Any = None
 
     def __post_init__(self) -> None:
         check_given("artifact", self.artifact)

@@ -1,4 +1,4 @@
-"""Define what every job has, and the name of the verb of each job (stdlib and OmegaConf only)."""
+"""Define the base of all job schemas, and the verb of each job (stdlib and OmegaConf only)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def job_of(verb: str) -> Callable[[Schema], Schema]:
 
 @dataclass
 class Job:
-    """What every job has. plugins: packages whose import registers components, given on the command line alone.
+    """Base of all jobs. `plugins` are packages whose import registers components. Only the command
+    line may set them.
 
-    A saved job tells by them what it needs; reading it imports none of them.
+    A saved job stores them to report missing plugins. Reading a saved job imports none of them.
     """
 
     plugins: list[str] = field(default_factory=list, kw_only=True)

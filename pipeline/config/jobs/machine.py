@@ -1,4 +1,4 @@
-"""Jobs about machines: check nodes, begin a project (stdlib and OmegaConf only)."""
+"""Define the jobs that check nodes and create a project (stdlib and OmegaConf only)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pipeline.runtime.errors import ConfigError, check_above, check_at_least, ch
 @job_of("check_nodes")
 @dataclass
 class CheckNodesJob(Job):
-    """folder: one that all nodes share; empty: none is checked. megabytes: of a message between two nodes.
+    """Check nodes. `folder` must be shared by all nodes; empty means no folder is checked.
 
-    min_gb_per_s: of every link; None: a link at under half the median is a problem, no other. output: a JSON file of all
-    that was measured.
+    megabytes: size of a message between two nodes. min_gb_per_s: minimum of every link; None: a
+    link with less than half of the median is a problem. output: a JSON file for all measurements.
     """
 
     folder: str = ""
@@ -35,19 +35,20 @@ class CheckNodesJob(Job):
         for name in ("folder", "output"):
             if "://" in getattr(self, name):
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} is no path: what is checked is a file system of the nodes"
+                    f"{name}={getattr(self, name)} is not a local path: the check is for a file system of the nodes"
                 )
 
 
 @job_of("init")
 @dataclass
 class InitJob(Job):
-    """folder: that is made; data: a data config to copy into it, as `inspect` writes one; source: the raw rows."""
+    """Create `folder` with a copy of the data config `data`, as `inspect` writes it; `source` are
+    the raw rows."""
 
     folder: str = "???"
     data: str = "???"
     source: str = "???"
-    command: str = "make"  # the only one, so that the folder may stand as a word
+    command: str = "make"  # the only command; with it the folder can be a positional argument
 
     def __post_init__(self) -> None:
         check_choice("command", self.command, ("make",))

@@ -1,4 +1,4 @@
-"""Jobs about data sets: generate, inspect and prepare (stdlib and OmegaConf only)."""
+"""Define the jobs for data sets: generate, inspect and prepare (stdlib and OmegaConf only)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ ENGINES = ("embedded", "ray")
 
 @dataclass
 class RayConfig:
-    """Settings of engine=ray. dashboard: on a cluster that the job starts; a cluster that is there has its own."""
+    """Settings of engine=ray. dashboard: start one on a cluster that the job starts; a running
+    cluster has its own."""
 
     address: str | None = None
     max_retries: int = 8
@@ -31,16 +32,17 @@ class RayConfig:
 @job_of("prepare")
 @dataclass
 class PrepareJob(Job):
-    """source: a file, a folder or a glob; the shards and dataset.json go to data.path.
+    """Prepare `source`, a file, folder or glob. Shards and dataset.json are written to data.path.
 
-    With data.split.kind=given the splits name their sources, and `source` is left out. vocabularies: begin with those of another data set, or keep to them.
+    With data.split.kind=given the splits name their sources, and `source` is left out.
+    `vocabularies` extends or reuses the vocabularies of another data set.
     """
 
     data: DataConfig = field(default_factory=DataConfig)
     source: str | None = None
     memory_limit_gb: float = 2.0
     threads: int | None = None  # None: all cores
-    temp_dir: str | None = None  # None: beside data.path
+    temp_dir: str | None = None  # None: next to data.path
     vocabularies: BaseVocabularyConfig | None = None
     engine: str = "embedded"
     ray: RayConfig = field(default_factory=RayConfig)
@@ -50,10 +52,11 @@ class PrepareJob(Job):
         check_choice("engine", self.engine, ENGINES)
         if self.engine == "ray" and self.vocabularies is not None:
             raise ConfigError(
-                f"engine=ray does not go on from the vocabularies of another data set ({self.vocabularies.path}): leave engine "
+                f"engine=ray cannot extend the vocabularies of another data set ({self.vocabularies.path}): leave engine "
                 "out, or leave vocabularies out"
             )
-        check_at_least("memory_limit_gb", self.memory_limit_gb, 0.5)  # 0.3 go to the libraries alone
+        # the libraries need 0.3 of them
+        check_at_least("memory_limit_gb", self.memory_limit_gb, 0.5)
         check_at_least("threads", self.threads, 1, allow_none=True)
         split = self.data.split
         if split.kind != "given" and self.source is None:
@@ -72,7 +75,10 @@ class PrepareJob(Job):
 @job_of("generate")
 @dataclass
 class GenerateJob(Job):
-    """data.synthetic or data.generator says what is generated; `output` is the text file that prepare then reads."""
+    """Generate raw rows as data.synthetic or data.generator says.
+
+    `output` is a text file, which prepare reads.
+    """
 
     data: DataConfig = field(default_factory=DataConfig)
     output: str = "${paths.raw}/${data.name}.tsv"
@@ -83,7 +89,7 @@ class GenerateJob(Job):
         check_at_least("threads", self.threads, 1, allow_none=True)
         if self.data.synthetic is None and not self.data.generator:
             raise ConfigError(
-                f"data={self.data.name} says nothing to generate: set data.generator={{kind: {next(iter(components('generator')), '...')}}}, "
+                f"data={self.data.name} has nothing to generate: set data.generator={{kind: {next(iter(components('generator')), '...')}}}, "
                 "or choose a data set that has it, such as data=quickstart"
             )
 
@@ -91,13 +97,13 @@ class GenerateJob(Job):
 @job_of("inspect")
 @dataclass
 class InspectJob(Job):
-    """source: one raw file; output: the data config that is written."""
+    """Inspect one raw file `source` and write a data config to `output`."""
 
     source: str = "???"
-    label: str | None = None  # None: by values and name
-    label_values: dict[str, int] = field(default_factory=dict)  # of a label that is text
-    label_threshold: float | None = None  # of a label of other numbers
-    data_name: str | None = None  # None: the file's
+    label: str | None = None  # None: chosen by values and name
+    label_values: dict[str, int] = field(default_factory=dict)  # if the label is text
+    label_threshold: float | None = None  # if the label has other numbers
+    data_name: str | None = None  # None: the name of the file
     output: str | None = None  # None: <data_name>.yaml
     max_rows: int = 1_000_000
 

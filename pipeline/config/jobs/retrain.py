@@ -1,4 +1,4 @@
-"""Jobs of a tick: retrain, and the registry of versions (stdlib and OmegaConf only)."""
+"""Define the jobs of a tick: retrain, and the registry of versions (stdlib and OmegaConf only)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, c
 @job_of("retrain")
 @dataclass
 class RetrainJob(TrainJob):
-    """The train job, repeated for every window of `source`; run_dir is the local folder for what is in progress.
+    """The train job, repeated for every window of `source`. run_dir is the local folder of the work
+    in progress.
 
-    One tick works on `max_catchup` windows at most, the oldest first. `retry` names rejected or skipped windows that are
-    to be judged again. strict: a tick that rejects a window ends with exit code 3.
+    One tick processes at most `max_catchup` windows, oldest first. `retry` names rejected or
+    skipped windows to judge again. strict: a tick that rejects a window ends with exit code 3.
     """
 
     run_dir: str = "${paths.retraining}/${name}"
@@ -35,12 +36,12 @@ class RetrainJob(TrainJob):
     checks: DataChecksConfig = field(default_factory=DataChecksConfig)
     gate: GateConfig = field(default_factory=GateConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
-    follow: bool = False  # one training that goes on, by `stream`, in the place of windows
+    follow: bool = False  # train continuously on `stream` instead of windows
     stream: StreamConfig = field(default_factory=StreamConfig)
     max_catchup: int = 3
     retry: list[str] = field(default_factory=list)
     strict: bool = False
-    memory_limit_gb: float = 2.0  # of the preparation, as are threads
+    memory_limit_gb: float = 2.0  # memory of the preparation, as threads are its threads
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -48,13 +49,13 @@ class RetrainJob(TrainJob):
         check_given("source", self.source)
         if self.data.split.kind == "given":
             raise ConfigError(
-                "data.split.kind=given names the rows of one data set, and retrain prepares one of each window of `source`: "
+                "data.split.kind=given names the rows of one data set, but retrain prepares a data set for each window of `source`: "
                 "use data.split.kind=row_range or time"
             )
         if self.windows.kind == "timestamps" and (self.data.delimiter is not None or self.data.header):
             raise ConfigError(
-                "windows.kind=timestamps reads files with a header and their format's own delimiter: leave data.delimiter and "
-                "data.header out, or bring a file a window"
+                "windows.kind=timestamps reads files with a header and the default delimiter of their format: leave data.delimiter and "
+                "data.header out, or provide one file per window"
             )
         check_at_least("max_catchup", self.max_catchup, 1)
         check_at_least("memory_limit_gb", self.memory_limit_gb, 0.5)
@@ -64,18 +65,18 @@ class RetrainJob(TrainJob):
             self._check_follow()
         elif self.publishing.when is not None:
             raise ConfigError(
-                f"publishing.when={self.publishing.when} publishes deltas of a training that goes on, and retrain promotes whole artifacts of "
+                f"publishing.when={self.publishing.when} publishes deltas during one training, but retrain promotes complete artifacts of "
                 "windows: set follow=true, or leave it out"
             )
         if self.warm_start is not None:
             raise ConfigError(
-                "retrain starts from the champion; leave warm_start out (growth.* says what becomes of tables)"
+                "retrain starts from the champion; leave warm_start out (growth.* sets how tables change)"
             )
         if "://" in self.run_dir:
             raise ConfigError(f"run_dir={self.run_dir}: give a local folder; registry.path may be s3://...")
         if self.checkpoint.differential and not self.follow:
             raise ConfigError(
-                "retrain promotes a step by copying it, and one of checkpoint.differential=true builds on others: set it to false"
+                "retrain promotes a step by copying it, but a step of checkpoint.differential=true depends on other steps: set it to false"
             )
         if self.checkpoint.folder is not None:
             raise ConfigError(
@@ -87,31 +88,31 @@ class RetrainJob(TrainJob):
         for name in ("gradient_accumulation_steps", "overfit_batches"):
             if (value := getattr(self.trainer, name)) > (name == "gradient_accumulation_steps"):
                 raise ConfigError(
-                    f"follow=true takes a stream's rows once, a batch a step: leave trainer.{name}={value} out"
+                    f"follow=true reads a stream's rows once, one batch per step: leave trainer.{name}={value} out"
                 )
 
     def _check_gate_tasks(self) -> None:
-        """The gate goes by a binary label that the model learns, and holds others."""
+        """Check that the gate uses a binary label and other labels that the model learns."""
         if "ne" not in self.model.metrics:
             raise ConfigError(
-                f"retrain's gate goes by NE, and model={self.model.kind} is measured by {', '.join(self.model.metrics)}: train, export "
+                f"retrain's gate compares NE, but model={self.model.kind} is measured by {', '.join(self.model.metrics)}: train, export "
                 "and switch the artifact without retrain, or choose a model of clicks"
             )
         main, labels = self.data.columns.label, self.data.columns.all_labels
         learnt = labels if self.model.learns_all else {name: label for name, label in labels.items() if name == main}
         if learnt and (self.gate.task or main) not in learnt:
             raise ConfigError(
-                f"gate.task={self.gate.task!r} is no label that model={self.model.kind} learns; choose among {', '.join(learnt)}"
+                f"gate.task={self.gate.task!r} is not a label that model={self.model.kind} learns; choose among {', '.join(learnt)}"
             )
         if learnt and learnt[self.gate.task or main].kind != "binary":
             raise ConfigError(
-                f"the gate goes by label {self.gate.task or main!r}, of kind {learnt[self.gate.task or main].kind}: name a "
-                "binary one by gate.task"
+                f"the gate uses label {self.gate.task or main!r}, of kind {learnt[self.gate.task or main].kind}: name a "
+                "binary label with gate.task"
             )
         for name in self.gate.held:
             if name not in learnt or name == (self.gate.task or main):
                 raise ConfigError(
-                    f"gate.held names {name!r}, which is no other label that model={self.model.kind} learns"
+                    f"gate.held names {name!r}, which is not another label that model={self.model.kind} learns"
                     f"{did_you_mean(name, learnt)}; it learns {', '.join(learnt)}"
                 )
 
@@ -119,17 +120,19 @@ class RetrainJob(TrainJob):
 @job_of("registry")
 @dataclass
 class RegistryJob(Job):
-    """registry: the folder that retrain promotes into; version None: all to verify, the one before to roll back to."""
+    """Commands on `registry`, the folder that retrain promotes into. version=None: verify all, roll
+    back to the one before."""
 
     registry: str = "???"
     command: str = "list"
     version: str | None = None
     reason: str = ""
-    run: str = ""  # the run folder that `add` takes its first version from
+    run: str = ""  # the run folder that `add` takes its version from
     num: int = 20  # records that history shows
-    html: str | None = None  # history: a page to write besides
-    sign_key: str | None = None  # a private Ed25519 key as PEM: versions and the champion's pointer are signed
-    # Public Ed25519 keys, a path or a list: only steps and versions signed by one are used.
+    html: str | None = None  # history: also write a page
+    # a private Ed25519 key as PEM that signs versions and the champion's pointer
+    sign_key: str | None = None
+    # public Ed25519 keys, a path or a list: only steps and versions signed by one are accepted
     require_signature: Any = None
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The job of a server (stdlib and OmegaConf only)."""
+"""Define the job of a server (stdlib and OmegaConf only)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.runtime.errors import ConfigError, check_at_least, check_given, ch
 @job_of("serve")
 @dataclass
 class ServeJob(Job):
-    """artifact: what `export` wrote, a link to it, or a registry whose champion is followed."""
+    """Serve `artifact`: an exported folder, a link to it, or a registry whose champion is followed."""
 
     artifact: str = "???"
     memory: str = "ram"
@@ -21,10 +21,13 @@ class ServeJob(Job):
     server: ServerConfig = field(default_factory=ServerConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
-    compiled: bool = False  # run the layers' AOTInductor package, of an artifact exported with compiled=true
+    # run the layers' AOTInductor package of an artifact exported with compiled=true
+    compiled: bool = False
     threads: int | None = None  # of torch; None: all cores
-    require_signature: Any = None  # public Ed25519 keys, a path or a list: only artifacts signed by one are served
-    accepted: str | None = None  # a local file of the newest signed pointers: a restart refuses older ones
+    # public Ed25519 keys, a path or a list: artifacts must be signed by one of them
+    require_signature: Any = None
+    # a local file of the newest signed pointers; after a restart older pointers are refused
+    accepted: str | None = None
 
     def __post_init__(self) -> None:
         check_given("artifact", self.artifact)

@@ -1,4 +1,4 @@
-"""Jobs that train and plan (stdlib and OmegaConf only)."""
+"""Define the jobs that train and plan (stdlib and OmegaConf only)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pipeline.config.data import DataConfig
 from pipeline.config.jobs.job import Job, job_of
 from pipeline.config.labels import LABEL_METRICS
 from pipeline.config.model import ModelConfig
+from pipeline.config.optimizers import OptimizerConfig
 from pipeline.config.paths import PathsConfig
 from pipeline.config.planner import HardwareConfig, PlannerConfig, TargetConfig
 from pipeline.config.publish import PublishingConfig
@@ -17,7 +18,6 @@ from pipeline.config.training import (
     CheckpointConfig,
     CommsConfig,
     LoggerConfig,
-    OptimizerConfig,
     ParallelConfig,
     ScheduleConfig,
     ShardingConfig,
@@ -31,7 +31,8 @@ from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, c
 @job_of("train")
 @dataclass
 class TrainJob(Job):
-    """`world_size` is set by torchrun; elsewhere it says for how many ranks to validate or plan."""
+    """Train a model. torchrun sets `world_size`; without torchrun it is the number of ranks to
+    validate or plan for."""
 
     name: str = "???"
     run_dir: str = "${paths.runs}/${name}"
@@ -52,9 +53,8 @@ class TrainJob(Job):
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
-    profile: str | None = (
-        None  # steps:50-60 writes a trace of those steps, and where their time went, into the run folder
-    )
+    # steps:50-60 writes a trace of those steps, and their times by operation, into the run folder
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         check_given("name", self.name)
@@ -65,7 +65,7 @@ class TrainJob(Job):
         self._check_metrics()
         if self.checkpoint.differential and self.parallel.has_replicas:
             raise ConfigError(
-                f"checkpoint.differential=true saves the rows that changed, and parallel.embedding_sync={self.parallel.embedding_sync} "
+                f"checkpoint.differential=true saves only changed rows, but parallel.embedding_sync={self.parallel.embedding_sync} "
                 "averages every row over the hosts: use one without the other"
             )
         check_choice("publishing.precision", self.publishing.precision, PRECISIONS)
@@ -76,29 +76,33 @@ class TrainJob(Job):
 
     @property
     def early_stop_metric(self) -> str:
-        """The model's first metric where the config names none."""
+        """Return the metric of early stopping: the model's first metric if the config names none."""
         return self._full_name(self.trainer.early_stop.metric)
 
     @property
     def plateau_metric(self) -> str:
-        """That of schedule.plateau; the model's first metric where the config names none."""
+        """Return the metric of schedule.plateau: the model's first metric if the config names none."""
         return self._full_name(self.schedule.plateau.metric)
 
     @property
     def best_metric(self) -> str:
-        """That of the checkpoints to be kept; the model's first metric where the config names none."""
+        """Return the metric that chooses the best checkpoints: the model's first metric if the
+        config names none."""
         return self._full_name(self.checkpoint.best_metric)
 
     def _full_name(self, metric: str | None) -> str:
-        """The first metric for None; of several labels, one without a label is the first label's that has it."""
+        """Return the full name of a metric.
+
+        None is the first metric; a name without a label is the first label's with it.
+        """
         named = (each for each in self.metrics if metric in (None, each, each.partition("/")[2]))
         return next(named, metric or "")
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What an evaluation measures that early stopping and checkpoints can go by, the main label's first.
+        """Return the metrics that early stopping and checkpoints can use, the main label's first.
 
-        Of several labels they are <label>/<metric>.
+        If there are several labels, names are <label>/<metric>.
         """
         main, labels = self.data.columns.label, self.data.columns.all_labels
         learnt = [main, *(name for name in labels if name != main)] if self.model.learns_all else [main]
@@ -120,11 +124,11 @@ class TrainJob(Job):
 
     def _check_metrics(self) -> None:
         if len(set(self.trainer.metrics)) < len(self.trainer.metrics):
-            raise ConfigError(f"trainer.metrics={self.trainer.metrics} names one twice: name each once")
+            raise ConfigError(f"trainer.metrics={self.trainer.metrics} names a metric twice: name each once")
         named = {name.rpartition("/")[2] for name in self.metrics}
         if absent := [name for name in self.trainer.metrics if name not in named]:
             raise ConfigError(
-                f"trainer.metrics={absent} measure labels of 0 or 1 by their logits, and model={self.model.kind} is measured by "
+                f"trainer.metrics={absent} need logits of a binary label, but model={self.model.kind} is measured by "
                 f"{', '.join(self.metrics)}: leave them out"
             )
         check_choice(f"trainer.early_stop.metric (model={self.model.kind})", self.early_stop_metric, self.metrics)
@@ -137,10 +141,11 @@ class TrainJob(Job):
 class PlanJob(TrainJob):
     """The train job, planned for `world_size` ranks of `hardware` and written to planner.plan_file.
 
-    brief: print one line of the plan in place of every table's; its page has them all. scale_to: further world sizes whose
-    steps are predicted too, world_size=[8,16,32] is short for the first and these. what_if: predict the step with each of
-    some settings changed. threads: of a CPU rank, None: OMP_NUM_THREADS, or its share of the cores. target: where it is set,
-    `hardware` and `world_size` are found, not given.
+    brief: print one line about the plan instead of a line per table; the page has every table.
+    scale_to: predict steps for these world sizes too; world_size=[8,16,32] is a short form.
+    what_if: predict the step with single settings changed. threads: of a CPU rank; None is
+    OMP_NUM_THREADS, or its share of the cores. target: if it is set, `plan` finds `hardware` and
+    `world_size`.
     """
 
     brief: bool = False

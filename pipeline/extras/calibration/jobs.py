@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 from pipeline.config.data import DataConfig
 from pipeline.config.jobs.train import TrainJob
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.config.planner import HardwareConfig, PlannerConfig
 from pipeline.config.reader import ReaderConfig
 from pipeline.config.registry import find
 from pipeline.config.tables import ConstraintConfig, TableConfig
-from pipeline.config.training import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig, TrainerConfig
+from pipeline.config.training import TrainerConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.extras.step_time.calibration import TimedJob, median_and_spread

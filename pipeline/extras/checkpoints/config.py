@@ -1,4 +1,4 @@
-"""The job that lists, verifies and shows checkpoints (stdlib and OmegaConf only)."""
+"""Define the job that lists, verifies and shows checkpoints (stdlib and OmegaConf only)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHECKPOINT_COMMANDS = ("list", "verify", "show", "export")
 
 @dataclass
 class CheckpointsJob(Job):
-    """run: a run folder; step None: all of them to verify, the newest to show or export."""
+    """`run` is a run folder. step=None: verify all steps, show or export the newest."""
 
     run: str = "???"
     command: str = "list"
@@ -20,7 +20,7 @@ class CheckpointsJob(Job):
     table: str = ""
     output: str = ""
     optimizer_state: bool = False
-    data_path: str | None = None  # of the vocabularies; None: the data set that the run was trained on
+    data_path: str | None = None  # of the vocabularies; None: the data set of the run
 
     def __post_init__(self) -> None:
         check_given("run", self.run)

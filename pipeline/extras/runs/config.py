@@ -51,12 +51,12 @@ class RunsJob(Job):
         if self.command == "compare" and len(self.runs) < 2:
             raise ConfigError("compare needs at least two runs: python -m pipeline runs compare RUN RUN")
         if self.command == "tag" and not self.tags and self.note is None:
-            raise ConfigError("tag takes tags, or a note: python -m pipeline runs tag RUN TAG..., or note='...'")
+            raise ConfigError("tag needs tags, or a note: python -m pipeline runs tag RUN TAG..., or note='...'")
 
 
 @dataclass
 class ReportJob(Job):
-    """run: a run folder; output None: report.html in it."""
+    """Report run folder `run`. output=None: report.html in that folder."""
 
     run: str = "???"
     output: str | None = None

@@ -116,7 +116,7 @@ class Run:
 
     @cached_property
     def tables(self) -> dict[str, dict[str, Any]]:
-        """Return table -> rows, dim, updated, norm (table_facts.py); empty for a run that has not
+        """Return table -> rows, dim, updated, norm (table_stats.py); empty for a run that has not
         ended.
         """
         return dict(self._json(TABLES).get("tables", {}))

@@ -20,8 +20,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from pipeline import devices
-from pipeline.config.optimizers import find_optimizer
-from pipeline.config.training import DenseOptimizerConfig
+from pipeline.config.optimizers import DenseOptimizerConfig, find_optimizer
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.devices.cpu.host_exchange import exchanging_nothing
 from pipeline.runtime.errors import PlanError

@@ -18,9 +18,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline import devices
-from pipeline.config.optimizers import all_optimizers, find_optimizer
+from pipeline.config.optimizers import SparseOptimizerConfig, all_optimizers, find_optimizer
 from pipeline.config.tables import entry_name
-from pipeline.config.training import SparseOptimizerConfig
 from pipeline.devices.base import in_host_memory
 from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.torchrec.flat_update import flat_update

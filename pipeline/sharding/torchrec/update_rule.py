@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.config.optimizers import find_optimizer
-from pipeline.config.training import SparseOptimizerConfig
+from pipeline.config.optimizers import SparseOptimizerConfig, find_optimizer
 
 # The numbers used in devices/cpu/kernels/optimizer.py, which imports Numba.
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM, ROWWISE_ADAM = range(5)

@@ -26,7 +26,7 @@ from pipeline.checkpoint.tables import (
     local_chunks,
 )
 from pipeline.config.compression import CompressionConfig
-from pipeline.config.training import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.extras.differential.tracked_rows import TrackedRows, _MarkingForward
 from pipeline.sharding.torchrec.cpu_tables import fast_lookups
 from pipeline.training.optimizer import TrainingOptimizer

@@ -14,13 +14,8 @@ from torchrec.distributed.types import ShardingPlan
 
 from pipeline import devices
 from pipeline.checkpoint.tables import flatten
-from pipeline.config.training import (
-    CommsConfig,
-    DenseOptimizerConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    SparseOptimizerConfig,
-)
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import CommsConfig, ParallelConfig
 from pipeline.devices.base import Device
 from pipeline.devices.process_group import init_distributed
 from pipeline.extras.embedding_sync import replicas as embedding_sync

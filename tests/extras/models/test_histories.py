@@ -16,8 +16,9 @@ from torchrec.distributed.types import ShardingPlan
 
 from pipeline.config.compression import CompressionConfig
 from pipeline.config.model import LayerSettings, ModelConfig, SequenceInput
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.config.tables import TableConfig
-from pipeline.config.training import CommsConfig, DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.training import CommsConfig
 from pipeline.data.read.batch import Batch
 from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.compression.kind import Bags

@@ -7,15 +7,11 @@ from typing import Any
 
 from pipeline.config.data import DataConfig
 from pipeline.config.jobs.train import TrainJob
+from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.config.planner import HardwareConfig, PlannerConfig
 from pipeline.config.registry import find
 from pipeline.config.tables import ConstraintConfig, TableConfig
-from pipeline.config.training import (
-    DenseOptimizerConfig,
-    OptimizerConfig,
-    SparseOptimizerConfig,
-    TrainerConfig,
-)
+from pipeline.config.training import TrainerConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
 from pipeline.extras.step_time.calibration import Calibration, Conditions, Machine, Speeds, TimedJob
 from pipeline.extras.step_time.work import AMOUNTS

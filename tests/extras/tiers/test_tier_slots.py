@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from pipeline.config.jobs.train import TrainJob
+from pipeline.config.optimizers import SparseOptimizerConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig, TableConfig, TiersConfig
-from pipeline.config.training import SparseOptimizerConfig, TrainerConfig
+from pipeline.config.training import TrainerConfig
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
 from pipeline.extras.tiers.slots import (

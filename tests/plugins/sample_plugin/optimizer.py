@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from pipeline.config.optimizers import Optimizer
+from pipeline.config.optimizers import DenseOptimizerConfig, Optimizer
 from pipeline.config.registry import register
-from pipeline.config.training import DenseOptimizerConfig
 
 
 @register("optimizer", "signed_momentum")

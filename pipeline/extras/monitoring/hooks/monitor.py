@@ -23,7 +23,7 @@ ABOUT = {
     "heartbeat_timestamp_seconds": "When the last step ended", "finished": "1 once the training has ended as it should",
 }  # fmt: skip
 LABELS = {"metric": ("A number of metrics.jsonl", ["split", "name"]), "rank": ("Of one rank at the last log line", ["rank", "name"])}  # fmt: skip
-MAX_WAIT_S = 60.0  #  # at the end, for one more request of a Prometheus that has asked before
+MAX_WAIT_S = 60.0  # at the end, for one more request of a Prometheus that has asked before
 logger = get_logger("pipeline.train")
 
 

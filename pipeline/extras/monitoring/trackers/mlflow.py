@@ -6,7 +6,7 @@ from pipeline.config.registry import register
 from pipeline.config.saved_jobs import flat
 from pipeline.extras.monitoring.trackers.tracker import Tracker
 
-MAX_PARAMETER_CHARACTERS = 500  #  # limit of MLflow
+MAX_PARAMETER_CHARACTERS = 500  # limit of MLflow
 
 
 @register("tracker", "mlflow")

@@ -86,7 +86,7 @@ def _replicated_tables() -> None:
     import torch
     from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
-    from pipeline.config.training import SparseOptimizerConfig
+    from pipeline.config.optimizers import SparseOptimizerConfig
     from pipeline.sharding.torchrec.sparse_optimizer import ReplicatedTablesOptimizer
 
     flat = torch.nn.Parameter(torch.zeros(16))
