@@ -1,4 +1,4 @@
-"""Find where in an archive of torch.save, which is uncompressed, the values of its tensor lie one after the other."""
+"""Find the offset of a tensor's values in an uncompressed archive of torch.save."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def values_offset(archive: IO[bytes], sizes: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Of the file-like `archive`. Raises RuntimeError unless it holds one contiguous tensor of that shape and dtype."""
+    """Return the offset of the values in `archive`.
+
+    Raises RuntimeError unless it holds one contiguous tensor of that shape and dtype.
+    """
     with FakeTensorMode():
         found = torch.load(archive, map_location="cpu", weights_only=True)
     if not isinstance(found, torch.Tensor) or (tuple(found.shape), found.dtype) != (sizes, dtype):

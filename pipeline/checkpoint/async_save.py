@@ -1,4 +1,4 @@
-"""Run a save in a thread while training goes on: one at most, whose failure wait() raises."""
+"""Run at most one save in a thread while training continues. wait() raises its failure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 
 class InFlight:
-    """A thread that the interpreter waits for when it exits, so that a save that has begun is committed."""
+    """A thread that the interpreter waits for at exit, so that a started save is committed."""
 
     def __init__(self, step: int, work: Callable[[], None]) -> None:
         self.step, self.started = step, time.monotonic()
@@ -20,7 +20,7 @@ class InFlight:
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:  # raised anew by wait(), on the thread that trains
+        except BaseException as error:  # wait() raises it again on the training thread
             self._future.set_exception(error)
         else:
             self._future.set_result(None)
@@ -30,6 +30,6 @@ class InFlight:
         return self._future.done()
 
     def wait(self) -> None:
-        """Raises what the work raised."""
+        """Wait for the end of the work, and raise its exception."""
         self._thread.join()
         self._future.result()

@@ -1,4 +1,5 @@
-"""Find the best of the steps that a run keeps, by what was measured when each was saved (without torch)."""
+"""Find the best of a run's steps by the metrics that were measured when each was saved (without
+torch)."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from pipeline.runtime.errors import DamagedError
 
 
 def best_step(folder: str, metric: str) -> tuple[int, dict[str, Any]] | None:
-    """The step whose weights measured best by `metric`, and all that was measured; of equal ones the later.
+    """Return the step with the best `metric` and all its metrics; of equal steps the later one.
 
-    A step whose manifest cannot be read, or that was saved without an evaluation, is no candidate.
+    A step with an unreadable manifest, or saved without an evaluation, is not considered.
     """
     found: list[tuple[float, int, dict[str, Any]]] = []
     sign = 1.0 if is_higher_better(metric) else -1.0

@@ -1,11 +1,12 @@
-"""Read steps that build on one another: a base, which is whole, and links, each with the rows changed since the step before.
+"""Read chains of steps: a base, which is a full step, and links, which hold the rows changed since the step before.
 
-A link's manifest names the step before it and that step's SHA-256, so a chain is read as it was written or not at all:
+A link's manifest names the step before it and that step's SHA-256. A changed chain is therefore detected:
 
     "chain": {"base": 100, "base_bytes": ..., "previous": 250, "previous_sha256": "...", "links": 3, "link_bytes": ...}
 
-links: how many there are up to this one; link_bytes: those of the links before it. Every reader of checkpoints sees one step:
-layers as the link has them, tables as the base has them with the changed rows of each link over them.
+links: the number of links up to this one; link_bytes: the bytes of the links before it. Readers see a
+chain as one step: layers come from the newest link, and tables from the base with the changed rows of
+each link written over them.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ Manifest = dict[str, Any]
 
 
 def step_before(path: str, manifest: Manifest) -> str:
-    """The path of the step that the link at `path` builds on.
+    """Return the path of the step that the link at `path` builds on.
 
     Raises:
-        DamagedError: that step is missing, or another one than the link was written for.
+        DamagedError: that step is missing, or it is not the step that the link was written for.
     """
     chain, step = manifest["chain"], int(manifest["step"])
     previous = int(chain["previous"])
@@ -53,10 +54,10 @@ def step_before(path: str, manifest: Manifest) -> str:
 
 
 def chain_of(path: str, manifest: Manifest) -> list[tuple[str, Manifest]]:
-    """(path, manifest) of a step and of all that it builds on, the base first.
+    """Return (path, manifest) of a step and of all steps that it builds on, the base first.
 
     Raises:
-        DamagedError: a step of the chain is missing, or its manifest is not what was written.
+        DamagedError: a step of the chain is missing, or its manifest was changed.
     """
     chain = [(path, manifest)]
     while is_link(chain[0][1]):
@@ -68,9 +69,11 @@ def chain_of(path: str, manifest: Manifest) -> list[tuple[str, Manifest]]:
 
 
 def link_after(path: str, most_links: int, most_bytes: float) -> Manifest | None:
-    """What the manifest of a link after the step at `path` says of its chain; None where a base is due.
+    """Return the chain entry for the manifest of a link after the step at `path`; None if a base is
+    due.
 
-    It is after `most_links`, and where the links hold more than `most_bytes` times the base's bytes. Raises DamagedError.
+    A base is due after `most_links` links, or if the links hold more than `most_bytes` times the
+    base's bytes. Raises DamagedError.
     """
     manifest = read_manifest(path)
     size = sum(int(entry["size_bytes"]) for entry in manifest["files"].values())
@@ -89,20 +92,27 @@ def link_after(path: str, most_links: int, most_bytes: float) -> Manifest | None
 
 
 def open_reader(path: str, manifest: Manifest | None = None) -> TensorsOnlyReader:
-    """Of the step at `path`, with all that it builds on. Raises DamagedError as chain_of."""
+    """Return a reader of the step at `path` with all steps that it builds on.
+
+    Raises DamagedError as chain_of does.
+    """
     manifest = manifest or read_manifest(path)
     return ChainReader(chain_of(path, manifest)) if is_link(manifest) else TensorsOnlyReader(path, manifest)
 
 
 def open_tensors(path: str, manifest: Manifest | None = None) -> StepTensors:
-    """Raises DamagedError as chain_of, CheckpointError as StepTensors."""
+    """Open the tensors of a step or chain.
+
+    Raises DamagedError as chain_of, CheckpointError as StepTensors.
+    """
     return StepTensors(path, open_reader(path, manifest))
 
 
 def rows_changed_since(path: str, manifest: Manifest, save_id: str) -> dict[str, Rows] | None:
-    """Rows of each table's weights, by their key, that the step at `path` may have other than the one that `save_id` wrote.
+    """Return key of weights -> rows that may differ from the step that `save_id` wrote.
 
-    None where the step does not build on that one: any row may differ. Raises DamagedError as chain_of.
+    None if the step at `path` does not build on that step, because then any row may differ. Raises
+    DamagedError as chain_of does.
     """
     chain = chain_of(path, manifest)
     before = [number for number, (_, one) in enumerate(chain) if save_id and one.get("save_id") == save_id]
@@ -117,7 +127,7 @@ def rows_changed_since(path: str, manifest: Manifest, save_id: str) -> dict[str,
 
 
 class _ChainFiles(FileSystem):
-    """<step's folder>/<file>, of several steps."""
+    """The files of several steps, addressed by <folder of the step>/<file>."""
 
     def __init__(self, readers: dict[str, TensorsOnlyReader]) -> None:
         self._readers = readers
@@ -130,7 +140,7 @@ class _ChainFiles(FileSystem):
 
 
 class ChainReader(TensorsOnlyReader):
-    """Reads a link as if it were whole. Raises as TensorsOnlyReader does."""
+    """Reads a link like a full step. Raises the errors of TensorsOnlyReader."""
 
     def __init__(self, chain: list[tuple[str, Manifest]]) -> None:
         super().__init__(*chain[-1])
@@ -139,7 +149,8 @@ class ChainReader(TensorsOnlyReader):
         self.fs = _ChainFiles({_folder(reader): reader for reader in self._readers})
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Of the chain as one step: tables from its base, all else from its newest link.
+        """Return the metadata of the chain as one step: tables from its base, everything else from
+        its newest link.
 
         Raises:
             DamagedError: a link changes a table that the base does not hold.
@@ -172,7 +183,8 @@ class ChainReader(TensorsOnlyReader):
                 changes.overlay(key, offsets, values)
         except DamagedError:
             raise
-        except CheckpointError as error:  # where an object store does not answer, nothing is known to be damaged
+        # if an object store does not answer, it is unknown whether the step is damaged
+        except CheckpointError as error:
             raise (DamagedError(str(error)) if storage.is_local(self.step_path) else error) from None
 
 

@@ -1,4 +1,4 @@
-"""Say what checkpoints and publications need to know of the rows that training has changed."""
+"""Define how checkpoints and publishing learn which rows training has changed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-CHECKPOINT = "checkpoint"  # who takes changed rows; further consumers have names of their own
+# the name of the consumer of changed rows; other consumers have other names
+CHECKPOINT = "checkpoint"
 
 
 class ShardPlace(NamedTuple):
-    """Where a rank's part of a table begins: (0, 0) for a table that lies whole on each rank."""
+    """Start of a rank's part of a table: (0, 0) for a table that every rank holds completely."""
 
     table: str
     row: int
@@ -25,21 +26,24 @@ ShardRows = Mapping[ShardPlace, Rows]
 
 
 class ChangedRows(Protocol):
-    """The rows of this rank's shards that have changed; of each shard, those of no other rank."""
+    """The changed rows of this rank's shards. No other rank returns rows of these shards."""
 
     def take(self, consumer: str) -> ShardRows:
-        """Of every shard the rows that have changed since `consumer` last took them. Local; between two steps."""
+        """Return the rows of every shard that changed since `consumer` last called this.
+
+        Local; call it between two steps.
+        """
 
     def put_back(self, consumer: str, rows: ShardRows) -> None:
-        """What was taken in vain is taken again the next time."""
+        """Return rows that could not be saved. The next take() returns them again."""
 
 
 @dataclass(frozen=True)
 class Differential:
-    """Save links of a chain, by the rows that have changed.
+    """Settings to save links of a chain with the changed rows.
 
-    A base follows after `most_links` of them, or where they hold more than `most_bytes` times the base's bytes. is_packed: their
-    shard files are compressed.
+    A base follows after `most_links` links, or if they hold more than `most_bytes` times the base's
+    bytes. is_packed: shard files of links are compressed.
     """
 
     rows: ChangedRows

@@ -1,11 +1,12 @@
-"""Save training state as immutable, verified steps, and restore it on any plan and number of ranks.
+"""Save training state as immutable, verified steps, and restore it under any plan and number of ranks.
 
-    <folder>/step_00000300/  __0_0.distcp ... .metadata   what torch.distributed.checkpoint writes, resharded on load
+    <folder>/step_00000300/  __0_0.distcp ... .metadata   format of torch.distributed.checkpoint, resharded on load
                              random_00000.json ...        the random generators of each rank
-                             manifest.json                step, sizes and checksums, and what the run says of itself
+                             manifest.json                step, sizes and checksums, and the run's description
 
-Every rank writes into a fresh attempt, checksums its own bytes, makes them durable and reads them back; the commit
-is one rename, or in an object store one manifest (runtime/storage/atomic.py). Loading takes no byte that does not verify.
+Every rank writes into a new attempt, checksums its own bytes, makes them durable and reads them back. The
+commit is one rename, or in an object store one manifest (runtime/storage/atomic.py). Loading uses only
+verified bytes.
 """
 
 from __future__ import annotations
@@ -60,16 +61,17 @@ logger = get_logger(__name__)
 
 
 class Checkpointer:
-    """Save and restore a sharded model and its optimizers; all methods are collective.
+    """Saves and restores a sharded model and its optimizers. All methods are collective.
 
-    `about` goes into every manifest: resolved config, plan, data set fingerprint. `optimizer` None restores the model
-    alone (evaluation, export). `asynchronous` writes in a thread, over a process group of its own. `staging` is the
-    local folder that files for an object store are written to first. `fence` raises OSError on rank 0 when this run must
-    commit no more. `replicas`: hosts train tables of their own, of which steps hold the mean and, where they differ, each.
-    `differential`: most steps hold the rows that changed since the step before (pipeline.checkpoint.chains).
+    `about` goes into every manifest: resolved config, plan, data set fingerprint. With `optimizer` None only
+    the model is restored (evaluation, export). `asynchronous` writes in a thread over a separate process
+    group. `staging` is the local folder where files for an object store are written first. `fence` raises
+    OSError on rank 0 if this run must not commit any more. `replicas`: hosts train separate tables; steps
+    hold their mean and, if they differ, each host's tables. `differential`: most steps hold only the rows
+    that changed since the step before (pipeline.checkpoint.chains).
     """
 
-    # What is saved, where, and how: each is a choice of the caller's own, and tests make every combination.
+    # The caller chooses each of these separately, and tests use every combination.
     def __init__(
         self,
         folder: str,
@@ -102,20 +104,22 @@ class Checkpointer:
         self._planners = {is_link: ShardPlanner(context, self._ranks.group) for is_link in (False, True)}
         self._host_copies = {is_link: HostCopy() for is_link in (False, True)}
         self._differential = differential
-        self._previous: int | None = None  # the step that a link may build on; None: the next step is a base
-        self._grow: Callable[[str], None] | None = None  # of the last restore_latest(), for a rollback as well
-        self._taken: ShardRows | None = None  # the changed rows of a save whose end is not known
+        # the step that a link may build on; None: the next step is a base
+        self._previous: int | None = None
+        # the argument of the last restore_latest(), also used by a rollback
+        self._grow: Callable[[str], None] | None = None
+        self._taken: ShardRows | None = None  # the changed rows of a save that has not ended
         self._in_flight: InFlight | None = None
 
     def save(self, step: int, values: dict[str, Any] | None = None, files: dict[str, bytes] | None = None) -> str:
-        """Write step `step` with `values` (position, metrics) in its manifest and this rank's `files` beside it; the path of its
-        folder.
+        """Write step `step` and return the path of its folder.
 
-        Asynchronous, it returns when the state is copied; wait() or the next save() says how it ended.
+        `values` (position, metrics) go into its manifest, and this rank's `files` are stored next to it. An
+        asynchronous save returns when the state is copied; wait() or the next save() reports its result.
 
         Raises:
-            CheckpointError: a rank could not write, nothing is committed; or the save in flight failed, and this one
-                was not begun.
+            CheckpointError: a rank could not write, and nothing is committed; or the save in progress failed,
+                and this one was not started.
         """
         self.wait()
         path = step_path(self.folder, step)
@@ -140,7 +144,7 @@ class Checkpointer:
     def _prepare(
         self, step: int, values: dict[str, Any], chain: dict[str, Any] | None, files: dict[str, bytes]
     ) -> Save:
-        """A whole step, or a link where `chain` says what it builds on."""
+        """Collect a full step, or a link if `chain` names the step that it builds on."""
         state = self._trained.state()
         if chain is not None:
             assert self._taken is not None
@@ -168,7 +172,7 @@ class Checkpointer:
         )
 
     def _link(self) -> dict[str, Any] | None:
-        """Rank 0: what the next step builds on; None where it is to be a base."""
+        """Return the chain entry of the next step, None if it must be a base. Rank 0 only."""
         if self._differential is None or self._previous is None:
             return None
         try:
@@ -179,7 +183,8 @@ class Checkpointer:
             return None
 
     def _settle(self, committed: int | None) -> None:
-        """The save has ended; None: it failed, and the rows that have changed since the step before it are still these too."""
+        """End a save. committed=None means that it failed: its changed rows are returned and saved
+        by the next step."""
         if self._differential is not None and committed is not None:
             self._previous = committed
         elif self._differential is not None and self._taken is not None:
@@ -187,7 +192,7 @@ class Checkpointer:
         self._taken = None
 
     def wait(self) -> None:
-        """Wait for the commit of an asynchronous save. Raises CheckpointError when it failed, once."""
+        """Wait for the commit of an asynchronous save. Raises CheckpointError once if it failed."""
         if self._in_flight is None:
             return
         in_flight, self._in_flight = self._in_flight, None
@@ -204,15 +209,19 @@ class Checkpointer:
             logger.info("waited %.1f s for step %d to be saved", waited, in_flight.step)
 
     def close(self) -> None:
-        """Wait for the save in flight and let the process group go. Raises CheckpointError when that save failed."""
+        """Wait for the save in progress and release the process group.
+
+        Raises CheckpointError if the save failed.
+        """
         self.wait()
         self._ranks.close()
 
     def check_free_space(self, num_saves: int | None = None) -> None:
-        """Raises CheckpointError, with numbers, where the steps to be kept and one attempt do not fit, or the copy that an
-        asynchronous save needs.
+        """Check that the steps to keep and one attempt fit, and the host copy of an asynchronous
+        save.
 
-        `num_saves` are the saves to come, if they are fewer than the steps to be kept.
+        `num_saves` is the number of future saves, if it is smaller than the number of steps to keep. Raises
+        CheckpointError with the numbers.
         """
         state = self._trained.state()
         whole = self._replicas.state_to_save(state, average=False) if self._replicas else state
@@ -222,7 +231,8 @@ class Checkpointer:
         if self.asynchronous:
             self._check_host_memory(num_bytes, PINNED_BYTES if any(not in_host_memory(one) for one in tensors) else 0)
         kept = self._retention.most_steps if num_saves is None else min(self._retention.most_steps, num_saves)
-        kept += -(-kept // 2) if self._differential else 0  # a chain's links hold half as much as its base
+        # the links of a chain hold at most half of its base's bytes
+        kept += -(-kept // 2) if self._differential else 0
         copies = kept + 1 if self._is_local else 1
         held = self._ranks.from_main(self._held_bytes)
         self._check_space(
@@ -230,22 +240,23 @@ class Checkpointer:
         )
 
     def newest(self) -> dict[str, Any] | None:
-        """The manifest of the newest step that verifies; None when the folder holds no step.
+        """Return the manifest of the newest step that verifies; None if the folder holds no step.
 
-        In an object store the sizes alone are verified: the bytes are while they are loaded.
+        In an object store only sizes are verified here; bytes are verified while they are loaded.
 
         Raises:
-            CheckpointError: there are steps, and not one can be used.
+            CheckpointError: there are steps, but none can be used.
         """
         return newest_usable(self.folder, self._ranks, self._writer, self._writer.verify)
 
     def restore_latest(
         self, check: Callable[[dict[str, Any]], None] | None = None, grow: Callable[[str], None] | None = None
     ) -> dict[str, Any] | None:
-        """Restore the newest step that verifies while it is read, and return its manifest; None without a step.
+        """Restore the newest step that verifies while it is read, and return its manifest; None
+        without a step.
 
-        `check` may refuse a manifest by raising CheckpointError before anything is read. `grow` fills model and optimizer from the
-        step at a path, where tables have more rows than there; None: that is refused.
+        `check` may refuse a manifest by raising CheckpointError before anything is read. `grow` fills model and
+        optimizer from the step at a path whose tables have fewer rows; with None such a step is refused.
 
         Raises:
             CheckpointError: as newest() and restore() do.
@@ -262,7 +273,7 @@ class Checkpointer:
         return newest_usable(self.folder, self._ranks, self._writer, load)
 
     def restore(self, step: int, verified: bool = False) -> dict[str, Any]:
-        """Restore step `step` in place, whatever plan and world size wrote it, and return its manifest.
+        """Restore step `step` in place, written under any plan and world size. Return its manifest.
 
         Raises:
             CheckpointError: the step is missing, damaged (DamagedError), or does not fit this model and plan.
@@ -280,14 +291,17 @@ class Checkpointer:
         return manifest
 
     def read_file(self, step: int, name: str) -> bytes | None:
-        """Local: what save() was given as file `name`; None where the step has none. Raises DamagedError."""
+        """Return the content that save() got as file `name`, None if there is none.
+
+        Local. Raises DamagedError.
+        """
         return read_step_file(step_path(self.folder, step), name)
 
     def clear_after(self, step: int) -> None:
-        """Make way for a run that goes on from `step`.
+        """Prepare the folder for a run that continues from `step`.
 
-        Later steps did not verify, and the run will write them anew: they are set aside under another name. What
-        killed saves have left is removed.
+        Later steps did not verify, and the run will write them again, so they are renamed.
+        Leftovers of killed saves are removed.
         """
 
         def clear() -> None:
@@ -316,7 +330,11 @@ class Checkpointer:
         logger.info("step %d  committed after %.1f s beside training", save.step, seconds)
 
     def _check_space(self, num_bytes: int, copies: int, held_bytes: int, what: str) -> None:
-        """num_bytes: of this rank. All ranks write to one folder; what an object store is staged in, the ranks of a host share."""
+        """Check the free space. `num_bytes` is this rank's.
+
+        All ranks write to one folder. For an object store the ranks of a host share the staging
+        folder.
+        """
         ranks = self._ranks.gather((platform.node(), num_bytes))
         here, _ = ranks[self._context.rank]
         sizes = [size for host, size in ranks if self._is_local or host == here]
@@ -328,7 +346,7 @@ class Checkpointer:
             )
 
     def _check_host_memory(self, copy_bytes: int, pinned_bytes: int) -> None:
-        """Both are of this rank."""
+        """Check the memory of this host. Both arguments are of this rank."""
         own = (platform.node(), copy_bytes + pinned_bytes, used_by_this_process())
         here = [(needed, used) for host, needed, used in self._ranks.gather(own) if host == own[0]]
         needed_bytes, free_bytes = sum(needed for needed, _ in here), free_host_bytes(sum(used for _, used in here))
@@ -343,7 +361,7 @@ class Checkpointer:
             raise CheckpointError(found)
 
     def _held_bytes(self) -> int:
-        """Of the steps that are there, which count among those to be kept."""
+        """Return the bytes of existing steps, which are part of the steps to keep."""
         held = 0
         for step in list_steps(self.folder) if self._is_local else []:
             try:
@@ -354,13 +372,16 @@ class Checkpointer:
         return held
 
     def _load(self, step: int, manifest: dict[str, Any]) -> None:
-        """Raises DamagedError, with the state half overwritten, or CheckpointError for what does not fit."""
+        """Load a step.
+
+        Raises DamagedError with a half overwritten state, or CheckpointError if it does not fit.
+        """
         path, began = step_path(self.folder, step), time.monotonic()
         loaded = self._loader.load(step, manifest, self._grow)
         if self._trained.optimizer is not None and loaded.random is not None:
             random_state.restore_random_state(loaded.random)
         self._writer.mark_verified(step)
-        if self._differential is not None:  # averages of row-wise states are those of no step
+        if self._differential is not None:  # averaged row-wise states belong to no step
             self._differential.rows.take(CHECKPOINT)
             self._previous = step if loaded.is_same else None
         if self._context.is_main:

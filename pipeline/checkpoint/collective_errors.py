@@ -1,4 +1,7 @@
-"""Agree on results and failures across ranks: what one rank raises is raised on every rank, so none waits for it."""
+"""Share results and failures across ranks.
+
+An error of one rank is raised on every rank, so that no rank waits for it.
+"""
 
 from __future__ import annotations
 
@@ -12,35 +15,41 @@ import torch.distributed as dist
 from pipeline.runtime.errors import CheckpointError, DamagedError
 from pipeline.runtime.process.distributed import DistributedContext
 
-# A slow disk is no dead rank: that one's connection breaks, and is seen at once.
+# Long, because a slow disk is not a dead rank. The connection of a dead rank breaks, which is
+# detected at once.
 GROUP_TIMEOUT = timedelta(hours=2)
 
 Value = TypeVar("Value")
 
 
-_shared: tuple[Any, dist.ProcessGroup] | None = None  # the default group that it was made beside, and the shared one
+# the default group at the time, and the shared group
+_shared: tuple[Any, dist.ProcessGroup] | None = None
 
 
 class Ranks:
-    """Collectives over a gloo group beside training's, for saves wait for disks.
+    """Collectives over a gloo group that is separate from training's, because saves wait for disks.
 
-    A group has threads and connections of its own, so a process shares one among all of its checkpoints. `own_group`: for
-    saves in a thread, whose collectives run beside those of other checkpoints; close() destroys it.
+    A group has its own threads and connections, so all checkpoints of a process share one.
+    `own_group` is for saves in a thread, whose collectives run at the same time as others; close()
+    destroys that group.
     """
 
     def __init__(self, context: DistributedContext, own_group: bool = False) -> None:
-        """Collective."""
+        """Create or reuse the group. Collective."""
         self.context, self._owns_group = context, own_group
         self.group: dist.ProcessGroup = _new_group() if own_group else _shared_group()
 
     def close(self) -> None:
-        """Nothing may be agreed on any more, unless the group is shared."""
+        """Destroy the group, unless it is shared."""
         if self._owns_group:
             self._owns_group = False
             dist.destroy_process_group(self.group)
 
     def from_main(self, compute: Callable[[], Value]) -> Value:
-        """What rank 0 computes, on every rank. Raises there and here what it raises."""
+        """Return on every rank what rank 0 computes.
+
+        If rank 0 raises, every rank raises the same error.
+        """
         box: list[Any] = [None, None]
         if self.context.is_main:
             try:
@@ -63,11 +72,12 @@ class Ranks:
         return gathered
 
     def read(self, read: Callable[[], Value], is_local: bool) -> Value:
-        """What `read` returns on this rank; where it fails on any, the same error on all.
+        """Return what `read` returns on this rank. If it fails on any rank, every rank raises the
+        same error.
 
         Raises:
-            DamagedError: a file is not what it should be.
-            CheckpointError: the storage does not answer, which says nothing of the step.
+            DamagedError: a file is damaged.
+            CheckpointError: the storage does not answer; the step may be intact.
         """
         value: Value | None = None
         problem: CheckpointError | None = None
@@ -97,7 +107,10 @@ def _new_group() -> dist.ProcessGroup:
 
 
 def _shared_group() -> dist.ProcessGroup:
-    """Collective, the first time after a process has joined its default group."""
+    """Create the shared group on first use.
+
+    Collective after a process has joined its default group.
+    """
     global _shared
     if _shared is None or _shared[0] is not dist.group.WORLD:
         _shared = (dist.group.WORLD, _new_group())

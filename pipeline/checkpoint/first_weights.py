@@ -1,8 +1,8 @@
-"""What a table's rows begin as, by the seed and their number alone, and which rows of a step are still that.
+"""Compute a row's initial weights from seed and row number, and find the rows of a step that were never updated.
 
-A row of a table in tiers that was never looked up is stored nowhere: not in memory, not in a row store, and not in a step, where a
-hole stands for groups of such rows. The manifest says how they are sampled, and names a bit for each group, which lies behind the
-rank's tensors:
+A row of a table in tiers that was never looked up is not stored: not in memory, not in a row store, and not
+in a step. A step's file has a hole for groups of such rows. The manifest says how they are sampled. It
+names one bit per group, and these bits are stored after the rank's tensors:
 
     "sampled": [{"key": ..., "offsets": [row, column], "sizes": [rows, columns], "rows_a_group": 64, "file": "__0_0.distcp",
                  "begin": ..., "num_bytes": ..., "first": {"kind": "uniform", "key": ..., ...}}]
@@ -25,25 +25,31 @@ from pipeline.runtime.storage.unpack import unpack_zlib
 
 NORMAL, UNIFORM = "normal", "uniform"
 LOW = 0xFFFFFFFF
-GROUP_BYTES = 16 << 10  # of neighbouring rows, which a step holds or leaves out together
-AT_ONCE = 1 << 16  # rows that are sampled at once
+# size of a group of neighbouring rows, which a step stores or leaves out together
+GROUP_BYTES = 16 << 10
+AT_ONCE = 1 << 16  # rows sampled in one call
 Rows = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class FirstWeights:
-    """What table_init would fill a shard with that begins at (row, column) of a table with `width` columns; "": zeros."""
+    """Initial weights of a shard that begins at (row, column) of a table with `width` columns, as
+    table_init fills it.
+
+    kind "" means zeros.
+    """
 
     kind: str = ""
     key: int = 0
-    unit: float = 0.0  # as philox.py's: the std of normal numbers, 2^-23 of the bound of uniform ones
+    # as in philox.py: the std of normal numbers, or 2^-23 of the bound of uniform numbers
+    unit: float = 0.0
     width: int = 0
     row: int = 0
     column: int = 0
 
     def sample(self, rows: Rows, slots: Rows, weights: NDArray[np.float32]) -> None:
-        """weights[slots] are filled with those of the shard's `rows`."""
+        """Fill weights[slots] with the initial weights of the shard's `rows`."""
         if not self.kind:
             weights[slots] = 0
         elif find_spec("numba") is not None:
@@ -71,7 +77,10 @@ def rows_a_group(row_bytes: int) -> int:
 
 
 def held_groups(changed: NDArray[np.uint8], first_row: int, num_rows: int, group: int) -> Mask:
-    """Which groups of rows first_row.. hold one that has changed, by packed bits (numpy's bitorder "little") of all rows."""
+    """Return which groups of the rows from first_row on contain a changed row.
+
+    `changed` has one bit per row (bitorder "little").
+    """
     low, high = first_row // 8, -(-(first_row + num_rows) // 8)
     bits = np.unpackbits(changed[low:high], bitorder="little")[first_row - 8 * low :][:num_rows]
     padded = np.zeros(-(-num_rows // group) * group, np.uint8)
@@ -86,7 +95,10 @@ def pack(held: Mask) -> bytes:
 
 @dataclass(frozen=True)
 class SampledPiece:
-    """A stored piece of a tensor [rows, columns] of which some groups of rows are as they began; `first`: of its row 0."""
+    """A stored piece of a tensor [rows, columns] with groups of rows that were never updated.
+
+    `first` belongs to its row 0.
+    """
 
     key: str
     offsets: tuple[int, int]
@@ -99,7 +111,10 @@ class SampledPiece:
 
     @classmethod
     def of(cls, entry: dict[str, Any]) -> SampledPiece:
-        """Raises KeyError, TypeError or ValueError for what no manifest holds."""
+        """Read an entry of a manifest.
+
+        Raises KeyError, TypeError or ValueError if it is invalid.
+        """
         fields = {**entry, "offsets": tuple(map(int, entry["offsets"])), "sizes": tuple(map(int, entry["sizes"]))}
         return cls(**fields | {"first": FirstWeights(**entry["first"])})
 
@@ -107,7 +122,10 @@ class SampledPiece:
         return asdict(self)
 
     def unpack(self, content: bytes) -> Mask:
-        """The groups that are stored, of the bytes that lie in the file. Raises ValueError for bytes that pack() did not make."""
+        """Return which groups are stored, from the bytes in the file.
+
+        Raises ValueError if pack() did not write them.
+        """
         count = -(-self.sizes[0] // self.rows_a_group)
         bits = np.frombuffer(unpack_zlib(content, -(-count // 8)), np.uint8)
         if len(bits) != -(-count // 8):
@@ -115,17 +133,21 @@ class SampledPiece:
         return np.unpackbits(bits, bitorder="little")[:count].astype(np.bool_)
 
     def whole(self) -> FirstWeights:
-        """Of the whole tensor's row 0 and column 0."""
+        """Return the initial weights of the complete tensor, from its row 0 and column 0."""
         return replace(self.first, row=self.first.row - self.offsets[0], column=self.first.column - self.offsets[1])
 
     def held(self, stored: Mask, first_row: int, num_rows: int) -> Mask:
-        """[num_rows], of the tensor's rows first_row.., which are this piece's."""
+        """Return [num_rows]: which of the tensor's rows from first_row on are stored.
+
+        All must be in this piece.
+        """
         rows = np.arange(first_row, first_row + num_rows) - self.offsets[0]
         held: Mask = stored[rows // self.rows_a_group]
         return held
 
     def overlay(self, stored: Mask, offsets: Sequence[int], values: torch.Tensor) -> None:
-        """Sample what was not stored into `values`, the box of the tensor that begins at `offsets`."""
+        """Write the sampled rows that are not stored into `values`, a box of the tensor that begins
+        at `offsets`."""
         if not self.first.kind:
             return  # a hole is zeros
         low = [max(a, b) for a, b in zip(offsets, self.offsets, strict=True)]

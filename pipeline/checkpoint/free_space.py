@@ -1,4 +1,4 @@
-"""Say whether a file system has room for checkpoints, in numbers, before they are written."""
+"""Check that a file system has space for checkpoints before they are written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ GIB = 1 << 30
 
 
 def free_bytes(folder: str) -> int:
-    """Of the file system that a local folder is on, or will be."""
+    """Return the free bytes of the file system of a local folder, which may not exist yet."""
     folder = os.path.abspath(folder)
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
@@ -17,7 +17,7 @@ def free_bytes(folder: str) -> int:
 
 
 def shortage(folder: str, needed_bytes: int, what: str) -> str:
-    """Empty where `needed_bytes` fit, else a sentence with path and bytes."""
+    """Return "" if `needed_bytes` fit, otherwise a sentence with path and bytes."""
     if (free := free_bytes(folder)) >= needed_bytes:
         return ""
     return (

@@ -1,7 +1,8 @@
-"""Copy the tensors of a GPU to host memory a block at a time, through two pinned buffers.
+"""Copy the tensors of a GPU to host memory one block at a time, through two pinned buffers.
 
-A rank's tables may take hundreds of gigabytes. Pinning that much memory takes long and may fail, and a
-copy of a whole table that is not pinned is slow. Two pinned blocks give the speed at a fixed cost.
+A rank's tables may take hundreds of gigabytes. Pinning that much memory takes long and may fail,
+and copying a complete table without pinned memory is slow. Two pinned blocks are fast at a fixed
+cost.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from pipeline import devices
 from pipeline.devices.base import in_host_memory
 
 BLOCK_BYTES = 256 << 20
-PINNED_BYTES = 2 * BLOCK_BYTES  # at most, of one save
+PINNED_BYTES = 2 * BLOCK_BYTES  # maximum of one save
 
 
 def host_blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the rows of a GPU's tensor in order, in pinned memory; a block is valid until the next is asked for.
+    """Yield the rows of a GPU's tensor in order, in pinned memory. A block is valid until the next
+    is requested.
 
     While a block is used, the next one is copied.
     """
@@ -47,12 +49,15 @@ def _arrived(block: torch.Tensor, copied: torch.Event) -> torch.Tensor:
 
 @dataclass
 class HostCopy:
-    """Copy a state to host memory for a save that runs during training. The memory is kept from save to save."""
+    """Copies a state to host memory for a save that runs during training.
+
+    The memory is reused by the next save.
+    """
 
     buffers: list[torch.Tensor] = field(default_factory=list)
 
     def fill(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of `tensors`; the copies of the last call are overwritten."""
+        """Return copies of `tensors`. They overwrite the copies of the last call."""
         shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
         if shapes != [(buffer.shape, buffer.dtype) for buffer in self.buffers]:
             self.buffers = []  # freed before as much is allocated again

@@ -1,10 +1,11 @@
-"""Lay out what a link of a chain holds: the rows of tables that have changed since the step before it, and all else whole.
+"""Define what a link of a chain stores: the table rows changed since the step before, and everything else completely.
 
     changed/<shard>/rows                            the changed rows, counted from the shard's first, ascending
-    changed/<shard>/values/<row>/<column>/<key>     the values of tensor <key> in those rows: they belong at (row + rows, column)
+    changed/<shard>/values/<row>/<column>/<key>     values of tensor <key> in these rows, at (row + rows, column)
 
-<shard> is <rank>.<number>, or all.<number> of a table that lies whole on every rank. <key>, <row> and <column> are those of a
-whole step, so a chain is read under any plan. Weights and optimizer states are as they are in memory: nothing is rounded.
+<shard> is <rank>.<number>, or all.<number> for a table that every rank holds completely. <key>, <row> and
+<column> are the same as in a full step, so a chain can be read under any plan. Weights and optimizer
+states are stored as in memory, without rounding.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def is_change(key: str) -> bool:
 
 
 def link_state(flat: Mapping[str, Any], rows: ShardRows, rank: int) -> dict[str, Any]:
-    """What a link writes of a flat state (see tables.flatten); values of changed rows are copies.
+    """Return what a link writes of a flat state (see tables.flatten). Values of changed rows are
+    copies.
 
     Raises:
         CheckpointError: a table's changed rows are not among `rows`.
@@ -73,7 +75,8 @@ def _key(shard: str, row: int, column: int, key: str) -> str:
 
 
 def _state_of(value: Any, table: StoredTable, place: ShardPlace) -> tuple[tuple[int, ...], torch.Tensor]:
-    """The part of an optimizer state that belongs to the shard at `place`, and its offsets in the whole."""
+    """Return the part of an optimizer state that belongs to the shard at `place`, and its offsets
+    in the full state."""
     for part, offsets in local_chunks(value):
         if not part.numel():
             continue
@@ -92,7 +95,10 @@ def _state_of(value: Any, table: StoredTable, place: ShardPlace) -> tuple[tuple[
 
 @dataclass(frozen=True)
 class _Change:
-    """Rows of one tensor: `rows_key` names which, counted from `row`; `values_key` their values, from `column` on."""
+    """Changed rows of one tensor.
+
+    `rows_key` names the rows, counted from `row`; `values_key` their values from `column` on.
+    """
 
     rows_key: str
     values_key: str
@@ -101,10 +107,13 @@ class _Change:
 
 
 class LinkChanges:
-    """The changed rows of one link, by the tensors that they belong to. Rows are kept in memory, values are read as needed."""
+    """The changed rows of one link, by tensor.
+
+    Rows are kept in memory, values are read when needed.
+    """
 
     def __init__(self, tensors: StepTensors) -> None:
-        """Raises DamagedError for changes that are named in another way than links name theirs."""
+        """Index the changes. Raises DamagedError if a key does not follow the format of links."""
         self._tensors = tensors
         self._by_key: dict[str, list[_Change]] = {}
         self._rows: dict[str, Rows] = {}
@@ -119,19 +128,21 @@ class LinkChanges:
 
     @property
     def keys(self) -> list[str]:
-        """Of the tensors that have changed."""
+        """Return the keys of the changed tensors."""
         return sorted(self._by_key)
 
     def changed_rows(self, key: str) -> Iterator[tuple[Rows, int]]:
-        """(rows of the tensor, first column), piece by piece."""
+        """Yield (rows of the tensor, first column) for each piece."""
         for change in self._by_key.get(key, ()):
             yield self._rows_of(change), change.column
 
     def overlay(self, key: str, offsets: Sequence[int], values: torch.Tensor) -> None:
-        """Write the changed rows of `key` into `values`, its box that begins at `offsets`.
+        """Write the changed rows of `key` into `values`, the box of the tensor that begins at
+        `offsets`.
 
         Raises:
-            DamagedError: rows and values do not fit each other. CheckpointError: they cannot be read.
+            DamagedError: rows and values do not fit each other.
+            CheckpointError: they cannot be read.
         """
         for change in self._by_key.get(key, ()):
             rows = self._rows_of(change)
@@ -152,7 +163,7 @@ class LinkChanges:
                 values[into, first - offsets[1] : last - offsets[1]] = own
 
     def _rows_of(self, change: _Change) -> Rows:
-        """Of the whole tensor, ascending."""
+        """Return rows of the complete tensor, ascending."""
         if change.rows_key not in self._rows:
             if change.rows_key not in self._tensors.entries:
                 raise DamagedError(f"{self._tensors.path} holds values for rows {change.rows_key!r}, and no such rows")

@@ -34,10 +34,61 @@ from pipeline.runtime.storage.checksums import VerifiedFile, read_verified
 
 IN_PLACE_BYTES = 1 << 20  # of a tensor; smaller ones are read by torch.load and copied
 BLOCK_BYTES = 64 << 20  # of one read for a GPU's tensor
+<<<<<<< HEAD
+=======
+ALLOWED = {
+    "pathlib": {"PosixPath"},
+    "torch": {"Size", "float16", "bfloat16", "float32", "float64", "uint8", "int8", "int32", "int64", "bool"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+}  # fmt: skip
+
+
+def _member(kind: Any, name: str) -> Enum:
+    """Return a member of an enumeration, as Python up to 3.11.3 pickles it: getattr(class, name)."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}, which is no member of an enumeration")
+    return kind[name]
+
+
+class _RestrictedUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        if name not in ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of this pipeline does")
+        return super().find_class(module, name)
+
+
+def decode_metadata(content: bytes) -> Metadata:
+    """Unpickle .metadata.
+
+    Raises pickle.UnpicklingError if it is damaged or names other classes than ALLOWED.
+    """
+    try:
+        metadata = _RestrictedUnpickler(io.BytesIO(content)).load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        raise pickle.UnpicklingError(f"it is damaged: {error!r}") from None
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}, not Metadata")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise pickle.UnpicklingError(f"{name} is a {type(entry).__name__}, not a tensor")
+    return metadata
+>>>>>>> 392d8a07 (checkpoint: write docstrings and comments in plain English)
 
 
 class _VerifiedFiles(FileSystem):
-    """The files of one step; each read through its checksums, and asked once whose it is."""
+    """The files of one step.
+
+    Each read is verified by checksums, and the owner of each file is checked once.
+    """
 
     def __init__(self, path: str, manifest: dict[str, Any]) -> None:
         self._path, self._manifest = path, manifest
@@ -59,11 +110,11 @@ class _VerifiedFiles(FileSystem):
 
 
 class TensorsOnlyReader(FileSystemReader):
-    """Reads the step at `path`, local or remote. Its errors reach every rank through dcp.load.
+    """Reads the step at `path`, local or remote. dcp.load raises its errors on every rank.
 
     Raises:
-        DamagedError: on opening or reading what differs from the manifest.
-        pickle.UnpicklingError: on .metadata that asks for more than tensors.
+        DamagedError: what is opened or read differs from the manifest.
+        pickle.UnpicklingError: .metadata contains more than tensors.
     """
 
     def __init__(self, path: str, manifest: dict[str, Any] | None = None) -> None:
@@ -91,13 +142,14 @@ class TensorsOnlyReader(FileSystemReader):
         return self._metadata
 
     def overlay(self, key: str, offsets: Sequence[int], values: torch.Tensor, with_sampled: bool = True) -> None:
-        """Bring `values`, the stored box of `key` that begins at `offsets`, up to the step: rows that it leaves out are sampled."""
+        """Complete `values`, the stored box of `key` that begins at `offsets`: sample the rows that
+        the step leaves out."""
         for piece in self.sampled.get(key, ()) if with_sampled else ():
             piece.overlay(self.stored_groups(piece), offsets, values)
 
     @cached_property
     def sampled(self) -> dict[str, list[SampledPiece]]:
-        """By the keys of tensors of which the step leaves rows out."""
+        """Return key -> pieces, for the tensors of which the step leaves out rows."""
         found: dict[str, list[SampledPiece]] = {}
         try:
             for entry in self.manifest.get("sampled", ()):
@@ -110,7 +162,10 @@ class TensorsOnlyReader(FileSystemReader):
         return found
 
     def stored_groups(self, piece: SampledPiece) -> Mask:
-        """Raises DamagedError for bits that are not those of the piece."""
+        """Return which groups of rows of a piece are stored.
+
+        Raises DamagedError if the bits are invalid.
+        """
         if piece not in self._stored_groups:
             with self.fs.create_stream(piece.file, "rb") as file:
                 file.seek(piece.begin)
@@ -122,7 +177,8 @@ class TensorsOnlyReader(FileSystemReader):
         return self._stored_groups[piece]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """In the order of the files, so that each block is read once, and with one stored shard in memory at a time."""
+        """Read in the order of the files: each block is read once, and one stored shard at a time
+        is in memory."""
         by_file: dict[str, list[ReadItem]] = {}
         for item in sorted(plan.items, key=lambda item: self.storage_data[item.storage_index].offset):
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
@@ -135,7 +191,10 @@ class TensorsOnlyReader(FileSystemReader):
         return done
 
     def _read_item(self, stream: io.IOBase, item: ReadItem, planner: LoadPlanner) -> None:
-        """What it has read is gone when it returns; DCP's own loop keeps a shard while it reads the next."""
+        """Read one item and release it.
+
+        DCP's own loop keeps a shard while it reads the next one.
+        """
         if item.type == LoadItemType.BYTE_IO:
             raise pickle.UnpicklingError(f"{item.storage_index.fqn} is asked for as a pickled value, not a tensor")
         target = planner.resolve_tensor(item).detach()
@@ -155,9 +214,11 @@ class TensorsOnlyReader(FileSystemReader):
         planner.commit_tensor(item, target)
 
     def _read_in_place(self, stream: io.IOBase, item: ReadItem, target: torch.Tensor) -> bool:
-        """Whether the values were whole rows, which lie in memory as they do in the file, and were read to where they belong.
+        """Read complete rows directly to their place, and return True. Return False if the item is
+        not such rows.
 
-        A GPU's tensor gets them by blocks, so that host memory never holds a whole table.
+        Rows are stored as in memory. A GPU's tensor is filled in blocks, so host memory never holds
+        a full table.
         """
         place, sizes = self.storage_data[item.storage_index], self._stored_sizes(item)
         is_plain = not in_host_memory(target) or (type(target) is torch.Tensor and target.is_contiguous())
@@ -185,7 +246,7 @@ class TensorsOnlyReader(FileSystemReader):
         return True
 
     def _stored_sizes(self, item: ReadItem) -> tuple[int, ...]:
-        """Of the piece that the item reads from; empty where .metadata does not say."""
+        """Return the shape of the piece that the item reads from; () if .metadata does not say it."""
         entry = self.read_metadata().state_dict_metadata[item.storage_index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
         offset = tuple(item.storage_index.offset or ())
@@ -193,7 +254,10 @@ class TensorsOnlyReader(FileSystemReader):
 
 
 def _fill(rows: torch.Tensor, stream: io.IOBase) -> bool:
-    """Read the values of `rows`, contiguous and on the CPU; False: the stream ends before."""
+    """Read the values of `rows`, contiguous and on the CPU.
+
+    Return False if the stream ends too early.
+    """
     values = memoryview(rows.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     while len(values):
         count = stream.readinto(values)  # type: ignore[attr-defined]
@@ -204,6 +268,6 @@ def _fill(rows: torch.Tensor, stream: io.IOBase) -> bool:
 
 
 def _begins(item: ReadItem) -> list[int]:
-    """Where in its whole tensor the box that is read begins."""
+    """Return the offsets of the box to read in its complete tensor."""
     first = item.storage_index.offset or (0,) * len(item.storage_offsets)
     return [a + b for a, b in zip(first, item.storage_offsets, strict=True)]

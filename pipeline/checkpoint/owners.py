@@ -27,7 +27,7 @@ SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 
 @dataclass(frozen=True)
 class Owner:
-    """Who writes a file: the id that a save draws once for all ranks, its step, and the rank."""
+    """The writer of a file: the id that a save chooses for all ranks, its step, and the rank."""
 
     save_id: str
     step: int
@@ -39,22 +39,23 @@ def shard_name(rank: int) -> str:
 
 
 def header_of_shard(owner: Owner) -> bytes:
-    """The first line of a rank's shard file, padded with spaces."""
+    """Return the first line of a rank's shard file, padded with spaces."""
     line = json.dumps({**asdict(owner), "file": shard_name(owner.rank)}).encode()
     assert len(line) < HEADER_BYTES, line
     return line.ljust(HEADER_BYTES - 1) + b"\n"
 
 
 def storage_meta(owner: Owner) -> StorageMeta:
-    """What .metadata says of itself."""
+    """Return the owner in the form that .metadata stores."""
     return StorageMeta(checkpoint_id=owner.save_id, save_id=step_name(owner.step))
 
 
 def check_file(path: str, manifest: Mapping[str, Any], name: str) -> None:
-    """Read whose the shard or random state `name` of the step at `path` is; other files name none.
+    """Check the owner of a shard or random state `name` of the step at `path`. Other files have no
+    owner.
 
     Raises:
-        ForeignFileError: it is that of another save, step or rank.
+        ForeignFileError: it belongs to another save, step or rank.
         DamagedError: what was read does not match its checksum.
     """
     shard, rank = SHARD.fullmatch(name), random_state.rank_of(name)
@@ -70,7 +71,7 @@ def check_file(path: str, manifest: Mapping[str, Any], name: str) -> None:
 
 
 def check_shard(where: str, manifest: Mapping[str, Any], name: str, header: bytes) -> None:
-    """`header` are the first HEADER_BYTES of the shard file `name`. Raises ForeignFileError."""
+    """Check `header`, the first HEADER_BYTES of the shard file `name`. Raises ForeignFileError."""
     match = SHARD.fullmatch(name)
     if match is None or "save_id" not in manifest:
         return
@@ -81,12 +82,12 @@ def check_shard(where: str, manifest: Mapping[str, Any], name: str, header: byte
 
 
 def check_random_state(where: str, manifest: Mapping[str, Any], rank: int, content: bytes) -> None:
-    """`content` is the random state of `rank`. Raises ForeignFileError."""
+    """Check that `content` is the random state of `rank`. Raises ForeignFileError."""
     _compare(where, manifest, rank, content)
 
 
 def check_metadata(where: str, manifest: Mapping[str, Any], metadata: Metadata) -> None:
-    """Raises ForeignFileError for the .metadata of another save."""
+    """Check the owner of .metadata. Raises ForeignFileError if another save wrote it."""
     about = metadata.storage_meta if isinstance(metadata.storage_meta, StorageMeta) else StorageMeta()
     named = about.save_id
     if named is not None and named != step_name(manifest["step"]):
@@ -96,7 +97,10 @@ def check_metadata(where: str, manifest: Mapping[str, Any], metadata: Metadata) 
 
 
 def _compare(where: str, manifest: Mapping[str, Any], rank: int, content: bytes) -> None:
-    """`content` is JSON that names the owner; earlier releases named none in random states. Raises ForeignFileError."""
+    """Check the owner in `content`, which is JSON.
+
+    Earlier releases stored none in random states. Raises ForeignFileError.
+    """
     step = manifest["step"]
     try:
         found = json.loads(content)

@@ -1,10 +1,11 @@
-"""Keep a link's shard files compressed, without loss: by blocks, the bytes of 32-bit numbers plane by plane, each by zstd where that helps.
+"""Compress a link's shard files without loss: per block, the bytes of 32-bit numbers in planes, each by zstd if it shrinks.
 
-    <the line that names whose file it is> <block 0> <block 1> ... <index, as JSON> <length of the index, 8 bytes>
+    <line with the file's owner> <block 0> <block 1> ... <index, as JSON> <length of the index, 8 bytes>
 
-A block is BLOCK_BYTES of what an uncompressed file would hold behind that line, and the index has the four lengths of each
-block's planes. Readers see the uncompressed file, at the offsets that .metadata gives, and unpack the blocks that they touch.
-Signs, exponents and leading bits of neighbouring numbers are alike, and their other bits are not: planes keep them apart.
+A block is BLOCK_BYTES of the uncompressed file after that line. The index has the four lengths of each
+block's planes. Readers see the uncompressed file at the offsets that .metadata gives, and unpack only
+the blocks that they read. Signs, exponents and leading bits of neighbouring numbers are similar, and
+their other bits are not. Planes separate them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage.seekable import PositionedReader
 
 BLOCK_BYTES = 1 << 20
-PLANES = 4  # bytes of a number
+PLANES = 4  # bytes per number
 LENGTH_BYTES = 8
 LEVEL = 3
 CACHED_BLOCKS = 4
@@ -33,13 +34,14 @@ class _Writer(Protocol):
 
 
 class PackedWriter(io.RawIOBase):
-    """Packs what is written behind the first line, which is on the file already; finish() ends it."""
+    """Packs what is written after the first line, which the file already has. finish() writes the
+    index."""
 
     def __init__(self, writer: _Writer) -> None:
         self._writer = writer
         self._waiting = bytearray()
         self._position = HEADER_BYTES
-        self._blocks: list[tuple[int, list[int]]] = []  # bytes, and those of each plane
+        self._blocks: list[tuple[int, list[int]]] = []  # bytes, and the stored bytes of each plane
         self._codec = pa.Codec("zstd", LEVEL)
 
     def writable(self) -> bool:
@@ -54,7 +56,7 @@ class PackedWriter(io.RawIOBase):
         return len(view)
 
     def tell(self) -> int:
-        """Of the uncompressed file."""
+        """Return the position in the uncompressed file."""
         return self._position
 
     def _pack(self, size: int) -> None:
@@ -77,7 +79,8 @@ class PackedWriter(io.RawIOBase):
 
 
 class PackedFile(PositionedReader):
-    """The uncompressed file behind `file`, which has `size_bytes` bytes and is verified as it is read. Raises DamagedError."""
+    """The uncompressed content of `file`, which has `size_bytes` bytes and is verified as it is
+    read. Raises DamagedError."""
 
     def __init__(self, file: io.RawIOBase, size_bytes: int, path: str) -> None:
         self._file, self._path, self._position = file, path, 0

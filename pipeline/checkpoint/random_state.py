@@ -15,7 +15,7 @@ import torch
 
 from pipeline import devices
 
-DEVICE = "cuda"  # of the file: the generator of an accelerator, whichever
+DEVICE = "cuda"  # key in the file: the generator of the accelerator of any kind
 
 
 def file_name(rank: int) -> str:
@@ -23,13 +23,16 @@ def file_name(rank: int) -> str:
 
 
 def rank_of(name: str) -> str:
-    """The digits of a name that file_name has given; empty for other files."""
+    """Return the digits of a name made by file_name, "" for other files."""
     match = re.fullmatch(r"random_(\d{5,})\.json", name)
     return match[1] if match else ""
 
 
 def seed_random_state(seed: int, rank: int) -> None:
-    """Each rank its own, and the same in every run with this seed: a fresh process draws its seed from the system."""
+    """Seed each rank differently and every run equally.
+
+    Without this a new process seeds itself from the system.
+    """
     own = random.Random(f"{seed} {rank}").getrandbits(32)
     random.seed(own)
     np.random.seed(own)
@@ -50,7 +53,8 @@ def capture_random_state() -> bytes:
 
 
 def capture_owned(owner: Mapping[str, Any]) -> bytes:
-    """The state, and whose it is: that of another save, step or rank is no state of this one (see owners.py)."""
+    """Return the state with its owner (save, step, rank), so that a wrong file is detected (see
+    owners.py)."""
     return json.dumps({**owner, **json.loads(capture_random_state())}).encode()
 
 
@@ -68,7 +72,10 @@ def restore_random_state(content: bytes) -> None:
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """What is drawn within leaves the generators as they were: some libraries draw while they are imported (rich does)."""
+    """Restore the generators after the block.
+
+    Some libraries draw numbers while they are imported (rich does).
+    """
     before = capture_random_state()
     yield
     restore_random_state(before)

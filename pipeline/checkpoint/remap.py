@@ -1,7 +1,7 @@
 """Match the rows of two vocabularies of a feature that hold the same value.
 
-Ids go by descending frequency, so one more day of data gives most values another row: a copy by id would hand
-every value the vector of some other one.
+Ids are sorted by frequency, so one more day of data moves most values to other rows. A copy by id
+would give most values the vector of another value.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from pipeline.data.prepare.vocabulary import open_engine
 from pipeline.runtime.errors import CheckpointError
 from pipeline.runtime.storage import storage
 
-MEMORY_BYTES = 512 << 20  # of the join; it spills to disk beyond
+MEMORY_BYTES = 512 << 20  # memory of the join, which then spills to disk
 
 
 @dataclass(frozen=True)
 class RowMap:
-    """How rows of the new table find theirs in the old one: by equal ids, or by value in the two vocabularies."""
+    """How rows of the new table find their old rows: by equal ids, or by value in two vocabularies."""
 
     old: str | None = None
     new: str | None = None
 
     def pairs(self, first: int, count: int, old_rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """(old row, new row) for those of the new rows first..first+count that are in the old table, by old row.
+        """Return (old row, new row) for the new rows first..first+count that the old table has,
+        sorted by old row.
 
-        Row 0, the unknown, stays row 0.
+        Row 0, the unknown row, stays row 0.
         """
         if self.old is None or self.new is None:
             rows = np.arange(first, max(first, min(first + count, old_rows)))
@@ -56,7 +57,7 @@ def _run(engine: duckdb.DuckDBPyConnection, statement: str, values: list[Any]) -
 
 
 def match_ids(old: IdSpace, new: IdSpace) -> RowMap | str:
-    """How to bring rows from one id space to the other, or why nobody can."""
+    """Return how rows move from one id space to the other, or a text that says why they cannot."""
     if old.vocabulary and new.vocabulary:
         same = storage.sha256_of(old.vocabulary) == storage.sha256_of(new.vocabulary)
         return RowMap() if same else RowMap(old.vocabulary, new.vocabulary)

@@ -1,8 +1,10 @@
-"""Say whether a step fits a model under another plan, and bring row-wise optimizer state from its columns to others.
+"""Check that a step fits a model under another plan, and convert row-wise optimizer state to other
+column blocks.
 
-torch.distributed.checkpoint moves values between any two ways to cut one tensor. It would load another dtype without
-a word, leave out what the job has no place for, and cannot know that row-wise state means another thing under another
-cut of the columns: each block's state is the running sum of its own columns' mean squared gradient.
+torch.distributed.checkpoint moves values between any two ways to split one tensor. But it loads
+another dtype without an error, ignores tensors that the job does not have, and does not know that
+row-wise state depends on the column blocks: each block's state is the running sum of the mean
+squared gradient of its columns.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from pipeline.checkpoint.tensors import StepTensors
 from pipeline.runtime.errors import CheckpointError
 
 MAX_LINES = 6
-_StoredPart = tuple[str, StoredRows, Any]  # its key, its rows, where it begins
+_StoredPart = tuple[str, StoredRows, Any]  # its key, its rows, its offsets
 
 
 def check_fit(
@@ -41,14 +43,15 @@ def check_fit(
     average_row_state: bool,
     may_grow: bool = False,
 ) -> list[str]:
-    """The keys whose row-wise state must be converted, for the step holds it for other column blocks.
+    """Return the keys whose row-wise state must be converted because the step has other column
+    blocks.
 
-    `wanted` is the merged inventory of all ranks; `run` is where the step is from, for the hint. Without an
-    optimizer the step's own is not looked at. may_grow: tables may have more rows than the step's.
+    `wanted` is the merged inventory of all ranks; `run` is the folder of the step's run, for the hint. Without
+    an optimizer the step's optimizer state is ignored. may_grow: tables may have more rows than the step's.
 
     Raises:
-        CheckpointError: tables or layers are missing, extra, or of another shape or dtype, the optimizer is another,
-            or row-wise state would have to be converted and `average_row_state` does not allow it.
+        CheckpointError: tables or layers are missing, extra, or of another shape or dtype; the optimizer is
+            another; or row-wise state must be converted and `average_row_state` does not allow it.
     """
     stored = inventory_of_step(tensors)
     then = stored.tables
@@ -76,7 +79,7 @@ def check_fit(
 
 
 def grown_tables(stored: Inventory, wanted: Inventory) -> list[str]:
-    """Those that have more rows than the step's."""
+    """Return the tables that have more rows than in the step."""
     return [
         name for name, table in wanted.tables.items() if name in stored.tables and table.rows > stored.tables[name].rows
     ]
@@ -96,7 +99,7 @@ def _table_lines(stored: dict[str, StoredTable], wanted: dict[str, StoredTable])
 
 
 def _renamed(table: StoredTable, stored: dict[str, StoredTable], wanted: dict[str, StoredTable]) -> str:
-    """Where exactly one table of that shape has gone, it may be this one."""
+    """Suggest a rename if exactly one dropped table has the shape of this one."""
     gone = [name for name in stored.keys() - wanted.keys() if _shape(stored[name]) == _shape(table)]
     return f" (renamed from {gone[0]!r}? then warm_start.renames={{{gone[0]}: {table.name}}})" if len(gone) == 1 else ""
 
@@ -122,7 +125,7 @@ def _state_kind(table: StoredTable, state: str) -> str:
 
 
 def _layer_lines(stored: Inventory, wanted: Inventory, with_optimizer: bool) -> list[str]:
-    """Of all that is no table: dense layers, buffers, their optimizer's state."""
+    """Compare everything that is not a table: dense layers, buffers, and their optimizer state."""
 
     def described(inventory: Inventory) -> dict[str, str]:
         kept = {
@@ -139,7 +142,8 @@ def _layer_lines(stored: Inventory, wanted: Inventory, with_optimizer: bool) -> 
 
 
 def _recut_tables(stored: Inventory, wanted: Inventory) -> list[str]:
-    """Tables with row-wise state that the wanted plan cuts into other column blocks than the step's did."""
+    """Return tables with row-wise state that the wanted plan splits into other column blocks than
+    the step's plan."""
     return sorted(
         name
         for name, table in wanted.tables.items()
@@ -166,11 +170,12 @@ def _refusal(path: str, stored: Inventory, wanted: Inventory, names: list[str]) 
 
 
 def without(state: Mapping[str, Any], keys: list[str], prefix: str = "") -> dict[str, Any]:
-    """A copy of nested dicts that leaves out the tensors of these flat keys."""
+    """Return a copy of nested dicts without the tensors of these flat keys."""
     kept: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, Mapping):
-            if inner := without(value, keys, f"{prefix}{name}."):  # DCP takes an empty dict for a pickled value
+            # DCP would store an empty dict as a pickled value
+            if inner := without(value, keys, f"{prefix}{name}."):
                 kept[name] = inner
         elif f"{prefix}{name}" not in keys:
             kept[name] = value
@@ -179,10 +184,10 @@ def without(state: Mapping[str, Any], keys: list[str], prefix: str = "") -> dict
 
 @torch.no_grad()
 def fill_row_states(tensors: StepTensors, flat: Mapping[str, Any], keys: list[str], wanted: Inventory) -> None:
-    """Local: fill this rank's parts of `keys` with averages over the columns that each part stands for.
+    """Fill this rank's parts of `keys` with averages over the columns of each part. Local.
 
-    Every element of a row is taken to have the state of its block. The average over a block's columns is then what the
-    block's optimizer would hold, had it seen the same gradients.
+    Every element of a row is assumed to have the state of its block. The average over a block's
+    columns is then the state that the block's optimizer would have after the same gradients.
 
     Raises:
         CheckpointError: the step's files cannot be read.
@@ -203,7 +208,7 @@ def fill_row_states(tensors: StepTensors, flat: Mapping[str, Any], keys: list[st
 
 
 def stored_keys(flat: Mapping[str, Any]) -> list[str]:
-    """Of a flat state: the tensors of which this rank has parts in a store."""
+    """Return the keys of a flat state whose tensors this rank keeps in a row store."""
     return [
         key
         for key, value in flat.items()
@@ -213,7 +218,10 @@ def stored_keys(flat: Mapping[str, Any]) -> list[str]:
 
 @torch.no_grad()
 def begin_stored_rows(tensors: StepTensors, flat: Mapping[str, Any], keys: list[str]) -> None:
-    """Local: forget this rank's rows of `keys`; those that the step leaves out begin as they did in the run that saved it."""
+    """Reset this rank's rows of `keys`.
+
+    Rows that the step leaves out get the initial weights of the run that saved it. Local.
+    """
     for key in keys:
         for part, offsets in local_chunks(flat[key]):
             if isinstance(part, StoredRows) and part.column == 0:
@@ -224,9 +232,9 @@ def begin_stored_rows(tensors: StepTensors, flat: Mapping[str, Any], keys: list[
 
 @torch.no_grad()
 def fill_stored_rows(tensors: StepTensors, flat: Mapping[str, Any], keys: list[str]) -> None:
-    """Local: fill this rank's parts of `keys`, by blocks, but for rows that are as they began.
+    """Fill this rank's parts of `keys` in blocks, except for rows that were never updated. Local.
 
-    begin_stored_rows comes before it. Raises CheckpointError where the step's files cannot be read.
+    Call begin_stored_rows first. Raises CheckpointError if the step's files cannot be read.
     """
     parts = [
         (key, part, offsets)
@@ -241,7 +249,10 @@ def fill_stored_rows(tensors: StepTensors, flat: Mapping[str, Any], keys: list[s
 
 
 def _fill_stored_part(tensors: StepTensors, key: str, part: StoredRows, offsets: Any, weights: _StoredPart) -> None:
-    """weights: of the same rows; they say which are as they began."""
+    """Fill one part.
+
+    `weights` are the weights of the same rows, which tell the rows that were never updated.
+    """
     weight_key, weight, at = weights
     for first in range(0, len(part), part.rows_a_block):
         count = min(part.rows_a_block, len(part) - first)
@@ -256,7 +267,10 @@ def _fill_stored_part(tensors: StepTensors, key: str, part: StoredRows, offsets:
 def read_row_state(
     tensors: StepTensors, table: StoredTable, state: str, first_row: int, num_rows: int, columns: tuple[int, int]
 ) -> torch.Tensor:
-    """[num_rows] of a row-wise state, averaged over columns begin..end; exact where the step's blocks begin and end there."""
+    """Return [num_rows] of a row-wise state, averaged over columns begin..end.
+
+    Exact if they are one of the step's blocks.
+    """
     total = torch.zeros(num_rows, dtype=torch.float64)
     alone = None
     for piece in table.pieces:

@@ -1,6 +1,7 @@
-"""Say which steps a checkpoint folder has no more need of: all but the last few and the best few.
+"""Choose which steps of a checkpoint folder can be removed: all except the last and the best ones.
 
-Steps that build on one another are a chain, which goes or stays as one; a whole step that nothing builds on is a chain of one.
+Steps that build on each other are a chain, which is kept or removed together. A full step without
+links is a chain of one.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from dataclasses import dataclass
 from pipeline.config.registry import components
 
 HIGHER_IS_BETTER = ("auc", "gauc", "ndcg_at_", "hit_rate_at_", "recall_at_", "mrr", "r2")
-LATER_VERIFIED = 2  # a step goes only when as many later ones are known to be intact
+LATER_VERIFIED = 2  # a step is removed only if this many later steps are known to be intact
 
 
 @dataclass(frozen=True)
 class Retention:
-    """The last `keep_last_n` chains stay, and beside them those of the `keep_best_n` best steps by `best_metric`."""
+    """Keeps the last `keep_last_n` chains, and the chains of the `keep_best_n` best steps by
+    `best_metric`."""
 
     keep_last_n: int = 2
     keep_best_n: int = 0
@@ -28,9 +30,11 @@ class Retention:
         return max(self.keep_last_n, LATER_VERIFIED) + self.keep_best_n
 
     def expendable(self, metrics: Mapping[int, float | None], bases: Mapping[int, int] | None = None) -> list[int]:
-        """Of step -> metric (None: not measured at that step), never one of the last two chains: the steps that can go.
+        """Return the steps that can be removed. The last two chains always stay.
 
-        `bases`: the whole step that each builds on; None: each is whole. Ascending by chains, in a chain the last step first.
+        `metrics`: step -> metric (None: not measured at that step). `bases`: step -> the full step that it builds
+        on; None means that all steps are full. The result is ascending by chains, and in a chain the last step
+        comes first.
         """
         bases = bases or {step: step for step in metrics}
         chains = sorted({bases[step] for step in metrics})
@@ -39,7 +43,7 @@ class Retention:
         measured = {
             step: sign * value for step, value in metrics.items() if value is not None and not math.isnan(value)
         }
-        # Of equal ones the later is better: it has seen more.
+        # Of steps with equal metrics the later one is better, because it was trained longer.
         ranked = sorted(
             (step for step in measured if bases[step] not in last), key=lambda step: (measured[step], -step)
         )
@@ -49,7 +53,10 @@ class Retention:
 
 
 def is_higher_better(metric: str) -> bool:
-    """`metric` may be one of several labels': <label>/<metric>. One that trainer.metrics named says it itself."""
+    """Return True if a higher `metric` is better.
+
+    `metric` may be <label>/<metric>, or a registered metric.
+    """
     name = metric_of(metric)
     if name in (registered := components("metric")):
         return bool(registered[name].higher_is_better)
@@ -57,12 +64,12 @@ def is_higher_better(metric: str) -> bool:
 
 
 def metric_of(name: str) -> str:
-    """`ne` of `ne`, and of `click/ne`, as a metric of one of several labels is called."""
+    """Return `ne` for `ne` and for `click/ne`, the name of a metric of one of several labels."""
     return name.rpartition("/")[2]
 
 
 def measured_metric(manifest: Mapping[str, object], name: str) -> float | None:
-    """Of the weights that the step holds: metrics of an earlier step say nothing of them."""
+    """Return the metric of the weights in the step. Metrics of an earlier step are ignored."""
     metrics = manifest.get("metrics")
     if manifest.get("metrics_step") != manifest.get("step") or not isinstance(metrics, Mapping):
         return None

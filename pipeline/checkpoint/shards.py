@@ -1,7 +1,9 @@
-"""Write a sharded state in the format of torch.distributed.checkpoint: one file a rank, and one .metadata.
+"""Write a sharded state in the format of torch.distributed.checkpoint: one file per rank, and one
+.metadata.
 
-DCP's planner decides which rank writes which shard (replicated tensors once); the plan is made once, and again only
-when the state has changed its shape. Writing needs no collective, so it can go on in a thread while training does.
+DCP's planner decides which rank writes which shard (replicated tensors once). It plans once, and
+again only if the state has changed its shape. Writing needs no collective, so it can run in a
+thread during training.
 """
 
 from __future__ import annotations
@@ -43,19 +45,19 @@ Tensors = list[torch.Tensor]  # in the order of ShardPlan.items
 Places = dict[MetadataIndex, _StorageInfo]
 Sampled = list[dict[str, Any]]  # entries of first_weights.SampledPiece
 _Out = ChecksummedWriter | PackedWriter
-MIN_BLOCKS_BYTES = 1 << 20  # a smaller tensor is copied from a GPU whole
+MIN_BLOCKS_BYTES = 1 << 20  # a smaller tensor is copied from a GPU in one piece
 
 
 @dataclass
 class ShardPlan:
-    """What this rank writes. `metadata` is there on rank 0."""
+    """The items that this rank writes. Only rank 0 has `metadata`."""
 
     items: list[WriteItem]
     metadata: Metadata | None
 
 
 class ShardPlanner:
-    """Collective over `group`, which may be a slow and separate one."""
+    """Plans saves. Collective over `group`, which may be a separate, slow group."""
 
     def __init__(self, context: DistributedContext, group: dist.ProcessGroup) -> None:
         self._context, self._group = context, group
@@ -64,7 +66,10 @@ class ShardPlanner:
         self._planner = DefaultSavePlanner()
 
     def plan(self, state: dict[str, Any]) -> ShardPlan:
-        """Raises CheckpointError for a state that does not cover its tensors, or holds more than tensors."""
+        """Plan a state.
+
+        Raises CheckpointError if it does not cover its tensors, or holds other values than tensors.
+        """
         self._planner.set_up_planner(state, StorageMeta(), self._context.is_main)
         local = self._planner.create_local_plan()
         changed = torch.tensor([self._local is None or local.items != self._local.items], dtype=torch.int32)
@@ -74,7 +79,7 @@ class ShardPlanner:
         return self._plan
 
     def tensors(self) -> Tensors:
-        """Views of the state that was last given to plan(), in the order of its items."""
+        """Return views of the state of the last plan() call, in the order of its items."""
         assert self._plan is not None
         return [cast(torch.Tensor, self._planner.resolve_data(item)).detach() for item in self._plan.items]
 
@@ -107,13 +112,14 @@ def _check_is_tensor(item: WriteItem) -> None:
 def write_shards(
     folder: str, owner: Owner, items: list[WriteItem], tensors: Tensors, read_back: bool, is_packed: bool = False
 ) -> tuple[dict[str, FileEntry], Places, Sampled]:
-    """Write this rank's file into a local folder: its entry by name, where in it each shard lies, and what it leaves out.
+    """Write this rank's file into a local folder. Return its entry by name, the place of each
+    shard, and the left-out rows.
 
-    is_packed: compressed; where shards lie is then as it would be without.
+    is_packed: the file is compressed; places are offsets in the uncompressed content.
 
     Raises:
-        OSError: the file cannot be written; it says where and how many bytes.
-        DamagedError: with `read_back`, it does not read back.
+        OSError: the file cannot be written; the message has the path and the bytes.
+        DamagedError: with `read_back`, reading it back gives other bytes.
     """
     if not items:
         return {}, {}, []
@@ -160,7 +166,7 @@ def _sampled_piece(item: WriteItem, rows: StoredRows, file: str) -> SampledPiece
 
 
 def bytes_to_write(tensors: Tensors) -> int:
-    """What their file takes of a disk that has holes; of stored rows, those that have changed."""
+    """Return the bytes on a disk that supports holes. Of stored rows only changed ones count."""
     return sum(
         int(tensor.held_groups().sum()) * rows_a_group(tensor.row_bytes) * tensor.row_bytes
         if isinstance(tensor, StoredRows)
@@ -171,7 +177,8 @@ def bytes_to_write(tensors: Tensors) -> int:
 
 @contextmanager
 def _without_zip_checksums() -> Iterator[None]:
-    """The writer has checksums of its own, and those are what loading verifies."""
+    """Disable the checksums of torch's zip files, because the writer has its own, which loading
+    verifies."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -181,7 +188,10 @@ def _without_zip_checksums() -> Iterator[None]:
 
 
 class _ValuesWriter(io.RawIOBase):
-    """Passes on what torch.save writes; for the values of an empty tensor it calls `write_values` instead."""
+    """Forwards what torch.save writes.
+
+    For the values of an empty tensor it calls `write_values` instead.
+    """
 
     def __init__(self, out: _Out, write_values: Callable[[], None], empty: torch.Tensor) -> None:
         self._out, self._write_values = out, write_values
@@ -197,7 +207,7 @@ class _ValuesWriter(io.RawIOBase):
         if view.nbytes == self._num_bytes and np.frombuffer(view, np.uint8).ctypes.data == self._address:
             try:
                 self._write_values()
-            except UserError as error:  # torch.save would replace it by an error of its own
+            except UserError as error:  # torch.save would replace it by another error
                 self.failure = error
                 raise
             self.is_done = True
@@ -206,10 +216,14 @@ class _ValuesWriter(io.RawIOBase):
 
 
 def _save_by_blocks(shape: torch.Size, dtype: torch.dtype, out: _Out, write_values: Callable[[], None]) -> None:
-    """Write what torch.save would write of a tensor in memory; `write_values` writes its values to `out`."""
+    """Write the bytes that torch.save would write for a tensor in memory.
+
+    `write_values` writes the values to `out`.
+    """
     count = shape.numel()
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-    addresses = mmap.mmap(-1, max(count * dtype.itemsize, 1), flags=flags)  # never touched, so it takes no memory
+    # never accessed, so it takes no memory
+    addresses = mmap.mmap(-1, max(count * dtype.itemsize, 1), flags=flags)
     empty = torch.frombuffer(addresses, dtype=dtype, count=count).view(shape)
     target = _ValuesWriter(out, write_values, empty)
     try:
@@ -231,9 +245,10 @@ def _save_from_gpu(tensor: torch.Tensor, out: _Out) -> None:
 
 
 def _save_stored(rows: StoredRows, writer: ChecksummedWriter) -> NDArray[np.bool_]:
-    """As torch.save would write them from memory, by blocks, with a hole for each group of rows that have not changed.
+    """Write stored rows in blocks, as torch.save would, with a hole for each group of unchanged
+    rows.
 
-    Returns which groups are there.
+    Return which groups are written.
     """
     held = rows.held_groups()
     _save_by_blocks(rows.shape, rows.dtype, writer, partial(_write_rows, writer, rows, held))
@@ -241,7 +256,7 @@ def _save_stored(rows: StoredRows, writer: ChecksummedWriter) -> NDArray[np.bool
 
 
 def _write_rows(writer: ChecksummedWriter, rows: StoredRows, is_held: NDArray[np.bool_]) -> None:
-    """A block of rows is read at once, wherever they lie, while the block before it is written."""
+    """Write blocks of rows. The next block is read while the current block is written."""
     group, done = rows_a_group(rows.row_bytes), 0
     held = np.flatnonzero(is_held)
     groups_a_block = max(1, rows.rows_a_block // group)
@@ -271,7 +286,7 @@ def _read_groups(rows: StoredRows, groups: NDArray[np.int64]) -> NDArray[np.floa
 
 
 def _exact(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, in a storage of its own size: torch.save writes all of a storage, and a table may be a part of one."""
+    """Return the tensor on the CPU in its own storage, because torch.save writes all of a storage."""
     tensor = tensor.cpu()
     if tensor.untyped_storage().size() == tensor.nbytes:
         return tensor
@@ -282,14 +297,14 @@ def _exact(tensor: torch.Tensor) -> torch.Tensor:
         torch.int64,
         torch.int32,
     ):
-        return torch.from_numpy(tensor.numpy())  # the same memory
+        return torch.from_numpy(tensor.numpy())  # shares the memory
     return tensor.clone()
 
 
 def write_metadata(
     folder: str, owner: Owner, metadata: Metadata, places: list[Places], read_back: bool
 ) -> dict[str, FileEntry]:
-    """Rank 0's part. Raises OSError and DamagedError as write_shards does."""
+    """Write .metadata. Rank 0 only. Raises OSError and DamagedError as write_shards does."""
     metadata.storage_data = {index: place for part in places for index, place in part.items()}
     metadata.storage_meta = storage_meta(owner)
     if hasattr(metadata, "version"):

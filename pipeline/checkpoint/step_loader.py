@@ -39,7 +39,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Trained:
-    """What steps hold the state of; `optimizer` None: the model alone is filled."""
+    """The objects whose state a step holds. With `optimizer` None only the model is filled."""
 
     model: nn.Module
     optimizer: KeyedOptimizer | None
@@ -59,14 +59,17 @@ class Trained:
 
 @dataclass(frozen=True)
 class Loaded:
-    """is_same: model and optimizer have the step's own numbers. `random`: this rank's generators; None: no rank's go on."""
+    """The result of loading. is_same: model and optimizer have exactly the step's values.
+
+    `random` is the state of this rank's generators; None if no rank restores its generators.
+    """
 
     is_same: bool
     random: bytes | None
 
 
 class StepLoader:
-    """All methods are collective."""
+    """Loads steps. All methods are collective."""
 
     def __init__(
         self, folder: str, trained: Trained, ranks: Ranks, replicas: Replicas | None, average_row_state: bool
@@ -79,9 +82,11 @@ class StepLoader:
         return self._ranks.read(lambda: read_manifest(step_path(self._folder, step)), self._is_local)
 
     def load(self, step: int, manifest: dict[str, Any], grow: Callable[[str], None] | None = None) -> Loaded:
-        """`grow` fills model and optimizer from the step at a path, where tables have more rows than there; None: that is refused.
+        """Load a step. `grow` fills model and optimizer from a step with smaller tables; with None
+        such a step is refused.
 
-        Raises DamagedError, with the state half overwritten, or CheckpointError for what does not fit.
+        Raises DamagedError with a half overwritten state, or CheckpointError if the step does not
+        fit.
         """
         path = step_path(self._folder, step)
         reader = self._ranks.read(lambda: open_reader(path, manifest), self._is_local)
@@ -101,7 +106,7 @@ class StepLoader:
             grow(path)
             return Loaded(False, random)
         keyed = self._of_this_host(path, manifest, state, may_load_own=not recut)
-        stored = stored_keys(flat)  # those that do not lie in memory
+        stored = stored_keys(flat)  # tensors that are not in memory
         try:
             dcp.load(without(keyed, [*recut, *stored]), storage_reader=reader, process_group=self._ranks.group)
         except CheckpointException as error:
@@ -118,9 +123,10 @@ class StepLoader:
     def _of_this_host(
         self, path: str, manifest: dict[str, Any], state: dict[str, Any], may_load_own: bool
     ) -> dict[str, Any]:
-        """The state by the keys that it has in the step: where hosts train tables of their own, by this host's.
+        """Return the state by its keys in the step. If hosts train separate tables, use this host's
+        keys.
 
-        Raises CheckpointError where it would have to be cut elsewhere.
+        Raises CheckpointError if its columns would have to be split differently.
         """
         own = self._replicas is not None and self._replicas.holds_own_tables(manifest)
         if own and not may_load_own:
@@ -158,7 +164,7 @@ class StepLoader:
             )
 
     def _read_random_state(self, path: str, manifest: dict[str, Any]) -> bytes | None:
-        """This rank's; None where another number of ranks saved: nobody's generators go on then."""
+        """Return this rank's random state; None if another number of ranks saved the step."""
         context = self._ranks.context
         name = random_state.file_name(context.rank)
         states = [each for each in manifest["files"] if random_state.rank_of(each)]
@@ -174,9 +180,10 @@ class StepLoader:
 def newest_usable(
     folder: str, ranks: Ranks, writer: StepWriter, use: Callable[[int], dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """Collective: what `use` returns for the newest step for which it does not raise DamagedError; None without a step.
+    """Return what `use` returns for the newest step that is not damaged; None without a step.
+    Collective.
 
-    Raises CheckpointError where there are steps, and not one can be used.
+    `use` raises DamagedError for a damaged step. Raises CheckpointError if there are steps but none can be used.
     """
     steps, problems = ranks.read(lambda: list_steps(folder), storage.is_local(folder)), []
     lost: set[int] = set()
@@ -202,7 +209,10 @@ def newest_usable(
 
 
 def _lost_with(folder: str, ranks: Ranks, writer: StepWriter, step: int) -> set[int]:
-    """Collective: of the damaged `step`, and those that it builds on, all from the first that is damaged."""
+    """Return the damaged step, and the steps of its chain from the first damaged one on.
+
+    Collective.
+    """
     path = step_path(folder, step)
     chain = ranks.from_main(lambda: writer.known_chain(path))
     if len(chain) == 1:

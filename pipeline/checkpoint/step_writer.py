@@ -1,4 +1,4 @@
-"""Write the files of one step, verify what was written, commit it, and purge old steps."""
+"""Write the files of one step, verify them, commit the step, and remove old steps."""
 
 from __future__ import annotations
 
@@ -32,14 +32,13 @@ from pipeline.runtime.storage.manifest import seal_manifest
 from pipeline.runtime.storage.signature import Purpose
 
 logger = get_logger(__name__)
-Report = tuple[
-    dict[str, FileEntry], Places, Sampled, str
-]  # of a rank's files; the last is why they could not be written
+# of a rank's files; the text says why they could not be written
+Report = tuple[dict[str, FileEntry], Places, Sampled, str]
 
 
 @dataclass(frozen=True)
 class Save:
-    """What one save writes; nothing in it changes while training goes on."""
+    """The content of one save. Training does not change it."""
 
     owner: Owner
     attempt: Attempt
@@ -47,7 +46,7 @@ class Save:
     tensors: Tensors
     random: bytes
     manifest: dict[str, Any]
-    files: dict[str, bytes] = field(default_factory=dict)  # further ones of this rank, by name
+    files: dict[str, bytes] = field(default_factory=dict)  # additional files of this rank, by name
 
     @property
     def step(self) -> int:
@@ -55,7 +54,7 @@ class Save:
 
 
 class StepWriter:
-    """Collective, here or in a thread: all that it agrees on goes over `ranks`."""
+    """Writes steps. Collective over `ranks`, on the main thread or in another thread."""
 
     def __init__(self, steps: PublishedFolders, ranks: Ranks, retention: Retention, fence: Fence | None = None) -> None:
         self.folder = steps.parent
@@ -65,7 +64,10 @@ class StepWriter:
         self._verified: set[int] = set()
 
     def write(self, save: Save) -> None:
-        """Raises CheckpointError on every rank when one of them fails; nothing is committed then."""
+        """Write and commit a step.
+
+        If any rank fails, nothing is committed and every rank raises CheckpointError.
+        """
         failure, files, places, sampled = "", dict[str, FileEntry](), Places(), Sampled()
         try:
             files, places, sampled = self._write_files(save)
@@ -94,14 +96,17 @@ class StepWriter:
         return files, places, sampled
 
     def _deliver(self, attempt: Attempt, files: dict[str, FileEntry]) -> None:
-        """Raises DamagedError where a file has not the size that was written; on disks all bytes were read back meanwhile."""
+        """Move files to their destination.
+
+        Raises DamagedError if a size is wrong. On disks all bytes were read back before.
+        """
         self._steps.deliver(attempt, list(files))
         for name, entry in files.items():
             if problem := size_problem(storage.join(attempt.path, name), entry):
                 raise DamagedError(f"what was written does not read back: {problem}")
 
     def _finish(self, save: Save, reports: list[Report]) -> list[str]:
-        """Rank 0: commit, or say what went wrong."""
+        """Commit the step. Return the failures as texts. Rank 0 only."""
         failures = [text for *_, text in reports if text]
         if not failures:
             try:
@@ -127,10 +132,11 @@ class StepWriter:
         self._steps.commit(save.attempt, seal_manifest(manifest, Purpose.STEP), self._fence)
 
     def verify(self, step: int) -> dict[str, Any]:
-        """The manifest of a step that is intact, with all that it builds on; ranks share the work.
+        """Return the manifest of a step if it and all steps that it builds on are intact. Ranks
+        share the work.
 
         Raises:
-            DamagedError, or CheckpointError, on all.
+            DamagedError, CheckpointError: on all ranks.
         """
         path = step_path(self.folder, step)
 
@@ -147,7 +153,7 @@ class StepWriter:
         return manifest
 
     def _check_files(self, path: str, manifest: dict[str, Any]) -> None:
-        """This rank's share of a step's files."""
+        """Check this rank's share of a step's files."""
         context, files = self._ranks.context, manifest["files"]
         for name in sorted(files)[context.rank :: context.world_size]:
             if problem := file_problem(file_path(path, manifest, name), files[name]):
@@ -156,7 +162,10 @@ class StepWriter:
                 check_file(path, manifest, name)
 
     def is_intact_itself(self, step: int) -> bool:
-        """Collective: whether the files of a step verify, whatever became of those that it builds on."""
+        """Return True if the files of a step itself verify.
+
+        Steps that it builds on may be damaged. Collective.
+        """
         path = step_path(self.folder, step)
 
         def check() -> None:
@@ -172,7 +181,8 @@ class StepWriter:
         return True
 
     def known_chain(self, path: str) -> list[int]:
-        """The steps that the one at `path` builds on, the first first, and itself: as far back as manifests can be read."""
+        """Return the step at `path` and the steps that it builds on, first step first, as far as
+        manifests can be read."""
         steps: list[int] = []
         while True:
             steps.insert(0, int(path.rstrip("/").rpartition("_")[2]))
@@ -188,9 +198,10 @@ class StepWriter:
         self._verified.add(step)
 
     def _purge(self, saved: int) -> None:
-        """Of the steps up to the one just saved, remove what need not be kept, once two later ones are known to be intact.
+        """Remove steps that need not be kept, once two later steps are known to be intact.
 
-        Links go with their base, the last first; the later ones are then the last of two later chains.
+        Only steps up to `saved` are considered. Links are removed before their base, the last
+        first. The two later steps are then the last steps of two later chains.
         """
         bases, expendable = self._ranks.from_main(lambda: self._expendable(saved))
         for step in expendable:
@@ -209,7 +220,8 @@ class StepWriter:
             del bases[step]
 
     def _expendable(self, saved: int) -> tuple[dict[int, int], list[int]]:
-        """Steps up to `saved` and the base of each, ascending, and which of them can go, in that order."""
+        """Return step -> base for the steps up to `saved`, and the steps that can be removed, in
+        this order."""
         metrics: dict[int, float | None] = {}
         bases: dict[int, int] = {}
         try:
@@ -240,5 +252,8 @@ class StepWriter:
 
 
 def file_problem(path: str, entry: FileEntry) -> str:
-    """Empty where a file verifies; in an object store its size has to do, for reading it is downloading it."""
+    """Return "" if a file verifies.
+
+    In an object store only the size is checked, because a checksum needs a download.
+    """
     return damage(path, entry) if storage.is_local(path) else size_problem(path, entry)

@@ -1,7 +1,7 @@
-"""Say where the steps of a checkpoint folder lie and what their manifests hold.
+"""Define paths of the steps in a checkpoint folder, and read their manifests.
 
-In a step's manifest `attempt` is the part of the path, below the step, that its files have: empty on a local disk,
-where a rename puts them into the step itself.
+In a step's manifest `attempt` is the folder of its files below the step. On a local disk it is
+empty, because a rename moves the files into the step itself.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from pipeline.runtime.storage.signature import Purpose
 
 METADATA = ".metadata"
 FORMAT_VERSION = 2
-LINK_VERSION = 3  # of a step that holds changed rows alone, which releases before it do not read
-SAMPLED_VERSION = 4  # of a step that leaves out rows that are as they began; likewise
-PACKED_VERSION = 5  # of a link whose shard files are compressed (pipeline.checkpoint.packed); likewise
+LINK_VERSION = 3  # of a step with only changed rows; earlier releases cannot read it
+# of a step that leaves out rows that were never updated; earlier releases cannot read it
+SAMPLED_VERSION = 4
+# of a link with compressed shard files (pipeline.checkpoint.packed); earlier releases cannot read
+# it
+PACKED_VERSION = 5
 PREFIX = "step_"
 STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
@@ -73,25 +76,28 @@ def step_name(step: int) -> str:
 
 
 def file_path(path: str, manifest: dict[str, Any], name: str) -> str:
-    """Of a file of the step at `path`."""
+    """Return the path of a file of the step at `path`."""
     return storage.join(path, manifest["attempt"], name) if manifest["attempt"] else storage.join(path, name)
 
 
 def list_steps(folder: str) -> list[int]:
-    """Committed steps, ascending. Raises OSError where an object store does not answer: that is no empty folder."""
+    """Return committed steps, ascending.
+
+    Raises OSError if an object store does not answer, because the folder may not be empty.
+    """
     return sorted(int(name.removeprefix(PREFIX)) for name in committed_names(folder, STEP_FOLDER))
 
 
 def step_folders(folder: str, staging: str) -> PublishedFolders:
-    """`staging` is a local folder, needed for object stores alone."""
+    """Return the folders of steps. `staging` is a local folder, needed only for object stores."""
     return published_folders(folder, STEP_FOLDER, prefix=PREFIX, staging=staging)
 
 
 def read_manifest(path: str) -> dict[str, Any]:
-    """The manifest of the step at `path`.
+    """Return the manifest of the step at `path`.
 
     Raises:
-        DamagedError: it is missing, not what was written, of another release, or of other types.
+        DamagedError: it is missing, was changed, has an unknown format, or values of wrong types.
     """
     versions = (FORMAT_VERSION, LINK_VERSION, SAMPLED_VERSION, PACKED_VERSION)
     manifest = open_manifest(f"{path}/{MANIFEST}", Purpose.STEP, *versions)
@@ -103,7 +109,10 @@ def read_manifest(path: str) -> dict[str, Any]:
 
 
 def read_step_file(path: str, name: str) -> bytes | None:
-    """Verified; None where the step at `path` has no such file. Raises DamagedError."""
+    """Return the verified content of a file; None if the step at `path` does not have it.
+
+    Raises DamagedError.
+    """
     manifest = read_manifest(path)
     if name not in manifest["files"]:
         return None
@@ -111,15 +120,16 @@ def read_step_file(path: str, name: str) -> bytes | None:
 
 
 def is_link(manifest: dict[str, Any]) -> bool:
-    """Whether a step holds the rows that changed since another step (pipeline.checkpoint.chains)."""
+    """Return True if a step holds only the rows that changed since another step
+    (pipeline.checkpoint.chains)."""
     return "chain" in manifest
 
 
 def is_packed(manifest: dict[str, Any]) -> bool:
-    """Whether a step's shard files are compressed."""
+    """Return True if a step's shard files are compressed."""
     return bool(manifest.get("packed", False))
 
 
 def base_of(manifest: dict[str, Any]) -> int:
-    """The whole step that a step builds on, which may be the step itself."""
+    """Return the full step that a step builds on, which may be the step itself."""
     return int(manifest["chain"]["base"] if is_link(manifest) else manifest["step"])

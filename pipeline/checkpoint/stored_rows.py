@@ -1,7 +1,9 @@
-"""A tensor whose rows lie in a store outside memory: a checkpoint reads and writes it a block of rows at a time.
+"""Define a tensor whose rows are in a store outside memory. A checkpoint reads and writes it one
+block of rows at a time.
 
-Such a tensor stands where a whole table or its optimizer's state would stand in a state_dict. It has their shape and no memory.
-Slices by rows, copies to and from it, and index_copy_ work; any other operation reads what it is applied to, if that is small.
+In a state_dict it replaces a complete table or optimizer state. It has the shape but no memory.
+Slices by rows, copies to and from it, and index_copy_ work. Any other operation reads the tensor,
+if it is small.
 """
 
 from __future__ import annotations
@@ -16,31 +18,42 @@ from numpy.typing import NDArray
 from pipeline.checkpoint.first_weights import FirstWeights, held_groups, rows_a_group
 
 BLOCK_BYTES = 8 << 20
-LARGEST_READ_BYTES = 256 << 20  # of an operation that knows nothing of stores
+LARGEST_READ_BYTES = 256 << 20  # limit for an operation that does not support stores
 aten = torch.ops.aten
 
 
 class RowSource(Protocol):
-    """What holds the rows of a table's shard: column 0 are the weights, the others the optimizer's states."""
+    """The store of a table shard's rows.
+
+    Column 0 holds the weights, the other columns hold optimizer states.
+    """
 
     def read_rows(self, column: int, rows: NDArray[np.int64]) -> torch.Tensor:
-        """Of rows [n], ascending and distinct: [n, width], or [n] of a state that is one number a row."""
+        """Return [n, width] for rows [n], ascending and distinct; or [n] for a state with one
+        number per row."""
 
     def write_rows(self, column: int, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Rows [n], ascending and distinct; values [n, width] or [n]."""
+        """Write values [n, width] or [n] to rows [n], ascending and distinct."""
 
     def first_weights(self) -> FirstWeights:
-        """What rows that have not changed have in column 0; in the others they have zeros."""
+        """Return the initial weights that unchanged rows have in column 0.
+
+        In other columns they have zeros.
+        """
 
     def changed_rows(self) -> NDArray[np.uint8]:
-        """Those that may be other than they began, and no others: a bit each, as numpy.packbits(bitorder="little") has them."""
+        """Return one bit for each row that may have changed, as numpy.packbits(bitorder="little")
+        does."""
 
     def begin(self, first_weights: FirstWeights) -> None:
-        """Forget all that was trained or loaded; rows begin by `first_weights`."""
+        """Drop everything that was trained or loaded.
+
+        Rows then have the initial weights `first_weights`.
+        """
 
 
 class StoredRows(torch.Tensor):
-    """Rows first_row.. of a column of `source`; `shape` is [rows, width] or [rows]."""
+    """Rows from first_row on of a column of `source`. `shape` is [rows, width] or [rows]."""
 
     source: RowSource
     column: int
@@ -58,12 +71,12 @@ class StoredRows(torch.Tensor):
         return f"StoredRows(column {self.column}, rows {self.first_row}..{self.first_row + len(self)})"
 
     def read(self, first: int = 0, count: int | None = None) -> torch.Tensor:
-        """In memory: rows first..first + count of these."""
+        """Read rows first..first + count into memory."""
         end = len(self) if count is None else first + count
         return self.read_rows(np.arange(first, end))
 
     def read_rows(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        """In memory: of these rows, ascending and distinct."""
+        """Read these rows into memory. They are ascending and distinct."""
         return self.source.read_rows(self.column, self.first_row + rows)
 
     def write(self, first: int, values: torch.Tensor) -> None:
@@ -76,7 +89,7 @@ class StoredRows(torch.Tensor):
         return max(1, BLOCK_BYTES // (4 * width))
 
     def blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first row, rows), ascending."""
+        """Yield (first row, rows), ascending."""
         for first in range(0, len(self), self.rows_a_block):
             yield first, self.read(first, min(self.rows_a_block, len(self) - first))
 
@@ -85,11 +98,11 @@ class StoredRows(torch.Tensor):
         return 4 * int(torch.Size(self.shape[1:]).numel())
 
     def changed_rows(self) -> NDArray[np.bool_]:
-        """[rows]: those that may be other than they began."""
+        """Return [rows]: True for each row that may have changed."""
         return held_groups(self.source.changed_rows(), self.first_row, len(self), 1)
 
     def held_groups(self) -> NDArray[np.bool_]:
-        """Which groups of first_weights.rows_a_group rows hold one that has changed."""
+        """Return which groups of first_weights.rows_a_group rows hold a changed row."""
         return held_groups(self.source.changed_rows(), self.first_row, len(self), rows_a_group(self.row_bytes))
 
     def is_same(self, other: StoredRows) -> bool:
@@ -163,6 +176,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.slice.Tensor: _slice,
     aten.copy_.default: _copy,
     aten.index_copy_.default: _index_copy,
-    aten.uniform_.default: lambda rows, *_, **__: rows,  # TorchRec's own first weights: table_init's are in their place
+    # TorchRec's initial weights are ignored: table_init provides them
+    aten.uniform_.default: lambda rows, *_, **__: rows,
     aten.is_pinned.default: lambda *_, **__: False,
 }

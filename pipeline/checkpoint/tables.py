@@ -1,8 +1,10 @@
-"""Name the tables, columns and optimizer states behind the keys of a checkpoint or a sharded model's state.
+"""Find tables, columns and optimizer states behind the keys of a checkpoint or of a sharded model's
+state.
 
-A table's weights are one [rows, dim] tensor under any plan. Its optimizer state is one too where it goes by element
-(Adagrad). Row-wise state ([rows]) is not where a plan cuts columns: TorchRec keeps one state for each column block and
-lines them up, block after block, in one tensor of [blocks * rows].
+A table's weights are one [rows, dim] tensor under any plan. Optimizer state with a value per
+element (Adagrad) has the same shape. Row-wise state ([rows]) is different if a plan splits columns:
+TorchRec keeps one state per column block and concatenates them, block after block, in one tensor of
+[blocks * rows].
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ TABLE_STATE = re.compile(r"(?P<weight>.*\bembedding_bags\.(?P<table>[^.]+)\.weig
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a table, and where the row-wise state of its rows begins."""
+    """A box of a table, and the offset of the row-wise state of its rows."""
 
     row: int
     column: int
@@ -43,7 +45,7 @@ class StoredState:
 
 @dataclass(frozen=True)
 class StoredTable:
-    """`key` and the states' keys are those of the checkpoint; `pieces` are what the plan cut the table into."""
+    """A table in a checkpoint. `pieces` are the parts into which the plan split it."""
 
     name: str
     key: str
@@ -55,7 +57,7 @@ class StoredTable:
 
     @property
     def column_blocks(self) -> list[tuple[int, int]]:
-        """(first column, number of columns), ascending."""
+        """Return (first column, number of columns) of each block, ascending."""
         return sorted({(piece.column, piece.num_columns) for piece in self.pieces})
 
     def is_row_wise(self, state: str) -> bool:
@@ -63,7 +65,8 @@ class StoredTable:
 
 
 def layout(chunks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[Piece]:
-    """Pieces of a table cut into (offsets, sizes), in the order of their row-wise state: by columns, then by rows."""
+    """Return the pieces of a table split into (offsets, sizes), in the order of their row-wise
+    state: by columns, then rows."""
     pieces, end = [], 0
     for (row, column), (num_rows, num_columns) in sorted(chunks, key=lambda chunk: chunk[0][::-1]):
         if num_rows and num_columns:
@@ -74,27 +77,31 @@ def layout(chunks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[Pi
 
 @dataclass(frozen=True)
 class Inventory:
-    """What a checkpoint, or a model with its optimizer, holds: tables by name, and the shape and dtype of all else by key."""
+    """The content of a checkpoint, or of a model with its optimizer: tables by name, shape and
+    dtype of the rest by key."""
 
     tables: dict[str, StoredTable]
     layers: dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def inventory_of_step(tensors: StepTensors) -> Inventory:
-    # Hosts' own tables beside their mean are for training to go on with, and no part of the model.
+    # Hosts' own tables are stored to resume training. They are not part of the model.
     keys = [key for key in tensors.entries if not is_replica_key(key)]
     shapes = {key: (tensors.shape(key), tensors.dtype(key)) for key in keys}
     return _inventory(shapes, lambda key: [(chunk.offsets, chunk.sizes) for chunk in tensors.chunks(key)])
 
 
 def inventory_of_state(flat: Mapping[str, Any]) -> Inventory:
-    """Of a flat state (see flatten) as the plan lays it out. A rank's optimizer knows the state of its own tables only."""
+    """Return the inventory of a flat state (see flatten).
+
+    A rank's optimizer knows only the state of its own tables.
+    """
     shapes = {key: (tuple(value.size()), value.dtype) for key, value in flat.items()}
     return _inventory(shapes, lambda key: all_chunks(flat[key]))
 
 
 def merge(parts: Iterable[Inventory]) -> Inventory:
-    """Of all ranks together."""
+    """Merge the inventories of all ranks."""
     tables: dict[str, StoredTable] = {}
     layers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for part in parts:
@@ -123,21 +130,22 @@ def _inventory(
 
 
 def all_chunks(value: torch.Tensor | ShardedTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offsets, sizes) of every shard on every rank."""
+    """Return (offsets, sizes) of every shard on every rank."""
     if isinstance(value, ShardedTensor):
         return [(tuple(shard.shard_offsets), tuple(shard.shard_sizes)) for shard in value.metadata().shards_metadata]
     return [((0,) * value.dim(), tuple(value.shape))]
 
 
 def local_chunks(value: torch.Tensor | ShardedTensor) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
-    """(tensor, its offsets in the whole) of every part that lies on this rank."""
+    """Return (tensor, its offsets in the complete tensor) of every part on this rank."""
     if isinstance(value, ShardedTensor):
         return [(shard.tensor, tuple(shard.metadata.shard_offsets)) for shard in value.local_shards()]
     return [(value, (0,) * value.dim())]
 
 
 def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts of tensors by the keys that torch.distributed.checkpoint stores them under."""
+    """Return nested dicts of tensors as one dict, with the keys that torch.distributed.checkpoint
+    uses."""
     flat: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, Mapping):

@@ -1,7 +1,9 @@
-"""Read parts of a committed step's tensors: any rows and columns, without a process group, without whole shards in memory.
+"""Read parts of a committed step's tensors: any rows and columns, without a process group and
+without full shards in memory.
 
-torch.distributed.checkpoint loads a stored shard whole to copy a few of its rows. Its files are torch.save's
-archives, uncompressed, so the rows of a shard lie one after the other at an offset that the archive tells.
+torch.distributed.checkpoint loads a complete stored shard to copy a few of its rows. Its files are
+uncompressed archives of torch.save, so the rows of a shard are contiguous at an offset in the
+archive.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from pipeline.checkpoint.first_weights import FirstWeights, Mask
 from pipeline.checkpoint.metadata import TensorsOnlyReader
 from pipeline.runtime.errors import CheckpointError
 
-BLOCK_BYTES = 8 << 20  # of one read
+BLOCK_BYTES = 8 << 20  # size of one read
 
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """One stored piece of a tensor: where it begins in the whole, its shape, and where its values lie."""
+    """One stored piece of a tensor: its offsets in the complete tensor, its shape, and its index."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -34,10 +36,11 @@ class StoredChunk:
 
 
 class StepTensors:
-    """The tensors of the step folder `path`, by their keys in the checkpoint; chains.open_tensors opens any step.
+    """The tensors of the step folder `path`, by their keys in the checkpoint. chains.open_tensors
+    opens any step.
 
     Raises:
-        CheckpointError: .metadata is missing, damaged, or asks for what no checkpoint of ours holds.
+        CheckpointError: .metadata is missing, damaged, or contains more than tensors.
     """
 
     def __init__(self, path: str, reader: TensorsOnlyReader | None = None) -> None:
@@ -59,7 +62,7 @@ class StepTensors:
         return self.entries[key].properties.dtype
 
     def chunks(self, key: str) -> list[StoredChunk]:
-        """Those that hold anything, in the order of their offsets."""
+        """Return the pieces that are not empty, in the order of their offsets."""
         found = [
             StoredChunk(tuple(chunk.offsets), tuple(chunk.sizes), MetadataIndex(key, chunk.offsets))
             for chunk in self.entries[key].chunks
@@ -68,7 +71,7 @@ class StepTensors:
 
     @contextmanager
     def kept_open(self) -> Iterator[None]:
-        """In this context files stay open, and of each the blocks that were verified last are not read again."""
+        """Keep files open in this context, and do not read the last verified blocks again."""
         with ExitStack() as stack:
             self._kept_open = stack, {}
             try:
@@ -79,12 +82,13 @@ class StepTensors:
     def read(
         self, key: str, offsets: Sequence[int], sizes: Sequence[int], *, with_sampled: bool = True
     ) -> torch.Tensor:
-        """The values of `key` in the box that begins at `offsets`, of any number of dimensions.
+        """Return the values of `key` in the box that begins at `offsets`, with any number of
+        dimensions.
 
-        with_sampled: else rows that the step leaves out are zeros.
+        with_sampled=False: rows that the step leaves out are zeros.
 
         Raises:
-            CheckpointError: a part of it is nowhere, or cannot be read.
+            CheckpointError: a part of the box is not stored, or cannot be read.
         """
         result = torch.empty(tuple(sizes), dtype=self.dtype(key))
         covered = 0
@@ -106,13 +110,14 @@ class StepTensors:
         return result
 
     def first_weights(self, key: str) -> FirstWeights | None:
-        """Of the tensor's row 0 and column 0, where the step leaves out rows of it that are as they began."""
+        """Return the initial weights from the tensor's row 0 and column 0, if the step leaves out
+        rows of it."""
         pieces = self._reader.sampled.get(key, [])
         found = {piece.whole() for piece in pieces}
         return found.pop() if len(found) == 1 else None
 
     def held_rows(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Mask:
-        """[sizes[0]], of the box that begins at `offsets`: rows of which the step stores anything."""
+        """Return [sizes[0]]: which rows of the box that begins at `offsets` the step stores."""
         held, columns = np.zeros(sizes[0], np.bool_), np.zeros(sizes[0], np.int64)
         for piece in self._reader.sampled.get(key, ()):
             low = max(offsets[0], piece.offsets[0])
@@ -125,7 +130,7 @@ class StepTensors:
         return held | (columns < sizes[1])
 
     def row_blocks(self, key: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first row, rows) of rows begin..end in blocks of about BLOCK_BYTES, ascending."""
+        """Yield (first row, rows) of rows begin..end in blocks of about BLOCK_BYTES, ascending."""
         shape = self.shape(key)
         end = shape[0] if end is None else min(end, shape[0])
         row_bytes = max(1, self.dtype(key).itemsize * int(torch.Size(shape[1:]).numel()))
@@ -156,9 +161,9 @@ class StepTensors:
 
     @contextmanager
     def _open(self, chunk: StoredChunk) -> Iterator[tuple[Any, int]]:
-        """The file of a chunk, and where in it the chunk's values begin."""
+        """Yield the file of a chunk, and the offset of the chunk's values in it."""
         info = self._storage[chunk.index]
-        fs = self._reader.fs  # the reader's, for it may verify what is read
+        fs = self._reader.fs  # use the reader's file system, because it may verify what is read
         with self._stream(str(fs.concat_path(self._reader.path, info.relative_path))) as file:
             if chunk.index not in self._data_offsets:
                 view: Any = self._reader._slice_file(file, info)
@@ -179,7 +184,7 @@ class StepTensors:
 
 
 def _read_values(file: Any, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Raises EOFError for a file that ends too soon."""
+    """Read values. Raises EOFError if the file ends too early."""
     buffer = bytearray(count * dtype.itemsize)
     file.seek(offset)
     view, filled = memoryview(buffer), 0

@@ -1,4 +1,5 @@
-"""Say what the rows of a table stand for: values of a vocabulary, or hashes, by the data set that its model trains on."""
+"""Find what the rows of a table mean: values of a vocabulary, or hashes, by the data set of its
+model."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ from pipeline.runtime.storage import storage
 
 @dataclass(frozen=True)
 class IdSpace:
-    """`vocabulary` is the path of a file of (value, count, id) by ascending id; `hashed` is (size, seed).
+    """The meaning of ids. `vocabulary` is the path of a file of (value, count, id) by ascending id;
+    `hashed` is (size, seed).
 
-    Neither where rows mean different values to different features, or nobody can tell; `reason` then says why.
+    Both are None if rows mean different values for different features, or the meaning is unknown;
+    `reason` then says why.
     """
 
     vocabulary: str | None = None
@@ -29,7 +32,7 @@ class IdSpace:
 
 
 def id_space(dataset: Dataset, data_path: str, feature_names: Iterable[str]) -> IdSpace:
-    """Of a table that embeds these features."""
+    """Return the id space of a table that embeds these features."""
     names = list(feature_names)
     known = {feature.name: feature for feature in dataset.sparse_features}
     if missing := [name for name in names if name not in known]:
@@ -51,7 +54,7 @@ def id_space(dataset: Dataset, data_path: str, feature_names: Iterable[str]) -> 
 
 
 def trained_dataset(manifest: dict[str, Any], data_path: str | None = None) -> tuple[Dataset | None, str]:
-    """The data set that a step was trained on, and where it lies; else None, and why."""
+    """Return the data set that a step was trained on, and its path; or None and the reason."""
     path = data_path or str(manifest["config"]["data"]["path"])
     if not storage.is_file(storage.join(path, FILE_NAME)):
         return None, f"the data set that it was trained on is not at {path}"
@@ -62,14 +65,20 @@ def trained_dataset(manifest: dict[str, Any], data_path: str | None = None) -> t
 
 
 def features_of(config: dict[str, Any], table: str) -> list[str]:
-    """What a saved job's table embeds, by its name in the model; a table without feature_names is named after its feature."""
+    """Return the features that a saved job's table embeds.
+
+    A table without feature_names has the name of its feature.
+    """
     entry = entry_name(table)
     section = config.get("tables", {}).get(entry) or {}
     return list(section.get("feature_names") or [entry])
 
 
 def read_values(path: str, batch_rows: int = 1 << 16) -> Iterator[tuple[int, list[str]]]:
-    """(id of the first, values) of a vocabulary's successive rows. Raises CheckpointError for a file that is none."""
+    """Yield (id of the first value, values) of a vocabulary in batches.
+
+    Raises CheckpointError if it is not a vocabulary.
+    """
     expected = 1
     try:
         with storage.open_file(path, "rb") as raw, pq.ParquetFile(raw) as file:

@@ -1,4 +1,5 @@
-"""Initialize a run's weights from a step of another run, under any plan and number of ranks, a block at a time."""
+"""Initialize a run's weights from a step of another run, under any plan and number of ranks, one
+block at a time."""
 
 from __future__ import annotations
 
@@ -34,12 +35,15 @@ from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.storage import storage
 
 logger = get_logger(__name__)
-Pairs = tuple[np.ndarray, np.ndarray]  # old rows ascending, the new rows that they become
+Pairs = tuple[np.ndarray, np.ndarray]  # old rows in ascending order, and their new rows
 
 
 @dataclass(frozen=True)
 class TableReport:
-    """What became of a table: `rows` of the job's, of which `rows_loaded` are the checkpoint's; the others are fresh."""
+    """What was done with a table.
+
+    Of the job's `rows`, `rows_loaded` come from the checkpoint; the rest are fresh.
+    """
 
     table: str
     source: str | None
@@ -58,7 +62,7 @@ class WarmStartReport:
     layers_fresh: list[str]
 
     def lines(self) -> list[str]:
-        """A line a table."""
+        """Return one line per table."""
         lines = [
             f"warm start from {self.checkpoint}: {sum(report.source is not None for report in self.tables)} of {len(self.tables)} tables, "
             f"{len(self.layers_loaded)} dense layers loaded, {len(self.layers_fresh)} fresh"
@@ -88,12 +92,13 @@ def warm_start(
     data: NewData,
     initialize: Callable[[Collection[str]], None],
 ) -> WarmStartReport:
-    """Collective: fill the fresh model and optimizer by `config`. `folder` holds the steps of config.run.
+    """Fill the fresh model and optimizer by `config`. `folder` holds the steps of config.run.
+    Collective.
 
-    initialize: is called with the names of tables of which the checkpoint does not hold every row.
+    `initialize` is called with the names of the tables that the checkpoint does not fill completely.
 
     Raises:
-        CheckpointError: there is no such step, it is damaged, or a policy refuses what it holds.
+        CheckpointError: there is no such step, it is damaged, or a policy refuses its content.
     """
     ranks = Ranks(context)
     path = _choose(config, folder, model, context)
@@ -111,7 +116,7 @@ def warm_start(
 
 
 def _choose(config: WarmStartConfig, folder: str | None, model: nn.Module, context: DistributedContext) -> str:
-    """Collective: the folder of the step to start from."""
+    """Return the folder of the step to start from. Collective."""
     if config.checkpoint is not None:
         if not STEP_FOLDER.fullmatch(config.checkpoint.rstrip("/").rpartition("/")[2]):
             raise CheckpointError(f"warm_start.checkpoint={config.checkpoint} is no step's folder (step_00000300)")
@@ -146,8 +151,12 @@ def _hint_at_renames(decisions: Decisions, stored: Inventory, wanted: Inventory)
 def _fill(
     flat: Mapping[str, Any], wanted: Inventory, source: _Source, decisions: Decisions
 ) -> dict[str, dict[tuple[int, int], int]]:
-    """Local: table -> (first row, rows) of its parts on this rank -> how many of these rows were loaded."""
-    for key in decisions.layers:  # the maps of managed collision are among them, and lie on several ranks
+    """Return table -> (first row, rows) of its parts on this rank -> the number of loaded rows.
+
+    Local.
+    """
+    # includes the maps of managed collision, which are on several ranks
+    for key in decisions.layers:
         for part, offsets in local_chunks(flat[key]):
             part.copy_(source.tensors.read(key, offsets, part.shape))
     loaded: dict[str, dict[tuple[int, int], int]] = {}
@@ -193,7 +202,8 @@ def _fill_part(
     state: str | None,
     pairs: Pairs,
 ) -> None:
-    """Copy the old rows of `pairs` to their places in `part`, which holds new rows from `first_row` on."""
+    """Copy the old rows of `pairs` to their places in `part`, which holds new rows from `first_row`
+    on."""
     old, new = pairs
     if not len(old):
         return
@@ -218,7 +228,8 @@ def _fill_part(
 def _report(path: str, decisions: Decisions, loaded: list[dict[str, dict[tuple[int, int], int]]]) -> WarmStartReport:
     tables = []
     for decision in decisions.tables:
-        spans: dict[tuple[int, int], int] = {}  # column shards and replicas hold the same rows: counted once
+        # column shards and replicas hold the same rows, which are counted once
+        spans: dict[tuple[int, int], int] = {}
         for part in loaded:
             spans.update(part.get(decision.name, {}))
         changes = list(decision.changes) or ([decision.reason] if decision.reason else [])

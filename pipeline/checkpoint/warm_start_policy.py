@@ -1,6 +1,6 @@
-"""Decide, from what a checkpoint holds and what a job wants, what becomes of each table and dense layer.
+"""Decide what to do with each table and dense layer, from the content of a checkpoint and of a job.
 
-Nothing is read or written here but the vocabularies' checksums.
+This module reads only the checksums of vocabularies.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from pipeline.data.dataset import Dataset
 from pipeline.runtime.errors import CheckpointError, did_you_mean
 
 STATE = "optimizer.state."
-# Of compressed tables: parameters that compose their rows, and the maps of managed collision.
+# Parameters that compose the rows of compressed tables, and the maps of managed collision.
 COMPOSER = re.compile(r"\bcomposition\.composers\.([^.]+)__parts\.|\bmanaged_rows\.([^.]+?)(?:__cold)?__managed\.")
 
 
 @dataclass(frozen=True)
 class TableDecision:
-    """`source` None: initialized as from scratch. `changes` are those of grown, shrunk, retyped, renamed, remapped."""
+    """The decision for a table.
+
+    `source` None: initialized as from scratch. `changes`: grown, shrunk, retyped, renamed, remapped.
+    """
 
     name: str
     source: StoredTable | None
@@ -36,7 +39,7 @@ class TableDecision:
 
     @property
     def is_whole(self) -> bool:
-        """Every row of the new table is loaded."""
+        """Return True if every row of the new table is loaded."""
         return self.source is not None and self.row_map.old is None and self.source.rows >= self.rows
 
 
@@ -44,15 +47,16 @@ class TableDecision:
 class Decisions:
     tables: list[TableDecision]
     dropped: list[str]
-    layers: list[str]  # keys to load: dense layers, and their optimizer's state
+    layers: list[str]  # keys to load: dense layers, and their optimizer state
     fresh_layers: list[str]
 
 
 @dataclass(frozen=True)
 class NewData:
-    """What the job trains on: its data set, and which features each table embeds.
+    """The data of the job: its data set, and the features that each table embeds.
 
-    Of compressed tables: `parts` says of which one a table is a part, `compression` by table what the parts' rows stand for.
+    For compressed tables `parts` maps a part to its table, and `compression` maps a table to the
+    meaning of its parts' rows.
     """
 
     dataset: Dataset
@@ -65,10 +69,10 @@ class NewData:
 def decide(
     stored: Inventory, wanted: Inventory, manifest: dict[str, Any], data: NewData, config: WarmStartConfig
 ) -> Decisions:
-    """What to take from the step that `manifest` describes.
+    """Decide what to load from the step that `manifest` describes.
 
     Raises:
-        CheckpointError: a policy refuses a table or layer, or `renames` names what is not there.
+        CheckpointError: a policy refuses a table or layer, or `renames` names a missing table.
     """
     _check_renames(stored, wanted, config, data)
     names = {new: old for old, new in config.renames.items()}
@@ -76,7 +80,8 @@ def decide(
     fresh = _fresh_composed(manifest, data, config, spaces)
 
     def match(old: str, new: str) -> RowMap | str:
-        return RowMap() if new in data.parts else spaces(old, new)  # what parts' rows stand for has just been compared
+        # the meaning of the parts' rows was compared above
+        return RowMap() if new in data.parts else spaces(old, new)
 
     tables = [
         TableDecision(name, None, table.rows, reason=fresh[data.parts[name]])
@@ -97,12 +102,15 @@ def decide(
 def _fresh_composed(
     manifest: dict[str, Any], data: NewData, config: WarmStartConfig, match: Callable[[str, str], RowMap | str]
 ) -> dict[str, str]:
-    """Compressed tables that begin afresh, each with the reason. Raises CheckpointError where the policy is to refuse."""
+    """Return the compressed tables that start fresh, with the reason.
+
+    Raises CheckpointError if the policy is to refuse.
+    """
     found = {}
     for name, now in data.compression.items():
         then = manifest.get("compression", {}).get(name)
         if then is None:
-            continue  # the checkpoint has a whole table, or none: its parts are new tables
+            continue  # the checkpoint has an uncompressed table or none: the parts are new tables
         row_map = match(name, name)
         if then != now:
             problem = f"it was {then}, and is now {now}"
@@ -138,7 +146,7 @@ def _check_renames(stored: Inventory, wanted: Inventory, config: WarmStartConfig
 
 
 def _id_spaces(manifest: dict[str, Any], data: NewData, config: WarmStartConfig) -> Callable[[str, str], RowMap | str]:
-    """(old table, new table) -> how rows are matched, or why they cannot be."""
+    """Return a function (old table, new table) -> how rows are matched, or why they cannot be."""
     same = manifest["data_order"]["dataset"] == data.dataset.fingerprint()
     if config.ids == "keep" or same:
         return lambda old, new: RowMap()
@@ -197,7 +205,10 @@ def _decide_table(
 
 
 def _same_state(source: StoredTable, table: StoredTable) -> bool:
-    """Whether there is state to keep. Raises CheckpointError where it is that of another optimizer."""
+    """Return True if there is state to keep.
+
+    Raises CheckpointError if it belongs to another optimizer.
+    """
     then, now = ({state: stored.is_row_wise(state) for state in stored.states} for stored in (source, table))
     if then != now:
         raise CheckpointError(
@@ -215,16 +226,15 @@ def _kinds(states: dict[str, bool]) -> str:
 def _decide_layers(
     stored: Inventory, wanted: Inventory, config: WarmStartConfig, fresh_tables: dict[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Keys of the dense part to load, and of layers that stay as initialized."""
+    """Return the keys of the dense part to load, and the keys of layers that stay initialized."""
     own = [key for key in wanted.layers if key.startswith("model.")]
     if config.dense == "fresh":
         return [], own
     of_tables = {key for key in own if composer_of(key) in fresh_tables}
     fits = {key for key in own if stored.layers.get(key) == wanted.layers[key]} - of_tables
     fresh = [key for key in own if key not in fits]
-    new = {
-        key for key in fresh if composer_of(key) and key not in stored.layers
-    }  # as new as the tables that they belong to
+    # They are as new as the tables that they belong to.
+    new = {key for key in fresh if composer_of(key) and key not in stored.layers}
     if (misfits := [key for key in fresh if key not in of_tables | new]) and config.dense == "load":
         key = misfits[0]
         then = f"{list(stored.layers[key][0])}" if key in stored.layers else "none"
@@ -236,7 +246,7 @@ def _decide_layers(
 
 
 def composer_of(key: str) -> str | None:
-    """The compressed table whose dense parameter or map this is, None for a layer of the model."""
+    """Return the compressed table of a dense parameter or map, None for a layer of the model."""
     found = COMPOSER.search(key)
     return found[1] or found[2] if found else None
 

@@ -1,4 +1,5 @@
-"""Export one table of a checkpoint to a Parquet file, a block of rows at a time, under any sharding plan."""
+"""Export one table of a checkpoint to a Parquet file, one block of rows at a time, under any
+sharding plan."""
 
 from __future__ import annotations
 
@@ -28,13 +29,13 @@ def export_table(
     with_state: bool = False,
     vocabulary: str | None = None,
 ) -> int:
-    """Write `output`, which appears whole, and return its bytes. A row group is one block of about 8 MiB.
+    """Write `output` atomically and return its bytes. A row group is one block of about 8 MiB.
 
-    Several `tables` of equal columns are one, their rows below each other.
+    Several `tables` with equal columns are written as one table, one after the other.
 
-    Columns: row (int64), value (string, of the vocabulary; null for row 0 and rows without one), vector
-    (fixed-size list of embedding_dim), and with_state each state: a number a row, or a list of one a column block
-    or a column.
+    Columns: row (int64), value (string of the vocabulary; null for row 0 and rows without one),
+    vector (fixed-size list of embedding_dim), and with `with_state` each optimizer state: one
+    number per row, or a list with one number per column block or column.
     """
     folder = (os.path.dirname(output) or ".") if storage.is_local(output) else tempfile.gettempdir()
     storage.make_folder(folder)
@@ -77,7 +78,7 @@ def _schema(table: StoredTable, with_state: bool, with_values: bool) -> pa.Schem
 
 
 def _state_rows(tensors: StepTensors, table: StoredTable, state: str, first: int, count: int) -> torch.Tensor:
-    """[count], [count, column blocks] or [count, dim]."""
+    """Return the rows of a state: [count], [count, column blocks] or [count, dim]."""
     key = table.states[state].key
     if not table.is_row_wise(state):
         return tensors.read(key, [first, 0], [count, table.dim])

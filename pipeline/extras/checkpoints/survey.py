@@ -1,4 +1,5 @@
-"""Say what a checkpoint folder holds, without a process group: its steps, whether they are intact, and what is in one."""
+"""Describe a checkpoint folder without a process group: its steps, whether they are intact, and
+their content."""
 
 from __future__ import annotations
 
@@ -25,19 +26,22 @@ METRICS = ("ne", "auc", "gauc", "logloss", "calibration", "mse", "r2", "recall_a
 
 @dataclass(frozen=True)
 class StepSummary:
-    """`problem` is empty where nothing is known to be wrong; `metrics` are those measured at this very step."""
+    """A step in short.
+
+    `problem` is empty if nothing is known to be wrong; `metrics` were measured at this step.
+    """
 
     step: int
-    age_s: float | None  # None: an object store, which is not asked
+    age_s: float | None  # None for an object store, which is not queried
     size_bytes: int = 0
     world_size: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     problem: str = ""
-    base: int | None = None  # the whole step that it builds on; None: it is whole
+    base: int | None = None  # the full step that it builds on; None: the step is full
 
 
 def summarize_step(folder: str, step: int) -> StepSummary:
-    """By its manifest and the sizes of its files; verify_step reads every byte."""
+    """Summarize a step by its manifest and the sizes of its files. verify_step reads every byte."""
     path = step_path(folder, step)
     manifest_path = storage.join(path, MANIFEST)
     age = time.time() - os.path.getmtime(manifest_path) if os.path.exists(manifest_path) else None
@@ -55,7 +59,7 @@ def summarize_step(folder: str, step: int) -> StepSummary:
 
 
 def verify_step(folder: str, step: int) -> str:
-    """Empty for a step that check_step finds intact, else the first thing wrong."""
+    """Return "" for a step that check_step finds intact, otherwise the first problem."""
     try:
         check_step(folder, step)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -64,11 +68,12 @@ def verify_step(folder: str, step: int) -> str:
 
 
 def check_step(folder: str, step: int) -> None:
-    """Read every byte of a step, and of what it builds on.
+    """Read every byte of a step and of all steps that it builds on.
 
     Raises:
-        DamagedError: a file is not what its manifest says; ForeignFileError: another save, step or rank wrote it.
-        CheckpointError: .metadata holds more than tensors.
+        DamagedError: a file differs from its manifest.
+        ForeignFileError: another save, step or rank wrote it.
+        CheckpointError: .metadata contains more than tensors.
     """
     path = step_path(folder, step)
     for where, manifest in chain_of(path, read_manifest(path)):
@@ -79,8 +84,36 @@ def check_step(folder: str, step: int) -> None:
     open_tensors(path)
 
 
+<<<<<<< HEAD:pipeline/extras/checkpoints/survey.py
+=======
+def open_step(folder: str, step: int | None) -> tuple[int, dict[str, Any], StepTensors]:
+    """Return number, manifest and tensors of a step. None is the newest step whose manifest and
+    .metadata can be read.
+
+    Raises:
+        CheckpointError: there is no such step, or it cannot be read.
+    """
+    steps = list_steps(folder)
+    if not steps:
+        raise CheckpointError(f"{folder} holds no checkpoint; train first: python -m pipeline train run_dir=... ...")
+    chosen = steps[-1] if step is None else step
+    if chosen not in steps:
+        raise CheckpointError(
+            f"there is no step {chosen} in {folder}; there are steps {', '.join(map(str, steps)) or 'none'}"
+        )
+    path = step_path(folder, chosen)
+    try:
+        return chosen, read_manifest(path), open_tensors(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"checkpoint {path} cannot be used: {error}; there are steps {steps}") from None
+
+
+>>>>>>> 392d8a07 (checkpoint: write docstrings and comments in plain English):pipeline/checkpoint/survey.py
 def describe_step(step: int, manifest: dict[str, Any], tensors: StepTensors) -> list[str]:
-    """Lines: where from, how planned, and each table with rows, dim, dtype, sharding and state."""
+    """Return lines about a step: its origin, its plan, and each table with rows, dim, dtype,
+    sharding and state."""
     config, plan = manifest.get("config", {}), manifest.get("plan", {})
     data = config.get("data", {})
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()

@@ -17,7 +17,7 @@ from tests.support.ranks import RankPool
 ROWS_A_RANK, BATCH = 40, 10
 
 
-def _rows_in_details(rank: int, world_size: int, most_rows: int) -> tuple[int, float | None]:
+def _rows_in_details(rank: int, world_size: int, max_rows: int) -> tuple[int, float | None]:
     """How many rows this rank holds at the end, and how many the details are of."""
     context = init_distributed()
     num_rows = ROWS_A_RANK * world_size
@@ -25,7 +25,7 @@ def _rows_in_details(rank: int, world_size: int, most_rows: int) -> tuple[int, f
     reader = SimpleNamespace(
         dataset_fingerprint="rows", plain_features=[], num_rows=num_rows, positions=lambda epoch: iter(positions)
     )
-    collector = StatsCollector(cast(Any, reader), context, most_rows)
+    collector = StatsCollector(cast(Any, reader), context, max_rows)
     for _ in positions:
         labels = torch.arange(BATCH).float() % 2
         collector.update(Prediction(torch.tensor(0.0), labels - 0.3, labels, torch.ones(BATCH)), cast(Any, None))
