@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from pipeline.config.columns import ColumnsConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.data.prepare.encode import dense_values
-from pipeline.data.raw.transforms import Transform
+from pipeline.data.raw.dense_transforms import Transform
 from pipeline.data.read.value_index import index_values
 from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model

@@ -1,7 +1,8 @@
-"""Read and write dataset.json, the description of a prepared data set (without torch or pyarrow, so that jobs are checked quickly).
+"""Read and write dataset.json, the description of a prepared data set, without torch or pyarrow to
+check jobs quickly.
 
-dataset.json freezes what `prepare` made: the files of each split with rows, sizes and checksums,
-the features with cardinality, pooling factor and frequency curve.
+dataset.json records the output of `prepare`: the files of each split with rows, sizes and
+checksums, and the features with cardinality, pooling factor and frequency curve.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from pipeline.runtime.storage.names import name_problem
 
 FILE_NAME = "dataset.json"
 FORMAT_VERSION = 1
-# Later additions: absent from the file while they say nothing, so that the fingerprints of earlier data sets stay.
+# Fields of later releases. The file omits them if they are empty, so fingerprints of earlier data
+# sets do not change.
 ADDED_FIELDS = (
     "shared_rows",
     "group_column",
@@ -32,12 +34,16 @@ ADDED_FIELDS = (
     "negative_sampling",
     "transforms",
 )
-GROUP_COLUMN = "__group__"  # of the shards: int64, a 64-bit hash of the group's value, 0 where it is missing
+# column of the shards: int64, a 64-bit hash of the group's value, 0 if it is missing
+GROUP_COLUMN = "__group__"
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One Parquet file; `path` is relative to the data set's folder, `row_groups` are row counts in order."""
+    """One Parquet file.
+
+    `path` is relative to the data set's folder; `row_groups` are row counts in order.
+    """
 
     path: str
     num_rows: int
@@ -48,7 +54,7 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class Split:
-    """num_positives: rows where the main label is not 0."""
+    """One split. num_positives counts rows where the main label is not 0."""
 
     files: List[ShardFile]
     num_rows: int
@@ -57,7 +63,10 @@ class Split:
 
 @dataclass(frozen=True)
 class FrequencyCurve:
-    """`shares[i]` of all training lookups fall on the `ranks[i]` most frequent ids (both ascending)."""
+    """`shares[i]` of all training lookups are for the `ranks[i]` most frequent ids.
+
+    Both lists ascend.
+    """
 
     ranks: List[int]
     shares: List[float]
@@ -65,9 +74,11 @@ class FrequencyCurve:
 
 @dataclass(frozen=True)
 class SequenceFeature:
-    """Of a list whose order counts, oldest first: `max_length` ids at most, the last or the first of a longer one.
+    """A list whose order counts, oldest first: at most `max_length` ids, the last or the first of a
+    longer list.
 
-    beside: the sequence that it is as long as; shares: the feature whose ids it has.
+    beside: the sequence that it describes; both have equal lengths. shares: the feature whose ids
+    it uses.
     """
 
     max_length: int
@@ -78,26 +89,33 @@ class SequenceFeature:
 
 @dataclass(frozen=True)
 class SparseFeature:
-    """A categorical feature; ids lie in [0, cardinality), 0 the unknown or rare id, 1.. by descending frequency."""
+    """A categorical feature.
+
+    Ids are in [0, cardinality): 0 is unknown or rare, then by descending frequency.
+    """
 
     name: str
     cardinality: int
     multi_hot: bool
     mean_pooling_factor: float
     frequency_curve: FrequencyCurve
-    vocabulary: Optional[str] = None  # path of the vocabulary's Parquet file, relative; None when hashed
+    # relative path of the vocabulary's Parquet file; None if ids are hashes
+    vocabulary: Optional[str] = None
     hash_size: Optional[int] = None
     hash_seed: int = 0
-    num_distinct: int = 0  # distinct raw values seen in the training split, rare ones included
-    # Of a number in buckets, ascending: value x is in bucket (boundaries <= x), and the vocabulary holds buckets as text.
+    num_distinct: int = 0  # distinct raw values in the training split, including rare ones
+    # Ascending, for a number in buckets: value x is in bucket (boundaries <= x), and the vocabulary
+    # has buckets as text.
     boundaries: Optional[List[float]] = None
     sequence: Optional[SequenceFeature] = None  # of a list (multi_hot) whose order counts
-    weighted: bool = False  # of a list (multi_hot) whose ids have weights, in the column weights_column() of the shards
+    # a list (multi_hot) whose ids have weights, in the shards' column weights_column()
+    weighted: bool = False
 
 
 @dataclass(frozen=True)
 class Label:
-    """What config.labels.LabelConfig says of a label, but for the weight of its loss, which training may choose."""
+    """A label as in config.labels.LabelConfig, without the weight of its loss, which training may
+    choose."""
 
     name: str
     kind: str = "binary"
@@ -107,7 +125,10 @@ class Label:
 
 @dataclass(frozen=True)
 class Dataset:
-    """`label` is the main one of `labels`, which are listed where data.columns.labels gave them."""
+    """The content of dataset.json.
+
+    `label` is the main label; `labels` lists all if data.columns.labels declared them.
+    """
 
     name: str
     label: str
@@ -120,20 +141,24 @@ class Dataset:
     dense_transform: str
     # path (its last part), size_bytes, digest, num_rows, num_quarantined
     sources: List[Dict[str, Any]] = field(default_factory=list)
-    recipe: Dict[str, Any] = field(default_factory=dict)  # the part of DataConfig that the files depend on
+    # the part of DataConfig that determines the files
+    recipe: Dict[str, Any] = field(default_factory=dict)
     versions: Dict[str, str] = field(default_factory=dict)
-    # split -> best possible AUC of the main label, and split/label -> that of others; generated data only
+    # split -> best possible AUC of the main label, split/label -> of other labels; for generated
+    # data only
     bayes_auc: Dict[str, float] = field(default_factory=dict)
-    # split -> its rows that are equal to a row of an earlier split in all columns; of splits that were given
+    # split -> number of its rows that equal a row of an earlier split in all columns; for splits
+    # with given files
     shared_rows: Dict[str, int] = field(default_factory=dict)
-    group_column: Optional[str] = None  # of the source; shards hold it as GROUP_COLUMN
-    # Dense column -> kind, and mean and std where they were learnt, of its transform; of the others it is dense_transform.
+    group_column: Optional[str] = None  # column of the source; shards store it as GROUP_COLUMN
+    # Dense column -> kind of its transform, and learnt mean and std. Other columns use
+    # dense_transform.
     dense_columns: Dict[str, Dict[str, Any]] = field(default_factory=dict)
     labels: List[Label] = field(default_factory=list)
     weight_column: Optional[str] = None
-    # label and keep, as data.negative_sampling says them, and dropped_rows
+    # label and keep of data.negative_sampling, and dropped_rows
     negative_sampling: Dict[str, Any] = field(default_factory=dict)
-    # column, kind and settings of those that are made of others, as data.transforms declares them
+    # column, kind and settings of computed columns, as data.transforms declares them
     transforms: List[Dict[str, Any]] = field(default_factory=list)
     format_version: int = FORMAT_VERSION
 
@@ -147,24 +172,28 @@ class Dataset:
 
     @property
     def all_labels(self) -> List[Label]:
-        """At least one: where there is only one, and nothing was said of it, it is binary."""
+        """Return at least one label. A single label without settings is binary."""
         return self.labels or [Label(self.label)]
 
     @property
     def label_columns(self) -> List[str]:
-        """Of the shards: the labels', and that of the sample weights where there is one."""
+        """Return the shards' columns of labels and, if there is one, of sample weights."""
         return [label.name for label in self.all_labels] + ([self.weight_column] if self.weight_column else [])
 
     def sparse_feature(self, name: str) -> SparseFeature:
-        """Raises KeyError for an unknown name."""
+        """Return the feature of that name. Raises KeyError for an unknown name."""
         return {feature.name: feature for feature in self.sparse_features}[name]
 
     def fingerprint(self) -> str:
-        """SHA-256 of the canonical JSON: equal only for equal files, schema and statistics."""
+        """Return the SHA-256 of the canonical JSON.
+
+        It is equal only for equal files, schema and statistics.
+        """
         return hashlib.sha256(self.to_json(indent=None).encode()).hexdigest()
 
     def schema_hash(self) -> str:
-        """SHA-256 of what a model sees of the data: names, kinds and cardinalities of its columns, and transforms."""
+        """Return the SHA-256 of what a model depends on: names, kinds and cardinalities of columns,
+        and transforms."""
         features = [
             [feature.name, feature.cardinality, feature.multi_hot]
             + ([asdict(feature.sequence)] if feature.sequence else [])
@@ -189,7 +218,10 @@ class Dataset:
 
     @classmethod
     def from_json(cls, text: str) -> "Dataset":
-        """Raises DataError for a file of another format version, or one that `prepare` did not write."""
+        """Read dataset.json.
+
+        Raises DataError for another format version, or a file that `prepare` did not write.
+        """
         try:
             raw = json.loads(text)
             version = raw.get("format_version")
@@ -224,22 +256,23 @@ def _damaged(problem: str) -> DataError:
 
 
 def vocabulary_of(feature: SparseFeature) -> str:
-    """The feature whose vocabulary this one's ids are of: itself, or the one that a sequence shares ids with."""
+    """Return the feature whose vocabulary the ids belong to: the feature itself, or the one that a
+    sequence shares ids with."""
     return (feature.sequence and feature.sequence.shares) or feature.name
 
 
 def weights_column(feature: str) -> str:
-    """Of the shards: list<float32>, a number for each id of a weighted feature."""
+    """Return the shards' column of weights: list<float32>, one number per id of a weighted feature."""
     return f"__weights__{feature}"
 
 
 def listed_labels(labels: Mapping[str, LabelConfig]) -> List[Label]:
-    """What of data.columns.labels a data set keeps."""
+    """Return the labels of data.columns.labels in the form that a data set stores."""
     return [Label(name, label.kind, label.num_buckets, label.mask) for name, label in labels.items()]
 
 
 def load_dataset(folder: str) -> Dataset:
-    """Raises DataError where `prepare` has not finished."""
+    """Return the data set in a folder. Raises DataError if `prepare` has not finished."""
     path = storage.join(folder, FILE_NAME)
     if not storage.is_file(path):
         raise DataError(
@@ -254,7 +287,7 @@ def load_dataset(folder: str) -> Dataset:
 
 
 def check_split(dataset: Dataset, split: str, least_rows: int) -> None:
-    """Raise DataError unless the split is there and holds a batch."""
+    """Raise DataError unless the split exists and has at least `least_rows` rows."""
     if split not in dataset.splits:
         raise DataError(
             f"data set {dataset.name!r} has no split {split!r}, it has {', '.join(dataset.splits)}"
@@ -274,7 +307,7 @@ def check_split(dataset: Dataset, split: str, least_rows: int) -> None:
 
 
 def check_group(dataset: Dataset, group_column: str | None) -> None:
-    """Raise DataError where a job's data.group_column is not that of the data set."""
+    """Raise DataError if a job's data.group_column differs from the data set's."""
     if group_column is not None and group_column != dataset.group_column:
         held = "none" if dataset.group_column is None else repr(dataset.group_column)
         raise DataError(
@@ -284,16 +317,14 @@ def check_group(dataset: Dataset, group_column: str | None) -> None:
 
 
 def check_multi_hot(dataset: Dataset, multi_hot: dict[str, int]) -> None:
-    """Raise DataError for a size below 1, and for a feature that is unknown or has lists of its own."""
+    """Raise DataError for a size below 1, and for a feature that is unknown or already holds lists."""
     features = {feature.name: feature for feature in dataset.sparse_features}
     for name, size in multi_hot.items():
         if name not in features:
             raise DataError(
-                f"data.synthetic_multi_hot names {name!r}, which is no sparse feature{did_you_mean(name, features)}"
+                f"data.synthetic_multi_hot names {name!r}, which is not a sparse feature{did_you_mean(name, features)}"
             )
         if size < 1:
             raise DataError(f"data.synthetic_multi_hot.{name}={size} must be at least 1")
         if features[name].multi_hot:
-            raise DataError(
-                f"data.synthetic_multi_hot.{name}={size}, but the data hold lists for {name!r}: leave it out"
-            )
+            raise DataError(f"data.synthetic_multi_hot.{name}={size}, but {name!r} already holds lists: leave it out")

@@ -1,7 +1,8 @@
-"""How well scores of clicks rank and fit their labels, exactly: AUC, log loss, and normalized entropy (NE).
+"""Measure exactly how well scores rank and fit their labels: AUC, log loss, and normalized entropy
+(NE).
 
-NE is the log loss over the entropy of the label rate (He et al. 2014, section 3). Training's running NE over ranks is
-TorchRec's, of the same definition.
+NE is the log loss divided by the entropy of the label rate (He et al. 2014, section 3). Training's
+running NE over ranks is TorchRec's, with the same definition.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ MIN_PROBABILITY = 1e-12
 
 
 def ranked_groups(scores: NDArray[np.floating], labels: NDArray[np.number]) -> tuple[Floats, Floats]:
-    """Counts of positives and of all rows in each group of equal scores, the highest score first."""
+    """Return counts of positives and of all rows for each group of equal scores, highest score
+    first."""
     order = np.argsort(scores)[::-1]
     ordered = scores[order]
     ends = np.append(np.flatnonzero(ordered[1:] != ordered[:-1]), len(ordered) - 1)
@@ -28,10 +30,11 @@ def ranked_groups(scores: NDArray[np.floating], labels: NDArray[np.number]) -> t
 
 
 def auc(scores: NDArray[np.floating], labels: NDArray[np.number]) -> float:
-    """Area under the ROC curve of scores [n] and labels 0 or 1 [n], ties counted half (Mann-Whitney U / (P N)).
+    """Return the area under the ROC curve of scores [n] and labels 0 or 1 [n]. Ties count half
+    (Mann-Whitney U / (P N)).
 
-    NaN where all labels are alike. Sums are of whole and half numbers, so the order of rows makes no difference below
-    2**52 pairs.
+    NaN if all labels are equal. The sums are of whole and half numbers, so the order of rows makes
+    no difference below 2**52 pairs.
     """
     if not len(scores):
         return math.nan
@@ -43,14 +46,14 @@ def auc(scores: NDArray[np.floating], labels: NDArray[np.number]) -> float:
 
 
 def log_losses(logits: NDArray[np.floating], labels: NDArray[np.floating]) -> Floats:
-    """[n] in nats."""
+    """Return [n] log losses in nats."""
     wide: Floats = logits.astype(np.float64)
     losses: Floats = np.logaddexp(0.0, wide) - labels * wide
     return losses
 
 
 def log_losses_of_scores(scores: Floats, labels: NDArray[np.floating]) -> Floats:
-    """[n] in nats, of probabilities."""
+    """Return [n] log losses in nats from probabilities."""
     clipped = np.clip(scores, MIN_PROBABILITY, 1 - MIN_PROBABILITY)
     losses: Floats = -(labels * np.log(clipped) + (1 - labels) * np.log1p(-clipped))
     return losses
@@ -59,7 +62,8 @@ def log_losses_of_scores(scores: Floats, labels: NDArray[np.floating]) -> Floats
 def normalized_entropy(
     losses: Floats, labels: NDArray[np.number], weights: NDArray[np.floating] | None = None
 ) -> float:
-    """Of the log losses [n] of rows with these labels and weights, 1 each by default; NaN where all labels are alike."""
+    """Return NE from log losses [n], labels and weights (1 by default); NaN if all labels are
+    equal."""
     if not len(labels):
         return math.nan
     rate, loss = (float(np.average(values, weights=weights)) for values in (labels, losses))
@@ -67,5 +71,5 @@ def normalized_entropy(
 
 
 def binary_entropy(rate: float) -> float:
-    """In nats."""
+    """Return the entropy in nats."""
     return float(-rate * np.log(rate) - (1.0 - rate) * np.log1p(-rate))

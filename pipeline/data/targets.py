@@ -1,4 +1,4 @@
-"""Say which labels of a data set a job learns, how each is weighed, and where it counts (stdlib only)."""
+"""Find the labels that a job learns, their weights, and the rows where they count (stdlib only)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pipeline.runtime.errors import DataError, did_you_mean
 class Target:
     """A label that a model learns.
 
-    weight: of its loss in the sum. mask: the label that is 1 where rows count. train_offset: what is added to its logits in
-    training alone, for the training rows were sampled: log(1 / keep).
+    weight: of its loss in the sum. mask: the label that is 1 in rows that count. train_offset:
+    added to its logits in training only, because training rows were sampled: log(1 / keep).
     """
 
     name: str
@@ -27,15 +27,17 @@ class Target:
 
     @property
     def width(self) -> int:
-        """Numbers that a model gives for it: a logit, a value, or a logit for each bucket but the first."""
+        """Return how many numbers a model outputs for it: one logit or value, or a logit per bucket
+        except the first."""
         return 1 if self.num_buckets is None else self.num_buckets - 1
 
 
 def targets_of(columns: ColumnsConfig, dataset: Dataset, learns_all: bool) -> list[Target]:
-    """The main label, which data.columns.label may choose anew, and behind it, of a model that learns all, the others.
+    """Return the main label, which data.columns.label may change, and all other labels if the model
+    learns all.
 
     Raises:
-        DataError: data.columns names labels that the data set has not, or has otherwise.
+        DataError: data.columns has labels that the data set lacks or that it has with other settings.
     """
     held = {label.name: label for label in dataset.all_labels}
     weights = {}
@@ -43,8 +45,8 @@ def targets_of(columns: ColumnsConfig, dataset: Dataset, learns_all: bool) -> li
         for label in listed_labels(columns.labels):
             if held.get(label.name) != label:
                 raise DataError(
-                    f"data.columns.labels.{label.name} is {_said(label)}, data set {dataset.name!r} was prepared with "
-                    f"{_said(held.get(label.name))}{did_you_mean(label.name, held)}: prepare it again, in another data.path"
+                    f"data.columns.labels.{label.name} is {_describe(label)}, data set {dataset.name!r} was prepared with "
+                    f"{_describe(held.get(label.name))}{did_you_mean(label.name, held)}: prepare it again, in another data.path"
                 )
         weights = {name: label.weight for name, label in columns.labels.items()}
     if columns.weight is not None and columns.weight != dataset.weight_column:
@@ -55,7 +57,7 @@ def targets_of(columns: ColumnsConfig, dataset: Dataset, learns_all: bool) -> li
     main = _main(columns, dataset)
     if learns_all and dataset.labels and set(columns.all_labels) != set(held):
         raise DataError(
-            f"the model learns all {len(held)} labels of data set {dataset.name!r}, and data.columns.labels lists "
+            f"the model learns all {len(held)} labels of data set {dataset.name!r}, but data.columns.labels lists "
             f"{', '.join(columns.labels) or 'none'}: list {', '.join(held)}"
         )
     names = [main, *(name for name in held if name != main)] if learns_all else [main]
@@ -80,13 +82,13 @@ def _main(columns: ColumnsConfig, dataset: Dataset) -> str:
         return columns.label
     if dataset.labels and columns.label != ColumnsConfig().label:
         raise DataError(
-            f"data.columns.label={columns.label!r} is no label of data set {dataset.name!r}{did_you_mean(columns.label, names)}: "
+            f"data.columns.label={columns.label!r} is not a label of data set {dataset.name!r}{did_you_mean(columns.label, names)}: "
             f"it has {', '.join(names)}"
         )
     return dataset.label
 
 
-def _said(label: object) -> str:
+def _describe(label: object) -> str:
     if label is None:
         return "no such label"
     return ", ".join(f"{name}={value}" for name, value in vars(label).items() if name != "name" and value is not None)

@@ -14,19 +14,20 @@ from pipeline.data.read.streams import mix
 from pipeline.embeddings.compression.kind import Bags
 from pipeline.runtime.errors import ConfigError
 
-MULTIPLE = 8  # int8 on the wire goes by 32 numbers, and a shard of a row has 4 at least
+# int8 communication needs multiples of 32 numbers, and a shard of a row has at least 4
+MULTIPLE = 8
 
 
 def hashed_to(num_rows: int, seed: int, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A seeded hash of each id, below num_rows."""
-    # The seed is mixed too, or seeds 0 and 1 would swap neighbouring ids.
+    """Return a seeded hash below num_rows of each id."""
+    # The seed is mixed too; otherwise seeds 0 and 1 would swap neighbouring ids.
     words = mix(ids.view(np.uint64) ^ mix(np.array([seed], np.uint64)))
-    # The upper half scaled: no row is more likely than another by more than 2**-32.
+    # Scaling the upper half changes the probability of a row by at most 2**-32.
     return ((words >> np.uint64(32)) * np.uint64(num_rows) >> np.uint64(32)).view(np.int64)
 
 
 def by_slot(bags: Bags, slots: list[int], what: str) -> Iterator[tuple[int, Bags]]:
-    """The first ids of all bags, the second ones, and so on; a bag that has ended is empty.
+    """Yield the first ids of all bags, the second ids, and so on. A bag that has ended is empty.
 
     Raises:
         ConfigError: a bag has more ids than there are slots.
@@ -58,12 +59,13 @@ def _at(weights: NDArray[np.float32] | None, chosen: NDArray[Any]) -> NDArray[np
 
 
 def leave_out_empty_bags(features: KeyedJaggedTensor, names: Collection[str]) -> KeyedJaggedTensor:
-    """Keep all ids; of each feature in `names` keep the bags that have ids, after an empty bag, in multiples of MULTIPLE.
+    """Keep all ids. For each feature in `names` keep only bags with ids, after one empty bag, in
+    multiples of MULTIPLE.
 
-    Without ids a bag's pooled row is zero, yet TorchRec sends it, and its gradient, like any other. A KeyedJaggedTensor may
-    have fewer bags of a feature than there are samples, and say which of them is each sample's (TorchRec's "variable batch
-    per feature"): all that are empty become the first one. lengths become flat [sum of all features' bags];
-    inverse_indices [keys, samples] say which bag is a sample's.
+    A bag without ids has a pooled row of zeros, but TorchRec sends it and its gradient like any other. A
+    KeyedJaggedTensor may have fewer bags of a feature than samples, and map samples to bags (TorchRec's "variable
+    batch per feature"): all empty bags map to the first one. `lengths` become flat [sum of all features' bags];
+    `inverse_indices` [keys, samples] hold the bag of each sample.
     """
     keys, num_samples = features.keys(), features.stride()
     lengths = features.lengths().view(len(keys), num_samples)
@@ -91,7 +93,8 @@ def leave_out_empty_bags(features: KeyedJaggedTensor, names: Collection[str]) ->
 
 
 def sum_of_lengths(features: KeyedJaggedTensor, names: Sequence[str]) -> torch.Tensor:
-    """[batch]: how many ids the features have together, of every sample, also where empty bags are left out."""
+    """Return [batch]: the number of ids of the features of every sample, also if empty bags are
+    left out."""
     keys = features.keys()
     if not features.variable_stride_per_key():
         lengths = features.lengths().view(-1, features.stride())
@@ -102,7 +105,8 @@ def sum_of_lengths(features: KeyedJaggedTensor, names: Sequence[str]) -> torch.T
 
 
 def pool_rows(rows: torch.Tensor, bags: JaggedTensor) -> torch.Tensor:
-    """rows [ids, D] of the ids in `bags`, one bag after the other -> their sums [batch, D], weighted where ids have weights."""
+    """Pool rows [ids, D] of the ids in `bags`, one bag after the other, to sums [batch, D],
+    weighted if ids have weights."""
     lengths, weights = bags.lengths(), bags.weights_or_none()
     if weights is not None:
         rows = rows * weights.unsqueeze(1)

@@ -1,4 +1,5 @@
-"""Build an EmbeddingBagCollection of resolved tables on the meta device, and compose the rows of compressed ones."""
+"""Build an EmbeddingBagCollection of resolved tables on the meta device, and compose the rows of
+compressed tables."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
 
 
 class Composer(nn.Module):
-    """Makes one compressed table's pooled rows of its parts', as its kind says; holds the kind's dense parameters."""
+    """Computes one compressed table's pooled rows from its parts' rows.
+
+    Holds the dense parameters of its kind.
+    """
 
     def __init__(self, table: Table) -> None:
         super().__init__()
@@ -32,13 +36,14 @@ class Composer(nn.Module):
             _add_parameter(self, name, value)
 
     def id_features(self, index: int) -> list[str]:
-        """The features that together have each id of the table's feature number `index` once."""
+        """Return the features that together have each id of the table's feature number `index`
+        once."""
         return self._kind.id_features(index)
 
     def forward(self, pooled: Mapping[str, torch.Tensor], features: KeyedJaggedTensor, index: int) -> torch.Tensor:
-        """[batch, embedding_dim] of the table's feature number `index`.
+        """Return [batch, embedding_dim] of the table's feature number `index`.
 
-        pooled: part's feature -> [batch, its part's columns]; features: what the ids were split into.
+        pooled: part's feature -> [batch, its part's columns]; features: the ids after the split.
         """
         rows = self._kind.compose(dict(self.named_parameters()), pooled, features, index)
         if self._kind.table.pooling != "mean":
@@ -48,7 +53,7 @@ class Composer(nn.Module):
 
 
 def _add_parameter(module: nn.Module, name: str, value: torch.Tensor) -> None:
-    """`name` may have dots: then it is a parameter of nested modules."""
+    """Add a parameter. A `name` with dots is a parameter of nested modules."""
     first, _, remaining = name.partition(".")
     if not remaining:
         module.register_parameter(first, nn.Parameter(value))
@@ -59,9 +64,11 @@ def _add_parameter(module: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 class Composition(nn.Module):
-    """forward(pooled parts, features) -> KeyedTensor by logical features, in the order of `tables`, in float32.
+    """forward(pooled parts, features) -> KeyedTensor by logical features, in the order of `tables`,
+    in float32.
 
-    A sequence's columns are the rows of its positions, oldest first, zeros where there is no id, then the number of ids.
+    A sequence's columns are the rows of its positions, oldest first, zeros without an id, then the
+    number of ids.
     """
 
     def __init__(self, tables: Sequence[Table]) -> None:
@@ -76,7 +83,7 @@ class Composition(nn.Module):
     def forward(self, pooled: KeyedTensor, features: KeyedJaggedTensor) -> KeyedTensor:
         parts = pooled.to_dict()
         columns = []
-        # As precise under bf16 as tables that are looked up whole.
+        # In bf16 training this is as precise as tables that are looked up directly.
         with torch.autocast(features.device().type, enabled=False):
             for table in self._tables:
                 composer = self.composers[_key(table)] if table.compression is not None else None
@@ -95,7 +102,10 @@ class Composition(nn.Module):
 
     @staticmethod
     def _count(features: KeyedJaggedTensor, composer: nn.Module | None, names: list[str], end: int) -> torch.Tensor:
-        """[batch, COUNT_COLUMNS] float32: how many ids the positions `names` have, which end before index `end` of their table."""
+        """Return [batch, COUNT_COLUMNS] float32: the number of ids of the positions `names`.
+
+        `end` is the index after them in their table.
+        """
         if isinstance(composer, Composer):
             names = [name for index in range(end - len(names), end) for name in composer.id_features(index)]
         count = sum_of_lengths(features, names)
@@ -103,7 +113,7 @@ class Composition(nn.Module):
 
 
 def _columns_of(pooled: KeyedTensor, names: list[str]) -> torch.Tensor:
-    """[batch, sum of dims] of keys that are neighbours, uncopied; of others, side by side."""
+    """Return [batch, sum of dims]. Neighbouring keys are not copied, others are concatenated."""
     keys, ends = pooled.keys(), pooled.offset_per_key()
     first = keys.index(names[0])
     if keys[first : first + len(names)] == names:
@@ -113,14 +123,19 @@ def _columns_of(pooled: KeyedTensor, names: list[str]) -> torch.Tensor:
 
 
 def _key(table: Table) -> str:
-    """A module cannot be called as some tables are (train, type, values)."""
+    """Return the module's name.
+
+    A module cannot have the names of some tables (train, type, values).
+    """
     return f"{table.name}__parts"
 
 
 class ComposedEmbeddings(nn.Module):
-    """Plain tables, and the composition of compressed ones: forward(split features) -> KeyedTensor by logical features.
+    """Plain tables, and the composition of compressed ones: forward(split features) -> KeyedTensor
+    by logical features.
 
-    For a model it stands where an EmbeddingBagCollection would; its ids go through id_splitter.IdSplitter first.
+    A model uses it like an EmbeddingBagCollection. Ids must be split by id_splitter.IdSplitter
+    first.
     """
 
     def __init__(self, tables: Sequence[Table], device: torch.device | None = None) -> None:
@@ -132,19 +147,22 @@ class ComposedEmbeddings(nn.Module):
         self.widths = {feature: width_of(table, feature) for table in tables for feature in table.feature_names}
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The configs of the logical tables."""
+        """Return the configs of the logical tables."""
         return self._configs
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        # The composition is a module of its own, without tables: TorchRec's train pipeline traces what is around it.
+        # A separate module without tables, because TorchRec's train pipeline traces the modules
+        # around tables.
         composed: KeyedTensor = self.composition(self.embedding_bag_collection(features), features)
         return composed
 
 
 class NoTables(EmbeddingBagCollection):
-    """The lookup of a model without categorical features: forward(features) -> KeyedTensor without keys, [batch, 0].
+    """The lookup of a model without categorical features: forward(features) -> KeyedTensor without
+    keys, [batch, 0].
 
-    TorchRec's own joins no tensors, which torch refuses, and no sharder takes this class: there is nothing to place.
+    TorchRec's class would concatenate no tensors, which torch refuses. No sharder takes this class,
+    because there is nothing to place.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -157,9 +175,11 @@ class NoTables(EmbeddingBagCollection):
 def build_embeddings(
     tables: Sequence[Table], device: torch.device | None = None
 ) -> EmbeddingBagCollection | ComposedEmbeddings:
-    """Build the module in which a model looks its tables up: forward(features) -> KeyedTensor by logical feature names.
+    """Build the module in which a model looks its tables up: forward(features) -> KeyedTensor by
+    logical feature names.
 
-    A plain EmbeddingBagCollection where no table is compressed or has sequences. `device` None: tables on meta.
+    It is a plain EmbeddingBagCollection if no table is compressed or has sequences. `device` None:
+    meta.
     """
     if not tables:
         return NoTables(device)
@@ -171,10 +191,12 @@ def build_embeddings(
 def build_embedding_bag_collection(
     tables: Sequence[Table], device: torch.device | None = None
 ) -> EmbeddingBagCollection:
-    """One EmbeddingBagConfig a table. `device` None: meta, no memory is allocated before sharding.
+    """Return a collection with one EmbeddingBagConfig per table. `device` None: meta, without
+    memory before sharding.
 
-    The pooled output is a KeyedTensor by feature name; its order of values depends on the plan, so read it by key. Where ids of
-    a table have weights the features of all have them, 1 for those without.
+    The pooled output is a KeyedTensor by feature name. Its order of values depends on the plan, so
+    read it by key. If ids of a table have weights, the features of all tables have weights, 1 for
+    those without.
     """
     return EmbeddingBagCollection(
         tables=[_config(table) for table in tables],
@@ -197,7 +219,8 @@ def _config(table: Table) -> EmbeddingBagConfig:
 
 @dataclass(frozen=True)
 class RowsOf:
-    """The init_fn of a part that holds rows of another table: the same numbers as there (sharding/torchrec/table_init.py)."""
+    """The init_fn of a part with rows of another table: the same numbers as there
+    (sharding/torchrec/table_init.py)."""
 
     block: Block
     initialize: Callable[[torch.Tensor], torch.Tensor]
@@ -208,7 +231,8 @@ class RowsOf:
 
 @dataclass(frozen=True)
 class Managed:
-    """The init_fn of rows that ids are given as they come, each initialized anew (extras/managed_collision/managed_tables.py)."""
+    """The init_fn of rows that are assigned to ids during training, each initialized on
+    assignment (extras/managed_collision/managed_tables.py)."""
 
     rows: ManagedRows
     initialize: Callable[[torch.Tensor], torch.Tensor]
@@ -226,7 +250,7 @@ def _init_fn(table: Table) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Fills a tensor with numbers of [-bound, bound]."""
+    """Fills a tensor with numbers in [-bound, bound]."""
 
     bound: float
 
@@ -236,7 +260,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Normal:
-    """Fills a tensor with numbers of mean 0."""
+    """Fills a tensor with normal numbers of mean 0."""
 
     std: float
 
@@ -253,7 +277,10 @@ class Zeros:
 
 
 def init_function(init: InitConfig, num_embeddings: int, embedding_dim: int) -> Uniform | Normal | Zeros:
-    """Fills a table's weights in place. The scale follows the whole table, not the shard."""
+    """Return a function that fills a table's weights in place.
+
+    The scale follows the complete table, not the shard.
+    """
     init = init.scaled(num_embeddings, embedding_dim)
     if init.scale is None:
         return Zeros()

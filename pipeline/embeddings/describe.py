@@ -1,4 +1,5 @@
-"""Report what compressed tables save and what they cost: bytes beside the full table's, and ids that share rows."""
+"""Report savings and costs of compressed tables: bytes compared with the full table, and ids
+that share rows."""
 
 from __future__ import annotations
 
@@ -15,17 +16,17 @@ from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
 from pipeline.runtime.byte_counts import show_bytes
 
-MAX_COUNTED = 1 << 26  # ids; of larger tables so many of the hottest are counted
+MAX_COUNTED = 1 << 26  # ids; only the most frequent ids of larger tables are counted
 IDS_AT_ONCE = 1 << 20
 ITEM_BYTES = {"fp32": 4, "fp16": 2}
 
 
 @dataclass(frozen=True)
 class Collisions:
-    """Shares of the counted ids, and of their lookups (None where no data say how these fall on ids).
+    """Shares of the counted ids and of their lookups (None without data about lookups).
 
-    `ids`: that share a row with another. `lookups`: of such ids. `lookups_of_others`: of ids that are not the hottest of
-    their row, which trains mostly for another.
+    `ids`: ids that share a row with another id. `lookups`: lookups of such ids. `lookups_of_others`: lookups of
+    ids that are not the most frequent id of their row, which is trained mostly for that id.
     """
 
     counted: int
@@ -36,14 +37,15 @@ class Collisions:
 
 @dataclass(frozen=True)
 class Savings:
-    """What a compressed table saves; bytes of weights, without optimizer state."""
+    """The savings of a compressed table, in bytes of weights without optimizer state."""
 
     table: str
     kind: str
     parts: str
     table_bytes: int
     full_bytes: int
-    least_bytes: int | None  # of as many partitions with balanced bases: k n^(1/k) D numbers
+    # bytes of the same number of partitions with balanced bases: k n^(1/k) D numbers
+    least_bytes: int | None
     collisions: Collisions | None
 
     def line(self) -> str:
@@ -52,17 +54,20 @@ class Savings:
             f"({self.full_bytes / self.table_bytes:.3g} x smaller)"
         )
         if self.least_bytes is not None:
-            text += f", with balanced bases {show_bytes(self.least_bytes)}; every id has a row of its own"
+            text += f", with balanced bases {show_bytes(self.least_bytes)}; every id has its own row"
         return text + (f"; {_collided(self.collisions)}" if self.collisions else "")
 
 
 def savings_of(tables: Iterable[Table]) -> list[Savings]:
-    """Measure the compressed tables. Shared rows are counted id by id: a second for a hundred million ids."""
+    """Measure the compressed tables.
+
+    Shared rows are counted id by id: one second for a hundred million ids.
+    """
     return [_savings(table) for table in tables if table.compression is not None]
 
 
 def describe_savings(savings: list[Savings]) -> list[str]:
-    """Lines for a log; empty where no table is compressed."""
+    """Return lines for a log, [] if no table is compressed."""
     if not savings:
         return []
     small, full = sum(each.table_bytes for each in savings), sum(each.full_bytes for each in savings)
@@ -92,14 +97,14 @@ def _savings(table: Table) -> Savings:
 
 
 def _count(kind: CompressionKind, parts: list[Table]) -> Collisions | None:
-    """Count shared rows; None for a kind that gives each id a row of its own."""
+    """Count shared rows. Return None for a kind that gives each id its own row."""
     table = kind.table
     if kind.shared_rows(np.zeros(0, np.int64)) is None:
         return None
     num_rows = parts[0].num_embeddings
     counted = min(table.num_embeddings, MAX_COUNTED)
     rows = np.zeros(num_rows, np.int64)
-    first_of_row = np.full(num_rows, -1, np.int64)  # ids come by descending frequency
+    first_of_row = np.full(num_rows, -1, np.int64)  # ids are sorted by descending frequency
     for begin in range(0, counted, IDS_AT_ONCE):
         ids = np.arange(begin, min(begin + IDS_AT_ONCE, counted))
         shared = kind.shared_rows(ids)

@@ -1,6 +1,7 @@
-"""Split a batch's ids into the ids of its tables' parts and positions, vectorised, before they go to the ranks that hold the rows.
+"""Split a batch's ids into ids of parts and positions of its tables, before they are sent to other
+ranks.
 
-The reader's thread does it in training, and the same code in serving.
+The reader's thread does this in training. Serving uses the same code.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from pipeline.embeddings.table import Table
 
 
 class IdSplitter:
-    """KeyedJaggedTensor by the data set's features -> KeyedJaggedTensor by the parts' features, or the positions'.
+    """Converts a KeyedJaggedTensor by the data set's features to one by the parts' or positions'
+    features.
 
-    On the CPU. Features of tables that are not compressed go through as they are; keys come in the same order in every
-    batch. Beside the features that the collection looks up there are those of ids that dense parameters turn into rows.
-    skip_empty_bags: leave out the tails' bags without ids, for ranks that would send them to each other.
+    It runs on the CPU. Features of uncompressed tables are unchanged. Keys have the same order in
+    every batch. Besides the features that the collection looks up, there are features whose ids
+    dense parameters turn into rows. skip_empty_bags: leave out bags without ids of cold parts, if
+    ranks would send them to each other.
     """
 
     def __init__(self, tables: Iterable[Table], *, skip_empty_bags: bool = False) -> None:
@@ -42,15 +45,18 @@ class IdSplitter:
 
     @property
     def features(self) -> frozenset[str]:
-        """Whose ids become others."""
+        """Return the features whose ids are changed."""
         return frozenset({*self._splits, *self._positions})
 
     def __bool__(self) -> bool:
-        """Whether there is anything to split."""
+        """Return True if there is anything to split."""
         return bool(self._splits or self._positions)
 
     def __call__(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Raises ConfigError for a bag longer than the table's compression says."""
+        """Split a batch.
+
+        Raises ConfigError if a bag is longer than the table's compression allows.
+        """
         if not self:
             return features
         keys: list[str] = []
@@ -60,7 +66,7 @@ class IdSplitter:
             for name, part in self._split(key, own, bags):
                 keys.append(name)
                 parts.append(part)
-        if self._positions:  # in the order in which the tables look them up, which then copy nothing
+        if self._positions:  # use the order of the lookups, which then copy nothing
             order = self._order(keys)
             keys, parts = [keys[number] for number in order], [parts[number] for number in order]
         split = keyed_jagged_tensor(
@@ -101,16 +107,17 @@ def _bags_of(features: KeyedJaggedTensor) -> dict[str, Bags]:
 
 
 def _weights_of(parts: list[Bags]) -> NDArray[np.float32]:
-    """Of the ids of all parts, 1 where a part has none."""
+    """Return the weights of the ids of all parts, 1 if a part has none."""
     return np.concatenate(
         [np.ones(len(part.ids), np.float32) if part.weights is None else part.weights for part in parts]
     )
 
 
 def newest(bags: Bags, num_positions: int) -> Iterator[Bags]:
-    """The ids of the first position of all samples, then of the second one, and so on; of a longer list the last ids.
+    """Yield the ids of the first position of all samples, then of the second, and so on. Longer
+    lists keep the last ids.
 
-    A list that is shorter fills the first positions, and has no id in the others.
+    A shorter list fills the first positions and has no id in the others.
     """
     lengths = bags.lengths.astype(np.int64)
     begins = np.cumsum(lengths) - lengths
@@ -126,18 +133,22 @@ def newest(bags: Bags, num_positions: int) -> Iterator[Bags]:
 
 
 def matching(bags: Bags, searched: Bags, wanted: Bags) -> Bags:
-    """Of each list the ids at which `searched`, as long as it, holds the sample's one id of `wanted`; without one, none."""
+    """Keep the ids of each list where `searched`, a list of equal length, has the sample's single
+    id of `wanted`.
+
+    Samples without exactly one id of `wanted` keep no ids.
+    """
     targets: NDArray[np.int64] = np.full(len(wanted.lengths), -1, np.int64)
     has_one = wanted.lengths == 1
     targets[has_one] = wanted.ids[np.repeat(has_one, wanted.lengths)]
     samples = np.repeat(np.arange(len(bags.lengths)), bags.lengths)
-    found = (searched.ids == targets[samples]) & (searched.ids != 0)  # 0 is any value that has no id
+    found = (searched.ids == targets[samples]) & (searched.ids != 0)  # id 0 is any unknown value
     lengths = np.bincount(samples[found], minlength=len(bags.lengths))
     return Bags(bags.ids[found], lengths.astype(np.int32))
 
 
 class _KeyOrder:
-    """Where each key is to come from; keys that no table looks up come last."""
+    """Computes the order of keys. Keys that no table looks up come last."""
 
     def __init__(self, wanted: list[str]) -> None:
         self._places = {name: place for place, name in enumerate(wanted)}

@@ -1,4 +1,5 @@
-"""Replace compressed tables by the plain tables that the EmbeddingBagCollection holds, count and check them (stdlib only)."""
+"""Replace compressed tables by the plain tables of the EmbeddingBagCollection, count and check
+them (stdlib only)."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from pipeline.embeddings.positions import by_position
 from pipeline.embeddings.table import SHARD_WIDTH, Table
 from pipeline.runtime.errors import ConfigError
 
-HEAD_OF_SLOTS = 0.5  # of a table in tiers whose rows come by descending frequency
-# Settings that the sizes of the parts say already.
+HEAD_OF_SLOTS = 0.5  # for a table in tiers whose rows are sorted by descending frequency
+# Settings that are already determined by the sizes of the parts.
 SIZES = (
     "kind",
     "min_rows",
@@ -29,32 +30,34 @@ SIZES = (
 
 
 def physical_tables(tables: Sequence[Table]) -> list[Table]:
-    """The plain tables of `tables`, in their order; a table that is not compressed is its own.
+    """Return the plain tables of `tables`, in their order. An uncompressed table is returned
+    itself.
 
     Raises:
-        ConfigError: settings that do not fit a table, or two tables of one name.
+        ConfigError: settings do not fit a table, or two tables have one name.
     """
     found: dict[str, Table] = {}
     for table in tables:
         for part in leaves(table):
             if part.name in found:
                 raise ConfigError(
-                    f"tables.{table.config_name} has a part {part.name!r}, and so is a table of tables.{found[part.name].config_name} "
-                    "called; rename one of them"
+                    f"tables.{table.config_name} has a part {part.name!r}, which is also the name of a table of tables.{found[part.name].config_name}"
+                    "; rename one of them"
                 )
             found[part.name] = part
     return list(found.values())
 
 
 def leaves(table: Table) -> list[Table]:
-    """The plain tables of a table; parts may be compressed themselves."""
+    """Return the plain tables of a table. Parts may be compressed themselves."""
     if table.compression is None:
         return [_in_memory_or_tiers(by_position(table))]
     return [leaf for part in compressed(table).parts() for leaf in leaves(part)]
 
 
 def _in_memory_or_tiers(table: Table) -> Table:
-    """Small tables, and hot rows that every rank is to have, are in memory whole whatever the compressed table's tiers say."""
+    """Return the table without tiers if it is small or replicated: then it is completely in
+    memory."""
     is_replicated = table.sharding.sharding_types == ["data_parallel"]
     if table.tiers is None:
         return table
@@ -69,7 +72,7 @@ def _in_memory_or_tiers(table: Table) -> Table:
 
 
 def num_numbers(table: Table) -> int:
-    """How many numbers a table takes: those of its plain tables, and the dense parameters beside them."""
+    """Return how many numbers a table stores: in its plain tables and in dense parameters."""
     if table.compression is None:
         return table.num_embeddings * table.embedding_dim
     kind = compressed(table)
@@ -77,7 +80,7 @@ def num_numbers(table: Table) -> int:
 
 
 def check_compressed(table: Table) -> None:
-    """Raises ConfigError where a table's compression does not fit it."""
+    """Raise ConfigError if a table's compression does not fit it."""
     kind = compressed(table)
     _check_weights(table)
     if table.positions and not kind.fits_sequences:
@@ -89,26 +92,26 @@ def check_compressed(table: Table) -> None:
         )
     if kind.is_product and table.init.kind == "zeros":
         raise ConfigError(
-            f"tables.{table.config_name}: init.kind=zeros under {kind.setting} would never train, for each factor's gradient is "
+            f"tables.{table.config_name}: init.kind=zeros under {kind.setting} would never train because each factor's gradient is "
             "the product of the others; use another init or compression"
         )
     if table.l2 and not leaves(table):
         raise ConfigError(
-            f"tables.{table.config_name}.l2={table.l2:g} is of rows, and {kind.setting} keeps dense parameters alone; use model.l2, "
+            f"tables.{table.config_name}.l2={table.l2:g} applies to rows, but {kind.setting} has only dense parameters; use model.l2, "
             f"and tables.{table.config_name}.l2=0"
         )
-    num_numbers(table)  # what lies beside the parts is checked too
+    num_numbers(table)  # also checks the dense parameters
     for part in leaves(table):
         if part.embedding_dim % SHARD_WIDTH and part.sharding.sharding_types != ["data_parallel"]:
             raise ConfigError(
-                f"tables.{table.config_name}.compression makes a part {part.name!r} of {part.embedding_dim} columns, and FBGEMM's "
-                f"sharded tables want a multiple of {SHARD_WIDTH}; use a larger embedding_dim or fewer parts, or "
+                f"tables.{table.config_name}.compression makes a part {part.name!r} of {part.embedding_dim} columns, but FBGEMM's "
+                f"sharded tables need a multiple of {SHARD_WIDTH}; use a larger embedding_dim or fewer parts, or "
                 f"tables.{table.config_name}.sharding.sharding_types=[data_parallel]"
             )
 
 
 def _check_weights(table: Table) -> None:
-    """Of the table and of parts that are compressed themselves."""
+    """Check the table, and its parts that are compressed themselves."""
     kind = compressed(table)
     if table.is_weighted and not kind.carries_weights:
         fitting = [name for name, each in components("compression").items() if each.carries_weights]
@@ -122,7 +125,10 @@ def _check_weights(table: Table) -> None:
 
 
 def signatures(tables: Iterable[Table]) -> dict[str, str]:
-    """Sign what the rows of compressed tables' parts stand for, by table: under another signature they are other rows."""
+    """Return table -> signature of the meaning of its parts' rows.
+
+    With another signature the rows mean other ids.
+    """
     return {table.name: signature(table) for table in tables if table.compression is not None}
 
 
@@ -137,7 +143,7 @@ def signature(table: Table) -> str:
 
 
 def describe_parts(table: Table) -> list[str]:
-    """List each plain table by its part's name, rows and columns."""
+    """Describe each plain table by its part's name, rows and columns."""
     return [
         f"{part.name.removeprefix(table.name + '__')} {part.num_embeddings:,} x {part.embedding_dim}"
         for part in leaves(table)

@@ -1,8 +1,8 @@
-"""Give each position of a sequence a feature of its own, so that its lookup is one of bags with one id at most (stdlib only).
+"""Give each position of a sequence its own feature, with at most one id per bag (stdlib only).
 
-To the planner, to sharding, to optimizers, to checkpoints and to quantization a sequence's table is then one as all others,
-and the target feature may share it. The ADR "Sequences by position" says what that costs beside TorchRec's
-EmbeddingCollection.
+Planner, sharding, optimizers, checkpoints and quantization then treat a sequence's table like other
+tables, and the target feature may share it. The ADR "Sequences by position" compares the cost with
+TorchRec's EmbeddingCollection.
 """
 
 from __future__ import annotations
@@ -11,17 +11,21 @@ from dataclasses import replace
 
 from pipeline.embeddings.table import Positions, Table
 
-# How many ids a sequence has is two numbers, count // 128 and count % 128: bf16 holds either exactly, as it does not 257.
+# The number of ids is stored as two numbers, count // 128 and count % 128, because bf16 represents
+# both exactly, but not 257.
 COUNT_COLUMNS, COUNT_UNIT = 2, 128
 
 
 def position_features(positions: Positions) -> list[str]:
-    """The features that a table embeds in place of the sequence, oldest position first."""
+    """Return the features that a table embeds instead of the sequence, oldest position first."""
     return [f"{positions.feature}__{number}" for number in range(positions.num_positions)]
 
 
 def by_position(table: Table) -> Table:
-    """The table with a feature for each position of its sequences; a table without sequences as it is."""
+    """Return the table with a feature for each position of its sequences.
+
+    Without sequences it is unchanged.
+    """
     if not table.positions:
         return table
     read = {positions.feature: positions for positions in table.positions}
@@ -43,7 +47,8 @@ def by_position(table: Table) -> Table:
 
 
 def width_of(table: Table, feature: str) -> int:
-    """Columns of what a model is given of a feature: a sequence's rows one after the other, and how many there are."""
+    """Return the number of columns that a model gets for a feature: a sequence's rows, then the
+    number of ids."""
     for positions in table.positions:
         if positions.feature == feature:
             return positions.num_positions * table.embedding_dim + COUNT_COLUMNS

@@ -1,7 +1,8 @@
-"""Estimate how a table's lookups fall on its rows, and on the rows of its parts, by features' frequency curves (stdlib only).
+"""Estimate how lookups are distributed over the rows of a table and of its parts, from frequency
+curves (stdlib only).
 
-Vocabulary ids come by descending frequency, so a table's first rows are its hottest. Hashed ids are scattered: then the
-curve says how hot the hottest rows are, not where they lie.
+Vocabulary ids are sorted by descending frequency, so a table's first rows are its hottest. Hashed
+ids are in no order: the curve then tells how hot the hottest rows are, but not which rows they are.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from dataclasses import dataclass
 
 from pipeline.data.dataset import FrequencyCurve, SparseFeature
 
-POINTS = 64  # of a part's curve, at most
-TERMS = 4096  # of the ids that share a row, at most so many are added up one by one
+POINTS = 64  # maximum number of points of a part's curve
+TERMS = 4096  # maximum number of ids of one row that are added up one by one
 
 
 @dataclass(frozen=True)
 class RowFrequencies:
-    """`shares[i]` of a table's lookups fall on its `rows[i]` hottest rows (both ascending, from 0 to 1).
+    """`shares[i]` of a table's lookups are for its `rows[i]` hottest rows (both ascending, from 0
+    to 1).
 
-    `by_row`: the hottest rows are the first ones.
+    `by_row`: the hottest rows are the first rows.
     """
 
     rows: list[int]
@@ -30,9 +32,10 @@ class RowFrequencies:
 def merge_frequencies(
     features: list[SparseFeature], pooling_factors: list[float], multi_hot: dict[str, int]
 ) -> RowFrequencies | None:
-    """Merge the curves of the features that a table embeds; None where no curve has more than its end.
+    """Merge the curves of the features that a table embeds; None if no curve has more than its end
+    point.
 
-    `multi_hot`: features whose bags are one id of the data and further ids sampled evenly (data/read/multi_hot.py).
+    `multi_hot`: features whose bags are one id of the data and further uniform ids (data/read/multi_hot.py).
     """
     curves = [feature.frequency_curve for feature in features]
     if all(len(curve.ranks) < 2 for curve in curves) or not sum(pooling_factors):
@@ -49,7 +52,10 @@ def merge_frequencies(
 
 
 def share_of(curve: FrequencyCurve, rank: int) -> float:
-    """The share of all lookups that the `rank` most frequent ids have; between the curve's points ids are taken as equal."""
+    """Return the share of all lookups of the `rank` most frequent ids.
+
+    Between two points of the curve ids count equally.
+    """
     after = bisect_right(curve.ranks, rank)
     if after == len(curve.ranks):
         return 1.0
@@ -58,7 +64,7 @@ def share_of(curve: FrequencyCurve, rank: int) -> float:
 
 
 def share_of_first(frequencies: RowFrequencies, num_ids: float) -> float:
-    """The share of a table's lookups that its `num_ids` most frequent ids have."""
+    """Return the share of a table's lookups of its `num_ids` most frequent ids."""
     rows, shares = frequencies.rows, frequencies.shares
     after = bisect_right(rows, num_ids)
     if after == 0:
@@ -70,11 +76,12 @@ def share_of_first(frequencies: RowFrequencies, num_ids: float) -> float:
 
 
 def hashed_frequencies(frequencies: RowFrequencies | None, num_rows: int) -> RowFrequencies | None:
-    """Estimate the frequencies of a part's rows whose ids are hashed; None where nothing is known of the table."""
+    """Estimate the frequencies of a part's rows whose ids are hashed; None if the table's are
+    unknown."""
     if frequencies is None:
         return None
     points = _points(num_rows)
-    # The hottest ids lie in rows of their own, mostly; the others are even over all rows.
+    # Most of the hottest ids have different rows; the other ids are even over all rows.
     shares = [first + (1 - first) * row / num_rows for row in points for first in [share_of_first(frequencies, row)]]
     return RowFrequencies(points, shares, by_row=False)
 
@@ -82,7 +89,8 @@ def hashed_frequencies(frequencies: RowFrequencies | None, num_rows: int) -> Row
 def digit_frequencies(
     frequencies: RowFrequencies | None, num_rows: int, stride: int, num_ids: int
 ) -> RowFrequencies | None:
-    """Estimate the frequencies of a part's rows, id // stride % num_rows each; None where nothing is known."""
+    """Estimate the frequencies of a part's rows, id // stride % num_rows each; None if nothing
+    is known."""
     if frequencies is None or not frequencies.by_row:
         return hashed_frequencies(frequencies, num_rows)
     points = _points(num_rows)
@@ -90,7 +98,7 @@ def digit_frequencies(
 
 
 def frequencies_of_block(frequencies: RowFrequencies | None, first: int, end: int) -> RowFrequencies | None:
-    """Cut out the frequencies of ids first .. end - 1, which are rows of a table of their own."""
+    """Return the frequencies of ids first .. end - 1, which are the rows of a separate table."""
     if frequencies is None or not frequencies.by_row:
         return None
     before, all_ = share_of_first(frequencies, first), share_of_first(frequencies, end)
@@ -103,26 +111,29 @@ def frequencies_of_block(frequencies: RowFrequencies | None, first: int, end: in
 
 
 def share_of_block(frequencies: RowFrequencies | None, first: int, end: int, num_ids: int) -> float:
-    """The share of a table's lookups that ids first .. end - 1 have; even over ids where nothing is known, or ids are hashed."""
+    """Return the share of a table's lookups of ids first .. end - 1; even over ids if unknown or
+    hashed."""
     if frequencies is None or not frequencies.by_row:
         return (end - first) / num_ids
     return share_of_first(frequencies, end) - share_of_first(frequencies, first)
 
 
 def _share_of_digits(frequencies: RowFrequencies, num_rows: int, stride: int, row: int, num_ids: int) -> float:
-    """Lookups of the ids whose digit is below `row`: a run of row * stride ids in every stride * num_rows."""
+    """Return the share of ids whose digit is below `row`: row * stride ids in every stride *
+    num_rows."""
     period = stride * num_rows
     runs = min(-(-num_ids // period), TERMS)
     share = sum(
         share_of_first(frequencies, begin + row * stride) - share_of_first(frequencies, begin)
         for begin in range(0, runs * period, period)
     )
-    remaining = 1 - share_of_first(frequencies, runs * period)  # ids so rare that they are as good as even
+    # these ids are so rare that they count as even
+    remaining = 1 - share_of_first(frequencies, runs * period)
     return min(1.0, share + remaining * row / num_rows)
 
 
 def _points(num_rows: int) -> list[int]:
-    """0, 1, 2, 4, ... and num_rows, with steps between where there is room."""
+    """Return 0, 1, 2, 4, ... and num_rows, with more steps between if possible."""
     points, row = {0, num_rows}, 1.0
     factor = max(1.2, num_rows ** (1 / (POINTS - 2))) if num_rows > 1 else 2.0
     while row < num_rows:

@@ -8,12 +8,12 @@ from pipeline.config.compression import CompressionConfig
 from pipeline.config.tables import ConstraintConfig, InitConfig, TiersConfig, entry_name
 from pipeline.embeddings.row_frequencies import RowFrequencies
 
-SHARD_WIDTH = 4  # what the columns of a table and of each of its shards are a multiple of, for FBGEMM
+SHARD_WIDTH = 4  # FBGEMM needs columns of a table, and of each shard, to be a multiple of this
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows first_row, first_row + 1, ... of a table of `num_embeddings`."""
+    """Rows first_row, first_row + 1, ... of a table with `num_embeddings` rows."""
 
     table: str
     first_row: int
@@ -24,8 +24,8 @@ class Block:
 class ManagedRows:
     """Settings of the map from hashed ids to rows. `table` is the part that holds the rows.
 
-    admit_count, admit_probability: what an id without a row needs to be considered for one. max_idle_steps: after which an id
-    that does not come loses its row; None: rows are taken from ids by others alone.
+    admit_count, admit_probability: conditions for an id to get a row. max_idle_steps: an id that
+    does not occur for this many steps loses its row; None: only other ids take its row.
     """
 
     table: str
@@ -44,9 +44,10 @@ class ManagedRows:
 
 @dataclass(frozen=True)
 class Positions:
-    """A sequence that a model reads position by position: its newest `num_positions` ids, and how many there are.
+    """A sequence that a model reads by position: its newest `num_positions` ids, and their number.
 
-    search_in, search_for: of these, only positions where the sequence search_in has the id of the feature search_for.
+    search_in, search_for: only positions where the sequence search_in has the id of the feature
+    search_for.
     """
 
     feature: str
@@ -57,15 +58,20 @@ class Positions:
 
 @dataclass(frozen=True)
 class Table:
-    """An embedding table with every value resolved. `pooling_factors[i]` is the mean number of ids a sample of `feature_names[i]`.
+    """An embedding table with every value resolved.
 
-    `frequencies` is None where no data say how lookups fall on rows. `max_ids[i]` is the most ids a sample has of
-    `feature_names[i]`, None where its lists have any length; empty: unknown. `part_of` is the name of the compressed table
-    that a part belongs to. `rows_of`: the table that
-    this part's rows belong to and are initialized as; `l2`: of touched rows, in their gradient; `managed`: what gives ids its rows, where ids have no bound; `note`: a
-    sentence for the plan's report; `positions`: its sequences that are not pooled (embeddings.positions);
-    `padding`: rows a sample of positions without an id, which are returned and sent as zeros; `is_weighted`: ids of some
-    feature have weights; `tiers`: of a table whose rows lie on an SSD but for some.
+    pooling_factors[i]: mean number of ids per sample of feature_names[i].
+    frequencies: how lookups are distributed over rows; None without data.
+    max_ids[i]: maximum number of ids per sample of feature_names[i]; None for lists of any length; []: unknown.
+    part_of: name of the compressed table that this part belongs to.
+    rows_of: the table whose rows this part holds and is initialized as.
+    managed: the map that assigns rows to ids of any number.
+    note: a sentence for the plan's report.
+    l2: added to the gradient of touched rows, times the row.
+    positions: its sequences that are not pooled (embeddings.positions).
+    padding: rows per sample of positions without an id, which are returned and sent as zeros.
+    is_weighted: ids of some feature have weights.
+    tiers: set if most rows are on an SSD.
     """
 
     name: str
@@ -92,10 +98,10 @@ class Table:
 
     @property
     def whole_name(self) -> str:
-        """The name of the table that this is, or is a part of."""
+        """Return the name of this table, or of the table that it is a part of."""
         return self.part_of or self.name
 
     @property
     def config_name(self) -> str:
-        """The entry of the job's `tables` that this comes from."""
+        """Return the entry of the job's `tables` that defines this table."""
         return entry_name(self.whole_name)

@@ -1,7 +1,7 @@
 """Resolve the job's table configs against a data set (stdlib only).
 
-`tables` in a job maps a table's name to its TableConfig; the entry `default` supplies what a table
-leaves unset. A table without feature_names embeds the feature of its own name.
+`tables` in a job maps a table's name to its TableConfig. The entry `default` supplies unset values of other
+tables. A table without feature_names embeds the feature with the table's name.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ def resolve_tables(
     auto_init: InitConfig = InitConfig("uniform"),  # noqa: B008  # never changed
     sequences: Sequence[SequenceInput] = (),
 ) -> list[Table]:
-    """Every sparse feature of `dataset` gets exactly one table; tables come in the order of their first feature.
+    """Return tables such that every sparse feature of `dataset` has exactly one, in the order of
+    their first features.
 
-    Features that no table names get a table of their own. `multi_hot` replaces the pooling factor of
-    features whose ids are multiplied on the fly. `auto_init` is how tables of init.kind=auto begin. A sequence that shares
-    another feature's ids has its table, unless a table names it. `sequences` are read by position, others are pooled.
+    A feature that no table names gets its own table. `multi_hot` replaces the pooling factor of
+    features whose ids are sampled while reading. `auto_init` initializes tables with
+    init.kind=auto. A sequence that shares another feature's ids uses its table, unless a table
+    names the sequence. `sequences` are read by position, others are pooled.
 
     Raises:
-        ConfigError: a feature that the data set lacks or that two tables claim, fewer rows than the
-            data's cardinality, num_embeddings in `default`.
+        ConfigError: a feature is missing in the data set or in two tables, a table has fewer rows than the
+            data's cardinality, or `default` sets num_embeddings.
     """
     tables = expand_patterns(tables, dataset.sparse_feature_names)
     default = tables.get(DEFAULT, TableConfig())
@@ -80,28 +82,29 @@ def resolve_tables(
 
 
 def resolve_positions(sequences: Sequence[SequenceInput], dataset: Dataset) -> dict[str, Positions]:
-    """By feature.
+    """Return positions by feature.
 
     Raises:
-        ConfigError: what is no sequence of the data set, more positions than it keeps, or a search among other ids.
+        ConfigError: not a sequence of the data set, more positions than it keeps, or a search in another
+            sequence.
     """
     held = {feature.name: feature.sequence for feature in dataset.sparse_features if feature.sequence is not None}
     found = {}
     for each in sequences:
         if each.feature not in held:
             raise ConfigError(
-                f"the model reads {each.feature!r} by position, which is no sequence of data set {dataset.name!r}"
+                f"the model reads {each.feature!r} by position, which is not a sequence of data set {dataset.name!r}"
                 f"{did_you_mean(each.feature, held)}; it has {', '.join(held) or 'none'}: name it under data.columns.sequence"
             )
-        most = held[each.feature].max_length
-        if (each.num_positions or 0) > most:
+        max_length = held[each.feature].max_length
+        if (each.num_positions or 0) > max_length:
             raise ConfigError(
-                f"the model reads {each.num_positions} positions of {each.feature!r}, and the data set keeps {most}; read "
+                f"the model reads {each.num_positions} positions of {each.feature!r}, but the data set keeps {max_length}; read "
                 "fewer, or prepare it with a larger max_length"
             )
         if each.search_in is not None:
             _check_search(each, dataset)
-        found[each.feature] = Positions(each.feature, each.num_positions or most, each.search_in, each.search_for)
+        found[each.feature] = Positions(each.feature, each.num_positions or max_length, each.search_in, each.search_for)
     return found
 
 
@@ -109,17 +112,17 @@ def _check_search(each: SequenceInput, dataset: Dataset) -> None:
     known = {feature.name: feature for feature in dataset.sparse_features}
     if missing := [name for name in (each.search_in, each.search_for) if name not in known]:
         raise ConfigError(
-            f"the model searches {each.feature!r} by {missing[0]!r}, which is no feature of data set {dataset.name!r}"
+            f"the model searches {each.feature!r} by {missing[0]!r}, which is not a feature of data set {dataset.name!r}"
             f"{did_you_mean(str(missing[0]), known)}"
         )
     sequence = known[str(each.search_in)].sequence
     leader = known[each.feature].sequence
     assert leader is not None
     if sequence is None or (sequence.beside or each.search_in) != (leader.beside or each.feature):
-        raise ConfigError(f"the model searches {each.feature!r} by {each.search_in!r}, which does not stand beside it")
+        raise ConfigError(f"the model searches {each.feature!r} by {each.search_in!r}, which does not describe it")
     if sequence.shares != each.search_for:
         raise ConfigError(
-            f"the model searches {each.search_in!r} for the id of {each.search_for!r}, whose ids it does not have; prepare it "
+            f"the model searches {each.search_in!r} for the id of {each.search_for!r}, but they do not share ids; prepare it "
             f"with data.columns.sequence.{each.search_in}.shares={each.search_for}"
         )
 
@@ -176,7 +179,11 @@ def _resolve(
 
 
 def _compressed(table: Table, own: CompressionConfig | None, default: CompressionConfig | None) -> Table:
-    """With its compression; tables.default's leaves out tables that it would not make smaller, but for a split."""
+    """Return the table with its compression. The default compression is skipped if it would not
+    make the table smaller.
+
+    A split by frequency is never skipped.
+    """
     config = own or default
     if config is None or kind_of(config) is Whole or table.num_embeddings < config.min_rows:
         return table

@@ -22,7 +22,7 @@ from pipeline.config.splits import SplitConfig
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.prepare.buckets import Counted, boundaries_of
 from pipeline.data.prepare.run import prepare
-from pipeline.data.raw.buckets import bucket_numbers
+from pipeline.data.raw.dense_transforms import bucket_numbers
 from pipeline.data.read.value_index import index_values
 from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.serving.artifact.package import schema_of

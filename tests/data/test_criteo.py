@@ -20,8 +20,8 @@ from pipeline.config.splits import SplitConfig
 from pipeline.data.raw import source
 from pipeline.data.raw import source as source_module
 from pipeline.data.raw.blocks import Block, ParsedRows
-from pipeline.data.raw.cells import parse_timestamps
 from pipeline.data.raw.layout import layout_of
+from pipeline.data.raw.parse_cells import parse_timestamps
 from pipeline.data.raw.rows import open_source, parse_block
 from pipeline.data.raw.source import find_sources
 from pipeline.runtime.errors import ConfigError, DataError

@@ -81,8 +81,8 @@ def test_a_range_of_days_names_their_folders(table: Path, pattern: str, days: tu
     ("pattern", "message"),
     [
         ("dt={2026-10-30..2026-11-05}", r"3 are missing in .*: 2026-10-30, 2026-11-04, 2026-11-05; fetch them"),
-        ("dt={2026-11-03..2026-11-01}", "no range of numbers or dates; write the smaller one first"),
-        ("dt={2026-11-03..7}", "no range of numbers or dates"),
+        ("dt={2026-11-03..2026-11-01}", "not a range of numbers or dates; write the smaller value first"),
+        ("dt={2026-11-03..7}", "not a range of numbers or dates"),
     ],
 )
 def test_a_range_with_a_missing_day_is_refused_by_name(table: Path, pattern: str, message: str) -> None:
@@ -115,12 +115,12 @@ def test_text_files_get_the_columns_too(tmp_path: Path, end: str) -> None:
 
 
 def test_a_value_that_is_no_number_or_a_format_without_cells_is_refused(tmp_path: Path, table: Path) -> None:
-    with pytest.raises(DataError, match=r"the folder says dt=2026-10-31, and 'dt' is a number in data.columns"):
+    with pytest.raises(DataError, match=r"the folder name has dt=2026-10-31, and 'dt' is a number in data.columns"):
         _prepare(tmp_path, table, {"label": "y", "sparse": ["c"], "dense": ["dt"]})
     folder = tmp_path / "lines" / "dt=1"
     folder.mkdir(parents=True)
     (folder / "rows.jsonl").write_text('{"y": 1, "c": "a"}\n')
-    with pytest.raises(DataError, match=r"columns dt are those of folders, which go with parquet, csv and tsv"):
+    with pytest.raises(DataError, match=r"columns dt come from folder names, which work with parquet, csv and tsv"):
         _prepare(tmp_path / "other", tmp_path / "lines", format="jsonl")
 
 

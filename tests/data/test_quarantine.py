@@ -148,7 +148,7 @@ def test_a_file_replaced_by_the_same_bytes_is_read_on(tmp_path: Path, caplog: py
     shutil.copy(path, tmp_path / "copy")
     os.replace(tmp_path / "copy", path)
     assert len(list(iterator)) == 31
-    assert "replaced while it was read, by the same bytes" in caplog.text
+    assert "replaced while it was read, with the same content" in caplog.text
 
 
 def test_a_file_that_vanishes_is_an_error(tmp_path: Path) -> None:

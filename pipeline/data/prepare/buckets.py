@@ -21,7 +21,7 @@ from pipeline.data.prepare.base_vocabulary import BaseVocabulary
 from pipeline.data.prepare.encode import Features
 from pipeline.data.prepare.splits import BlockRows, Boundaries, read_block, split_of_block
 from pipeline.data.prepare.vocabulary import rank_values, vocabulary_file
-from pipeline.data.raw.buckets import bucket_numbers
+from pipeline.data.raw.dense_transforms import bucket_numbers
 from pipeline.runtime.errors import DataError
 
 BucketIds = NDArray[np.int32]  # see ids_of_buckets

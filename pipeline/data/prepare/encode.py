@@ -20,12 +20,12 @@ from pipeline.config.sequences import SequenceConfig
 from pipeline.config.transforms import TransformConfig, make_transforms
 from pipeline.data.dataset import GROUP_COLUMN, weights_column
 from pipeline.data.prepare.row_hashes import RowHashes
+from pipeline.data.raw.dense_transforms import Transform
 from pipeline.data.raw.derived import derive
 from pipeline.data.raw.hashing import hash_ids, hash_text
 from pipeline.data.raw.layout import Layout, columns_of
 from pipeline.data.raw.sequences import cut_lists
-from pipeline.data.raw.spelling import spell
-from pipeline.data.raw.transforms import Transform
+from pipeline.data.raw.value_text import to_text
 from pipeline.data.raw.weighted import split_elements
 from pipeline.runtime.errors import DataError, did_you_mean
 
@@ -267,7 +267,7 @@ def _codes(column: pa.Array, null_values: Sequence[str] = ()) -> tuple[np.ndarra
     if not pa.types.is_dictionary(column.type):
         column = column.dictionary_encode()
     codes = pc.fill_null(column.indices, -1).to_numpy() + 1
-    distinct = spell(column.dictionary)
+    distinct = to_text(column.dictionary)
     # In Parquet sources and lists; CSV reads them as null.
     missing = pc.is_in(distinct, pa.array(["", *null_values])).to_numpy(zero_copy_only=False)
     if missing.any():

@@ -19,7 +19,7 @@ from pipeline.config.splits import SPLITS, SplitConfig
 from pipeline.data.dataset import GROUP_COLUMN
 from pipeline.data.prepare.encode import TIMESTAMP_COLUMN, Features
 from pipeline.data.prepare.staging import LZ4, StagedFile
-from pipeline.data.raw.cells import parse_timestamps
+from pipeline.data.raw.parse_cells import parse_timestamps
 from pipeline.data.read.streams import mix
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import arrow_files

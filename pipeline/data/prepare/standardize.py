@@ -11,7 +11,7 @@ import numpy as np
 from pipeline.data.prepare.base_vocabulary import BaseVocabulary
 from pipeline.data.prepare.encode import STANDARDIZE, Features
 from pipeline.data.prepare.splits import BlockRows, Boundaries, read_block, split_of_block
-from pipeline.data.raw.transforms import Transform, transform_of
+from pipeline.data.raw.dense_transforms import Transform, transform_of
 
 CHUNK_ROWS = 65_536
 

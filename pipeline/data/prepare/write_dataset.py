@@ -23,7 +23,7 @@ from pipeline.data.prepare.vocabulary import RankedFeature, vocabulary_file
 from pipeline.data.prepare.write_shards import WrittenShard
 from pipeline.data.quality import auc
 from pipeline.data.raw.blocks import Source
-from pipeline.data.raw.transforms import Transform
+from pipeline.data.raw.dense_transforms import Transform
 from pipeline.runtime.storage import storage
 
 QUARANTINE_FILE = "quarantine.jsonl"

@@ -26,8 +26,7 @@ from pipeline.data.prepare.parallel import map_ordered
 from pipeline.data.prepare.recipe import Recipe, scratch_folder
 from pipeline.data.prepare.row_groups import in_row_groups
 from pipeline.data.prepare.splits import BlockRows, Boundaries, read_block, split_of_block
-from pipeline.data.raw.buckets import bucket_numbers
-from pipeline.data.raw.transforms import Transform
+from pipeline.data.raw.dense_transforms import Transform, bucket_numbers
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.arrow_files import read_numbers
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:  # layouts are read where neither is loaded
+if TYPE_CHECKING:  # layouts are read where neither library is loaded
     import numpy as np
     import pyarrow as pa
 
-MAX_BLOCK_ROWS = 65_535  # codes of a block's values fit 16 bits, 0 being the missing value
+# indices of a block's values then fit 16 bits, with 0 for the missing value
+MAX_BLOCK_ROWS = 65_535
 Partitions = tuple[tuple[str, str | None], ...]
 
 
@@ -32,9 +33,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Block:
-    """Whole rows in source order: `text` of a text file, or `table` of a Parquet file.
+    """Complete rows in source order: `text` of a text file, or `table` of a Parquet file.
 
-    `first_line` counts from 1, a header included; `first_row` from 0, without it.
+    `first_line` counts from 1, including a header; `first_row` counts from 0, without it.
     """
 
     first_line: int
@@ -45,7 +46,7 @@ class Block:
 
 
 class RowReader(Protocol):
-    """An open source; `position` is how many of its bytes the blocks so far stand for."""
+    """An open source. `position` is the number of its bytes that have been read into blocks."""
 
     @property
     def position(self) -> int: ...
@@ -55,15 +56,18 @@ class RowReader(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
     def blocks(self) -> Iterator[Block]:
-        """At most MAX_BLOCK_ROWS rows each, in source order."""
+        """Yield blocks of at most MAX_BLOCK_ROWS rows, in source order."""
 
     def schema(self) -> pa.Schema | None:
-        """The columns' types; None where a file is text."""
+        """Return the types of the columns, None if the file is text."""
 
 
 @dataclass(frozen=True)
 class QuarantinedRow:
-    """A row that was left out: `line` counts from 1, a header included; in Parquet files it is the row."""
+    """A row that was left out.
+
+    `line` counts from 1, including a header; in Parquet files it is the number of the row.
+    """
 
     line: int
     reason: str
@@ -75,7 +79,11 @@ class QuarantinedRow:
 
 @dataclass(frozen=True)
 class ParsedRows:
-    """`table` has the needed columns: numbers as float64, timestamp int64; `kept` are row numbers in the block."""
+    """Rows that were parsed. `table` has the needed columns: numbers as float64, timestamp as
+    int64.
+
+    `kept` are the numbers of these rows in the block.
+    """
 
     table: pa.Table
     kept: np.ndarray

@@ -1,4 +1,5 @@
-"""Make the columns that data.transforms declares, alike in preparation and in serving."""
+"""Compute the columns that data.transforms declares, with the same code for preparation and
+serving."""
 
 from __future__ import annotations
 
@@ -9,15 +10,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.config.transforms import LIST, NUMBER, TEXT, TransformConfig
-from pipeline.data.raw.spelling import spell
+from pipeline.data.raw.value_text import to_text
 
 TYPES = {NUMBER: pa.float64(), TEXT: pa.string(), LIST: pa.list_(pa.string())}
 
 
 def derive(table: pa.Table, transforms: Mapping[str, TransformConfig], null_values: Sequence[str] = ()) -> pa.Table:
-    """The table with a column for each transform. `table` has the columns that parse_block gives.
+    """Return the table with a column for each transform. `table` has the columns that parse_block
+    returns.
 
-    Raises pa.ArrowInvalid for columns of types that cannot be what they should.
+    Raises pa.ArrowInvalid if a column's type does not fit its transform.
     """
     for column, transform in transforms.items():
         inputs = [_read(table[name], kind, null_values) for name, kind in transform.inputs.items()]
@@ -28,16 +30,16 @@ def derive(table: pa.Table, transforms: Mapping[str, TransformConfig], null_valu
 
 
 def _read(column: pa.ChunkedArray, kind: str, null_values: Sequence[str]) -> pa.Array:
-    """float64, or text; a missing value is null. Times stay of the type that they have."""
+    """Return float64 or text; a missing value is null. Times keep their type."""
     array = column.combine_chunks()
     if kind == NUMBER:
         return pa.array(np.asarray(array.to_numpy(zero_copy_only=False), np.float64), from_pandas=True)
     if pa.types.is_temporal(array.type) and kind != TEXT:
         return array
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-        raise pa.ArrowInvalid("a list where a transform reads one value a row")
+        raise pa.ArrowInvalid("a list, but the transform reads one value per row")
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
-    texts = spell(array)
+    texts = to_text(array)
     missing = pc.is_in(texts, pa.array(["", *null_values], pa.string()))
     return pc.if_else(missing, pa.scalar(None, pa.string()), texts)

@@ -1,7 +1,7 @@
-"""Hash text values to 64 bits, alike on every machine and in every release.
+"""Hash text values to 64 bits, with equal results on every machine and in every release.
 
-SplitMix64's finalizer (https://prng.di.unimi.it/splitmix64.c) over a value's bytes, eight at a time, little-endian, then
-over their number.
+The hash is SplitMix64's finalizer (https://prng.di.unimi.it/splitmix64.c) over a value's bytes,
+eight at a time, little-endian, and then over their number.
 """
 
 from __future__ import annotations
@@ -11,13 +11,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-VALUES_AT_ONCE = 1 << 20  # whose bytes are copied
+from pipeline.data.read.streams import mix
+
+VALUES_AT_ONCE = 1 << 20  # values whose bytes are copied in one call
 WORD_BYTES = 8
-WITHIN = np.array([(1 << 8 * count) - 1 for count in range(WORD_BYTES + 1)], np.uint64)  # so many bytes of a word
+# masks of the first n bytes of a word
+WITHIN = np.array([(1 << 8 * count) - 1 for count in range(WORD_BYTES + 1)], np.uint64)
 
 
 def hash_ids(values: pa.Array, size: int | NDArray[np.int64], seed: int) -> np.ndarray:
-    """Ids in [1, size) of text values, 0 where missing. `size` may be one of each value."""
+    """Return ids in [1, size) of text values, 0 for missing ones.
+
+    `size` may be one number per value.
+    """
     sizes = np.asarray(size).astype(np.uint64)
     ids = hash_text(values, seed) % (sizes - np.uint64(1)) + np.uint64(1)
     if not values.null_count:
@@ -26,7 +32,7 @@ def hash_ids(values: pa.Array, size: int | NDArray[np.int64], seed: int) -> np.n
 
 
 def hash_text(values: pa.Array, seed: int) -> NDArray[np.uint64]:
-    """[len(values)]; a missing value is hashed as the empty one."""
+    """Return [len(values)] hashes. A missing value has the hash of the empty text."""
     if len(values) <= VALUES_AT_ONCE:
         return hash_texts(texts_of([values]), seed)
     parts = range(0, len(values), VALUES_AT_ONCE)
@@ -34,7 +40,7 @@ def hash_text(values: pa.Array, seed: int) -> NDArray[np.uint64]:
 
 
 def hash_texts(texts: Texts, seed: int) -> NDArray[np.uint64]:
-    """[len(texts)]"""
+    """Return [len(texts)] hashes."""
     lengths = texts.lengths(np.arange(len(texts)))
     state: NDArray[np.uint64] = np.full(len(texts), mix(np.array([seed], dtype=np.uint64))[0])
     for begin in range(0, int(lengths.max(initial=0)), WORD_BYTES):
@@ -43,37 +49,35 @@ def hash_texts(texts: Texts, seed: int) -> NDArray[np.uint64]:
     return mix(state ^ lengths.astype(np.uint64))
 
 
-def mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """One step of SplitMix64: its increment, then its finalizer."""
-    state = state + np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
-
-
 class Texts:
-    """Text i is `data` from offsets[i] to offsets[i + 1]; behind the last one `data` has WORD_BYTES more."""
+    """Texts in one array.
+
+    Text i is `data` from offsets[i] to offsets[i + 1]; `data` ends with WORD_BYTES more bytes.
+    """
 
     def __init__(self, data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> None:
         self.data, self.offsets = data, offsets
-        # A word begins at every byte: the array's steps are of one byte, its numbers of eight.
+        # A word starts at every byte: the stride is one byte, the item size eight.
         self.all_words: NDArray[np.uint64] = np.ndarray(len(data) - WORD_BYTES + 1, "<u8", data, strides=(1,))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def lengths(self, which: NDArray[np.int64]) -> NDArray[np.int64]:
-        """In bytes."""
+        """Return lengths in bytes."""
         return self.offsets[which + 1] - self.offsets[which]
 
     def words(self, which: NDArray[np.int64], begin: int) -> NDArray[np.uint64]:
-        """Bytes from `begin` on of texts that are longer than that, little-endian, 0 behind a text's end."""
+        """Return words from byte `begin` on, little-endian, with 0 after the end.
+
+        The texts must be longer than `begin`.
+        """
         words = self.all_words[self.offsets[which] + begin]
         return words & WITHIN[np.minimum(self.lengths(which) - begin, WORD_BYTES)]
 
 
 def texts_of(columns: list[pa.Array]) -> Texts:
-    """A copy of text or bytes, one column after the other; a missing value is an empty one."""
+    """Copy text or bytes, one column after the other. A missing value is an empty text."""
     columns = [column.cast(pa.large_binary()) for column in columns]
     offsets = [_offsets(column) for column in columns]
     ends = np.cumsum([0, *(bounds[-1] - bounds[0] for bounds in offsets)])

@@ -1,4 +1,4 @@
-"""Read lists that text columns hold as JSON: [1, 2] or ["a", "b"]."""
+"""Read lists that text columns store as JSON: [1, 2] or ["a", "b"]."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import json
 
 import pyarrow as pa
 
-from pipeline.data.raw.spelling import spell_value
+from pipeline.data.raw.value_text import value_to_text
 
-JSON = "json"  # as data.columns.list_separator
+JSON = "json"  # value of data.columns.list_separator
 
 
 def parse_list(cell: str | None) -> list[str] | None:
-    """Its values as text; None where it is missing. Raises ValueError for anything but a list of texts, numbers and nulls."""
+    """Return the list's values as text, None if the cell is empty.
+
+    Raises ValueError unless it is a list of texts, numbers and nulls.
+    """
     if not cell:
         return None
     values = json.loads(cell, parse_int=str)
     if not isinstance(values, list) or any(isinstance(value, list | dict) for value in values):
-        raise ValueError(f"{cell[:80]!r} is no list of values")
-    return [spell_value(value) or "" for value in values]
+        raise ValueError(f"{cell[:80]!r} is not a list of values")
+    return [value_to_text(value) or "" for value in values]
 
 
 def is_json_list(cell: str) -> bool:
@@ -30,7 +33,10 @@ def is_json_list(cell: str) -> bool:
 
 
 def json_lists(column: pa.ChunkedArray) -> tuple[pa.Array, list[int]]:
-    """A column of lists of text, and the rows that hold none; each distinct cell is read once."""
+    """Return a column of lists of text, and the rows that are not lists.
+
+    Each distinct cell is parsed once.
+    """
     encoded = column.combine_chunks().dictionary_encode()
     lists, bad = [], set()
     for number, cell in enumerate(encoded.dictionary.to_pylist()):

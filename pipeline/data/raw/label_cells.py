@@ -1,4 +1,4 @@
-"""Read labels that are written as text, or as a number that a threshold divides, and say which values are no label."""
+"""Read labels that are text, or numbers compared with a threshold, and find invalid labels."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.config.labels import LabelConfig
-from pipeline.data.raw.cells import LARGEST_FLOAT32, is_number
 from pipeline.data.raw.layout import Layout
-from pipeline.data.raw.spelling import spell
+from pipeline.data.raw.parse_cells import LARGEST_FLOAT32, is_number
+from pipeline.data.raw.value_text import to_text
 
 
 def is_text(layout: Layout, name: str) -> bool:
-    """Whether the column is a label whose cells data.columns names one by one."""
+    """Return True if data.columns maps the label's texts to numbers."""
     label = layout.columns.all_labels.get(name)
     return label is not None and bool(label.values)
 
 
 def with_labels(layout: Layout, table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
-    """Labels as float64, missing ones null; row -> reason where a text is none that data.columns names."""
+    """Return labels as float64, null if missing, and row -> reason for texts that data.columns does
+    not list."""
     reasons: dict[int, str] = {}
     for name, label in layout.columns.all_labels.items():
         column = table[name]
         if label.values:
-            texts = spell(column)
+            texts = to_text(column)
             places = pc.index_in(texts, value_set=pa.array(list(label.values), pa.string()))
             unknown = pc.indices_nonzero(pc.and_(pc.is_valid(texts), pc.is_null(places)))
             reasons |= {
@@ -41,7 +42,7 @@ def with_labels(layout: Layout, table: pa.Table) -> tuple[pa.Table, dict[int, st
 
 
 def label_number(label: LabelConfig, cell: str) -> float:
-    """Of a cell as a text file has it; NaN for a missing value and for what is none."""
+    """Return the label of a cell of a text file; NaN if the value is missing or invalid."""
     if label.values:
         return float(label.values.get(cell, math.nan))
     value = float(cell) if cell and is_number(cell) else math.nan
@@ -53,7 +54,7 @@ def wanted_text(label: LabelConfig) -> str:
 
 
 def invalid_labels(label: LabelConfig, column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Of float64 values, which are none of that label; null where a value is."""
+    """Return True for each float64 value that is not a valid label. Null values give null."""
     if label.kind == "binary":
         return pc.invert(pc.is_in(column, pa.array([0.0, 1.0])))
     if label.kind == "regression":
@@ -63,7 +64,7 @@ def invalid_labels(label: LabelConfig, column: pa.ChunkedArray) -> pa.ChunkedArr
 
 
 def wanted_label(label: LabelConfig) -> str:
-    """What a value of it has to be, for the reason of a row that has another."""
+    """Describe a valid value, for the quarantine's reason."""
     if label.values:
         return wanted_text(label)
     if label.threshold is not None:
@@ -74,7 +75,10 @@ def wanted_label(label: LabelConfig) -> str:
 
 
 def why_no_label(label: LabelConfig, cell: str, counts: bool) -> str:
-    """Empty, or what the text of a cell should be; where it does not count, it may be missing."""
+    """Return "" if a cell is a valid label, otherwise what it should be.
+
+    A value may be missing if it does not count.
+    """
     value = label_number(label, cell)
     if math.isnan(value) and (not cell or (is_number(cell) and not label.values)) and label.mask is not None:
         return wanted_label(label) if counts else ""
@@ -82,7 +86,7 @@ def why_no_label(label: LabelConfig, cell: str, counts: bool) -> str:
 
 
 def _is_label(label: LabelConfig, value: float) -> bool:
-    """As invalid_labels has it, of one value; NaN is none."""
+    """Check one value as invalid_labels does. NaN is invalid."""
     if label.kind == "binary":
         return value in (0.0, 1.0)
     if label.kind == "regression":
@@ -91,5 +95,5 @@ def _is_label(label: LabelConfig, value: float) -> bool:
 
 
 def within(column: pa.ChunkedArray, low: float, high: float) -> pa.ChunkedArray:
-    """NaN is within nothing."""
+    """Return True for values in [low, high]. NaN gives False."""
     return pc.and_(pc.greater_equal(column, low), pc.less_equal(column, high))

@@ -1,4 +1,4 @@
-"""What a raw format is, and how the rows of one source are written in it: its Layout."""
+"""Define raw formats, and the Layout of a source's rows in a format."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ OTHER_DELIMITERS = (";", "\t", "|", ",")
 
 @dataclass(frozen=True)
 class Layout:
-    """How a source's rows are written. `header` is None where the file's first line, or its schema, names the columns.
+    """How a source's rows are written. `header` is None if the file's first line or schema names
+    the columns.
 
-    columns.label is empty for rows that are to be scored: they have none. Columns that are `carried` are read and left
-    as they are (text in text files).
+    columns.label is empty for rows to be scored, which have no label. `carried` columns are read
+    unchanged (as text in text files).
     """
 
     columns: ColumnsConfig
@@ -38,12 +39,16 @@ class Layout:
 
     @property
     def weights(self) -> list[str]:
-        """The column of sample weights, where there is one and the rows are not to be scored."""
+        """Return the column of sample weights in a list; [] if there is none or the rows are to be
+        scored."""
         return [self.columns.weight] if self.columns.weight and self.columns.label else []
 
     @property
     def time_column(self) -> str | None:
-        """Of parsed tables, where the times lie that rows are split by: the source's column, unless that is a text besides."""
+        """Return the column of parsed tables with the times that split the rows.
+
+        It is the source's column, or a copy if the source's column is also a text feature.
+        """
         name = self.columns.timestamp
         return f"{TIME_PREFIX}{name}" if name and name in self.columns.sparse else name
 
@@ -57,42 +62,48 @@ class Layout:
 
 
 class Format:
-    """Base of raw formats: a subclass opens a source and, where its blocks are text, parses a block.
+    """Base of raw formats. A subclass opens a source and, if its blocks are text, parses a block.
 
         @register("format", "my_format")
         class MyFormat(Format): ...
 
-    suffixes: of files that are taken for this format where nothing names one. columns: those that the format fixes, None
-    where data.columns names them. header_lines: before the first row of a text file.
+    suffixes: of files that have this format if no config names one. columns: the columns that the
+    format fixes; None if data.columns names them. header_lines: lines before the first row of text.
     """
 
     suffixes: tuple[str, ...] = ()
-    is_lines = True  # whether a row is a line of text
+    is_lines = True  # True if a row is a line of text
     columns: ColumnsConfig | None = None
     delimiter = "\t"
     quoted = False
     header_lines = 1
-    has_cells = False  # lines are cells with the delimiter between, and columns have names
-    sql_copy = ""  # the options by which DuckDB's COPY writes this format; empty: it cannot
+    has_cells = False  # True if lines are cells with delimiters and columns have names
+    sql_copy = ""  # options of DuckDB's COPY to write this format; empty: not supported
 
     def open(self, source: Source, layout: Layout, block_bytes: int) -> tuple[RowReader, tuple[str, ...]]:
-        """A reader of blocks of about `block_bytes`, and the names of the source's columns."""
+        """Open a source.
+
+        Return a reader of blocks of about `block_bytes`, and the names of the source's columns.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no open()")
 
     def parse(self, layout: Layout, names: tuple[str, ...], block: Block) -> ParsedRows:
-        """The rows of a block of text; a block that is a table is typed, and parsed alike for all formats."""
-        raise NotImplementedError(f"{type(self).__name__} has no parse(), and its blocks are no tables")
+        """Parse a block of text.
+
+        Blocks that are tables are parsed by the same code for all formats.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no parse(), but its blocks are text")
 
     def layout(self, name: str, columns: ColumnsConfig) -> Layout:
         return Layout(columns, name, self.delimiter, self.quoted)
 
     def fits(self, columns: ColumnsConfig) -> bool:
-        """Whether files of this format can have these features."""
+        """Return True if files of this format can have these features."""
         fixed = self.columns
         return fixed is None or (columns.dense, columns.sparse, columns.lists) == (fixed.dense, fixed.sparse, [])
 
     def unlabelled_header(self, source: Source, columns: ColumnsConfig) -> tuple[str, ...] | None:
-        """The header of rows to score, where the file's own does not say it.
+        """Return the header of rows to score if the file does not contain it, otherwise None.
 
         Raises:
             DataError: the file has other columns.
@@ -100,12 +111,13 @@ class Format:
         return None
 
     def sql_table(self, paths: str) -> str:
-        """A DuckDB table with the columns of the quoted `paths`, text as it is written; empty where columns have no names."""
+        """Return a DuckDB table of the quoted `paths` with the columns as text; "" if columns have
+        no names."""
         return ""
 
     def sql_lines(self, paths: str) -> str:
-        """A DuckDB query of the rows, each as one text `line`."""
-        # One column of whole lines: a delimiter that no text file has.
+        """Return a DuckDB query of the rows, with each row as one text `line`."""
+        # One column with complete lines: no text file contains this delimiter.
         return (
             f"SELECT line FROM read_csv([{paths}], columns={{'line': 'VARCHAR'}}, delim='\\x01', quote='', escape='', "
             f"header=false, skip={self.header_lines}, auto_detect=false, max_line_size=67108864, ignore_errors=true)"
@@ -113,24 +125,26 @@ class Format:
 
 
 def find_format(name: str) -> Format:
-    """Raises ConfigError where no format has that name."""
+    """Return the format of that name. Raises ConfigError if there is none."""
     kind: type[Format] = find("format", name, "data.format")
     return kind()
 
 
 def columns_of(config: DataConfig) -> ColumnsConfig:
-    """Those that become features: what the format fixes, else data.columns, and what data.transforms makes."""
+    """Return the columns that become features: of the format or data.columns, and of
+    data.transforms."""
     return with_outputs(find_format(config.format).columns or config.columns, make_transforms(config.transforms))
 
 
 def source_columns(config: DataConfig) -> ColumnsConfig:
-    """Those that are read: what the format fixes, else data.columns, and what data.transforms reads besides."""
+    """Return the columns that are read: of the format or data.columns, and the further inputs of
+    data.transforms."""
     columns = find_format(config.format).columns or config.columns
     return with_inputs(columns, make_transforms(config.transforms))
 
 
 def with_inputs(columns: ColumnsConfig, transforms: Mapping[str, TransformConfig]) -> ColumnsConfig:
-    """The columns of the source that are read: those that are features as they are, and what transforms read besides."""
+    """Return the columns of the source that are read: features, and further inputs of transforms."""
     known = {*columns.dense, *columns.sparse, *columns.lists}
     more = {name: kind for name, kind in raw_inputs(transforms).items() if name not in known}
     numbers = [name for name, kind in more.items() if kind == NUMBER]
@@ -142,7 +156,7 @@ def with_inputs(columns: ColumnsConfig, transforms: Mapping[str, TransformConfig
 
 
 def with_outputs(columns: ColumnsConfig, transforms: Mapping[str, TransformConfig]) -> ColumnsConfig:
-    """The columns that become features: those of the source, then those that transforms make."""
+    """Return the columns that become features: of the source, then the outputs of transforms."""
     made = {kind: [name for name, each in transforms.items() if each.output == kind] for kind in (NUMBER, TEXT, LIST)}
     return replace(
         columns,
@@ -153,7 +167,10 @@ def with_outputs(columns: ColumnsConfig, transforms: Mapping[str, TransformConfi
 
 
 def layout_of(config: DataConfig) -> Layout:
-    """Raises DataError where a column has two roles, or none is left to learn from."""
+    """Return the layout of a config.
+
+    Raises DataError if a column has two roles or there is no feature.
+    """
     columns = source_columns(config)
     timestamp = columns.timestamp if config.split.kind in ("time", "date") else None
     layout = find_format(config.format).layout(config.format, replace(columns, timestamp=timestamp))
@@ -170,7 +187,10 @@ def layout_of(config: DataConfig) -> Layout:
 
 
 def with_group(layout: Layout, group_column: str | None) -> Layout:
-    """The layout that reads the column of groups besides. Raises DataError for a column of lists."""
+    """Return the layout that also reads the group column.
+
+    Raises DataError if that column holds lists.
+    """
     if group_column is None:
         return layout
     if group_column in layout.columns.lists:
@@ -179,17 +199,23 @@ def with_group(layout: Layout, group_column: str | None) -> Layout:
 
 
 def _shown(name: str) -> str:
-    """A name may be empty; and a whole line, of a file of another kind."""
+    """Shorten a name for a message.
+
+    It may be empty, or a complete line of a file with another format.
+    """
     return name if 0 < len(name) <= LONGEST_NAME_SHOWN else f"{name[:LONGEST_NAME_SHOWN]}..." if name else "(no name)"
 
 
 def check_columns(layout: Layout, names: tuple[str, ...], path: str) -> None:
-    """Raises DataError where a needed column is missing, naming the nearest one that is there."""
+    """Raise DataError if a needed column is missing.
+
+    The message suggests the nearest existing name.
+    """
     missing = [name for name in layout.needed if name not in names]
     if missing:
         near = {name: did_you_mean(name, names).lstrip("; ") for name in missing[:5]}
         listed = ", ".join(f"{name!r} ({hint})" if hint else repr(name) for name, hint in near.items())
-        # Rows without a label are to be scored, by a model whose columns stay what they are.
+        # Rows without a label are scored by a trained model, so its columns cannot change.
         fix = (
             "correct data.columns"
             if layout.columns.all_labels
@@ -211,7 +237,7 @@ def check_columns(layout: Layout, names: tuple[str, ...], path: str) -> None:
             and layout.header is None
             and (other := [each for each in OTHER_DELIMITERS if each in names[0]])
         ):
-            hint = f", or set data.delimiter={other[0]!r}, which stands in its first line"
+            hint = f", or set data.delimiter={other[0]!r}, which is in its first line"
         raise DataError(f"{path} lacks {len(missing)} of {len(layout.needed)} columns: {listed}. {has}{hint}")
     doubled = sorted({name for name in layout.needed if names.count(name) > 1})
     if doubled:

@@ -12,7 +12,7 @@ from pipeline.data.raw.blocks import MAX_BLOCK_ROWS, Block, Source
 from pipeline.data.raw.label_cells import is_text
 from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.row_rules import wanted_number
-from pipeline.data.raw.suspects import with_numbers
+from pipeline.data.raw.suspicious_lines import with_numbers
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import storage
 
@@ -20,14 +20,17 @@ PAGE_BUFFER_BYTES = 1 << 18
 
 
 class ParquetReader:
-    """The rows of a Parquet file; only `columns` are read. `position` is the share of its bytes that its rows stand for."""
+    """Reads `columns` of a Parquet file.
+
+    `position` is the share of its bytes that corresponds to the rows read.
+    """
 
     def __init__(self, source: Source, columns: list[str], block_bytes: int) -> None:
         self._source, self._columns, self._block_bytes = source, columns, block_bytes
         self._file = storage.open_file(source.path, "rb")
         self._row = 0
         try:
-            # Without the buffer size whole column chunks are held.
+            # Without the buffer size pyarrow keeps complete column chunks in memory.
             self._parquet = pq.ParquetFile(self._file, buffer_size=PAGE_BUFFER_BYTES, page_checksum_verification=True)
         except (OSError, pa.ArrowException) as error:
             self._file.close()
@@ -65,17 +68,17 @@ class ParquetReader:
         return self._parquet.schema_arrow
 
     def _unreadable(self, error: Exception) -> Exception:
-        """What to raise: a disk's error as it is."""
+        """Return the exception to raise. An error of the disk is returned unchanged."""
         if getattr(error, "errno", None) is not None:
             return error
         return DataError(
-            f"{self._source.path} is not a whole Parquet file (after row {self._row}: {' '.join(str(error).split())[:300]}): "
+            f"{self._source.path} is not a complete Parquet file (after row {self._row}: {' '.join(str(error).split())[:300]}): "
             "fetch it again, or leave it out of source; data.format says what is expected"
         )
 
 
 def with_text(table: pa.Table, names: list[str]) -> pa.Table:
-    """Columns of bytes read as text; whether they are is not_text's to say."""
+    """Read columns of bytes as text. not_text() checks that they are UTF-8."""
     for name in names:
         kind = table.schema.field(name).type
         as_text = {pa.binary(): pa.string(), pa.large_binary(): pa.large_string()}.get(kind)
@@ -86,7 +89,7 @@ def with_text(table: pa.Table, names: list[str]) -> pa.Table:
 
 
 def not_text(table: pa.Table, names: list[str]) -> dict[int, str]:
-    """Row -> reason for text that is not UTF-8, as Parquet files may hold it."""
+    """Return row -> reason for text that is not UTF-8, which Parquet files may contain."""
     reasons: dict[int, str] = {}
     for name in names:
         column = table[name].combine_chunks()
@@ -100,7 +103,7 @@ def not_text(table: pa.Table, names: list[str]) -> dict[int, str]:
 
 
 def _as_bytes(column: pa.Array) -> pa.Array:
-    """The same values with bytes in place of text, which to_pylist() would decode."""
+    """Return the same values as bytes instead of text, which to_pylist() would decode."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         return pa.DictionaryArray.from_arrays(column.indices, column.dictionary.view(pa.binary()))
@@ -122,7 +125,8 @@ def _is_utf8(value: bytes | list[bytes] | None) -> bool:
 
 
 def with_typed_numbers(layout: Layout, table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
-    """Labels, weight and dense columns as float64; row -> reason if a text is not a number.
+    """Return labels, weight and dense columns as float64, and row -> reason if a text is not a
+    number.
 
     Exports without types write numbers as text in Parquet too. Raises DataError for other types.
     """

@@ -1,7 +1,8 @@
-"""Read the folder layouts of Spark and Hive: dt=2026-11-01/part-00000.parquet, where a folder's name gives a column its value.
+"""Read the folder layouts of Spark and Hive: dt=2026-11-01/part-00000.parquet. A folder's name
+gives a column its value.
 
-Beside the data lie _SUCCESS, which a job writes last, and names that are no data: those that begin with `_` or `.` (_temporary,
-._SUCCESS.crc), and checksums (.crc).
+Next to the data there is _SUCCESS, which a job writes last. Names that begin with `_` or `.`
+(_temporary, ._SUCCESS.crc) and checksums (.crc) are not data.
 """
 
 from __future__ import annotations
@@ -23,31 +24,32 @@ from pipeline.runtime.storage import storage
 FOLDER = re.compile(r"([^=/{}]+)=([^/]*)")
 RANGE = re.compile(r"\{([^{}]+)\.\.([^{}]+)\}")
 SUCCESS = "_SUCCESS"
-NULL = "__HIVE_DEFAULT_PARTITION__"  # of Hive and Spark, for a missing value
+NULL = "__HIVE_DEFAULT_PARTITION__"  # name of Hive and Spark for a missing value
 MAX_NAMED = 3
 logger = get_logger(__name__)
 
 
 def partitions_of(path: str) -> Partitions:
-    """(column, value) of each folder above the file; None: a missing value."""
+    """Return (column, value) of each folder above the file; None is a missing value."""
     folders = (FOLDER.fullmatch(part) for part in path.split("/")[:-1])
     return tuple((unquote(found[1]), None if found[2] == NULL else unquote(found[2])) for found in folders if found)
 
 
 def name_of(path: str) -> str:
-    """The file's name, with those of the partitions that it lies in, for these tell it from others of its name."""
+    """Return the file's name with the partitions above it, which distinguish files with equal
+    names."""
     parts = path.split("/")
     first = next((at for at, part in enumerate(parts[:-1]) if FOLDER.fullmatch(part)), len(parts) - 1)
     return "/".join(parts[first:])
 
 
 def is_data(name: str) -> bool:
-    """Whether a file or folder of this name holds rows."""
+    """Return True if a file or folder of this name holds rows."""
     return not name.startswith((".", "_")) and not name.endswith(".crc")
 
 
 def files_below(folder: str) -> Iterator[str]:
-    """The files in a folder and in the partitions below it."""
+    """Yield the files in a folder and in the partitions below it."""
     names = [name for name in storage.list_folder(folder) if is_data(name)]
     for name in names:
         path = storage.join(folder, name)
@@ -58,9 +60,10 @@ def files_below(folder: str) -> Iterator[str]:
 
 
 def in_range(source: str) -> list[str] | None:
-    """The paths that `source` stands for, where a part of it names a range of folders or files: dt={2026-11-01..2026-11-07}.
+    """Return the paths that `source` names if a part of it is a range: dt={2026-11-01..2026-11-07}.
+    None if there is no range.
 
-    None: there is no range in it. Whole numbers are compared as such, all else as text, as dates of ISO 8601 are.
+    Whole numbers are compared as numbers, everything else (such as ISO 8601 dates) as text.
 
     Raises:
         DataError: the range is empty, or a day or number of it is missing.
@@ -74,7 +77,7 @@ def in_range(source: str) -> list[str] | None:
     low, high = _order(first), _order(last)
     if type(low) is not type(high) or low > high:  # type: ignore[operator]  # of one type by then
         raise DataError(
-            f"source={source!r}: {{{first}..{last}}} is no range of numbers or dates; write the smaller one first"
+            f"source={source!r}: {{{first}..{last}}} is not a range of numbers or dates; write the smaller value first"
         )
     folder = before or ("/" if source.startswith("/") else ".")
     values = {}
@@ -87,7 +90,7 @@ def in_range(source: str) -> list[str] | None:
         more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
         raise DataError(
             f"source={source!r}: of {begin}{{{first}..{last}}}{end} {len(missing)} are missing in {folder}: "
-            f"{', '.join(missing[:MAX_NAMED])}{more}; fetch them, or name a range that is there"
+            f"{', '.join(missing[:MAX_NAMED])}{more}; fetch them, or name an existing range"
         )
     paths = [f"{values[value]}{slash}{after}" for value in sorted(values, key=_order)]  # type: ignore[arg-type]
     return [path for each in paths for path in (in_range(each) or [each])]
@@ -98,7 +101,7 @@ def _order(value: str) -> int | str:
 
 
 def _all_of(first: str, last: str) -> list[str]:
-    """Every number or day of a range; empty where what lies between is not known."""
+    """Return every number or day of a range; [] if the values between its ends are unknown."""
     if first.isdigit() and last.isdigit():
         return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     try:
@@ -109,12 +112,14 @@ def _all_of(first: str, last: str) -> list[str]:
 
 
 def check_success(sources: Iterable[Source], wanted: str) -> None:
-    """Look for _SUCCESS beside the files of jobs, or in a folder above them, up to the one that holds the partitions.
+    """Check for _SUCCESS next to the files of jobs, or in a folder above them, up to the folder
+    with the partitions.
 
-    wanted: `required`, `reported` or `ignored`. Files that lie in no partition, and are not called part-*, are of no job.
+    `wanted` is `required`, `reported` or `ignored`. Files that are in no partition and are not called part-* do
+    not belong to a job.
 
     Raises:
-        DataError: one is missing, and is required.
+        DataError: a marker is missing and required.
     """
     if wanted == "ignored":
         return
@@ -124,15 +129,15 @@ def check_success(sources: Iterable[Source], wanted: str) -> None:
     missing = [folder for folder in folders if not _is_done(folder, known)]
     if not missing:
         return
-    said = (
+    problem = (
         f"{len(missing)} of {len(folders)} folders hold no {SUCCESS}, which a job of Spark or Hive writes last "
         f"({', '.join(missing[:MAX_NAMED])}{', ...' if len(missing) > MAX_NAMED else ''})"
     )
     if wanted == "required":
         raise DataError(
-            f"{said}: is the job still writing? Wait for it, leave them out, or set data.success_file=reported"
+            f"{problem}: is the job still writing? Wait for it, leave them out, or set data.success_file=reported"
         )
-    logger.warning("%s: data.success_file=required refuses them, =ignored says nothing", said)
+    logger.warning("%s: data.success_file=required refuses them, =ignored omits this warning", problem)
 
 
 def _is_done(folder: str, known: dict[str, bool]) -> bool:
@@ -146,7 +151,8 @@ def _is_done(folder: str, known: dict[str, bool]) -> bool:
 def with_partitions(
     layout: Layout, source: Source, reader: RowReader, names: Sequence[str], *, has_cells: bool
 ) -> tuple[RowReader, tuple[str, ...]]:
-    """The reader and names of columns with those that folders give and the file does not have. has_cells: of text."""
+    """Return the reader and its column names, extended by columns that only the folders give.
+    has_cells: rows are cells of text."""
     given = {name: value for name, value in source.partitions if name in layout.needed and name not in names}
     if not given:
         return reader, tuple(names)
@@ -154,7 +160,7 @@ def with_partitions(
 
 
 class _WithPartitions:
-    """Blocks of another reader, with a column more for each partition."""
+    """Blocks of another reader, with one more column for each partition."""
 
     def __init__(
         self, reader: RowReader, layout: Layout, path: str, given: Mapping[str, str | None], has_cells: bool
@@ -196,13 +202,13 @@ class _WithPartitions:
             return pa.repeat(pa.scalar(float(value)), count)
         except ValueError:
             raise DataError(
-                f"{self._path}: the folder says {name}={value}, and {name!r} is a number in data.columns"
+                f"{self._path}: the folder name has {name}={value}, but {name!r} is a number in data.columns"
             ) from None
 
     def _as_text(self, block: Block) -> Block:
         if not self._has_cells:
             raise DataError(
-                f"{self._path}: its columns {', '.join(self._given)} are those of folders, which go with parquet, csv and tsv, not "
+                f"{self._path}: its columns {', '.join(self._given)} come from folder names, which work with parquet, csv and tsv, not "
                 f"data.format={self._layout.format}; write them into the rows"
             )
         end = "".join(
@@ -220,5 +226,5 @@ class _WithPartitions:
             value = value.replace('"', '""')
             return f'"{value}"'
         if self._layout.delimiter in value:
-            raise DataError(f"{self._path}: the folder's {name}={value!r} holds the delimiter of its rows")
+            raise DataError(f"{self._path}: the folder's {name}={value!r} contains the delimiter of its rows")
         return value

@@ -1,6 +1,8 @@
-"""Say which rows cannot be read and why: by whole columns, for a block that was read, and of one line of text.
+"""Find unreadable rows and their reason: by columns for a parsed block, and for a single line of
+text.
 
-Both hold the same rules. Columns are quick; a line that pyarrow cannot read at all has its reason from the text alone.
+Both ways use the same rules. Columns are fast. A line that pyarrow cannot read gets its reason from
+its text.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.data.raw.cells import LARGEST_FLOAT32, is_number, is_time
 from pipeline.data.raw.json_lists import JSON, is_json_list
 from pipeline.data.raw.label_cells import invalid_labels, label_number, wanted_label, why_no_label, within
 from pipeline.data.raw.layout import Layout
+from pipeline.data.raw.parse_cells import LARGEST_FLOAT32, is_number, is_time
 from pipeline.data.raw.sequences import cell_length, uneven, uneven_rows
 from pipeline.data.raw.source import MAX_LINE_BYTES
 from pipeline.data.raw.weighted import bad_cell, bad_weights
@@ -25,13 +27,13 @@ csv.field_size_limit(MAX_LINE_BYTES)  # 128 KiB by default
 
 
 def wanted_number(layout: Layout, name: str) -> str:
-    """What a value of one of layout.numbers has to be, for the reason of a row that has another."""
+    """Describe a valid value of one of layout.numbers, for the quarantine's reason."""
     labels = layout.columns.all_labels
     return wanted_label(labels[name]) if name in labels else WANTED_WEIGHT if name in layout.weights else FINITE
 
 
 def invalid_rows(layout: Layout, table: pa.Table) -> dict[int, str]:
-    """Row -> reason, of a typed table: what types alone do not catch."""
+    """Return row -> reason for a typed table. Types alone do not find these problems."""
     reasons: dict[int, str] = {}
 
     def note(column: str, invalid: pa.ChunkedArray, wanted: str) -> None:
@@ -41,14 +43,14 @@ def invalid_rows(layout: Layout, table: pa.Table) -> dict[int, str]:
 
     for name, label in layout.columns.all_labels.items():
         column, invalid = table[name], invalid_labels(label, table[name])
-        if label.mask is not None:  # a missing value is one where it counts
+        if label.mask is not None:  # a missing value is invalid only if it counts
             counts = pc.fill_null(pc.equal(table[label.mask], 1.0), False)
             invalid = pc.if_else(pc.is_null(column, nan_is_null=True), counts, invalid)
         note(name, pc.fill_null(invalid, True), wanted_label(label))
     for name in layout.weights:
         note(name, pc.fill_null(pc.invert(within(table[name], 0.0, LARGEST_FLOAT32)), True), WANTED_WEIGHT)
     for name in layout.columns.dense:
-        # NaN compares false: it is a missing value, as pandas writes it.
+        # NaN compares as false. It is a missing value, as pandas writes it.
         ends = pc.min_max(table[name]).as_py().values()
         if any(end is not None and abs(end) > LARGEST_FLOAT32 for end in ends):
             note(name, pc.fill_null(pc.greater(pc.abs(table[name]), LARGEST_FLOAT32), False), FINITE)
@@ -60,7 +62,7 @@ def invalid_rows(layout: Layout, table: pa.Table) -> dict[int, str]:
 
 
 def why_unreadable(layout: Layout, header: tuple[str, ...], line: bytes) -> str:
-    """The reason of one line of text, without its line end; empty where it is sound."""
+    """Return the reason for one line of text without its line end; "" if it is valid."""
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
@@ -87,7 +89,7 @@ def why_unreadable(layout: Layout, header: tuple[str, ...], line: bytes) -> str:
             return f"{name} is {values[name]!r}, not {FINITE}"
     for name in layout.columns.lists if layout.columns.list_separator == JSON else ():
         if values[name] not in layout.columns.null_values and not is_json_list(values[name]):
-            return f"{name} is no JSON list"
+            return f"{name} is not a JSON list"
     if problem := _why_uneven(layout, values):
         return problem
     for name in layout.columns.weighted:
@@ -99,7 +101,8 @@ def why_unreadable(layout: Layout, header: tuple[str, ...], line: bytes) -> str:
 
 
 def _why_uneven(layout: Layout, values: dict[str, str]) -> str:
-    """Empty, or which sequence of a line is not as long as the one that it describes."""
+    """Return a reason if a sequence of a line has another length than the sequence that it
+    describes, otherwise ""."""
     for name, sequence in layout.columns.sequence.items():
         if sequence.beside is not None:
             own, leader = (cell_length(values[each], layout.columns) for each in (name, sequence.beside))
@@ -109,7 +112,10 @@ def _why_uneven(layout: Layout, values: dict[str, str]) -> str:
 
 
 def split_cells(layout: Layout, text: str) -> list[str]:
-    """Empty where a quote is not closed in its line: rows over several lines are not read."""
+    """Split a line into cells.
+
+    Return [] if a quote is not closed: rows over several lines are not supported.
+    """
     if not layout.quoted:
         return text.split(layout.delimiter)
     reader = csv.reader([text + "\n", "\n"], delimiter=layout.delimiter)

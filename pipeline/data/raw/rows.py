@@ -1,7 +1,7 @@
-"""Parse a block of raw rows into typed columns, and list the rows that cannot be read for the quarantine.
+"""Parse a block of raw rows into typed columns, and list unreadable rows for the quarantine.
 
-The fast path lets pyarrow read the whole block. In a block with something wrong in it, suspects.py finds by whole columns
-which lines may be at fault; those alone are looked at one by one.
+The fast path lets pyarrow read the complete block. If that fails, suspicious_lines.py finds by columns
+which lines may be wrong, and only these lines are checked one by one.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ import pyarrow as pa
 import pyarrow.csv
 
 from pipeline.data.raw.blocks import Block, ParsedRows, QuarantinedRow, RowReader, Source
-from pipeline.data.raw.cells import parse_timestamps
 from pipeline.data.raw.json_lists import JSON, json_lists, parse_list
 from pipeline.data.raw.label_cells import is_text, with_labels
 from pipeline.data.raw.layout import Layout, check_columns, find_format
 from pipeline.data.raw.parquet_rows import not_text, with_text, with_typed_numbers
+from pipeline.data.raw.parse_cells import parse_timestamps
 from pipeline.data.raw.partitions import with_partitions
 from pipeline.data.raw.row_rules import invalid_rows, wanted_number, why_unreadable
-from pipeline.data.raw.spelling import spell_value
-from pipeline.data.raw.suspects import broken_lines, read_texts, with_numbers, with_times
+from pipeline.data.raw.suspicious_lines import broken_lines, read_texts, with_numbers, with_times
+from pipeline.data.raw.value_text import value_to_text
 from pipeline.runtime.errors import DataError
 
 MAX_TEXT_CHARACTERS = 500
 
 
 def open_source(layout: Layout, source: Source, block_bytes: int) -> tuple[RowReader, tuple[str, ...]]:
-    """A reader of the source's blocks, and the names of its columns. Raises DataError where a needed one is missing."""
+    """Return a reader of the source's blocks and the names of its columns.
+
+    Raises DataError if a needed column is missing.
+    """
     form = find_format(layout.format)
     opened, names = form.open(source, layout, block_bytes)
     reader, names = with_partitions(layout, source, opened, names, has_cells=form.has_cells)
@@ -39,15 +42,16 @@ def open_source(layout: Layout, source: Source, block_bytes: int) -> tuple[RowRe
 
 
 def parse_block(layout: Layout, header: tuple[str, ...], block: Block) -> ParsedRows:
-    """len(kept) + len(quarantined) == block.num_rows."""
+    """Parse a block. len(kept) + len(quarantined) == block.num_rows."""
     if block.table is not None:
         return parse_table(layout, block, block.table)
     return find_format(layout.format).parse(layout, header, block)
 
 
 def parse_text(layout: Layout, header: tuple[str, ...], block: Block) -> ParsedRows:
-    """Lines of cells."""
-    # pyarrow takes a lone carriage return for a line end, and Windows ends lines with both.
+    """Parse lines of cells."""
+    # pyarrow treats a single carriage return as a line end, and Windows ends lines with both
+    # characters.
     text = block.text.replace(b"\r\n", b"\n") if b"\r" in block.text else block.text
     table = None if b"\r" in text else _read_typed(layout, header, text)
     if table is not None and table.num_rows == block.num_rows and not invalid_rows(layout, table):
@@ -55,18 +59,18 @@ def parse_text(layout: Layout, header: tuple[str, ...], block: Block) -> ParsedR
     lines = text.removesuffix(b"\n").split(b"\n")
     assert len(lines) == block.num_rows
     reasons = [""] * len(lines)
-    for i in _suspects(layout, header, lines):
+    for i in _suspicious_lines(layout, header, lines):
         reasons[i] = why_unreadable(layout, header, lines[i])
     kept = [i for i, reason in enumerate(reasons) if not reason]
     table = _read_rows(layout, header, [lines[i] for i in kept])
-    if table is None:  # a line that only pyarrow takes offence at
+    if table is None:  # pyarrow refuses a line that our rules accept
         for i in _refused(layout, header, lines, kept):
             reasons[i] = "its values cannot be read"
         kept = [i for i in kept if not reasons[i]]
         table = _read_rows(layout, header, [lines[i] for i in kept])
     if table is None:
         raise DataError(
-            f"lines {block.first_line} to {block.first_line + block.num_rows - 1} cannot be read, and none of them alone is at fault"
+            f"lines {block.first_line} to {block.first_line + block.num_rows - 1} cannot be read together, but each of them can be read alone"
             + (
                 f": is {layout.columns.timestamp} a whole number in some and a date in others?"
                 if layout.time_column
@@ -81,8 +85,8 @@ def parse_text(layout: Layout, header: tuple[str, ...], block: Block) -> ParsedR
     return ParsedRows(table, np.array(kept, dtype=np.int64), quarantined)
 
 
-def _suspects(layout: Layout, header: tuple[str, ...], lines: list[bytes]) -> list[int]:
-    """The lines that may be unreadable; all of them where their rows cannot be told apart."""
+def _suspicious_lines(layout: Layout, header: tuple[str, ...], lines: list[bytes]) -> list[int]:
+    """Return the lines that may be unreadable; all lines if their rows cannot be told apart."""
     found = broken_lines(layout, lines)
     whole = [i for i in range(len(lines)) if i not in found]
     read = read_texts(layout, header, [lines[i] for i in whole]) if whole else None
@@ -99,13 +103,13 @@ def _suspects(layout: Layout, header: tuple[str, ...], lines: list[bytes]) -> li
 
 
 def _read_rows(layout: Layout, header: tuple[str, ...], lines: list[bytes]) -> pa.Table | None:
-    """None unless every line becomes a row with nothing wrong in it."""
+    """Return the rows, or None unless every line is a valid row."""
     table = _read_typed(layout, header, b"\n".join(lines) + b"\n" if lines else b"")
     return None if table is None or table.num_rows != len(lines) or invalid_rows(layout, table) else table
 
 
 def _refused(layout: Layout, header: tuple[str, ...], lines: list[bytes], rows: list[int]) -> list[int]:
-    """Those of `rows` whose lines cannot be read, found by halves."""
+    """Return those of `rows` whose lines cannot be read. Bisects the rows."""
     if _read_rows(layout, header, [lines[i] for i in rows]) is not None:
         return []
     if len(rows) == 1:
@@ -115,7 +119,8 @@ def _refused(layout: Layout, header: tuple[str, ...], lines: list[bytes], rows: 
 
 
 def _read_typed(layout: Layout, header: tuple[str, ...], text: bytes) -> pa.Table | None:
-    """None where a row has another number of columns, or a value another type."""
+    """Return the typed table, None if a row has another number of columns or a value has another
+    type."""
     columns = layout.columns
     types = {name: pa.float64() for name in layout.numbers}
     types |= {name: pa.dictionary(pa.int32(), pa.string()) for name in columns.sparse}
@@ -146,12 +151,15 @@ def _read_typed(layout: Layout, header: tuple[str, ...], text: bytes) -> pa.Tabl
 
 
 def _with_json_lists(layout: Layout, table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
-    """Text of multi-hot columns read as JSON where the layout says so, and row -> reason where it is none."""
+    """Parse text of list columns as JSON if the layout says so.
+
+    Return also row -> reason for other text.
+    """
     reasons: dict[int, str] = {}
     for name in layout.columns.lists if layout.columns.list_separator == JSON else ():
         if pa.types.is_string(table.schema.field(name).type) or pa.types.is_large_string(table.schema.field(name).type):
             lists, bad = json_lists(table[name])
-            reasons |= dict.fromkeys(bad, f"{name} is no JSON list")
+            reasons |= dict.fromkeys(bad, f"{name} is not a JSON list")
             table = table.set_column(table.schema.get_field_index(name), name, lists)
     return table, reasons
 
@@ -170,7 +178,7 @@ def _with_timestamps(layout: Layout, table: pa.Table) -> pa.Table:
 
 
 def parse_table(layout: Layout, block: Block, table: pa.Table) -> ParsedRows:
-    """A block that is typed, by its file or its reader: values may still be null or out of range."""
+    """Parse a typed block. Its values may still be null or out of range."""
     table, no_numbers = with_typed_numbers(layout, table)
     categorical = [*layout.columns.sparse, *layout.columns.lists]
     table = with_text(table, categorical)
@@ -195,9 +203,10 @@ def parse_table(layout: Layout, block: Block, table: pa.Table) -> ParsedRows:
 
 
 def parse_objects(layout: Layout, block: Block, read: Callable[[bytes], Any]) -> ParsedRows:
-    """The rows of a block whose lines `read` turns into mappings of columns to values, or refuses by a ValueError.
+    """Parse a block of one object per line. `read` returns a line's mapping of column to value, or
+    raises ValueError.
 
-    For formats of one object a line: an absent column is a missing value, a list is one of a multi-hot column.
+    An absent column is a missing value, and a list is a multi-hot value.
     """
     schema = _object_schema(layout)
     rows: list[dict[str, Any]] = []
@@ -229,7 +238,7 @@ def _object_schema(layout: Layout) -> pa.Schema:
 
 
 def _typed_object(layout: Layout, schema: pa.Schema, row: Any) -> dict[str, Any]:
-    """Raises ValueError for a value of another type than its column's."""
+    """Return the values of a row. Raises ValueError if a value has another type than its column."""
     values = {}
     for field in schema:
         value = row.get(field.name)
@@ -244,7 +253,7 @@ def _typed_object(layout: Layout, schema: pa.Schema, row: Any) -> dict[str, Any]
 
 
 def _number(layout: Layout, name: str, value: Any) -> float:
-    """Raises ValueError for what is none; an infinity is left to the rules of rows."""
+    """Return the number. Raises ValueError if it is not one. The rules of rows check infinities."""
     try:
         return float(value)
     except (ValueError, TypeError, OverflowError):  # a whole number of 400 digits
@@ -252,15 +261,18 @@ def _number(layout: Layout, name: str, value: Any) -> float:
 
 
 def _spelled(name: str, value: Any) -> str | None:
-    """Raises ValueError for a list or an object."""
+    """Return the value as text. Raises ValueError for a list or an object."""
     try:
-        return spell_value(value)
+        return value_to_text(value)
     except ValueError as error:
         raise ValueError(f"{name} has {error}") from None
 
 
 def _listed(layout: Layout, name: str, value: Any) -> list[str]:
-    """Of a list, or of text joined by the separator, as in the other formats. Raises ValueError for anything else."""
+    """Return the values of a list, or of text joined by the separator.
+
+    Raises ValueError for anything else.
+    """
     separator = layout.columns.list_separator
     if isinstance(value, str):
         value = (parse_list(value) if separator == JSON else value.split(separator) if value else None) or []

@@ -1,4 +1,5 @@
-"""Lengths of lists, and sequences cut to their greatest length: the same code for prepare and for serving."""
+"""Count list lengths, and cut sequences to their maximum length, with the same code for prepare and
+serving."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ Value = TypeVar("Value")
 
 
 def list_lengths(column: pa.Array | pa.ChunkedArray, separator: str) -> NDArray[np.int64]:
-    """[rows]: of lists, or of text joined by `separator`; a missing list has none."""
+    """Return [rows] lengths of lists, or of text joined by `separator`.
+
+    A missing list has length 0.
+    """
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         counts = pc.list_value_length(column)
     else:
@@ -28,14 +32,15 @@ def list_lengths(column: pa.Array | pa.ChunkedArray, separator: str) -> NDArray[
 
 
 def cell_length(cell: str, columns: ColumnsConfig) -> int:
-    """Of a cell of text, which is a list."""
+    """Return the length of a list in a cell of text."""
     if not cell or cell in columns.null_values:
         return 0
     return len(parse_list(cell) or []) if columns.list_separator == JSON else cell.count(columns.list_separator) + 1
 
 
 def uneven_rows(columns: ColumnsConfig, table: pa.Table) -> Iterator[tuple[int, str]]:
-    """(row, what is wrong) wherever a sequence is not as long as the one that it describes."""
+    """Yield (row, reason) for each sequence with another length than the sequence that it
+    describes."""
     for name, sequence in columns.sequence.items():
         if sequence.beside is None:
             continue
@@ -45,13 +50,14 @@ def uneven_rows(columns: ColumnsConfig, table: pa.Table) -> Iterator[tuple[int, 
 
 
 def uneven(name: str, length: int, leader: str, wanted: int) -> str:
-    return f"{name} has {length} values, not the {wanted} of {leader}, which it stands beside"
+    return f"{name} has {length} values, not the {wanted} of {leader}, which it describes"
 
 
 def cut_lists(
     values: pa.Array, lengths: NDArray[np.integer], sequence: SequenceConfig
 ) -> tuple[pa.Array, NDArray[np.integer]]:
-    """The values of all rows, one row after the other, and each row's number of them, max_length at most."""
+    """Return the values of all rows in one array, and each row's number of values, at most
+    max_length."""
     limit = sequence.max_length
     if limit is None or not len(lengths) or int(lengths.max()) <= limit:
         return values, lengths
@@ -65,7 +71,7 @@ def cut_lists(
 
 
 def cut_list(values: Sequence[Value], sequence: SequenceConfig) -> Sequence[Value]:
-    """As cut_lists, of one row."""
+    """Cut one row as cut_lists does."""
     limit = sequence.max_length
     if limit is None or len(values) <= limit:
         return values

@@ -1,6 +1,8 @@
-"""Find the files that `source=<file, folder or glob>` names, and read text files in blocks of whole lines.
+"""Find the files that `source=<file, folder or glob>` names, and read text files in blocks of
+complete lines.
 
-Blocks are small enough to be parsed side by side in bounded memory, and say at which line they start.
+Blocks are small enough to be parsed in parallel in bounded memory. They record the line where they
+start.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ TEACHER_SUFFIX = ".teacher.parquet"
 TEACHER_COLUMN = "probability"
 SAMPLE_BYTES = 1 << 16
 NUM_SAMPLES = 64
-NO_TEXT = {  # what a file begins with -> what it is, what to do
+NO_TEXT = {  # first bytes of a file -> its kind, the fix
     b"\x1f\x8b": ("gzip", "let its name end in .gz"),
     b"\x28\xb5\x2f\xfd": ("compressed by zstd", "decompress it, or compress it by gzip"),
     b"BZh": ("compressed by bzip2", "decompress it, or compress it by gzip"),
@@ -44,11 +46,13 @@ GLOB_SIGNS = "*?["
 
 
 def find_sources(source: str) -> list[Source]:
-    """The files of `source`: a file, a folder's files, or those that a glob names; in natural order (day_2 before day_10).
+    """Return the files of `source` in natural order (day_2 before day_10): one file, a folder, or a
+    glob.
 
-    What is there by the very name is taken, whatever signs the name holds. `**` stands for folders below folders, on local
-    paths; of an object store only the last part of a path may be a pattern. A folder's files are also those of its partitions,
-    dt=2026-11-01/part-0.parquet, and dt={2026-11-01..2026-11-07} names a range of them.
+    An existing file or folder with exactly this name is used, even if the name contains pattern
+    characters. `**` matches nested folders, on local paths only. In an object store only the last
+    part of a path may be a pattern. A folder's files include its partitions,
+    dt=2026-11-01/part-0.parquet. dt={2026-11-01..2026-11-07} names a range of partitions.
 
     Raises:
         DataError: no file is found, or one of a range is missing.
@@ -57,7 +61,7 @@ def find_sources(source: str) -> list[Source]:
 
 
 def named_apart(sources: list[Source]) -> list[Source]:
-    """The same files; where two have one name, names are paths below their common folder."""
+    """Return the same files. If two have one name, names become paths below their common folder."""
     if len({each.name for each in sources}) == len(sources):
         return sources
     top = os.path.commonpath([storage.dirname(each.path) for each in sources])  # a/rows.csv and b/rows.csv
@@ -75,7 +79,7 @@ def _paths(source: str) -> list[str]:
         paths = list(files_below(source))
     paths = [path for path in paths if storage.is_file(path) and not path.endswith((TEACHER_SUFFIX, ".partial"))]
     if not paths and storage.is_local(source) and os.path.isdir(source):
-        raise DataError(f"source={source!r} is a folder without data files; names that begin with . or _ are no data")
+        raise DataError(f"source={source!r} is a folder without data files; names that begin with . or _ are not data")
     if not paths:
         siblings = storage.list_folder(storage.dirname(source))
         hint = did_you_mean(source.rpartition("/")[2], siblings)
@@ -119,16 +123,19 @@ def _describe(path: str) -> Source:
 
 
 def _refuse_no_text(file: IO[bytes], source: Source) -> None:
-    """Raises DataError for a file whose first bytes say that it is something else, and how it becomes text."""
+    """Raise DataError if the first bytes of a file belong to another kind of file.
+
+    The message says how to convert it.
+    """
     begin = file.read(max(map(len, NO_TEXT)))
     file.seek(0)
-    for signature, (what, cure) in NO_TEXT.items():
+    for signature, (what, fix) in NO_TEXT.items():
         if begin.startswith(signature) and not (what == "gzip" and source.name.endswith(".gz")):
-            raise DataError(f"{source.path} is {what}, and is read as text: {cure}")
+            raise DataError(f"{source.path} is {what}, but is read as text: {fix}")
 
 
 def _end_of_rows(text: bytes, stop: int) -> int:
-    """Of text[:stop], behind the last line that is not empty, its end included; 0 where there is none."""
+    """Return the end of the last line in text[:stop] that is not empty; 0 if there is none."""
     if stop > 2 and not text.endswith((b"\n\n", b"\n\r\n"), 0, stop):
         return stop
     rows = text[:stop].rstrip(b"\r\n")
@@ -136,7 +143,10 @@ def _end_of_rows(text: bytes, stop: int) -> int:
 
 
 class TextReader:
-    """The lines of a text file, plain or .gz. `position` is how many of the file's bytes were read."""
+    """Reads the lines of a text file, plain or .gz.
+
+    `position` is the number of bytes read from the file.
+    """
 
     def __init__(self, source: Source, block_bytes: int) -> None:
         self._source, self._block_bytes = source, block_bytes
@@ -156,15 +166,15 @@ class TextReader:
         self._file.close()
 
     def schema(self) -> None:
-        """Text has no types."""
+        """Return None, because text has no types."""
 
     def header(self) -> bytes:
-        """The first line, which then is in no block; empty where the file is."""
+        """Read and return the first line, which is then in no block; b"" if the file is empty."""
         self._line += 1
         with self._whole_gzip():
             line = bytes(self._stream.readline(MAX_LINE_BYTES)).removeprefix(b"\xef\xbb\xbf")
         if line and not line.strip():
-            raise DataError(f"{self._source.path} begins with an empty line: the first names the columns")
+            raise DataError(f"{self._source.path} begins with an empty line: its first line must name the columns")
         if num_returns := line.rstrip(b"\r\n").count(b"\r"):
             raise DataError(
                 f"{self._source.path} has {num_returns:,} carriage returns inside its first line, which names the columns. Lines that end "
@@ -173,15 +183,19 @@ class TextReader:
         return line
 
     def blocks(self) -> Iterator[Block]:
-        """At most about `block_bytes` and MAX_BLOCK_ROWS lines each; empty lines at the file's end are none."""
+        """Yield blocks of about `block_bytes` and at most MAX_BLOCK_ROWS lines.
+
+        Empty lines at the end of the file are skipped.
+        """
         remainder = b""
         while chunk := self._read():
-            # Empty lines behind the last row may be the file's last: they wait for what follows.
+            # Empty lines after the last row may be at the end of the file, so they are kept until
+            # more rows follow.
             cut = _end_of_rows(chunk, chunk.rfind(b"\n") + 1)
             if not cut and len(remainder) + len(chunk) > MAX_LINE_BYTES:
                 raise DataError(
                     f"{self._source.path} has no line end for {MAX_LINE_BYTES >> 20} MiB after line {self._line}: "
-                    "is it a text file? data.format says so"
+                    "is it a text file, as data.format says?"
                 )
             if cut:
                 yield from self._cut(b"".join((remainder, memoryview(chunk)[:cut])))  # one copy, not two
@@ -200,10 +214,10 @@ class TextReader:
         try:
             yield
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(f"{self._source.path} is not a whole gzip file ({error}): fetch it again") from error
+            raise DataError(f"{self._source.path} is not a complete gzip file ({error}): fetch it again") from error
 
     def _cut(self, text: bytes) -> Iterator[Block]:
-        # Five times as fast as bytes.count, which looks at a byte at a time.
+        # Five times as fast as bytes.count, which compares one byte at a time.
         num_lines = int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord("\n"))) + (not text.endswith(b"\n"))
         if num_lines <= MAX_BLOCK_ROWS:
             yield self._block(text, num_lines)

@@ -1,4 +1,5 @@
-"""Check the columns of all source files first, so that the last of them does not end a preparation that took hours."""
+"""Check the columns of all source files first, so that a bad file does not end a preparation after
+hours."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ KINDS: dict[str, Callable[[pa.DataType], bool]] = {
     WHOLE: pa.types.is_integer,
     TRUTHS: pa.types.is_boolean,
 }
-# Kinds that spell one value alike (pipeline.data.raw.spelling), but for times as fractions.
+# Kinds that give one value the same text (pipeline.data.raw.value_text), except
+# times as fractions.
 ALIKE = {
     TEXT: {TEXT, WHOLE, TRUTHS},
     WHOLE: {WHOLE, TEXT, FRACTIONS},
@@ -29,11 +31,11 @@ ALIKE = {
 
 
 def check_sources(layout: Layout, sources: list[Source]) -> None:
-    """Look at every source's columns before rows are read of any.
+    """Check every source's columns before any rows are read.
 
     Raises:
-        DataError: a needed column is missing, or has another kind of type than in a source before: the text 1.0 and the
-            number 1.0 would be two values of one category.
+        DataError: a needed column is missing, or has another kind of type than in an earlier source. The text
+            1.0 and the number 1.0 would be two values of one category.
     """
     seen: dict[str, dict[str, str]] = {}
     for source in sources:
@@ -48,14 +50,14 @@ def check_sources(layout: Layout, sources: list[Source]) -> None:
                 alike = alike - {FRACTIONS} if kind != FRACTIONS else {FRACTIONS}
             if other := next((each for each in before if each not in alike), None):
                 raise DataError(
-                    f"{source.path}: column {name!r} holds {kind}, in {before[other]} {other}: the same value would become "
+                    f"{source.path}: column {name!r} holds {kind}, but in {before[other]} {other}: the same value would become "
                     "two ids or two times; write both files with one type"
                 )
             before.setdefault(kind, source.path)
 
 
 def _kinds(layout: Layout, schema: pa.Schema, source: Source) -> dict[str, str]:
-    """Column -> a kind of values, of those that have a type: a column of nulls alone goes with every kind."""
+    """Return column -> kind of values. A column with only nulls fits every kind and is left out."""
     columns = layout.columns
     kinds = {}
     for name in (*columns.sparse, *columns.lists, *([columns.timestamp] if columns.timestamp else [])):

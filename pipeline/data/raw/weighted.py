@@ -1,4 +1,5 @@
-"""Split the elements of weighted bags, `id:weight`, into ids and weights: the same numbers in prepare and in serving."""
+"""Split the elements of weighted bags, `id:weight`, into ids and weights, with the same code for
+prepare and serving."""
 
 from __future__ import annotations
 
@@ -11,21 +12,24 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.config.columns import ColumnsConfig
-from pipeline.data.raw.cells import LARGEST_FLOAT32
 from pipeline.data.raw.json_lists import JSON, parse_list
-from pipeline.data.raw.spelling import spell
+from pipeline.data.raw.parse_cells import LARGEST_FLOAT32
+from pipeline.data.raw.value_text import to_text
 
-MARK = ":"  # the last one of an element; what has none counts 1
-# What pyarrow's cast and Python's float() both read, as the same number.
+MARK = ":"  # the last one in an element separates the weight; without it the weight is 1
+# Numbers that pyarrow's cast and Python's float() read equally.
 NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 MAX_SHOWN = 80
 
 
 def split_elements(elements: pa.Array) -> tuple[pa.Array, NDArray[np.float64]]:
-    """[n] text, or what is read as text -> ids [n], and weights [n]: NaN where one is no finite 32-bit number."""
+    """Split [n] elements into ids [n] and weights [n].
+
+    A weight is NaN if it is not a finite 32-bit number.
+    """
     if pa.types.is_dictionary(elements.type):
         elements = elements.dictionary_decode()
-    texts = pc.fill_null(spell(elements), "")
+    texts = pc.fill_null(to_text(elements), "")
     parts = pc.split_pattern(texts, MARK, max_splits=1, reverse=True)
     has_weight = np.asarray(pc.equal(pc.list_value_length(parts), 2))
     starts = parts.offsets.to_numpy()[:-1]
@@ -37,7 +41,7 @@ def split_elements(elements: pa.Array) -> tuple[pa.Array, NDArray[np.float64]]:
 
 
 def _numbers(texts: pa.Array) -> NDArray[np.float64]:
-    """NaN where a text is no number."""
+    """Parse numbers; NaN if a text is not a number."""
     try:
         return np.asarray(texts.cast(pa.float64()))
     except pa.ArrowInvalid:
@@ -46,7 +50,7 @@ def _numbers(texts: pa.Array) -> NDArray[np.float64]:
 
 
 def split_element(element: str | None) -> tuple[str, float] | None:
-    """As split_elements, of one; None where its weight is no finite 32-bit number."""
+    """Split one element as split_elements does; None if its weight is not a finite 32-bit number."""
     text, mark, last = (element or "").rpartition(MARK)
     if not mark:
         return last, 1.0
@@ -55,7 +59,7 @@ def split_element(element: str | None) -> tuple[str, float] | None:
 
 
 def bad_weights(columns: ColumnsConfig, table: pa.Table) -> Iterator[tuple[int, str]]:
-    """(row, what is wrong) wherever the weight of an element is none."""
+    """Yield (row, reason) for each element with an invalid weight."""
     for name in columns.weighted:
         column = table[name].combine_chunks()
         if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
@@ -70,7 +74,7 @@ def bad_weights(columns: ColumnsConfig, table: pa.Table) -> Iterator[tuple[int, 
 
 
 def bad_cell(columns: ColumnsConfig, name: str, cell: str) -> str:
-    """What is wrong with a weighted cell of text, which is a list; empty where nothing is."""
+    """Return the reason if a weighted cell of text has an invalid weight, otherwise ""."""
     if not cell or cell in columns.null_values:
         return ""
     elements = (parse_list(cell) or []) if columns.list_separator == JSON else cell.split(columns.list_separator)
@@ -83,11 +87,12 @@ def _problem(name: str, element: pa.Scalar) -> str:
         shown = repr(element.as_py())[:MAX_SHOWN]
     except UnicodeDecodeError:
         shown = "an element"
-    return f"{name} holds {shown}, whose weight, what follows its last {MARK!r}, is no finite 32-bit number"
+    return f"{name} holds {shown}, whose weight (after its last {MARK!r}) is not a finite 32-bit number"
 
 
 def weights_of_lists(lists: Sequence[Sequence[str] | None]) -> tuple[list[list[str]], list[float]] | None:
-    """A few rows' lists -> their ids, and the weights of all, one after the other; None where one is bad."""
+    """Split the lists of a few rows into their ids and all weights, one after the other; None if
+    one is invalid."""
     ids: list[list[str]] = []
     weights: list[float] = []
     for elements in lists:

@@ -1,1 +1,1 @@
-"""Read prepared shards: the same global batches at any world size."""
+"""Read prepared shards, with the same global batches at any world size."""

@@ -1,7 +1,7 @@
-"""Assemble Batches from pieces of Blocks, the rows of several steps at a time.
+"""Assemble Batches from pieces of Blocks, for the rows of several steps in one call.
 
-All pieces are first copied side by side into one Chunk, from which a Batch is a handful of numpy calls: few and
-large calls, since each lets go of the GIL and takes it back.
+All pieces are first copied into one Chunk. A Batch then takes a few numpy calls on it. Few large
+calls are fast, because each call releases the GIL and acquires it again.
 """
 
 from __future__ import annotations
@@ -33,14 +33,18 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows of every stream, one stream after the other; those that are not `present` are padding or quarantined."""
+    """Rows of every stream, one stream after the other.
+
+    Rows that are not `present` are padding or quarantined.
+    """
 
     block: Block
     present: NDArray[np.bool_]
 
 
 class _Column(NamedTuple):
-    """Where a feature's ids lie in a Block: lists[position], or one_hot[position], of which each becomes `size` ids."""
+    """Place of a feature's ids in a Block: lists[position], or one_hot[position], where each id
+    becomes `size` ids."""
 
     name: str
     cardinality: int
@@ -50,7 +54,7 @@ class _Column(NamedTuple):
 
 
 class BatchAssembler:
-    """Makes the Batches of `num_streams` streams that give `rows_per_stream` rows each to a step."""
+    """Makes Batches of `num_streams` streams with `rows_per_stream` rows each per step."""
 
     def __init__(
         self,
@@ -77,7 +81,10 @@ class BatchAssembler:
         self._all_one_hot = not self._num_lists and all(column.size == 1 for column in self._columns)
 
     def assemble(self, pieces: list[Piece], num_steps: int) -> list[Batch]:
-        """Stream i's rows lie from i * num_steps * rows_per_stream on; pieces come in the order of their offsets."""
+        """Return the batches of `num_steps` steps. Pieces are in the order of their offsets.
+
+        Stream i has the rows from i * num_steps * rows_per_stream on.
+        """
         rows_of_a_stream = num_steps * self.rows_per_stream
         chunk = self._lay_out(pieces, self.num_streams * rows_of_a_stream)
         streams = np.arange(self.num_streams)[:, None] * rows_of_a_stream + np.arange(self.rows_per_stream)
@@ -131,7 +138,10 @@ class BatchAssembler:
     def _bags(
         self, ids: NDArray[np.int64], lists: list[Lists], present: NDArray[np.bool_], lengths: NDArray[np.int32]
     ) -> tuple[NDArray[np.int64], list[int]]:
-        """The values of all features and how many each has; fills lengths [num_features, batch]."""
+        """Return the values of all features, and how many each has.
+
+        Fills `lengths` [num_features, batch].
+        """
         length_per_key = [
             len(lists[column.position].ids) if column.is_list else ids.shape[1] * column.size
             for column in self._columns
@@ -149,7 +159,7 @@ class BatchAssembler:
         return values, length_per_key
 
     def _weights(self, lists: list[Lists], length_per_key: list[int]) -> NDArray[np.float32]:
-        """Of the values of all features: 1 for those without weights."""
+        """Return the weights of all values, 1 for features without weights."""
         weights, begin = np.ones(sum(length_per_key), np.float32), 0
         for column, count in zip(self._columns, length_per_key, strict=True):
             own = lists[column.position].weights if column.is_list else None
@@ -160,7 +170,7 @@ class BatchAssembler:
 
 
 def _lay_out_groups(pieces: list[Piece], num_rows: int) -> NDArray[np.int64] | None:
-    """None where no piece has groups; 0 on padding and in row groups that could not be read."""
+    """Return groups, None if no piece has any. Padding and unreadable row groups have group 0."""
     if all(piece.block.groups is None for piece in pieces):
         return None
     groups = np.zeros(num_rows, np.int64)
@@ -171,7 +181,7 @@ def _lay_out_groups(pieces: list[Piece], num_rows: int) -> NDArray[np.int64] | N
 
 
 def _lay_out_lists(pieces: list[Piece], index: int, num_rows: int) -> Lists:
-    """The lists of all rows; padding rows have empty ones."""
+    """Return the lists of all rows. Padding rows have empty lists."""
     lengths = np.zeros(num_rows, np.int64)
     parts: list[NDArray[np.integer]] = [np.empty(0, np.int32)]
     weights: list[NDArray[np.float32]] = []

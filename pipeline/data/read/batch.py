@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-# One dtype on every rank: ids of dtypes that differ between ranks arrive as garbage, with no error.
+# Every rank must use the same dtype: ids with another dtype arrive as garbage without an error.
 ID_DTYPE = torch.int64
 LENGTH_DTYPE = torch.int32
 
@@ -21,14 +21,14 @@ class Batch(Pipelineable):
     """The samples of one step on one rank.
 
     dense_features: [batch, num_dense] float32
-    sparse_features: keys in the data set's order, int64 values, int32 lengths [num_features * batch]; float32 weights of all
-        values where a feature of the data is weighted
-    labels: [batch] float32; of a job that learns several, [batch, targets] (data.targets)
-    sample_weights: as labels; 0 marks rows that count nothing: the padding of an evaluation batch and quarantined rows
-        (dense 0, label 0, no ids), and those that a label's mask leaves out
-    present: [batch] bool, the rows that are neither padding nor quarantined; None: those of sample weight above 0
-    groups: [batch] int64, of an evaluation over data with data.group_column, 0 where a row has none; no model reads it,
-        and it stays on the host, with the batch that the reader gave
+    sparse_features: keys in the data set's order, int64 values, int32 lengths [num_features * batch];
+        float32 weights of all values if a feature of the data is weighted
+    labels: [batch] float32; [batch, targets] for a job that learns several (data.targets)
+    sample_weights: shape of labels; 0 for rows that do not count: the padding of an evaluation batch and
+        quarantined rows (dense 0, label 0, no ids), and rows that a label's mask excludes
+    present: [batch] bool, rows that are neither padding nor quarantined; None: sample weight above 0
+    groups: [batch] int64, in an evaluation of data with data.group_column, 0 for a missing group; no model
+        reads it, and it stays on the host in the batch that the reader returned
     """
 
     dense_features: torch.Tensor
@@ -40,12 +40,12 @@ class Batch(Pipelineable):
 
     @property
     def is_present(self) -> torch.Tensor:
-        """[batch] bool"""
+        """Return [batch] bool: rows that are neither padding nor quarantined."""
         return self.sample_weights > 0 if self.present is None else self.present
 
     @property
     def batch_size(self) -> int:
-        """Rows of this rank, padding included."""
+        """Return the number of rows of this rank, including padding."""
         return self.labels.shape[0]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
@@ -58,10 +58,13 @@ class Batch(Pipelineable):
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Of all that to() has moved. A KeyedJaggedTensor's strides stay on the host."""
+        """Record the stream on all tensors that to() moves.
+
+        A KeyedJaggedTensor's strides stay on the host.
+        """
         self.dense_features.record_stream(stream)
         self.sparse_features.record_stream(stream)
-        inverse = self.sparse_features.inverse_indices_or_none()  # TorchRec leaves these out
+        inverse = self.sparse_features.inverse_indices_or_none()  # TorchRec does not record these
         if inverse is not None:
             inverse[1].record_stream(stream)
         self.labels.record_stream(stream)
@@ -88,9 +91,11 @@ def keyed_jagged_tensor(
     length_per_key: list[int],
     weights: torch.Tensor | None = None,
 ) -> KeyedJaggedTensor:
-    """A KeyedJaggedTensor that knows its sizes per key, so that nobody has to ask the device for them.
+    """Return a KeyedJaggedTensor that knows its sizes per key, so nothing has to read them from the
+    device.
 
-    values, weights: [sum(length_per_key)], one feature after the other; lengths: [len(keys) * batch_size].
+    values, weights: [sum(length_per_key)], one feature after the other; lengths: [len(keys) *
+    batch_size].
     """
     return KeyedJaggedTensor(
         keys=keys,

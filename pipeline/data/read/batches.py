@@ -1,4 +1,4 @@
-"""What a training needs of a reader of its batches: that of a prepared split, or one that follows a stream."""
+"""Define the reader of batches that training needs: of a prepared split, or of a stream."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from pipeline.data.read.batch import Batch
 
 
 class BatchReader(Protocol):
-    """Local to one rank."""
+    """A reader of one rank's batches. Local."""
 
     config: ReaderConfig
-    batch_size: int  # of this rank
+    batch_size: int  # rows of this rank
     num_rows: int
     steps_per_epoch: int
-    stall_seconds: float  # that next() has waited
+    stall_seconds: float  # time that next() has waited
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """Batches start_step .. steps_per_epoch - 1 of an epoch."""
+        """Return batches start_step .. steps_per_epoch - 1 of an epoch."""
 
     def locate(self, epoch: int, step: int, rows: list[int]) -> list[tuple[str, int]]:
-        """Where rows of this rank's batch were read: a name, and the row there."""
+        """Return where rows of this rank's batch were read: a name, and the number of the row
+        there."""
 
     def empty_batch(self) -> Batch:
-        """A batch in which no row counts, for a rank that has nothing to read where the others go on."""
+        """Return a batch in which no row counts, for a rank that has nothing to read while other
+        ranks continue."""

@@ -1,7 +1,7 @@
 """Find the rows of a decoded row group that must not be trained on, each with a reason.
 
-Whole columns are checked by their least and greatest values; single rows are looked at only where one is wrong. A value
-in doubt is left as it is, or 0 where it is missing: the caller drops its row or refuses the file.
+Columns are checked by their minimum and maximum. Single rows are checked only if a column is wrong.
+A wrong value stays, or is 0 if it is missing: the caller drops its row or refuses the file.
 """
 
 from __future__ import annotations
@@ -20,44 +20,53 @@ MAX_VALUE_CHARACTERS = 80
 
 @dataclass(frozen=True)
 class Lists:
-    """A list-valued feature: row i holds ids[offsets[i]:offsets[i + 1]], and as many weights where it is weighted."""
+    """A list-valued feature.
+
+    Row i has ids[offsets[i]:offsets[i + 1]], and as many weights if it is weighted.
+    """
 
     ids: NDArray[np.integer]
     offsets: NDArray[np.int64]
     weights: NDArray[np.float32] | None = None
 
     def take(self, rows: NDArray[np.int64], present: NDArray[np.bool_] | None = None) -> Lists:
-        """The lists of `rows`, one after the other; those of rows that are not `present` are empty."""
+        """Return the lists of `rows`, one after the other.
+
+        Rows that are not `present` get empty lists.
+        """
         starts = self.offsets[:-1][rows]
         lengths = self.offsets[1:][rows] - starts
         if present is not None:
             lengths = lengths * present
         offsets = np.concatenate(([0], np.cumsum(lengths)))
-        # Id k of the result lies at its list's start plus its position in the list.
+        # The index of the result's id k is the start of its list plus its position in the list.
         positions = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
         return Lists(self.ids[positions], offsets, None if self.weights is None else self.weights[positions])
 
 
 @dataclass(frozen=True)
 class Columns:
-    """A row group in file order; features keep the data set's order within `one_hot` and `lists`."""
+    """A row group in file order.
+
+    Features keep the data set's order within `one_hot` and `lists`.
+    """
 
     dense: NDArray[np.float32]  # [num_dense, rows]
     one_hot: NDArray[np.signedinteger]  # [num_one_hot, rows]
     lists: list[Lists]
-    labels: NDArray[np.float32]  # [rows], or [rows, label columns] of several
-    groups: NDArray[np.int64] | None = None  # [rows], where they were read
+    labels: NDArray[np.float32]  # [rows], or [rows, label columns] if there are several
+    groups: NDArray[np.int64] | None = None  # [rows], if they were read
 
 
 def num_bytes(columns: Columns) -> int:
-    """Of memory."""
+    """Return the size in memory."""
     lists = [part for each in columns.lists for part in (each.ids, each.offsets, each.weights)]
     arrays = [columns.dense, columns.one_hot, columns.labels, columns.groups, *lists]
     return sum(array.nbytes for array in arrays if array is not None)
 
 
 class Faults:
-    """Row -> what is wrong with it; of several faults of a row the first that was found stands."""
+    """Reasons of bad rows: row -> reason. Of several reasons for a row the first one stays."""
 
     def __init__(self, table: pa.Table) -> None:
         self.reasons: dict[int, str] = {}
@@ -73,10 +82,10 @@ class Faults:
 
 
 def check_columns(table: pa.Table, dataset: Dataset) -> tuple[Columns, dict[int, str]]:
-    """The columns of a row group, and row -> reason for the rows that are bad.
+    """Return the columns of a row group, and row -> reason for bad rows.
 
-    Few calls on whole matrices: each numpy call lets go of the GIL, and taking it back beside a busy trainer
-    costs more than the work on one column.
+    It makes few calls on full matrices. Each numpy call releases the GIL, and acquiring it again
+    during training costs more than the work on one column.
     """
     faults = Faults(table)
     labels = _matrix(table, dataset.label_columns, pa.float32(), faults)
@@ -104,13 +113,13 @@ def check_columns(table: pa.Table, dataset: Dataset) -> tuple[Columns, dict[int,
 
 
 def label_shape(dataset: Dataset) -> tuple[int, ...]:
-    """Of what a row's label columns hold: one number, or several."""
+    """Return the shape of a row's label columns: () for one number, or (count,)."""
     count = len(dataset.label_columns)
     return () if count == 1 else (count,)
 
 
 def _check_label(label: Label, values: NDArray[np.float32], faults: Faults) -> None:
-    """`values` [rows]."""
+    """Check `values` [rows] of a label."""
     if label.kind == "binary":
         known, wanted = (values == 0) | (values == 1), "0 or 1"
     elif label.kind == "regression":
@@ -124,7 +133,7 @@ def _check_label(label: Label, values: NDArray[np.float32], faults: Faults) -> N
 
 
 def _check_finite(dense: NDArray[np.float32], names: list[str], faults: Faults) -> None:
-    """A NaN or an infinity makes the whole dense part NaN within a step."""
+    """Check for NaN and infinities, which would make the complete dense part NaN within a step."""
     finite = np.isfinite(dense)
     if not finite.all():
         for i in np.flatnonzero(~finite.all(axis=1)):
@@ -132,7 +141,7 @@ def _check_finite(dense: NDArray[np.float32], names: list[str], faults: Faults) 
 
 
 def _check_ids(ids: NDArray[np.signedinteger], features: list[SparseFeature], faults: Faults) -> None:
-    """`ids` [features, rows]. For an id outside its table TorchRec would train row 0."""
+    """Check `ids` [features, rows]. TorchRec would train row 0 for an id outside its table."""
     if not ids.size:
         return
     limits = [feature.cardinality for feature in features]
@@ -143,7 +152,10 @@ def _check_ids(ids: NDArray[np.signedinteger], features: list[SparseFeature], fa
 
 
 def _check_sequences(features: list[SparseFeature], lists: list[Lists], faults: Faults) -> None:
-    """A longer one has more positions than a model, and one of another length than its leader's describes nothing."""
+    """Check lengths.
+
+    A longer list has more positions than a model; a list must be as long as the one it describes.
+    """
     lengths = {feature.name: np.diff(each.offsets) for feature, each in zip(features, lists, strict=True)}
     for feature in features:
         if (sequence := feature.sequence) is None:
@@ -157,7 +169,7 @@ def _check_sequences(features: list[SparseFeature], lists: list[Lists], faults: 
 
 
 def _matrix(table: pa.Table, names: list[str], type_: pa.DataType, faults: Faults) -> NDArray:
-    """[names, rows]; an id too large for `type_` is widened, for _check_ids to find."""
+    """Return [names, rows]. An id too large for `type_` is widened, so that _check_ids finds it."""
     if not names:
         return np.empty((0, table.num_rows), type_.to_pandas_dtype())
     columns = [_values(table.column(name), name, faults) for name in names]
@@ -176,7 +188,7 @@ def _values(column: pa.ChunkedArray, name: str, faults: Faults) -> pa.Array:
 
 
 def _weighted(lists: Lists, table: pa.Table, feature: SparseFeature, faults: Faults) -> Lists:
-    """With the feature's weights, where it has some; of a row in doubt they are 0."""
+    """Return the lists with the feature's weights, if it is weighted. Bad rows have weights 0."""
     if not feature.weighted:
         return lists
     name, lengths = weights_column(feature.name), np.diff(lists.offsets)
@@ -205,7 +217,7 @@ def _lists(table: pa.Table, feature: SparseFeature, faults: Faults) -> Lists:
     if array.null_count:
         faults.note(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)), feature.name, wanted)
     offsets = array.offsets.to_numpy().astype(np.int64)
-    values = array.values  # all of them, while offsets may begin behind the first
+    values = array.values  # all values, although the offsets may start after the first one
     wrong = np.zeros(0, np.bool_)
     if values.null_count:
         wrong = values.is_null().to_numpy(zero_copy_only=False)
@@ -216,6 +228,7 @@ def _lists(table: pa.Table, feature: SparseFeature, faults: Faults) -> Lists:
         wrong = (ids < 0) | (ids >= feature.cardinality) | (wrong if wrong.size else False)
         positions = np.flatnonzero(wrong)
         positions = positions[(positions >= offsets[0]) & (positions < offsets[-1])]
-        # The last row that begins at or before the id: empty lists begin there too, and end there.
+        # Take the last row that starts at or before the id, because empty lists also start and end
+        # there.
         faults.note(np.unique(np.searchsorted(offsets, positions, side="right") - 1), feature.name, wanted)
     return Lists(ids, offsets)

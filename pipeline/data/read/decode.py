@@ -1,7 +1,8 @@
 """Decode a row group of a Parquet shard to a Block of checked, shuffled columns.
 
-What would train wrong without an error stops here, or is quarantined (data.read.check_rows says which rows): ids outside the
-table, labels that are none of their kind, values that are missing or not finite, files that are not the ones dataset.json names.
+Data that would train wrong without an error is refused here, or quarantined (data.read.check_rows
+finds the rows): ids outside the table, invalid labels, values that are missing or not finite, and
+files that differ from dataset.json.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from pipeline.data.dataset import GROUP_COLUMN, Dataset, Split, weights_column
 from pipeline.data.read.check_rows import Columns, Lists, check_columns, label_shape, num_bytes
 from pipeline.data.read.quarantine import Quarantine
-from pipeline.data.read.shard_files import WAY_OUT, ShardError, ShardFiles, check_layout
+from pipeline.data.read.shard_files import ShardError, ShardFiles, check_layout
 from pipeline.data.read.streams import Segment, row_permutation
 from pipeline.runtime.errors import DataError
 
@@ -32,32 +33,34 @@ TO_QUARANTINE = "or leave such rows out with data.reader.on_bad_rows=quarantine 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows in reading order; features keep the data set's order within `one_hot` and `lists`.
+    """Rows in reading order. Features keep the data set's order within `one_hot` and `lists`.
 
-    Rows that are not `present` are quarantined: dense 0, label 0, empty lists, and one-hot ids that nobody may read.
+    Rows that are not `present` are quarantined: dense 0, label 0, empty lists, and undefined
+    one-hot ids.
     """
 
     dense: NDArray[np.float32]  # [rows, num_dense]
     one_hot: NDArray[np.signedinteger]  # [num_one_hot, rows]
     lists: list[Lists]
-    labels: NDArray[np.float32]  # [rows], or [rows, label columns] of several
-    present: NDArray[np.bool_] | None = None  # None: all are
-    groups: NDArray[np.int64] | None = None  # [rows], where they were read
+    labels: NDArray[np.float32]  # [rows], or [rows, label columns] if there are several
+    present: NDArray[np.bool_] | None = None  # None: all rows are present
+    groups: NDArray[np.int64] | None = None  # [rows], if they were read
 
 
 class Checked(NamedTuple):
-    """A row group in file order, and row -> what is wrong with it."""
+    """A row group in file order, and row -> reason for bad rows."""
 
     columns: Columns
     reasons: dict[int, str]
 
 
 class Shards:
-    """The files of one split. Decoding is safe from several threads: each borrows a file handle of its own.
+    """The files of one split. Several threads may decode at once; each uses a separate file handle.
 
-    quarantine: takes the bad rows, which then are not present in the Block; None stops at the first. with_groups: the
-    groups of rows are read too, which evaluations need. keep_bytes: a split whose checked columns fit is decoded once:
-    several streams read rows of one row group, and every epoch reads all of them again.
+    quarantine: stores the bad rows, which are then not present in the Block; None: the first bad
+    row raises. with_groups: also read the groups of rows, which evaluations need. keep_bytes: a
+    split whose checked columns fit this size is decoded once. Several streams read rows of one row
+    group, and every epoch reads all rows again.
     """
 
     def __init__(
@@ -87,12 +90,16 @@ class Shards:
         self._lock = threading.Lock()
 
     def locate(self, row_group: int, row: int) -> tuple[str, int]:
-        """The file (as dataset.json names it) and the row in it, from 0, of a row of a row group."""
+        """Return the file (as dataset.json names it) and the row in it, from 0, for a row of a
+        row group."""
         index, _, first = self._places[row_group]
         return self.files[index].path, first + row
 
     def decode(self, segment: Segment, seed: int, epoch: int, shuffled: bool) -> Block:
-        """Raises DataError that names file, row, column and value for data that must not be trained on."""
+        """Decode a segment.
+
+        Raises DataError with file, row, column and value for data that must not be trained on.
+        """
         rows = self.row_group_sizes[segment.row_group]
         chosen = row_permutation(seed, epoch, segment.row_group, rows) if shuffled else np.arange(rows)
         chosen = chosen[segment.start : segment.stop]
@@ -100,7 +107,7 @@ class Shards:
         try:
             columns, reasons = self._kept.get(segment.row_group) or self._read_checked(segment.row_group)
         except ShardError as error:
-            self.files.check_unchanged(index)  # where it did change, that is what is wrong
+            self.files.check_unchanged(index)  # if the file changed, report that instead
             if self._quarantine is None:
                 raise
             self._quarantine.add(self.files[index].path, {first: str(error)}, num_rows=rows)
@@ -131,11 +138,11 @@ class Shards:
         index, group, first = self._places[row_group]
         raise DataError(
             f"{self.files.path(index)}, row {first + row}: {reasons[row]} (row group {group} has {len(reasons)} bad "
-            f"of {self.row_group_sizes[row_group]} rows); {WAY_OUT}; {TO_QUARANTINE}"
+            f"of {self.row_group_sizes[row_group]} rows); {HOW_TO_FIX}; {TO_QUARANTINE}"
         )
 
     def _nothing(self, num_rows: int) -> Block:
-        """As many rows as could not be read, none of them present."""
+        """Return a block of unreadable rows, none of which is present."""
         bags = [feature for feature in self.dataset.sparse_features if feature.multi_hot]
         num_one_hot = len(self.dataset.sparse_features) - len(bags)
         no_ids, no_weights = np.zeros(0, np.int32), np.zeros(0, np.float32)
@@ -155,10 +162,11 @@ class Shards:
             try:
                 return file.read_row_group(row_group, columns=self._columns, use_threads=False)
             except (OSError, pa.ArrowException) as error:
-                if getattr(error, "errno", None) is not None:  # the disk's fault: the bytes may be sound
+                # an error of the disk: the bytes may be intact
+                if getattr(error, "errno", None) is not None:
                     raise
                 where = f"{self.files.path(index)}, row group {row_group}"
-                raise ShardError(f"{where} cannot be read ({error}); {WAY_OUT}") from error
+                raise ShardError(f"{where} cannot be read ({error}); {HOW_TO_FIX}") from error
 
     @contextmanager
     def _borrow(self, index: int) -> Iterator[pq.ParquetFile]:
@@ -169,7 +177,7 @@ class Shards:
                 self._idle[index] = handles
         file = file or self._open(index)
         yield file
-        with self._lock:  # not reached after an error: a handle in doubt is dropped
+        with self._lock:  # after an error this line is not reached, and the handle is dropped
             self._idle.setdefault(index, []).append(file)
             self._idle.move_to_end(index)
             dropped = self._idle.popitem(last=False)[1] if len(self._idle) > MAX_IDLE_FILES else []
@@ -179,19 +187,20 @@ class Shards:
     def _open(self, index: int) -> pq.ParquetFile:
         path, local = self.files.path(index), self.files.fetch(index)
         try:
-            # No memory map: a disk error is then an exception and not SIGBUS, at equal speed. No pre_buffer: its
-            # hand-over to pyarrow's IO threads costs a third of the rows/s on one core.
+            # No memory map: a disk error then raises an exception instead of SIGBUS, at equal
+            # speed. No pre_buffer: passing work to pyarrow's IO threads costs a third of the rows/s
+            # on one core.
             file = pq.ParquetFile(local, pre_buffer=False, page_checksum_verification=True)
         except (OSError, pa.ArrowException) as error:
             if getattr(error, "errno", None) is not None:
                 raise
-            raise ShardError(f"{path} is not a readable Parquet file ({error}); {WAY_OUT}") from error
+            raise ShardError(f"{path} is not a readable Parquet file ({error}); {HOW_TO_FIX}") from error
         check_layout(path, self.files[index], file, self.dataset)
         return file
 
 
 def take_rows(columns: Columns, rows: NDArray[np.int64], present: NDArray[np.bool_] | None = None) -> Block:
-    """The chosen rows of a row group, in the order of `rows`."""
+    """Return the chosen rows of a row group, in the order of `rows`."""
     dense = np.take(np.ascontiguousarray(columns.dense.T), rows, axis=0)
     labels = np.take(columns.labels, rows, axis=0)
     lists = [column.take(rows, present) for column in columns.lists]

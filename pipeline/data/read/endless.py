@@ -1,4 +1,5 @@
-"""Define a reader that follows a stream, and the file of values that the stream added to the vocabularies."""
+"""Define a reader that follows a stream, and the file of values that the stream added to the
+vocabularies."""
 
 from __future__ import annotations
 
@@ -10,16 +11,16 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage.unpack import unpack_zlib
 
-ENDLESS_STEPS = 1 << 40  # of an epoch of a stream
-FILE = "new_values.json.z"  # of a step: what to_bytes() makes
+ENDLESS_STEPS = 1 << 40  # number of steps in an epoch of a stream
+FILE = "new_values.json.z"  # file of a step, with the content of to_bytes()
 MIN_UNPACKED, LARGEST_RATIO = 16 << 20, 32
-Values = dict[str, list[str]]  # by vocabulary, which has the name of the feature that it belongs to
+Values = dict[str, list[str]]  # by vocabulary; a vocabulary has the name of its feature
 
 
 class Known(NamedTuple):
-    """The new values that a batch is encoded with.
+    """The new values with which a batch is encoded.
 
-    values: by ascending id. waiting: values that were chosen for ids and wait until their table grows.
+    values: by ascending id. waiting: values that will get ids when their table has grown.
     """
 
     values: Values
@@ -55,11 +56,17 @@ def _are_values(values: object) -> bool:
 
 
 class EndOfInputError(Exception):
-    """A stream gives no more rows, or the run was asked to stop while it waited for some: the training ends with a whole step."""
+    """A stream has no more rows, or the run was asked to stop while it waited for rows.
+
+    Training ends with a complete step.
+    """
 
 
 class TablesFullError(EndOfInputError):
-    """New values of a stream have no row: the training ends with a whole step, and goes on from it with larger tables."""
+    """New values of a stream have no row.
+
+    Training ends with a complete step and continues with larger tables.
+    """
 
     def __init__(self, tables: Iterable[str]) -> None:
         self.tables = sorted(tables)
@@ -68,19 +75,22 @@ class TablesFullError(EndOfInputError):
 
 @runtime_checkable
 class StreamReading(Protocol):
-    """A reader of a stream. A batch's number counts from 0 since the run began."""
+    """A reader of a stream. Batches are numbered from 0 since the start of the run."""
 
     def place(self, batch: int) -> dict[str, Any]:
-        """Where batch number `batch` begins, for a manifest; numbers only rise."""
+        """Return where batch number `batch` starts, for a manifest.
+
+        Numbers must not decrease between calls.
+        """
 
     def go_to(self, batch: int, place: dict[str, Any]) -> None:
-        """Before batches() begins there. Raises UserError where `place` is of another stream."""
+        """Set where batches() starts. Raises UserError if `place` belongs to another stream."""
 
     def values_of(self, batch: int) -> Known:
-        """Values that batch `batch` is encoded with and the data set lacks."""
+        """Return the values with which batch `batch` is encoded and which the data set lacks."""
 
     def restore_values(self, batch: int, known: Known) -> None:
-        """Those of the step that go_to() has gone to."""
+        """Restore the values of the step that go_to() chose."""
 
     def progress(self, batch: int) -> dict[str, float]:
-        """What the log and the metrics say once all batches before `batch` are trained on."""
+        """Return metrics for the log after all batches before `batch` are trained on."""

@@ -1,7 +1,8 @@
-"""Sample multi-hot bags from one-hot ids, as the MLPerf DLRMv2 data set was made, without a table of them.
+"""Sample multi-hot bags from one-hot ids as in the MLPerf DLRMv2 data set, without storing them.
 
-MLPerf samples, for each row of a table, a fixed bag: the row's own id and size - 1 ids uniform over the table.
-Here a hash of (feature, id, position in the bag) is the sample, so nothing of cardinality x size is ever held.
+MLPerf samples a fixed bag for each row of a table: the row's own id and size - 1 uniform ids. Here
+a hash of (feature, id, position in the bag) is the sample, so nothing of size cardinality x size is
+stored.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ from numpy.typing import NDArray
 
 from pipeline.data.read.streams import mix
 
-DRAWS_AT_ONCE = 2**14  # 128 KB of 64-bit words stay in the cache
+DRAWS_AT_ONCE = 2**14  # 128 KB of 64-bit words fit the cache
 
 
 def sample_bags(ids: NDArray[np.int64], feature: str, cardinality: int, bags: NDArray[np.int64]) -> None:
-    """Fill bags [rows, size] for ids [rows]: first the id itself, then ids in [0, cardinality) that it and the feature decide.
+    """Fill bags [rows, size] for ids [rows]: the id itself, then ids in [0, cardinality) that
+    depend on id and feature.
 
-    As in MLPerf's tables, ids of a bag may repeat. The same id gives the same bag in every run, on every rank.
-    cardinality <= 2**32: the 32 upper bits of a hash are scaled to it.
+    As in MLPerf's tables, ids of a bag may repeat. An id gives the same bag in every run and on
+    every rank. cardinality <= 2**32, because the 32 upper bits of a hash are scaled to it.
     """
     assert bags.flags.c_contiguous, "a copy would be filled instead"
     num_rows, size = bags.shape
     if size > 1 and num_rows:
-        # Flat arrays throughout: numpy is slow where the innermost axis is as short as a bag.
+        # Flat arrays, because numpy is slow if the innermost axis is as short as a bag.
         flat = bags.reshape(-1).view(np.uint64)
         rows_at_once = max(1, DRAWS_AT_ONCE // size)
         multipliers = _multipliers(feature, size, rows_at_once)
@@ -47,6 +49,7 @@ def _feature_key(feature: str) -> np.uint64:
 
 @cache
 def _multipliers(feature: str, size: int, num_rows: int) -> NDArray[np.uint64]:
-    """An odd factor for each position in a bag (multiply-shift hashing on top of `mix`), repeated for all rows."""
+    """Return an odd factor for each position in a bag (multiply-shift hashing after `mix`),
+    repeated for all rows."""
     factors = mix(np.arange(size).astype(np.uint64) + _feature_key(feature)) | np.uint64(1)
     return np.tile(factors, num_rows)

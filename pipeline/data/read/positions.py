@@ -1,7 +1,7 @@
-"""Say where in the files of its split each row of an evaluation batch lies, however the batches were made.
+"""Compute where each row of an evaluation batch is in the files of its split.
 
-A row's position is its number in the order of the files, so it is the same for every seed, batch size, number of streams and
-number of ranks: what two models say of one row can be paired.
+A row's position is its number in the order of the files. It does not depend on seed, batch size,
+number of streams or number of ranks, so results of two models can be paired by row.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 
 from pipeline.data.read.streams import EpochOrder, row_permutation
 
-PADDING = -1  # the position of a row that fills up a batch
+PADDING = -1  # the position of a padding row
 
 
 def batch_positions(
     order: EpochOrder, streams: Sequence[int], rows_per_stream: int, num_steps: int
 ) -> Iterator[NDArray[np.int64]]:
-    """[len(streams) * rows_per_stream] for each step, as a reader of these streams lays its batches out."""
+    """Yield [len(streams) * rows_per_stream] for each step, in the order of a reader's batches
+    of these streams."""
     firsts = [0, *accumulate(order.row_group_sizes)]
     readers = [_Stream(order, stream, firsts) for stream in streams]
     for _ in range(num_steps):
@@ -28,7 +29,7 @@ def batch_positions(
 
 
 class _Stream:
-    """The positions of one stream's rows, of which a row group at most is held at a time."""
+    """The positions of one stream's rows. Holds at most one row group in memory."""
 
     def __init__(self, order: EpochOrder, stream: int, firsts: Sequence[int]) -> None:
         self._order, self._firsts = order, firsts
@@ -36,7 +37,7 @@ class _Stream:
         self._rows = np.zeros(0, np.int64)
 
     def take(self, num_rows: int) -> NDArray[np.int64]:
-        """[num_rows]; PADDING where the stream has run dry."""
+        """Return [num_rows] positions, PADDING after the end of the stream."""
         taken = np.full(num_rows, PADDING, np.int64)
         filled = 0
         while filled < num_rows:

@@ -14,7 +14,10 @@ JOIN_TIMEOUT_S = 30.0
 
 
 class _Buffer(Generic[Item]):
-    """What consumer and thread share. Holds no reference to the Prefetcher, so that dropping that ends the thread."""
+    """State shared by consumer and thread.
+
+    It has no reference to the Prefetcher, so that dropping that stops the thread.
+    """
 
     def __init__(self, depth: int, on_stop: Callable[[], None]) -> None:
         self.depth, self.on_stop = depth, on_stop
@@ -25,7 +28,7 @@ class _Buffer(Generic[Item]):
         self.changed = threading.Condition()
 
     def fill(self, source: Generator[Item, None, None]) -> None:
-        """The thread: runs until the source ends or fails, or the consumer stops it."""
+        """Run the thread until the source ends or fails, or the consumer stops it."""
         try:
             for item in source:
                 with self.changed:
@@ -48,16 +51,17 @@ class _Buffer(Generic[Item]):
             self.items.clear()
             self.changed.notify_all()
         self.on_stop()
-        if thread is not threading.current_thread():  # the garbage collector may run anywhere
+        if thread is not threading.current_thread():  # the garbage collector may run on any thread
             thread.join(JOIN_TIMEOUT_S)
 
 
 class Prefetcher(Iterator[Item]):
-    """Items of `source`, in order; an exception of the thread is raised after the items before it, and from then on.
+    """Yields items of `source` in order. An exception of the thread is raised after the items
+    before it, repeatedly.
 
     The thread ends with the source, at close(), when this object is garbage collected, and at interpreter exit.
-    waited: called with the seconds that a next() had to wait. on_stop: called once nothing more is wanted of the source, which
-    may be waiting for something.
+    `waited` is called with the seconds that a next() had to wait. `on_stop` is called when no more items are
+    needed, because the source may be waiting for something.
     """
 
     def __init__(
@@ -90,5 +94,5 @@ class Prefetcher(Iterator[Item]):
         raise StopIteration
 
     def close(self) -> None:
-        """Ends the thread and drops what it had read ahead; further next() calls raise StopIteration."""
+        """Stop the thread and drop the items read ahead. Later next() calls raise StopIteration."""
         self._stop()

@@ -1,7 +1,7 @@
-"""Write bad rows to a quarantine file, each once a rank:  <run>/quarantine/<split>.rank<r>.jsonl
+"""Write bad rows to a quarantine file, each once per rank: <run>/quarantine/<split>.rank<r>.jsonl
 
-{"file": "train/00000.parquet", "row": 31, "reason": "'cat_3' is 99, not an id within [0, 50)"}; rows count from 0. Of
-a row group that cannot be read there is one line, with the number of its rows.
+{"file": "train/00000.parquet", "row": 31, "reason": "'cat_3' is 99, not an id within [0, 50)"};
+rows count from 0. An unreadable row group has one line, with the number of its rows.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from typing import Any
 
 from pipeline.runtime.logs import get_logger
 
-MAX_LOGGED = 3  # reasons that go to the log; the others only to the file
+MAX_LOGGED = 3  # the log shows this many reasons; the file has all
 logger = get_logger(__name__)
 
 
 class Quarantine:
-    """Safe from several threads. Without a path, rows are remembered and logged, and written nowhere."""
+    """A list of bad rows, safe to use from several threads.
+
+    Without a path, rows are only logged.
+    """
 
     def __init__(self, path: str | None = None) -> None:
         self._path = path
@@ -30,7 +33,10 @@ class Quarantine:
                 self._known = {(entry["file"], entry["row"]) for entry in map(_parse, file) if entry}
 
     def add(self, file: str, reasons: dict[int, str], num_rows: int | None = None) -> None:
-        """`reasons` by row number in the file; `num_rows` where one line stands for so many rows."""
+        """Add `reasons` by row number in the file.
+
+        `num_rows`: one line represents this many rows.
+        """
         with self._lock:
             new = {row: reason for row, reason in reasons.items() if (file, row) not in self._known}
             if not new:
@@ -45,7 +51,7 @@ class Quarantine:
         for line in lines[: MAX_LOGGED - self._num_logged]:
             self._num_logged += 1
             logger.warning(
-                "quarantined %s%s", line, f"; more go to {self._path} alone" * (self._num_logged == MAX_LOGGED)
+                "quarantined %s%s", line, f"; more are only in {self._path}" * (self._num_logged == MAX_LOGGED)
             )
 
     def _write(self, lines: list[str]) -> None:
@@ -56,7 +62,7 @@ class Quarantine:
 
 
 def _parse(line: str) -> dict[str, Any]:
-    """Empty for the line that a killed run has not finished."""
+    """Parse a line. Return {} for the incomplete line of a killed run."""
     try:
         entry = json.loads(line)
         return entry if {"file", "row"} <= entry.keys() else {}

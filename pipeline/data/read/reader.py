@@ -1,7 +1,9 @@
-"""Read this rank's Batches from Parquet shards: the same global batches at any world size, from any step on.
+"""Read this rank's Batches from Parquet shards: the same global batches at any world size, from any
+step on.
 
-data.streams says which rows, data.decode makes Blocks of row groups, data.assemble makes Batches of Blocks, all
-on a background thread (data.prefetch), or on config.decode_threads of them.
+data.streams computes which rows, data.decode makes Blocks of row groups, and data.assemble makes
+Batches of Blocks. All run on a background thread (data.prefetch), or on config.decode_threads
+threads.
 """
 
 from __future__ import annotations
@@ -33,29 +35,30 @@ from pipeline.data.read.target_columns import TargetColumns
 from pipeline.data.targets import Target
 from pipeline.runtime.errors import DataError
 
-CHUNK_ROWS = 16_384  # batches are made from about so many rows at once
+CHUNK_ROWS = 16_384  # batches are made from about this many rows at once
 
 
 class ShardReader:
-    """Batches of one split for one rank. Local: no collective; every rank makes its own with equal arguments.
+    """Batches of one split for one rank. Local: every rank builds one with equal arguments.
 
-    drop_last=True: equal steps on every rank; fewer than global_batch_size rows (other ones each epoch when
-    shuffled) are left out of an epoch.
-    drop_last=False: every row exactly once; where a stream has run dry, rows of weight 0 without ids fill up,
-    so that ranks keep equal steps and equal batch sizes.
-    multi_hot: feature -> ids a sample, sampled from the one-hot id (data.read.multi_hot).
-    targets: the labels that batches have, with their masks; None: the data set's main one.
-    split_ids: what the ids of every batch go through (embeddings.id_splitter), on the prefetch thread.
-    pin: copies a batch to pinned memory; called on the threads that assemble batches.
-    with_groups: batches have the groups of rows, where the data set has some.
-    quarantine_path: where the rows go that config.on_bad_rows=quarantine leaves out; None: into the log alone.
+    drop_last=True: all ranks have equal steps; fewer than global_batch_size rows (different ones
+    each epoch if shuffled) are left out of an epoch. drop_last=False: every row is read exactly
+    once. After the end of a stream, rows with weight 0 and without ids fill the batch, so ranks
+    keep equal steps and batch sizes. multi_hot: feature -> ids per sample, sampled from the one-hot
+    id (data.read.multi_hot). targets: the labels of batches, with their masks; None: the data set's
+    main label. split_ids: a function applied to the ids of every batch (embeddings.id_splitter), on
+    the prefetch thread. pin: copies a batch to pinned memory; called on the threads that assemble
+    batches. with_groups: batches have the groups of rows, if the data set has groups.
+    quarantine_path: file of the rows that config.on_bad_rows=quarantine leaves out; None: only
+    logged.
 
-    Held in memory: a row group for each of the rank's streams (two with several decode threads), up to
-    2 * config.prefetch_batches batches, or more with several decode threads and small batches, and all of a split whose
-    columns take at most config.keep_mib.
+    Memory: one row group per stream of the rank (two with several decode threads), up to 2 *
+    config.prefetch_batches batches, or more with several decode threads and small batches, and all
+    of a split whose columns take at most config.keep_mib.
     """
 
-    # Many parameters: a reader of a run and one of an evaluation differ in each of them, and no two belong together.
+    # Readers of training and of evaluation differ in each of these parameters, so grouping them
+    # would not help.
     def __init__(
         self,
         folder: str,
@@ -86,7 +89,8 @@ class ShardReader:
         self.batch_size = global_batch_size // world_size
         self.num_rows = dataset.splits[split].num_rows
         self.steps_per_epoch = num_steps(self.num_rows, global_batch_size, config.num_streams, drop_last)
-        self.stall_seconds = 0.0  # time that next() has waited, the first batch of each epoch included
+        # time that next() has waited, including the first batch of each epoch
+        self.stall_seconds = 0.0
         self._seed = seed
         self._pin, self._split_ids = pin, split_ids
         self.dataset_fingerprint = dataset.fingerprint()
@@ -108,11 +112,15 @@ class ShardReader:
 
     @property
     def order_fingerprint(self) -> str:
-        """Equal only where (epoch, step) means the same rows: a checkpoint's position is worth nothing elsewhere."""
+        """Return a hash that is equal only if (epoch, step) means the same rows.
+
+        A checkpoint's position depends on it.
+        """
         return hashlib.sha256(json.dumps(self._identity).encode()).hexdigest()
 
     def batches(self, epoch: int, start_step: int = 0) -> Prefetcher[Batch]:
-        """Batches start_step .. steps_per_epoch - 1 of an epoch; close() the iterator to end its threads early."""
+        """Return batches start_step .. steps_per_epoch - 1 of an epoch. close() the iterator to
+        stop its threads early."""
         if epoch < 0 or not 0 <= start_step <= self.steps_per_epoch:
             raise DataError(
                 f"epoch={epoch}, start_step={start_step}: epochs count from 0, and an epoch has "
@@ -123,7 +131,8 @@ class ShardReader:
         )
 
     def locate(self, epoch: int, step: int, rows: list[int]) -> list[tuple[str, int]]:
-        """The shard (as dataset.json names it) and the row in it, from 0, of rows of this rank's batch."""
+        """Return the shard (as dataset.json names it) and the row in it, from 0, for rows of
+        this rank's batch."""
         per_stream, shuffled = self._assembler.rows_per_stream, self._is_shuffled
         order = EpochOrder(self._shards.row_group_sizes, self.config.num_streams, self._seed, epoch, shuffled)
         positions = []
@@ -140,7 +149,8 @@ class ShardReader:
         return positions
 
     def positions(self, epoch: int) -> Iterator[NDArray[np.int64]]:
-        """[batch_size] for each batch of an epoch: where its rows lie in the split's files (data.read.positions)."""
+        """Yield [batch_size] for each batch of an epoch: positions of its rows in the split's
+        files (data.read.positions)."""
         order = EpochOrder(self._shards.row_group_sizes, self.config.num_streams, self._seed, epoch, self._is_shuffled)
         return batch_positions(order, self._streams, self._assembler.rows_per_stream, self.steps_per_epoch)
 
@@ -149,7 +159,8 @@ class ShardReader:
         return self.config.shuffle == "row_groups"
 
     def empty_batch(self) -> Batch:
-        """A batch in which no row counts, for a rank that has nothing to read where the others go on."""
+        """Return a batch in which no row counts, for a rank that has nothing to read while other
+        ranks continue."""
         return self._split(self._assembler.assemble([], 1)[0])
 
     def _add_stall(self, seconds: float) -> None:
@@ -191,7 +202,10 @@ class ShardReader:
 
 
 def workers(num_threads: int, stack: ExitStack) -> Callable[..., Callable[[], Any]]:
-    """submit(function, *args) -> result(). One thread is the caller's own, and works when the result is asked for."""
+    """Return submit(function, *args) -> result().
+
+    With one thread the work runs when the result is requested.
+    """
     if num_threads == 1:
         return partial
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="reader-decode")
@@ -200,7 +214,7 @@ def workers(num_threads: int, stack: ExitStack) -> Callable[..., Callable[[], An
 
 
 class BlockStream:
-    """The rows of one stream; the block after the current one is always submitted for decoding."""
+    """The rows of one stream. The block after the current one is always submitted for decoding."""
 
     def __init__(self, segments: Iterator[Segment], decode: Callable[[Segment], Callable[[], Block]]) -> None:
         self._segments = segments
@@ -211,7 +225,8 @@ class BlockStream:
         self._read_ahead()
 
     def take(self, num_rows: int, offset: int) -> Iterator[Piece]:
-        """The next `num_rows` rows, to lie from `offset` on in the chunk; fewer at the end of the stream."""
+        """Yield the next `num_rows` rows as pieces that start at `offset` in the chunk; fewer at
+        the end of the stream."""
         while num_rows:
             if self._block is None or self._used == len(self._block.labels):
                 if self._next is None:

@@ -1,4 +1,5 @@
-"""Say where the files of a split lie, that they are the ones dataset.json names, and that they stay so while they are read."""
+"""Locate the files of a split, and check that they match dataset.json and do not change while
+they are read."""
 
 from __future__ import annotations
 
@@ -14,16 +15,19 @@ from pipeline.runtime.errors import DataError
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.storage import storage
 
-WAY_OUT = f"compare the file's checksum with {FILE_NAME}, copy it again, or remove the folder and run `python -m pipeline prepare`"
+HOW_TO_FIX = f"compare the file's checksum with {FILE_NAME}, copy it again, or remove the folder and run `python -m pipeline prepare`"
 logger = get_logger(__name__)
 
 
 class ShardError(DataError):
-    """A shard or a row group of it cannot be read, or is not what dataset.json says."""
+    """A shard or a row group cannot be read, or differs from dataset.json."""
 
 
 class Stamp(NamedTuple):
-    """What a file system says of a file; equal stamps, equal bytes, but for who sets clocks back."""
+    """A file's size, time and inode.
+
+    Equal stamps mean an unchanged file, unless a clock was set back.
+    """
 
     size_bytes: int
     modified_ns: int
@@ -33,8 +37,9 @@ class Stamp(NamedTuple):
 class ShardFiles:
     """The files of one split, by number.
 
-    must_be_whole: raise DataError at once for files that are missing or of another size; else they are warned of, and
-    fetch() raises ShardError. Sizes of remote shards are checked when they are fetched.
+    must_be_whole: raise DataError at once for files that are missing or have another size;
+    otherwise log a warning, and fetch() raises ShardError. Sizes of remote shards are checked when
+    they are fetched.
     """
 
     def __init__(self, folder: str, split: Split, must_be_whole: bool = True) -> None:
@@ -43,7 +48,7 @@ class ShardFiles:
         self._lock = threading.Lock()
         counted = sum(sum(shard.row_groups) for shard in split.files)
         if counted != split.num_rows:
-            raise DataError(f"{FILE_NAME} counts {split.num_rows} rows, but row groups with {counted}; {WAY_OUT}")
+            raise DataError(f"{FILE_NAME} counts {split.num_rows} rows, but row groups with {counted}; {HOW_TO_FIX}")
         problems = self._missing() + (self._stamp_all() if storage.is_local(folder) else [])
         if problems and must_be_whole:
             raise DataError(problems[0])
@@ -57,32 +62,36 @@ class ShardFiles:
         return storage.join(self._folder, self._files[index].path)
 
     def fetch(self, index: int) -> str:
-        """A local path. A remote shard is downloaded once, into iopath's cache.
+        """Return a local path. A remote shard is downloaded once, into iopath's cache.
 
-        Its row groups are read in random order, and iopath's own S3 handle fetches the whole object for each of them.
+        Row groups are read in random order, and iopath's S3 handle would fetch the complete object
+        for each of them.
         """
         path = self.path(index)
         try:
             local = storage.local_path(path)
             _check_size(path, self._files[index], os.path.getsize(local))
         except FileNotFoundError:
-            raise ShardError(f"{path} is missing; {WAY_OUT}") from None
+            raise ShardError(f"{path} is missing; {HOW_TO_FIX}") from None
         return local
 
     def verify_checksums(self, indices: range) -> None:
-        """Read the files whole and compare SHA-256. Raises DataError for the first that differs."""
+        """Read complete files and compare their SHA-256.
+
+        Raises DataError for the first that differs.
+        """
         with progress("verifying shards", sum(self._files[index].size_bytes for index in indices)) as bar:
             for index in indices:
                 self._verify(index)
                 bar.advance(self._files[index].size_bytes)
 
     def check_unchanged(self, index: int) -> None:
-        """Raise DataError where the file is no longer the one that was there at the start.
+        """Raise DataError if the file is no longer the same as at the start.
 
-        One call of stat. A file that was only touched, or copied again, passes by its checksum.
+        It calls stat once. A file that was only touched, or copied again, passes by its checksum.
         """
         then = self._stamps.get(index)
-        if then is None:  # remote, or already in doubt
+        if then is None:  # remote, or already reported as a problem
             return
         path = self.path(index)
         try:
@@ -99,9 +108,9 @@ class ShardFiles:
             if now.size_bytes != then.size_bytes or storage.sha256_of(path) != self._files[index].sha256:
                 raise DataError(
                     f"{path} has changed while it was read: {then.size_bytes} bytes of {then.modified_ns / 1e9:.3f} s, now "
-                    f"{now.size_bytes} of {now.modified_ns / 1e9:.3f} s, and not those of {FILE_NAME}; {WAY_OUT}"
+                    f"{now.size_bytes} of {now.modified_ns / 1e9:.3f} s, and not those of {FILE_NAME}; {HOW_TO_FIX}"
                 )
-            logger.warning("%s was replaced while it was read, by the same bytes", path)
+            logger.warning("%s was replaced while it was read, with the same content", path)
             self._stamps[index] = now
 
     def _missing(self) -> list[str]:
@@ -119,7 +128,7 @@ class ShardFiles:
         ]
 
     def _stamp_all(self) -> list[str]:
-        """What is wrong with the files that are there."""
+        """Record the stamps of existing files. Return the problems."""
         problems = []
         for index, shard in enumerate(self._files):
             try:
@@ -127,7 +136,7 @@ class ShardFiles:
                 _check_size(self.path(index), shard, stamp.size_bytes)
                 self._stamps[index] = stamp
             except FileNotFoundError:
-                pass  # _missing says so
+                pass  # _missing reports it
             except ShardError as error:
                 problems.append(str(error))
         return problems
@@ -136,7 +145,7 @@ class ShardFiles:
         shard, path = self._files[index], self.path(index)
         found = storage.sha256_of(self.fetch(index))
         if found != shard.sha256:
-            raise ShardError(f"{path} has the checksum {found}, {FILE_NAME} says {shard.sha256}; {WAY_OUT}")
+            raise ShardError(f"{path} has the checksum {found}, {FILE_NAME} says {shard.sha256}; {HOW_TO_FIX}")
 
 
 def _stamp(path: str) -> Stamp:
@@ -146,16 +155,16 @@ def _stamp(path: str) -> Stamp:
 
 def _check_size(path: str, shard: ShardFile, size_bytes: int) -> None:
     if size_bytes != shard.size_bytes:
-        raise ShardError(f"{path} has {size_bytes} bytes, {FILE_NAME} says {shard.size_bytes}; {WAY_OUT}")
+        raise ShardError(f"{path} has {size_bytes} bytes, {FILE_NAME} says {shard.size_bytes}; {HOW_TO_FIX}")
 
 
 def check_layout(path: str, shard: ShardFile, file: pq.ParquetFile, dataset: Dataset) -> None:
-    """Raise ShardError unless row groups and column types are what dataset.json promises."""
+    """Raise ShardError unless row groups and column types match dataset.json."""
     sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
     if sizes != shard.row_groups:
         raise ShardError(
             f"{path} has {len(sizes)} row groups with {sum(sizes)} rows, {FILE_NAME} says "
-            f"{len(shard.row_groups)} with {shard.num_rows} (or other sizes of single ones); {WAY_OUT}"
+            f"{len(shard.row_groups)} with {shard.num_rows} (or other sizes of single ones); {HOW_TO_FIX}"
         )
     types = {field.name: field.type for field in file.schema_arrow}
     wanted = dict.fromkeys([*dataset.label_columns, *dataset.dense_features], "a number")
@@ -164,9 +173,9 @@ def check_layout(path: str, shard: ShardFile, file: pq.ParquetFile, dataset: Dat
     wanted |= {GROUP_COLUMN: "an integer"} if dataset.group_column else {}
     for name, kind in wanted.items():
         if name not in types:
-            raise ShardError(f"{path} has no column {name!r}; {WAY_OUT}")
+            raise ShardError(f"{path} has no column {name!r}; {HOW_TO_FIX}")
         if not _is_a(kind, types[name]):
-            raise ShardError(f"{path}: column {name!r} is {types[name]}, expected {kind}; {WAY_OUT}")
+            raise ShardError(f"{path}: column {name!r} is {types[name]}, expected {kind}; {HOW_TO_FIX}")
 
 
 def _is_a(kind: str, type_: pa.DataType) -> bool:

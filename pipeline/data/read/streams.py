@@ -1,9 +1,9 @@
-"""Compute which rows each stream reads at a step, from seed and epoch alone; no file is touched.
+"""Compute which rows each stream reads at a step, only from seed and epoch; no file is read.
 
-The row groups of a split, in a seeded order, make one long order of N rows, cut into C streams whose lengths
-differ by at most one row. Global batch g takes B/C rows of each stream, in stream order; rank r owns the streams
-[r*C/W, (r+1)*C/W). So ranks 0..W-1 together hold the same rows in the same order for every W that divides C,
-and (epoch, step) is the whole position.
+The row groups of a split, in a seeded order, form one long order of N rows. It is cut into C
+streams whose lengths differ by at most one row. Global batch g takes B/C rows of each stream, in
+stream order. Rank r owns the streams [r*C/W, (r+1)*C/W). So ranks 0..W-1 together hold the same
+rows in the same order for every W that divides C, and (epoch, step) is the complete position.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-ORDER_TAG, ROWS_TAG = 1, 2  # keep the keys of the two kinds of permutation apart
+ORDER_TAG, ROWS_TAG = 1, 2  # the two kinds of permutation have different keys
 NUM_ROUNDS = 5
 
 
@@ -29,7 +29,7 @@ class Segment(NamedTuple):
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finalizer: a bijection of 64-bit words, so that distinct words stay distinct."""
+    """Apply splitmix64: a bijection of 64-bit words, so distinct words stay distinct."""
     mixed = values + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -37,11 +37,12 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def keyed_permutation(size: int, *key: int) -> NDArray[np.int64]:
-    """A permutation of range(size) that only the key decides.
+    """Return a permutation of range(size) that depends only on the key.
 
-    Not numpy's Generator, whose stream may change with a release: a run resumed under another numpy must still
-    read every row once. Multiply, add and xor-shift are bijections of k-bit words; words >= size are left out.
-    Five rounds pass for random (tests); np.argsort of hashes takes seven times as long.
+    numpy's Generator is not used, because its stream may change with a release, and a run resumed
+    with another numpy must still read every row once. Multiply, add and xor-shift are bijections of
+    k-bit words; words >= size are left out. Five rounds are random enough (see tests). np.argsort
+    of hashes takes seven times as long.
     """
     state: NDArray[np.uint64] = np.zeros(1, np.uint64)
     for word in key:
@@ -59,16 +60,20 @@ def keyed_permutation(size: int, *key: int) -> NDArray[np.int64]:
 
 @lru_cache(maxsize=4)
 def row_permutation(seed: int, epoch: int, row_group: int, num_rows: int) -> NDArray[np.int64]:
-    """Order in which the rows of a row group are read, the same for all streams that share it. Read-only."""
+    """Return the order in which the rows of a row group are read, equal for all streams.
+
+    The array is read-only.
+    """
     permutation = keyed_permutation(num_rows, ROWS_TAG, seed, epoch, row_group)
     permutation.flags.writeable = False
     return permutation
 
 
 def num_steps(num_rows: int, global_batch_size: int, num_streams: int, drop_last: bool) -> int:
-    """Steps of an epoch: equal for all ranks, and of every epoch.
+    """Return the steps of an epoch, equal for all ranks and epochs.
 
-    drop_last leaves out fewer than global_batch_size rows; without it the last step holds the remainder.
+    drop_last leaves out fewer than global_batch_size rows; without it the last step holds the
+    remainder.
     """
     rows_of_a_step = global_batch_size // num_streams
     shortest, longest = num_rows // num_streams, -(-num_rows // num_streams)
@@ -79,10 +84,10 @@ def num_steps(num_rows: int, global_batch_size: int, num_streams: int, drop_last
 class EpochOrder:
     """The order of one epoch's rows.
 
-    shuffled: row groups in a seeded permutation; stream c owns rows [c*N//C, (c+1)*N//C) of it, one stretch.
-    in file order: rounds of C stretches as long as the longest row group, one for each stream; what remains is
-    shared out evenly. A step then holds C pieces that lie within one round (C row groups) of the file order,
-    and rounds follow the file order.
+    shuffled: row groups are in a seeded permutation; stream c owns the rows [c*N//C, (c+1)*N//C) of
+    it. not shuffled: each round has C ranges as long as the longest row group, one for each stream;
+    the remaining rows are divided evenly. A step then holds C pieces from one round (C row groups)
+    of the file order, and rounds follow the file order.
     """
 
     row_group_sizes: Sequence[int]
@@ -92,7 +97,7 @@ class EpochOrder:
     shuffled: bool
 
     def segments(self, stream: int, skip_rows: int = 0) -> Iterator[Segment]:
-        """The stream's segments in order, from its row `skip_rows` on."""
+        """Yield the stream's segments in order, from its row `skip_rows` on."""
         order = self._row_group_order()
         ends = np.cumsum(np.asarray(self.row_group_sizes, dtype=np.int64)[order])
         for start, stop in self._stretches(stream):

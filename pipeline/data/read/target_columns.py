@@ -1,4 +1,4 @@
-"""Make a batch's labels and sample weights of the label columns of its rows."""
+"""Make a batch's labels and sample weights from the label columns of its rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Floats = NDArray[np.float32]
 
 
 class TargetValues(NamedTuple):
-    """labels and weights [batch] of one target, [batch, targets] of several; present [batch] where weights do not say it."""
+    """labels and weights [batch] of one target, or [batch, targets]; present [batch] if weights
+    do not define it."""
 
     labels: Floats
     weights: Floats
@@ -23,10 +24,11 @@ class TargetValues(NamedTuple):
 
 
 class TargetColumns:
-    """Of `targets`, the data set's main label where none are given.
+    """Computes the values of `targets`; without targets, of the data set's main label.
 
-    for_training: rows of a sampled training split are weighed as its model is trained, whose offset makes up for the sampling
-    of its label; else by 1 / keep where they are negatives, as all rows would be measured.
+    for_training: rows of a sampled training split have the weights for training, where an offset
+    corrects the sampling of its label. Otherwise negatives have weight 1 / keep, as if all rows
+    were measured.
     """
 
     def __init__(self, dataset: Dataset, targets: Sequence[Target] | None, *, split: str, for_training: bool) -> None:
@@ -44,7 +46,10 @@ class TargetColumns:
         self._is_plain = len(columns) == 1 and set(self._negatives_count) == {1.0}
 
     def __call__(self, values: Floats, present: NDArray[np.bool_]) -> TargetValues:
-        """`values`: [batch] of one label column, [batch, columns] of several, 0 where no row is `present` [batch]."""
+        """Compute labels and weights.
+
+        `values`: [batch] of one label column, or [batch, columns], 0 if not `present` [batch].
+        """
         if self._is_plain:
             return TargetValues(values, present.astype(np.float32), None)
         values = values.reshape(len(present), -1)

@@ -1,8 +1,9 @@
-"""Look up the ids of categorical values in prepared vocabularies, many at a time, within the process.
+"""Look up the ids of categorical values in prepared vocabularies, many at a time, within the
+process.
 
-A vocabulary's values lie in the order of their 64-bit hashes, each with its id. All vocabularies of a data set are searched
-at once: a value's key is the number of its vocabulary, then its hash. It is looked for by its key and then compared, so that
-another value of the same hash is another value.
+A vocabulary's values are sorted by their 64-bit hashes, each with its id. All vocabularies of a
+data set are searched at once: a value's key is the number of its vocabulary, then its hash. After
+the search by key the values are compared, so a different value with the same hash is not found.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from pipeline.runtime.errors import DataError
 
 HASH_SEED = 0
 NAMES = ["id", "value"]
-OFFSET_LIMIT = 2**31 - 1  # bytes of text that 32-bit offsets reach
+OFFSET_LIMIT = 2**31 - 1  # maximum bytes of text with 32-bit offsets
 
 
 def index_values(
     batches: Iterable[tuple[int, list[str]]], keep: Callable[[NDArray[np.int64]], NDArray[np.bool_]] | None = None
 ) -> pa.Table:
-    """id int32 and value, by ascending hash, of a vocabulary's (first id, values); `keep` says of ids whether they stay."""
+    """Return a table of id int32 and value, sorted by hash, from (first id, values) of a
+    vocabulary.
+
+    `keep` returns for ids whether they stay in the table.
+    """
     ids, values = [np.zeros(0, np.int32)], [pa.array([], pa.large_string())]
     for first, batch in batches:
         numbers, text = np.arange(first, first + len(batch)), pa.array(batch, pa.large_string())
@@ -42,9 +47,11 @@ def index_values(
 
 
 class ValueIndex:
-    """The ids of the values of several vocabularies, which are numbered as they are given.
+    """The ids of the values of several vocabularies, which are numbered in the order of the
+    argument.
 
-    `keys` ascend; beside each stand its id in `row_ids` and its value in `texts`. A key's leading `number_bits` are the number.
+    `keys` ascend; `row_ids` and `texts` have the id and the value for each key. The first `number_bits` bits of a
+    key are the number of the vocabulary.
 
     Raises DataError for a table that index_values has not made.
     """
@@ -56,18 +63,18 @@ class ValueIndex:
             values.append(table["value"].combine_chunks())
             hashes.append(hash_text(values[-1], HASH_SEED))
             if (hashes[-1][1:] < hashes[-1][:-1]).any():
-                raise DataError("a vocabulary's values are in the order of their hashes, these are not")
+                raise DataError("a vocabulary's values must be sorted by their hashes, but these are not")
         self.number_bits = max(1, (len(hashes) - 1).bit_length())
         numbers = np.repeat(np.arange(len(hashes)), [len(each) for each in hashes])
         self.keys = self._keys_of(numbers, np.concatenate([np.zeros(0, np.uint64), *hashes]))
         self.row_ids = np.concatenate(ids)
         del hashes, ids, numbers
         self.texts = texts_of(values)
-        # Values of one key lie side by side; more than one is a matter of billions of values.
+        # Values with one key are neighbours. More than one needs billions of values.
         self._longest_run = _longest_run(self.keys[1:] == self.keys[:-1]) + 1
 
     def __len__(self) -> int:
-        """The values of all vocabularies."""
+        """Return the number of values of all vocabularies."""
         return len(self.row_ids)
 
     def _keys_of(self, vocabularies: NDArray[np.integer], hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -75,7 +82,8 @@ class ValueIndex:
         return vocabularies.astype(np.uint64) << (np.uint64(64) - bits) | hashes >> bits
 
     def ids(self, vocabularies: NDArray[np.integer], values: pa.Array) -> NDArray[np.int64]:
-        """[len(values)]: of each value, text, its id in the vocabulary of that number; 0 where that lacks it."""
+        """Return [len(values)]: the id of each text in the vocabulary of that number; 0 if it is
+        not there."""
         found = np.zeros(len(values), np.int64)
         if not len(values) or not len(self):
             return found
@@ -92,12 +100,14 @@ class ValueIndex:
 
 def _checked(table: pa.Table) -> pa.Table:
     if table.column_names != NAMES or table["id"].null_count or table["value"].null_count:
-        raise DataError(f"a vocabulary has the columns {NAMES} and a value for each id, this one {table.schema.names}")
+        raise DataError(
+            f"a vocabulary must have the columns {NAMES} and a value for each id, but this one has {table.schema.names}"
+        )
     return table
 
 
 def _are_same(left: Texts, which: NDArray[np.int64], right: Texts, others: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[len(which)]: whether left[which[i]] is right[others[i]], byte for byte."""
+    """Return [len(which)]: True if left[which[i]] equals right[others[i]]."""
     lengths = left.lengths(which)
     same = lengths == right.lengths(others)
     for begin in range(0, int(lengths[same].max(initial=0)), WORD_BYTES):
@@ -107,6 +117,6 @@ def _are_same(left: Texts, which: NDArray[np.int64], right: Texts, others: NDArr
 
 
 def _longest_run(flags: NDArray[np.bool_]) -> int:
-    """Of neighbours that are all true."""
+    """Return the length of the longest run of True."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(np.int8), [0]])))
     return int((edges[1::2] - edges[::2]).max(initial=0))

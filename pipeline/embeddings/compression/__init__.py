@@ -1,1 +1,2 @@
-"""Compression kinds: a file each, found by the name under which it registers itself. kind.py says what a kind is."""
+"""Compression kinds, one file each, found by their registered names. kind.py defines what a kind
+is."""

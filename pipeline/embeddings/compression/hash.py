@@ -1,4 +1,4 @@
-"""Store a table as a smaller one whose rows ids share by a seeded hash (stdlib only)."""
+"""Store a table as a smaller one, whose rows ids share by a seeded hash (stdlib only)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @register("compression", "hash")
 class Hash(CompressionKind):
-    """The row of an id is a hash of it, spread over `num_rows`."""
+    """The row of an id is a hash of it in `num_rows` rows."""
 
     fits_sequences = True
     carries_weights = True
@@ -41,7 +41,7 @@ class Hash(CompressionKind):
         config, num_ids = self.config, self.table.num_embeddings
         if (config.num_rows is None) == (config.ratio is None):
             raise ConfigError(
-                f"{self.key}: kind=hash wants one of num_rows (of the hashed table) and ratio (its part of the full one)"
+                f"{self.key}: kind=hash needs one of num_rows (of the hashed table) and ratio (full size / hashed size)"
             )
         num_rows = config.num_rows or max(1, int(num_ids / (config.ratio or 1)))
         if num_rows > num_ids:

@@ -1,14 +1,14 @@
-"""Define what a compression kind is: everything that the pipeline asks of a table stored in fewer numbers (stdlib only).
+"""Define a compression kind: the interface of a table that is stored in fewer numbers (stdlib only).
 
 A kind is one file. It registers a subclass of CompressionKind, and `tables.<name>.compression.kind=<name>` finds it:
 
     @register("compression", "modulo")
     class Modulo(CompressionKind): ...
 
-A compressed table `cat_3` is stored as plain tables, its parts `cat_3__<part>` of features `<feature>__<part>`: to the
-planner, to sharding, to checkpoints and to quantization these are tables as all others. IdSplitter makes the parts' ids,
-Composer makes the table's rows of the parts' rows. Jobs are checked where there is no torch, so numpy, torch and torchrec are
-imported inside the methods that run in training.
+A compressed table `cat_3` is stored as plain tables, its parts `cat_3__<part>` of features `<feature>__<part>`.
+Planner, sharding, checkpoints and quantization treat them like all other tables. IdSplitter makes the parts'
+ids, and Composer makes the table's rows from the parts' rows. Jobs are checked without torch, so numpy, torch
+and torchrec are imported only inside methods that run in training.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 
 
 class Bags(NamedTuple):
-    """The bags of a feature: ids [sum of lengths] int64, sample after sample, and lengths [batch] int32.
+    """The bags of a feature: ids [sum of lengths] int64, sample after sample, and lengths [batch]
+    int32.
 
-    weights: float32, as many as ids; None: each counts 1.
+    weights: float32, one per id; None: each counts 1.
     """
 
     ids: NDArray[np.int64]
@@ -51,17 +52,23 @@ Split = Callable[[Bags], Iterator[tuple[str, Bags]]]
 
 
 class CompressionKind(ABC):
-    """One table as its kind stores it. `config` is the table's compression, `key` its config key for errors."""
+    """One table in the form its kind stores.
 
-    # The fields of CompressionConfig that the kind takes beside `kind`, `min_rows` and `options`; others are refused.
+    `config` is the table's compression, `key` its config key for errors.
+    """
+
+    # The fields of CompressionConfig that the kind uses, in addition to `kind`, `min_rows` and
+    # `options`. Others are refused.
     settings: ClassVar[tuple[str, ...]] = ()
-    # A dataclass of settings of its own, given as `compression.options`; None: the kind has none.
+    # A dataclass of further settings, set as `compression.options`; None: no further settings.
     Options: ClassVar[type[Any] | None] = None
-    # The part whose feature has each id of a bag once; says how long a bag is.
+    # The part whose feature has each id of a bag once. It gives the length of a bag.
     id_part: ClassVar[str] = ""
-    # Whether a table with sequences may be stored so: each position is split and composed by itself.
+    # Whether a table with sequences may use this kind: each position is split and composed
+    # separately.
     fits_sequences: ClassVar[bool] = False
-    # Whether `split` and `compose` keep the weights of ids: the row of each id counts as often as its weight says.
+    # Whether `split` and `compose` keep the weights of ids: the row of each id is multiplied by its
+    # weight.
     carries_weights: ClassVar[bool] = False
 
     def __init__(self, table: Table) -> None:
@@ -71,52 +78,63 @@ class CompressionKind(ABC):
 
     @classmethod  # noqa: B027  # a kind may have nothing to check
     def check(cls, config: CompressionConfig) -> None:
-        """Raises ConfigError where the settings cannot be, whatever the table."""
+        """Raise ConfigError if the settings are invalid for every table."""
 
     @property
     def is_for_size(self) -> bool:
-        """tables.default leaves a table whole that its kind would not make smaller."""
+        """Return True if tables.default does not apply this kind to a table that it would not
+        make smaller."""
         return True
 
     @property
     def can_average(self) -> bool:
-        """Replicas of the table may be averaged: a row stands for the same ids on every host."""
+        """Return True if replicas of the table may be averaged: a row means the same ids on
+        every host."""
         return True
 
     @property
     def is_product(self) -> bool:
-        """A row is a product of trained numbers, so that zeros would stay zeros."""
+        """Return True if a row is a product of trained numbers, so zeros would stay zeros."""
         return False
 
     @property
     def composes_each_id(self) -> bool:
-        """The rows of each id are composed before a bag is pooled, by one feature for each slot of a bag."""
+        """Return True if the rows of each id are composed before pooling, with one feature for
+        each slot of a bag."""
         return False
 
     @abstractmethod
     def parts(self) -> list[Table]:
-        """The tables that hold the rows; they may be compressed themselves. Raises ConfigError where settings do not fit."""
+        """Return the tables that hold the rows.
+
+        They may be compressed themselves. Raises ConfigError if settings do not fit.
+        """
 
     @abstractmethod
     def split(self, index: int) -> Split:
-        """How bags of the table's feature number `index` become those of the parts' features, in a fixed order."""
+        """Return the function that turns bags of feature number `index` into bags of the parts'
+        features, in a fixed order."""
 
     def id_features(self, index: int) -> list[str]:
-        """The features that together have each id of the table's feature number `index` once, after the split."""
+        """Return the features that together have each id of feature number `index` once, after
+        the split."""
         return [self.feature(index, self.id_part)]
 
     def often_empty_features(self) -> set[str]:
-        """Parts' features of which many bags have no id, and which may leave those bags out."""
+        """Return the parts' features whose bags often have no id and may be left out."""
         return set()
 
-    # Dense parameters, and rows made of the parts' rows.
+    # Dense parameters, and composed rows.
 
     def num_dense_numbers(self) -> int:
-        """How many numbers `initial_parameters` has."""
+        """Return how many numbers `initial_parameters` has."""
         return 0
 
     def initial_parameters(self) -> dict[str, torch.Tensor]:
-        """The dense parameters beside the parts, sampled by torch's generator. Names with dots are of nested modules."""
+        """Return dense parameters in addition to the parts, sampled by torch's generator.
+
+        Names with dots are of nested modules.
+        """
         return {}
 
     def compose(
@@ -126,14 +144,15 @@ class CompressionKind(ABC):
         features: KeyedJaggedTensor,
         index: int,
     ) -> torch.Tensor:
-        """[batch, embedding_dim]: the sum of the rows of each bag of the table's feature number `index`.
+        """Return [batch, embedding_dim]: the sum of the rows of each bag of the table's feature
+        number `index`.
 
-        pooled: part's feature -> [batch, its part's columns]. features: what `split` made of the batch. A mean is taken
-        afterwards. As it stands here: the pooled row of the part `id_part`.
+        pooled: part's feature -> [batch, its part's columns]. features: the batch after `split`. A
+        mean is computed afterwards. This default returns the pooled row of the part `id_part`.
         """
         return pooled[self.feature(index, self.id_part)]
 
-    # What logs, summaries and errors say.
+    # Texts for logs, summaries and errors.
 
     @property
     def label(self) -> str:
@@ -141,50 +160,59 @@ class CompressionKind(ABC):
 
     @property
     def setting(self) -> str:
-        """The setting that makes ids compose as they do, for errors."""
+        """Return the setting that decides how ids are composed, for errors."""
         return f"kind={self.config.kind}"
 
     def describe_dense(self, count: int) -> str:
-        """The `count` dense parameters beside the parts, in a few words."""
+        """Describe the `count` dense parameters in a few words."""
         return f"{count:,} dense parameters"
 
     def least_numbers(self) -> int | None:
-        """The numbers of the smallest table of this kind with a row for each id; None: the kind promises none."""
+        """Return the numbers of the smallest table of this kind with a separate row per id; None
+        if rows are shared."""
         return None
 
     def shared_rows(self, ids: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """The row of each id in the first part, where ids share rows; None: each id has a row of its own."""
+        """Return the row of each id in the first part, if ids share rows; None if each id has
+        its own row."""
         return None
 
     # Checkpoints and artifacts.
 
     def assignments(self) -> Sequence[Sequence[int]]:
-        """Lists of classes by id that the settings do not say in full; they are part of what a checkpoint is checked by."""
+        """Return lists of classes by id that the settings do not contain.
+
+        A checkpoint's check includes them.
+        """
         return []
 
     def embed_files(self) -> tuple[CompressionConfig, Sequence[Sequence[int]]]:
-        """The settings for an artifact, which cannot point to a file, and the integers to store in the files' stead."""
+        """Return settings for an artifact, without files, and the integers of these files."""
         return self.config, []
 
     @classmethod
     def restore_files(cls, config: CompressionConfig, numbers: list[list[int]]) -> CompressionConfig:
-        """The settings that `embed_files` was asked for, with its `numbers` in place of files."""
+        """Return the settings before `embed_files`, with its `numbers` instead of files."""
         return config
 
-    # Tools of the kinds.
+    # Helpers for subclasses.
 
     @cached_property
     def options(self) -> Any:
-        """The settings of the kind's own, an `Options`."""
+        """Return the further settings, an instance of `Options`."""
         return None if self.Options is None else self.config.read_options(self.Options)
 
     def feature(self, index: int, part: str, slot: int | None = None) -> str:
-        """The feature that a part embeds of the table's feature number `index`; `slot`: of an id in its bag."""
+        """Return the feature of a part for the table's feature number `index`.
+
+        `slot`: of an id in its bag.
+        """
         name = f"{self.table.feature_names[index]}__{part}"
         return name if slot is None else f"{name}_{slot}"
 
     def slots(self, index: int) -> list[int] | list[None]:
-        """The slots in a bag of the table's feature number `index`; [None] where bags are pooled first, or have one id.
+        """Return the slots of a bag of feature number `index`; [None] if bags are pooled first, or
+        have one id.
 
         Raises:
             ConfigError: ids are composed one by one, and lists may have any length.
@@ -198,7 +226,7 @@ class CompressionKind(ABC):
         if limit is None:
             raise ConfigError(
                 f"tables.{table.config_name}: feature {table.feature_names[index]!r} has lists, whose ids {self.setting} composes one "
-                f"by one: say how long they get by {self.key}.max_ids_per_bag=<ids>, or use operation=add "
+                f"by one: set their maximum length by {self.key}.max_ids_per_bag=<ids>, or use operation=add "
                 "or concatenate, which pool first"
             )
         return [None] if limit == 1 else list(range(limit))
@@ -213,10 +241,11 @@ class CompressionKind(ABC):
         frequencies: RowFrequencies | None = None,
         share: float = 1.0,
     ) -> Table:
-        """A part that looks up `share` of the table's ids; its rows are initialized with standard deviation `std`.
+        """Return a part that looks up `share` of the table's ids. Its rows are initialized with
+        standard deviation `std`.
 
-        dim and std None: as the table's. Parts add up: a table's mean is the sum divided by the bag's length, after
-        composing.
+        dim and std None: same as the table. Parts are added up; a mean is the sum divided by the
+        bag's length after composing.
         """
         table = self.table
         features, factors = [], []
@@ -241,14 +270,14 @@ class CompressionKind(ABC):
         )
 
     def row_std(self) -> float:
-        """The standard deviation of the full table's numbers as initialized."""
+        """Return the standard deviation of the full table's initial numbers."""
         init = self.table.init.scaled(self.table.num_embeddings, self.table.embedding_dim)
         if init.scale is None:
             return 0.0
         return init.scale if init.kind == "normal" else init.scale / math.sqrt(3)
 
     def budget(self) -> int | None:
-        """How many numbers the table may take by its ratio; None where it names none."""
+        """Return how many numbers the table may have by its ratio; None without a ratio."""
         if self.config.ratio is None:
             return None
         return int(self.table.num_embeddings * self.table.embedding_dim / self.config.ratio)
@@ -256,7 +285,7 @@ class CompressionKind(ABC):
 
 @register("compression", "none")
 class Whole(CompressionKind):
-    """A table that is not compressed: its own only part."""
+    """A table that is not compressed. It is its only part."""
 
     fits_sequences = True
     carries_weights = True
@@ -273,13 +302,16 @@ class Whole(CompressionKind):
 
 
 def kind_of(config: CompressionConfig) -> type[CompressionKind]:
-    """Raises ConfigError where no such kind is registered."""
+    """Return the class of a kind. Raises ConfigError if it is not registered."""
     kind: type[CompressionKind] = find("compression", config.kind, "compression.kind")
     return kind
 
 
 def compressed(table: Table) -> CompressionKind:
-    """The table as its kind stores it, sequences by position; a table without compression is Whole."""
+    """Return the table in the form its kind stores, with sequences by position.
+
+    Without compression it is Whole.
+    """
     table = by_position(table)
     return Whole(table) if table.compression is None else kind_of(table.compression)(table)
 

@@ -1,8 +1,10 @@
-"""Store ids without bound in a table that keeps the rows in use, as TorchRec's managed collision does (stdlib only).
+"""Store any number of ids in a table that keeps the rows in use, like TorchRec's managed collision
+(stdlib only).
 
-An id is hashed to one of `buckets` and to a number within it, before it goes to the rank that holds the bucket's rows. There a
-map gives it a row (extras/managed_collision/managed_tables.py). A bucket's rows and its part of the map lie together, whatever the
-plan and the number of ranks, so a checkpoint is resharded like any other.
+An id is hashed to one of `buckets` and to a number within it, before it is sent to the rank that
+holds the bucket's rows. There a map gives it a row (extras/managed_collision/managed_tables.py). A
+bucket's rows and its part of the map are on the same rank under any plan, so a checkpoint is
+resharded like any other.
 """
 
 from __future__ import annotations
@@ -20,18 +22,21 @@ from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, c
 
 MANAGED = "managed"
 POLICIES = ("lfu", "lru", "distance_lfu")
-STATE = "managed_rows"  # of the maps, in the keys of a checkpoint
-IDS_A_BUCKET = 1 << 48  # hashes within a bucket: two of a billion ids collide with odds of 1 in 5,000 at 8 buckets
-SHARDING_TYPES = ("row_wise", "table_wise")  # a rank has the whole of a row, and no other rank has it
+STATE = "managed_rows"  # name of the maps in the keys of a checkpoint
+# hashes within a bucket: two of a billion ids collide with probability 1 / 5,000 at 8 buckets
+IDS_A_BUCKET = 1 << 48
+# one rank holds complete rows, and no other rank has them
+SHARDING_TYPES = ("row_wise", "table_wise")
 
 
 @dataclass
 class AdmissionOptions:
     """compression.options of a managed table.
 
-    admit_count: an id without a row must have come so often since the last eviction to be considered for one.
-    admit_probability: at each step it is counted with this probability, so that an id gets a row after 1/p of its steps
-    on average. max_idle_steps: an id that has not come for so many steps loses its row at the next eviction; None: never.
+    admit_count: an id without a row must occur this often since the last eviction to be considered
+    for a row. admit_probability: each step counts it with this probability, so an id gets a row
+    after 1/p of its steps on average. max_idle_steps: an id that does not occur for this many steps
+    loses its row at the next eviction; None: never.
     """
 
     admit_count: int = 1
@@ -52,7 +57,7 @@ class ManagedCollision(CompressionKind):
     Options = AdmissionOptions
     id_part = MANAGED
     carries_weights = True
-    can_average = False  # rows belong to whatever ids each host has seen
+    can_average = False  # rows belong to the ids that each host has seen
 
     @classmethod
     def check(cls, config: CompressionConfig) -> None:
@@ -62,17 +67,17 @@ class ManagedCollision(CompressionKind):
 
     @cached_property
     def rows(self) -> ManagedRows:
-        """Raises ConfigError where the settings do not make a table."""
+        """Return the settings of the map. Raises ConfigError if they do not make a table."""
         config = self.config
         if config.num_rows is None:
             raise ConfigError(
-                f"{self.key}: kind=managed_collision wants num_rows, the number of ids that have a row at a time"
+                f"{self.key}: kind=managed_collision needs num_rows, the number of ids that have a row at a time"
             )
-        least = 2 * config.buckets  # ids without a row share the last row of their bucket
-        if config.num_rows < least:
+        fewest = 2 * config.buckets  # ids without a row share the last row of their bucket
+        if config.num_rows < fewest:
             raise ConfigError(
                 f"{self.key}.num_rows={config.num_rows} in {config.buckets} buckets leaves less than 2 rows to a bucket; use at least "
-                f"{least}, or fewer buckets"
+                f"{fewest}, or fewer buckets"
             )
         rows = -(-config.num_rows // config.buckets) * config.buckets
         options = config.read_options(AdmissionOptions)
@@ -82,13 +87,16 @@ class ManagedCollision(CompressionKind):
         )  # fmt: skip
 
     def parts(self) -> list[Table]:
-        """The one part that has rows. Raises ConfigError too for sharding types that cannot hold the map."""
+        """Return the single part with rows.
+
+        Raises ConfigError also for sharding types that cannot hold the map.
+        """
         table, asked = self.table, self.table.sharding.sharding_types
         kept = [name for name in asked or SHARDING_TYPES if name in SHARDING_TYPES]
         if not kept:
             raise ConfigError(
-                f"tables.{table.config_name}.sharding.sharding_types={asked}: a row of kind=managed_collision is given away by the one "
-                f"rank that holds all of it; allow one of {', '.join(SHARDING_TYPES)}"
+                f"tables.{table.config_name}.sharding.sharding_types={asked}: a row of kind=managed_collision is assigned by the "
+                f"rank that holds the complete row; allow one of {', '.join(SHARDING_TYPES)}"
             )
         part = replace(
             table,
@@ -107,7 +115,7 @@ class ManagedCollision(CompressionKind):
         return [part]
 
     def split(self, index: int) -> Split:
-        """bucket * IDS_A_BUCKET + a hash within it, of 48 bits; seeded."""
+        """Return ids bucket * IDS_A_BUCKET + a seeded 48-bit hash within the bucket."""
         import numpy as np
 
         from pipeline.data.read.streams import mix
@@ -119,7 +127,7 @@ class ManagedCollision(CompressionKind):
         def split(bags: Bags) -> Iterator[tuple[str, Bags]]:
             words = mix(bags.ids.view(np.uint64) ^ key)
             bucket = (words >> np.uint64(32)) * buckets >> np.uint64(32)
-            # Mixed again, or the bits that chose the bucket would be equal for all ids of a bucket.
+            # Mix again; otherwise the bits that chose the bucket would be equal for all its ids.
             within = mix(words) & (ids_a_bucket - np.uint64(1))
             yield feature, bags._replace(ids=(bucket * ids_a_bucket + within).view(np.int64))
 

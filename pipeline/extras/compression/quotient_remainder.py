@@ -240,7 +240,7 @@ def bases_of(table: Table, config: CompressionConfig, balanced: Balanced, within
         if len(config.bases) != count or (config.scheme == "quotient_remainder" and count > 2) or count < 1:
             raise ConfigError(
                 f"{key}.bases={config.bases} has {len(config.bases)} entries; scheme={config.scheme} with "
-                f"num_partitions={config.num_partitions} wants "
+                f"num_partitions={config.num_partitions} needs "
                 + (
                     "1 (the remainder's) or 2; more are scheme=generalised"
                     if config.scheme == "quotient_remainder"
@@ -269,7 +269,7 @@ def bases_of(table: Table, config: CompressionConfig, balanced: Balanced, within
 
 
 def check_bases(name: str, bases: Sequence[int], num_ids: int) -> None:
-    """Raises ConfigError if two ids would get the same code."""
+    """Raise ConfigError if two ids would get the same code."""
     if (product := math.prod(bases)) < num_ids:
         raise ConfigError(
             f"tables.{name}.compression.bases={list(bases)} distinguish {product:,} ids, but the "

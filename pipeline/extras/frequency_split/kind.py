@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 HOT, COLD = "hot", "cold"
-FASTEST_KERNELS = ["fused"]  # host memory on cpu, HBM on a GPU
+FASTEST_KERNELS = ["fused"]  # host memory on CPU, HBM on a GPU
 
 
 @register("compression", "frequency_split")
@@ -46,12 +46,12 @@ class FrequencySplit(CompressionKind):
             raise ConfigError("compression.head_sharding_types is empty; remove it for [data_parallel]")
         if config.head_rows == AUTO and config.head_sharding_types != ["data_parallel"]:
             raise ConfigError(
-                f"compression.head_rows={AUTO} weighs what a replicated head sends, and head_sharding_types="
+                f"compression.head_rows={AUTO} compares the communication of a replicated head, but head_sharding_types="
                 f"{config.head_sharding_types} is not [data_parallel]; give head_rows=<rows>"
             )
         if config.tail is not None and kind_of(config.tail) in (Whole, cls):
             raise ConfigError(
-                f"compression.tail.kind={config.tail.kind}: the tail is whole without `tail`, and a split tail would be cold "
+                f"compression.tail.kind={config.tail.kind}: without `tail` the tail is not compressed, and a split tail would be cold "
                 "in both parts; leave tail out, or give it another kind"
             )
 

@@ -20,8 +20,8 @@ from pipeline.config.data import DataConfig
 from pipeline.config.stream import UNITS, StreamConfig
 from pipeline.data.dataset import Dataset, vocabulary_of
 from pipeline.data.raw.blocks import Block, QuarantinedRow
-from pipeline.data.raw.cells import parse_timestamps
 from pipeline.data.raw.layout import layout_of, with_group
+from pipeline.data.raw.parse_cells import parse_timestamps
 from pipeline.data.raw.rows import parse_block
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.data.read.target_columns import TargetColumns

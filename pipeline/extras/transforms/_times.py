@@ -1,4 +1,4 @@
-"""Read times for the transforms of them."""
+"""Read times for the transforms that use them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ if TYPE_CHECKING:
 UNITS = ("s", "ms", "us", "ns")
 PER_SECOND = {"s": 1, "ms": 1000, "us": 1_000_000, "ns": 1_000_000_000}
 WHOLE = re.compile(r"-?[0-9]{1,19}", re.ASCII)
-YEARS = 62_135_596_800, 253_402_300_799  # seconds from 1970 back to the year 1, and on to the end of 9999
+# seconds from the year 1 to 1970, and from 1970 to the end of 9999
+YEARS = 62_135_596_800, 253_402_300_799
 
 
 @dataclass(frozen=True)
 class PartOfTime(TransformConfig):
-    """As text, of whole numbers of `unit` since 1970 or of ISO 8601 times, in `timezone`; missing where it is no time."""
+    """Base of transforms that return a part of a time as text. A value that is not a time gives a
+    missing value.
+
+    Times are whole numbers of `unit` since 1970 or ISO 8601, converted to `timezone`.
+    """
 
     column: str
     unit: str = "s"
@@ -36,7 +41,7 @@ class PartOfTime(TransformConfig):
         return {self.column: TIME}
 
     def part(self, times: pa.Array) -> pa.Array:
-        """Whole numbers, of timestamp[s] of the place."""
+        """Return whole numbers from timestamp[s] in local time."""
         raise NotImplementedError(f"{type(self).__name__} has no part()")
 
     def apply(self, columns: Sequence[pa.Array]) -> pa.Array:
@@ -46,7 +51,7 @@ class PartOfTime(TransformConfig):
 
 
 def check_time(unit: str, timezone: str) -> None:
-    """Raises ConfigError for a unit or a time zone that there is none of."""
+    """Raise ConfigError for an unknown unit or time zone."""
     if unit not in UNITS:
         raise ConfigError(f"unit={unit!r} is not one of {', '.join(UNITS)}")
     try:
@@ -56,9 +61,9 @@ def check_time(unit: str, timezone: str) -> None:
 
 
 def local_times(column: pa.Array, unit: str, timezone: str) -> pa.Array:
-    """timestamp[s] in `timezone`, of whole numbers of `unit` since 1970 and of ISO 8601 text; what is neither is missing.
+    """Return timestamp[s] in `timezone` from whole numbers of `unit` since 1970 or ISO 8601 text.
 
-    Times without a zone of their own are of UTC.
+    Values that are neither are missing. Times without a zone are in UTC.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

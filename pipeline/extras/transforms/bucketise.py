@@ -1,4 +1,4 @@
-"""The bucket that a number lies in, as a categorical feature."""
+"""The bucket of a number, as a categorical feature."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 @register("transform", "bucketise")
 @dataclass(frozen=True)
 class Bucketise(TransformConfig):
-    """Buckets whose first values are `edges`, or `quantiles` of them with as many training rows each as ties allow."""
+    """Buckets that start at `edges`, or `quantiles` buckets with equally many training rows, as far
+    as ties allow."""
 
     output = NUMBER
 

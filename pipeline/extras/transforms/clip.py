@@ -1,4 +1,4 @@
-"""A number within bounds."""
+"""Limit a number to a range."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @register("transform", "clip")
 @dataclass(frozen=True)
 class Clip(TransformConfig):
-    """The number, `low` where it is less, `high` where it is more."""
+    """The number, but at least `low` and at most `high`."""
 
     output = NUMBER
 

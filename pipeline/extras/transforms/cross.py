@@ -1,4 +1,4 @@
-"""Two categories or more as one."""
+"""Combine two or more categories into one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pipeline.runtime.errors import ConfigError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-BETWEEN = "\x1f"  # ASCII's unit separator: no two pairs of values become one text
+BETWEEN = "\x1f"  # ASCII's unit separator, so that different pairs of values give different texts
 
 
 @register("transform", "cross")
 @dataclass(frozen=True)
 class Cross(TransformConfig):
-    """The values of `columns` side by side; missing where one of them is."""
+    """The values of `columns` joined; missing if one of them is missing."""
 
     columns: list[str]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @register("transform", "log")
 @dataclass(frozen=True)
 class Log(TransformConfig):
-    """log(1 + x), where x is 0 for negatives; `signed`: sign(x) log(1 + |x|)."""
+    """log(1 + x), with 0 for negative x. `signed`: sign(x) log(1 + |x|)."""
 
     output = NUMBER
 

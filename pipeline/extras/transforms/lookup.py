@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 @register("transform", "lookup")
 @dataclass(frozen=True)
 class Lookup(TransformConfig):
-    """Of `map`, text such as a:1,b:2 or a JSON object, the value of the key that `column` holds; missing where there is none.
+    """The value of the key in `column` within `map`, which is text such as a:1,b:2 or a JSON
+    object.
 
-    number: whether values are numbers, and the result is one.
+    The result is missing if the key is missing. number: values are numbers, and the result is one.
     """
 
     map: str
@@ -33,7 +34,7 @@ class Lookup(TransformConfig):
         if not self.pair_separator or not self.value_separator or self.pair_separator == self.value_separator:
             raise ConfigError("lookup needs two different separators, of pairs and of key and value")
         if self.map == self.column:
-            raise ConfigError(f"lookup has map={self.map} and column={self.column}: the key stands in another column")
+            raise ConfigError(f"lookup has map={self.map} and column={self.column}: the key must be in another column")
 
     @property
     def output(self) -> str:  # type: ignore[override]
@@ -75,7 +76,7 @@ def _from_json(text: str, key: str) -> str | None:
 
 
 def _number(text: str | None) -> float | None:
-    """None for what is no finite 32-bit number."""
+    """Return the number, None if it is not a finite 32-bit number."""
     try:
         value = float(text) if text is not None else None
     except ValueError:

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 @register("transform", "lower")
 @dataclass(frozen=True)
 class Lower(TransformConfig):
-    """By Unicode's simple case mapping; `strip`: without white space at its ends, too."""
+    """Lower case by Unicode's simple case mapping.
+
+    `strip` also removes white space at both ends.
+    """
 
     column: str
     strip: bool = True

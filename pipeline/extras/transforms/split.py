@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @register("transform", "split")
 @dataclass(frozen=True)
 class Split(TransformConfig):
-    """What stands between `separator`s."""
+    """The parts of a text between `separator`s."""
 
     output = LIST
 

@@ -1,4 +1,4 @@
-"""A number less its mean over its standard deviation, both of the training rows."""
+"""Standardize a number: (x - mean) / std, both of the training rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @register("transform", "standardise")
 @dataclass(frozen=True)
 class Standardise(TransformConfig):
-    """Missing values become the mean."""
+    """The standardized number. Missing values become the mean."""
 
     output = NUMBER
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from pipeline.config.columns import ColumnsConfig
 from pipeline.config.server import LimitsConfig
-from pipeline.data.raw.spelling import spell, spell_value
+from pipeline.data.raw.value_text import to_text, value_to_text
 from pipeline.runtime.errors import did_you_mean
 from pipeline.serving.http.arrow_bounds import EXPANSION, bytes_before_reading, has_compression, text_bytes
 from pipeline.serving.scoring.column_ids import MIN_ROWS, is_whole_number
@@ -238,10 +238,10 @@ def _body_type(
 def _reader_of(kind: pa.DataType) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Of a column's values. Numbers, true and false are categories too, in the spelling that prepare gives them."""
     if pa.types.is_string(kind):
-        return lambda column: [value if type(value) is str else spell_value(value) for value in column]
+        return lambda column: [value if type(value) is str else value_to_text(value) for value in column]
     if pa.types.is_list(kind):
         return lambda column: [
-            None if value is None else [spell_value(item) or "" for item in value] for value in column
+            None if value is None else [value_to_text(item) or "" for item in value] for value in column
         ]
     return lambda column: column
 
@@ -290,11 +290,11 @@ def _spelled(table: pa.Table, wanted: pa.Schema) -> pa.Table:
         ):  # that no float64 is, as prepare reads it
             table = table.set_column(number, field.name, column.cast(field.type, safe=False))
         elif pa.types.is_string(field.type) and pa.types.is_floating(column.type):
-            table = table.set_column(number, field.name, spell(column))
+            table = table.set_column(number, field.name, to_text(column))
         elif pa.types.is_list(field.type) and pa.types.is_floating(column.type.value_type):
             lists = column.combine_chunks().cast(pa.list_(column.type.value_type))
             mask = lists.is_null() if lists.null_count else None
-            lists = pa.ListArray.from_arrays(lists.offsets, spell(lists.values), mask=mask)
+            lists = pa.ListArray.from_arrays(lists.offsets, to_text(lists.values), mask=mask)
             table = table.set_column(number, field.name, lists)
     return table
 

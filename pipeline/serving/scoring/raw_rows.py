@@ -21,13 +21,12 @@ from pipeline.config.ids import IdsConfig
 from pipeline.config.sequences import SequenceConfig
 from pipeline.data.prepare.encode import Features, dense_values, encode_values
 from pipeline.data.raw.blocks import Block, QuarantinedRow
-from pipeline.data.raw.buckets import bucket_column, bucket_texts
-from pipeline.data.raw.cells import LARGEST_FLOAT32
+from pipeline.data.raw.dense_transforms import Transform, bucket_column, bucket_texts, transform_of
 from pipeline.data.raw.derived import derive
 from pipeline.data.raw.layout import Layout
+from pipeline.data.raw.parse_cells import LARGEST_FLOAT32
 from pipeline.data.raw.rows import parse_block
 from pipeline.data.raw.sequences import cut_list
-from pipeline.data.raw.transforms import Transform, transform_of
 from pipeline.data.raw.weighted import weights_of_lists
 from pipeline.data.read.multi_hot import sample_bags
 from pipeline.runtime.errors import ServingError, did_you_mean

@@ -137,7 +137,7 @@ def test_the_verb_writes_where_it_is_told(run_as_trained: Path, tmp_path: Path) 
     assert verb.report(job) == f"{tmp_path}/deep/page.html" and Path(verb.report(job)).stat().st_size > 10_000
     with pytest.raises(ConfigError, match=names("output=page.txt .html")):
         load_config(ReportJob, [f"run={run_as_trained}", "output=page.txt"])
-    with pytest.raises(ConfigError, match="no run folder"):
+    with pytest.raises(ConfigError, match="not a run folder"):
         verb.report(load_config(ReportJob, [f"run={tmp_path}"]))
 
 

@@ -97,7 +97,7 @@ def test_a_planted_difference_is_called_and_one_between_seeds_is_not(copy: Copy)
     (row,) = (row for row in comparison.as_rows() if row["metric"] == "ne" and row["variant"] == "B")
     assert row["is_called"] and row["seeds_known"] and row["difference"] > 0
     text = compare(same).as_text()
-    assert "seed alone" in text and "is better" not in text and "is worse" not in text
+    assert "only in their seed" in text and "is better" not in text and "is worse" not in text
     text = compare([same[0], open_run(str(copy("c", 5, lr=0.1)))]).as_text()
     assert "one seed of each" in text and "B is " not in text
 
@@ -160,7 +160,7 @@ def test_old_logs_and_damaged_checkpoints_are_cleaned_away(copy: Copy) -> None:
 
 @pytest.mark.parametrize(("words", "says"), [
     (("compare", "runs/a"), "two runs"), (("show", "runs/absent"), "config.yaml"), (("tag", "runs/a"), "note="),
-    (("list", "absent"), "no folder"), (("compare", "a", "a", "output=x.csv"), ".parquet"),
+    (("list", "absent"), "not a folder"), (("compare", "a", "a", "output=x.csv"), ".parquet"),
 ])  # fmt: skip
 def test_what_cannot_be_done_is_one_line(words: tuple[str, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):

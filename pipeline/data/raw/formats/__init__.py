@@ -1,1 +1,4 @@
-"""Raw formats, a file each; composing a job loads them, so pyarrow is imported inside their methods only."""
+"""Raw formats, one file each.
+
+Composing a job loads them, so pyarrow is imported only inside their methods.
+"""

@@ -1,4 +1,7 @@
-"""`criteo_tsv`: a label, 13 counts and 26 hashed ids a line, TAB between them, no header, missing values empty."""
+"""`criteo_tsv`: a label, 13 counts and 26 hashed ids per line, separated by tabs, without header.
+
+Missing values are empty.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ NUM_SPARSE = 26
 
 
 def criteo_columns() -> ColumnsConfig:
-    """The names that TorchRec uses (torchrec.datasets.criteo), in file order: label, int_0..12, cat_0..25."""
+    """Return the columns in file order, with TorchRec's names (torchrec.datasets.criteo): label,
+    int_0..12, cat_0..25."""
     return ColumnsConfig(
         label="label",
         dense=[f"int_{i}" for i in range(NUM_DENSE)],
@@ -36,7 +40,7 @@ class CriteoTsv(DelimitedText):
         return Layout(columns, name, header=(columns.label, *columns.dense, *columns.sparse))
 
     def unlabelled_header(self, source: Source, columns: ColumnsConfig) -> tuple[str, ...]:
-        """The rows may have their label or not: the number of columns of the first line tells."""
+        """Return the header with or without label, by the number of columns in the first line."""
         from pipeline.data.raw.source import TextReader
 
         if not self.fits(columns):

@@ -1,4 +1,4 @@
-"""`csv` and `tsv`: a row a line, with a header; csv quotes cells by `"`, tsv knows no quotes."""
+"""`csv` and `tsv`: one row per line, with a header. csv quotes cells with `"`; tsv has no quotes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class DelimitedText(Format):
-    """Lines of cells; the first line names the columns where the layout has no header."""
+    """Lines of cells. The first line names the columns if the layout has no header."""
 
     has_cells = True
 
@@ -25,7 +25,7 @@ class DelimitedText(Format):
         if layout.header is not None:
             return reader, layout.header
         line = reader.header()
-        if not line:  # a part without rows, as Spark and Hive leave them, has no header either
+        if not line:  # a part without rows, as Spark and Hive write it, has no header
             return reader, tuple(layout.needed)
         return reader, tuple(split_cells(layout, line.decode(errors="replace").rstrip("\r\n")))
 

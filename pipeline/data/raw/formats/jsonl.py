@@ -1,4 +1,7 @@
-"""`jsonl`: one JSON object a line; an absent or null key is a missing value, a list one of a multi-hot column."""
+"""`jsonl`: one JSON object per line.
+
+An absent or null key is a missing value; a list is a multi-hot value.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ if TYPE_CHECKING:
     from pipeline.data.raw.blocks import Block, ParsedRows, Source
     from pipeline.data.raw.source import TextReader
 
-LOOKED_AT_BYTES = 1 << 20  # of a file, for the keys that its objects have
+LOOKED_AT_BYTES = 1 << 20  # bytes of a file that are searched for keys
 
 
 @register("format", "jsonl")
@@ -30,7 +33,7 @@ class JsonLines(Format):
             try:
                 names |= dict.fromkeys(_object(line))
             except ValueError:
-                continue  # the quarantine's
+                continue  # the quarantine reports it
         return TextReader(source, block_bytes), tuple(names if block else layout.needed)
 
     def parse(self, layout: Layout, names: tuple[str, ...], block: Block) -> ParsedRows:
@@ -40,11 +43,11 @@ class JsonLines(Format):
 
 
 def _object(line: bytes) -> dict[str, Any]:
-    """Raises ValueError for a line that is none."""
+    """Return the object in a line. Raises ValueError if the line is not a JSON object."""
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"no JSON: {error.msg} at character {error.colno}") from None
+        raise ValueError(f"not JSON: {error.msg} at character {error.colno}") from None
     if not isinstance(value, dict):
-        raise ValueError("no JSON object")
+        raise ValueError("not a JSON object")
     return value

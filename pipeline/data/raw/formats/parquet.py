@@ -1,4 +1,7 @@
-"""`parquet`: columns typed by the file; lists for multi-hot features, int, float, bool or decimal for numbers."""
+"""`parquet`: the file has column types.
+
+Lists are multi-hot features; int, float, bool or decimal are numbers.
+"""
 
 from __future__ import annotations
 

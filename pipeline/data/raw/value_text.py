@@ -1,7 +1,8 @@
-"""Spell the values of categories: one text for a value, whatever type a file, a request or a stream gives it.
+"""Convert values of categories to text: one value has one text, for every type of a file, a request
+or a stream.
 
-Whole numbers have no point and no exponent, also where they are stored as fractions, as pandas stores a column of
-whole numbers with a missing value: 12345678901.0 is the id 12345678901.
+Whole numbers are written without point and exponent, even if they are stored as fractions. pandas
+stores a column of whole numbers with a missing value that way: 12345678901.0 is the id 12345678901.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-LARGEST_WHOLE = 2.0**63  # of the fractions that are spelled as whole numbers
+LARGEST_WHOLE = 2.0**63  # fractions below this are written as whole numbers if they are whole
 
 
-def spell(values: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    """As text, pa.string(); a missing value stays one."""
+def to_text(values: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    """Return the values as pa.string(). A missing value stays missing."""
     if not pa.types.is_floating(values.type):
         return values.cast(pa.string())
     if pa.types.is_float16(values.type):
@@ -28,16 +29,16 @@ def spell(values: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
     return pc.coalesce(whole.cast(pa.string()), values.cast(pa.string()))
 
 
-def spell_value(value: Any) -> str | None:
-    """Of one value as JSON gives it. Raises ValueError for a list or an object."""
+def value_to_text(value: Any) -> str | None:
+    """Return the text of one JSON value. Raises ValueError for a list or an object."""
     if value is None or type(value) is str:
         return value
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
-        return _fraction(value + 0.0)  # one text for both zeros
+        return _fraction(value + 0.0)  # both zeros have one text
     if isinstance(value, list | dict):
-        raise ValueError(f"{'a list' if isinstance(value, list) else 'an object'} where one value is read")
+        raise ValueError(f"{'a list' if isinstance(value, list) else 'an object'} instead of one value")
     return str(value)
 
 

@@ -1,7 +1,8 @@
-"""Find the lines of a text block that may be unreadable, by whole columns, so that few are looked at one by one.
+"""Find the lines of a text block that may be unreadable by checking columns, so that few lines are
+checked one by one.
 
-A line that is named though it is sound costs time and nothing else, and so does one that is missed: the rows that pyarrow
-refuses among the others are found by halves.
+Naming a valid line only costs time. A missed line only costs time too: rows that pyarrow refuses
+are found by bisection.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from pipeline.data.raw.cells import is_time, parse_timestamps
 from pipeline.data.raw.layout import Layout
-from pipeline.data.raw.spelling import spell
+from pipeline.data.raw.parse_cells import is_time, parse_timestamps
+from pipeline.data.raw.value_text import to_text
 
 WHOLE = re.compile(r"\s*[+-]?\d+\s*", re.ASCII)
 NUMBER = r"^\s*([+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(?i:inf|infinity)|(?i:nan))\s*$"
 
 
 def broken_lines(layout: Layout, lines: list[bytes]) -> set[int]:
-    """Those that are empty, no UTF-8, hold a carriage return, or quotes that do more than surround a cell."""
+    """Return lines that are empty, not UTF-8, contain a carriage return, or use quotes inside a
+    cell."""
     whole = b"\n".join(lines)
     found = {i for i, line in enumerate(lines) if not line}
     if not _is_utf8(whole):
@@ -46,7 +48,10 @@ def _is_utf8(line: bytes) -> bool:
 
 @lru_cache
 def _well_quoted(delimiter: str) -> re.Pattern[bytes]:
-    """Cells without a quote, or wholly between two; possessive, for a line is never tried in two ways."""
+    """Return the pattern of lines whose cells have no quote or are completely quoted.
+
+    It is possessive and never backtracks.
+    """
     mark = re.escape(delimiter.encode())
     cell = rb'(?:"[^"]*+(?:""[^"]*+)*+"|[^"' + mark + rb"]*+)"
     return re.compile(cell + rb"(?:" + mark + cell + rb")*+")
@@ -55,9 +60,10 @@ def _well_quoted(delimiter: str) -> re.Pattern[bytes]:
 def read_texts(
     layout: Layout, header: tuple[str, ...], lines: list[bytes]
 ) -> tuple[pa.Table, np.ndarray, set[int]] | None:
-    """The needed columns as text, which of `lines` are its rows, and those with another number of columns.
+    """Return the needed columns as text, which of `lines` are its rows, and the lines with another
+    number of columns.
 
-    None where pyarrow reads them as another number of rows.
+    Return None if pyarrow reads another number of rows.
     """
     wrong: set[int] = set()
 
@@ -90,7 +96,10 @@ def read_texts(
 
 
 def with_numbers(table: pa.Table, names: list[str]) -> tuple[pa.Table, set[int]]:
-    """Columns of text as float64, and the rows where one is no number; null there."""
+    """Convert text columns to float64, null if a text is not a number.
+
+    Return also the rows with such a text.
+    """
     found: set[int] = set()
     for name in names:
         column = table[name]
@@ -105,7 +114,7 @@ def with_numbers(table: pa.Table, names: list[str]) -> tuple[pa.Table, set[int]]
 
 
 def _times_of(texts: pa.Array) -> pa.Array:
-    """Of times, with a zone or without one."""
+    """Parse texts that are times, with or without a zone."""
     try:
         return parse_timestamps(texts)
     except pa.ArrowInvalid:
@@ -114,7 +123,10 @@ def _times_of(texts: pa.Array) -> pa.Array:
 
 
 def with_times(layout: Layout, table: pa.Table) -> tuple[pa.Table, set[int]]:
-    """The column of times as int64, and the rows where it holds none; null there."""
+    """Convert the column of times to int64, null if a value is not a time.
+
+    Return also the rows with such a value.
+    """
     name = layout.columns.timestamp
     if not name:
         return table, set()
@@ -125,10 +137,11 @@ def with_times(layout: Layout, table: pa.Table) -> tuple[pa.Table, set[int]]:
     try:
         times = parse_timestamps(column)
     except pa.ArrowInvalid:
-        column = spell(column)
+        column = to_text(column)
         texts = column.to_pylist()
         good = np.array([text is not None and is_time(text) for text in texts], dtype=bool)
-        # Whole numbers are of a unit that dates are not: one column has either.
+        # Whole numbers and dates have different units, so a column has either whole numbers or
+        # dates.
         whole = np.array([text is not None and WHOLE.fullmatch(text) is not None for text in texts], dtype=bool)
         good &= whole if 2 * (good & whole).sum() > good.sum() else ~whole
         found = set(np.flatnonzero(~good).tolist())

@@ -15,7 +15,8 @@ TIMESTAMP_TYPES = (pa.int64(), pa.timestamp("us", "UTC"), pa.timestamp("us"))
 
 
 def parse_timestamps(values: pa.Array) -> pa.Array:
-    """Whole numbers as they are; dates and times as microseconds since 1970 (UTC where no zone is given)."""
+    """Return whole numbers unchanged; dates and times as microseconds since 1970, in UTC if they
+    have no zone."""
     if pa.types.is_date(values.type):
         values = values.cast(pa.timestamp("us"))
     if pa.types.is_timestamp(values.type):
@@ -28,9 +29,10 @@ def parse_timestamps(values: pa.Array) -> pa.Array:
     raise pa.ArrowInvalid(f"neither whole numbers nor ISO 8601 times: {values[:3]}")
 
 
-@lru_cache(maxsize=4096)  # what is no number is mostly the same word again and again
+@lru_cache(maxsize=4096)  # cells that are not numbers are often the same few words
 def is_number(cell: str) -> bool:
-    """As pyarrow reads it, so that the slow path keeps what the fast path keeps."""
+    """Return True if pyarrow reads the cell as a number, so that the slow path keeps what the fast
+    path keeps."""
     if PLAIN_NUMBER.fullmatch(cell):
         return True
     try:

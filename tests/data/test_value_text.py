@@ -19,7 +19,7 @@ from pipeline.config.server import LimitsConfig
 from pipeline.config.splits import SplitConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.prepare.run import prepare
-from pipeline.data.raw.spelling import spell, spell_value
+from pipeline.data.raw.value_text import to_text, value_to_text
 from pipeline.runtime.errors import DataError
 from pipeline.serving.http.request_rows import ARROW_TYPE, JSON_TYPE, RequestReader
 from pipeline.serving.scoring.column_lists import as_table
@@ -45,14 +45,14 @@ def _vocabulary(tmp_path: Path, name: str) -> dict[str, int]:
 def test_whole_numbers_have_neither_point_nor_exponent() -> None:
     fractions = [value for value in VALUES if isinstance(value, float)]
     expected = SPELLED[: len(fractions)]
-    assert spell(pa.array([*fractions, None])).to_pylist() == [*expected, None]
-    assert spell(pa.array([2.5, 0.1, 1e20])).to_pylist() == ["2.5", "0.1", "1e+20"]
-    assert spell(pa.array([16777216.0, 1e10], pa.float32())).to_pylist() == ["16777216", "10000000000"]
-    assert spell(pa.array([True, False])).to_pylist() == ["true", "false"]
-    assert [spell_value(value) for value in VALUES] == SPELLED
+    assert to_text(pa.array([*fractions, None])).to_pylist() == [*expected, None]
+    assert to_text(pa.array([2.5, 0.1, 1e20])).to_pylist() == ["2.5", "0.1", "1e+20"]
+    assert to_text(pa.array([16777216.0, 1e10], pa.float32())).to_pylist() == ["16777216", "10000000000"]
+    assert to_text(pa.array([True, False])).to_pylist() == ["true", "false"]
+    assert [value_to_text(value) for value in VALUES] == SPELLED
     for value in ([1], {"a": 1}):
         with pytest.raises(ValueError, match="one value"):
-            spell_value(value)
+            value_to_text(value)
 
 
 def test_a_column_of_whole_numbers_is_one_vocabulary_in_files_with_and_without_missing_values(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_json_lines_are_spelled_as_parquet_is_and_text_of_lists_is_split(tmp_pat
     assert _vocabulary(tmp_path, "m") == {"a": 2, "b": 1, "1": 1}
     assert dataset.quarantined_rows == 3
     reasons = [json.loads(line)["reason"] for line in (tmp_path / "data" / "quarantine.jsonl").read_text().splitlines()]
-    assert reasons[0] == "c has a list where one value is read" and "m is " in reasons[2]
+    assert reasons[0] == "c has a list instead of one value" and "m is " in reasons[2]
 
 
 @pytest.mark.parametrize("num_rows", [1, 50])
@@ -105,7 +105,7 @@ def test_requests_are_spelled_as_prepare_spells_files(num_rows: int) -> None:
         with pa.ipc.new_stream(sink, sent.schema) as writer:
             writer.write_table(sent)
         read = as_table(reader.read(bytes(sink.getvalue()), ARROW_TYPE))
-        assert spell(read["c"]).to_pylist() == [text] * num_rows
+        assert to_text(read["c"]).to_pylist() == [text] * num_rows
         assert read["m"].to_pylist() == ([[text, None], None] * num_rows)[:num_rows]
 
 
