@@ -6,7 +6,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipeline.data.raw.hashing import hash_text, mix
+from pipeline.data.raw.hashing import hash_text
+from pipeline.data.read.streams import mix
 
 
 class RowHashes:

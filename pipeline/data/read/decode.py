@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pipeline.data.dataset import GROUP_COLUMN, Dataset, Split, weights_column
 from pipeline.data.read.check_rows import Columns, Lists, check_columns, label_shape, num_bytes
 from pipeline.data.read.quarantine import Quarantine
-from pipeline.data.read.shard_files import ShardError, ShardFiles, check_layout
+from pipeline.data.read.shard_files import HOW_TO_FIX, ShardError, ShardFiles, check_layout
 from pipeline.data.read.streams import Segment, row_permutation
 from pipeline.runtime.errors import DataError
 
