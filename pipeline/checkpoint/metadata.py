@@ -34,54 +34,6 @@ from pipeline.runtime.storage.checksums import VerifiedFile, read_verified
 
 IN_PLACE_BYTES = 1 << 20  # of a tensor; smaller ones are read by torch.load and copied
 BLOCK_BYTES = 64 << 20  # of one read for a GPU's tensor
-<<<<<<< HEAD
-=======
-ALLOWED = {
-    "pathlib": {"PosixPath"},
-    "torch": {"Size", "float16", "bfloat16", "float32", "float64", "uint8", "int8", "int32", "int64", "bool"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-    },
-}  # fmt: skip
-
-
-def _member(kind: Any, name: str) -> Enum:
-    """Return a member of an enumeration, as Python up to 3.11.3 pickles it: getattr(class, name)."""
-    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
-        raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}, which is no member of an enumeration")
-    return kind[name]
-
-
-class _RestrictedUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        if name not in ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of this pipeline does")
-        return super().find_class(module, name)
-
-
-def decode_metadata(content: bytes) -> Metadata:
-    """Unpickle .metadata.
-
-    Raises pickle.UnpicklingError if it is damaged or names other classes than ALLOWED.
-    """
-    try:
-        metadata = _RestrictedUnpickler(io.BytesIO(content)).load()
-    except pickle.UnpicklingError:
-        raise
-    except Exception as error:  # a damaged pickle may raise anything
-        raise pickle.UnpicklingError(f"it is damaged: {error!r}") from None
-    if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}, not Metadata")
-    for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise pickle.UnpicklingError(f"{name} is a {type(entry).__name__}, not a tensor")
-    return metadata
->>>>>>> 392d8a07 (checkpoint: write docstrings and comments in plain English)
 
 
 class _VerifiedFiles(FileSystem):

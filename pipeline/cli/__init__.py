@@ -1,4 +1,4 @@
-"""The command line: one thin file a verb, and what composes its job."""
+"""The command line: one thin file per verb, and the code that composes its job."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from types import TracebackType
 
 
 def _end_quietly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Ctrl-C while modules are imported, before a verb can handle it: a line. The interpreter ends as by the signal."""
+    """Handle Ctrl-C during imports, before a verb can handle it: print one line.
+
+    The exit status stays that of the signal.
+    """
     if issubclass(kind, KeyboardInterrupt):
         print("\ninterrupted", file=sys.stderr, flush=True)
     else:

@@ -1,9 +1,9 @@
-"""Read a command line: flags, key=value settings, and the words that stand without `key=`.
+"""Read a command line: flags, key=value settings, and positional words without `key=`.
 
     python -m pipeline checkpoints show runs/quickstart 300        is   command=show run=runs/quickstart step=300
     python -m pipeline registry rollback registry/q v000012        is   command=rollback registry=registry/q version=v000012
 
-Flags and settings may stand anywhere among the words.
+Flags and settings may be anywhere between the words.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ KEY = re.compile(r"[\w*<>]+(\.[\w*<>]+)+")  # -h optimizer.dense.lr
 
 @dataclass(frozen=True)
 class Command:
-    """words: the keys that its words set, in order. patterns: key -> the form of a word that sets that key.
+    """A command of a verb. `words` are the keys that its positional words set, in order.
 
-    A word that fits a pattern sets that key wherever it stands, if another word or setting gives the first key.
-    run: does it without a job; its words are then required. many: a key that takes all further words, as a list.
+    patterns: key -> pattern of a word that sets this key. Such a word may be anywhere, if another
+    word or setting gives the first key. run: does the command without a job; its words are then
+    required. many: a key that takes all further words, as a list.
     """
 
     name: str
@@ -41,7 +42,10 @@ class Command:
 
 @dataclass(frozen=True)
 class Arguments:
-    """command: "" for a verb without any. values: what its words set. settings: the key=value words."""
+    """A command line that was read. `command` is "" for a verb without commands.
+
+    values: keys that words set. settings: the key=value words.
+    """
 
     command: str
     values: dict[str, str]
@@ -50,7 +54,8 @@ class Arguments:
     lists: dict[str, list[str]] = field(default_factory=dict)
 
     def overrides(self) -> list[str]:
-        """Return all as key=value words and flags, for a job that has `command` and the words' keys for fields."""
+        """Return everything as key=value words and flags, for a job with a field `command` and
+        fields for the words' keys."""
         return [
             *([f"command={self.command}"] if self.command else []),
             *(f"{key}={quoted(value)}" for key, value in self.values.items()),
@@ -64,7 +69,10 @@ class Arguments:
 
 
 def split_flags(argv: Iterable[str]) -> tuple[list[str], dict[str, str]]:
-    """Take --help, --cfg and --config-dir out of a command line. Returns the other words, and flag -> value."""
+    """Separate --help, --cfg and --config-dir from a command line.
+
+    Return the other words, and flag -> value.
+    """
     words: list[str] = []
     flags: dict[str, str] = {}
     waiting = deque(argv)
@@ -83,7 +91,7 @@ def split_flags(argv: Iterable[str]) -> tuple[list[str], dict[str, str]]:
         if name == "--config-dir" or (name == "--help" and KEY.fullmatch(following)):
             value = waiting.popleft() if following else value
         elif name == "--cfg" and following == "hydra":
-            raise ConfigError("--cfg hydra: a job has no configuration of Hydra's; --cfg prints the job")
+            raise ConfigError("--cfg hydra: a job has no Hydra configuration; --cfg prints the job")
         elif name == "--cfg" and following in ("job", "all"):  # as users of Hydra type it
             waiting.popleft()
         flags[name] = value
@@ -94,7 +102,7 @@ def read_arguments(argv: Iterable[str], commands: Sequence[Command], default: st
     """Split a command line into command, words, settings and flags.
 
     Raises:
-        ConfigError: an unknown flag or command, a word too many, or a required one missing.
+        ConfigError: an unknown flag or command, one word too many, or a required word is missing.
     """
     overrides, flags = split_flags(argv)
     if not commands:
@@ -120,7 +128,7 @@ def read_arguments(argv: Iterable[str], commands: Sequence[Command], default: st
         raise _unknown(words, command, known)
     if command.run is not None and len(values) < len(command.words) and "--help" not in flags:
         missing = " ".join(map(str.upper, command.words))
-        raise ConfigError(f"{command.name} takes {missing}: {command.usage()}")
+        raise ConfigError(f"{command.name} needs {missing}: {command.usage()}")
     return Arguments(command.name, values, settings, flags, {command.many: rest} if rest else {})
 
 
@@ -134,6 +142,9 @@ def _unknown(words: list[str], command: Command, known: Mapping[str, Command]) -
 
 
 def quoted(value: str) -> str:
-    """Quote text so that Hydra reads it back as text: it reads numbers, and some signs in paths, as something else."""
+    """Quote text so that Hydra reads it as text.
+
+    Without quotes it reads numbers, and some signs in paths, differently.
+    """
     is_plain = re.fullmatch(r"[\w./-]+", value) and not re.fullmatch(r"[\d._e+-]+", value)
     return value if is_plain else "'" + value.replace("'", "\\'") + "'"

@@ -36,7 +36,7 @@ from pipeline.runtime.process.stdout import write_out
 from pipeline.runtime.storage import storage
 from pipeline.training.preflight import check_geometry, check_world_sizes, validate_evaluation, validate_job
 
-__all__ = [  # launch imports the checks from here: it does not import training
+__all__ = [  # launch imports the checks from here, because it does not import training
     "check_geometry", "check_world_sizes", "has_dataset", "load_config", "parse_command_line", "print_user_errors",
     "validate_evaluation", "validate_train",
 ]  # fmt: skip
@@ -51,7 +51,10 @@ def parse_command_line(
     argv: Iterable[str] | None = None,
     validate: Callable[[Job], object] | None = None,
 ) -> Job:
-    """The job of a command line (sys.argv), validated. Does not return for --help and --cfg, or on an error (exit code 2)."""
+    """Return the validated job of a command line (sys.argv).
+
+    Exits for --help and --cfg, or on an error (exit code 2).
+    """
     with print_user_errors():
         overrides, flags = split_flags(sys.argv[1:] if argv is None else argv)
         config_dir = flags.get("--config-dir")
@@ -71,27 +74,32 @@ def parse_command_line(
 
 
 def validate_train(job: TrainJob) -> None:
-    """Check a job against its data set and number of ranks, before torch is imported. Raises UserError."""
+    """Check a job against its data set and number of ranks, before torch is imported.
+
+    Raises UserError.
+    """
     validate_job(job, job.world_size)
 
 
 def has_dataset(job: TrainJob) -> bool:
-    """Whether dataset.json can be read from here."""
+    """Return True if dataset.json can be read."""
     return storage.is_file(storage.join(job.data.path, FILE_NAME))
 
 
 def print_line(text: str) -> None:
-    """Print a line to stderr, on rank 0 only: all ranks find the same."""
+    """Print a line to stderr, only on rank 0, because all ranks have the same line."""
     if os.environ.get("RANK", "0") == "0":
         print(printable(text), file=sys.stderr, flush=True)
 
 
 @contextmanager
 def print_user_errors(written: str = "") -> Iterator[None]:
-    """End the process with one line instead of a traceback for a UserError, and for what the system refuses and a
-    person can put right: no room, no rights, no such path. `written`: where the verb writes to.
+    """End the process with one line instead of a traceback for a UserError, and for fixable errors
+    of the system.
 
-    Any other exception is a bug, ours or a library's, and keeps its traceback.
+    Fixable errors are a full disk, missing rights, or a missing path. `written` is the path that
+    the verb writes to. Any other exception is a bug of this package or a library, and keeps its
+    traceback.
     """
     try:
         yield
@@ -112,19 +120,22 @@ def _end_with(text: str) -> NoReturn:
 
 
 def load_config(job_type: type[Job], argv: Iterable[str], config_dir: str | None = None) -> Job:
-    """The job that overrides (and --config-dir) make; see compose_job for what it raises."""
+    """Return the job of overrides (and --config-dir). Raises as compose_job does."""
     overrides, flags = split_flags(argv)
     job = compose_job(job_type, overrides, flags.get("--config-dir", config_dir))
     if key := find_secret(dataclasses.asdict(job)):  # type: ignore[call-overload]
         raise ConfigError(
-            f"{key} holds a credential, and a job is saved beside its results; give it in the environment, as the "
-            "store's own tools take it (for S3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), or in its own config file"
+            f"{key} holds a credential, but a job is saved next to its results; set it in the environment, as the "
+            "store's tools read it (for S3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), or in its own config file"
         )
     return job
 
 
 def explain_key(name: str, job_type: type) -> str:
-    """Type, default and meaning of a key, or of each key of a section. Raises ConfigError where there is none."""
+    """Return type, default and meaning of a key, or of each key of a section.
+
+    Raises ConfigError if there is none.
+    """
     conf, verb = config_folders(), CONFIG_NAMES[job_type]
     found = reference.explain(name, job_type, verb, conf)
     if not found:
@@ -135,13 +146,14 @@ def explain_key(name: str, job_type: type) -> str:
 
 
 def help_text(job_type: type, doc: str, config_dir: str | None = None) -> str:
-    """The verb's docstring, its groups with their options, and the flags."""
+    """Return the verb's docstring, its groups with their options, and the flags."""
     folders = config_folders(config_dir)
     config_name = CONFIG_NAMES[job_type]
     defaults = _defaults(folders, config_name)
     lines = []
     for group, options in with_registered_models(group_options(folders)).items():
-        if group in defaults and options != ["default"]:  # nothing to choose until a --config-dir adds an option
+        # without --config-dir there is nothing to choose
+        if group in defaults and options != ["default"]:
             marked = [f"{option}*" if option == defaults[group] else option for option in options]
             lines.append(f"  {group + '=':14}{' '.join(marked)}")
     chosen = ["", "choose an option of a group (* is the default):", *lines] if lines else []
@@ -156,15 +168,15 @@ def help_text(job_type: type, doc: str, config_dir: str | None = None) -> str:
     lines += [
         "",
         "flags:",
-        "  -h KEY              what a key or a section is: type, default and meaning (docs/reference/ has all)",
-        "  --cfg [job]         print the job that the command line makes, as YAML, and stop",
+        "  -h KEY              type, default and meaning of a key or a section (all: docs/reference/)",
+        "  --cfg [job]         print the resulting job as YAML, and stop",
         "  --config-dir DIR    a conf folder whose options are added to the package's",
     ]
     return "\n".join(lines)
 
 
 def _defaults(folders: list[Path], config_name: str) -> dict[str, Any]:
-    """The defaults list of a verb's YAML, with those of the YAML files that it starts from."""
+    """Return the defaults list of a verb's YAML, including the YAML files that it extends."""
     files = (folder / f"{config_name}.yaml" for folder in folders)
     file = next((file for file in files if file.is_file()), None)
     found: dict[str, Any] = {}

@@ -1,4 +1,5 @@
-"""Compose conf/*.yaml and command-line overrides into a typed job by Hydra's compose API, with one-line errors."""
+"""Compose conf/*.yaml and command-line overrides into a typed job with Hydra's compose API and
+one-line errors."""
 
 from __future__ import annotations
 
@@ -25,20 +26,22 @@ from pipeline.config.saved_jobs import instantiate, near_field
 from pipeline.runtime.errors import ConfigError, did_you_mean
 
 Job = TypeVar("Job")
-_stored: dict[tuple[str | None, str], type] = {}  # (group, name) -> schema, of those in Hydra's store
+# (group, name) -> schema, for the schemas in Hydra's store
+_stored: dict[tuple[str | None, str], type] = {}
 
 
 def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str | None = None) -> Job:
-    """Compose conf/<verb>.yaml with the `overrides` into a job; `config_dir` overlays a user's own conf folder.
+    """Compose conf/<verb>.yaml with `overrides` into a job. `config_dir` adds a user's conf folder.
 
     Raises:
         ConfigError: one line that names the key or option and the nearest valid one.
     """
     folders = config_folders(config_dir)
     parsed = parse_overrides(overrides, first_words(job_type))
-    load_plugins(_given_plugins(parsed))  # first, for what they register are options of groups and types of values
+    # first, because plugins register options of groups and types of values
+    load_plugins(_given_plugins(parsed))
     groups = with_registered_models(group_options(folders))
-    # A verb's own field may bear a group's name and hold a word: evaluate's tables=own.
+    # A verb's own field may have a group's name and hold text: evaluate's tables=own.
     words = {name for name, kind in get_type_hints(job_type).items() if kind is str}
     own_groups = {group: options for group, options in groups.items() if group in first_words(job_type) - words}
     choices, values = _split_overrides(parsed, own_groups, config_dir is not None)
@@ -47,12 +50,12 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
         config = _compose_choices(job_type, folders, _without_keys_of_other_models(folders, choices))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_explain_composition(error, groups)) from None
-    except ValueError as error:  # Hydra's own, for null where a YAML file overrides the group
+    except ValueError as error:  # Hydra raises it for null if a YAML file overrides the group
         nulls = ", ".join(choice for choice in choices if choice.endswith("=null"))
         raise ConfigError(f"{nulls or ' '.join(choices)}: {error}; choose an option, or leave the key out") from None
     for override in values:
         if override.key_or_group == "plugins" and "plugins" not in get_type_hints(job_type):
-            continue  # of a plugin's verb, whose job need not tell what it came from
+            continue  # the job of a plugin's verb may have no such field
         apply_override(config, job_type, override)
     job = instantiate(config, job_type)
     if missing := missing_plugins(getattr(job, "plugins", [])):
@@ -63,9 +66,11 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
 
 
 def _without_keys_of_other_models(folders: list[Path], choices: list[str]) -> list[str]:
-    """Return the choices with an experiment that sets no key of `model` that the chosen model lacks.
+    """Return the choices with an experiment that sets no key of `model` that the chosen model
+    lacks.
 
-    An experiment may set the sizes of its own model, and be given another: experiment=quickstart model=fm.
+    An experiment may set sizes of its model and be combined with another model:
+    experiment=quickstart model=fm.
     """
     chosen = dict(choice.partition("=")[::2] for choice in choices)
     name, model = chosen.get("experiment", ""), chosen.get("model", "")
@@ -86,10 +91,12 @@ def _without_keys_of_other_models(folders: list[Path], choices: list[str]) -> li
 
 
 def _compose_choices(job_type: type, folders: list[Path], choices: list[str]) -> DictConfig:
-    """What the YAML files make of the chosen options, interpolations unresolved; the caller's own copy.
+    """Return the composed YAML files for the chosen options, with unresolved interpolations, as a
+    copy.
 
-    Hydra takes half a second of CPU for it, so a process that composes many jobs (a notebook, a sweep, the tests) does
-    it once for the same choices, until a file of conf/ changes or a model is registered. An overlay is always read anew.
+    Hydra needs half a second of CPU, so a process that composes many jobs (a notebook, a sweep, the
+    tests) reuses the result for the same choices until a file of conf/ changes or a model is
+    registered. An overlay is never cached.
     """
     if folders != config_folders(None):
         return _compose_by_hydra(CONFIG_NAMES[job_type], folders, choices)
@@ -112,7 +119,7 @@ def _composed(
 
 
 def _compose_by_hydra(config_name: str, folders: list[Path], choices: list[str]) -> DictConfig:
-    # Hydra reads the verb's own YAML before it knows the search path.
+    # Hydra reads the verb's YAML before it knows the search path.
     home = next((folder for folder in folders if (folder / f"{config_name}.yaml").is_file()), folders[0])
     others = [folder for folder in folders if folder != home]
     with initialize_config_dir(str(home), version_base="1.3", job_name=config_name):
@@ -121,11 +128,12 @@ def _compose_by_hydra(config_name: str, folders: list[Path], choices: list[str])
 
 
 def config_folders(config_dir: str | None = None) -> list[Path]:
-    """Folders with YAML: our conf/, those of the extras, then the user's overlay, which adds options and replaces none.
+    """Return folders with YAML: our conf/, the extras', then the user's overlay, which adds options
+    and replaces none.
 
-    Ours is conf/ beside the package where setup.cfg is too (a checkout, or the copy of one that TorchX makes as
-    a job directory; under an editable install `pkg://pipeline.conf` would lead back to the checkout), else the
-    installed pipeline/conf.
+    Ours is conf/ next to the package if setup.cfg is there (a checkout, or TorchX's copy of one as
+    a job directory; in an editable install `pkg://pipeline.conf` would lead back to the checkout).
+    Otherwise it is the installed pipeline/conf.
     """
     package = Path(__file__).resolve().parents[1]
     own = package.parent / "conf" if (package.parent / "setup.cfg").is_file() else package / "conf"
@@ -140,12 +148,12 @@ def config_folders(config_dir: str | None = None) -> list[Path]:
     names = [file.relative_to(overlay) for file in overlay.glob("*/*.yaml")]
     taken = [name for name in names if any((folder / name).is_file() for folder in shipped)]
     if taken:
-        raise ConfigError(f"--config-dir {config_dir}: {taken[0]} is a name that the package has; give yours another")
+        raise ConfigError(f"--config-dir {config_dir}: {taken[0]} is already a file of the package; rename yours")
     return [*shipped, overlay]
 
 
 def group_options(folders: Iterable[Path]) -> dict[str, list[str]]:
-    """Every config group with the options that a command line may choose."""
+    """Return every config group with the options that a command line may choose."""
     options: dict[str, set[str]] = {}
     for folder in folders:
         for file in folder.glob("*/*.yaml"):
@@ -154,12 +162,14 @@ def group_options(folders: Iterable[Path]) -> dict[str, list[str]]:
 
 
 def with_registered_models(options: dict[str, list[str]]) -> dict[str, list[str]]:
-    """A registered model is an option of its own name, with the values that its config has, where no YAML file gives others."""
+    """Add an option for each registered model with its config's defaults, unless a YAML file has
+    that name."""
     return {**options, "model": sorted({*options.get("model", []), *components("model")})}
 
 
 def load_plugins_of(words: Iterable[str]) -> None:
-    """Import what `plugins=[...]` among the overrides names, for whoever lists options and composes nothing."""
+    """Import the packages of `plugins=[...]` in the overrides, for callers that list options
+    without composing."""
     load_plugins(_given_plugins(parse_overrides(words)))
 
 
@@ -176,7 +186,7 @@ def _given_plugins(overrides: list[Override]) -> list[str]:
 def _split_overrides(
     overrides: list[Override], groups: dict[str, list[str]], has_overlay: bool
 ) -> tuple[list[str], list[Override]]:
-    """Choices of group options, checked, and settings of values."""
+    """Return checked choices of group options, and settings of values."""
     choices, values = [], []
     for override in overrides:
         group, value = override.key_or_group, override.value()
@@ -190,15 +200,18 @@ def _split_overrides(
         for option in value if isinstance(value, list) else [value]:
             if option is not None and str(option) not in groups[group]:
                 near = did_you_mean(str(option), groups[group])
-                own = "" if has_overlay else "; an option of your own needs --config-dir <your conf folder>"
+                own = "" if has_overlay else "; your own options need --config-dir <your conf folder>"
                 raise ConfigError(f"{group}={option}: there is no such option in {', '.join(groups[group])}{near}{own}")
-        # Every group stands in the defaults list, so `+group=option` can only mean `group=option`.
+        # Every group is in the defaults list, so `+group=option` can only mean `group=option`.
         choices.append(str(override.input_line).lstrip("+"))
     return choices, values
 
 
 def _register_schemas(job_type: type, folders: list[Path]) -> None:
-    """Store what YAML starts from: `job` is the schema of the verb, `<model>_schema` that of a model."""
+    """Store the schemas that YAML files extend:
+
+    `job` for the verb, `<model>_schema` for a model.
+    """
     stored: dict[tuple[str | None, str], type] = {(None, "job"): job_type}
     if not any((folder / f"{CONFIG_NAMES[job_type]}.yaml").is_file() for folder in folders):  # of a plugin
         ConfigStore.instance().store(name=CONFIG_NAMES[job_type], node={"defaults": ["job", "_self_"]})
@@ -210,14 +223,14 @@ def _register_schemas(job_type: type, folders: list[Path]) -> None:
     repo = ConfigStore.instance().repo
     for (group, name), schema in stored.items():
         known = repo.get(group, {}) if group else repo
-        # A schema takes milliseconds to build, and a process may compose many jobs.
+        # Building a schema takes milliseconds, and a process may compose many jobs.
         if _stored.get((group, name)) is not schema or f"{name}.yaml" not in known:
             ConfigStore.instance().store(group=group, name=name, node=schema)
             _stored[group, name] = schema
 
 
 def _explain_composition(error: Exception, groups: dict[str, list[str]]) -> str:
-    """One line for what is wrong inside the YAML files."""
+    """Return one line that explains an error inside the YAML files."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         group, _, option = error.missing_cfg_file.rpartition("/")
         file = str(error).splitlines()[0].split(": Could not find")[0]
@@ -233,11 +246,11 @@ def _explain_composition(error: Exception, groups: dict[str, list[str]]) -> str:
             )
         if says.startswith("In 'experiment/") and match[2] in [kind.__name__ for kind in components("model").values()]:
             return f"{says}: that experiment sets the sizes of another model; choose an experiment for this one"
-        cause = error.__context__  # what OmegaConf raised
+        cause = error.__context__  # the exception of OmegaConf
         return f"{says}{near_field(cause) if isinstance(cause, OmegaConfBaseException) else ''}"
     if match := re.search(r"(.*)Key (\S+) \((?:bool|int|float)\) is incompatible with \(str\)", text):
         where = match[1].replace("KeyValidationError raised while composing config: ", "")
-        return f"{where}a name is text: write it in quotes, '{match[2].lower()}' or as the data spells it"
+        return f"{where}a name is text: write it in quotes, '{match[2].lower()}' or as it is written in the data"
     if match := re.search(r"Could not override '([\w/]+)'", text):
         return f"{text}{did_you_mean(match[1], groups)}"
     return re.split(r" (?:full_key:|reference_type=|object_type=)", text)[0]

@@ -19,7 +19,7 @@ class GenerateSummary:
 
 
 def generate(job: GenerateJob) -> GenerateSummary:
-    """Equal settings give equal bytes, whatever the number of threads."""
+    """Generate raw rows. Equal settings give equal bytes for any number of threads."""
     # Here, so that a typo in the command fails before numpy and pyarrow are imported.
     from pipeline.data.generate import synthetic
 

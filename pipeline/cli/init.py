@@ -1,10 +1,10 @@
-"""Make a project of your own:  python -m pipeline init my_project data=clicks.yaml source=clicks.csv
+"""Create your own project:  python -m pipeline init my_project data=clicks.yaml source=clicks.csv
 
-    python -m pipeline inspect source=clicks.csv     writes clicks.yaml, which this copies
-    python -m pipeline init                          on a terminal: asks for what is missing, and inspects the file
+    python -m pipeline inspect source=clicks.csv     writes clicks.yaml, which init copies
+    python -m pipeline init                          on a terminal: asks for missing values, and inspects the file
 
-The folder has a conf/ whose options are added to the package's, a Makefile (prepare, train, report, sweep, export, serve), and a model
-of your own to change. Nothing that is there is overwritten.
+The folder has a conf/ whose options are added to the package's, a Makefile (prepare, train, report, sweep, export,
+serve), and a model to change. Existing files are not overwritten.
 """
 
 from __future__ import annotations
@@ -117,19 +117,22 @@ schedule:
 
 
 def init(job: InitJob) -> str:
-    """Raises ConfigError for a folder that holds something, and a file that is no data config."""
+    """Create the project.
+
+    Raises ConfigError if the folder is not empty, or `data` is not a data config.
+    """
     folder, data = Path(job.folder), Path(job.data)
     if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty: give a folder that is not there yet")
+        raise ConfigError(f"{folder} is not empty: choose a new folder")
     if not data.is_file():
         raise ConfigError(
-            f"data={data} is no file: `python -m pipeline inspect {shell_words.word('source', job.source)}` writes one"
+            f"data={data} is not a file: `python -m pipeline inspect {shell_words.word('source', job.source)}` writes one"
         )
     content = data.read_text()
     values = yaml.safe_load(content)
     if not isinstance(values, dict) or not {"name", "format"} <= values.keys():
         raise ConfigError(
-            f"data={data} is no data config: it wants name and format, as `python -m pipeline inspect` writes them"
+            f"data={data} is not a data config: it needs name and format, as `python -m pipeline inspect` writes them"
         )
     name, source = str(values["name"]), os.path.abspath(job.source)
     files = {
@@ -153,17 +156,18 @@ def _for_make(text: str) -> str:
 
 
 def _model_for(values: dict[str, Any]) -> str:
-    """DLRM with crosses where there are categories, else a model that takes numbers alone."""
+    """Return DLRM with crosses if there are categories, otherwise a model for numbers only."""
     columns = values.get("columns", {})
     has_categories = values["format"] == "criteo_tsv" or columns.get("sparse") or columns.get("multi_hot")
     return "dlrm_dcn" if has_categories else "autoint"
 
 
 def with_answers(argv: list[str], ask: Callable[[str, str], str]) -> list[str]:
-    """The command line, with what `ask` (question, default) says of what it leaves out; a raw file that has no config is inspected.
+    """Return the command line, with missing values from `ask` (question, default). A raw file
+    without config is inspected.
 
     Raises:
-        UserError: as inspect does, but for a label that cannot be told, which is asked for.
+        UserError: as inspect does, except for an unknown label, which is asked for.
     """
     words = read_arguments(argv, COMMANDS, "make")
     given = {
@@ -176,7 +180,7 @@ def with_answers(argv: list[str], ask: Callable[[str, str], str]) -> list[str]:
     if "data" not in given:
         known = Path(f"{Path(source).name.partition('.')[0]}.yaml")
         default = str(known) if known.is_file() else ""
-        answers["data"] = ask("The data config that reads it (empty: look at the file, and write one)", default)
+        answers["data"] = ask("The data config that reads it (empty: inspect the file, and write one)", default)
         answers["data"] = answers["data"] or _inspected(source, ask)
     if "folder" not in given:
         answers["folder"] = ask("The project's folder", Path((given | answers)["data"]).stem)
@@ -185,7 +189,7 @@ def with_answers(argv: list[str], ask: Callable[[str, str], str]) -> list[str]:
 
 
 def _inspected(source: str, ask: Callable[[str, str], str]) -> str:
-    """Where the data config was written to."""
+    """Inspect the file and return the path of its data config."""
     from pipeline.cli.inspect import inspect
     from pipeline.data.inspect.profile import LabelError
 
@@ -212,7 +216,7 @@ _main = verb("init", InitJob, describe=str, commands=COMMANDS, default="make")(i
 
 
 def main() -> None:
-    """Asks for what is missing where a person sits at a terminal."""
+    """Ask for missing values if the command runs on a terminal."""
     argv = sys.argv[1:]
     if sys.stdin.isatty() and sys.stderr.isatty() and not {"-h", "--help", "--cfg"} & set(argv):
         try:

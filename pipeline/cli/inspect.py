@@ -1,7 +1,8 @@
-"""Look at raw rows, and write the data config that reads them:  python -m pipeline inspect source=clicks.csv
+"""Inspect raw rows, and write a data config that reads them:  python -m pipeline inspect source=clicks.csv
 
-It says of each column what it is, what is missing, how many values it has, and how far it alone tells the label: a column that
-tells it almost always is left out, for it may be known only afterwards. Look the written file through before you prepare.
+For each column it prints its role, missing values, the number of values, and how well it alone predicts the label.
+A column that predicts the label almost always is left out, because it may be known only afterwards. Check the
+written file before you prepare.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from pipeline.runtime.storage import storage
 
 
 def inspect(job: InspectJob) -> str:
-    """What was found, and where the config was written to. Raises DataError where no config can be made of the file."""
+    """Describe the findings and write the config.
+
+    Raises DataError if no config can be made from the file.
+    """
     from pipeline.data.inspect.profile import profile
     from pipeline.data.inspect.propose import as_text, as_yaml, propose
 

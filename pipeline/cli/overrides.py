@@ -1,4 +1,5 @@
-"""Read `key=value` words as Hydra spells them, and set the values in a composed job by the types of its fields."""
+"""Read `key=value` words in Hydra's syntax, and set the values in a composed job by the types of
+its fields."""
 
 from __future__ import annotations
 
@@ -21,20 +22,24 @@ from pipeline.config.moved_keys import moved_hint
 from pipeline.config.saved_jobs import first_line, near_field
 from pipeline.runtime.errors import ConfigError, nearest
 
-TAKES_A_WORD = ("experiment", "source", "run", "artifact", "registry")  # what a word without a key is taken to be for
-# What Hydra's keys may not hold, and columns' names and patterns do: tables.cat_*.embedding_dim=8, tables.user id.embedding_dim=8
+# the key that a hint suggests for a word without a key
+TAKES_A_WORD = ("experiment", "source", "run", "artifact", "registry")
+# Characters that Hydra's keys cannot contain, but names and patterns of columns can:
+# tables.cat_*.embedding_dim=8, tables.user id.embedding_dim=8
 SIGN = re.compile(r"[^A-Za-z0-9_.@/+~\-\[\]{}\"'$]")
 RANGE = re.compile(r"\{[^{}\[\],:'\"$\\]+\.\.[^{}\[\],:'\"$\\]+\}")  # source=clicks/dt={2026-11-01..2026-11-07}
-# A list without quotes, an entry of which has an equals sign that Hydra does not read: retry=[dt=2026-11-20]
+# A list without quotes that has an entry with an equals sign, which Hydra cannot read:
+# retry=[dt=2026-11-20]
 ASSIGNED = re.compile(r"\[[^\[\]{}'\"$\\]*=[^\[\]{}'\"$\\]*\]")
 ENCODED = re.compile(r"__x([0-9a-f]+)__")
 
 
 def parse_overrides(argv: Iterable[str], keys: Iterable[str] = ()) -> list[Override]:
-    """The words as Hydra reads them. `keys`: of the job, for a hint where a word has none.
+    """Return the words as Hydra reads them. `keys` of the job are used for hints about words
+    without a key.
 
     Raises:
-        ConfigError: a word is no `key=value`, names several values, or has a value that cannot be read.
+        ConfigError: a word is not `key=value`, has several values, or has an unreadable value.
     """
     parser = OverridesParser.create()
     overrides = []
@@ -42,19 +47,23 @@ def parse_overrides(argv: Iterable[str], keys: Iterable[str] = ()) -> list[Overr
         override = _parse_word(parser, word, keys)
         if override.is_sweep_override():
             raise ConfigError(
-                f"{word!r} names several values: a list is key=[a,b]; `python -m pipeline sweep` tries several values"
+                f"{word!r} has several values: write a list as key=[a,b]; `python -m pipeline sweep` tries several values"
             )
         overrides.append(override)
     return overrides
 
 
 def _parse_word(parser: OverridesParser, word: str, keys: Iterable[str]) -> Override:
-    """A value that is no list, mapping or quoted text and that Hydra cannot read is the text that it is; so is an entry with `=` of a list."""
+    """Read one word. An unreadable value that is not a list, mapping or quoted text is used as
+    text.
+
+    The same holds for a list's entry with `=`.
+    """
     key, equals, value = word.partition("=")
     if not equals and not word.startswith("~"):
         named = next((f"{each}={word}" for each in TAKES_A_WORD if each in keys), "key=value")
         is_key = word.partition(".")[0] in keys
-        raise ConfigError(f"{word!r} is no key=value; write {f'{word}=<value>' if is_key else named}")
+        raise ConfigError(f"{word!r} is not key=value; write {f'{word}=<value>' if is_key else named}")
     key = SIGN.sub(lambda sign: f"__x{ord(sign[0]):x}__", key)
     plain = [f'{key}="{value}"'] if value == "," or not set(RANGE.sub("", value)) & set("[]{}'\"$,\\") else []
     if ASSIGNED.fullmatch(value):
@@ -74,18 +83,18 @@ def _parse_word(parser: OverridesParser, word: str, keys: Iterable[str]) -> Over
 
 def _why_unreadable(key: str, value: str) -> str:
     if set(key) & set("[]{}\"'$"):
-        return "a key is names and dots"
+        return "a key consists of names and dots"
     if any(value.count(first) != value.count(last) for first, last in ("[]", "{}")) or value.count('"') % 2:
         return "a bracket or a quote in it is not closed"
     if re.search(r"[{,]\s*[\"'][^\"']*[\"']\s*:", value):
-        return "names in braces have no quotes, {name: value}"
+        return "write names in braces without quotes, {name: value}"
     return "quote it as 'key=\"value\"' if it is text"
 
 
 def apply_override(config: DictConfig, job_type: type, override: Override) -> None:
-    """Set one value. A table, feature or section that is not there yet comes to be; an unknown field never does.
+    """Set one value. A missing table, feature or section is created; an unknown field is an error.
 
-    Hydra would want a `+` for new tables, and with it would accept, and drop, any misspelt field.
+    Hydra would require a `+` for new tables, and then accept and drop any misspelled field.
     """
     key, value = override.key_or_group, override.value()
     if override.is_delete() or override.package is not None:
@@ -103,7 +112,10 @@ def apply_override(config: DictConfig, job_type: type, override: Override) -> No
 
 
 def _with_text_keys(values: dict[Any, Any], line: str) -> dict[str, Any]:
-    """{1: 0, true: 1}: a job's mappings are by names, which have no quotes on the command line."""
+    """Convert keys to text, {1:
+
+    0, true: 1}: a job's mappings have names, which have no quotes on the command line.
+    """
     texts = {}
     for key, value in values.items():
         spelled = re.search(rf"[{{,]\s*({re.escape(str(key))})\s*:", line, re.IGNORECASE)
@@ -112,7 +124,10 @@ def _with_text_keys(values: dict[Any, Any], line: str) -> dict[str, Any]:
 
 
 def _add_sections(config: DictConfig, job_type: type, key: str) -> None:
-    """Walk `key` through the types of the job, adding entries of mappings and optional sections on the way."""
+    """Walk `key` through the types of the job.
+
+    Create entries of mappings and optional sections on the way.
+    """
     node, kind = config, job_type
     walked: list[str] = []
     for name in key.split("."):
@@ -134,24 +149,26 @@ def _add_sections(config: DictConfig, job_type: type, key: str) -> None:
                 with open_dict(node):
                     node[name] = OmegaConf.structured(kind)
             node = node[name]
-            kind = OmegaConf.get_type(node) or kind  # the model is of a subclass
+            kind = OmegaConf.get_type(node) or kind  # the class of the model is a subclass
         elif get_origin(kind) is dict:
             node = node[name]
 
 
 def first_words(job_type: type) -> set[str]:
-    """What a verb's overrides may begin with: its fields (most groups are fields), and the groups that are none."""
+    """Return the first words of a verb's overrides: its fields (most groups are fields), and the
+    other groups."""
     fields = {field.name for field in dataclasses.fields(job_type)}
     return fields | {"experiment", "early_stop", "debug"} if issubclass(job_type, TrainJob) else fields
 
 
 def _raise_unknown_key(job_type: type, key: str, walked: list[str], choices: set[str]) -> NoReturn:
-    """Name the nearest key of the same section, else the same name elsewhere in the job, else all of the section."""
+    """Suggest the nearest key of the same section, or the same name elsewhere in the job, or
+    list the section's keys."""
     *section, name = walked
     last = key.rpartition(".")[2]
     if moved := moved_hint(key):
         hint = moved
-    elif (joined := key.replace(".", "_")) in choices:  # data.path, where the verb has data_path
+    elif (joined := key.replace(".", "_")) in choices:  # data.path, but the verb has data_path
         hint = f"did you mean {joined!r}?"
     elif near := nearest(name, sorted(choices), 0.6):
         hint = f"did you mean {'.'.join([*section, near])!r}?"

@@ -1,15 +1,15 @@
 """Plan how embedding tables are sharded:  python -m pipeline plan experiment=quickstart world_size=2
 
-The hardware need not be at hand:  python -m pipeline plan experiment=... hardware=h100_80gb world_size=64
-With its step predicted for more ranks:   python -m pipeline plan experiment=... hardware=h100_80gb world_size=[8,16,32,64]
+For hardware that is not here:            python -m pipeline plan experiment=... hardware=h100_80gb world_size=64
+With the step predicted for more ranks:   python -m pipeline plan experiment=... hardware=h100_80gb world_size=[8,16,32,64]
 With settings changed one by one:         python -m pipeline plan experiment=... what_if=true
-The smallest of conf/hardware for a rate:  python -m pipeline plan experiment=... target.epochs_per_day=1
-The plan goes to planner.plan_file, a page with its pictures beside it, and training with planner=file uses it.
-Where the data set is absent, tables that say their num_embeddings are enough.
+The smallest of conf/hardware for a rate: python -m pipeline plan experiment=... target.epochs_per_day=1
+The plan is written to planner.plan_file, with a page of charts next to it. Training with planner=file uses it.
+Without a data set, tables must set num_embeddings.
 
-    python -m pipeline plan show FILE                  what a plan file says
-    python -m pipeline plan diff A B                   what moved from plan A to plan B, and what it costs
-    python -m pipeline plan check FILE experiment=...  whether it still holds for a job (exit code 0, else 1)
+    python -m pipeline plan show FILE                  describe a plan file
+    python -m pipeline plan diff A B                   show what moved from plan A to plan B, and its cost
+    python -m pipeline plan check FILE experiment=...  check that it is valid for a job (exit code 0, else 1)
 """
 
 from __future__ import annotations
@@ -35,27 +35,29 @@ from pipeline.runtime.masking import mask
 from pipeline.runtime.process.stdout import write_out
 from pipeline.training.plan_job import PlanSummary, check, diff, plan_job, show
 
-if TYPE_CHECKING:
-    pass
-
 STALE = 1  # exit code of check
-FOR_PLANS_ALONE = ("planner=", "brief=", "target.", "scale_to=", "what_if=", "threads=")  # what training does not know
-logger = get_logger("pipeline.plan")  # run as a command, __name__ is another
+# settings that training does not know
+ONLY_FOR_PLANS = ("planner=", "brief=", "target.", "scale_to=", "what_if=", "threads=")
+logger = get_logger("pipeline.plan")  # as a command, __name__ is different
 
 
 def _made() -> str:
-    """When and by which command, without credentials, for the foot of the page."""
+    """Return time and command, without credentials, for the foot of the page."""
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return f"{when} by `{mask(shlex.join(['python', *sys.orig_argv[1:]]))}`, pipeline {pipeline.__version__}"
 
 
 def plan(job: PlanJob) -> PlanSummary:
-    """Raises as plan_job."""
+    """Plan the job with the hardware of this machine. Raises as plan_job does."""
     return plan_job(job, partial(_hardware_to_try, job), _made())
 
 
 def _hardware_to_try(job: PlanJob) -> dict[str, HardwareConfig]:
-    """target.hardware, or the options of conf/hardware and the job's own that have a calibration, or state peaks and memory."""
+    """Return target.hardware; or the job's hardware and the options of conf/hardware that can be
+    predicted.
+
+    An option can be predicted if it has a calibration, or states peaks and memory.
+    """
     files = {file.stem: file for file in sorted(config_folders()[0].glob("hardware/*.yaml"))}
     for name in job.target.hardware:
         if name != job.hardware.name:
@@ -77,9 +79,10 @@ def _hardware_to_try(job: PlanJob) -> dict[str, HardwareConfig]:
 
 
 def train_command(summary: PlanSummary, overrides: list[str]) -> str:
-    """The training that replays the plan, with the overrides that it was made with."""
-    kept = [shlex.quote(word) for word in overrides if not word.startswith(FOR_PLANS_ALONE)]
-    if any(word.startswith("target.") for word in overrides):  # what was found stands for what was asked
+    """Return the training command that uses the plan, with the overrides of this command."""
+    kept = [shlex.quote(word) for word in overrides if not word.startswith(ONLY_FOR_PLANS)]
+    # use the found hardware instead of the target
+    if any(word.startswith("target.") for word in overrides):
         kept = [word for word in kept if not word.startswith(("hardware=", "world_size="))]
         kept.append(f"hardware={summary.hardware}")
     arguments = " ".join([*kept, "planner=file"])
@@ -133,7 +136,7 @@ _main = verb(
 
 
 def with_sizes(words: list[str]) -> list[str]:
-    """world_size=[8,16,32] is a plan for 8 ranks, and predictions for the others."""
+    """Replace world_size=[8,16,32] by a plan for 8 ranks and predictions for the other sizes."""
     found = []
     for word in words:
         name, _, value = word.partition("=")

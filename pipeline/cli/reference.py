@@ -1,6 +1,7 @@
-"""List every key of every verb with type, default and meaning: from the schemas, and from the comments of conf/*.yaml.
+"""List every key of every verb with type, default and meaning, from the schemas and the comments of
+conf/*.yaml.
 
-`python docs/write_reference.py` writes docs/reference/ by it, and `-h KEY` prints what it says of one key.
+`python docs/write_reference.py` writes docs/reference/ with it, and `-h KEY` prints one key.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import yaml
 from pipeline.config.registry import components
 
 NAME = "<name>"
-# Where a section's comments are, where that is not its default option: a page to copy from, or the option that has them.
+# Place of a section's comments if it is not its default option: a page to copy from, or another
+# option.
 SHOWN_IN = {
     "tables": "tables/from_data",
     f"tables.{NAME}": "tables/all_settings:default",
@@ -35,15 +37,15 @@ SHOWN_IN = {
     "data.negative_sampling": "data/conversions_sampled:negative_sampling",
 }
 MEANINGS = {
-    "plugins": "packages whose import registers components; given on the command line alone",
-    "model.kind": "which model: chosen by model=<option>",
+    "plugins": "packages whose import registers components; only on the command line",
+    "model.kind": "name of the model, chosen by model=<option>",
 }
-Folders = Sequence[Path]  # conf/ and those of the extras
+Folders = Sequence[Path]  # conf/ and the conf folders of the extras
 
 
 @dataclass(frozen=True)
 class Key:
-    """`default` as YAML has it; `meaning` is empty where no comment says it."""
+    """A key. `default` is written as in YAML; `meaning` is empty without a comment."""
 
     name: str
     kind: str
@@ -52,7 +54,7 @@ class Key:
 
 
 def keys_of(job_type: type, verb: str, conf: Folders) -> list[Key]:
-    """All that can be set for a verb, in the order of its schema."""
+    """Return all keys of a verb, in the order of its schema."""
     found = []
     for name, hint in leaves(job_type):
         default, meaning = _default_and_meaning(name, verb, conf)
@@ -61,7 +63,7 @@ def keys_of(job_type: type, verb: str, conf: Folders) -> list[Key]:
 
 
 def model_keys(conf: Folders) -> dict[str, list[Key]]:
-    """Model -> its keys."""
+    """Return model -> its keys."""
     found: dict[str, list[Key]] = {}
     for kind, config in sorted(components("model").items()):
         comments = _comments_of(f"model/{kind}", conf)
@@ -74,19 +76,20 @@ def model_keys(conf: Folders) -> dict[str, list[Key]]:
 
 
 def explain(name: str, job_type: type, verb: str, conf: Folders) -> list[Key]:
-    """The keys that `name` is, or is a section of."""
+    """Return the key `name`, or all keys of the section `name`."""
     keys = keys_of(job_type, verb, conf)
     if any(key.name.startswith("model.") for key in keys):
         keys += [key for of_model in model_keys(conf).values() for key in of_model]
     wanted = re.compile(re.escape(name).replace(re.escape(NAME), "[^.]+") + r"(\..*)?$")
     exact = [key for key in keys if wanted.match(key.name)]
-    # Or a key of a named table or column, tables.cat_3.embedding_dim.
+    # Also a key of a named table or column, tables.cat_3.embedding_dim.
     found = exact or [key for key in keys if re.fullmatch(re.escape(key.name).replace(re.escape(NAME), r"[^.]+"), name)]
     return list(dict.fromkeys(found))
 
 
 def _default_and_meaning(name: str, verb: str, conf: Folders) -> tuple[str, str]:
-    """Default and meaning, of the key itself, of its like in `default`, or of the mapping that it is in."""
+    """Return default and meaning: of the key itself, of the same key in `default`, or of its
+    mapping."""
     if name in MEANINGS:
         return "", MEANINGS[name]
     section, _, rest = name.partition(".")
@@ -98,7 +101,7 @@ def _default_and_meaning(name: str, verb: str, conf: Folders) -> tuple[str, str]
             places.insert(0, (file, f"{inside}.{inner}" if inside else inner))
     places.append((f"{section}/default", rest))
     places += [(each, name) for each in _verb_files(verb, conf)]
-    if name.startswith("optimizer.dense."):  # means what it does for tables
+    if name.startswith("optimizer.dense."):  # has the meaning of the same key for tables
         places.append((SHOWN_IN["optimizer"], "sparse." + name.removeprefix("optimizer.dense.")))
     if name.startswith("data.feature_ids."):
         places.append(("data/default", "ids." + rest.split(f"{NAME}.")[-1]))
@@ -110,7 +113,7 @@ def _default_and_meaning(name: str, verb: str, conf: Folders) -> tuple[str, str]
 
 
 def _verb_files(verb: str, conf: Folders) -> list[str]:
-    """conf/<verb>.yaml and those that it starts from."""
+    """Return conf/<verb>.yaml and the files that it extends."""
     path = _file(verb, conf)
     if path is None:
         return []
@@ -119,7 +122,7 @@ def _verb_files(verb: str, conf: Folders) -> list[str]:
 
 
 def _file(name: str, conf: Folders) -> Path | None:
-    """Return <name>.yaml in the first of the folders that has it."""
+    """Return <name>.yaml in the first folder that has it."""
     return next((path for folder in conf if (path := folder / f"{name}.yaml").is_file()), None)
 
 
@@ -130,7 +133,7 @@ def _comments_of(name: str, conf: Folders) -> dict[str, tuple[str, str]]:
 
 @lru_cache(maxsize=256)
 def _comments(path: Path) -> dict[str, tuple[str, str]]:
-    """Return dotted key -> (value as it is written, comment), of a YAML file of ours."""
+    """Return dotted key -> (value as written, comment) of one of our YAML files."""
     lines = path.read_text().splitlines()
     found: dict[str, tuple[str, str]] = {}
 
@@ -153,7 +156,7 @@ def _comments(path: Path) -> dict[str, tuple[str, str]]:
 
 
 def leaves(kind: type, prefix: str = "", above: tuple[type, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield each key of a schema with its type; <name> stands for a key of a mapping."""
+    """Yield each key of a schema with its type. <name> represents a key of a mapping."""
     for field in dataclasses.fields(kind):
         hint = get_type_hints(kind)[field.name]
         inner = next((part for part in get_args(hint) if part is not NoneType), hint) if is_optional(hint) else hint

@@ -1,11 +1,11 @@
 """List the versions of a registry:  python -m pipeline registry list registry/quickstart
 
     python -m pipeline registry history REGISTRY [html=PAGE]   what was promoted, rejected, skipped, rolled back, and why
-    python -m pipeline registry verify REGISTRY [VERSION]      read every byte (exit code 0, or 1 where one is damaged)
+    python -m pipeline registry verify REGISTRY [VERSION]      read every byte (exit code 0, or 1 if one is damaged)
     python -m pipeline registry rollback REGISTRY [VERSION] [reason=...]
-                                                               back to the version before; retrain then waits
+                                                               go back to the version before; retrain then waits
     python -m pipeline registry unpin REGISTRY                 let retrain promote again
-    python -m pipeline registry add REGISTRY run=RUN           begin with a model that was trained by hand
+    python -m pipeline registry add REGISTRY run=RUN           start with a model that was trained by hand
 
 REGISTRY may also be given as registry=..., VERSION as version=v000012.
 """
@@ -29,11 +29,11 @@ from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.signature import requiring, signing
 
 DAMAGED = 1  # exit code of verify
-ROLLBACK_BUDGET_S = 4.0  # for checksums: with it a rollback takes 5 s, whatever the size
+ROLLBACK_BUDGET_S = 4.0  # seconds for checksums: a rollback then takes 5 s for any size
 
 
 def list_versions(job: RegistryJob) -> list[str]:
-    """A line a version, oldest first."""
+    """Return one line per version, oldest first."""
     registry = Registry(job.registry)
     pointer = registry.pointer()
     lines = [f"{'version':<10}{'made':<22}{'window':<28}{'parent':<10}{'size':>10}  NE on the next window"]
@@ -56,7 +56,10 @@ def list_versions(job: RegistryJob) -> list[str]:
 
 
 def show_history(job: RegistryJob) -> list[str]:
-    """The newest `job.num` records, oldest first; job.html gets a page of the champions and of all decisions."""
+    """Return the newest `job.num` records, oldest first.
+
+    Write a page of champions and decisions to job.html.
+    """
     if job.html:
         render_registry = from_extra("render_registry", "html=")
         storage.publish_text(job.html, render_registry(Registry(job.registry), Ledger(job.registry)))
@@ -65,7 +68,7 @@ def show_history(job: RegistryJob) -> list[str]:
 
 
 def verify_versions(job: RegistryJob) -> dict[str, str]:
-    """Version -> empty, or what is wrong with it."""
+    """Return version -> "" or its problem."""
     registry = Registry(job.registry)
     problems = {}
     for name in [job.version] if job.version else registry.names():
@@ -79,14 +82,17 @@ def verify_versions(job: RegistryJob) -> dict[str, str]:
 
 
 def rollback(job: RegistryJob) -> list[str]:
-    """Verify a version and point to it, pinned. Raises RegistryError where it is missing or damaged."""
+    """Verify a version, point to it and pin it.
+
+    Raises RegistryError if it is missing or damaged.
+    """
     registry = Registry(job.registry)
     try:
         pointer = registry.pointer()
     except DamagedError:
         if not job.version:
             raise
-        pointer = None  # written anew
+        pointer = None  # the pointer is written again
     name = job.version or registry.predecessor()
     if name is None:
         raise RegistryError(
@@ -123,13 +129,16 @@ def unpin(job: RegistryJob) -> list[str]:
 
 
 def add(job: RegistryJob) -> list[str]:
-    """A run's newest step becomes the champion, ungated. Raises ConfigError where there is one already."""
+    """Make a run's newest step the champion without a gate.
+
+    Raises ConfigError if there is a champion already.
+    """
     record = add_run(Registry(job.registry), Ledger(job.registry), job.run)
     return [f"champion    {record.version}, from {job.run}"]
 
 
 def run(job: RegistryJob) -> list[str]:
-    """What the command prints; a damaged version ends the process with DAMAGED."""
+    """Return what the command prints. A damaged version ends the process with DAMAGED."""
     with signing(job.sign_key), requiring(job.require_signature):
         return _run(job)
 

@@ -1,11 +1,12 @@
 """Retrain on new windows of data, and promote the model if it is better:  python -m pipeline retrain experiment=quickstart source=clicks/
 
-One call is one tick: it takes the oldest windows of new data (max_catchup of them), and for each prepares it, trains a
-challenger from the champion, holds both to the next window, and promotes or rejects. A tick that finds nothing to do,
-or another one at work, ends with exit code 0; it may be run as often as a scheduler likes (docs/do/retraining.md).
+One call is one tick. It takes the oldest windows of new data (at most max_catchup). For each window it prepares the
+data, trains a challenger from the champion, compares both on the next window, and promotes or rejects. A tick with
+nothing to do, or while another tick runs, ends with exit code 0. A scheduler may run it at any interval
+(docs/do/retraining.md).
 
-With follow=true it is one training that goes on: it reads the source's files as they are added and grow, or a Kafka topic, and publishes
-deltas of an artifact by publishing.when=every_5_minutes.
+With follow=true it is one continuous training: it reads the source's files as they are added and grow, or a Kafka
+topic, and publishes deltas of an artifact with publishing.when=every_5_minutes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Serve an artifact's scores over HTTP:  python -m pipeline serve artifact=artifacts/quickstart
 
-It listens on loopback. Elsewhere put a proxy in front, or set tokens and a certificate (docs/do/serving.md). A newer
-artifact behind the same link, or a registry's new champion, is taken up between two requests.
+It listens on loopback. For other addresses put a proxy in front, or set tokens and a certificate (docs/do/serving.md). A newer
+artifact behind the same link, or a new champion of a registry, is loaded between two requests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Define a verb: its job, the function that does it, and how it behaves as a process.
+"""Define a verb: its job, its function, and its behaviour as a process.
 
 A verb is one file that calls `verb`; pipeline/cli/verbs.py finds the file:
 
@@ -10,7 +10,7 @@ A verb is one file that calls `verb`; pipeline/cli/verbs.py finds the file:
 
     main = verb("count", CountJob, describe=lambda rows: f"{rows} rows")(count)
 
-Values come from conf/<name>.yaml where there is such a file, else from the job's own defaults.
+Values come from conf/<name>.yaml if there is such a file, otherwise from the job's defaults.
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ def _output_of(job: Any) -> str:
 class Verb(Generic[Job, Result]):
     """How a function becomes a process.
 
-    describe: what rank 0 prints of the result. validate: checks the job before anything heavy is imported.
-    commands, default: the words that may stand before key=value (see Command). written_to: the folder or file that errors of
-    the file system are about. runs_on_ranks: it may run on many ranks and for long, so it has a watchdog and ends with the
-    agent that started it. when_interrupted: what is there after Ctrl-C. handles_sigterm: SIGTERM asks it to put away what it holds, and ends it there.
-    runs_kernels: our CPU kernels run beside OpenMP's threads, which then have to sleep soon, on tensors that huge pages suit.
+    describe: returns what rank 0 prints about the result. validate: checks the job before anything
+    heavy is imported. commands, default: the words that may be before key=value (see Command).
+    written_to: the folder or file that errors of the file system are about. runs_on_ranks: the verb
+    may run on many ranks and for long, so it has a watchdog and ends with the agent that started
+    it. when_interrupted: returns what exists after Ctrl-C. handles_sigterm: after SIGTERM it saves
+    its state and ends. runs_kernels: our CPU kernels run next to OpenMP's threads, which must then
+    sleep early, on tensors for which huge pages are fast.
     """
 
     job: type[Job]
@@ -69,7 +71,10 @@ class Verb(Generic[Job, Result]):
     runs_kernels: bool = False
 
     def main(self) -> None:
-        """Compose the job of sys.argv, run it, and print on rank 0 what came of it. Ends the process on every error."""
+        """Compose the job of sys.argv, run it, and print the result on rank 0.
+
+        Every error ends the process.
+        """
         self._prepare_process()
         try:
             with print_user_errors():
@@ -102,7 +107,8 @@ class Verb(Generic[Job, Result]):
             print_line("ended by SIGTERM, nothing had to be saved; run the same command again")
             raise
         except Exception as error:
-            # Not left to the interpreter, nor to torchelastic's @record: neither hides credentials.
+            # Not left to the interpreter or torchelastic's @record, because they do not hide
+            # credentials.
             write_error_file(f"{type(error).__name__}: {error}", error)
             print(masked_traceback(error), file=sys.stderr, end="", flush=True)
             sys.exit(FAILED)
@@ -117,7 +123,7 @@ class Verb(Generic[Job, Result]):
                 use_huge_pages()
         if self.handles_sigterm:
             preemption.listen()
-        # A rank does not outlive its agent, unless the agent is ending it already.
+        # A rank must not outlive its agent, unless the agent is already stopping it.
         if self.runs_on_ranks and "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent()
             preemption.when_requested(lambda: die_with_parent(False))
@@ -130,14 +136,15 @@ class Verb(Generic[Job, Result]):
 
 
 def resume_hint(job: object) -> str:
-    """Return `when_interrupted` of a verb that resumes what an earlier call has left."""
+    """Return `when_interrupted` of a verb that resumes the work of an earlier call."""
     return "run the same command again to resume"
 
 
 def verb(name: str, job: type[Job], **options: Any) -> Callable[[Callable[[Job], Result]], Main]:
-    """Register a function as the verb `name`; gives the main() of its file. `options` are the fields of Verb.
+    """Register a function as the verb `name` and return the main() of its file. `options` are the
+    fields of Verb.
 
-    The help text is the docstring of the module that calls, or `doc`.
+    The help text is the docstring of the calling module, or `doc`.
     """
     CONFIG_NAMES.setdefault(job, name)
 

@@ -1,10 +1,9 @@
 """Find verbs: the files of pipeline/cli, of pipeline/extras/NAME/cli, and the registry of plugins.
 
-A file is a verb if it defines `main`. Its name is the verb's name, and the first sentence of its
-docstring, up to a colon and two spaces, is what the list of verbs says. So an extra adds a verb by the
-file pipeline/extras/NAME/cli/VERB.py: the core finds the file by its place, imports it only to run
-it, and works without the folder. An installed package or a plugin registers its verbs instead
-(kind "verb" of pipeline/config/registry.py). Both make their `main` by pipeline/cli/verb.py.
+A file is a verb if it defines `main`. Its name is the verb's name. The list of verbs shows the first sentence of its
+docstring, up to a colon and two spaces. An extra adds a verb with the file pipeline/extras/NAME/cli/VERB.py: the core
+finds the file by its place, imports it only to run it, and works without the folder. An installed package or a plugin
+registers its verbs instead (kind "verb" of pipeline/config/registry.py). Both make their `main` with pipeline/cli/verb.py.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ VERBS_OF_EXTRAS = {
 
 
 def find_verb(name: str, plugins: list[str]) -> Callable[[], None]:
-    """Import the verb `name` and return its main. Plugins are imported only for a verb that is not ours.
+    """Import the verb `name` and return its main. Plugins are imported only for a verb of a plugin.
 
     Raises:
         ConfigError: there is no such verb, or a plugin cannot be imported.
@@ -56,7 +55,8 @@ def find_verb(name: str, plugins: list[str]) -> Callable[[], None]:
 
 
 def list_verbs(plugins: list[str]) -> dict[str, str]:
-    """Return name -> what it does, sorted: ours, the extras', those of packages and of `plugins`."""
+    """Return name -> description, sorted, of our verbs and the verbs of extras, packages and
+    `plugins`."""
     found = {name: _first_sentence(file.read_text()) for name, file in _verb_files().items()}
     load_plugins(plugins)
     for name, main in components("verb").items():
@@ -65,7 +65,10 @@ def list_verbs(plugins: list[str]) -> dict[str, str]:
 
 
 def import_verbs() -> dict[str, str]:
-    """Import the verbs of this package and its extras, so that the registry has all. Returns list_verbs([])."""
+    """Import the verbs of this package and its extras, so that the registry has all.
+
+    Return list_verbs([]).
+    """
     for name in _verb_files():
         find_verb(name, [])
     return list_verbs([])

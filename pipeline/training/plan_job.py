@@ -1,4 +1,5 @@
-"""Plan a job without its hardware, for the verb `plan`: search, predict, write the file and the page. No torch at import."""
+"""Plan a job without its hardware, for the verb `plan`: search for a plan, predict its step, and
+write the file and the page. Importing it does not import torch."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ logger = get_logger("pipeline.plan")
 @dataclass
 class PlanSummary:
     plan_file: str
-    page: str | None  # None: the plan was read from its file, or the extra `pages` is not installed
+    # None if the plan was read from its file, or the extra `pages` is not installed
+    page: str | None
     planner: str
     hardware: str
     world_size: int
@@ -40,13 +42,15 @@ class PlanSummary:
     critical_path_ms: float
     seconds: float
     explanation: str
-    forecast: str = ""  # what the step is predicted to take, or why it is not
+    forecast: str = ""  # the predicted time of a step, or why there is none
 
 
 def plan_job(job: PlanJob, hardware_options: Callable[[], dict[str, HardwareConfig]], made: str) -> PlanSummary:
-    """Build the model on meta, plan for `world_size` ranks of `hardware`, and write planner.plan_file and its page.
+    """Build the model on meta, plan for `world_size` ranks of `hardware`, and write
+    planner.plan_file and its page.
 
-    hardware_options: what a target may choose from. made: when and by which command, for the page.
+    hardware_options: returns the hardware that a target may choose. made: time and command, for
+    the page.
 
     Raises:
         ConfigError: no plan holds the tables, or the job does not fit the data or the number of ranks.
@@ -63,7 +67,7 @@ def plan_job(job: PlanJob, hardware_options: Callable[[], dict[str, HardwareConf
     if job.planner.kind != "file":
         _check_writable(job.planner.plan_file)
     request = build_request(resolved)
-    # Imported here, for a mistake in the job must fail before torch is loaded.
+    # Imported here, so that a mistake in the job fails before torch is loaded.
     from pipeline.embeddings.describe import describe_savings, savings_of
     from pipeline.planner.explain import explain, summarize
     from pipeline.planner.plan_codec import write_plan
@@ -97,7 +101,7 @@ def plan_job(job: PlanJob, hardware_options: Callable[[], dict[str, HardwareConf
 
 
 def _check_writable(path: str) -> None:
-    """Raises OSError before a search that may take minutes."""
+    """Raise OSError before a search that may take minutes, if the plan file cannot be written."""
     if not storage.is_local(path):
         return
     try:
@@ -124,13 +128,14 @@ def _predict(job: PlanJob, planned: PlannedJob) -> tuple[list[str], list[Any], l
 
 
 def prepare(job: PlanJob) -> tuple[ResolvedJob, PlanRequest]:
-    """The job with its tables, and what a plan is made for."""
+    """Return the job with its tables, and the request for a plan."""
     resolved = resolve(job)
     return resolved, build_request(resolved)
 
 
 def resolve(job: PlanJob) -> ResolvedJob:
-    """The job with its tables, checked against the data set, or against the config where that is absent."""
+    """Return the job with its tables, checked against the data set, or against the config if
+    there is none."""
 
     def choose(tables: list[Table], auto: list[Table]) -> dict[str, int]:
         from pipeline.planner.hardware import available_memory, resolve_hardware  # loads torch
@@ -154,7 +159,7 @@ def resolve(job: PlanJob) -> ResolvedJob:
 
 
 def _say_without_data(resolved: ResolvedJob) -> None:
-    """Where there is no data set: what was assumed instead."""
+    """Log what was assumed if there is no data set."""
     dataset = resolved.dataset
     if not dataset.splits:
         logger.info(
@@ -166,7 +171,7 @@ def _say_without_data(resolved: ResolvedJob) -> None:
 
 
 def build_request(resolved: ResolvedJob) -> PlanRequest:
-    """The model on meta, its tables and hardware."""
+    """Build the model on meta and return the request for a plan."""
     if resolved.job.sharding.allow_untested_versions:
         allow_untested_versions()
     from pipeline.planner.constraints import TableOptimizer
@@ -177,7 +182,7 @@ def build_request(resolved: ResolvedJob) -> PlanRequest:
 
     job = resolved.job
     hardware = resolve_hardware(job.hardware, job.world_size)
-    if job.parallel.has_replicas:  # a host's ranks hold all tables
+    if job.parallel.has_replicas:  # one host's ranks hold all tables
         hardware = resolve_hardware(job.hardware, hardware.ranks_per_host)
     return PlanRequest(
         tables=resolved.plain_tables,
@@ -192,7 +197,10 @@ def build_request(resolved: ResolvedJob) -> PlanRequest:
 
 
 def show(path: str) -> str:
-    """What the plan file at `path` says. Raises ConfigError where there is none, or none that can be read."""
+    """Describe the plan file at `path`.
+
+    Raises ConfigError if there is none, or it cannot be read.
+    """
     from pipeline.planner.explain import explain
     from pipeline.planner.fingerprint import describe_hosts
     from pipeline.planner.plan_file import read_view
@@ -207,7 +215,10 @@ def show(path: str) -> str:
 
 
 def diff(a: str, b: str) -> str:
-    """What moved from the plan in file `a` to that in `b`. Raises ConfigError as `show`."""
+    """Describe what moved from the plan in file `a` to the plan in `b`.
+
+    Raises ConfigError as `show` does.
+    """
     from pipeline.planner.plan_file import read_view
 
     compare: Callable[..., str] = from_extra("compare_plans", "plan diff")
@@ -215,7 +226,10 @@ def diff(a: str, b: str) -> str:
 
 
 def check(path: str, job: PlanJob) -> list[str]:
-    """Why the plan in `path` does not hold for the job; empty where it does. Raises ConfigError as `show` and `plan`."""
+    """Return why the plan in `path` is invalid for the job; [] if it is valid.
+
+    Raises ConfigError as `show` and `plan_job` do.
+    """
     from pipeline.planner.plan_file import COMMAND, find_plan_file
 
     found = find_plan_file(path, COMMAND)

@@ -84,33 +84,6 @@ def check_step(folder: str, step: int) -> None:
     open_tensors(path)
 
 
-<<<<<<< HEAD:pipeline/extras/checkpoints/survey.py
-=======
-def open_step(folder: str, step: int | None) -> tuple[int, dict[str, Any], StepTensors]:
-    """Return number, manifest and tensors of a step. None is the newest step whose manifest and
-    .metadata can be read.
-
-    Raises:
-        CheckpointError: there is no such step, or it cannot be read.
-    """
-    steps = list_steps(folder)
-    if not steps:
-        raise CheckpointError(f"{folder} holds no checkpoint; train first: python -m pipeline train run_dir=... ...")
-    chosen = steps[-1] if step is None else step
-    if chosen not in steps:
-        raise CheckpointError(
-            f"there is no step {chosen} in {folder}; there are steps {', '.join(map(str, steps)) or 'none'}"
-        )
-    path = step_path(folder, chosen)
-    try:
-        return chosen, read_manifest(path), open_tensors(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"checkpoint {path} cannot be used: {error}; there are steps {steps}") from None
-
-
->>>>>>> 392d8a07 (checkpoint: write docstrings and comments in plain English):pipeline/checkpoint/survey.py
 def describe_step(step: int, manifest: dict[str, Any], tensors: StepTensors) -> list[str]:
     """Return lines about a step: its origin, its plan, and each table with rows, dim, dtype,
     sharding and state."""

@@ -52,7 +52,7 @@ def all_to_all(backend: str) -> str:
     import torch.multiprocessing as multiprocessing
 
     if backend == "nccl" and torch.cuda.device_count() < 2:
-        return "needs 2 GPUs, there is 1: not probed"
+        return "needs 2 GPUs, but there is 1: not tested"
     with tempfile.TemporaryDirectory() as folder:
         # Forked, because a spawned process would import torch again. Nothing has used a GPU or
         # started a thread yet.

@@ -84,9 +84,9 @@ def test_a_crash_of_a_shared_library_is_a_line_with_its_fix(
     [
         ({"torch": "2.14.1+cpu", "torchrec": "1.9.2", "fbgemm-gpu-cpu": "1.9.0"}, "tested set", "torch 2.14", ""),
         ({"torch": "2.14.1", "torchrec": "1.9.2", "fbgemm-gpu": "1.9.0"}, "tested set", "torch 2.14", ""),
-        ({"torch": "2.13.0+cu130", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0"}, "tested set", "tested on torch 2.14 alone",
+        ({"torch": "2.13.0+cu130", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0"}, "tested set", "tested only with torch 2.14",
          "pip uninstall -y fbgemm-gpu-cpu fbgemm-gpu && pip install torch==2.14"),
-        ({"torch": "2.12.0", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}, "tested set", "not made for each other", "pip install torch=="),
+        ({"torch": "2.12.0", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}, "tested set", "do not belong together", "pip install torch=="),
         ({"torch": "2.14.1", "torchrec": "1.9.2"}, "fbgemm", "missing", "pip install torch=="),
         ({"torch": "2.14.1", "torchrec": "1.9.2", "fbgemm-gpu": "1.9.0", "fbgemm-gpu-cpu": "1.9.0"}, "fbgemm", "both",
          "pip uninstall -y fbgemm-gpu-cpu fbgemm-gpu && pip install"),

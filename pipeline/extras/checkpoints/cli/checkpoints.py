@@ -1,12 +1,12 @@
 """List the checkpoints of a run:  python -m pipeline checkpoints runs/quickstart
 
-    python -m pipeline checkpoints verify RUN [STEP]            read every byte (exit code 0, or 1 where a step is damaged)
+    python -m pipeline checkpoints verify RUN [STEP]            read every byte (exit code 0, or 1 if a step is damaged)
     python -m pipeline checkpoints show RUN [STEP]              tables, plan, config and data set of a step (the newest)
     python -m pipeline checkpoints export RUN [STEP] table=cat_3 output=cat_3.parquet
                                                                 one table as Parquet: row, value, vector
-                                                                (optimizer_state=true: its state too)
+                                                                (optimizer_state=true: also its state)
 
-RUN may also be given as run=RUN, STEP as step=300. No ranks are needed, and memory does not grow with the tables.
+RUN may also be given as run=RUN, STEP as step=300. This needs no ranks, and memory does not grow with the tables.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pipeline.training.run_state import config_of, folder_of
 
 DAMAGED = 1  # exit code of verify
 SHOWN = ("ne", "auc", "mse", "recall_at_10", "mrr")
-logger = get_logger("pipeline.checkpoints")  # run as a command, __name__ is another
+logger = get_logger("pipeline.checkpoints")  # as a command, __name__ is different
 
 
 def list_checkpoints(job: CheckpointsJob) -> list[str]:
-    """A line a step, oldest first. Raises ConfigError where there is none."""
+    """Return one line per step, oldest first. Raises ConfigError if there is no step."""
     from pipeline.checkpoint.retention import is_higher_better, metric_of
     from pipeline.checkpoint.steps import list_steps
     from pipeline.extras.checkpoints.survey import StepSummary, summarize_step
@@ -63,7 +63,7 @@ def list_checkpoints(job: CheckpointsJob) -> list[str]:
 
 
 def verify_checkpoints(job: CheckpointsJob) -> dict[int, str]:
-    """Step -> empty, or what is wrong with it. Raises ConfigError where there is no such step."""
+    """Return step -> "" or its problem. Raises ConfigError if there is no such step."""
     from pipeline.checkpoint.steps import list_steps
     from pipeline.extras.checkpoints.survey import verify_step
 
@@ -77,7 +77,7 @@ def verify_checkpoints(job: CheckpointsJob) -> dict[int, str]:
 
 
 def show_checkpoint(job: CheckpointsJob) -> list[str]:
-    """What a step holds. Raises ConfigError where there is none, or it cannot be read."""
+    """Describe the content of a step. Raises ConfigError if there is none, or it cannot be read."""
     from pipeline.checkpoint.chains import open_step
     from pipeline.extras.checkpoints.survey import describe_step
 
@@ -85,7 +85,10 @@ def show_checkpoint(job: CheckpointsJob) -> list[str]:
 
 
 def export_checkpoint(job: CheckpointsJob) -> list[str]:
-    """Write one table to job.output; lines that say what. Raises ConfigError for an unknown or damaged step or table."""
+    """Write one table to job.output and describe it.
+
+    Raises ConfigError for an unknown or damaged step or table.
+    """
     from pipeline.checkpoint.chains import open_step
     from pipeline.checkpoint.tables import inventory_of_step
     from pipeline.checkpoint.vocabularies import features_of, id_space, trained_dataset
@@ -95,7 +98,7 @@ def export_checkpoint(job: CheckpointsJob) -> list[str]:
     folder = folder_of(job.run)
     step, manifest, tensors = open_step(folder, job.step)
     tables = inventory_of_step(tensors).tables
-    # A table that is split by frequency is one table still: its head's rows, then its tail's.
+    # A table that is split by frequency is one table: rows of its head, then rows of its tail.
     name = job.table if job.table in tables else table_name(job.table)
     parts = [tables[part] for part in (f"{name}__hot", f"{name}__cold") if part in tables]
     found = [replace(table, name=job.table) for table in ([tables[name]] if name in tables else parts)]
@@ -131,7 +134,7 @@ def _age(seconds: float | None) -> str:
 
 
 def run(job: CheckpointsJob) -> list[str]:
-    """What the command prints; a damaged step ends the process with DAMAGED."""
+    """Return what the command prints. A damaged step ends the process with DAMAGED."""
     if job.command == "verify":
         problems = verify_checkpoints(job)
         lines = [f"step {step}: {problem or 'intact'}" for step, problem in problems.items()]

@@ -1,12 +1,12 @@
-"""Print what completes verbs, keys and options at TAB:  python -m pipeline completion bash
+"""Print a completion script for verbs, keys and options:  python -m pipeline completion bash
 
     source <(python -m pipeline completion bash)                     bash: into ~/.bashrc
     source <(python -m pipeline completion zsh)                      zsh: into ~/.zshrc
     python -m pipeline completion fish | source                      fish: into ~/.config/fish/config.fish
 
 It completes `python -m pipeline <verb>` and `pipeline <verb>`: keys up to their next dot, options of groups, and files.
-The words are written into what is printed, so that TAB starts no Python; print it again after an update. --config-dir DIR adds
-the options of a conf folder of your own.
+The script contains all words, so TAB starts no Python; print it again after an update. --config-dir DIR adds
+the options of your own conf folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pipeline.config.jobs.job import CONFIG_NAMES
 from pipeline.config.registry import components
 from pipeline.runtime.errors import ConfigError, did_you_mean
 
-GROUPS_WITHOUT_FIELD = ("experiment", "early_stop", "debug")  # of a training
+# groups of a training that are not fields of a job
+GROUPS_WITHOUT_FIELD = ("experiment", "early_stop", "debug")
 BASH = r"""# completion of `python -m pipeline`, written by `python -m pipeline completion SHELL`
 INIT_pipeline_words() {
     case "$1" in
@@ -71,7 +72,7 @@ for command in python python3 pipeline
     complete -c $command -n '__pipeline_verb >/dev/null' -a '(__pipeline_words (__pipeline_verb))'
 end
 """
-# Shell -> the script, what stands for INIT in it, and a line for the words of a verb.
+# Shell -> the script, the value of INIT in it, and the line with the words of a verb.
 SHELLS = {
     "bash": (BASH, "", "        {verb}) echo {words} ;;"),
     "zsh": (BASH, ZSH_INIT, "        {verb}) echo {words} ;;"),
@@ -80,7 +81,10 @@ SHELLS = {
 
 
 def words_of_verbs(config_dir: str | None = None) -> dict[str, list[str]]:
-    """Verb -> commands, keys as `key=` and options as `group=option`; "" -> the verbs. Raises ConfigError for no such folder."""
+    """Return verb -> commands, keys as `key=` and options as `group=option`; "" -> the verbs.
+
+    Raises ConfigError if `config_dir` is not a folder.
+    """
     known = import_verbs()
     folders = config_folders(config_dir)
     options = with_registered_models(group_options(folders))
@@ -93,7 +97,7 @@ def words_of_verbs(config_dir: str | None = None) -> dict[str, list[str]]:
 
 
 def _words(verb: str, job: type, options: dict[str, list[str]], config_dir: str | None) -> Iterator[str]:
-    """`command=` is left out: commands stand as words."""
+    """Yield the words of a verb, without `command=`, because commands are positional words."""
     yield from (command.name for command in components("verb")[verb].verb.commands)
     conf = config_folders()
     keys = [key for key in keys_of(job, verb, conf) if key.name != "command"]
@@ -115,9 +119,11 @@ def _words(verb: str, job: type, options: dict[str, list[str]], config_dir: str 
 
 
 def completion(shell: str, config_dir: str | None = None) -> str:
-    """Return the script. Raises ConfigError for a shell that has none."""
+    """Return the script. Raises ConfigError for an unsupported shell."""
     if shell not in SHELLS:
-        raise ConfigError(f"completion takes a shell, {', '.join(SHELLS)}; not {shell!r}{did_you_mean(shell, SHELLS)}")
+        raise ConfigError(
+            f"completion needs a shell, one of {', '.join(SHELLS)}, not {shell!r}{did_you_mean(shell, SHELLS)}"
+        )
     script, init, line = SHELLS[shell]
     words = words_of_verbs(config_dir).items()
     cases = (line.format(verb=shlex.quote(verb), words=shlex.quote(" ".join(each))) for verb, each in words)

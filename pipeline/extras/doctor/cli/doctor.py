@@ -102,7 +102,7 @@ def why_not_the_set(name: str) -> str:
     if name == "gpu" and not _torch_cuda():
         return (
             f"torch {_torch_version()} is a CPU build, and STACK=gpu needs the CUDA build torch {PINS['torch']}; "
-            "pip has seen an index or a folder of CPU builds: `pip config list`, PIP_FLAGS"
+            "pip uses an index or a folder of CPU builds: check `pip config list` and PIP_FLAGS"
         )
     if name == "gpu" and (why := _other_cuda()):
         return why
@@ -130,10 +130,10 @@ def _stack(gpu: bool) -> list[Finding]:
     if torch and torchrec and fbgemm:
         together = f"torch {_minor(torch)}, torchrec {_minor(torchrec)}, fbgemm {_minor(fbgemm)}"
         if RELEASED_TOGETHER.get(_minor(torch)) != (_minor(torchrec), _minor(fbgemm)):
-            findings.append(Finding("tested set", f"{together} are not made for each other", fix))
+            findings.append(Finding("tested set", f"{together} do not belong together", fix))
         elif _minor(torch) != TESTED:
             findings.append(
-                Finding("tested set", f"{together}, but this release was tested on torch {TESTED} alone", fix)
+                Finding("tested set", f"{together}, but this release was tested only with torch {TESTED}", fix)
             )
         else:
             findings.append(Finding("tested set", together))
@@ -187,7 +187,7 @@ def _other_cuda() -> str:
     linked = _match_in_file("fbgemm_gpu", "fbgemm_gpu_embedding_inplace_ops.so", r"libcudart\.so\.(\d+)")
     if not linked or linked == cuda.split(".")[0]:
         return ""
-    return f"torch {_torch_version()} is for CUDA {cuda}, and fbgemm for CUDA {linked}: fbgemm does not load"
+    return f"torch {_torch_version()} is for CUDA {cuda}, but fbgemm for CUDA {linked}: fbgemm does not load"
 
 
 def _match_in_file(package: str, file: str, pattern: str) -> str:
@@ -308,7 +308,7 @@ def report(findings: list[Finding]) -> str:
     ]
     failed = [finding for finding in findings if finding.fix]
     lines += ["", "all is well: make train" if not failed else "fix it with:"]
-    # The same command may fix several findings.
+    # One command may fix several findings.
     lines += [f"  {command}" for command in dict.fromkeys(finding.fix for finding in failed)]
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Show a run as one HTML page:  python -m pipeline report run=runs/quickstart
+"""Render a run as one HTML page:  python -m pipeline report run=runs/quickstart
 
 The page opens from disk, prints, and loads nothing: curves, calibration, features, worst slices, plan, data set, config.
 Training writes it at the end of each run (logger.report). Several runs: python -m pipeline runs compare RUN RUN html=PAGE
