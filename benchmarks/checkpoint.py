@@ -58,7 +58,7 @@ class Tables(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return dict(self.sharded)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> None: ...  # type: ignore[override]
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -148,7 +148,7 @@ def throughput(folder: str, gib: float, rounds: int, ranks: int) -> list[Timing]
     num_bytes = int(gib * 2**30)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         arguments = (ranks, name, num_bytes, rounds, f"{name}/store")
-        multiprocessing.spawn(work, arguments, nprocs=ranks)  # type: ignore[attr-defined]
+        multiprocessing.spawn(work, arguments, nprocs=ranks)
         seconds = json.loads(Path(f"{name}/store.json").read_text())
     found = {key: timing(key, values, num_bytes) for key, values in seconds.items()}
     for key, one in found.items():

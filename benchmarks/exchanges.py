@@ -181,7 +181,7 @@ def run_rank(rank: int, ranks: int, model: str, rounds: int, folder: str) -> Non
 
 def measure(model: str, ranks: int, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(run_rank, (ranks, model, rounds, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
+        multiprocessing.spawn(run_rank, (ranks, model, rounds, folder), nprocs=ranks)
         found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
     return found
 

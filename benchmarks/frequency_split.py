@@ -227,7 +227,7 @@ def measure_on_rank(names: list[str], heads: list[str], links: list[float], step
     for name in names:
         load = WORKLOADS[name]
         job, _, _ = build(context, load, "auto")
-        auto = int(job.tables[load.names[0]].compression.head_rows)  # type: ignore[union-attr]
+        auto = int(job.tables[load.names[0]].compression.head_rows)
         for head in heads_of(load, auto, heads):
             figures.append(_measure(context, name, load, head, links, steps))
             if context.is_main:

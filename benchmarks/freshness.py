@@ -28,13 +28,13 @@ ROWS, CONNECTIONS, PAUSE_S = 16, 4, 0.02
 
 def pipeline(verb: str, *words: str, **options: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "pipeline", verb, *words]
-    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)  # type: ignore[call-overload,no-any-return]
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
 
 
 def done(process: subprocess.Popen[str]) -> str:
     output, _ = process.communicate()
     if process.returncode:
-        raise SystemExit(f"{' '.join(process.args)} ended with {process.returncode}:\n{output[-2000:]}")  # type: ignore[arg-type]
+        raise SystemExit(f"{' '.join(process.args)} ended with {process.returncode}:\n{output[-2000:]}")
     return output
 
 
@@ -120,7 +120,7 @@ def main() -> None:
         train = pipeline("train", *words)
         publisher = pipeline("publish", f"artifact={artifact}", "follow=true", "every_s=0.5")
         for process in (train, publisher):
-            threading.Thread(target=process.stdout.read, daemon=True).start()  # type: ignore[union-attr]
+            threading.Thread(target=process.stdout.read, daemon=True).start()
         try:
             with Load(url) as beside:
                 ages, sequence = watch(url, options.seconds + 40, train)

@@ -271,7 +271,7 @@ def _save_and_load(work: Path, size: int) -> tuple[Cost, Cost]:
 
     folder = work / f"steps_{os.getpid()}"
     with one_rank(work) as context:
-        checkpointer = Checkpointer(str(folder), Tables(size, 1.0), None, context)  # type: ignore[arg-type]
+        checkpointer = Checkpointer(str(folder), Tables(size, 1.0), None, context)
         with counted() as saved:
             checkpointer.save(1)
         with counted() as loaded:
@@ -337,7 +337,7 @@ def _step(work: Path, shape: Shape) -> Cost:
     words = ["model.dcn_num_layers=1", "model.dcn_low_rank_dim=16", "planner.timeout_s=10"]
     raw = draw(preset, 0)
     with one_rank(work) as context, counted() as cost:
-        _, run = our_side(preset, raw, context, words)  # type: ignore[arg-type]
+        _, run = our_side(preset, raw, context, words)
         run(10)  # until the heap has found its shape
         marks = []
         for steps in (5, 25):  # the difference leaves out what a fit begins and ends with

@@ -95,7 +95,7 @@ def torchrec_dp(request: PlanRequest, fraction: float, seconds: float) -> Found:
     planner = EmbeddingShardingPlanner(
         topology=ready.topology, batch_size=request.batch_size, enumerator=ready.enumerator(),
         proposer=DynamicProgrammingProposer(), storage_reservation=KeepFree(fraction, ready.dense_bytes),
-        constraints=ready.constraints, stats=NoopEmbeddingStats(), debug=False, timeout_seconds=seconds,  # type: ignore[arg-type]
+        constraints=ready.constraints, stats=NoopEmbeddingStats(), debug=False, timeout_seconds=seconds,
     )  # fmt: skip
     began = time.perf_counter()
     try:
@@ -221,7 +221,7 @@ def planners(seconds: float, torchrec_seconds: float) -> dict[str, tuple[Run, fl
         ),
     }  # fmt: skip
     for order in ("size", "dim", "lookups", "random"):
-        found[order] = (lambda request, fraction, order=order: greedy(order, request, fraction)), None  # type: ignore[misc]
+        found[order] = (lambda request, fraction, order=order: greedy(order, request, fraction)), None
     return found
 
 

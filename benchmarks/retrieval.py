@@ -33,7 +33,7 @@ def make_vectors(num: int, num_items: int, dim: int, seed: int) -> Vectors:
     random = np.random.default_rng(seed)
     vectors = centres[random.integers(0, len(centres), num)]
     vectors += SPREAD * random.standard_normal((num, dim), dtype=np.float32)
-    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)  # type: ignore[no-any-return]
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
 def recall(found: Positions, exact: Positions) -> float:

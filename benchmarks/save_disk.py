@@ -86,11 +86,11 @@ def _cpu_s() -> tuple[float, float]:
 def pages_kept() -> Iterator[None]:
     """In this context a load leaves what it reads in the page cache."""
     dropping = metadata.VerifiedFile
-    metadata.VerifiedFile = lambda path, entry, keep_pages: dropping(path, entry)  # type: ignore[assignment, misc]
+    metadata.VerifiedFile = lambda path, entry, keep_pages: dropping(path, entry)
     try:
         yield
     finally:
-        metadata.VerifiedFile = dropping  # type: ignore[misc]
+        metadata.VerifiedFile = dropping
 
 
 def table_in_memory(path: str, num_rows: int) -> torch.Tensor:
@@ -123,7 +123,7 @@ def saves(folder: Path, source: str, model: Table, context: DistributedContext) 
         print("this file system writes nothing past its page cache")
     copy.unlink(missing_ok=True)
     shutil.rmtree(steps, ignore_errors=True)
-    checkpointer = Checkpointer(str(steps), model, None, context)  # type: ignore[arg-type]
+    checkpointer = Checkpointer(str(steps), model, None, context)
     found.append(timed(SAVE, lambda: checkpointer.save(1)))
     checkpointer.close()
     return found
@@ -134,7 +134,7 @@ def one_round(folder: Path, source: str, model: Table, context: DistributedConte
     found = [dd(DD, f"if={source}", f"of={copy}", "conv=fsync")]
     copy.unlink()
     found += saves(folder, source, model, context)
-    checkpointer = Checkpointer(str(steps), model, None, context)  # type: ignore[arg-type]
+    checkpointer = Checkpointer(str(steps), model, None, context)
     file = next((steps / "step_00000001").glob("*.distcp"))
 
     def from_disk(name: str, work: Callable[[], object]) -> None:
@@ -158,9 +158,9 @@ def one_round(folder: Path, source: str, model: Table, context: DistributedConte
 def beside_training(folder: Path, model: Table, context: DistributedContext, rounds: int) -> list[Way]:
     """For how long save() keeps its caller; what follows goes on beside training."""
     found = []
-    checkpointer = Checkpointer(str(folder / "beside"), model, None, context, keep_last_n=1, asynchronous=True)  # type: ignore[arg-type]
+    checkpointer = Checkpointer(str(folder / "beside"), model, None, context, keep_last_n=1, asynchronous=True)
     for step in range(1, rounds + 2):
-        found.append(timed(FIRST if step == 1 else LATER, lambda step=step: checkpointer.save(step)))  # type: ignore[misc]
+        found.append(timed(FIRST if step == 1 else LATER, lambda step=step: checkpointer.save(step)))
         checkpointer.wait()
     checkpointer.close()
     shutil.rmtree(folder / "beside")

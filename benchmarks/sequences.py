@@ -143,8 +143,8 @@ def plain_steps(raw: list[Raw], context: DistributedContext) -> Callable[[int], 
         topology=Topology(context.world_size, "cpu", local_world_size=context.world_size)
     )
     sharders = [EmbeddingCollectionSharder()]
-    plan = planner.collective_plan(model, sharders, dist.GroupMember.WORLD)  # type: ignore[arg-type]
-    sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)  # type: ignore[arg-type]
+    plan = planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
+    sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(sharded.named_parameters())), lambda weights: torch.optim.Adam(weights, lr=LR)
     )
@@ -181,7 +181,7 @@ def our_steps(raw: list[Raw], context: DistributedContext) -> Callable[[int], fl
     planner = EmbeddingShardingPlanner(
         topology=Topology(context.world_size, "cpu", local_world_size=context.world_size)
     )
-    plan = planner.collective_plan(task, make_sharders(CommsConfig()), dist.GroupMember.WORLD)  # type: ignore[arg-type]
+    plan = planner.collective_plan(task, make_sharders(CommsConfig()), dist.GroupMember.WORLD)
     model = shard_model(task, plan, CommsConfig(), context)
     optimizer, split = build_optimizer(model, optimizers), IdSplitter(tables)
     model.train()

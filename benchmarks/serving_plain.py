@@ -50,7 +50,7 @@ def app_of(shape: Shape) -> Starlette:
         rows = json.loads(await request.body())["rows"]
         columns = [[row.get(name) for row in rows] for name in DENSE]
         columns += [[str(row.get(name)) for row in rows] for name in SPARSE]
-        encoded = encoder.encode(ColumnLists(None, columns, len(rows)))  # type: ignore[arg-type]
+        encoded = encoder.encode(ColumnLists(None, columns, len(rows)))
         with torch.inference_mode():
             scores = model(encoded.dense, encoded.values.view(len(SPARSE), -1))
         return JSONResponse({"scores": scores.tolist()})

@@ -52,14 +52,14 @@ def measure(predictors: dict[str, Predictor], before: Predictor, table_rows: int
     works: dict[str, Callable[[int], object]] = {}
     for name, (own, kind) in bodies.items():
         rows = [reader.read(body, kind) for body in own]
-        works[f"{name}: body"] = lambda i, own=own, kind=kind: reader.read(own[i], kind)  # type: ignore[misc]
-        works[f"{name}: rows"] = lambda i, rows=rows: first.encoder.encode(rows[i])  # type: ignore[misc]
-        works[f"{name}: rows without Numba"] = lambda i, rows=rows: before.encoder.encode(rows[i])  # type: ignore[misc]
+        works[f"{name}: body"] = lambda i, own=own, kind=kind: reader.read(own[i], kind)
+        works[f"{name}: rows"] = lambda i, rows=rows: first.encoder.encode(rows[i])
+        works[f"{name}: rows without Numba"] = lambda i, rows=rows: before.encoder.encode(rows[i])
         for dense, predictor in predictors.items():
-            works[f"{name}: all but the body, {dense}"] = lambda i, rows=rows, of=predictor: of.score(rows[i])  # type: ignore[misc]
+            works[f"{name}: all but the body, {dense}"] = lambda i, rows=rows, of=predictor: of.score(rows[i])
     encoded = [first.encoder.encode(each) for each in rows]
     for dense, predictor in predictors.items():
-        works[f"tables and layers, {dense}"] = lambda i, of=predictor: of._score(encoded[i].dense, *encoded[i].ids)  # type: ignore[misc]
+        works[f"tables and layers, {dense}"] = lambda i, of=predictor: of._score(encoded[i].dense, *encoded[i].ids)
     found: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds + 1):
         for name, work in works.items():

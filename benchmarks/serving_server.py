@@ -29,7 +29,7 @@ def main() -> None:
     Verb(ServeJob, lambda job: serve(job, lambda found: _load(kind, int(rows), found.path, job)), "").main()
 
 
-def _load(kind: str, rows: int, path: str, job):  # type: ignore[no-untyped-def]
+def _load(kind: str, rows: int, path: str, job):
     import pyarrow as pa
     import torch
 
@@ -49,7 +49,7 @@ def _load(kind: str, rows: int, path: str, job):  # type: ignore[no-untyped-def]
         class EagerScorer:
             version, columns, tasks = "eager", COLUMNS, ()
 
-            def score(self, asked):  # type: ignore[no-untyped-def]
+            def score(self, asked):
                 is_json = isinstance(asked, ColumnLists)  # all but the rows that the server tries a model by
                 encoded = (by_dictionaries if is_json else encoder).encode(asked)
                 return Scored(model(encoded.dense, encoded.values, encoded.offsets).numpy(), encoded.bad_rows)

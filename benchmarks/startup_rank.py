@@ -85,7 +85,7 @@ def timed_train(job: Any) -> Any:
         made.progress = call
         return made
 
-    Trainer._make_pipeline = first_step  # type: ignore[method-assign]
+    Trainer._make_pipeline = first_step
     return train(job)
 
 

@@ -264,8 +264,8 @@ def our_side(
         # The trainer's own rate leaves out the first step alone, which builds: the warm-up is a fit of its own.
         parts = TrainingParts(
             model=assembly.model, task=assembly.task, optimizer=optimizer, context=context,
-            reader=BatchesInMemory(batches, preset.batch_size, num_steps + 1),  # type: ignore[arg-type]
-            checkpointer=NoCheckpoints(),  # type: ignore[arg-type]
+            reader=BatchesInMemory(batches, preset.batch_size, num_steps + 1),
+            checkpointer=NoCheckpoints(),
         )  # fmt: skip
         result = Trainer(job, parts, build_hooks(job, parts)).fit()
         return Timed(preset.batch_size * context.world_size / result.throughput["samples_per_s"], num_steps + 1)

@@ -78,7 +78,7 @@ def plan(words: list[str], seconds: float, rows_factor: float = 1.0, skew: float
         ]
         resolved = resolved_job(words, rows_factor, skew)
         job = resolved.job
-        request = replace(build_request(resolved), suggests=False)  # type: ignore[arg-type]
+        request = replace(build_request(resolved), suggests=False)
         record = make_plan(job.planner, request)
     layers = SheetLayers(step_request(resolved, request, record, 1))
     return Planned(resolved, record, layers, time.monotonic() - started)

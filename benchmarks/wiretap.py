@@ -59,7 +59,7 @@ def count_buckets(wrapped: torch.nn.parallel.DistributedDataParallel) -> list[in
 
     sizes: list[int] = []
 
-    def hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP does not read annotations that are text
+    def hook(group, bucket):  # DDP does not read annotations that are text
         sizes.append(bucket.buffer().numel() * bucket.buffer().element_size())
         return allreduce_hook(group, bucket)
 

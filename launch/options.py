@@ -87,7 +87,7 @@ def main_of(doc: str, what: str, targets: Collection[str], render: Callable[[str
 def _fields(kind: type) -> list[tuple["dataclasses.Field[Any]", Any]]:
     """Return every field with its type, without Optional."""
     hints = get_type_hints(kind)
-    return [(each, _without_none(hints[each.name])) for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    return [(each, _without_none(hints[each.name])) for each in dataclasses.fields(kind)]
 
 
 def _without_none(hint: Any) -> Any:

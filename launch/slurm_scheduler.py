@@ -91,7 +91,7 @@ class SlurmScheduler(TorchXSlurmScheduler):
         made = SlurmOptions(**options)
         _check_output(made.output, cfg.get(JOB_DIR) or ".")
         request = ScriptRequest(render_sbatch(workload, made), cfg.get(JOB_DIR))
-        return AppDryRunInfo(request, str)  # type: ignore[arg-type]
+        return AppDryRunInfo(request, str)
 
     def schedule(self, dryrun_info: AppDryRunInfo[Any]) -> str:
         request = dryrun_info.request

@@ -29,7 +29,7 @@ def test_a_prediction_passes_within_its_factor_in_both_directions() -> None:
 def test_a_section_that_fails_keeps_its_earlier_checks_and_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def checks(machine: Machine):  # type: ignore[no-untyped-def]
+    def checks(machine: Machine):
         yield Check("first", "1", "1", True)
         raise CommandError("`python -m pipeline train` ended with 1")
 

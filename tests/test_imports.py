@@ -80,11 +80,7 @@ def test_no_modules_import_each_other_in_a_cycle() -> None:
 
 
 def test_every_module_opens_with_what_it_is_for() -> None:
-    undocumented = [
-        str(module)
-        for module in MODULES
-        if not ast.get_docstring(nodes_of(REPOSITORY / module)[0])  # type: ignore[arg-type]
-    ]
+    undocumented = [str(module) for module in MODULES if not ast.get_docstring(nodes_of(REPOSITORY / module)[0])]
     assert undocumented == []
 
 

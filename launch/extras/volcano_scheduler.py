@@ -78,7 +78,7 @@ class KubernetesScheduler(TorchXKubernetesScheduler):
         resource = volcano_job(
             dataclasses.replace(workload, name=name, image=image), KubernetesOptions(kind="volcano", **options)
         )
-        return AppDryRunInfo(VolcanoRequest(pushed, resource), str)  # type: ignore[arg-type]
+        return AppDryRunInfo(VolcanoRequest(pushed, resource), str)
 
     def _api_client(self) -> Any:
         """Raises LaunchError if there is no cluster. TorchX would try to use this machine."""

@@ -133,7 +133,7 @@ class _ChainFiles(FileSystem):
         self._readers = readers
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:  # type: ignore[override]
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
         where = Path(path)
         with self._readers[where.parent.name].fs.create_stream(where.name, mode) as stream:
             yield stream

@@ -59,7 +59,7 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, group=self.group)
         if box[1] is not None:
             raise box[1]
-        return box[0]  # type: ignore[no-any-return]
+        return box[0]
 
     def gather(self, value: Value) -> list[Value]:
         gathered: list[Any] = [None] * self.context.world_size

@@ -47,7 +47,7 @@ class _VerifiedFiles(FileSystem):
         self._known: set[str] = set()
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:  # type: ignore[override]
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
         name = Path(path).name
         if mode != "rb" or name not in self._manifest["files"]:
             raise DamagedError(f"{self._path}: .metadata names the file {name!r}, the manifest does not")

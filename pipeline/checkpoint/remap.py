@@ -50,7 +50,7 @@ class RowMap:
 
 def _run(engine: duckdb.DuckDBPyConnection, statement: str, values: list[Any]) -> dict[str, np.ndarray]:
     try:
-        return engine.execute(statement, values).fetchnumpy()  # type: ignore[return-value]
+        return engine.execute(statement, values).fetchnumpy()
     except (duckdb.InvalidInputException, duckdb.BinderException) as error:
         text = str(error).splitlines()[0]
         raise CheckpointError(f"a vocabulary cannot be read ({text}): prepare its data set again") from None

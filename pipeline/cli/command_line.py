@@ -158,7 +158,7 @@ def help_text(job_type: type, doc: str, config_dir: str | None = None) -> str:
             lines.append(f"  {group + '=':14}{' '.join(marked)}")
     chosen = ["", "choose an option of a group (* is the default):", *lines] if lines else []
     lines = [doc.strip(), *chosen, "", "set any value by its key (all of them: --cfg):"]
-    for field in dataclasses.fields(job_type):  # type: ignore[arg-type]
+    for field in dataclasses.fields(job_type):
         hint = get_type_hints(job_type)[field.name]
         if dataclasses.is_dataclass(hint):
             names = " ".join(inner.name for inner in dataclasses.fields(hint))

@@ -93,7 +93,7 @@ class Sgd(Optimizer):
         )
 
     def replicated(self) -> type[torch.optim.Optimizer]:
-        return _classes().SGD  # type: ignore[no-any-return]
+        return _classes().SGD
 
 
 @register("optimizer", "adagrad")
@@ -106,7 +106,7 @@ class Adagrad(Optimizer):
         return _classes().Adagrad(weights, lr=config.lr, eps=config.eps, weight_decay=config.weight_decay, fused=True)
 
     def replicated(self) -> type[torch.optim.Optimizer]:
-        return _classes().Adagrad  # type: ignore[no-any-return]
+        return _classes().Adagrad
 
 
 @register("optimizer", "rowwise_adagrad")
@@ -117,7 +117,7 @@ class RowWiseAdagrad(Optimizer):
     replicated_states: ClassVar[Mapping[str, str]] = {"momentum1": "sum"}
 
     def replicated(self) -> type[torch.optim.Optimizer]:
-        return _classes("torchrec.optim").RowWiseAdagrad  # type: ignore[no-any-return]
+        return _classes("torchrec.optim").RowWiseAdagrad
 
 
 @register("optimizer", "adam")

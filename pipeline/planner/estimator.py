@@ -59,7 +59,7 @@ class CostedEnumerator(EmbeddingEnumerator):
         costs: CostModel,
     ) -> None:
         storage = EmbeddingStorageEstimator(topology=topology, constraints=constraints)
-        super().__init__(topology, batch_size, constraints, [costs, storage])  # type: ignore[list-item]
+        super().__init__(topology, batch_size, constraints, [costs, storage])
         self._optimizer_name, self._in_tiers, self._costs = optimizer_name, costs.in_tiers, costs
         self._estimated: list[list[Shard]] = []
 

@@ -60,7 +60,7 @@ class DenseOptimizer(KeyedOptimizerWrapper):
 
     def skip_where(self, found_inf: torch.Tensor) -> None:
         """Make later updates change nothing if `found_inf`, a float32 tensor on the device, is 1."""
-        self._optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # as torch.amp.GradScaler sets it
+        self._optimizer.found_inf = found_inf  # as torch.amp.GradScaler sets it
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
         """Do nothing: state exists already, and the dummy step of other optimizers would count as a

@@ -186,7 +186,7 @@ def _flip(path: Path) -> None:
 def _restored(rank: int, folder: str) -> tuple[int, str, list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())
     logger = logging.getLogger("pipeline.checkpoint.step_loader")
     logger.addHandler(handler)
     try:

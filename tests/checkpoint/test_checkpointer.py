@@ -75,11 +75,11 @@ def _restore_in_place(rank: int, folder: str, kinds: dict[str, str], world_size:
         read.append(read_in_place(*arguments))
         return read[-1]
 
-    metadata.IN_PLACE_BYTES, TensorsOnlyReader._read_in_place = 1, noted  # type: ignore[method-assign]
+    metadata.IN_PLACE_BYTES, TensorsOnlyReader._read_in_place = 1, noted
     try:
         return *_restore_and_train(rank, folder, kinds, world_size), sum(read)
     finally:
-        metadata.IN_PLACE_BYTES, TensorsOnlyReader._read_in_place = least, read_in_place  # type: ignore[method-assign]
+        metadata.IN_PLACE_BYTES, TensorsOnlyReader._read_in_place = least, read_in_place
 
 
 @pytest.mark.parametrize(("world_size", "kinds"), [(2, MIXED), (1, ROWS)], ids=["same", "elsewhere"])

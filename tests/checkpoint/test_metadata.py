@@ -32,7 +32,7 @@ class Named:
 def metadata_with(memory_format: object) -> bytes:
     state = (torch.float32, torch.strided, False, memory_format, False)
     chunks = [dcp.ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))]
-    entry = dcp.TensorStorageMetadata(_Properties(state), torch.Size([2]), chunks)  # type: ignore[arg-type]
+    entry = dcp.TensorStorageMetadata(_Properties(state), torch.Size([2]), chunks)
     return pickle.dumps(dcp.Metadata({"weight": entry}))
 
 

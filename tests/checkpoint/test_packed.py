@@ -29,7 +29,7 @@ def _packed(content: bytes, at_once: int) -> bytes:
 
 
 def _open(content: bytes) -> Any:
-    return PackedFile(io.BytesIO(content), len(content), "file")  # type: ignore[arg-type]
+    return PackedFile(io.BytesIO(content), len(content), "file")
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 4096, 5000, 12_289])

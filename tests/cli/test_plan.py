@@ -122,7 +122,7 @@ def test_a_plan_that_cannot_be_written_ends_before_the_search(
     monkeypatch.setattr("pipeline.planner.planner.make_plan", lambda *_: pytest.fail("searched"))
     with pytest.raises(OSError, match=r"plan\.json"):
         plan(job)
-    assert main.verb.written_to(job) == job.planner.plan_file  # type: ignore[attr-defined]
+    assert main.verb.written_to(job) == job.planner.plan_file
 
 
 def test_the_next_command_trains_with_the_plan(planned: PlanSummary) -> None:

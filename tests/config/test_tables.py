@@ -28,7 +28,7 @@ def test_a_kernel_that_fbgemm_lacks_is_refused_by_name(override: str, hint: str)
 
 
 def table(rows: int | None = None, **values: object) -> TableConfig:
-    return TableConfig(num_embeddings=rows, **values)  # type: ignore[arg-type]
+    return TableConfig(num_embeddings=rows, **values)
 
 
 FEATURES = [f"cat_{index}" for index in range(4)] + ["user"]

@@ -43,7 +43,7 @@ def run_prepare(source: str | None, path: Path | str, **settings: object) -> Dat
     job_keys = {"memory_limit_gb", "threads", "temp_dir"}
     data = {"name": "rows", "path": str(path)} | {k: v for k, v in settings.items() if k not in job_keys}
     job = {k: v for k, v in settings.items() if k in job_keys}
-    return prepare(PrepareJob(data=DataConfig(**data), source=source, **job)).dataset  # type: ignore[arg-type]
+    return prepare(PrepareJob(data=DataConfig(**data), source=source, **job)).dataset
 
 
 def read_split(path: Path | str, dataset: Dataset, split: str) -> pa.Table:

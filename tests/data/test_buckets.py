@@ -100,7 +100,7 @@ def run(folder: Path, source: str, base: BaseVocabularyConfig | None = None, **s
         "buckets": BUCKETS,
         "split": SplitConfig(validation_fraction=1 / 3, test_fraction=0.0),
     }
-    data = DataConfig("b", str(folder), "csv", **options | settings)  # type: ignore[arg-type]
+    data = DataConfig("b", str(folder), "csv", **options | settings)
     return prepare(PrepareJob(data=data, source=source, threads=1, vocabularies=base)).dataset
 
 
@@ -152,7 +152,7 @@ def test_raw_rows_get_the_ids_of_the_shards_when_they_are_scored(folder: Path, w
     table = pa.table(columns)
     given = ColumnLists(table.schema, list(columns.values()), len(rows)) if way == "few" else table
     if way == "table":
-        encoder._is_simple = lambda schema: False  # type: ignore[method-assign]
+        encoder._is_simple = lambda schema: False
     encoded = encoder.encode(given)
     shards = pa.concat_tables([read_split(folder / "ds", dataset, split) for split in ("train", "validation")])
     begin = 0

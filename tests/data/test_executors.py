@@ -81,7 +81,7 @@ def config_of(path: Path | str, **settings: object) -> DataConfig:
         "feature_ids": {"device": IdsConfig(kind="hash", hash_size=50), "tags": IdsConfig(min_frequency=2),
                         "city": IdsConfig(max_size=9)},
     }  # fmt: skip
-    return DataConfig(**{**given, **settings})  # type: ignore[arg-type]
+    return DataConfig(**{**given, **settings})
 
 
 class OtherProcesses(LocalExecutor):

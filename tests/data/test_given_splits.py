@@ -47,7 +47,7 @@ def write(path: Path, rows: list[Row]) -> str:
 
 
 def run(folder: Path, split: SplitConfig, **settings: object) -> Dataset:
-    data = DataConfig("given", str(folder), "csv", COLUMNS, split=split, **settings)  # type: ignore[arg-type]
+    data = DataConfig("given", str(folder), "csv", COLUMNS, split=split, **settings)
     return prepare(PrepareJob(data=data, threads=1)).dataset
 
 

@@ -163,7 +163,7 @@ def test_sequences_that_cannot_be_are_refused(sequences: dict[str, SequenceConfi
 def test_a_side_or_a_length_that_cannot_be_is_refused(tmp_path: Path) -> None:
     for settings in ({"keep": "newest"}, {"max_length": 0}, {"max_length": 20_000}):
         with pytest.raises(ConfigError):
-            SequenceConfig(**settings)  # type: ignore[arg-type]
+            SequenceConfig(**settings)
 
     with pytest.raises(DataError) as error:
         _prepare(tmp_path, ROWS, feature_ids={"history": IdsConfig(min_frequency=2)})

@@ -70,7 +70,7 @@ def rank(
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     path = tmp_path / "vocabulary.parquet"
     total = sum(counts.values()) + missing
-    ranked = rank_values(batches(ordered, batch_size), IdsConfig(**ids), total, str(path))  # type: ignore[arg-type]
+    ranked = rank_values(batches(ordered, batch_size), IdsConfig(**ids), total, str(path))
     return ranked, pq.read_table(path).to_pylist()
 
 

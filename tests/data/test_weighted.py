@@ -116,7 +116,7 @@ def test_data_without_weights_are_described_as_before(tmp_path: Path) -> None:
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError) as error:
-        ColumnsConfig(sparse=["item"], multi_hot=["tags"], **settings)  # type: ignore[arg-type]
+        ColumnsConfig(sparse=["item"], multi_hot=["tags"], **settings)
     assert mentions(error.value, f"data.columns {named}")
 
 
@@ -131,7 +131,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Dataset]:
 def _reader(folder: Path, dataset: Dataset, **settings: object) -> ShardReader:
     return ShardReader(
         str(folder), dataset, "train", global_batch_size=8, rank=0, world_size=1, seed=0,
-        config=ReaderConfig(num_streams=2, **settings),  # type: ignore[arg-type]
+        config=ReaderConfig(num_streams=2, **settings),
     )  # fmt: skip
 
 
@@ -164,10 +164,10 @@ def test_rows_of_a_shard_with_bad_weights_are_found(prepared: tuple[Path, Datase
     assert not none
     rows = np.array([1, 2, 4, 7])
     for one, other in zip(columns.lists, sound.lists, strict=True):
-        assert one.take(rows).weights.tolist() == other.take(rows).weights.tolist()  # type: ignore[union-attr]
+        assert one.take(rows).weights.tolist() == other.take(rows).weights.tolist()
     present = np.ones(64, np.bool_)
     present[[3, 6]] = False
-    assert np.isfinite(columns.lists[0].take(np.arange(64), present).weights).all()  # type: ignore[arg-type]
+    assert np.isfinite(columns.lists[0].take(np.arange(64), present).weights).all()
 
 
 ELEMENTS = st.one_of(

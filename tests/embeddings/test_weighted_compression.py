@@ -83,5 +83,5 @@ def test_weights_are_counted_in_costs_and_named_in_plans() -> None:
     plain = table_of("t", None)
     weighted = replace(plain, is_weighted=True)
     assert [build_embeddings([each]).is_weighted() for each in (plain, weighted)] == [False, True]
-    about = [_describe_table(PlacedTable(each, "embeddings", None, None)) for each in (plain, weighted)]  # type: ignore[arg-type]
+    about = [_describe_table(PlacedTable(each, "embeddings", None, None)) for each in (plain, weighted)]
     assert "is_weighted" not in about[0] and about[1]["is_weighted"]

@@ -167,7 +167,7 @@ LISTS = st.one_of(st.none(), st.lists(VALUES, max_size=6))
 @examples(200)
 @given(st.lists(st.tuples(VALUES, LISTS, LISTS, st.booleans(), st.randoms()), min_size=1, max_size=6))
 def test_few_rows_and_whole_tables_are_encoded_alike(rows: list[Any]) -> None:
-    encoder, columns = _encoder(), {"item": [], "history": [], "first": [], "beside": []}  # type: ignore[var-annotated]
+    encoder, columns = _encoder(), {"item": [], "history": [], "first": [], "beside": []}
     for item, history, first, is_even, draw in rows:
         length = len(history or ()) + (0 if is_even else draw.randint(0, 1))
         beside = [draw.choice(["x", "y", None]) for _ in range(length)]

@@ -136,8 +136,8 @@ def test_an_artifact_scores_each_label_by_name_and_is_certified_by_each(
         exported = run_export(trained.run_dir, tmp_path / "artifact", "precision=fp32")
     assert "seconds: MSE/variance" in caplog.text and " nan" not in caplog.text
     parity = exported.parity["validation"]
-    assert list(parity["tasks"]) == LABELS and parity["max_score_difference"] < 1e-5  # type: ignore[call-overload]
-    of_order = parity["tasks"]["order"]  # type: ignore[index]
+    assert list(parity["tasks"]) == LABELS and parity["max_score_difference"] < 1e-5
+    of_order = parity["tasks"]["order"]
     assert of_order["ne"] == pytest.approx(trained.validation["order/ne"], abs=0.02)  # there weighed by `worth`
     _check_report(exported)
     predictor = Predictor.load(str(tmp_path / "artifact"))

@@ -55,7 +55,7 @@ def pickles(canary: Path) -> dict[str, bytes]:
         for module, name, argument in CALLS
     }
     harm = Call(os.system, f"touch {canary}")
-    found["inside Metadata"] = pickle.dumps(Metadata({"x": harm}, None, {}))  # type: ignore[dict-item]
+    found["inside Metadata"] = pickle.dumps(Metadata({"x": harm}, None, {}))
     found["as storage data"] = pickle.dumps(Metadata({}, None, harm))
     found["a BYTE_IO entry"] = pickle.dumps(Metadata({"x": BytesStorageMetadata()}, None, {}))
     found["no Metadata"] = pickle.dumps({"state_dict_metadata": {}})

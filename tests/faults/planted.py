@@ -77,11 +77,11 @@ def plant_all(faults: list[dict[str, Any]], folder: str) -> None:
     dist.init_process_group = _before(dist.init_process_group, lambda *_, **__: plant(faults, "rendezvous"))
     train.shard = _before(train.shard, lambda *_, **__: plant(faults, "load"))
     watchdog.beat = _before(watchdog.beat, at_beat)
-    LocalFolders.commit = _before(  # type: ignore[method-assign]
+    LocalFolders.commit = _before(
         LocalFolders.commit, lambda _, attempt, *__: plant(faults, "save", int(attempt.name.removeprefix("step_")))
     )
-    ShardReader.batches = _read_with_faults(ShardReader.batches, faults)  # type: ignore[method-assign]
-    BatchOrder.batches = recorded(BatchOrder.batches, folder)  # type: ignore[method-assign]
+    ShardReader.batches = _read_with_faults(ShardReader.batches, faults)
+    BatchOrder.batches = recorded(BatchOrder.batches, folder)
 
 
 def _read_with_faults(batches: Any, faults: list[dict[str, Any]]) -> Any:

@@ -40,14 +40,14 @@ def _slow_saves(rank: int, folder: str, num_steps: int) -> tuple[dict[int, str],
 
     def slowly(*args: object) -> object:
         assert waited_for.acquire(timeout=600), "save() has waited for its own write"
-        return write(*args)  # type: ignore[arg-type]
+        return write(*args)
 
     def release_and_wait(in_flight: InFlight) -> None:
         were_over.append(in_flight.done)
         waited_for.release()
         wait(in_flight)
 
-    step_writer.write_shards = slowly  # type: ignore[assignment]
+    step_writer.write_shards = slowly
     try:
         with patch.object(InFlight, "wait", release_and_wait):
             _, model, optimizer, context = build_sharded(MIXED)
@@ -104,7 +104,7 @@ def _failing_write(rank: int, folder: str) -> tuple[str, list[int]]:
         raise OSError(5, "Input/output error", "shard")
 
     if rank == 1:
-        step_writer.write_shards = fail  # type: ignore[assignment]
+        step_writer.write_shards = fail
     try:
         checkpointer.save(2)
         with pytest.raises(CheckpointError) as error:

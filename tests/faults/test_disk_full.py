@@ -62,7 +62,7 @@ def _fails_beforehand(rank: int, folder: str, free: int) -> list[str]:
     checkpointer = Checkpointer(folder, model, optimizer, context)
     messages = []
     usage = shutil.disk_usage
-    shutil.disk_usage = lambda path: usage("/")._replace(free=free)  # type: ignore[assignment]
+    shutil.disk_usage = lambda path: usage("/")._replace(free=free)
     try:
         for action in (checkpointer.check_free_space, lambda: checkpointer.save(1)):
             with pytest.raises(CheckpointError) as error:
@@ -124,7 +124,7 @@ class _Failing:
     ],
 )
 def test_the_policy_says_when_a_failed_save_ends_the_run(policy: str, fails: list[bool], raised_at: int | None) -> None:
-    saving = Saving(CheckpointConfig(on_failure=policy, max_failures_in_a_row=3), _Failing(list(fails)))  # type: ignore[arg-type]
+    saving = Saving(CheckpointConfig(on_failure=policy, max_failures_in_a_row=3), _Failing(list(fails)))
     count = 0
     try:
         for step in range(1, len(fails) + 1):

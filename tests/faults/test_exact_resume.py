@@ -46,8 +46,8 @@ def _draws() -> list[float]:
 
 def _train(rank: int, model: object, optimizer: object, first: int, last: int) -> None:
     for step in range(first, last):
-        apply_schedule(optimizer, SCHEDULE, step)  # type: ignore[arg-type]
-        train_steps(model, optimizer, draw_batches(rank, 2, 1, start=step))  # type: ignore[arg-type]
+        apply_schedule(optimizer, SCHEDULE, step)
+        train_steps(model, optimizer, draw_batches(rank, 2, 1, start=step))
 
 
 def _save_and_go_on(

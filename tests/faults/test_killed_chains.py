@@ -104,7 +104,7 @@ def test_a_kill_before_changes_of_files_of_a_chain_leaves_an_exact_step(
     for number in itertools.count(1, STRIDE):
         folder = tmp_path / str(number) / "checkpoints"
         shutil.copytree(clean, folder)
-        if not killed_at(number, before_each_change_of_files, lambda folder=folder: _alone(folder)):  # type: ignore[misc]
+        if not killed_at(number, before_each_change_of_files, lambda folder=folder: _alone(folder)):
             break
         step, loaded = ranks.run(1, load_once, str(folder))[0]
         assert loaded == digests.get(step), (number, step, loaded)

@@ -162,7 +162,7 @@ def check_parquet(folder: Path, num_mutated: int, seed: int) -> tuple[int, int]:
         for name in NAMES:
             columns[name].append(values[name])
     arrays = [pa.array(columns[name], pa.float64()) for name in NAMES[:3]]
-    arrays += [text_array(columns["a"]), pa.array(columns["b"], pa.binary()), text_array(columns["c"])]  # type: ignore[arg-type]
+    arrays += [text_array(columns["a"]), pa.array(columns["b"], pa.binary()), text_array(columns["c"])]
     pq.write_table(pa.table(arrays, names=NAMES), folder / "rows.parquet", row_group_size=700)
     dataset = run_prepare(
         str(folder / "rows.parquet"), folder / "ds", format="parquet", columns=COLUMNS, split=NO_SPLIT,
@@ -174,7 +174,7 @@ def check_parquet(folder: Path, num_mutated: int, seed: int) -> tuple[int, int]:
     kept = [row for row in range(3 * num_mutated) if row not in bad]
     for row, found in zip(kept, values_of(dataset, folder / "ds"), strict=True):
         numbers = [columns[name][row] for name in NAMES[:3]]
-        texts = [(columns[name][row] or b"").decode() for name in NAMES[3:]]  # type: ignore[attr-defined]
+        texts = [(columns[name][row] or b"").decode() for name in NAMES[3:]]
         assert expected(["" if n is None else repr(n) for n in numbers] + texts) == pytest.approx(found)
     return dataset.accepted_rows, dataset.quarantined_rows
 

@@ -89,7 +89,7 @@ def test_lasting_faults_end_a_save_and_are_never_taken_for_an_empty_folder(
     digests = ranks.run(2, _on_store, store.url, save_steps, FOLDER, [1], {"staging": staging})[0]
     cases = [("503", "PUT"), ("403", "PUT"), ("503", "GET"), ("403", "GET"), ("403", "HEAD")][::every]
     for number, (kind, method) in enumerate(cases):
-        store.faults = lambda verb, path, kind=kind, method=method: kind if verb == method else ""  # type: ignore[misc]
+        store.faults = lambda verb, path, kind=kind, method=method: kind if verb == method else ""
         action = "save" if method == "PUT" else "load"
         for message in ranks.run(2, _quick, store.url, action, f"{staging}/{number}"):
             assert FOLDER in message and kind in message, message

@@ -40,8 +40,8 @@ def _race(num_races: int, folder: Path) -> list[tuple[str, str]]:
             assert each.stdin is not None
             each.stdin.write(f"{run_dir}\n")
         for each in contestants:
-            each.stdin.flush()  # type: ignore[union-attr]
-        first, second = (each.stdout.readline() for each in contestants)  # type: ignore[union-attr]
+            each.stdin.flush()
+        first, second = (each.stdout.readline() for each in contestants)
         answers.append((first, second))
     for each in contestants:
         each.communicate()

@@ -138,7 +138,7 @@ def test_a_policy_of_refusal_changes_nothing(ranks: RankPool, tmp_path: Path, fa
     ranks.run(2, _save, str(tmp_path / "checkpoints"), 2)
     refusing = {"missing": "new", "extra": "dropped", "grown": "grown", "shrunk": "shrunk", "retyped": "retyped", "reshaped": "reshaped"}  # fmt: skip
     for name, policy in refusing.items():
-        config = WarmStartConfig(run=str(tmp_path), dense="matching", **{f"{policy}_tables": "refuse"})  # type: ignore[arg-type]
+        config = WarmStartConfig(run=str(tmp_path), dense="matching", **{f"{policy}_tables": "refuse"})
         for fresh, after, loaded in ranks.run(2, _warm, str(tmp_path / "checkpoints"), FAULTS[name][0], 2, config):
             assert loaded == {"refused": -1} and largest_difference(fresh, after) == 0.0, name
     fault(13, "warm start, every policy set to refuse: refused, nothing loaded", count=len(refusing))

@@ -123,7 +123,7 @@ class _Runner:
 def test_a_trial_of_a_sweep_is_a_job_of_volcano(tmp_path: Path) -> None:
     runner = _Runner()
     jobs = SchedulerJobs(
-        "kubernetes", {"namespace": "team", "queue": "ads"}, [*PLACE, "-j", "1x2", "--gpu", "2", "--check_data", "False"], "rates", runner  # type: ignore[arg-type]
+        "kubernetes", {"namespace": "team", "queue": "ads"}, [*PLACE, "-j", "1x2", "--gpu", "2", "--check_data", "False"], "rates", runner
     )  # fmt: skip
     words = [
         "experiment=mlperf_dlrmv2",

@@ -112,7 +112,7 @@ def test_a_scheduler_that_is_not_there_is_named(
 
 def _as_cron_reads(line: str) -> tuple[str, str]:
     """The five fields, and the command that cron hands to sh: up to the first bare %, and without the \\ before others."""
-    fields, command = re.fullmatch(r"((?:\S+ ){5})(.*)", line).groups()  # type: ignore[union-attr]
+    fields, command = re.fullmatch(r"((?:\S+ ){5})(.*)", line).groups()
     assert re.search(r"(?<!\\)%", command) is None
     return fields.strip(), command.replace(r"\%", "%")
 

@@ -67,7 +67,7 @@ def small(kind: str, **settings: Any) -> ModelConfig:
             given[field.name] = min(value, WIDEST)
     if isinstance(default, LayersConfig):
         given |= {"dropout": 0.2, "batch_norm": True, "layer_norm": False}
-    return kept(**{**given, **settings})  # type: ignore[no-any-return]
+    return kept(**{**given, **settings})
 
 
 def tables_of(sizes: dict[str, int]) -> list[Table]:

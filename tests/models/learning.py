@@ -148,7 +148,7 @@ def share_of_lift(config: ModelConfig, rows: Rows, **settings: float) -> float:
     """Trained on nine tenths of the rows: (AUC - 0.5) of the last tenth over that of the true probabilities."""
     cut = len(rows.labels) * 9 // 10
     held_out = rows.part(slice(cut, None))
-    task = fit(config, rows.part(slice(cut)), **settings)  # type: ignore[arg-type]
+    task = fit(config, rows.part(slice(cut)), **settings)
     with torch.no_grad():
         _, prediction = task(held_out.batch(slice(None)))
     best = auc(held_out.truth, held_out.labels)

@@ -75,7 +75,7 @@ def test_each_label_has_the_loss_of_its_kind_on_the_rows_that_count() -> None:
     weights[:, 3] = labels[:, 0]
     weights[5] = 0.0
     task = LabelsTask(small("mmoe"), [], ALL)
-    loss, prediction = task.eval()(outputs, Batch(outputs, None, labels, weights))  # type: ignore[arg-type]
+    loss, prediction = task.eval()(outputs, Batch(outputs, None, labels, weights))
     wanted = torch.zeros(6)
     for row in range(5):
         stars = [
@@ -88,7 +88,7 @@ def test_each_label_has_the_loss_of_its_kind_on_the_rows_that_count() -> None:
     torch.testing.assert_close(loss, wanted.mean())
     # What a mask leaves out may hold anything.
     labels[1, 3] = 1.0
-    torch.testing.assert_close(task(outputs, Batch(outputs, None, labels, weights))[0], loss)  # type: ignore[arg-type]
+    torch.testing.assert_close(task(outputs, Batch(outputs, None, labels, weights))[0], loss)
 
 
 def test_the_loss_of_esmm_is_that_of_the_product_of_probabilities() -> None:
@@ -96,24 +96,24 @@ def test_the_loss_of_esmm_is_that_of_the_product_of_probabilities() -> None:
     labels = (torch.rand(64, 2, generator=torch.Generator().manual_seed(1)) > 0.5).float()
     weights = torch.stack([torch.ones(64), labels[:, 0]], dim=1)
     task = make_task(small("esmm"), torch.nn.Identity(), [], [CLICK, ORDER]).task
-    loss, _ = task(outputs, Batch(outputs, None, labels, weights))  # type: ignore[arg-type]
+    loss, _ = task(outputs, Batch(outputs, None, labels, weights))
     click, both = torch.sigmoid(outputs[:, 0]), torch.sigmoid(outputs[:, 0]) * torch.sigmoid(outputs[:, 1])
     wanted = F.binary_cross_entropy(click, labels[:, 0].double())
     wanted += F.binary_cross_entropy(both, (labels[:, 0] * labels[:, 1]).double())
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
     extreme = torch.tensor([[60.0, 60.0], [-60.0, -60.0]], requires_grad=True)
-    loss, _ = task(extreme, Batch(extreme, None, torch.tensor([[0.0, 0], [1, 1]]), torch.ones(2, 2)))  # type: ignore[arg-type]
+    loss, _ = task(extreme, Batch(extreme, None, torch.tensor([[0.0, 0], [1, 1]]), torch.ones(2, 2)))
     loss.backward()
-    assert loss.item() == pytest.approx((60 + 60 + 60 + 120) / 2, rel=0.02) and extreme.grad.isfinite().all()  # type: ignore[union-attr]
+    assert loss.item() == pytest.approx((60 + 60 + 60 + 120) / 2, rel=0.02) and extreme.grad.isfinite().all()
 
 
 def test_clicks_of_esmm_stand_for_all_impressions_by_their_inverse_propensity() -> None:
     outputs = torch.tensor([[-6.0, 0.5], [-1.0, 2.0], [-1.0, 2.0]], dtype=torch.float64, requires_grad=True)
     labels, weights = torch.tensor([[1.0, 1], [1, 0], [0, 0]]), torch.tensor([[1.0, 1], [2, 2], [1, 0]])
-    batch = Batch(outputs, None, labels, weights)  # type: ignore[arg-type]
+    batch = Batch(outputs, None, labels, weights)
     losses = []
     for setting in (0.0, 0.25):
-        config = replace(small("esmm"), inverse_propensity=setting, propensity_floor=0.02)  # type: ignore[call-arg]
+        config = replace(small("esmm"), inverse_propensity=setting, propensity_floor=0.02)
         losses.append(make_task(config, torch.nn.Identity(), [], [CLICK, ORDER]).task(outputs, batch)[0])
     own = F.binary_cross_entropy_with_logits(outputs[:, 1], labels[:, 1].double(), reduction="none")
     chance = torch.sigmoid(outputs[1, 0])
@@ -127,7 +127,7 @@ def test_clicks_of_esmm_stand_for_all_impressions_by_their_inverse_propensity() 
 
 def test_logits_of_a_sampled_label_are_shifted_while_they_train() -> None:
     sampled = replace(CLICK, train_offset=1.5)
-    rows = Batch(torch.zeros(4, 1), None, torch.tensor([1.0, 0, 1, 0]), torch.ones(4))  # type: ignore[arg-type]
+    rows = Batch(torch.zeros(4, 1), None, torch.tensor([1.0, 0, 1, 0]), torch.ones(4))
 
     class Model(torch.nn.Module):
         def forward(self, dense: torch.Tensor, sparse: object) -> torch.Tensor:
@@ -149,7 +149,7 @@ def _measured(rank: int, parts: int) -> dict[str, float]:
     task = LabelsTask(small("mmoe"), [], ALL).eval()
     measure = task.evaluation_measure(context, 100)
     for outputs, labels, weights in _drawn(parts)[rank :: context.world_size]:
-        _, prediction = task(outputs, Batch(outputs, None, labels, weights))  # type: ignore[arg-type]
+        _, prediction = task(outputs, Batch(outputs, None, labels, weights))
         measure.update(prediction)
     return measure.compute()
 

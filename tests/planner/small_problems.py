@@ -20,7 +20,7 @@ def spread(cost: list[float], memory: float, shards: int, rule: Rule, kind: str)
 
 def problem_of(tables: list[list[Option]], ranks: int, room: float, local: int = 2, **more: object) -> SearchProblem:
     capacity = np.tile([room * GIB, 1.0], (ranks, 1))
-    return SearchProblem(tables, capacity, local, **more)  # type: ignore[arg-type]
+    return SearchProblem(tables, capacity, local, **more)
 
 
 def on_ranks(*ranks: int) -> Assignment:

@@ -32,7 +32,7 @@ def suggested(text: str) -> list[str]:
     return re.findall(r"^  (.*): fits, [\d.,]+ [KMG]iB free on the fullest rank$", text, re.MULTILINE)
 
 
-def whole(rows: list[int], kernels: list[str] | None = None, dim: int = 64) -> list:  # type: ignore[type-arg]
+def whole(rows: list[int], kernels: list[str] | None = None, dim: int = 64) -> list:
     return make_tables(rows, dim, sharding=ConstraintConfig(["table_wise"], kernels or []))
 
 

@@ -63,7 +63,7 @@ def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("make", [kaggle_request, pytest.param(dlrmv2_request, marks=pytest.mark.campaign)])
-def test_a_searched_plan_is_never_worse_than_torchrecs(make) -> None:  # type: ignore[no-untyped-def]
+def test_a_searched_plan_is_never_worse_than_torchrecs(make) -> None:
     asked = make()
     by_torchrec = make_plan(TORCHREC, asked).objective
     for objective in ("critical_path", "max_rank"):

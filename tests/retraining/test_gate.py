@@ -127,7 +127,7 @@ USUAL = WindowStatistics(1000, 0.25, {"a": 0.1}, {"a": 0.02}, champion_ne=0.8)
 def test_a_window_unlike_those_before_it_is_refused_with_the_figure(change: dict[str, object], told: str) -> None:
     history = [USUAL, USUAL, USUAL]
     assert all(finding.passed for finding in check_data(USUAL, history, DataChecksConfig()))
-    findings = check_data(replace(USUAL, **change), history, DataChecksConfig())  # type: ignore[arg-type]
+    findings = check_data(replace(USUAL, **change), history, DataChecksConfig())
     reasons = [finding.text for finding in findings if not finding.passed]
     assert any(told in reason for reason in reasons), reasons
 

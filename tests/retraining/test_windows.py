@@ -103,7 +103,7 @@ def test_the_last_hour_of_a_source_that_pauses_is_not_lost(tmp_path: Path) -> No
     now = datetime(2025, 11, 4, 8, tzinfo=UTC)
 
     def last(**words: float) -> str:
-        config = WindowsConfig(kind="timestamps", timestamp_column="time", length_hours=1, **words)  # type: ignore[arg-type]
+        config = WindowsConfig(kind="timestamps", timestamp_column="time", length_hours=1, **words)
         return find_windows(config, str(source), CSV, now, None, ())[-1].state
 
     assert (last(lateness_hours=24), last(lateness_hours=6), last(lateness_hours=0)) == (WAITING, READY, WAITING)

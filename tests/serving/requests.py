@@ -24,7 +24,7 @@ SCHEMA = pa.schema(
 
 
 def post(server: Server, rows: object, **keywords: object) -> httpx.Response:
-    return server.client.post(f"{server.url}/score", json={"rows": rows}, timeout=120, **keywords)  # type: ignore[arg-type]
+    return server.client.post(f"{server.url}/score", json={"rows": rows}, timeout=120, **keywords)
 
 
 def stream_of(rows: list[dict[str, object]], schema: pa.Schema = SCHEMA, **options: object) -> bytes:

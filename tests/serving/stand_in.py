@@ -29,10 +29,10 @@ class Scored:
 
 def score_of(row: dict[str, object], salt: str = "") -> float:
     """A float32 in (0, 1); missing numbers count as 0, missing text as empty."""
-    total = sum(float(row.get(name) or 0.0) for name in COLUMNS.dense)  # type: ignore[arg-type]
+    total = sum(float(row.get(name) or 0.0) for name in COLUMNS.dense)
     tags = row.get("tags") or []
     tags = tags.split("|") if isinstance(tags, str) else tags
-    text = "|".join([salt, *(str(row.get(name) or "") for name in COLUMNS.sparse), *tags])  # type: ignore[misc]
+    text = "|".join([salt, *(str(row.get(name) or "") for name in COLUMNS.sparse), *tags])
     return float(np.float32(1 / (1 + math.exp(-math.tanh(total / 100) - zlib.crc32(text.encode()) / 2**32))))
 
 

@@ -45,7 +45,7 @@ class Expected:
     def are(self, rows: list[dict[str, object]], version: str, scores: list[float]) -> bool:
         import pyarrow as pa
 
-        columns = {name: [float(row[name]) for row in rows] for name in DENSE}  # type: ignore[arg-type]
+        columns = {name: [float(row[name]) for row in rows] for name in DENSE}
         with self._lock:
             wanted = self._predictors[version].score(pa.table(columns | {name: [row[name] for row in rows] for name in SPARSE})).scores  # fmt: skip
         return bool(np.allclose(wanted, scores, rtol=0, atol=1e-5))

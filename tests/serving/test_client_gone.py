@@ -20,9 +20,9 @@ def test_an_answer_to_a_connection_that_was_closed_since_is_nobodys_error(caplog
     async def closed(message: Any) -> None:
         raise RuntimeError(f"unable to perform operation on <TCPTransport closed=True>; {HUNG_UP}")
 
-    watched = _Watched(app, app, ServerMetrics(), ["/docs"], [])  # type: ignore[arg-type]
+    watched = _Watched(app, app, ServerMetrics(), ["/docs"], [])
     with caplog.at_level(logging.DEBUG):
-        asyncio.run(watched({"type": "http", "path": "/docs", "method": "GET", "headers": []}, None, closed))  # type: ignore[arg-type]
+        asyncio.run(watched({"type": "http", "path": "/docs", "method": "GET", "headers": []}, None, closed))
     assert not [record for record in caplog.records if record.exc_info]
 
 
@@ -36,9 +36,9 @@ def test_a_request_that_outlasts_the_drain_is_told_so_and_not_logged(caplog: pyt
         sent.append(message)
 
     async def drain() -> None:
-        watched = _Watched(score, score, ServerMetrics(), ["/score"], [])  # type: ignore[arg-type]
+        watched = _Watched(score, score, ServerMetrics(), ["/score"], [])
         scope = {"type": "http", "path": "/score", "method": "POST", "headers": []}
-        task = asyncio.create_task(watched(scope, None, note))  # type: ignore[arg-type]
+        task = asyncio.create_task(watched(scope, None, note))
         await asyncio.sleep(0)
         task.cancel()  # as uvicorn does at the end of the drain
         await task
@@ -70,7 +70,7 @@ def test_a_client_that_goes_away_is_counted_and_not_logged(
 
     watched = _Watched(app, score, metrics, ["/docs"], [])
     with caplog.at_level(logging.DEBUG):
-        asyncio.run(watched({"type": "http", "path": "/docs", "method": "GET", "headers": []}, None, note))  # type: ignore[arg-type]
+        asyncio.run(watched({"type": "http", "path": "/docs", "method": "GET", "headers": []}, None, note))
     status = "200" if begun else str(CLIENT_GONE)
     assert (
         metrics.registry.get_sample_value("pipeline_serving_requests_total", {"path": "/docs", "status": status}) == 1

@@ -123,7 +123,7 @@ def test_requests_of_whole_numbers_and_of_text_are_scored_together(by_kernels: b
             found, whole = encoder.encode(parts[-1]), encoder._encode_table(table)
             assert torch.equal(found.values, whole.values) and torch.equal(found.dense, whole.dense)
             wanted.append(whole.values.view(4, num_rows))
-    assert {part.schema.field("c0").type for part in parts} == {pa.int64(), pa.string()}  # type: ignore[union-attr]
+    assert {part.schema.field("c0").type for part in parts} == {pa.int64(), pa.string()}
     together = encoder.encode(concat_rows(parts))
     assert torch.equal(together.values.view(4, -1), torch.cat(wanted, dim=1))
 

@@ -53,7 +53,7 @@ def _built(kind: str) -> tuple[torch.nn.Module, int]:
     tables = [
         Table(f"t{i}", 20, 8, [f"f{i}"], "sum", "fp32", InitConfig(), ConstraintConfig(), [1.0]) for i in range(4)
     ]
-    config = components("model")[kind](**SETTINGS.get(kind, {}))  # type: ignore[arg-type]
+    config = components("model")[kind](**SETTINGS.get(kind, {}))
     model = build_model(config, tables, 5)
     keys = [feature for table in used_tables(config, tables) for feature in table.feature_names]
     return model.eval(), sum(take_collection(model, keys))
@@ -97,7 +97,7 @@ def test_tensors_of_a_later_step_are_found_by_their_names(kind: str, precision: 
 
 
 @pytest.mark.campaign
-def test_layers_compiled_ahead_of_time_give_the_models_logits(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_layers_compiled_ahead_of_time_give_the_models_logits(tmp_path) -> None:
     from pipeline.serving.artifact.dense_export import compile_layers
     from pipeline.serving.scoring.dense_program import load_compiled
 
@@ -109,7 +109,7 @@ def test_layers_compiled_ahead_of_time_give_the_models_logits(tmp_path) -> None:
         torch.testing.assert_close(program(dense, pooled), Layers(model)(dense, pooled), rtol=1e-5, atol=1e-5)
 
 
-def test_without_a_compiler_the_error_says_what_to_do(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_without_a_compiler_the_error_says_what_to_do(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.serving.artifact import dense_export
 
     def fail(*args: object, **kwargs: object) -> None:
@@ -117,14 +117,14 @@ def test_without_a_compiler_the_error_says_what_to_do(tmp_path, monkeypatch: pyt
 
     monkeypatch.setattr("torch._inductor.aoti_compile_and_package", fail)
     with pytest.raises(ServingError, match=names("compiled=true")):
-        dense_export.compile_layers(None, str(tmp_path / "x.pt2"))  # type: ignore[arg-type]
+        dense_export.compile_layers(None, str(tmp_path / "x.pt2"))
 
 
 def test_a_model_without_one_logit_a_row_is_refused() -> None:
     tables = [
         Table(f"t{i}", 20, 8, [f"f{i}"], "sum", "fp32", InitConfig(), ConstraintConfig(), [1.0]) for i in range(2)
     ]
-    config = components("model")["two_tower"](user_features=["f0"], item_features=["f1"], log_q_correction=False)  # type: ignore[call-arg]
+    config = components("model")["two_tower"](user_features=["f0"], item_features=["f1"], log_q_correction=False)
     model = build_model(config, tables, 5).eval()
     columns = sum(take_collection(model, ["f0", "f1"]))
     with pytest.raises(ServingError):

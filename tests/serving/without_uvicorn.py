@@ -7,5 +7,5 @@ import sys
 from tests.serving import servers
 
 if __name__ == "__main__":
-    sys.modules["uvicorn"] = None  # type: ignore[assignment]  # importing it is an ImportError
+    sys.modules["uvicorn"] = None  # importing it is an ImportError
     servers.main()

@@ -184,7 +184,7 @@ def test_updates_too_small_for_fp16_arrive_in_the_mean_where_fbgemm_loses_them()
         ids[-BATCH:] = 5000 + torch.arange(BATCH)
         for step in range(100):
             if fast:
-                lookup.forward.step = step  # type: ignore[attr-defined]
+                lookup.forward.step = step
             lookup(ids, torch.arange(len(ids) + 1)).sum().backward()
         drifts.append(1.5 - float(table[:BATCH].float().mean()))
     assert drifts[0] == 0.0

@@ -158,7 +158,7 @@ def test_max_norm_is_not_silently_ignored_on_cpu(ranks: RankPool) -> None:
 def warnings_while_building(rank: int, tables: list[TinyTable], config: OptimizerConfig) -> list[str]:
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("pipeline").addHandler(handler)
     try:
         tiny.build(rank, tables, config)

@@ -37,7 +37,7 @@ def test_words_are_those_of_random123s_known_answers() -> None:
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0): "d16cfe09 94fdcceb 5001e420 24126ea1",
     }
     for numbers, words in known.items():
-        assert " ".join(f"{word:08x}" for word in philox_of(numbers[:4], numbers[4:])) == words  # type: ignore[arg-type]
+        assert " ".join(f"{word:08x}" for word in philox_of(numbers[:4], numbers[4:])) == words
     group = 2**33 // LANES + 1
     words = philox._words(KEY, group, 1, torch.device("cpu"))[0]
     for lane in (0, 5, LANES - 1):
@@ -101,7 +101,7 @@ def test_a_shards_rows_and_columns_are_those_of_the_whole_table(
 
 def collection(*inits: object) -> EmbeddingBagCollection:
     configs = [
-        EmbeddingBagConfig(name=f"t{i}", num_embeddings=5000, embedding_dim=4, feature_names=[f"f{i}"], init_fn=init)  # type: ignore[arg-type]
+        EmbeddingBagConfig(name=f"t{i}", num_embeddings=5000, embedding_dim=4, feature_names=[f"f{i}"], init_fn=init)
         for i, init in enumerate(inits)
     ]
     return EmbeddingBagCollection(tables=configs, device=torch.device("cpu"))

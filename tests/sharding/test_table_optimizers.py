@@ -43,7 +43,7 @@ class PartialRowWiseAdam(torch.optim.Optimizer):
         self.num_steps = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         self.num_steps += 1
         for weight in self.param_groups[0]["params"]:
             state, gradient = self.state[weight], weight.grad

@@ -20,7 +20,7 @@ class Clicks(nn.Module):
         self.task = ClickTask(ModelConfig(), [])
 
     def forward(self, batch: Batch, logits: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return self.task(logits, batch)  # type: ignore[no-any-return]
+        return self.task(logits, batch)
 
     def losses(self, prediction: Any) -> torch.Tensor:
         return self.task.losses(prediction)

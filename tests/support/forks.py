@@ -79,7 +79,7 @@ class WarmCommand:
     ) -> None:  # fmt: skip
         address = server_address()
         pipes = None if output else (os.pipe(), os.pipe())
-        ends = output or tuple(end for _, end in pipes)  # type: ignore[union-attr]
+        ends = output or tuple(end for _, end in pipes)
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server.connect(address)
         module, *first = module.split()
@@ -201,7 +201,7 @@ def _serve(listener: socket.socket) -> tuple[dict, list[int]]:
                     os.waitpid(pid, 0)
                 sys.exit()
             elif key.fileobj in clients:  # its starter has ended
-                os.kill(clients[key.fileobj], signal.SIGKILL)  # type: ignore[index]
+                os.kill(clients[key.fileobj], signal.SIGKILL)
                 selector.unregister(key.fileobj)
 
 

@@ -29,4 +29,4 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             folder = root / f"{name}_{attempt}"
             folder.mkdir()
             result.write_bytes(pickle.dumps(make(folder)))
-        return pickle.loads(result.read_bytes())  # type: ignore[no-any-return]
+        return pickle.loads(result.read_bytes())

@@ -173,6 +173,6 @@ def _forget_compiled() -> None:
 def _forget_groups() -> None:
     """TorchRec keeps for the life of a process what it agreed on, or made, within a process group."""
     if comm := sys.modules.get("torchrec.distributed.comm"):
-        comm._INTRA_PG = comm._CROSS_PG = None  # type: ignore[attr-defined]
+        comm._INTRA_PG = comm._CROSS_PG = None
     if validation := sys.modules.get("torchrec.distributed.collective_utils"):
-        validation._INITIALIZED = False  # type: ignore[attr-defined]  # 1.8; ranks that were not there would wait
+        validation._INITIALIZED = False  # 1.8; ranks that were not there would wait

@@ -60,7 +60,7 @@ def build_sharded(
     tables = resolve_tables(given, described_dataset(CARDINALITIES))
     config = DLRMConfig(dense_arch_layer_sizes=[16, 8], over_arch_layer_sizes=[16, 1])
     model = build_model(config, tables, 2, seed=seed)
-    task: TaskModel = as_task(model) if as_task else make_task(config, model, tables)  # type: ignore[assignment]
+    task: TaskModel = as_task(model) if as_task else make_task(config, model, tables)
     apply_sparse_optimizer(task, optimizers.sparse)
     sharders = make_sharders(comms, seed)
     makers = {

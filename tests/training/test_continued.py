@@ -45,7 +45,7 @@ def _told_by_train(rank: int, overrides: list[str]) -> list[dict[str, Any]]:
     """What the log lines of a training say as fields, in order."""
     told: list[dict[str, Any]] = []
     keep = logging.Handler()
-    keep.emit = lambda record: told.append(vars(record).get("fields", {}))  # type: ignore[method-assign]
+    keep.emit = lambda record: told.append(vars(record).get("fields", {}))
     logging.getLogger("pipeline").addHandler(keep)
     try:
         _train(rank, overrides)

@@ -81,7 +81,7 @@ def test_a_training_that_stands_still_is_silent(monkeypatch: pytest.MonkeyPatch)
     progress: Callable[[], float] = iter([0.0, 0.0, 5.0, 5.0, 6.0]).__next__
     monkeypatch.setattr("pipeline.training.hooks.heartbeat.watchdog.progress_at", progress)
     waits = iter([False, False, False, False, True])
-    heartbeat._ended = SimpleNamespace(wait=lambda seconds: next(waits))  # type: ignore[assignment]
+    heartbeat._ended = SimpleNamespace(wait=lambda seconds: next(waits))
     sent: list[None] = []
     monkeypatch.setattr(heartbeat, "_send", lambda: sent.append(None))
     heartbeat._run()

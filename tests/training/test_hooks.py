@@ -73,7 +73,7 @@ def run_training(
     job = TrainJob(name="test", run_dir=folder, trainer=config, schedule=SCHEDULE, checkpoint=checkpoint)
     checkpointer = Checkpointer(f"{folder}/checkpoints", model, optimizer, context, keep_last_n=9)
     writer = MetricsWriter(folder) if rank == 0 else None
-    parts = TrainingParts(model, task, optimizer, reader, checkpointer, context, writer=writer)  # type: ignore[arg-type]
+    parts = TrainingParts(model, task, optimizer, reader, checkpointer, context, writer=writer)
     hooks = build_hooks(job, parts)
     if clock is not None:
         hooks = [SaveCheckpoints(job, parts, clock) if hook.name == "saving" else hook for hook in hooks]
@@ -282,7 +282,7 @@ def test_the_progress_bar_goes_back_with_a_rollback(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(progress_hook, "progress", recording)
     state: Any = SimpleNamespace(step=0, total_steps=10)
-    bar = ProgressBar(None, SimpleNamespace(context=SimpleNamespace(is_main=True)))  # type: ignore[arg-type]
+    bar = ProgressBar(None, SimpleNamespace(context=SimpleNamespace(is_main=True)))
     bar.on_train_start(state)
     for state.step in (1, 2, 3, 4, 5):
         bar.on_step_end(state)

@@ -35,8 +35,8 @@ COMPARED = ("ne", "num_skipped_steps", "num_bad_rows", "auc")
 
 def _late(config: TrainerConfig, parts: TrainingParts, hooks: Sequence[Hook]) -> StepSync:
     allowed = config.max_non_finite_steps if config.non_finite_loss != "stop" else 0
-    assert parts.optimizer.can_skip_on_device  # type: ignore[attr-defined]
-    return LateStepSync(parts.model, parts.optimizer, torch.device("cpu"), allowed)  # type: ignore[arg-type]
+    assert parts.optimizer.can_skip_on_device
+    return LateStepSync(parts.model, parts.optimizer, torch.device("cpu"), allowed)
 
 
 def _fit(rank: int, is_late: bool, folder: str, arguments: tuple[Any, ...]) -> Any:

@@ -37,7 +37,7 @@ def _report(rank: int) -> list[str]:
     context = init_distributed()
     lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())
     logger = logging.getLogger("pipeline.training")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

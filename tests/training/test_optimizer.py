@@ -178,7 +178,7 @@ def test_l2_of_dense_layers_is_in_the_gradient_of_matrices_alone(name: str) -> N
         for key in params:
             params[key].grad = torch.full_like(params[key], 0.1 * step)
             others[key].grad = torch.full_like(params[key], 0.1 * step)
-        others["weight"].grad += 0.25 * others["weight"].detach()  # type: ignore[operator]
+        others["weight"].grad += 0.25 * others["weight"].detach()
         ours.step()
         theirs.step()
     assert all(torch.equal(params[key], others[key]) for key in params)

@@ -39,7 +39,7 @@ def test_an_epoch_ends_with_the_step_that_reads_its_last_batch(accumulation: int
     )
     reader = DrawnReader(0, 1)
     reader.steps_per_epoch = 5  # micro-batches
-    state = TrainingState(BatchOrder(config, reader), None, HookList([]))  # type: ignore[arg-type]
+    state = TrainingState(BatchOrder(config, reader), None, HookList([]))
 
     def due(config: TrainerConfig) -> list[int]:
         steps = range(1, state.total_steps + 1)

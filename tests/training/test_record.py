@@ -24,18 +24,18 @@ def test_a_resume_names_step_ranks_steps_to_go_and_attempt(
     record, state = RunRecord(job, parts()), SimpleNamespace(step=20, total_steps=90, is_over=False)
     record.on_restore(
         state, {"config": yaml.safe_load(job_to_yaml(job)), "world_size": 4, "libraries": {"torch": "2.13.0"}}
-    )  # type: ignore[arg-type]
-    record.on_fit_start(state)  # type: ignore[arg-type]
+    )
+    record.on_fit_start(state)
     (line,) = caplog.records
     assert line.getMessage() == (
         "runs/clicks resumed from step 20, trained on 4 rank(s) with torch 2.13.0; 70 steps to go; attempt 2.1"
     )
-    assert line.fields == {"event": "resumed", "step": 20, "steps_to_go": 70, "saved_by_ranks": 4}  # type: ignore[attr-defined]
+    assert line.fields == {"event": "resumed", "step": 20, "steps_to_go": 70, "saved_by_ranks": 4}
 
 
 def test_a_run_that_begins_says_nothing_of_the_kind(caplog: pytest.LogCaptureFixture) -> None:
     record = RunRecord(TrainJob(name="clicks"), parts())
-    record.on_fit_start(SimpleNamespace(step=0, total_steps=90, is_over=False))  # type: ignore[arg-type]
+    record.on_fit_start(SimpleNamespace(step=0, total_steps=90, is_over=False))
     assert caplog.records == []
 
 

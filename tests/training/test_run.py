@@ -360,7 +360,7 @@ def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(prepared_clicks: str, 
 def _warnings_of_a_shared_table(rank: int, overrides: list[str]) -> list[str]:
     messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("pipeline.training.plan").addHandler(handler)
     try:
         train_on_rank(rank, overrides)

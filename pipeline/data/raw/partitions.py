@@ -92,7 +92,7 @@ def in_range(source: str) -> list[str] | None:
             f"source={source!r}: of {begin}{{{first}..{last}}}{end} {len(missing)} are missing in {folder}: "
             f"{', '.join(missing[:MAX_NAMED])}{more}; fetch them, or name an existing range"
         )
-    paths = [f"{values[value]}{slash}{after}" for value in sorted(values, key=_order)]  # type: ignore[arg-type]
+    paths = [f"{values[value]}{slash}{after}" for value in sorted(values, key=_order)]
     return [path for each in paths for path in (in_range(each) or [each])]
 
 

@@ -63,10 +63,10 @@ def region_of(kernel: Kernel) -> Callable[[tuple[Any, ...], np.uint64, np.uint64
 
 
 def _region(arguments, count, shares, threads):  # type: ignore[no-untyped-def]
-    return _run_shares(kernel, arguments, count, shares, threads)  # type: ignore[name-defined] # noqa: F821
+    return _run_shares(kernel, arguments, count, shares, threads)  # noqa: F821
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _run_shares(
     _: Any, kernel: Any, arguments: Any, count: Any, shares: Any, threads: Any
 ) -> tuple[Signature, Callable[..., Any]]:

@@ -90,14 +90,12 @@ def _multiply(
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
         return outputs(inputs, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         wants_inputs, wants_weight, wants_bias = ctx.needs_input_grad
         gradient = gradient.contiguous()
@@ -114,8 +112,8 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """
     if not _takes_onednn(inputs):
         return F.linear(inputs, weight, bias)
-    values = _Linear.apply(inputs.reshape(-1, inputs.shape[-1]), weight, bias)  # type: ignore[no-untyped-call]
-    return values.view(*inputs.shape[:-1], len(weight))  # type: ignore[no-any-return]
+    values = _Linear.apply(inputs.reshape(-1, inputs.shape[-1]), weight, bias)
+    return values.view(*inputs.shape[:-1], len(weight))
 
 
 def _takes_onednn(inputs: torch.Tensor) -> bool:
@@ -144,7 +142,7 @@ class FastCross:
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         network, crossed = self._network, input
         if not _takes_onednn(input):
-            return self._forward(input)  # type: ignore[no-any-return]
+            return self._forward(input)
         for down, up, bias in zip(network.V_kernels, network.W_kernels, network.bias, strict=True):
             crossed = torch.addcmul(crossed, input, linear(linear(crossed, down), up, bias))
         return crossed
@@ -160,5 +158,5 @@ def speed_up_linear_layers(model: nn.Module) -> int:
     kinds = {nn.Linear: FastLinear, LowRankCrossNet: FastCross}
     modules = [module for module in model.modules() if type(module) in kinds]
     for module in modules:
-        module.forward = kinds[type(module)](module)  # type: ignore[method-assign,assignment,arg-type]
+        module.forward = kinds[type(module)](module)  # type: ignore[assignment,arg-type]
     return len(modules)

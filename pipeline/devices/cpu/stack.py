@@ -40,7 +40,7 @@ class Shape:
 
 class _Stack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, shape: Shape, *weights: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, inputs: torch.Tensor, shape: Shape, *weights: torch.Tensor) -> torch.Tensor:
         module: Any = kernels(KERNELS)
         inputs, count = inputs.contiguous(), len(inputs)
         blocks = -(-count // int(module.ROWS))
@@ -57,7 +57,7 @@ class _Stack(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         module: Any = kernels(KERNELS)
         (inputs, acts), shape = ctx.saved_tensors, ctx.shape
         blocks = -(-len(inputs) // int(module.ROWS))
@@ -96,9 +96,9 @@ class FastStack:
         fits = is_fp32 and inputs.dim() == 2 and len(inputs) > 0
         is_plain = not fits or not torch.is_grad_enabled() or not can_read(inputs)
         if is_plain or any(child._forward_hooks for child in self._inside):
-            return self._forward(inputs)  # type: ignore[no-any-return]
+            return self._forward(inputs)
         weights = [layer._parameters[name] for layer in self._layers for name in ("weight", "bias")]
-        return _Stack.apply(inputs, self._shape, *weights)  # type: ignore[no-any-return,no-untyped-call]
+        return _Stack.apply(inputs, self._shape, *weights)
 
 
 def speed_up_stacks(model: nn.Module) -> int:
@@ -112,7 +112,7 @@ def speed_up_stacks(model: nn.Module) -> int:
         if layers and all(weight is not None and weight.dtype == torch.float32 for weight in weights):
             inside.update(id(child) for child in each.modules())
             if sum(weight.numel() for weight in weights) <= MAX_WEIGHTS:
-                each.forward = FastStack(each, layers)  # type: ignore[method-assign,assignment]
+                each.forward = FastStack(each, layers)
                 count += 1
     return count
 
@@ -122,7 +122,7 @@ def stack_of(module: nn.Module) -> list[tuple[nn.Linear, bool]]:
     empty if it is no such stack.
     """
     if hasattr(module, "linear_layers"):  # models.layers.mlp.MLP
-        return module.linear_layers()  # type: ignore[no-any-return,operator]
+        return module.linear_layers()  # type: ignore[operator]
     if type(module) is torchrec.modules.mlp.MLP and isinstance(module._mlp, nn.Sequential):
         layers = [layer for layer in module._mlp if _is_relu_layer(layer)]
         return [(layer._linear, True) for layer in layers] if len(layers) == len(module._mlp) else []

@@ -171,7 +171,7 @@ def _track(fbgemm: SplitTableBatchedEmbeddingBagsCodegen, rows: list[int]) -> li
     if isinstance(fbgemm.forward, FastLookup):
         return [_of_bits(count, bits) for count, bits in zip(rows, fbgemm.forward.track_rows(), strict=True)]
     if not isinstance(fbgemm.forward, _MarkingForward):
-        fbgemm.forward = _MarkingForward(fbgemm)  # type: ignore[method-assign]
+        fbgemm.forward = _MarkingForward(fbgemm)
     return [_of_device_bits(count, bits) for count, bits in zip(rows, fbgemm.forward.bitmaps(), strict=True)]
 
 
@@ -202,7 +202,7 @@ class _MarkingForward:
     def __call__(self, indices: torch.Tensor, offsets: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
         if torch.is_grad_enabled():
             self._mark(indices.long(), offsets.long(), keywords.get("batch_size_per_feature_per_rank"))
-        return self._forward(indices, offsets, *arguments, **keywords)  # type: ignore[no-any-return]
+        return self._forward(indices, offsets, *arguments, **keywords)
 
     def _mark(self, indices: torch.Tensor, offsets: torch.Tensor, sizes: list[list[int]] | None) -> None:
         """Mark the rows of ids. An id out of range becomes row 0 if FBGEMM does not raise."""

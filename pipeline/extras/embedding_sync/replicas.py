@@ -88,7 +88,7 @@ def plan_for_host(plan: ShardingPlan, context: DistributedContext) -> ShardingPl
     local = copy.deepcopy(plan)
     first = context.rank - context.rank % context.local_world_size
     for tables in local.plan.values():
-        for name, sharding in tables.items():  # type: ignore[attr-defined]  # EmbeddingModuleShardingPlan is a dict
+        for name, sharding in tables.items():  # EmbeddingModuleShardingPlan is a dict
             if sharding.compute_kernel not in WHOLE_KERNELS:
                 raise ShardingError(
                     f"table {entry_name(name)!r} is planned with kernel "
@@ -210,7 +210,7 @@ def average_in_place(tensors: list[torch.Tensor], group: dist.ProcessGroup | Non
             packed.append(pieces.pop(0))
             size += packed[-1].numel()
         flat = torch.cat([piece.float() for piece in packed])
-        dist.all_reduce(flat, group=group, async_op=True).wait()  # type: ignore[union-attr]
+        dist.all_reduce(flat, group=group, async_op=True).wait()
         flat /= count
         for piece, mean in zip(packed, flat.split([piece.numel() for piece in packed]), strict=True):
             piece.copy_(mean)

@@ -68,7 +68,7 @@ def _most_worth(depth, left, surrogate_left, candidates):  # type: ignore[no-unt
     return worth
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def find_pattern(candidates, least, slack, max_nodes, found):  # type: ignore[no-untyped-def]
     """Find the most valuable pattern, in `found` [O], if its value exceeds `least`.
 

@@ -146,5 +146,5 @@ def let_autograd_run(shim: Any) -> None:
 
     The guard supports 8 devices, and autograd makes as many queues as the count.
     """
-    torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]
+    torch._C._ensureCUDADeviceGuardSet()
     shim.shadow_set_device_count(16)

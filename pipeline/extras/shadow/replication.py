@@ -115,7 +115,7 @@ class ShadowSlice(TableBatchedEmbeddingSlice, Shadow):
             requires_grad=data.requires_grad,
         )  # fmt: skip
         made.inner = inner
-        return made  # type: ignore[no-any-return]
+        return made
 
 
 _new_slice = TableBatchedEmbeddingSlice.__new__

@@ -76,7 +76,7 @@ class Report:
         record = {name: value for name, value in vars(self).items() if name not in ("findings", "collectives")}
         record["problems"] = [asdict(each) for each in self.problems]
         record["num_collectives"] = len(self.collectives)
-        return json.loads(json.dumps(record))  # type: ignore[no-any-return]
+        return json.loads(json.dumps(record))
 
     def summary(self) -> str:
         """Return one line for a terminal."""

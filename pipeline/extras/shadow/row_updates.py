@@ -50,17 +50,17 @@ def update_rows(
     def state(which: str, dim: int) -> _State:
         return _State(call, which, feature, dim)
 
-    return _UPDATES[optimizer](call, state, ids, weights, grad, learning_rate)  # type: ignore[no-any-return, operator]
+    return _UPDATES[optimizer](call, state, ids, weights, grad, learning_rate)
 
 
 def _sgd(call: Any, state: Any, ids: Any, weights: Any, grad: Any, lr: float) -> torch.Tensor:
-    return weights - lr * grad  # type: ignore[no-any-return]
+    return weights - lr * grad
 
 
 def _adagrad(call: Any, state: Any, ids: Any, weights: Any, grad: Any, lr: float) -> torch.Tensor:
     sums = state("momentum1", weights.shape[1])
     total = sums.write(ids, sums.read(ids) + grad.square())
-    return weights - lr * grad / (total.sqrt() + call["eps"])  # type: ignore[no-any-return]
+    return weights - lr * grad / (total.sqrt() + call["eps"])
 
 
 def _rowwise_adagrad(call: Any, state: Any, ids: Any, weights: Any, grad: Any, lr: float) -> torch.Tensor:
@@ -74,7 +74,7 @@ def _rowwise_adagrad(call: Any, state: Any, ids: Any, weights: Any, grad: Any, l
     if max_norm > 0:
         norm = weights.norm(dim=1, keepdim=True)
         weights = torch.where(norm > max_norm, weights * (max_norm / norm), weights)
-    return weights  # type: ignore[no-any-return]
+    return weights
 
 
 def _moments(call: Any, state: Any, ids: Any, grad: Any, rowwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +91,7 @@ def _moments(call: Any, state: Any, ids: Any, grad: Any, rowwise: bool) -> tuple
 
 def _adam_direction(call: Any, mean: Any, square: Any, steps: Any) -> torch.Tensor:
     unbiased = mean / (1 - call["beta1"] ** steps)
-    return unbiased / ((square / (1 - call["beta2"] ** steps)).sqrt() + call["eps"])  # type: ignore[no-any-return]
+    return unbiased / ((square / (1 - call["beta2"] ** steps)).sqrt() + call["eps"])
 
 
 def _adam(call: Any, state: Any, ids: Any, weights: Any, grad: Any, lr: float) -> torch.Tensor:
@@ -100,20 +100,20 @@ def _adam(call: Any, state: Any, ids: Any, weights: Any, grad: Any, lr: float) -
     if call["use_rowwise_bias_correction"]:
         counts = state("row_counter", 1)
         steps = counts.write(ids, counts.read(ids) + 1)
-    return weights - lr * (_adam_direction(call, mean, square, steps) + call["weight_decay"] * weights)  # type: ignore[no-any-return]
+    return weights - lr * (_adam_direction(call, mean, square, steps) + call["weight_decay"] * weights)
 
 
 def _partial_rowwise_adam(call: Any, state: Any, ids: Any, weights: Any, grad: Any, lr: float) -> torch.Tensor:
     mean, square = _moments(call, state, ids, grad, rowwise=True)
     direction = _adam_direction(call, mean, square, int(call["iter"]))
-    return weights - lr * (direction + call["weight_decay"] * weights)  # type: ignore[no-any-return]
+    return weights - lr * (direction + call["weight_decay"] * weights)
 
 
 def _lamb(call: Any, state: Any, ids: Any, weights: Any, grad: Any, lr: float, rowwise: bool = False) -> torch.Tensor:
     mean, square = _moments(call, state, ids, grad, rowwise)
     direction = _adam_direction(call, mean, square, int(call["iter"])) + call["weight_decay"] * weights
     ratio = weights.norm(dim=1, keepdim=True) / direction.norm(dim=1, keepdim=True)
-    return weights - lr * ratio * direction  # type: ignore[no-any-return]
+    return weights - lr * ratio * direction
 
 
 def _partial_rowwise_lamb(call: Any, state: Any, ids: Any, weights: Any, grad: Any, lr: float) -> torch.Tensor:
@@ -125,7 +125,7 @@ def _lars_sgd(call: Any, state: Any, ids: Any, weights: Any, grad: Any, lr: floa
     norm, slope = weights.norm(dim=1, keepdim=True), grad.norm(dim=1, keepdim=True)
     rate = lr * call["eta"] * norm / (slope + decay * norm)
     step = velocity.write(ids, call["momentum"] * velocity.read(ids) + rate * (grad + decay * weights))
-    return weights - step  # type: ignore[no-any-return]
+    return weights - step
 
 
 _UPDATES = {

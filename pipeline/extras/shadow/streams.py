@@ -55,7 +55,7 @@ _main: dict[str, Any] = {"device": 0, "streams": {}}
 def reset() -> None:
     """Forget all clocks, for the next program of this process."""
     for each in (_ticks, _clocks, _host, _freed):
-        each.clear()  # type: ignore[attr-defined]
+        each.clear()
     _main.update(device=0, streams={})
 
 
@@ -207,7 +207,7 @@ class StreamContext:
 def _entered() -> list[StreamContext]:
     if not hasattr(_local, "entered"):
         _local.entered = []
-    return _local.entered  # type: ignore[no-any-return]
+    return _local.entered
 
 
 def name(stream: Stream, text: str) -> None:

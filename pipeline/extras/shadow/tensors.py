@@ -47,7 +47,7 @@ class Shadow(torch.Tensor):
             dtype=inner.dtype, layout=inner.layout, device=device, requires_grad=False,
         )  # fmt: skip
         made.inner = inner
-        return made  # type: ignore[no-any-return]
+        return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -80,7 +80,7 @@ class Shadow(torch.Tensor):
         return _unpickled, (self.inner, self.device, self.requires_grad)
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         return self.detach()
 
     @data.setter

@@ -65,7 +65,7 @@ def populate_lfu(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 def _wanted(call: dict[str, Any]) -> list[int]:
     ids = call["linear_cache_indices"]
-    return torch.unique(ids[ids < int(call["total_cache_hash_size"])]).tolist()  # type: ignore[no-any-return]
+    return torch.unique(ids[ids < int(call["total_cache_hash_size"])]).tolist()
 
 
 def _held(state: torch.Tensor) -> dict[int, int]:

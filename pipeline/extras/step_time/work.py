@@ -97,10 +97,7 @@ def _shards(sharding: ParameterSharding) -> tuple[tuple[int, int, int, int], ...
         return ()
     spec = sharding.sharding_spec
     assert isinstance(spec, EnumerableShardingSpec)
-    return tuple(
-        (shard.placement.rank(), shard.shard_offsets[0], *shard.shard_sizes)  # type: ignore[union-attr,misc]
-        for shard in spec.shards
-    )
+    return tuple((shard.placement.rank(), shard.shard_offsets[0], *shard.shard_sizes) for shard in spec.shards)
 
 
 def table_amounts(

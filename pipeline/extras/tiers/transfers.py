@@ -98,7 +98,7 @@ class Transfers:
         files = np.array([piece.file for piece in group])[owners]
         addresses = self._bytes.ctypes.data + np.concatenate([[0], sizes.cumsum()[:-1]])
         if only_read:
-            kept = np.concatenate([piece.is_read for piece in group])  # type: ignore[arg-type]
+            kept = np.concatenate([piece.is_read for piece in group])
             files, offsets, sizes, addresses = files[kept], offsets[kept], sizes[kept], addresses[kept]
             owners = owners[kept]
         span, error = self._first_failure(is_write, files, offsets, sizes, addresses)

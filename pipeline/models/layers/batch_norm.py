@@ -66,7 +66,7 @@ def _over_all_ranks(norm: BatchNorm, rows: torch.Tensor) -> torch.Tensor:
         # The variance of the population, as in torch.
         norm.running_var.lerp_(variance * (count / (count - 1).clamp(min=1)), momentum)
     scale = torch.rsqrt(variance + norm.eps)
-    normalized = _Normalize.apply(values, mean, scale, count)  # type: ignore[no-untyped-call]
+    normalized = _Normalize.apply(values, mean, scale, count)
     if norm.weight is not None and norm.bias is not None:
         normalized = torch.addcmul(norm.bias, normalized, norm.weight)
     return normalized.to(rows.dtype)
@@ -95,7 +95,7 @@ class _Normalize(torch.autograd.Function):
     """Compute (rows - mean) * scale, where mean and scale depend on the rows of all ranks."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, rows: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, count: torch.Tensor
     ) -> torch.Tensor:
         normalized = (rows - mean) * scale
@@ -103,7 +103,7 @@ class _Normalize(torch.autograd.Function):
         return normalized
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         normalized, scale, count = ctx.saved_tensors
         sums = torch.stack([gradient.sum(dim=0), (gradient * normalized).sum(dim=0)])
         all_reduce(sums)

@@ -34,7 +34,7 @@ class DotDLRM(DLRM):
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         if self.is_plain:
-            return super().forward(dense_features, sparse_features)  # type: ignore[no-any-return]
+            return super().forward(dense_features, sparse_features)
         return _forward(self, dense_features, sparse_features)
 
 
@@ -49,7 +49,7 @@ class CrossDLRM(DLRM_DCN):
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         if self.is_plain:
-            return super().forward(dense_features, sparse_features)  # type: ignore[no-any-return]
+            return super().forward(dense_features, sparse_features)
         return _forward(self, dense_features, sparse_features)
 
 

@@ -49,7 +49,7 @@ class PairTerms(nn.Module):
             nn.init.normal_(self.dense_vectors, std=0.01)
 
     def forward(self, dense_features: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        total, squares, linear = _SumsOfRows.apply(rows)  # type: ignore[no-untyped-call]
+        total, squares, linear = _SumsOfRows.apply(rows)
         if self.dense_vectors is not None:
             total = total + dense_features @ self.dense_vectors
             squares = squares + dense_features.square() @ self.dense_vectors.square()
@@ -67,15 +67,13 @@ class _SumsOfRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(rows)
         vectors = rows[:, :, :-1]
         return vectors.sum(dim=1), vectors.square().sum(dim=1), rows[:, :, -1].sum(dim=1, keepdim=True)
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, totals: torch.Tensor, squares: torch.Tensor, linear: torch.Tensor
-    ) -> torch.Tensor:
+    def backward(ctx: Any, totals: torch.Tensor, squares: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
         (rows,) = ctx.saved_tensors
         vectors = rows[:, :, :-1] * (2 * squares)[:, None]
         vectors += totals[:, None]
@@ -89,11 +87,11 @@ class _SplitRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return rows[:, :, :-1], rows[:, :, -1].sum(dim=1, keepdim=True)
 
     @staticmethod
-    def backward(ctx: Any, vectors: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, vectors: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
         return torch.cat([vectors, linear[:, :, None].expand(-1, vectors.shape[1], 1)], dim=2)
 
 
@@ -101,7 +99,7 @@ def split_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split rows [B, F, D + 1] into vectors [B, F, D] and the sum of their linear weights
     [B, 1].
     """
-    return _SplitRows.apply(rows)  # type: ignore[no-any-return,no-untyped-call]
+    return _SplitRows.apply(rows)
 
 
 def scaled(weights: torch.Tensor, linear_scale: float) -> torch.Tensor:
@@ -115,13 +113,13 @@ class _PairProducts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, vectors: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, vectors: torch.Tensor) -> torch.Tensor:
         total = vectors.sum(dim=1)
         ctx.save_for_backward(vectors, total)
         return (total.square().sum(dim=1, keepdim=True) - vectors.square().sum(dim=(1, 2))[:, None]) / 2
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         vectors, total = ctx.saved_tensors
         return (total * gradient)[:, None] - vectors * gradient[:, :, None]
 
@@ -131,7 +129,7 @@ def pair_products(vectors: torch.Tensor) -> torch.Tensor:
 
     It is ((sum of vectors)^2 - sum of vectors^2) / 2 (Rendle 2010, lemma 3.1).
     """
-    return _PairProducts.apply(vectors)  # type: ignore[no-any-return,no-untyped-call]
+    return _PairProducts.apply(vectors)
 
 
 class FMAndDeep(nn.Module):

@@ -35,7 +35,7 @@ class PooledRows(nn.Module):
             there, back = (torch.tensor(each, device=values.device) for each in both_ways)
             self._orders[keys] = None if is_same else (there, back)
         order_here = self._orders[keys]
-        return rows if order_here is None else _Reordered.apply(rows, *order_here)  # type: ignore[no-untyped-call]
+        return rows if order_here is None else _Reordered.apply(rows, *order_here)
 
 
 class _Reordered(torch.autograd.Function):
@@ -45,14 +45,12 @@ class _Reordered(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, rows: torch.Tensor, there: torch.Tensor, back: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, there: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(back)
         return rows.index_select(1, there)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (back,) = ctx.saved_tensors
         return gradient.index_select(1, back), None, None
 
@@ -99,7 +97,7 @@ class DotInteraction(nn.Module):
 
 class _Dots(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         dense: torch.Tensor | None,
         rows: torch.Tensor,
@@ -120,9 +118,7 @@ class _Dots(torch.autograd.Function):
         return torch.cat([*first, products.flatten(1).index_select(1, positions[0])], dim=1)
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None, None, None]:
         combined, *both_ways = ctx.saved_tensors
         num_rows, dim = combined.shape[1:]
         to_dense, to_rows_type = ctx.dtypes

@@ -60,7 +60,7 @@ class Activation(nn.Module):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         if self.dice is not None:
-            return self.dice(values)  # type: ignore[no-any-return]
+            return self.dice(values)
         assert self._function is not None
         return self._function(values)
 
@@ -122,7 +122,7 @@ class Layer(nn.Module):
         if self.norm is not None:
             values = self.norm(values)
         values = self._activation_fn(values)
-        return values if self.dropout is None else self.dropout(values)  # type: ignore[no-any-return]
+        return values if self.dropout is None else self.dropout(values)
 
 
 def initialize_linear_layers(model: nn.Module, init: str) -> None:

@@ -106,7 +106,7 @@ class TaskModel(nn.Module):
             outputs = self.model(batch.dense_features, batch.sparse_features)
         if self._train_offset and self.training:
             outputs = outputs + self._train_offset
-        return self.loss(outputs, batch)  # type: ignore[no-any-return]
+        return self.loss(outputs, batch)
 
     def losses(self, prediction: Any) -> torch.Tensor:
         """Return the loss of each row [batch]."""

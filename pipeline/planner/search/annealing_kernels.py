@@ -389,7 +389,7 @@ def _value(laid, packed):  # type: ignore[no-untyped-def]
     return value
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def anneal(packed, laid, best_choices, best_ranks, change, local, moves, heat, seed, best):  # type: ignore[no-untyped-def]
     """Change `laid`.
 

@@ -329,10 +329,10 @@ class Soft:
         remaining = np.maximum(self.sums - gone, TINY * self.sums)
         if beyond.max() < LARGEST_EXPONENT:
             total = remaining + np.exp(beyond).sum(axis=-2)
-            return self._constant + np.log(total).sum(axis=-1) / self._per_ms  # type: ignore[no-any-return]
+            return self._constant + np.log(total).sum(axis=-1) / self._per_ms
         shift = np.maximum(beyond.max(axis=-2), 0.0)
         total = remaining * np.exp(-shift) + np.exp(beyond - shift[..., None, :]).sum(axis=-2)
-        return self._constant + (shift + np.log(total)).sum(axis=-1) / self._per_ms  # type: ignore[no-any-return]
+        return self._constant + (shift + np.log(total)).sum(axis=-1) / self._per_ms
 
     def exchanged(self, load: Floats, rank: int, there: Ranks, change: Floats) -> Floats:
         """Return [...] with `change` [maxima, ...] added on the rank and subtracted on the ranks
@@ -350,7 +350,7 @@ class Soft:
             total = np.exp(change + own.reshape(-1, *lifted, 1))
             total += np.exp(np.subtract(other, change, out=change), out=change)
             total += remaining
-            return self._constant + np.log(total.prod(axis=0)) / self._per_ms  # type: ignore[no-any-return]
+            return self._constant + np.log(total.prod(axis=0)) / self._per_ms
 
 
 def project(option: Option, objective: str) -> Floats:

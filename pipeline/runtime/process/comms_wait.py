@@ -128,7 +128,7 @@ def clock_awaitable(awaitable: Awaitable[Any]) -> None:
             _clock_requests(result.grad_fn)
         return result
 
-    awaitable._wait_impl = clocked_wait  # type: ignore[method-assign]  # of this awaitable alone, which lives for one batch
+    awaitable._wait_impl = clocked_wait  # of this awaitable alone, which lives for one batch
 
 
 def _clock_requests(last: torch.autograd.graph.Node) -> None:
@@ -158,4 +158,4 @@ def _stop(gradients: Any, received: Any) -> None:
 
 
 def _at_the_end_of_backward(call: Callable[[], Any]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[no-untyped-call]
+    torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -36,4 +36,4 @@ def own_store(name: str) -> dist.Store:
     waiting blocks only its user.
     """
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-    return store.clone()  # type: ignore[attr-defined, no-any-return]
+    return store.clone()

@@ -30,7 +30,7 @@ TAKEN = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
 WITHOUT_CONDITION = {"NotImplemented", "501"}
 
 
-class S3Handler(S3PathHandler):  # type: ignore[misc]
+class S3Handler(S3PathHandler):
     """s3://bucket/key. Every method raises OSError with what it was about; FileNotFoundError only for what is not there."""
 
     def __init__(self, attempts: int = ATTEMPTS) -> None:

@@ -74,7 +74,7 @@ def open_file(path: str, mode: str = "r") -> IO[Any]:
 def open_raw(path: str) -> IO[bytes]:
     """For reading parts of a file, with readinto() and without a buffer between."""
     if is_local(path):
-        return open(path, "rb", buffering=0)  # type: ignore[return-value]
+        return open(path, "rb", buffering=0)
     return open_file(path, "rb")
 
 

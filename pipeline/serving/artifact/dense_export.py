@@ -221,7 +221,7 @@ def with_int8_linears(graph_module: Any) -> tuple[nn.Module, Int8Names]:
 def _attribute(module: Any, path: str) -> torch.Tensor:
     for name in path.split("."):
         module = getattr(module, name)
-    return module.detach()  # type: ignore[no-any-return]
+    return module.detach()
 
 
 def compile_layers(program: torch.export.ExportedProgram, path: str) -> None:

@@ -219,7 +219,7 @@ class Batcher:
     async def _score(self, rows: Asked) -> Scores:
         def work() -> tuple[Scores, float, Mapping[str, Sequence[int]]]:
             started = time.monotonic()
-            scored = self._scorer.score(rows)  # type: ignore[arg-type]  # Queries where it retrieves
+            scored = self._scorer.score(rows)  # Queries where it retrieves
             scores = Scores(scored.scores, refused_rows(scored), self._scorer.version)
             return scores, time.monotonic() - started, scored.row_zero
 

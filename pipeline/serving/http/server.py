@@ -79,7 +79,7 @@ class _Server(uvicorn.Server):
         self._announce()
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+    def capture_signals(self) -> Iterator[None]:
         yield
 
 

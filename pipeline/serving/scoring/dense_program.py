@@ -59,7 +59,7 @@ class DenseProgram:
         self._forward = module.forward
 
     def __call__(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        return self._forward(dense, pooled)[0]  # type: ignore[no-any-return]
+        return self._forward(dense, pooled)[0]
 
     @property
     def code(self) -> str:
@@ -230,6 +230,6 @@ def load_compiled(path: str) -> Program:
 
     def program(dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
         (logits,) = run([dense, pooled])
-        return logits  # type: ignore[no-any-return]
+        return logits
 
     return program

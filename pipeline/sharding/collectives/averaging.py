@@ -43,7 +43,7 @@ class GradientAverage:
     def _queue(self, _: torch.Tensor) -> None:
         if not self._is_queued:
             self._is_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._average)  # type: ignore[no-untyped-call]
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)
 
     @torch.no_grad()
     def _average(self) -> None:

@@ -39,7 +39,7 @@ def skip_id_exchange(input_dists: Iterable[nn.Module]) -> None:
     for dist in input_dists:
         for module in dist.modules():
             if isinstance(module, KJTAllToAll):
-                module.forward = keep_ids  # type: ignore[method-assign]
+                module.forward = keep_ids
 
 
 def keep_ids(features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
@@ -203,18 +203,18 @@ class _PooledAwaitable(Awaitable[torch.Tensor]):
     def __init__(self, batch: _PooledExchange, pooled: torch.Tensor) -> None:
         super().__init__()
         self._batch = batch
-        self._posted = _Post.apply(pooled, batch)  # type: ignore[no-untyped-call]
+        self._posted = _Post.apply(pooled, batch)
 
     def _wait_impl(self) -> torch.Tensor:
         with working():
-            return _Read.apply(self._posted, self._batch)  # type: ignore[no-any-return,no-untyped-call]
+            return _Read.apply(self._posted, self._batch)
 
 
 class _Post(torch.autograd.Function):
     """Forward sends pooled rows. Backward, which runs last, reads their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, pooled: torch.Tensor, batch: _PooledExchange) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, pooled: torch.Tensor, batch: _PooledExchange) -> torch.Tensor:
         ctx.batch, ctx.shape = batch, pooled.shape
         # A rank without tables passes an empty tensor.
         blocks = pooled.view(sum(batch.sizes), batch.dims[batch.exchange.rank]).split(batch.sizes)
@@ -223,7 +223,7 @@ class _Post(torch.autograd.Function):
         return pooled.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
         batch: _PooledExchange = ctx.batch
         dim = batch.dims[batch.exchange.rank]
         blocks = [
@@ -241,7 +241,7 @@ class _Read(torch.autograd.Function):
     """Forward reads pooled rows. Backward, which runs first, sends their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, posted: torch.Tensor, batch: _PooledExchange) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, posted: torch.Tensor, batch: _PooledExchange) -> torch.Tensor:
         ctx.batch = batch
         size = batch.sizes[batch.exchange.rank]
         blocks = [
@@ -252,7 +252,7 @@ class _Read(torch.autograd.Function):
         return torch.cat(blocks, dim=1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         batch: _PooledExchange = ctx.batch
         blocks = gradient.split(batch.dims, dim=1)
         batch.local_block = blocks[batch.exchange.rank]

@@ -168,7 +168,7 @@ def speed_up_cpu_tables(modules: Iterable[nn.Module], rules: Mapping[str, Update
         logger.info("tables are trained by FBGEMM's backward, which is slower: %s", error)
         return 0
     for lookup in lookups:
-        lookup.forward = FastLookup(lookup, look_up, update_tables, rules or {})  # type: ignore[method-assign]
+        lookup.forward = FastLookup(lookup, look_up, update_tables, rules or {})
     return len(lookups)
 
 
@@ -290,7 +290,7 @@ class FastLookup:
 
     def _trained(self, bags: Bags, pins: PinnedSlots | None) -> torch.Tensor:
         self.count_step()
-        return _Pooled.apply(self.weights, *bags, self.row_dtype(), self, pins)  # type: ignore[no-any-return,no-untyped-call]
+        return _Pooled.apply(self.weights, *bags, self.row_dtype(), self, pins)
 
     def count_step(self) -> None:
         """Count a trained forward in FBGEMM's counter."""
@@ -314,7 +314,7 @@ class FastLookup:
         if training:
             return self._trained(bags, pins)
         try:
-            return self._fbgemm_forward(*bags)  # type: ignore[no-any-return]
+            return self._fbgemm_forward(*bags)
         finally:
             pins.release()
 
@@ -456,7 +456,7 @@ class _Pooled(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         weights: torch.Tensor,
         indices: torch.Tensor,
@@ -472,7 +472,7 @@ class _Pooled(torch.autograd.Function):
         return pooled
 
     @staticmethod
-    def backward(ctx: Any, gradients: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradients: torch.Tensor) -> tuple[None, ...]:
         ctx.lookup.update(gradients, Bags(*ctx.saved_tensors))
         if ctx.pins is not None:
             ctx.pins.release()

@@ -56,7 +56,7 @@ class InOrder(EmbeddingBagCollectionAwaitable):
 
     def _wait_impl(self) -> KeyedTensor:
         parts = [awaitable.wait() for awaitable in self._awaitables]
-        values = _Combined.apply(self._order.runs, *parts)  # type: ignore[no-untyped-call]
+        values = _Combined.apply(self._order.runs, *parts)
         return KeyedTensor(self._order.names, self._order.dims, values, key_dim=1)
 
 
@@ -64,12 +64,12 @@ class _Combined(torch.autograd.Function):
     """Join [B, D of each part] to [B, all D], run by run."""
 
     @staticmethod
-    def forward(ctx: Any, runs: list[Columns], *parts: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, runs: list[Columns], *parts: torch.Tensor) -> torch.Tensor:
         ctx.runs, ctx.shapes = runs, [part.shape for part in parts]
         return torch.cat([parts[part][:, begin:end] for part, begin, end in runs], dim=1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         pieces = gradient.split([run.end - run.begin for run in ctx.runs], dim=1)
         gradients = [gradient.new_empty(shape) for shape in ctx.shapes]
         for (part, begin, end), piece in zip(ctx.runs, pieces, strict=True):

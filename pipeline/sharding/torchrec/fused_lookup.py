@@ -55,7 +55,7 @@ class FusedLookup:
         for lookup in self.lookups:
             lookup.count_step()
         dtype = self.lookups[0].row_dtype()
-        return _Rows.apply(self.lookups[0].weights, *bags, dtype, self)  # type: ignore[no-any-return,no-untyped-call]
+        return _Rows.apply(self.lookups[0].weights, *bags, dtype, self)
 
     def in_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor | None:
         """Return the batch with the keys feature_names, or None if a key is missing."""
@@ -109,7 +109,7 @@ class _Rows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         weights: torch.Tensor,
         indices: torch.Tensor,
@@ -123,6 +123,6 @@ class _Rows(torch.autograd.Function):
         return rows
 
     @staticmethod
-    def backward(ctx: Any, gradients: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradients: torch.Tensor) -> tuple[None, ...]:
         ctx.lookup.update(gradients, ctx.parts)
         return None, None, None, None, None, None

@@ -221,7 +221,7 @@ class TimedTrainPipeline(TrainPipelineSparseDist[Any, Any]):
         with waiting():
             super().wait_sparse_data_dist(context)
         for name, request in context.input_dist_tensors_requests.items():
-            request.wait = _clocked(request.wait)  # type: ignore[method-assign]
+            request.wait = _clocked(request.wait)
             tables = self._tiered_tables.get(name)
             # wait for their ids now; their rows are loaded during this step's backward
             if tables is not None:

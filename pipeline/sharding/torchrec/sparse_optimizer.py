@@ -274,7 +274,7 @@ class RowWiseAdagradAtOnce(optim.RowWiseAdagrad):
     """
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         assert closure is None
         for group in self.param_groups:
             by_width: dict[int, list[torch.Tensor]] = {}

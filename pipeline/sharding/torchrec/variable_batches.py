@@ -71,10 +71,10 @@ class _PaddedLookup:
 
     def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
         if not features.variable_stride_per_key() or not self._dims:
-            return self._torchrec_forward(features)  # type: ignore[no-any-return]
+            return self._torchrec_forward(features)
         counts = features.stride_per_key_per_rank()
         pooled = self._torchrec_forward(padded(features))
-        return _Flattened.apply(pooled, counts, self._dims)  # type: ignore[no-any-return,no-untyped-call]
+        return _Flattened.apply(pooled, counts, self._dims)
 
 
 def padded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -104,7 +104,7 @@ class _Flattened(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, pooled: torch.Tensor, counts: list[list[int]], dims: list[int]) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, pooled: torch.Tensor, counts: list[list[int]], dims: list[int]) -> torch.Tensor:
         ctx.shape, ctx.pieces = pooled.shape, _pieces(counts, dims)
         flat = pooled.new_empty(sum(sum(count) * dim for count, dim in zip(counts, dims, strict=True)))
         for rows, columns, span in ctx.pieces:
@@ -113,7 +113,7 @@ class _Flattened(torch.autograd.Function):
         return flat
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         pooled = gradient.new_zeros(ctx.shape)
         for rows, columns, span in ctx.pieces:
             block = pooled[rows, columns]
@@ -164,9 +164,9 @@ def reduce_scatter_variable_batches(output_dists: Iterable[nn.Module]) -> None:
     """Let row shards exchange variable batches on gloo, whose all-gather needs equal batches."""
     for output_dist in output_dists:
         if isinstance(output_dist, RwPooledEmbeddingDist) and output_dist._pg.name() == "gloo":
-            output_dist._create_output_dist_module = partial(_create_output_dist_module, output_dist)  # type: ignore[method-assign]
+            output_dist._create_output_dist_module = partial(_create_output_dist_module, output_dist)
         elif isinstance(output_dist, WITHIN_HOSTS) and output_dist._intra_pg.name() == "gloo":
-            output_dist._create_output_dist_modules = partial(_create_output_dist_modules, output_dist)  # type: ignore[method-assign]
+            output_dist._create_output_dist_modules = partial(_create_output_dist_modules, output_dist)
 
 
 def _create_output_dist_module(rows: RwPooledEmbeddingDist, context: EmbeddingShardingContext | None = None) -> None:
@@ -179,9 +179,9 @@ def _create_output_dist_module(rows: RwPooledEmbeddingDist, context: EmbeddingSh
 def _create_output_dist_modules(
     rows: TwRwPooledEmbeddingDist | GridPooledEmbeddingDist, context: EmbeddingShardingContext | None = None
 ) -> None:
-    type(rows)._create_output_dist_modules(rows, context)  # type: ignore[arg-type]
+    type(rows)._create_output_dist_modules(rows, context)
     if rows._variable_intra_dist is not None:
-        rows._variable_intra_dist = _VariableReduceScatter(rows._intra_pg, rows._intra_codecs)  # type: ignore[assignment]
+        rows._variable_intra_dist = _VariableReduceScatter(rows._intra_pg, rows._intra_codecs)
 
 
 class _VariableReduceScatter(nn.Module):
@@ -206,12 +206,12 @@ class _VariableReduceScatter(nn.Module):
             sum(count * dim for count, dim in zip(counts, embedding_dims, strict=True))
             for counts in batch_size_per_rank_per_feature
         ] or [0] * dist.get_world_size(self._group)  # a host without tables of this kind
-        return NoWait(_SumScattered.apply(local_embs, sizes, self._group, self._codecs))  # type: ignore[no-untyped-call]
+        return NoWait(_SumScattered.apply(local_embs, sizes, self._group, self._codecs))
 
 
 class _SumScattered(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         partial_sums: torch.Tensor,
         sizes: list[int],
@@ -227,7 +227,7 @@ class _SumScattered(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         sent = [len(gradient)] * len(ctx.sizes)
         spread = _exchange(
             gradient.repeat(len(sent)), sent, ctx.sizes, ctx.group, ctx.codecs.backward if ctx.codecs else None

@@ -26,7 +26,7 @@ def divide_weights_of_means(modules: Iterable[nn.Module]) -> None:
     """Replace the forward of every lookup of means in `modules`."""
     for lookup in (child for module in modules for child in module.modules() if isinstance(child, LOOKUPS)):
         if lookup.pooling_mode == PoolingMode.MEAN:
-            lookup.forward = _MeansAsSums(lookup)  # type: ignore[method-assign]
+            lookup.forward = _MeansAsSums(lookup)
 
 
 class _MeansAsSums:
@@ -40,13 +40,13 @@ class _MeansAsSums:
         *arguments: Any, **keywords: Any,
     ) -> torch.Tensor:  # fmt: skip
         if per_sample_weights is None:
-            return self._fbgemm_forward(indices, offsets, None, *arguments, **keywords)  # type: ignore[no-any-return]
+            return self._fbgemm_forward(indices, offsets, None, *arguments, **keywords)
         lengths = offsets.diff()
         shares = (1 / lengths).repeat_interleave(lengths, output_size=len(indices))
         lookup: Any = self._lookup
         lookup.pooling_mode = PoolingMode.SUM
         try:
             weights = per_sample_weights * shares
-            return self._fbgemm_forward(indices, offsets, weights, *arguments, **keywords)  # type: ignore[no-any-return]
+            return self._fbgemm_forward(indices, offsets, weights, *arguments, **keywords)
         finally:
             lookup.pooling_mode = PoolingMode.MEAN

@@ -49,7 +49,7 @@ class ProgressiveValidation(Hook):
         clicks = getattr(task, "clicks", None)
         if clicks is None or task.targets[0].kind != "binary":  # type: ignore[union-attr]
             return None
-        return next(iter(clicks(prediction).values()))  # type: ignore[no-any-return]
+        return next(iter(clicks(prediction).values()))
 
     def saved_values(self, state: TrainingState) -> dict[str, Any]:
         """Return the NE since the last save for the manifest. Collective."""

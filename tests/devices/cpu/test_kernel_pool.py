@@ -26,15 +26,15 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def count(counts, begins, number, begin, end):  # type: ignore[no-untyped-def]
+@njit(nogil=True)
+def count(counts, begins, number, begin, end):
     for sample in range(begin, end):
         counts[sample] += number
         begins[sample] = begin
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def are_positive(numbers, begin, end):  # type: ignore[no-untyped-def]
+@njit(nogil=True)
+def are_positive(numbers, begin, end):
     for sample in range(begin, end):
         if numbers[sample] < 0:
             return False

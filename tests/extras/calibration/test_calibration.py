@@ -48,7 +48,7 @@ def test_setups_are_one_rank_and_a_rank_a_core() -> None:
 )
 def test_a_mistake_in_the_job_is_reported_before_anything_is_measured(words: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=names(message)):
-        CalibrateJob(**words)  # type: ignore[arg-type]
+        CalibrateJob(**words)
 
 
 def _time_a_job(rank: int) -> TimedJob:

@@ -17,7 +17,7 @@ class Train(torch.nn.Module):
 
     def __init__(self, num_ids: int, dim: int, init: InitConfig, **settings: object) -> None:
         super().__init__()
-        config = CompressionConfig("tensor_train", **settings)  # type: ignore[arg-type]
+        config = CompressionConfig("tensor_train", **settings)
         table = Table("t", num_ids, dim, ["f"], "sum", "fp32", init, ConstraintConfig(), [1.0], compression=config)
         self.kind = TensorTrain(table)
         torch.manual_seed(1)

@@ -113,7 +113,7 @@ def evictions(rank: int, kind: str, policy: str) -> dict[str, Any]:
             assert not torch.equal(weights, old_weights) and weights.abs().max() > 0
             had_state.append(bool(old_state > 0))
 
-    one._initialize_rows = watched  # type: ignore[method-assign]
+    one._initialize_rows = watched
     train(model, optimizer, tables, range(3, 4), trend=1)
     changed = int((one.state["sorted_ids"] != ids).sum())
     return {"renewed": renewed, "changed": changed, "had_state": sum(had_state)}

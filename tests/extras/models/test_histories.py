@@ -48,7 +48,7 @@ from tests.support.ranks import RankPool
 from tests.training.tiny import full_weights
 
 SMALL = HistoriesConfig(num_rows=128, num_items=60, num_categories=7, max_length=5, num_dwells=3)
-DIN = DINConfig(**READ, hidden_layer_sizes=[16], attention_layer_sizes=[8])  # type: ignore[arg-type]
+DIN = DINConfig(**READ, hidden_layer_sizes=[16], attention_layer_sizes=[8])
 PATH = "model.embedding_bag_collection.embedding_bag_collection"
 OPTIMIZERS = OptimizerConfig(SparseOptimizerConfig("adagrad", lr=0.05), DenseOptimizerConfig("sgd", lr=0.1))
 KINDS = ("table_wise", "row_wise", "column_wise")
@@ -283,7 +283,7 @@ def _whole(rank: int, config: ModelConfig) -> tuple[dict[str, torch.Tensor], dic
     rows = [value for name, value in task.named_parameters() if "embedding_bags" in name]
     layers = [value for name, value in task.named_parameters() if "embedding_bags" not in name]
     optimizer = _Both(torch.optim.Adagrad(rows, lr=0.05, eps=1e-8), torch.optim.SGD(layers, lr=0.1))
-    _steps(rank, task, optimizer, tables)  # type: ignore[arg-type]
+    _steps(rank, task, optimizer, tables)
     return first, {name: value.detach().clone() for name, value in task.state_dict().items()}
 
 
@@ -374,7 +374,7 @@ def test_a_model_refuses_sequences_and_targets_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match=names("model.targets")):
         DINConfig(sequences=["history"], targets=["item_id", "category"])
     with pytest.raises(ConfigError, match=names("model.search history_dwell")):
-        DINConfig(**READ, search="history_dwell")  # type: ignore[arg-type]
+        DINConfig(**READ, search="history_dwell")
     with pytest.raises(ConfigError, match=names("history item_id embedding_dim")):
         tables = _resolve(TableConfig(embedding_dim=4), DIN.sequence_inputs)
         apart = resolve_tables({"history": TableConfig(embedding_dim=4)}, generate(SMALL).dataset(), sequences=DIN.sequence_inputs)  # fmt: skip
@@ -384,7 +384,7 @@ def test_a_model_refuses_sequences_and_targets_that_do_not_fit() -> None:
 
 def _lift(config: ModelConfig, num_rows: int, **settings: float) -> float:
     data = HistoriesConfig(num_rows=num_rows, num_items=200, num_categories=16, max_length=10)
-    return share_of_lift(config, generate(data), **settings)  # type: ignore[arg-type]
+    return share_of_lift(config, generate(data), **settings)
 
 
 LAYERS: dict[str, list[int]] = {"hidden_layer_sizes": [64, 32], "attention_layer_sizes": [32]}
@@ -392,7 +392,7 @@ LAYERS: dict[str, list[int]] = {"hidden_layer_sizes": [64, 32], "attention_layer
 
 @pytest.mark.campaign
 def test_din_finds_the_planted_teacher_and_a_pooled_bag_does_not() -> None:
-    assert _lift(DINConfig(**READ, **LAYERS), 80_000, epochs=4) >= 0.97  # type: ignore[arg-type]
+    assert _lift(DINConfig(**READ, **LAYERS), 80_000, epochs=4) >= 0.97
     assert _lift(DeepFMConfig(hidden_layer_sizes=[64, 32]), 80_000, epochs=4) < 0.85
 
 
@@ -400,19 +400,19 @@ def test_din_finds_the_planted_teacher_and_a_pooled_bag_does_not() -> None:
 def test_blocks_know_which_of_several_matches_is_the_last_and_din_cannot() -> None:
     data = HistoriesConfig(num_rows=40_000, num_items=200, num_categories=16, max_length=10, repeats=0.5)
     found, layers = generate(data), {"hidden_layer_sizes": [64, 32]}
-    assert share_of_lift(BSTConfig(**READ, **layers), found, epochs=5, lr=0.005) >= 0.97  # type: ignore[arg-type]
-    assert share_of_lift(DINConfig(**READ, **LAYERS), found, epochs=5, lr=0.005) < 0.85  # type: ignore[arg-type]
+    assert share_of_lift(BSTConfig(**READ, **layers), found, epochs=5, lr=0.005) >= 0.97
+    assert share_of_lift(DINConfig(**READ, **LAYERS), found, epochs=5, lr=0.005) < 0.85
 
 
 @pytest.mark.campaign
 def test_a_hard_search_by_category_finds_the_planted_teacher() -> None:
-    searched = DINConfig(**READ, **LAYERS, search="history_category", num_positions=3)  # type: ignore[arg-type]
+    searched = DINConfig(**READ, **LAYERS, search="history_category", num_positions=3)
     assert _lift(searched, 40_000, epochs=4) >= 0.97
 
 
 def test_batches_of_a_search_have_few_positions() -> None:
     found = generate(SMALL)
-    config = DINConfig(**READ, search="history_category", num_positions=2)  # type: ignore[arg-type]
+    config = DINConfig(**READ, search="history_category", num_positions=2)
     tables = _shared(found, config)
     batch: Batch = found.batch(slice(0, 32))
     split = IdSplitter(tables)(batch.sparse_features)

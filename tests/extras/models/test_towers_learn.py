@@ -39,7 +39,7 @@ def every_id() -> Rows:
 
 def _outputs(config: TowersConfig, rows: Rows, held_out: Rows, targets: list[Target], **settings: float) -> np.ndarray:
     """[rows, labels] of the held-out ones."""
-    task = fit(config, rows, targets=targets, **settings)  # type: ignore[arg-type]
+    task = fit(config, rows, targets=targets, **settings)
     with torch.no_grad():
         _, prediction = task(held_out.batch(slice(None)))
     return prediction.outputs.double().numpy()
@@ -66,10 +66,10 @@ def _on_clicks_alone(rows: Rows) -> Rows:
     """The clicked rows with their conversions, described as all rows are, so that tables are the same."""
 
     class Clicked(Rows):
-        def dataset(self):  # type: ignore[no-untyped-def]
+        def dataset(self):
             return rows.dataset()
 
-    clicked = rows.part(np.flatnonzero(rows.labels[:, 0]))  # type: ignore[arg-type]
+    clicked = rows.part(np.flatnonzero(rows.labels[:, 0]))
     return Clicked(clicked.dense, clicked.ids, clicked.labels[:, 1], clicked.truth[:, 1])
 
 

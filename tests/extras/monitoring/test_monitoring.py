@@ -71,7 +71,7 @@ def test_prometheus_gets_steps_metrics_restarts_and_the_age_of_the_checkpoint(mo
     (tmp_path / "starts.jsonl").write_text("\n".join(lines) + "\n")
     monitor.on_train_start(_state(10))
     monitor.parts.writer.write("train", 20, {"ne": 0.75, "input_stall_percent": 2.5})
-    monitor.parts.writer.write("validation", 20, {"ne": 0.8, "undefined": "why"})  # type: ignore[dict-item]
+    monitor.parts.writer.write("validation", 20, {"ne": 0.8, "undefined": "why"})
     before = monitor.served.registry.get_sample_value(
         "pipeline_training_last_checkpoint_timestamp_seconds", {"run": "clicks"}
     )
@@ -137,7 +137,7 @@ def test_a_collector_of_opentelemetry_gets_the_same_gauges(tmp_path: Path, monke
     endpoint = f"http://localhost:{collector.server.server_port}/"
     monitor = Monitor(_job(tmp_path, otlp_endpoint=endpoint, otlp_every_s=3600.0), _parts(tmp_path))
     monitor.on_train_start(_state(10))
-    monitor.parts.writer.write("train", 20, {"ne": 0.75, "undefined": "why"})  # type: ignore[dict-item]
+    monitor.parts.writer.write("train", 20, {"ne": 0.75, "undefined": "why"})
     state = _state(20, saved_step=20)
     state.of_ranks = [{"straggler_score": 1.0}, {"straggler_score": 1.75}]
     monitor.on_step_end(state)

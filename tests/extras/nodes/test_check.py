@@ -107,7 +107,7 @@ def _report(num_nodes: int = 4, **changes: object) -> NodesReport:
     nodes = {rank: NodeFacts(f"node{rank}", 8, 64.0, {"torch": "2.13.0"}) for rank in range(num_nodes)}
     links = [Link(a, b, 10e9, 20e-6) for a in nodes for b in nodes if a != b]
     report = NodesReport(num_nodes, "gloo", 64.0, nodes, links, 8e9, dict.fromkeys(nodes, (0.0, 1e-4)))
-    return replace(report, **changes)  # type: ignore[arg-type]
+    return replace(report, **changes)
 
 
 def test_equal_nodes_have_no_problem() -> None:

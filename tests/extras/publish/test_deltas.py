@@ -261,10 +261,10 @@ def test_an_answer_is_of_one_model_though_it_takes_several_batches() -> None:
         )
         asked = [[{**ROW, "price": float(10 * request + row)} for row in range(9)] for request in range(12)]
         tables = [pa.Table.from_pylist(rows, schema=schema) for rows in asked]
-        answers = [asyncio.create_task(batcher.score(table)) for table in tables]  # type: ignore[arg-type]
+        answers = [asyncio.create_task(batcher.score(table)) for table in tables]
         for number in range(1, 6):
             await asyncio.sleep(0.01)
-            await batcher.change(lambda number=number: setattr(scorer, "version", str(number)))  # type: ignore[misc]
+            await batcher.change(lambda number=number: setattr(scorer, "version", str(number)))
         found = list(zip(asked, await asyncio.gather(*answers), strict=True))
         await batcher.close()
         return found

@@ -70,7 +70,7 @@ def _hook(when: str) -> tuple[PublishDeltas, Any, Clock, Publications]:
     state = SimpleNamespace(
         step=0, saved_step=0, preempted=False, grow_tables=False, sync=SimpleNamespace(save_wanted=False)
     )
-    hook.on_train_start(state)  # type: ignore[arg-type]
+    hook.on_train_start(state)
     return hook, state, clock, made[0]
 
 
@@ -123,15 +123,15 @@ def test_progressive_ne_is_that_of_the_rows_since_the_last_save() -> None:
     logits, labels = torch.randn(64, generator=generator), (torch.rand(64, generator=generator) < 0.3).float()
     weights = (torch.arange(64) % 8 > 0).float()
     for part in (slice(0, 40), slice(40, 64)):
-        hook.on_batch_end(state, Prediction(torch.tensor(0.0), logits[part], labels[part], weights[part]))  # type: ignore[arg-type]
-    hook.on_batch_end(state, None)  # type: ignore[arg-type]  # a batch that updated nothing
-    found = hook.saved_values(state)["progressive"]  # type: ignore[arg-type]
+        hook.on_batch_end(state, Prediction(torch.tensor(0.0), logits[part], labels[part], weights[part]))
+    hook.on_batch_end(state, None)  # a batch that updated nothing
+    found = hook.saved_values(state)["progressive"]
     kept, p = weights.bool().numpy(), torch.sigmoid(logits).double().numpy()
     y = labels.double().numpy()[kept]
     loss, rate = -np.mean(np.where(y == 1, np.log(p[kept]), np.log(1 - p[kept]))), y.mean()
     assert found["ne"] == pytest.approx(loss / -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate)), rel=1e-6)
     assert found["weight"] == 56
-    assert hook.saved_values(state) == {"progressive": {}}  # type: ignore[arg-type]
+    assert hook.saved_values(state) == {"progressive": {}}
     assert normalized_entropy(3.0, 5.0, 5.0) is None and not math.isnan(normalized_entropy(3.0, 2.0, 5.0) or math.nan)
 
 

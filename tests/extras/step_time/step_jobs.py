@@ -96,4 +96,4 @@ def calibrated(*setups: str, **conditions: float) -> Calibration:
         for setup in setups
         for index, of in enumerate(AMOUNTS)
     ]
-    return Calibration("made_up", MACHINE, {"torch": "2.13.0"}, Conditions(**values), SPEEDS, jobs)  # type: ignore[arg-type]
+    return Calibration("made_up", MACHINE, {"torch": "2.13.0"}, Conditions(**values), SPEEDS, jobs)

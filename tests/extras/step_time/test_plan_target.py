@@ -36,7 +36,7 @@ def job(**target: object) -> PlanJob:
         "data.reader.num_streams=4096",
     ]
     made = load_config(PlanJob, words)
-    return replace(made, target=TargetConfig(**target))  # type: ignore[arg-type]
+    return replace(made, target=TargetConfig(**target))
 
 
 def predict(other: PlanJob) -> PlanForecast:

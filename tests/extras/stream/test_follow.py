@@ -42,7 +42,7 @@ def test_a_training_that_is_killed_goes_on_to_the_bits_of_one_that_was_not(
     ):
         process = command(run)
         try:
-            wait_until(lambda wanted=wanted: newest_step(run) >= wanted, process)  # type: ignore[misc]
+            wait_until(lambda wanted=wanted: newest_step(run) >= wanted, process)
             write(*more)
             time.sleep(0.3)
             process.send_signal(signal.SIGKILL if number != 1 else signal.SIGTERM)
@@ -85,7 +85,7 @@ def test_two_ranks_that_were_stopped_go_on_to_the_bits_of_two_that_were_not(
     for wanted, more in [(7, lines[2530:4010]), (36, [])]:
         process = command(run, 2)
         try:
-            wait_until(lambda wanted=wanted: newest_step(run) >= wanted or _batches(run) > wanted + 3, process)  # type: ignore[misc]
+            wait_until(lambda wanted=wanted: newest_step(run) >= wanted or _batches(run) > wanted + 3, process)
             (source / f"{wanted}.tsv").write_bytes(b"".join(more))
             time.sleep(1.0)
             process.send_signal(signal.SIGTERM)
@@ -122,7 +122,7 @@ def test_two_ranks_of_which_one_is_killed_go_on_to_the_bits_of_two_that_were_not
     process = command(run, "stream.idle_s=20")
     try:
         for rank, wanted, more in [(1, 7, lines[2030:3520]), (0, 28, lines[3520:5020])]:
-            wait_until(lambda wanted=wanted: newest_step(run) >= wanted, process)  # type: ignore[misc]
+            wait_until(lambda wanted=wanted: newest_step(run) >= wanted, process)
             os.kill(_process_of(run, rank), signal.SIGKILL)
             (source / f"{wanted}.tsv").write_bytes(b"".join(more))
         assert process.wait(300) == 0

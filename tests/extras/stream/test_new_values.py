@@ -271,7 +271,7 @@ def test_a_table_that_grows_without_a_restart_ends_with_the_bits_of_one_that_was
     for wanted in (7, 14, 28):
         process = command(runs["killed"], small)
         try:
-            wait_until(lambda wanted=wanted: newest_step(runs["killed"]) >= wanted, process)  # type: ignore[misc]
+            wait_until(lambda wanted=wanted: newest_step(runs["killed"]) >= wanted, process)
             process.send_signal(signal.SIGKILL)
             assert process.wait(60) == -signal.SIGKILL
         finally:

@@ -232,7 +232,7 @@ def test_twenty_trials_killed_twice_end_with_the_same_study(prepared_clicks: str
         run = tmp_path / f"killed/trials/{number:04d}"
         while not (run / "checkpoints/step_00000005").exists() or not held_by(str(run), 60.0):
             time.sleep(0.05)
-        return int(re.search(r"process (\d+)", held_by(str(run), 60.0))[1])  # type: ignore[index]
+        return int(re.search(r"process (\d+)", held_by(str(run), 60.0))[1])
 
     killed = forks.WarmCommand("pipeline sweep", words)
     until_trial(3)
@@ -288,7 +288,7 @@ def test_jobs_of_a_scheduler_are_submitted_once_and_followed_again(
 
     def run(number: int, state: AppState | None = None) -> Ended:
         """To its end; `state`: of its job, once it is asked for."""
-        jobs = SchedulerJobs("slurm", {"time": 30}, ["-j", "1x2"], "Q_1", runner)  # type: ignore[arg-type]
+        jobs = SchedulerJobs("slurm", {"time": 30}, ["-j", "1x2"], "Q_1", runner)
         folder = f"{tmp_path}/trials/{number:04d}"
 
         async def followed() -> Ended:
@@ -311,8 +311,8 @@ def test_jobs_of_a_scheduler_are_submitted_once_and_followed_again(
     assert run(1, AppState.SUCCEEDED) == Ended("slurm://session/2 SUCCEEDED")  # submitted again
     assert run(0, AppState.SUCCEEDED) == Ended("slurm://session/0 SUCCEEDED") and len(runner.submitted) == 3
     with pytest.raises(ConfigError, match=names("sweep.scheduler_args.tme time")):
-        SchedulerJobs("slurm", {"tme": 30}, [], "q", runner)  # type: ignore[arg-type]
+        SchedulerJobs("slurm", {"tme": 30}, [], "q", runner)
     with pytest.raises(ConfigError, match=names("sweep.scheduler=slrm slurm")):
-        SchedulerJobs("slrm", {}, [], "q", runner)  # type: ignore[arg-type]
+        SchedulerJobs("slrm", {}, [], "q", runner)
     with pytest.raises(ConfigError, match=names("sweep.job_args")):
         SweepConfig(job_args=["-j", "1x2"])

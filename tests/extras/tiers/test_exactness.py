@@ -74,7 +74,7 @@ def test_the_head_is_in_its_slots_before_the_first_lookup_and_never_leaves(tmp_p
             assert table._row_of[: table.head].tolist() == list(range(heads[number]))
         weights = tiers.split_embedding_weights()
         for each in weights[:2]:
-            each.write(5, each.read(5, 3))  # type: ignore[attr-defined]
+            each.write(5, each.read(5, 3))
 
 
 @pytest.mark.parametrize("kind", ["zipf", "scan"])

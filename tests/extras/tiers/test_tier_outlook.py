@@ -23,7 +23,7 @@ SPEED = SsdSpeed(50_000.0, 25_000.0)
 
 
 def _job(**planner: float) -> TrainJob:
-    return TrainJob(name="t", run_dir="runs/t", planner=PlannerConfig(**planner))  # type: ignore[arg-type]
+    return TrainJob(name="t", run_dir="runs/t", planner=PlannerConfig(**planner))
 
 
 def test_the_stall_is_of_the_rank_with_most_rows_and_a_long_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def table(name: str, frequencies: RowFrequencies | None = None, num_rows: int = 
     return Table(
         name, num_rows, 16, [name], "sum", "fp32", InitConfig(), ConstraintConfig(), [1.0], frequencies,
         tiers=OPEN, **more,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def even() -> RowFrequencies:

@@ -51,7 +51,7 @@ def run(
     ranks: RankPool, world_size: int, data: str, run_dir: Path, steps: int, more: Sequence[str] = ()
 ) -> TrainSummary:
     words = [*SMALL, f"data.path={data}", f"run_dir={run_dir}", f"trainer.max_steps={steps}", *more]
-    return ranks.run(world_size, _train, words)[0]  # type: ignore[no-any-return]
+    return ranks.run(world_size, _train, words)[0]
 
 
 def values(folder: str | Path) -> dict[str, int]:

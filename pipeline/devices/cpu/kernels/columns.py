@@ -15,7 +15,7 @@ ALL = U(0xFFFFFFFFFFFFFFFF)
 WORD_BYTES = 8
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def _mix(state):  # type: ignore[no-untyped-def]
     state = state + STEP
     state = (state ^ (state >> U(30))) * FIRST
@@ -23,13 +23,13 @@ def _mix(state):  # type: ignore[no-untyped-def]
     return state ^ (state >> U(31))
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def _word(words, at, count):  # type: ignore[no-untyped-def]
     """Return the first `count` bytes at `at`. count is at most 8."""
     return words[at] if count >= WORD_BYTES else words[at] & (ALL >> U(8 * (WORD_BYTES - count)))
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def hash_values(words, offsets, seed, hashes, begin, end):  # type: ignore[no-untyped-def]
     """Set hashes[i] = data.raw.hashing.hash_texts of text i, for texts begin..end."""
     start = _mix(seed)
@@ -40,7 +40,7 @@ def hash_values(words, offsets, seed, hashes, begin, end):  # type: ignore[no-un
         hashes[i] = _mix(state ^ U(offsets[i + 1] - offsets[i]))
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def find_slots(hashes, directory, directory_bits, first, slots, begin, end):  # type: ignore[no-untyped-def]
     """Set slots[i] to a slot of the vocabulary at or before the key of hashes[i].
 
@@ -50,7 +50,7 @@ def find_slots(hashes, directory, directory_bits, first, slots, begin, end):  # 
         slots[i] = first + directory[hashes[i] >> (U(64) - directory_bits)]
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def listed_ids(texts, slots, index, vocabulary, ids, begin, end):  # type: ignore[no-untyped-def]
     """Set ids[i] to the id of text i in a vocabulary, for texts begin..end. 0: unknown or empty.
 
@@ -80,7 +80,7 @@ def listed_ids(texts, slots, index, vocabulary, ids, begin, end):  # type: ignor
             slot += 1
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def hashed_ids(offsets, hashes, size, ids, begin, end):  # type: ignore[no-untyped-def]
     """Set ids[i] = data.raw.hashing.hash_ids of text i, for texts begin..end. 0: empty."""
     for i in range(begin, end):

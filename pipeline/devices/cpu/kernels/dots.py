@@ -52,7 +52,7 @@ def _multiply(a, rows, step, b, columns, width, count, c):  # type: ignore[no-un
         row += U(8) if takes_8 else U(4)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def dots(rows, num_rows, dim, lead, out, begin, end):  # type: ignore[no-untyped-def]
     """Fill out [B, lead + pairs]: the first `lead` numbers of the sample's rows, then i . j for all
     i < j.
@@ -81,7 +81,7 @@ def dots(rows, num_rows, dim, lead, out, begin, end):  # type: ignore[no-untyped
         move(pairs, U(0), out, place + lead, num_pairs)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def dots_backward(gradient, rows, num_rows, dim, lead, out, begin, end):  # type: ignore[no-untyped-def]
     """Fill out [B, num_rows, dim] with the gradient of `rows`, from gradient [B, lead + pairs]."""
     padded, width = (num_rows + U(3)) // U(4) * U(4), (dim + L - U(1)) // L * L

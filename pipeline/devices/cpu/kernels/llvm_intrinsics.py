@@ -21,7 +21,7 @@ LANES = 16
 FLOAT, HALF, INT32, INT16 = ir.FloatType(), ir.HalfType(), ir.IntType(32), ir.IntType(16)
 
 
-class _SayOnce(event.Listener):  # type: ignore[misc]
+class _SayOnce(event.Listener):
     """Log once that kernels are compiled, so that the first job of a new checkout does not wait
     silently.
 

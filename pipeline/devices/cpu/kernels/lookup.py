@@ -62,7 +62,7 @@ def _sum_scaled(table, begin, indices, factors, first, last, scale, dim, sums): 
 
 
 # Plain arrays and numbers, because Numba cannot compile a record that bundles them.
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def look_up(  # type: ignore[no-untyped-def]
     indices, offsets, factors, num_samples, columns, table, table_begins, num_rows, is_mean, out, width, begin, end
 ):  # fmt: skip

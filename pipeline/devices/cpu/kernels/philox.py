@@ -36,7 +36,7 @@ C0, C1, C2 = (F(number) for number in COSINE)
 L, G = U(LANES), U(GROUP)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def _words(group, key0, key1, words):  # type: ignore[no-untyped-def]
     """Compute the group's four words for each lane, word by word."""
     first = group * L
@@ -52,13 +52,13 @@ def _words(group, key0, key1, words):  # type: ignore[no-untyped-def]
         words[U(2) * L + lane], words[U(3) * L + lane] = U32(x2), U32(x3)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def _uniform(words, out, at, unit):  # type: ignore[no-untyped-def]
     for k in range(G):
         out[at + k] = (F(I32(words[k]) >> I32(8)) + HALF) * unit
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def _pair(word0, word1, std):  # type: ignore[no-untyped-def]
     """Return two independent normal numbers by the Box-Muller transform."""
     u = F(I32(word0 >> U32(8))) * F(2.0**-24) + F(2.0**-25)
@@ -79,7 +79,7 @@ def _pair(word0, word1, std):  # type: ignore[no-untyped-def]
     return radius * (-sine if is_odd else cosine), radius * (cosine if is_odd else sine)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def _normal(words, out, at, std):  # type: ignore[no-untyped-def]
     for k in range(L):  # two pairs at once, because one pair mostly waits for its previous result
         a, b = _pair(words[k], words[L + k], std)
@@ -88,7 +88,7 @@ def _normal(words, out, at, std):  # type: ignore[no-untyped-def]
         out[at + U(2) * L + k], out[at + U(3) * L + k] = c, d
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def fill(out, first, key0, key1, is_normal, unit, begin, end):  # type: ignore[no-untyped-def]
     """Write the key's numbers from `first` on into `out`, for groups begin..end counted from out's
     first group.
@@ -111,7 +111,7 @@ def fill(out, first, key0, key1, is_normal, unit, begin, end):  # type: ignore[n
                 out[k - offset] = group_out[k - group * G]
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def sample_rows(rows, slots, first_row, first_column, width, key0, key1, is_normal, unit, values):  # type: ignore[no-untyped-def]
     """Set values[slots[i]] to the initial weights of row first_row + rows[i] of a table.
 

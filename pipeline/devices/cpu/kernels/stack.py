@@ -62,7 +62,7 @@ def _multiply(left, rows, right, out):  # type: ignore[no-untyped-def]
         column += U(2) * L if is_pair else L
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def pack(weights, sizes, forth, back, biases):  # type: ignore[no-untyped-def]
     """Pack the weights. weights: [outputs, inputs] and the bias of each layer."""
     at, place, bias = U(0), U(0), U(0)
@@ -91,7 +91,7 @@ def _finish(values, at, width, rows, biases, bias, floor):  # type: ignore[no-un
             values[at + row * width + k] = floor if value < floor else value
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def forward(inputs, packed, shape, acts, out, num_samples, begin, end):  # type: ignore[no-untyped-def]
     """Fill acts and out [B, outputs] from inputs [B, inputs], for the blocks begin..end. packed: forth and biases."""
     (forth, biases), (sizes, floors) = packed, shape
@@ -152,7 +152,7 @@ def _through_bias(acts, begin, floor, gradient, width, rows, sums, turned):  # t
             transpose_16(gradient, row * width + k, width, turned, k * ROWS + row, ROWS)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def backward(given, back, shape, sums, to_inputs, num_groups, begin, end):  # type: ignore[no-untyped-def]
     """Fill the weights' gradients of groups begin..end, and to_inputs [B, inputs], or [0] for none.
 

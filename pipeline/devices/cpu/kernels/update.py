@@ -137,7 +137,7 @@ def _update_rows_of(  # type: ignore[no-untyped-def]
             touched[row] = True
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def mark_ids(marks, mark_begins, feature_begins, indices, offsets, num_samples):  # type: ignore[no-untyped-def]
     """Set the bits of all rows of a batch in the bitmaps of update_tables, for updates made
     elsewhere.
@@ -148,7 +148,7 @@ def mark_ids(marks, mark_begins, feature_begins, indices, offsets, num_samples):
             _mark(marks, U(mark_begins[table]), U(indices[position]))
 
 
-@njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, fastmath=True, cache=True)
 def update_tables(  # type: ignore[no-untyped-def]
     units, feature_begins, indices, offsets, factors, num_samples, gradients, width, columns, weights, halves, is_half,
     weight_begins, states, state_begins, squares, square_begins, kind, is_mean, numbers, l2s, every, step,
@@ -213,7 +213,7 @@ def _has_bits(bits, begin, end):  # type: ignore[no-untyped-def]
     return found != np.uint32(0)
 
 
-@njit(nogil=True, fastmath=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, fastmath=True, cache=True)
 def update_rows(  # type: ignore[no-untyped-def]
     weights, gradient, states, squares, rows, dims, kind, numbers, l2s, every, marks
 ):  # fmt: skip

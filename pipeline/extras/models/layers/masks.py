@@ -69,7 +69,7 @@ class MaskBlock(nn.Module):
         if self.norm is not None:
             values = self.norm(values)
         values = self._activation_fn(values)
-        return values if self.dropout is None else self.dropout(values)  # type: ignore[no-any-return]
+        return values if self.dropout is None else self.dropout(values)
 
 
 class SerialMasks(nn.Module):

@@ -77,7 +77,7 @@ class TransformerBlock(nn.Module):
         attended = (weights @ value).transpose(1, 2).flatten(2)
         values = values + self.dropout(self.output(attended))
         hidden = F.leaky_relu(self.first(self.layer_norm(values)))
-        return values + self.dropout(self.second(hidden))  # type: ignore[no-any-return]
+        return values + self.dropout(self.second(hidden))
 
 
 class HSTUBlock(nn.Module):
@@ -105,4 +105,4 @@ class HSTUBlock(nn.Module):
         bias = F.embedding(distance, self.bias).permute(0, 3, 1, 2)
         weights = F.silu(query @ key.transpose(2, 3) + bias) * seen.unsqueeze(1) / self.bias.shape[0]
         attended = (weights @ value).transpose(1, 2).flatten(2)
-        return values + self.output(self.dropout(self.output_norm(attended) * gate))  # type: ignore[no-any-return]
+        return values + self.output(self.dropout(self.output_norm(attended) * gate))

@@ -167,16 +167,16 @@ def gather_rows(local: torch.Tensor) -> torch.Tensor:
     """
     if num_exchanging_ranks() == 1:
         return local
-    return _Gathered.apply(local)  # type: ignore[no-any-return,no-untyped-call]
+    return _Gathered.apply(local)
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, local: torch.Tensor) -> torch.Tensor:
         return all_gather(local).flatten(0, 1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         world = dist.get_world_size()
         return reduce_scatter(gradient.unflatten(0, (world, len(gradient) // world)))
 

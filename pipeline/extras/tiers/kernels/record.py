@@ -26,7 +26,7 @@ POOLED, FIRST = 1, 2
 MAX_PLACES = 0xFFFF - FIRST
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def gather(slots, weights, states, squares, records):  # type: ignore[no-untyped-def]
     """Set records [n, numbers per record] from the slots [n]."""
     dim, second = weights.shape[1], weights.shape[1] + states.shape[1]
@@ -37,7 +37,7 @@ def gather(slots, weights, states, squares, records):  # type: ignore[no-untyped
         records[position, second:] = squares[slot]
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def scatter(numbers, at, slots, weights, states, squares):  # type: ignore[no-untyped-def]
     """Fill the slots [n] of each column from the records that begin at numbers[at]."""
     dim, second = weights.shape[1], states.shape[1]
@@ -48,20 +48,20 @@ def scatter(numbers, at, slots, weights, states, squares):  # type: ignore[no-un
         squares[slot] = numbers[begin + dim + second : begin + dim + second + squares.shape[1]]
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def fill_records(numbers, at, records):  # type: ignore[no-untyped-def]
     """Do the opposite of scatter, from records [n, numbers per record]."""
     for position in range(len(at)):
         numbers[at[position] : at[position] + records.shape[1]] = records[position]
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def set_bits(bits, rows):  # type: ignore[no-untyped-def]
     for row in rows:
         bits[row >> 3] |= np.uint8(1) << np.uint8(row & 7)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def stored_bits(place, bits):  # type: ignore[no-untyped-def]
     """Set the bits of rows that are stored."""
     for row in range(len(place)):
@@ -69,7 +69,7 @@ def stored_bits(place, bits):  # type: ignore[no-untyped-def]
             bits[row >> 3] |= np.uint8(1) << np.uint8(row & 7)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def locate(rows, place, layout, offsets):  # type: ignore[no-untyped-def]
     """Set offsets [n] to the byte position of each row's record in the file, -1 if it waits in
     memory. All rows are stored.
@@ -85,7 +85,7 @@ def locate(rows, place, layout, offsets):  # type: ignore[no-untyped-def]
             offsets[position] = row // rows_a_region * region_bytes + within
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def plan_reads(offsets, first, record_bytes, sector, most_gap, most_bytes, span_offsets, span_sizes, at):  # type: ignore[no-untyped-def]
     """Find spans of complete sectors with the records at offsets [n], ascending, from position
     `first` on, up to most_bytes.
@@ -131,7 +131,7 @@ def _emptiest(num_taken, region, segments):  # type: ignore[no-untyped-def]
     return best
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def plan_writes(rows, first, layout, place, taken, num_taken, most_bytes, span_offsets, span_sizes, is_read, at):  # type: ignore[no-untyped-def]
     """Give rows [n], ascending and not stored, places from position `first` on, up to most_bytes
     and the number of spans.
@@ -189,7 +189,7 @@ def _leave(row, place, taken, num_taken, layout):  # type: ignore[no-untyped-def
     place[row] = 0
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def leave(rows, place, taken, num_taken, layout, buckets, pool_rows, free, waiting):  # type: ignore[no-untyped-def]
     """Remove rows from the file and from the pool."""
     for row in rows:
@@ -202,7 +202,7 @@ def leave(rows, place, taken, num_taken, layout, buckets, pool_rows, free, waiti
             _leave(row, place, taken, num_taken, layout)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def pool(rows, first, records, place, taken, num_taken, layout, buckets, pool_rows, pool_records, free, waiting):  # type: ignore[no-untyped-def]
     """Put records [n, numbers] of rows into the pool from position `first` on.
 
@@ -230,14 +230,14 @@ def pool(rows, first, records, place, taken, num_taken, layout, buckets, pool_ro
     return len(rows)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def find_pooled(rows, buckets, pool_rows, at):  # type: ignore[no-untyped-def]
     """Set at [n] to the places of rows in the pool."""
     for position in range(len(rows)):
         at[position] = find(rows[position], buckets, pool_rows, 0)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def choose_regions(waiting, least, rows_a_region, pool_rows, chosen):  # type: ignore[no-untyped-def]
     """Choose the rows of the regions with most rows in the pool, at least `least` rows: chosen
     [pool] and their number.

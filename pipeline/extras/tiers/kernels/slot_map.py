@@ -20,7 +20,7 @@ HASH = U(0x9E3779B97F4A7C15)
 MOST = np.uint8(3)  # a row that recent batches had three times survives three rounds of the hand
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def find(row, buckets, row_of, head):  # type: ignore[no-untyped-def]
     """Return the slot of a row, or -1."""
     if row < head:
@@ -85,7 +85,7 @@ def _victim(hand, row_of, visits, pins, head):  # type: ignore[no-untyped-def]
     return int64(-1)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def resolve(ids, buckets, row_of, visits, pins, seen, now, head, slots, pinned, missing):  # type: ignore[no-untyped-def]
     """Pin the slots of `ids` [n], once per row, and fill slots [n]; -1 for a row without a slot.
 
@@ -108,7 +108,7 @@ def resolve(ids, buckets, row_of, visits, pins, seen, now, head, slots, pinned, 
     return num_pinned, num_missing
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def admit(rows, buckets, row_of, visits, pins, dirty, hand, head, slots, victims, victim_slots):  # type: ignore[no-untyped-def]
     """Give each of `rows` [n], which have no slot, a pinned slot in slots [n].
 
@@ -134,7 +134,7 @@ def admit(rows, buckets, row_of, visits, pins, dirty, hand, head, slots, victims
     return len(rows), num_victims
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def fill_in(ids, buckets, row_of, head, slots):  # type: ignore[no-untyped-def]
     """Fill the -1 entries of slots [n] for rows that have a slot now."""
     for position in range(len(ids)):
@@ -142,7 +142,7 @@ def fill_in(ids, buckets, row_of, head, slots):  # type: ignore[no-untyped-def]
             slots[position] = find(ids[position], buckets, row_of, head)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def out_of_range(ids, num_rows):  # type: ignore[no-untyped-def]
     """Return the position of the first id that is not a row; -1 if all are."""
     for position in range(len(ids)):
@@ -151,7 +151,7 @@ def out_of_range(ids, num_rows):  # type: ignore[no-untyped-def]
     return -1
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def release_head(head, buckets, row_of):  # type: ignore[no-untyped-def]
     """Allow the eviction of rows [0, head), which are in their slots."""
     for row in range(head):

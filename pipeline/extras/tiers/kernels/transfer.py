@@ -49,7 +49,7 @@ def _move(is_write, file, offset, size, address):  # type: ignore[no-untyped-def
     return int64(0)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def move_each(is_write, files, offsets, sizes, addresses, begin, end):  # type: ignore[no-untyped-def]
     """Transfer spans [begin, end) one after the other. Return (span, errno)."""
     for at in range(begin, end):
@@ -59,7 +59,7 @@ def move_each(is_write, files, offsets, sizes, addresses, begin, end):  # type: 
     return int64(end), int64(0)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def move_together(context, is_write, files, offsets, sizes, addresses, requests, pointers, events):  # type: ignore[no-untyped-def]
     """Transfer all spans [n] (files, offsets and sizes in bytes, addresses), as many at a time as
     there are requests.
