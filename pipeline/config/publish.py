@@ -78,7 +78,7 @@ class PublishingConfig:
     `max_chain` times its bytes, a new artifact of the same step replaces it, and servers load that.
 
     A due step is saved and then published. At most one step is being published and one waits; if
-    more become due, the newest waits and the others are dropped. The last step of the training is
+    more become due, the newest waits and earlier ones are dropped. The last step of the training is
     published, with a wait of at most `finish_s`. A delta that does not pass `gate` stops
     publishing. Servers then keep the last delta until `python -m pipeline publish artifact=A
     unpin=true`; training continues.

@@ -36,7 +36,7 @@ class WarmStartConfig:
     # remap: a row moves to the new id of its value; keep: ids have the same meaning as before.
     ids: str = "remap"
     data_path: str | None = None  # of the data set of the checkpoint; None: its path at that time
-    # `matching`: load layers with the same name and shape, initialize the others
+    # `matching`: load layers with the same name and shape, initialize all other layers
     dense: str = "load"
     optimizer: str = "keep"
 

@@ -117,7 +117,7 @@ def newest(bags: Bags, num_positions: int) -> Iterator[Bags]:
     """Yield the ids of the first position of all samples, then of the second, and so on. Longer
     lists keep the last ids.
 
-    A shorter list fills the first positions and has no id in the others.
+    A shorter list fills the first positions and has no id in later positions.
     """
     lengths = bags.lengths.astype(np.int64)
     begins = np.cumsum(lengths) - lengths

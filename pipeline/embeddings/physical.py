@@ -93,7 +93,7 @@ def check_compressed(table: Table) -> None:
     if kind.is_product and table.init.kind == "zeros":
         raise ConfigError(
             f"tables.{table.config_name}: init.kind=zeros under {kind.setting} would never train because each factor's gradient is "
-            "the product of the others; use another init or compression"
+            "the product of all other factors; use another init or compression"
         )
     if table.l2 and not leaves(table):
         raise ConfigError(

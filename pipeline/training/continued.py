@@ -71,7 +71,7 @@ def check_finished(run_dir: str, step: int, found: dict[str, tuple[Any, Any]]) -
     if asked := {key: pair for key, pair in found.items() if _is(key, TRAINS)}:
         raise TrainingError(
             f"{run_dir} is trained to its last step, {step}, and no step is left for {_named(asked)}: nothing was changed. "
-            "Choose another run_dir for another training, or more steps (trainer.epochs, trainer.max_steps) to go on with "
+            "Choose another run_dir for another training, or more steps (trainer.epochs, trainer.max_steps) to continue with "
             "that; the run's own values show its results again"
         )
     return f"ignores {_named(found)}: no step is left to train" if found else ""

@@ -24,7 +24,7 @@ SUMMARY = "summary.json"
 class TrainSummary:
     """The result of a finished run.
 
-    `checkpoint` and `validation` are those of the best step where the run keeps it, else of the last one.
+    `checkpoint` and `validation` belong to the best step if the run keeps it, otherwise to the last step.
     """
 
     run_dir: str

@@ -1,6 +1,6 @@
 """Train one model:  python -m pipeline train experiment=quickstart
 
-resolve -> read -> build -> plan -> shard -> restore -> hooks -> fit -> summarize. This file is the whole path; each step
+resolve -> read -> build -> plan -> shard -> restore -> hooks -> fit -> summarize. This file is the complete path; each step
 is one call away. A run folder that holds a checkpoint is resumed; another run_dir starts a new run.
 """
 

@@ -38,6 +38,12 @@ PHRASES = {
     r"\bas it stands\b": "unchanged",
     r"\bthe (?:latter|former)\b": "repeat the noun",
     r"\bsay so\b|\bsays so\b": "report it",
+    r'"""(?:Of|As|Whether|What|Those|Where|Which|Empty|With|None where)\b': "begin a docstring with a verb: Return ...",
+    r"\b(?:None|empty|nothing|false|true|0|NaN|zeros?|else) where\b": "if",
+    r"\bnobody\b": "no rank, no process, unknown",
+    r"\bin (?:the|its|their) (?:place|stead) of\b": "instead of",
+    r"\bhas (?:it|them)\b(?! as\b)": "repeat the noun",
+    r"\bis told\b|\bare told\b|\btold (?:by|apart|to|of)\b": "get, receive, distinguish",
 }
 ALLOWED = {"there is no", "there are no", "there was no", "there were no"}
 FOUND = {phrase: re.compile(phrase, re.IGNORECASE) for phrase in PHRASES}

@@ -226,7 +226,7 @@ def check_columns(layout: Layout, names: tuple[str, ...], path: str) -> None:
             if names
             else "No column was found in it; "
             + (
-                "jsonl has an object a line: jq -c '.[]' makes that of a list"
+                "jsonl has one object per line: convert a list by jq -c '.[]'"
                 if layout.format == "jsonl"
                 else "correct data.format"
             )
