@@ -1,8 +1,8 @@
 """Move a teacher to a later window: its effects rotate, and values of large features are replaced.
 
-An effect rotates from its first sample towards a second, by the cosine and sine of window * drift, so its spread stays
-the same and windows are the less alike the further apart they are. A rank among a feature's values (its popularity) is
-held by a value for about 1/churn windows; then a new value comes with an effect of its own.
+An effect rotates from its first sample towards a second by the angle window * drift, so its spread
+does not change, and windows far apart differ more. A rank among a feature's values (its popularity)
+belongs to one value for about 1/churn windows. Then a new value with a new effect replaces it.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from numpy.typing import NDArray
 
 from pipeline.config.generated import SyntheticConfig
 
-CHURNING_FROM = 300  # values: weekdays do not change, items do
+CHURNING_FROM = 300  # cardinality: weekdays do not change, items do
 MAX_PLACES = 1 << 16
 
 
 def rotated_effects(config: SyntheticConfig, effects: list[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
-    """[feature][effect row] of config.window, where `effects` are those of window 0."""
+    """Return [feature][effect row] of config.window, from `effects` of window 0."""
     return [_turned(config, feature, each) for feature, each in enumerate(effects)]
 
 
 def rotated_vectors(config: SyntheticConfig, vectors: dict[int, NDArray[np.float64]]) -> dict[int, NDArray[np.float64]]:
-    """Likewise [effect row, dim] of the features that interact."""
+    """Return [effect row, dim] of config.window for the features that interact."""
     return {feature: _turned(config, feature, each) for feature, each in vectors.items()}
 
 
 def renewed(config: SyntheticConfig, feature: int, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The values of these ranks (1.. by popularity; 0, missing, stays) in config.window."""
+    """Return the values of these ranks (1.. by popularity; 0 stays 0) in config.window."""
     size = config.cardinalities[feature]
     if not config.window or not _churns(config, feature):
         return ranks
@@ -58,6 +58,7 @@ def _churns(config: SyntheticConfig, feature: int) -> bool:
 
 
 def _generations(config: SyntheticConfig, feature: int) -> NDArray[np.int64]:
-    """[cardinality] how often the value of each rank has been replaced up to config.window."""
+    """Return [cardinality]: how often the value of each rank has been replaced up to
+    config.window."""
     phase = np.random.default_rng([config.seed, 5, feature]).random(config.cardinalities[feature])
     return np.floor(phase + config.churn * config.window).astype(np.int64)

@@ -1,8 +1,10 @@
-"""Generate clicks from a teacher whose probabilities are known: Criteo's TSV format, or named columns with a header.
+"""Generate clicks from a teacher with known probabilities: Criteo's TSV format, or named columns
+with a header.
 
-Ids follow a power law. The teacher is a logistic model: a bent effect of each count, an effect of each id, and dot
-products of latent id vectors for some pairs of features, which is what DLRM, DCN and DeepFM are made to learn.
-The true probability of every row goes to `<output>.teacher.parquet`: from it comes the best possible AUC.
+Ids follow a power law. The teacher is a logistic model: a nonlinear effect of each count, an effect
+of each id, and dot products of latent id vectors for some pairs of features, which DLRM, DCN and
+DeepFM can learn. The true probability of every row is written to `<output>.teacher.parquet`. It
+gives the best possible AUC.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from pipeline.runtime.logs import progress
 from pipeline.runtime.storage import storage
 
 ROWS_PER_CHUNK = 50_000
-MAX_EFFECTS = 1 << 16  # ids beyond share effects, so that ten million ids need no table of that size
+MAX_EFFECTS = 1 << 16  # ids beyond share effects, so ten million ids need no table of that size
 LATENT_DIM = 4
-# Written as two 16-bit halves, an id is two look-ups.
+# Two 16-bit halves make an id two look-ups.
 HEX_DIGITS = np.frombuffer("".join(f"{half:04x}" for half in range(1 << 16)).encode(), dtype=np.uint32)
 
 
@@ -44,9 +46,10 @@ class Teacher:
     bias: float = 0.0
 
     def logits(self, dense: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """dense [rows, num_dense] as prepared (log1p, missing 0), ids [num_sparse, rows] (0 missing) -> [rows]."""
+        """Return [rows] logits from prepared dense [rows, num_dense] (log1p, missing 0) and ids
+        [num_sparse, rows] (0 missing)."""
         rows = np.where(ids > 0, 1 + (ids - 1) % MAX_EFFECTS, 0)
-        # Rising then flat, and up and down: a linear model gets neither.
+        # One effect rises and saturates, one oscillates, so a linear model fits neither.
         score = np.tanh(dense - 1.0) @ self.dense_effects[0] + np.sin(0.7 * dense) @ self.dense_effects[1]
         for feature, effects in enumerate(self.id_effects):
             score += effects[rows[feature]]
@@ -56,15 +59,16 @@ class Teacher:
 
 
 def make_teacher(config: SyntheticConfig) -> Teacher:
-    """The logits' standard deviation is config.teacher_scale, their mean probability config.positive_rate."""
+    """Return a teacher with std config.teacher_scale of logits and mean probability
+    config.positive_rate."""
     random = np.random.default_rng([config.seed, 0])
     rows = [min(size, MAX_EFFECTS) + 1 for size in config.cardinalities]
-    # Only vectors of ids that come often enough can be learned: the smaller features interact.
+    # Only vectors of frequent ids can be learned, so the smaller features interact.
     learnable = np.argsort(config.cardinalities, kind="stable")[: 2 * config.num_interactions]
     pairs = [(int(left), int(right)) for left, right in random.permutation(learnable).reshape(-1, 2)]
     teacher = Teacher(
         dense_effects=random.normal(0, 1, (2, config.num_dense)) * [[0.24], [0.12]],
-        # Rare ids differ less than hot ones: by default a tenth at rank 10,000.
+        # Rare ids differ less than frequent ones: by default a tenth at rank 10,000.
         id_effects=[random.normal(0, 0.36, size) * np.arange(1, size + 1) ** -config.id_effect_decay for size in rows],
         id_vectors={int(f): random.normal(0, 0.7, (rows[f], LATENT_DIM)) for f in learnable},
         pairs=pairs,
@@ -76,7 +80,7 @@ def make_teacher(config: SyntheticConfig) -> Teacher:
 
 
 def fit_bias(logits: np.ndarray, positive_rate: float) -> float:
-    """What added to the logits makes their mean probability `positive_rate`."""
+    """Return the number that, added to the logits, gives the mean probability `positive_rate`."""
     low, high = -50.0, 50.0
     for _ in range(60):
         bias = (low + high) / 2
@@ -87,10 +91,11 @@ def fit_bias(logits: np.ndarray, positive_rate: float) -> float:
 def sample_features(
     config: SyntheticConfig, random: np.random.Generator, num_rows: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Counts [num_dense, rows], whether each is missing, and ids [num_sparse, rows], 0 where missing."""
+    """Return counts [num_dense, rows], a mask of missing ones, and ids [num_sparse, rows], 0 if
+    missing."""
     num_dense, num_sparse = config.num_dense, len(config.cardinalities)
     scale = np.linspace(0.5, 5.0, num_dense)[:, None]
-    # From -1 on, as Criteo's.
+    # Counts start at -1, as in Criteo's data.
     counts = np.exp(random.normal(0, 1.2, (num_dense, num_rows)) + scale).astype(np.int64) - 1
     missing = random.random((num_dense, num_rows)) < np.linspace(0, 0.4, num_dense)[:, None]
     ids = np.stack([power_law(random.random(num_rows), size, config.zipf_exponent) for size in config.cardinalities])
@@ -99,7 +104,10 @@ def sample_features(
 
 
 def power_law(uniform: np.ndarray, size: int, exponent: float) -> np.ndarray:
-    """Ranks 1..size with probability ~ rank^-exponent: the integral of x^-exponent inverted, no table of `size`."""
+    """Return ranks 1..size with probability ~ rank^-exponent.
+
+    Inverts the integral of x^-exponent, without a table.
+    """
     power = 1.0 - exponent
     if abs(power) < 1e-9:
         ranks = (size + 1.0) ** uniform
@@ -109,7 +117,7 @@ def power_law(uniform: np.ndarray, size: int, exponent: float) -> np.ndarray:
 
 
 def prepared_dense(counts: np.ndarray, missing: np.ndarray) -> np.ndarray:
-    """[rows, num_dense], as `prepare` makes them of Criteo's counts."""
+    """Return [rows, num_dense] as `prepare` computes them from Criteo's counts."""
     return np.log1p(np.where(missing | (counts < 0), 0, counts)).T
 
 
@@ -120,7 +128,7 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
 def sample_rows(
     config: SyntheticConfig, teacher: Teacher, chunk: int, names: ColumnsConfig | None = None
 ) -> tuple[bytes, np.ndarray]:
-    """The TSV text of chunk number `chunk`, and the true probability of each of its rows."""
+    """Return the TSV text of chunk number `chunk`, and the true probability of each of its rows."""
     random = np.random.default_rng([config.seed, 2, chunk, *([config.window] if config.window else [])])
     num_rows = min(ROWS_PER_CHUNK, config.num_rows - chunk * ROWS_PER_CHUNK)
     counts, missing, ids = sample_features(config, random, num_rows)
@@ -131,7 +139,7 @@ def sample_rows(
         hex_strings(feature, renewed(config, feature, ids[feature])) for feature in range(len(config.cardinalities))
     ]
     sink = pa.BufferOutputStream()
-    if names is not None and chunk == 0:  # pyarrow would put them in quotes
+    if names is not None and chunk == 0:  # pyarrow would quote them
         sink.write("\t".join([names.label, *names.dense, *names.sparse]).encode() + b"\n")
     options = pa.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
     pa.csv.write_csv(pa.table(columns, names=[str(i) for i in range(len(columns))]), sink, options)
@@ -139,7 +147,10 @@ def sample_rows(
 
 
 def hex_strings(feature: int, ids: np.ndarray) -> pa.Array:
-    """Eight hex digits an id, null for 0; distinct ids of a feature stay distinct, their order is scrambled."""
+    """Return eight hex digits per id, null for 0.
+
+    Ids of a feature stay distinct, in scrambled order.
+    """
     scrambled = (ids.astype(np.uint64) * np.uint64(0x9E3779B1) + np.uint64(feature * 0x85EBCA6B)).astype(np.uint32)
     scrambled ^= scrambled >> np.uint32(16)
     text = np.stack([HEX_DIGITS[scrambled >> np.uint32(16)], HEX_DIGITS[scrambled & np.uint32(0xFFFF)]], axis=1)
@@ -151,7 +162,10 @@ def hex_strings(feature: int, ids: np.ndarray) -> pa.Array:
 def write_source(
     config: SyntheticConfig, output: str, threads: int | None = None, names: ColumnsConfig | None = None
 ) -> None:
-    """Write `output` (TSV) and its side file of true probabilities; equal config, equal bytes. `names`: a header of them."""
+    """Write `output` (TSV) and its file of true probabilities.
+
+    Equal config gives equal bytes. `names`: column names of a header.
+    """
     teacher = make_teacher(config)
     if config.window:
         effects = rotated_effects(config, teacher.id_effects)
@@ -171,9 +185,10 @@ def write_chunks(
     threads: int,
     labels: Sequence[str] = (TEACHER_COLUMN,),
 ) -> None:
-    """Write the text of every chunk to `output`, in order, and its rows' true probabilities to the side file.
+    """Write the text of every chunk to `output`, in order, and its rows' true probabilities to the
+    file next to it.
 
-    Those of one label are [rows]; of several, whose columns `labels` names, [rows, labels].
+    Probabilities are [rows] for one label, or [rows, labels] for the columns that `labels` names.
     """
     chunks = range(-(-num_rows // ROWS_PER_CHUNK))
     schema = pa.schema([(name, pa.float64()) for name in labels])
@@ -192,4 +207,4 @@ def write_chunks(
                 truth.write_table(pa.table(columns, schema=schema))
                 bar.advance(len(probabilities))
         storage.move_file(truth_path, output + TEACHER_SUFFIX)
-        storage.move_file(text_path, output)  # last: where it lies, it is whole
+        storage.move_file(text_path, output)  # last, so an existing file is complete

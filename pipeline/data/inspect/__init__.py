@@ -1,1 +1,1 @@
-"""Look at raw rows before they are prepared, and propose the data config that reads them."""
+"""Inspect raw rows before they are prepared, and propose a data config."""

@@ -1,6 +1,7 @@
-"""Profile the columns of a raw file: types, missing values, distinct values, skew, and how far each alone tells the label.
+"""Profile the columns of a raw file: types, missing and distinct values, skew, and how well each
+predicts the label.
 
-DuckDB reads the first rows as text, so that every value is seen as it is written.
+DuckDB reads the first rows as text, so every value is seen as written.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ NUM_FOLDS = 2
 
 
 class LabelError(DataError):
-    """Which column is the label cannot be told from names and values; the message says which could be."""
+    """The label cannot be found by names and values. The message lists candidates."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """Shares are of the rows that have a value; `alone_auc`: of the label, by this column alone, out of fold (NaN: unknown)."""
+    """A column.
+
+    Shares are of rows with a value. `alone_auc`: AUC of the label by this column alone, out of
+    fold; NaN: unknown.
+    """
 
     name: str
     missing: float
@@ -39,8 +44,8 @@ class Column:
     top_share: float  # of the most frequent value
     numbers: float  # share of values that are numbers
     whole: float  # and whole ones
-    times: float  # that are dates or times, and no numbers
-    lists: dict[str, float]  # separator -> share of values that hold it
+    times: float  # share of dates or times that are not numbers
+    lists: dict[str, float]  # separator -> share of values that contain it
     low: float
     high: float
     mean: float
@@ -50,7 +55,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Profile:
-    """format, delimiter and header as a data config has them; rows: that were looked at."""
+    """A profile: format, delimiter and header as in a data config; rows: the inspected rows."""
 
     path: str
     format: str
@@ -72,7 +77,7 @@ def profile(
     label_values: Mapping[str, int] | None = None,
     label_threshold: float | None = None,
 ) -> Profile:
-    """Raises DataError for a file that cannot be read, or that has no column for a label."""
+    """Profile a file. Raises DataError if it cannot be read, or has no column for a label."""
     if not storage.is_local(path) or not os.path.isfile(path):
         raise DataError(f"source={path} is no file on this machine: give one of the raw files, the others are like it")
     connection = duckdb.connect()
@@ -104,7 +109,7 @@ def profile(
 
 
 def _open(connection: duckdb.DuckDBPyConnection, path: str, max_rows: int) -> tuple[str, str | None, list[str]]:
-    """Fill the table `raw` with text; (format, delimiter, header)."""
+    """Fill the table `raw` with text. Return (format, delimiter, header)."""
     literal = _literal(path)
     try:
         if path.endswith(".parquet"):
@@ -142,7 +147,7 @@ def _open(connection: duckdb.DuckDBPyConnection, path: str, max_rows: int) -> tu
 
 
 def _as_text(connection: duckdb.DuckDBPyConnection) -> None:
-    """Of lists the values joined, so that they look as in text files."""
+    """Convert columns to text. Values of lists are joined, so that they look as in text files."""
     parts = []
     for name, kind, *_ in connection.execute("DESCRIBE typed").fetchall():
         quoted = _quoted(name)
@@ -190,13 +195,14 @@ def _is_binary(column: Column) -> bool:
 
 
 def _words(column: Column) -> dict[str, int]:
-    """The column's two words -> what they say, of yes and no and the like."""
+    """Return text -> 0 or 1 for a column with two words such as yes and no."""
     values = {text: WORDS.get(text.lower(), -1) for text in column.examples} if column.distinct == 2 else {}
     return values if set(values.values()) == {0, 1} else {}
 
 
 def _found_label(columns: list[Column], path: str) -> str:
-    """The one column of 0 and 1 that is called like a label, else the only one; else one of yes and no that is called so."""
+    """Return the only column of 0 and 1 with a label's name, or the only one; or the only one of
+    yes and no with such a name."""
     binary = [each.name for each in columns if _is_binary(each)]
     named = [name for name in binary if LABEL_NAMES.fullmatch(name)]
     if len(named) == 1 or (not named and len(binary) == 1):
@@ -212,7 +218,10 @@ def _found_label(columns: list[Column], path: str) -> str:
 
 
 def _meaning(column: Column) -> tuple[dict[str, int], float | None]:
-    """label_values and label_threshold of a chosen label that is not 0 and 1. Raises LabelError where they must be given."""
+    """Return label_values and label_threshold of a label that is not 0 and 1.
+
+    Raises LabelError if they must be given.
+    """
     if _is_binary(column):
         return {}, None
     if words := _words(column):
@@ -232,7 +241,7 @@ def _meaning(column: Column) -> tuple[dict[str, int], float | None]:
 def _labels(
     connection: duckdb.DuckDBPyConnection, name: str, values: Mapping[str, int], threshold: float | None
 ) -> NDArray[np.float64]:
-    """0, 1 and NaN where a row has none."""
+    """Return 0, 1, or NaN for rows without a label."""
     number = f"try_cast({_quoted(name)} AS DOUBLE)"
     if threshold is not None:
         number = f"CAST({number} >= {float(threshold)} AS DOUBLE)"
@@ -244,7 +253,8 @@ def _labels(
 
 
 def _with_auc(connection: duckdb.DuckDBPyConnection, column: Column, labels: NDArray[np.float64]) -> Column:
-    """Numbers by their rank, either way round; other values by their label rate in the other fold."""
+    """Set alone_auc: numbers by their rank in either direction, other values by their label rate
+    in the other fold."""
     known = ~np.isnan(labels)
     quoted = _quoted(column.name)
     if column.numbers > 0.99 and column.whole < 0.99:

@@ -1,4 +1,4 @@
-"""Propose what each column of a profile is for, say why, and write that as a data config."""
+"""Propose the role of each column of a profile with a reason, and write it as a data config."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LEAKS_FROM = 0.97  # AUC of the label by one column alone
 ID_NAME = re.compile(r"(^|_)(id|code|zip|hash|category|type|position)(_|$|\d*$)|id$", re.IGNORECASE)
 TIME_NAME = re.compile(r"time|date|(^|_)ts($|_)", re.IGNORECASE)
 USER_NAME = re.compile(r"(^|_)(user|session|member|customer|visitor)(_?id)?$", re.IGNORECASE)
-FEW_VALUES = 20  # whole numbers with at most so many are categories
-NEAR_UNIQUE = 0.9  # distinct values a row
+FEW_VALUES = 20  # whole numbers with at most this many values are categories
+NEAR_UNIQUE = 0.9  # distinct values per row
 LIST_SHARE = 0.2
 
 
 @dataclass
 class Proposal:
-    """roles: column -> (role, why); `config` as a file of conf/data holds it."""
+    """A proposal. roles: column -> (role, why); `config` as in a file of conf/data."""
 
     roles: dict[str, tuple[str, str]]
     config: dict[str, Any]
@@ -32,7 +32,8 @@ class Proposal:
 
 
 def propose(profile: Profile, name: str) -> Proposal:
-    """A data config called `name` for the columns of the profile, the role of each with its reason, and what a person should check."""
+    """Return a data config `name` for the columns, the role of each with its reason, and points
+    to check."""
     if profile.format == "criteo_tsv":
         roles = {each.name: _criteo_role(each.name) for each in profile.columns}
         config: dict[str, Any] = {"name": name, "format": "criteo_tsv", "ids": {"min_frequency": 2}}
@@ -67,7 +68,7 @@ def propose(profile: Profile, name: str) -> Proposal:
 
 
 def _role(column: Column, profile: Profile, separator: str) -> tuple[str, str]:
-    """(dense, sparse, multi_hot, timestamp, label or left out, why)."""
+    """Return (dense, sparse, multi_hot, timestamp, label or left out, why)."""
     rows = profile.rows * (1 - column.missing)
     if column.name == profile.label:
         ones = [text for text, number in profile.label_values.items() if number]
@@ -135,7 +136,7 @@ def _remarks(profile: Profile, roles: dict[str, tuple[str, str]]) -> list[str]:
 
 
 def as_yaml(proposal: Proposal, profile: Profile) -> str:
-    """A file of conf/data, with what was left out as comments."""
+    """Return the text of a file of conf/data, with left-out columns as comments."""
     lines = [
         f"# Proposed by `python -m pipeline inspect {word('source', profile.path)}` from {profile.rows:,} rows: look it through."
     ]
@@ -150,7 +151,7 @@ def as_yaml(proposal: Proposal, profile: Profile) -> str:
 
 
 def as_text(proposal: Proposal, profile: Profile) -> str:
-    """A line a column."""
+    """Return one line per column."""
     rows = [("column", "role", "missing", "distinct", "top", "AUC alone", "why")]
     for column in profile.columns:
         role, why = proposal.roles[column.name]

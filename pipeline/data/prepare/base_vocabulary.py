@@ -1,7 +1,8 @@
-"""Begin with the vocabularies of an earlier data set: kept as they are, or counted on with the new rows.
+"""Start from the vocabularies of an earlier data set: unchanged, or extended by the new rows.
 
-Frozen, they give rows the ids that a trained model knows. Extended, a value's count goes on from what it was, so that a
-table's hot rows stay its first ones while new values come and rare ones go.
+Frozen vocabularies give rows the ids that a trained model knows. In extended vocabularies a value's
+count continues from its earlier count, so a table's hot rows stay its first rows while new values
+are added and rare ones disappear.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ from pipeline.data.sql import parquet
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import storage
 
-BUCKETS_FILE = "value_buckets.json"  # beside dataset.json, of data sets that were prepared from a base
+# next to dataset.json, for data sets that were prepared from a base
+BUCKETS_FILE = "value_buckets.json"
 NUM_BUCKETS = 64
 
 
 @dataclass(frozen=True)
 class BaseVocabulary:
-    """`files`: feature -> local Parquet file of (value, count, id), of the features that are not hashed."""
+    """An earlier data set.
+
+    `files`: feature -> local Parquet file of (value, count, id), for features that are not hashed.
+    """
 
     dataset: Dataset
     files: dict[str, str]
@@ -33,12 +38,12 @@ class BaseVocabulary:
     count_decay: float
 
     def describe(self) -> dict[str, Any]:
-        """What beside the rows the ids depend on."""
+        """Return what the ids depend on, besides the rows."""
         about: dict[str, Any] = {"base": self.dataset.fingerprint(), "frozen": self.frozen}
         return about if self.frozen else about | {"count_decay": self.count_decay}
 
     def check(self, features: Features) -> None:
-        """Raises DataError where a feature's ids cannot go on from what they were."""
+        """Raise DataError if a feature's ids cannot continue from the base."""
         known = {feature.name: feature for feature in self.dataset.sparse_features}
         for name in features.sparse:
             if name not in known:
@@ -56,7 +61,10 @@ class BaseVocabulary:
                 )
 
     def num_lookups(self, name: str) -> int:
-        """What the counts that are carried over stand for; those of rare values are not known any more."""
+        """Return the number of lookups of the earlier counts.
+
+        Counts of rare values are no longer known.
+        """
         counts = pq.read_table(self.files[name], columns=["count"])["count"].to_numpy()
         return int((counts * (1.0 if self.frozen else self.count_decay)).sum())
 
@@ -88,7 +96,10 @@ class BaseVocabulary:
 
 
 def load_base(config: BaseVocabularyConfig) -> BaseVocabulary:
-    """Raises DataError where there is no such data set, or a vocabulary of it is missing."""
+    """Load the base.
+
+    Raises DataError if there is no such data set, or one of its vocabularies is missing.
+    """
     dataset = load_dataset(config.path)
     files = {}
     for feature in dataset.sparse_features:

@@ -25,13 +25,14 @@ from pipeline.data.raw.dense_transforms import bucket_numbers
 from pipeline.runtime.errors import DataError
 
 BucketIds = NDArray[np.int32]  # see ids_of_buckets
-Counted = tuple[NDArray[np.float64], NDArray[np.int64]]  # values ascending, and how many training rows have each
+# values ascending, and the number of training rows with each
+Counted = tuple[NDArray[np.float64], NDArray[np.int64]]
 
 
 def count_numbers(
     engine: duckdb.DuckDBPyConnection, name: str, blocks: list[BlockRows], boundaries: Boundaries
 ) -> None:
-    """The table `counted` (value, count) of a column's training rows; 0.0 stands for -0.0 too."""
+    """Create the table `counted` (value, count) of a column's training rows. -0.0 counts as 0.0."""
     schema = pa.schema([("value", pa.float64())])
     batches = _training_values(name, blocks, boundaries, schema)
     engine.register("numbers", pa.RecordBatchReader.from_batches(schema, batches))
@@ -75,7 +76,10 @@ def learn_from_counts(
 
 
 def boundaries_of(config: BucketsConfig, counted: Callable[[], Iterator[Counted]]) -> list[float]:
-    """Ascending, the first value of each bucket but the lowest. `counted` reads the training values, in batches."""
+    """Return the first value of each bucket except the lowest, ascending.
+
+    `counted` reads the training values in batches.
+    """
     if config.boundaries is not None:
         return list(config.boundaries)
     if config.kind == "log2":
@@ -104,7 +108,7 @@ def _log2_boundaries(counted: Iterator[Counted]) -> list[float]:
     for values, _ in counted:
         least, greatest = min(least, float(values[0])), max(greatest, float(values[-1]))
     if least > greatest:
-        return []  # nothing but missing values
+        return []  # only missing values
     whole = range(math.floor(max(least, -1000.0)) + 1, 3) if least < 2 else range(0)
     top = math.floor(math.log(greatest) ** 2) if greatest > 2 else 0
     return [float(number) for number in whole] + [math.exp(math.sqrt(number)) for number in range(1, top + 1)]
@@ -122,7 +126,7 @@ def _training_values(
 
 
 def _read(engine: duckdb.DuckDBPyConnection) -> Iterator[Counted]:
-    """Without missing values."""
+    """Yield values and counts without missing values."""
     query = "SELECT value, count FROM counted WHERE NOT isnan(value) ORDER BY value"
     for batch in engine.sql(query).to_arrow_reader(65_536):
         if len(batch):
@@ -130,7 +134,10 @@ def _read(engine: duckdb.DuckDBPyConnection) -> Iterator[Counted]:
 
 
 def _boundaries_in(base: BaseVocabulary | None, name: str) -> list[float] | None:
-    """Raises DataError where the base data set has the column otherwise."""
+    """Return the column's boundaries in the base.
+
+    Raises DataError if the base has other buckets.
+    """
     if base is None:
         return None
     known = {feature.name: feature for feature in base.dataset.sparse_features}
@@ -145,7 +152,8 @@ def _boundaries_in(base: BaseVocabulary | None, name: str) -> list[float] | None
 def _ranked(
     counts: NDArray[np.int64], base: BaseVocabulary | None, name: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Buckets in the order of their ids, and their counts: by frequency; as the base data set has them where it is frozen."""
+    """Return buckets in the order of their ids and their counts: by frequency, or as in a frozen
+    base."""
     if base is not None:
         table = pq.read_table(base.files[name], columns=["value", "count"])
         known = np.array([int(value) for value in table["value"].to_pylist()], np.int64)
@@ -158,7 +166,8 @@ def _ranked(
 
 
 def ids_of_buckets(feature: SparseFeature, staging: str) -> BucketIds:
-    """[buckets + 1]: of bucket number b the id at b, of the missing value, number -1, the last one, 0."""
+    """Return [buckets + 1]: the id of each bucket at its number; the last entry is for the
+    missing value and is 0."""
     table = pq.read_table(os.path.join(staging, feature.vocabulary or ""), columns=["value", "id"])
     ids = np.zeros(len(feature.boundaries or []) + 2, np.int32)
     ids[[int(value) for value in table["value"].to_pylist()]] = table["id"].to_numpy()

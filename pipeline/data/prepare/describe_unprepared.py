@@ -1,7 +1,7 @@
-"""Describe the data set that `prepare` would write, but for its files: for plans made where there is no data.
+"""Describe the data set that `prepare` would write, without its files: for plans made without data.
 
-A one-hot feature has one id a sample, whatever the rows say. What only rows can tell, the length of lists, is asked
-for; how lookups fall on ids is assumed even, the least that a cache can count on.
+A one-hot feature always has one id per sample. The length of lists is known only from rows, so
+lists are an error. Lookups are assumed to be even over ids, which is the worst case for a cache.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from pipeline.runtime.shell_words import command
 
 
 def describe_dataset(config: DataConfig, num_ids: dict[str, int]) -> Dataset:
-    """`num_ids`: rows that a table gives a feature; those of hashed ids are known without. `splits` is empty.
+    """Return the data set with empty `splits`. `num_ids`: rows of a feature's table; hashed ids
+    need none.
 
     Raises:
-        DataError: the config leaves open how many ids a feature has, or how many a sample.
+        DataError: the config does not say how many ids a feature has, or how many ids per sample.
     """
     columns = columns_of(config)
     if columns.lists:

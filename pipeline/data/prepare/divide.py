@@ -1,4 +1,4 @@
-"""Divide the rows of a staged file among the splits, and count what its training rows hold."""
+"""Divide the rows of a staged file among the splits, and count the values of its training rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COUNTS_FILE = "counts.arrow"  # see splits.count_training
 
 @dataclass(frozen=True)
 class FileToDivide:
-    """`first_row`: the number of rows in the files before it."""
+    """A file to divide. `first_row`: the number of rows in the files before it."""
 
     folder: str
     boundaries: Boundaries
@@ -39,7 +39,10 @@ class FileToDivide:
 
 @dataclass(frozen=True)
 class DividedFile:
-    """`folder`: of the staged file; `path`: of this task. num_values, num_lookups: [num_features]."""
+    """A divided file.
+
+    `folder`: of the staged file; `path`: of this task. num_values, num_lookups: [num_features].
+    """
 
     folder: str
     path: str
@@ -50,7 +53,7 @@ class DividedFile:
 
 
 def count_times(recipe: Recipe, folder: str) -> str:
-    """A task: write (time, rows) of a staged file; returns the path."""
+    """Task: write (time, rows) of a staged file and return the path."""
     path = f"{folder}-times"
 
     def write(attempt: str) -> Json:
@@ -66,7 +69,7 @@ def count_times(recipe: Recipe, folder: str) -> str:
 
 
 def divide_file(recipe: Recipe, item: FileToDivide) -> DividedFile:
-    """A task: find the split of each row, and count values and numbers of the training rows."""
+    """Task: find the split of each row, and count values and numbers of the training rows."""
     path = f"{item.folder}-divided-{recipe.key}"
     features, boundaries = recipe.features, item.boundaries
 

@@ -1,6 +1,7 @@
 """Encode typed rows: a categorical value becomes its number among the distinct values of its block.
 
-A block's distinct values are few beside its rows, so all later work on text (counting, sorting, joining) is on them.
+A block has few distinct values compared with its rows, so all later work on text (counting,
+sorting, joining) uses distinct values.
 """
 
 from __future__ import annotations
@@ -30,15 +31,19 @@ from pipeline.data.raw.weighted import split_elements
 from pipeline.runtime.errors import DataError, did_you_mean
 
 STANDARDIZE = "standardize"
-# Staged beside the features; no feature has these names.
+# Staged next to the features; no feature has these names.
 TIMESTAMP_COLUMN = "\0timestamp"
 TRUTH_COLUMN = "\0truth "  # and the name of the label
-HASH_COLUMN = "\0hash"  # uint64, of the values of all columns that are read; where splits were given
+# uint64, of the values of all columns that are read; for splits with given files
+HASH_COLUMN = "\0hash"
 
 
 @dataclass(frozen=True)
 class Features:
-    """What rows are encoded to. The order of `sparse`, one-hot first, numbers the features; those in buckets come after."""
+    """The layout of encoded rows.
+
+    Features are numbered in the order of `sparse`, one-hot first; bucketed ones follow.
+    """
 
     label: str
     dense: list[str]
@@ -63,7 +68,7 @@ class Features:
     weighted: list[str] = field(default_factory=list)  # of multi_hot
 
     def kind_of(self, name: str) -> str:
-        """Of a dense column's transform."""
+        """Return the transform of a dense column."""
         return self.transforms.get(name, self.dense_transform)
 
     @property
@@ -72,7 +77,8 @@ class Features:
 
     @property
     def shared_ids(self) -> dict[int, list[int]]:
-        """Number of a feature that shares its ids -> numbers of all features that have them."""
+        """Return number of a feature that shares its ids -> numbers of all features with these
+        ids."""
         groups: dict[str, list[str]] = {}
         for name, sequence in self.sequences.items():
             if sequence.shares is not None:
@@ -83,14 +89,17 @@ class Features:
 
     @property
     def label_types(self) -> dict[str, pa.DataType]:
-        """Of all labels and of the weight, as shards hold them."""
+        """Return the types of all labels and of the weight in shards."""
         types = {"binary": pa.int8(), "ordinal": pa.int16(), "regression": pa.float32()}
         found = {name: types[label.kind] for name, label in self.labels.items()}
         return found | ({self.weight: pa.float32()} if self.weight else {})
 
 
 def features_of(config: DataConfig, layout: Layout) -> Features:
-    """Raises DataError where data.feature_ids names no categorical column."""
+    """Return the features of a config.
+
+    Raises DataError if data.feature_ids names no categorical column.
+    """
     columns = columns_of(config)
     sparse, sequences = [*columns.sparse, *columns.lists], columns.sequences
     for name in config.feature_ids:
@@ -128,11 +137,13 @@ def features_of(config: DataConfig, layout: Layout) -> Features:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """`rows`: labels and weight as Features.label_types says, dense float32, codes uint16 (multi-hot: lists of uint32), 0 for
-    a missing value, and a list of float32 beside each weighted feature's; numbers that are to be in buckets, or standardized, float64 as they are read, NaN where missing.
+    """An encoded block.
 
-    num_negative: of dense columns whose transform takes negative values for 0, how many there are. Code c of a feature is entry c - 1 among its `num_values` entries; `values` and `counts` hold those of all features.
-    The value of a hashed feature's entry is its id, in decimal.
+    `rows`: labels and weight as in Features.label_types, dense float32, codes uint16 (multi-hot: lists of uint32) with 0 for a
+    missing value, and a list of float32 next to each weighted feature. Numbers for buckets or standardization are float64 as
+    read, NaN if missing. num_negative: negative values of dense columns whose transform uses 0 for them. Code c of a feature
+    is entry c - 1 of its `num_values` entries; `values` and `counts` hold the entries of all features. For a hashed feature
+    the value of an entry is its id as a decimal text.
     """
 
     rows: pa.RecordBatch
@@ -146,7 +157,10 @@ class EncodedBlock:
 def encode_block(
     features: Features, table: pa.Table, probabilities: Mapping[str, np.ndarray] | None = None
 ) -> EncodedBlock:
-    """`probabilities` are the teacher's, label -> one a row, where the source was generated."""
+    """Encode a block.
+
+    `probabilities`: label -> the teacher's probability per row, for a generated source.
+    """
     table = derive(table, features.derived, features.null_values)
     labels = {name: label_values(table[name]) for name in features.label_types}
     arrays = [pa.array(labels[name].astype(kind.to_pandas_dtype())) for name, kind in features.label_types.items()]
@@ -210,20 +224,24 @@ def _lists_of(values: np.ndarray, lengths: np.ndarray) -> pa.ListArray:
 
 
 def label_values(column: pa.ChunkedArray) -> np.ndarray:
-    """[rows] float64: 0 where it is missing, as it may be where another label masks it."""
+    """Return [rows] float64, 0 if the value is missing, which is allowed where another label
+    masks it."""
     values: np.ndarray = column.to_numpy()
     return np.nan_to_num(values, nan=0.0, posinf=np.inf, neginf=-np.inf) if np.isnan(values).any() else values
 
 
 def group_ids(column: pa.ChunkedArray) -> np.ndarray:
-    """[rows] int64: a hash of the value as text; 0 where it is missing."""
+    """Return [rows] int64: a hash of the value as text, 0 if it is missing."""
     codes, distinct = _codes(column.combine_chunks())
     return np.concatenate([np.zeros(1, np.int64), hash_text(distinct, 0).view(np.int64)])[codes]
 
 
 class EncodedValues(NamedTuple):
-    """Codes, 0 for a missing value, the distinct values behind codes 1, 2, ... as text; of a multi-hot feature how many
-    codes each row has, and of a weighted one a float32 for each code."""
+    """Codes (0 is a missing value) and the distinct values of codes 1, 2, ... as text.
+
+    For a multi-hot feature also the number of codes per row, and for a weighted one a float32 per
+    code.
+    """
 
     codes: np.ndarray
     distinct: pa.Array
@@ -245,17 +263,21 @@ def encode_values(features: Features, name: str, column: pa.ChunkedArray) -> Enc
 
 
 def _staged_numbers(values: np.ndarray, kind: str) -> np.ndarray:
-    """float64 as they are where the transform is learnt from all training rows."""
+    """Return float64 unchanged if the transform is learnt from all training rows, otherwise
+    transform the values."""
     return values if kind == STANDARDIZE else Transform(kind)(values)
 
 
 def dense_values(column: pa.ChunkedArray, transform: Transform) -> np.ndarray:
-    """[rows] float32; see Transform."""
+    """Return [rows] float32; see Transform."""
     return transform(column.to_numpy().astype(np.float64))  # missing values become NaN
 
 
 def _flatten(column: pa.Array, separator: str) -> tuple[pa.Array, np.ndarray]:
-    """All values of a list column, and each row's number of them; a missing list is an empty one."""
+    """Return all values of a list column, and each row's number of values.
+
+    A missing list is empty.
+    """
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
         column = pc.split_pattern(column, separator)
     lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
@@ -263,7 +285,10 @@ def _flatten(column: pa.Array, separator: str) -> tuple[pa.Array, np.ndarray]:
 
 
 def _codes(column: pa.Array, null_values: Sequence[str] = ()) -> tuple[np.ndarray, pa.Array]:
-    """Codes from 1 (0: missing) and the distinct values behind them, as text. Empty text is a missing value, as are `null_values`."""
+    """Return codes from 1 (0: missing) and their distinct values as text.
+
+    Empty text and `null_values` are missing values.
+    """
     if not pa.types.is_dictionary(column.type):
         column = column.dictionary_encode()
     codes = pc.fill_null(column.indices, -1).to_numpy() + 1

@@ -20,12 +20,15 @@ Result = TypeVar("Result")
 
 
 class Executor(Protocol):
-    """`in_order`: each item is taken after the results of the items before it were yielded."""
+    """Runs tasks.
+
+    `in_order`: an item is taken only after the results of all earlier items were yielded.
+    """
 
     in_order: bool
 
     def running(self) -> AbstractContextManager[None]:
-        """Everything else happens within this context."""
+        """Return the context in which tasks run."""
 
     def map(
         self,

@@ -1,4 +1,4 @@
-"""Find the files of splits that exist, and count the rows that stand in two of them."""
+"""Find the files of existing splits, and count the rows that are in two splits."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ logger = get_logger(__name__)
 
 
 def find_given(config: SplitConfig) -> list[Source]:
-    """The files of train, validation and test, in this order.
+    """Return the files of train, validation and test, in this order.
 
     Raises:
-        DataError: a split names no file, or a file, or two files of the same bytes, stand in two splits.
+        DataError: a split has no file, or a file (or two files with the same bytes) is in two splits.
     """
     found: list[Source] = []
     for split in SPLITS:
@@ -50,12 +50,14 @@ def find_given(config: SplitConfig) -> list[Source]:
 def count_shared_rows(
     config: SplitConfig, blocks: list[BlockRows], engine: duckdb.DuckDBPyConnection
 ) -> dict[str, int]:
-    """Split -> its rows that are equal to a row of an earlier split; of the splits after train that have rows.
+    """Return split -> number of its rows that equal a row of an earlier split, for the splits after
+    train with rows.
 
-    Published sets hold some honestly, so they are counted, and refused above config.max_shared_fraction.
+    Published data sets often have some such rows, so they are counted, and refused above
+    config.max_shared_fraction.
 
     Raises:
-        DataError: more than that share of a split.
+        DataError: a split has more than that share.
     """
     engine.register("row_hashes", _hashes(blocks))
     shared = engine.sql(
@@ -81,7 +83,7 @@ def count_shared_rows(
 
 
 def _hashes(blocks: list[BlockRows]) -> pa.RecordBatchReader:
-    """(hash, split) of every row. A block of a split that was given lies within it."""
+    """Return (hash, split) of every row. A block of a given split has rows of one split only."""
     schema = pa.schema([("hash", pa.uint64()), ("split", pa.int8())])
 
     def batches() -> Iterator[pa.RecordBatch]:

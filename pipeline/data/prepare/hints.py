@@ -1,4 +1,4 @@
-"""Remark on columns whose values look as if they were read otherwise than meant."""
+"""Find columns whose values were probably read in an unintended way."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pyarrow.parquet as pq
 from pipeline.data.dataset import Dataset, SparseFeature
 from pipeline.runtime.storage import storage
 
-LOOKED_AT = 200  # most frequent values of each feature
+LOOKED_AT = 200  # most frequent values of each feature that are checked
 ONE_VALUE_SHARE = 0.99
 NULL_WORDS = ("NULL", "null", "\\N", "NA", "N/A", "n/a", "nan", "NaN", "None", "none", "<NA>")
 MAX_NAMED = 5
 
 
 def find_hints(dataset: Dataset, folder: str, num_negative: Mapping[str, int]) -> list[str]:
-    """A line for each kind of finding, with the columns and the key to use."""
+    """Return a line for each kind of finding, with the columns and the key to use."""
     tokens = {each.name: _frequent(each, folder) for each in dataset.sparse_features if each.boundaries is None}
     lists = [name for name, values in tokens.items() if _mostly_in_brackets(values)]
     words = {name: [word for word in NULL_WORDS if word in values] for name, values in tokens.items()}
@@ -61,7 +61,7 @@ def find_hints(dataset: Dataset, folder: str, num_negative: Mapping[str, int]) -
 
 
 def _of_labels(dataset: Dataset) -> list[str]:
-    """Splits in which a binary main label is the same in all rows."""
+    """Return the splits in which a binary main label has the same value in all rows."""
     kind = next((label.kind for label in dataset.labels if label.name == dataset.label), "binary")
     same = {
         name: int(split.num_positives > 0)

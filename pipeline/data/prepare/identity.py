@@ -1,4 +1,5 @@
-"""Name all that a data set's bytes depend on, and find the data set that was prepared so."""
+"""Define what a data set's bytes depend on, and find a data set that was prepared with the same
+input."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ NOT_IN_RECIPE = (*SPLITS, "max_shared_fraction")
 
 
 def find_prepared(config: DataConfig, sources: list[Source], base: BaseVocabulary | None = None) -> Dataset | None:
-    """The finished data set of the same sources and recipe. Raises DataError where config.path holds another one."""
+    """Return the finished data set of the same sources and recipe.
+
+    Raises DataError if config.path holds another one.
+    """
     path = storage.join(config.path, FILE_NAME)
     if not storage.is_file(path):
         return None
@@ -28,7 +32,8 @@ def find_prepared(config: DataConfig, sources: list[Source], base: BaseVocabular
     except UserError as error:
         raise DataError(f"{path} is of another release: {hint}") from error
     wanted, found = _flat("data", recipe_of(config, base)), _flat("data", dataset.recipe)
-    keys = wanted.keys() | {key for key in found if key.startswith("data.columns.label")}  # which may be said no more
+    # keys that may be absent in this job
+    keys = wanted.keys() | {key for key in found if key.startswith("data.columns.label")}
     differing = [
         f"{key} was {found.get(key)}, is {wanted.get(key)}" for key in keys if wanted.get(key) != found.get(key)
     ]
@@ -49,7 +54,7 @@ def find_prepared(config: DataConfig, sources: list[Source], base: BaseVocabular
 
 
 def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[str, Any]:
-    """What beside the sources the data set's bytes depend on."""
+    """Return what the data set's bytes depend on, besides the sources."""
     keys = (
         "format",
         "columns",
@@ -62,7 +67,7 @@ def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[st
     )
     recipe = {key: value for key, value in asdict(config).items() if key in keys}
     columns: dict[str, Any] = recipe["columns"]
-    if config.columns.labels:  # the main one, and weights of losses, are a training's to choose
+    if config.columns.labels:  # training may choose the main label and the weights of losses
         columns["labels"] = {
             label.name: asdict(label) | _cells_of(config.columns.labels[label.name])
             for label in listed_labels(config.columns.labels)
@@ -78,7 +83,8 @@ def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[st
         del columns["sequence"]
     if not config.columns.weighted:
         del columns["weighted"]
-    if config.columns.weight is None:  # as group_column below, absent in data sets of earlier releases
+    # as for group_column below: absent in data sets of earlier releases
+    if config.columns.weight is None:
         del columns["weight"]
     if config.negative_sampling is not None:
         recipe["negative_sampling"] = asdict(config.negative_sampling)
@@ -99,15 +105,18 @@ def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[st
         del recipe["split"]["seed"]
     if config.split.kind != "date":
         del recipe["split"]["validation_from"], recipe["split"]["test_from"]
-    # The files of a split that was given are among the sources, wherever they lie.
+    # The files of a given split are among the sources, and their location does not matter.
     recipe["split"] = {key: value for key, value in recipe["split"].items() if key not in NOT_IN_RECIPE}
     return recipe if base is None else recipe | {"vocabularies": base.describe()}
 
 
 def _cells_of(label: LabelConfig) -> dict[str, Any]:
-    """How a label's cells are read, where that was said: absent in data sets of earlier releases."""
-    said = {"values": dict(sorted(label.values.items())), "threshold": label.threshold}
-    return {key: value for key, value in said.items() if value not in ({}, None)}
+    """Return how a label's cells are read, if the config says it.
+
+    Data sets of earlier releases have no such entry.
+    """
+    given = {"values": dict(sorted(label.values.items())), "threshold": label.threshold}
+    return {key: value for key, value in given.items() if value not in ({}, None)}
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +124,7 @@ def _without_none(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flat(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    """Flatten {"a": {"b": 1}} to {"a.b": 1}."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= _flat(f"{prefix}.{key}", value) if isinstance(value, dict) else {f"{prefix}.{key}": value}

@@ -1,4 +1,5 @@
-"""Refuse sources with too many unreadable rows: at the end, and as soon as the rows to come cannot make it good."""
+"""Refuse sources with too many unreadable rows, as soon as later rows cannot bring their share
+below the limit."""
 
 from __future__ import annotations
 
@@ -18,14 +19,15 @@ from pipeline.runtime.storage import storage
 
 logger = get_logger(__name__)
 
-MANY_BAD_ROWS = 100  # before which no file is given up
-HOPELESS_ROWS = 1000  # a file more than half of which is unreadable is given up after so many rows
+MANY_BAD_ROWS = 100  # below this number no file is refused early
+HOPELESS_ROWS = 1000  # a file with more than half unreadable rows is refused after this many rows
 GZIP, PARQUET = ".gz", (".parquet", ".pq")
-GZIP_MARGIN = 10  # of the rows in a compressed byte: those to come may be so many times as many
+# later compressed bytes may hold up to this many times as many rows as earlier ones
+GZIP_MARGIN = 10
 
 
 class ReadFile(Protocol):
-    """What was found in one source file."""
+    """Counts of one source file."""
 
     @property
     def num_source_rows(self) -> int: ...
@@ -36,7 +38,10 @@ class ReadFile(Protocol):
 
 
 def refuse_files(config: DataConfig, sources: Sequence[Source], files: Sequence[ReadFile]) -> None:
-    """Warns of each file without rows. Raises DataError where no file has one, or more are quarantined than the config allows."""
+    """Warn of each file without rows.
+
+    Raises DataError if no file has rows, or too many rows are quarantined.
+    """
     rows, quarantined = sum(file.num_source_rows for file in files), sum(file.num_quarantined for file in files)
     if not rows:
         what = f"{sources[0].path} ({sources[0].size_bytes:,} bytes)"
@@ -52,7 +57,7 @@ def refuse_files(config: DataConfig, sources: Sequence[Source], files: Sequence[
 
 
 def refuse(config: DataConfig, quarantined: int, rows: int, example: str) -> None:
-    """Raises DataError where more rows are quarantined than the config allows."""
+    """Raise DataError if more rows are quarantined than the config allows."""
     if quarantined > config.max_quarantined_fraction * rows:
         is_label = ", not 0 or 1" in example
         label = (
@@ -66,10 +71,11 @@ def refuse(config: DataConfig, quarantined: int, rows: int, example: str) -> Non
 
 
 def refuse_early(config: DataConfig, sources: Sequence[Source], files: Sequence[ReadFile], position: int) -> None:
-    """Raises DataError as soon as the rows to come cannot bring the share of unreadable ones below the limit.
+    """Raise DataError as soon as later rows cannot bring the share of unreadable rows below the
+    limit.
 
-    `files` are what is staged so far; the last one is being read, and its rows are those of the first `position` bytes of its
-    source, or more.
+    `files` are the files staged so far. The last one is being read; its rows come from at least the first `position` bytes of
+    its source.
     """
     source, staged = sources[len(files) - 1], files[-1]
     example = f"{source.path}, {staged.first_quarantined}"
@@ -84,7 +90,8 @@ def refuse_early(config: DataConfig, sources: Sequence[Source], files: Sequence[
 
 
 def refuse_hopeless(config: DataConfig, source: Source, staged: ReadFile) -> None:
-    """Raises DataError where more than half of a file's rows so far are unreadable, whatever the other files hold."""
+    """Raise DataError if more than half of a file's rows so far are unreadable, regardless of
+    other files."""
     if staged.num_quarantined > max(HOPELESS_ROWS, staged.num_source_rows / 2):
         example = f"{source.path}, {staged.first_quarantined}"
         refuse(config, staged.num_quarantined, staged.num_source_rows, example)
@@ -93,10 +100,12 @@ def refuse_hopeless(config: DataConfig, source: Source, staged: ReadFile) -> Non
 def most_rows_to_come(
     source: Source, later: Sequence[Source], num_rows: int, position: int, row_bytes: int
 ) -> float | None:
-    """The most rows that may follow `num_rows`, those of the first `position` bytes of `source` or more; None: nobody knows.
+    """Return the maximum number of rows after `num_rows`, which come from at least `position`
+    bytes; None if unknown.
 
-    A row of text takes `row_bytes` at least, a byte a column. Parquet files say how many rows they have. The rows in a byte of
-    a .gz file are taken to be GZIP_MARGIN times those of the part that was read, at most.
+    A row of text takes at least `row_bytes`, one byte per column. Parquet files store their number
+    of rows. For a .gz file the rows per byte are at most GZIP_MARGIN times those of the part that
+    was read.
     """
     in_a_byte = GZIP_MARGIN * num_rows / max(position, 1) if source.name.endswith(GZIP) else None
     parts = [_rows_of(source, source.size_bytes - position, row_bytes, in_a_byte)]
@@ -108,7 +117,7 @@ def most_rows_to_come(
 
 
 def _rows_of(source: Source, num_bytes: int, row_bytes: int, in_a_byte: float | None) -> float | None:
-    """The most rows in so many of its bytes; of a Parquet file in all of it."""
+    """Return the maximum number of rows in these bytes; for a Parquet file in the complete file."""
     if source.name.endswith(PARQUET):
         return _parquet_rows(source)
     if source.name.endswith(GZIP):
@@ -118,7 +127,7 @@ def _rows_of(source: Source, num_bytes: int, row_bytes: int, in_a_byte: float | 
 
 @lru_cache(maxsize=4096)
 def _parquet_rows(source: Source) -> int | None:
-    """None for a file that cannot be read; reading it will say why."""
+    """Return None for an unreadable file; reading it will report the error."""
     try:
         with storage.open_file(source.path, "rb") as file:
             return int(pq.read_metadata(file).num_rows)

@@ -28,9 +28,11 @@ from pipeline.runtime.storage.arrow_files import open_input
 
 VOCABULARY_FILE, IDS_FILE = "vocabulary.parquet", "ids.int32"
 BATCH_ROWS = 65_536
-MEMORY_PER_BYTE = 6  # that numbering values in memory takes
-VALUES_JOINED_AND_SORTED = 1 << 24  # of a vocabulary, by one statement
-LARGE_SHARE = 0.7  # of the memory, for more of them: DuckDB 2.0 goes half over its limit there (measured at 50M)
+MEMORY_PER_BYTE = 6  # bytes of memory per byte of values when numbering in memory
+VALUES_JOINED_AND_SORTED = 1 << 24  # values of a vocabulary that one statement joins and sorts
+# share of the memory for larger vocabularies: DuckDB 2.0 exceeds its limit by half there (measured
+# at 50M)
+LARGE_SHARE = 0.7
 SEEN_SCHEMA = pa.schema([("value", pa.string()), ("count", pa.int32())])
 ENTRIES_SCHEMA = pa.schema([("position", pa.int64()), ("value", pa.string())])
 DESCENDING_COUNT = "SELECT value, count FROM counted ORDER BY count DESC, value"
@@ -109,7 +111,8 @@ def _number_by_engine(recipe: Recipe, item: FeatureToNumber, ids: IdsConfig, voc
 
 
 def _values(recipe: Recipe, feature: int, files: list[tuple[str, str]]) -> Iterator[tuple[pa.Array, np.ndarray]]:
-    """The values of each block, and how often the block's training rows hold them, in source order."""
+    """Yield the values of each block, and how often the block's training rows have each, in
+    source order."""
     num_features = len(recipe.features.sparse)
     for folder, path in files:
         blocks = load_blocks(folder, path)
@@ -133,7 +136,7 @@ def _values(recipe: Recipe, feature: int, files: list[tuple[str, str]]) -> Itera
 
 
 def _group(recipe: Recipe, number: int) -> list[int]:
-    """The features that share their ids with a feature, itself first."""
+    """Return the features that share their ids with a feature, itself first."""
     members = recipe.features.shared_ids.get(number, [number])
     return [number, *(other for other in members if other != number)]
 
@@ -148,7 +151,10 @@ class _Held:
 
 
 def _read_all(recipe: Recipe, item: FeatureToNumber) -> _Held | None:
-    """None if numbering the values would not fit a thread's share of the memory."""
+    """Read all values.
+
+    Return None if numbering them would not fit a thread's share of the memory.
+    """
     limit = recipe.resources.engine_bytes // recipe.resources.threads
     values, counts = [pa.array([], pa.string())], [np.zeros(0, np.int32)]
     num_bytes = num_own = 0
@@ -166,8 +172,8 @@ def _read_all(recipe: Recipe, item: FeatureToNumber) -> _Held | None:
 def _number_in_memory(
     held: _Held, ids: IdsConfig, num_lookups: int, vocabulary: str | None, path: str
 ) -> RankedFeature:
-    """As DuckDB does it, in a quarter of the time."""
-    # A file without any value of the column has one null, which no row holds.
+    """Number the values as DuckDB does, in a quarter of the time."""
+    # A file without any value of the column has one null, which no row uses.
     encoded = held.values.fill_null("").dictionary_encode()
     distinct, codes = encoded.dictionary, encoded.indices.to_numpy()
     sums = np.bincount(codes, held.counts, len(distinct)).astype(np.int64)  # exact below 2^53
@@ -216,7 +222,7 @@ def _find_ids(
     scratch: str,
     memory_bytes: int,
 ) -> Iterator[np.ndarray]:
-    """The ids of all entries in their order; 0 for values without an id."""
+    """Yield the ids of all entries in their order; 0 for values without an id."""
 
     def batches() -> Iterator[pa.RecordBatch]:
         position = 0

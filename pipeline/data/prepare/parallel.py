@@ -1,4 +1,7 @@
-"""Map a function over many items by threads: results in the items' order, few of them in memory."""
+"""Map a function over many items in threads.
+
+Results are in the items' order, and few are in memory.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ Result = TypeVar("Result")
 def map_ordered(
     function: Callable[[Item], Result], items: Iterable[Item], threads: int, in_flight: int | None = None
 ) -> Iterator[Result]:
-    """Like map(), with at most `in_flight` (default: threads + 1) items taken but not yet yielded.
+    """Map like map(), with at most `in_flight` (default: threads + 1) items taken but not yet
+    yielded.
 
-    Threads help where `function` releases the GIL, as numpy, pyarrow, hashlib and file reads do.
+    Threads help if `function` releases the GIL, as numpy, pyarrow, hashlib and file reads do.
     """
     waiting: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(threads) as pool:

@@ -130,7 +130,10 @@ def _divide(recipe: Recipe, executor: Executor, files: list[FileSummary], bounda
 
 
 def _count_shared_rows(recipe: Recipe, divided: list[DividedFile], scratch: str) -> dict[str, int]:
-    """This is no task: only published sets have given splits, and those fit one machine."""
+    """Count rows that are in two splits.
+
+    Not a task: only published sets have given splits, and they fit one machine.
+    """
     if not recipe.features.row_hashes:
         return {}
     blocks = [block for file in divided for block in load_blocks(file.folder, file.path)]

@@ -1,4 +1,5 @@
-"""Divide the limit of memory and threads among the parts of a preparation, and report what DuckDB lacked."""
+"""Divide the limits of memory and threads among the parts of a preparation, and report what
+DuckDB lacked."""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ import duckdb
 from pipeline.data.raw.blocks import MAX_BLOCK_ROWS
 from pipeline.runtime.errors import LimitError
 
-BYTES_A_TEXT_BYTE = 10  # memory that a block takes while it is parsed and encoded, beside its text
-PROCESS_BYTES = 300 << 20  # Python, numpy, pyarrow and DuckDB loaded, and what they keep for reuse
+# bytes of memory per byte of text while a block is parsed and encoded, in addition to its text
+BYTES_A_TEXT_BYTE = 10
+# Python, numpy, pyarrow and DuckDB, and the memory that they keep for reuse
+PROCESS_BYTES = 300 << 20
 BYTES_AN_ENGINE_THREAD = 128 << 20
 MAX_BLOCK_BYTES = 8 << 20
 MIN_BLOCK_BYTES = 1 << 18
@@ -30,16 +33,22 @@ class Resources:
 
     @property
     def engine_bytes(self) -> int:
-        """What the process does not take for itself; DuckDB goes a tenth over its limit (measured up to 30M values)."""
+        """Return the memory left by the process.
+
+        DuckDB exceeds its limit by a tenth (measured up to 30M values).
+        """
         return max(BYTES_AN_ENGINE_THREAD, (self.memory_bytes - PROCESS_BYTES) * 7 // 10)
 
     @property
     def engine_threads(self) -> int:
-        """Each thread of DuckDB wants room of its own before it spills."""
+        """Return the number of DuckDB's threads. Each needs memory before it spills."""
         return max(1, min(self.threads, self.engine_bytes // BYTES_AN_ENGINE_THREAD))
 
     def shard_threads(self, row_group_rows: int, num_columns: int) -> int:
-        """How many shards may be written at once: each holds a row group and a block, in a few forms."""
+        """Return how many shards may be written in parallel.
+
+        Each holds a row group and a block in several forms.
+        """
         a_shard = (row_group_rows + MAX_BLOCK_ROWS) * num_columns * 4 * 4
         return max(1, min(self.threads, self.memory_bytes // 2 // a_shard))
 

@@ -1,4 +1,4 @@
-"""Cut a stream of tables into row groups of one size, whatever the pieces that it comes in."""
+"""Cut a stream of tables into row groups of equal size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pyarrow as pa
 
 
 def in_row_groups(tables: Iterable[pa.Table], size: int) -> Iterator[pa.Table]:
-    """The same rows as tables of exactly `size` rows; only the last is smaller."""
+    """Yield the same rows as tables of exactly `size` rows; only the last is smaller."""
     waiting: list[pa.Table] = []
     for table in tables:
         waiting.append(table)

@@ -1,4 +1,4 @@
-"""Hash whole rows to 64 bits, column by column, to find those that are equal."""
+"""Hash complete rows to 64 bits, column by column, to find equal rows."""
 
 from __future__ import annotations
 
@@ -11,21 +11,26 @@ from pipeline.data.read.streams import mix
 
 
 class RowHashes:
-    """Columns are added in one order; rows with equal values have equal hashes, others with probability 2^-64."""
+    """Hashes of rows.
+
+    Equal rows have equal hashes, other rows with probability 2^-64. Add columns in a fixed order.
+    """
 
     def __init__(self, num_rows: int) -> None:
         self._state: NDArray[np.uint64] = np.zeros(num_rows, dtype=np.uint64)
 
     def add_numbers(self, values: NDArray[np.float64]) -> None:
-        """[num_rows]; every NaN is one missing value, and -0.0 is 0.0."""
+        """Add [num_rows] numbers. Every NaN is one missing value, and -0.0 is 0.0."""
         numbers = np.where(np.isnan(values), np.nan, values) + 0.0
         self._state = mix(self._state ^ numbers.astype(np.float64).view(np.uint64))
 
     def add_texts(
         self, codes: np.ndarray, distinct: pa.Array, lengths: np.ndarray | None, weights: np.ndarray | None = None
     ) -> None:
-        """Code c stands for distinct[c - 1], 0 for a missing value; `lengths` are how many codes each row has, `weights`
-        [codes] float32, of which -0.0 is 0.0."""
+        """Add values: code c means distinct[c - 1], 0 means missing.
+
+        `lengths` are the numbers of codes per row, `weights` [codes] float32, where -0.0 equals 0.0.
+        """
         of_code = np.concatenate([np.zeros(1, np.uint64), hash_text(distinct, 0)])
         hashes = of_code[codes]
         if weights is not None:
@@ -39,7 +44,7 @@ class RowHashes:
 
 
 def _of_lists(hashes: NDArray[np.uint64], lengths: np.ndarray) -> NDArray[np.uint64]:
-    """[num_rows]: of the values of each list in their order, and their number."""
+    """Return [num_rows] hashes of each list's values, their order and their number."""
     ends = np.cumsum(lengths)
     offsets = np.arange(len(hashes)) - np.repeat(ends - lengths, lengths)
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mix(hashes ^ mix(offsets.astype(np.uint64))))])

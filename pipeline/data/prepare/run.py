@@ -24,7 +24,8 @@ class PrepareSummary:
     dataset: Dataset
     already_prepared: bool
     seconds: float
-    hints: list[str] = field(default_factory=list)  # on columns that may have been meant otherwise
+    # about columns that may have been read in an unintended way
+    hints: list[str] = field(default_factory=list)
 
 
 def prepare(job: PrepareJob) -> PrepareSummary:
@@ -105,7 +106,7 @@ def describe(summary: PrepareSummary) -> str:
 
 
 def _shared(dataset: Dataset, split: str) -> str:
-    """Of a split that was given: how many of its rows an earlier one has too."""
+    """Describe how many rows of a given split are also in an earlier split."""
     if split not in dataset.shared_rows:
         return ""
     rows, shared = dataset.splits[split].num_rows, dataset.shared_rows[split]

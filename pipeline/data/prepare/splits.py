@@ -1,6 +1,7 @@
 """Divide staged rows into train, validation and test at two boundaries.
 
-Every row has a key: its number in source order, its time, or a hash. Below the first boundary it trains, from the second it tests.
+Every row has a key: its number in source order, its time, or a hash. Rows below the first boundary
+are for training, rows from the second boundary on for test, the rest for validation.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ from pipeline.data.read.streams import mix
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import arrow_files
 
-DROPPED = len(SPLITS)  # the number of no split, of negatives that sampling leaves out
+DROPPED = len(SPLITS)  # a number that is no split, for negatives that sampling leaves out
 COUNTS_SCHEMA = pa.schema([("count", pa.int32())])
 
 
 @dataclass(frozen=True)
 class Boundaries:
-    """by: what a row's key is, its number (row), its time, or a seeded hash of its number (random) or of its group (user).
-    `sampling` leaves out some of the rows that train."""
+    """Two boundaries of keys. `by`: a key is a row's number (row), its time, or a seeded hash of
+    its number or group.
+
+    by=random hashes the number and by=user the group. `sampling` leaves out some training rows.
+    """
 
     first_validation: int
     first_test: int
@@ -41,17 +45,18 @@ class Boundaries:
 
     @property
     def column(self) -> str | None:
-        """The staged column that keys come from; None: they come from the rows' numbers."""
+        """Return the staged column with the keys; None if the keys are the rows' numbers."""
         return {"time": TIMESTAMP_COLUMN, "user": GROUP_COLUMN}.get(self.by)
 
     @property
     def columns(self) -> list[str]:
-        """What of a staged block decides on its rows' splits; nothing where row numbers say all."""
+        """Return the staged columns that decide the splits of rows; [] if row numbers are
+        enough."""
         keys = [] if self.column is None else [self.column]
         return [*keys, *([self.sampling.label] if self.sampling else [])]
 
     def keys(self, first_row: int, num_rows: int, staged: np.ndarray | None) -> np.ndarray:
-        """[rows] int64; `staged` is the block's column of that name."""
+        """Return [rows] int64 keys. `staged` is the block's column of keys."""
         keys = np.arange(first_row, first_row + num_rows) if staged is None else staged
         if self.by not in ("random", "user"):
             return keys
@@ -59,7 +64,7 @@ class Boundaries:
         return (mix(seeded) >> np.uint64(1)).view(np.int64)
 
     def split_of(self, keys: np.ndarray) -> np.ndarray:
-        """[rows] numbers into SPLITS."""
+        """Return [rows] numbers into SPLITS."""
         return (keys >= self.first_validation).astype(np.int8) + (keys >= self.first_test)
 
 
@@ -75,7 +80,7 @@ class BlockRows:
 
     @property
     def is_shared(self) -> bool:
-        """Some of its rows train and some do not."""
+        """Return True if some of its rows, but not all, are training rows."""
         return 0 < self.per_split[0] < self.num_rows
 
 
@@ -90,7 +95,10 @@ def find_boundaries(
     find_times: Callable[[list[int]], list[int]],
     given: Sequence[str | None] = (),
 ) -> Boundaries:
-    """`find_times` gives the times of the rows that have these numbers when all are sorted by time."""
+    """Find the boundaries.
+
+    `find_times` returns the times of the rows with these numbers when all are sorted by time.
+    """
     total = sum(file.num_rows for file in files)
     if config.kind == "given":
         return _between_files(files, given)
@@ -111,7 +119,7 @@ def find_boundaries(
 
 
 def _by_key(config: SplitConfig) -> Boundaries:
-    """Of the kinds whose boundaries the config alone gives."""
+    """Return the boundaries of kinds that depend only on the config."""
     if config.kind == "date":
         first = _time("split.validation_from", config.validation_from or "")
         second = np.iinfo(np.int64).max if config.test_from is None else _time("split.test_from", config.test_from)
@@ -145,7 +153,10 @@ def _between_files(files: Sequence[RowCount], given: Sequence[str | None]) -> Bo
 
 
 def _cuts(total: int, config: SplitConfig) -> tuple[int, int]:
-    """Row numbers where validation and test begin: an odd row goes to validation. 1e-9 is for 2/14 * 14 = 1.9999."""
+    """Return the row numbers where validation and test begin.
+
+    An odd row goes to validation. 1e-9: 2/14 * 14 = 1.9999.
+    """
     held_out = config.validation_fraction + config.test_fraction
     num_held_out = math.floor(total * held_out + 1e-9)
     num_test = math.floor(num_held_out * config.test_fraction / held_out + 1e-9) if held_out else 0
@@ -176,7 +187,10 @@ def times_at(counted: duckdb.DuckDBPyRelation, rows: list[int]) -> list[int]:
 
 
 def read_block(file: StagedFile, index: int, columns: list[str] | None = None) -> pa.RecordBatch:
-    """A batch of the staged rows, of all columns or some. Bytes are read, not mapped: mapped pages count as memory."""
+    """Read a batch of staged rows, all columns or some.
+
+    The file is read, not mapped, because mapped pages count as memory.
+    """
     with arrow_files.open_input(file.rows_path) as stream:
         schema = pa.ipc.open_file(stream).schema
         included = None if columns is None else [schema.get_field_index(name) for name in columns]
@@ -185,12 +199,15 @@ def read_block(file: StagedFile, index: int, columns: list[str] | None = None) -
 
 
 def split_of_block(block: BlockRows, boundaries: Boundaries, batch: pa.RecordBatch) -> np.ndarray:
-    """[rows] numbers into SPLITS, or DROPPED; `batch` is the block, with boundaries.columns."""
+    """Return [rows] numbers into SPLITS, or DROPPED.
+
+    `batch` is the block, with boundaries.columns.
+    """
     return _split_of_rows(block.first_row, block.num_rows, boundaries, batch)
 
 
 def _split_of_rows(first_row: int, num_rows: int, boundaries: Boundaries, batch: pa.RecordBatch | None) -> np.ndarray:
-    """`batch` may be None where no column decides."""
+    """Return the splits of rows. `batch` may be None if no column decides."""
     staged = None if batch is None or boundaries.column is None else batch[boundaries.column].to_numpy()
     splits = boundaries.split_of(boundaries.keys(first_row, num_rows, staged))
     if batch is not None and (sampling := boundaries.sampling) is not None:
@@ -202,7 +219,7 @@ def _split_of_rows(first_row: int, num_rows: int, boundaries: Boundaries, batch:
 
 
 def blocks_of_file(file: StagedFile, boundaries: Boundaries, first_row: int) -> list[BlockRows]:
-    """`first_row`: the number of rows in the files before it."""
+    """Return the blocks of a file. `first_row` is the number of rows in the files before it."""
     blocks = []
     columns = boundaries.columns
     edges = np.array([0, boundaries.first_validation, boundaries.first_test, np.iinfo(np.int64).max])
@@ -219,7 +236,8 @@ def blocks_of_file(file: StagedFile, boundaries: Boundaries, first_row: int) -> 
 
 
 def check_dates(config: SplitConfig, num_rows: int, num_held_out: int) -> None:
-    """Raises DataError where no row is as late as `validation_from`: a date is later than all whole numbers of seconds."""
+    """Raise DataError if no row is as late as `validation_from`, because dates are later than
+    any number of seconds."""
     if config.kind == "date" and not num_held_out:
         raise DataError(
             f"none of {num_rows:,} rows is from data.split.validation_from={config.validation_from} on. Where the timestamp column has "
@@ -228,7 +246,7 @@ def check_dates(config: SplitConfig, num_rows: int, num_held_out: int) -> None:
 
 
 def check_rows_to_train_on(found: bool, num_rows: int) -> None:
-    """Raises DataError unless a row is `found`."""
+    """Raise DataError unless a row is `found`."""
     if not num_rows:
         raise DataError(
             "no row was accepted, all are in the quarantine: correct data.format and data.columns, or the source"

@@ -18,7 +18,7 @@ CHUNK_ROWS = 65_536
 
 @dataclass(frozen=True)
 class Moments:
-    """`squares`: the sum of squared distances from the mean."""
+    """Count, mean and `squares`, the sum of squared distances from the mean."""
 
     count: int = 0
     mean: float = 0.0
@@ -32,7 +32,7 @@ class Moments:
         return cls(len(values), mean, float(((values - mean) ** 2).sum()))
 
     def merge(self, other: Moments) -> Moments:
-        """Chan, Golub and LeVeque 1983."""
+        """Merge two sets of moments (Chan, Golub and LeVeque 1983)."""
         if not other.count:
             return self
         delta, total = other.mean - self.mean, self.count + other.count
@@ -54,8 +54,11 @@ def names_to_learn(features: Features) -> list[str]:
 
 
 def moments_of(name: str, blocks: list[BlockRows], boundaries: Boundaries) -> Moments:
-    """Of the training values in the blocks of one file. They are added up in runs of CHUNK_ROWS values, so that how a
-    file was cut into blocks leaves no trace in the last digits."""
+    """Return the moments of the training values in the blocks of one file.
+
+    They are added up in runs of CHUNK_ROWS values, so the result does not depend on how a file was
+    cut into blocks.
+    """
     moments = Moments()
     waiting = np.zeros(0)
     for block in blocks:
@@ -71,7 +74,10 @@ def moments_of(name: str, blocks: list[BlockRows], boundaries: Boundaries) -> Mo
 
 
 def transform_from(moments_of_files: Iterable[Moments]) -> Transform:
-    """Files are merged in source order: the same numbers each time. A constant has std 1."""
+    """Return the transform.
+
+    Files are merged in source order, so the result is reproducible. A constant has std 1.
+    """
     total = Moments()
     for moments in moments_of_files:
         total = total.merge(moments)

@@ -1,4 +1,5 @@
-"""Find times in more than one unit: seconds in one file and milliseconds in another would be sorted a thousand times apart."""
+"""Find times in more than one unit, because seconds in one file and milliseconds in another
+would be sorted wrongly."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from pipeline.data.raw.blocks import Source
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.logs import get_logger
 
-# Whole numbers that are times from 1990 to 2286 in one unit, and in no other; dates are read as microseconds.
+# Whole numbers that are times from 1990 to 2286 in exactly one unit; dates are read as
+# microseconds.
 UNITS = {
     "seconds": (6.3e8, 1e10),
     "milliseconds": (6.3e11, 1e13),
@@ -23,14 +25,17 @@ logger = get_logger(__name__)
 
 
 class StagedTimes(Protocol):
-    """num_times: unit -> rows with such a time."""
+    """Counts of times. num_times: unit -> rows with such a time."""
 
     @property
     def num_times(self) -> dict[str, int]: ...
 
 
 def count_units(times: np.ndarray) -> dict[str, int]:
-    """How many of the times, [rows] int64, look like each unit; those that look like none are left out."""
+    """Count how many of the times, [rows] int64, look like each unit.
+
+    Other times are not counted.
+    """
     if not len(times):
         return {}
     lowest, highest = times.min(), times.max()
@@ -44,10 +49,10 @@ def count_units(times: np.ndarray) -> dict[str, int]:
 
 
 def check_time_units(config: DataConfig, sources: Sequence[Source], files: Sequence[StagedTimes]) -> None:
-    """Warn of a few times in another unit than the others'.
+    """Warn of a few times in a different unit.
 
     Raises:
-        DataError: more of them than data.max_quarantined_fraction.
+        DataError: they are more than data.max_quarantined_fraction.
     """
     counts: dict[str, int] = {}
     first: dict[str, str] = {}

@@ -21,8 +21,9 @@ from pipeline.data.prepare.row_groups import in_row_groups
 from pipeline.data.sql import sql_text
 
 VOCABULARY_SCHEMA = pa.schema([("value", pa.string()), ("count", pa.int64()), ("id", pa.int32())])
-VOCABULARY_GROUP_ROWS = 65_536  # whatever the batches that values come in: the same bytes from every engine
-# 1, 2, 3, 5, 7, 10, ... 10^10: evenly spaced in logarithm, past any table's end.
+# fixed, so that the file has the same bytes for any batches of values
+VOCABULARY_GROUP_ROWS = 65_536
+# 1, 2, 3, 5, 7, 10, ... 10^10: even in the logarithm, larger than any table.
 CURVE_RANKS = np.unique(np.round(10.0 ** (np.arange(61) / 6)).astype(np.int64))
 
 
@@ -34,11 +35,12 @@ class RankedFeature:
 
 
 def open_engine(folder: str, memory_bytes: int, threads: int) -> duckdb.DuckDBPyConnection:
-    """A DuckDB in memory that spills into `folder`."""
+    """Return a DuckDB in memory that spills into `folder`."""
     engine = duckdb.connect(config={"threads": threads})
     limit_memory(engine, memory_bytes)
     engine.execute(f"SET temp_directory = {sql_text(folder)}")
-    engine.execute("SET preserve_insertion_order = false")  # every order that matters is asked for
+    # queries ask for every order that they need
+    engine.execute("SET preserve_insertion_order = false")
     return engine
 
 
@@ -49,9 +51,11 @@ def limit_memory(engine: duckdb.DuckDBPyConnection, memory_bytes: int) -> None:
 def rank_values(
     batches: Iterable[tuple[pa.Array, np.ndarray]], ids: IdsConfig, num_lookups: int, path: str | None
 ) -> RankedFeature:
-    """Number one feature's values from 1 and write its vocabulary to `path`; None where ids are hashed.
+    """Number one feature's values from 1 and write its vocabulary to `path`; None if ids are
+    hashed.
 
-    Values seen fewer than ids.min_frequency times, or beyond ids.max_size rows (row 0 included), get no id of their own.
+    Values seen fewer than ids.min_frequency times, or beyond ids.max_size rows (including row 0),
+    get no id.
     """
     curve = _CurveBuilder()
     num_kept = num_distinct = 0
@@ -80,11 +84,11 @@ def rank_values(
 
 
 class _CurveBuilder:
-    """Sums over the most frequent ids, from descending counts that come in batches."""
+    """Sums over the most frequent ids, from descending counts in batches."""
 
     def __init__(self) -> None:
         self._upto = np.zeros(len(CURVE_RANKS), dtype=np.int64)  # of the first CURVE_RANKS[i] values
-        self._before = np.zeros(len(CURVE_RANKS), dtype=np.int64)  # of one value fewer
+        self._before = np.zeros(len(CURVE_RANKS), dtype=np.int64)  # of one value less
         self._seen = self._sum = 0
 
     def add(self, counts: np.ndarray) -> None:
@@ -96,7 +100,10 @@ class _CurveBuilder:
         self._sum = int(sums[-1])
 
     def finish(self, cardinality: int, num_lookups: int) -> FrequencyCurve:
-        """Id 0 takes what the values did not, and its rank among them: the top r hold it where that is more."""
+        """Return the curve.
+
+        Id 0 has the lookups of values without an id, and its rank depends on their number.
+        """
         unknown = num_lookups - self._sum
         top = np.maximum(self._upto, self._before + unknown)
         inside = cardinality > CURVE_RANKS

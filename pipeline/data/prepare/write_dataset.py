@@ -1,4 +1,4 @@
-"""Describe what was prepared as a Dataset, and publish what lies beside its shards."""
+"""Describe the prepared data as a Dataset, and publish the files next to its shards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ QUARANTINE_FILE = "quarantine.jsonl"
 
 @dataclass(frozen=True)
 class Prepared:
-    """sparse: those in buckets come last. dropped_rows: of training, by negative sampling."""
+    """The results of tasks. sparse: bucketed features come last. dropped_rows: training rows
+    left out by negative sampling."""
 
     sparse: list[SparseFeature]
     shards: list[WrittenShard]
@@ -113,8 +114,11 @@ def _split(shards: list[WrittenShard], number: int) -> Split:
 
 
 def _bayes_auc(shards: list[WrittenShard], features: Features) -> dict[str, float]:
-    """Of the teacher's own probabilities, by split for the main label and by split/label for others; empty for sources that
-    were not generated. A label that is masked counts where its mask is 1."""
+    """Return the AUC of the teacher's probabilities: by split for the main label, by split/label
+    for other labels.
+
+    Empty for a source that was not generated. A masked label counts where its mask is 1.
+    """
     aucs = {}
     for number, split in enumerate(SPLITS):
         held = [shard for shard in shards if shard.split == number]
@@ -127,7 +131,8 @@ def _bayes_auc(shards: list[WrittenShard], features: Features) -> dict[str, floa
                 truth, labels = truth[counts], labels[counts]
             area = auc(truth, labels)
             key = split if name == features.label else f"{split}/{name}"
-            aucs[key] = 0.5 if math.isnan(area) else round(area, 9)  # labels of one kind: nothing to rank
+            # labels of one kind cannot be ranked
+            aucs[key] = 0.5 if math.isnan(area) else round(area, 9)
     return aucs
 
 
@@ -147,7 +152,7 @@ def _publish_quarantine(recipe: Recipe, files: Sequence[FileSummary], scratch: s
 
 
 def move_out(staging: str, folder: str, name: str) -> None:
-    """A local file to its place in the data set."""
+    """Move a local file to its place in the data set."""
     storage.make_folder(storage.dirname(storage.join(folder, name)))
     storage.move_file(os.path.join(staging, name), storage.join(folder, name))
 

@@ -1,7 +1,8 @@
 """Write staged rows, with the ids of their codes, as Parquet shards.
 
-Columns: labels and weight as Features.label_types says, dense features float32, one-hot features and those in buckets int32, multi-hot features
-list<int32>, of weighted ones list<float32> beside, and the group int64 where there is one; none is null.
+Columns: labels and weight as in Features.label_types, dense features float32, one-hot and bucketed
+features int32, multi-hot features list<int32>, their weights list<float32>, and the group int64 if
+there is one. No value is null.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from pipeline.data.raw.dense_transforms import Transform, bucket_numbers
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.arrow_files import read_numbers
 
-# Ids are small numbers: LZ4 finds their zero bytes, a dictionary only costs the reader time. Readers verify the page
-# checksums, so that a flipped bit on a disk is an error and not another id.
+# Ids are small numbers: LZ4 compresses their zero bytes, and a dictionary would cost the reader
+# time. Readers verify page checksums, so a flipped bit on a disk is an error and not another id.
 PARQUET_OPTIONS: dict[str, Any] = {
     "compression": "lz4",
     "use_dictionary": False,
@@ -43,7 +44,10 @@ OBJECTS_AT_ONCE = 16
 
 @dataclass
 class WrittenShard:
-    """`truth`: label -> the teacher's probabilities, and `labels` what was sampled from them; empty where nothing was generated."""
+    """A written shard.
+
+    `truth`: label -> the teacher's probabilities, `labels`: the sampled labels; for generated data only.
+    """
 
     split: int
     file: ShardFile
@@ -54,7 +58,7 @@ class WrittenShard:
 
 @dataclass(frozen=True)
 class Span:
-    """Rows of the parts `first` to `last` - 1: `num_rows`, after the first `skip`."""
+    """`num_rows` rows of the parts `first` to `last` - 1, after the first `skip` rows."""
 
     first: int
     last: int
@@ -63,7 +67,10 @@ class Span:
 
 
 def spans_of(counts: Sequence[int], size: int, begin: int = 0) -> Iterator[Span]:
-    """Spans of `size` rows over parts that have `counts` of them, from row `begin` on; the last is smaller."""
+    """Yield spans of `size` rows over parts with `counts` rows, from row `begin` on.
+
+    The last span is smaller.
+    """
     ends = np.cumsum([0, *counts])
     for start in range(begin, int(ends[-1]), size):
         end = min(start + size, int(ends[-1]))
@@ -73,8 +80,10 @@ def spans_of(counts: Sequence[int], size: int, begin: int = 0) -> Iterator[Span]
 
 @dataclass(frozen=True)
 class FileOfShard:
-    """`folder`, `path`: where it was staged and divided; `first_values`: [num_features] the numbers
-    of its first values among those of all files."""
+    """A file of a shard. `folder`, `path`: where it was staged and divided.
+
+    `first_values`: [num_features] the numbers of its first values among the values of all files.
+    """
 
     folder: str
     path: str
@@ -83,7 +92,10 @@ class FileOfShard:
 
 @dataclass(frozen=True)
 class SharedByShards:
-    """`ids_paths`: of each feature, a file of int32; `transforms`: of columns that were staged as they were read."""
+    """Input of all shards.
+
+    `ids_paths`: a file of int32 per feature; `transforms`: of columns that were staged as read.
+    """
 
     boundaries: Boundaries
     ids_paths: list[str]
@@ -93,7 +105,7 @@ class SharedByShards:
 
 @dataclass(frozen=True)
 class ShardToWrite:
-    """The rows of `split` in `files`, from number `first_row` among them on."""
+    """A shard to write: rows of `split` in `files`, from number `first_row` on."""
 
     split: int
     number: int
@@ -123,7 +135,8 @@ def plan_shards(files: Sequence[DividedFile], rows_per_shard: int, shared: Share
 
 
 def write_shard(recipe: Recipe, item: ShardToWrite) -> WrittenShard:
-    """A task: write one shard into a scratch folder, then move it into the data set: a file that is there is whole."""
+    """Task: write one shard into a scratch folder, then move it into the data set, so an
+    existing file is complete."""
     with scratch_folder(recipe) as scratch:
         return _ShardWriter(recipe, item).write(os.path.join(scratch, "shard.parquet"))
 
@@ -172,7 +185,7 @@ class _ShardWriter:
         held = [(file, block) for file, block in held if block.per_split[split]]
         span = next(spans_of([block.per_split[split] for _, block in held], item.num_rows, begin=item.first_row))
         skip, remaining = span.skip, item.num_rows
-        # One thread reads ahead while the caller's compresses and writes.
+        # One thread reads ahead while the caller's thread compresses and writes.
         for table in map_ordered(lambda pair: self._rows_of(*pair), held[span.first : span.last], threads=1):
             yield table.slice(skip, remaining)
             skip, remaining = 0, remaining - min(remaining, len(table) - skip)
@@ -185,13 +198,13 @@ class _ShardWriter:
         return self._with_ids(self._ids_of(file, block), batch)
 
     def _ids_of(self, file: FileOfShard, block: BlockRows) -> Iterator[np.ndarray]:
-        """Of each feature the id at each code."""
+        """Yield the ids at each code, for each feature."""
         paths = self._item.shared.ids_paths
         firsts = (np.array(file.first_values) + block.file.first_values[block.index]).tolist()
         spans = zip(paths, firsts, block.file.num_values[block.index], strict=True)
         if all(map(storage.is_local, paths)):
             found: Iterable[np.ndarray] = (read_numbers(*span) for span in spans)
-        else:  # an object store answers slowly, and many requests at once
+        else:  # an object store answers slowly, but many requests in parallel
             found = map_ordered(lambda span: read_numbers(*span), spans, OBJECTS_AT_ONCE)
         for ids in found:
             yield np.concatenate([[0], ids]).astype(np.int32)  # code 0, the missing value, is id 0
