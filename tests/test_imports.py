@@ -34,7 +34,6 @@ CLOSE_A_CYCLE = {
     ("pipeline.planner.limits", "pipeline.planner.plan_record"),
     ("pipeline.devices.cpu.kernel_pool", "pipeline.devices.cpu.openmp_regions"),
     ("pipeline.devices.philox", "pipeline.devices.cpu.kernels.philox"),
-    ("pipeline.serving.scoring.patching", "pipeline.serving.scoring.predictor"),
     ("launch.resources", "launch.workload"),
 }
 

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.config.columns import ColumnsConfig
 from pipeline.config.server import LimitsConfig
-from pipeline.data.raw.spelling import spell
+from pipeline.data.raw.value_text import to_text
 from pipeline.serving.http.arrow_bounds import EXPANSION
 from pipeline.serving.http.request_rows import ARROW_TYPE, JSON_TYPE, BadRequest, RequestReader
 
@@ -78,7 +78,7 @@ def test_dictionaries_within_the_limit_are_read_as_their_values_are() -> None:
         _stream(60, city=texts.dictionary_encode(), device=numbers.dictionary_encode(),
                 tags=_lists(numbers.dictionary_encode(), 1))
     )  # fmt: skip
-    assert coded.equals(plain) and plain["device"].to_pylist() == spell(numbers).to_pylist()
+    assert coded.equals(plain) and plain["device"].to_pylist() == to_text(numbers).to_pylist()
 
 
 def test_rows_are_counted_before_they_are_decoded() -> None:
