@@ -44,7 +44,7 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
+class _StderrHandler(logging.StreamHandler):
     """Write to the current sys.stderr.
 
     A progress bar replaces sys.stderr, so that it stays below the lines.

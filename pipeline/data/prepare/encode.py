@@ -157,10 +157,7 @@ class EncodedBlock:
 def encode_block(
     features: Features, table: pa.Table, probabilities: Mapping[str, np.ndarray] | None = None
 ) -> EncodedBlock:
-    """Encode a block.
-
-    `probabilities`: label -> the teacher's probability per row, for a generated source.
-    """
+    """Encode a block. probabilities: label -> the teacher's, per row, for a generated source."""
     table = derive(table, features.derived, features.null_values)
     labels = {name: label_values(table[name]) for name in features.label_types}
     arrays = [pa.array(labels[name].astype(kind.to_pandas_dtype())) for name, kind in features.label_types.items()]

@@ -32,7 +32,7 @@ class RetrieveReader(RequestReader):
         more = [("k", k, min(USUAL_K, limits.k)), ("allowed", ids | None, None), ("excluded", ids | None, None)]
         super().__init__(columns, limits, more)
 
-    def read(self, body: bytes, content_type: str) -> Queries:  # type: ignore[override]
+    def read(self, body: bytes, content_type: str) -> Queries:
         """Read a request. Raises BadRequest."""
         if content_type != JSON_TYPE:
             found = f"Content-Type {content_type!r}" if content_type else "a body without a Content-Type"

@@ -89,7 +89,7 @@ class Shadow(torch.Tensor):
             raise RuntimeError(f"cannot set .data of {self!r} to {other!r}: another device or shape")
         self.inner = other.inner
 
-    def resize_(self, *sizes: Any, **_: Any) -> Any:  # type: ignore[override]
+    def resize_(self, *sizes: Any, **_: Any) -> Any:
         """Replace this tensor's memory.
 
         A wrapper cannot change its shape, so it is swapped with another wrapper.
@@ -146,8 +146,8 @@ class ShadowMode(TorchDispatchMode):
 
     def __enter__(self) -> ShadowMode:
         # Otherwise torch.tensor(..., device="cuda") asks the CUDA runtime before any dispatch.
-        torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
-        return super().__enter__()  # type: ignore[no-any-return]
+        torch._C._set_only_lift_cpu_tensors(True)
+        return super().__enter__()
 
 
 entered: list[ShadowMode] = []  # of the main thread: whether new threads enter it too

@@ -79,7 +79,7 @@ class DotInteraction(nn.Module):
         dtype = autocast_dtype(rows) or (rows.dtype if dense is None else dense.dtype)
         by_kernel = self.uses_kernel and multiplies_rows(rows, dtype)
         positions = None if by_kernel else self._positions_on(rows.device, rows.shape[1] + (dense is not None))
-        return _Dots.apply(dense, rows, dtype, self.rows_are_padded, positions)  # type: ignore[no-any-return,no-untyped-call]
+        return _Dots.apply(dense, rows, dtype, self.rows_are_padded, positions)
 
     def _positions_on(self, device: torch.device, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the positions of the pairs in a flat [n, n], and the position of each of the flat

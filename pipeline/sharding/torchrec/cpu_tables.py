@@ -243,7 +243,7 @@ class FastLookup:
     @property
     def weights(self) -> torch.Tensor:
         """Return the weights of all tables as one flat tensor."""
-        return self._lookup.weights_host  # type: ignore[no-any-return]
+        return self._lookup.weights_host
 
     @property
     def dims(self) -> list[int]:

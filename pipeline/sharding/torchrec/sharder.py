@@ -163,7 +163,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         return [group for groups in self._groups_of_lookups for group in groups]
 
     @staticmethod
-    def _pre_load_state_dict_hook(self: ShardedTables, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
+    def _pre_load_state_dict_hook(self: ShardedTables, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Skip stored rows, which were loaded in place. TorchRec would collect them in memory."""
         for table in self.module_sharding_plan:
             key = f"{prefix}embedding_bags.{table}.weight"
@@ -227,7 +227,7 @@ class TimedTrainPipeline(TrainPipelineSparseDist[Any, Any]):
             if tables is not None:
                 arrived = request.wait()
                 tables.prefetch_rows_on_rank(arrived)
-                request.wait = partial(_given, arrived)  # type: ignore[method-assign]
+                request.wait = partial(_given, arrived)
 
     @cached_property
     def _tiered_tables(self) -> dict[str, ShardedTables]:
