@@ -70,7 +70,7 @@ def test_rows_go_to_the_quarantine_also_where_a_block_has_no_other(tmp_path: Pat
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"label_values": {"yes": 1}}, "labels.values 1 alone"),
+        ({"label_values": {"yes": 1}}, "labels.values names only 1"),
         ({"label_values": {"yes": 2, "no": 0}}, "'yes' 2 0 to 1"),
         ({"label_values": {"yes": 1, "no": 0}, "label_threshold": 1.0}, "labels.values labels.threshold"),
         ({"label_threshold": math.nan}, "threshold=nan"),

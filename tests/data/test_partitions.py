@@ -115,7 +115,7 @@ def test_text_files_get_the_columns_too(tmp_path: Path, end: str) -> None:
 
 
 def test_a_value_that_is_no_number_or_a_format_without_cells_is_refused(tmp_path: Path, table: Path) -> None:
-    with pytest.raises(DataError, match=r"the folder name has dt=2026-10-31, and 'dt' is a number in data.columns"):
+    with pytest.raises(DataError, match=r"the folder name has dt=2026-10-31, but 'dt' is a number in data.columns"):
         _prepare(tmp_path, table, {"label": "y", "sparse": ["c"], "dense": ["dt"]})
     folder = tmp_path / "lines" / "dt=1"
     folder.mkdir(parents=True)

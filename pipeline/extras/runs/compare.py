@@ -269,7 +269,7 @@ def _notes(
     if len(variants) == 1:
         values = [metrics.get("ne", math.nan) for _, metrics in found.values()]
         spread = f"; their NE differs by {max(values) - min(values):.5f}" if all(map(math.isfinite, values)) else ""
-        notes.append(f"these runs differ only in their seed, so no variant is better{spread}")
+        notes.append(f"these runs differ only in their seed, so they do not compare variants{spread}")
     elif has_intervals and any(
         each is not variants[0] and len(each.runs) + len(variants[0].runs) == 2 for each in variants
     ):
