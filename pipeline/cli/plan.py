@@ -18,7 +18,6 @@ import shlex
 import sys
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING
 
 import yaml
 

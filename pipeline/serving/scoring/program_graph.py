@@ -269,7 +269,7 @@ class GraphReader:
 
 def _number(value: object) -> int | float | bool:
     if type(value) is bool or type(value) is float:
-        return value  # type: ignore[no-any-return]
+        return value
     return FLOATS[value] if type(value) is str and value in FLOATS else an_int(value)
 
 
