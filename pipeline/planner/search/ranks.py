@@ -178,7 +178,7 @@ class RankState:
 
     def _price(self, ranks: Ranks | slice, taken: Floats, more: Floats) -> Floats:
         """Return [ranks] milliseconds for `more` memory in addition to `taken`."""
-        return (self._memory_price[ranks] * (2 * taken + more) * more).sum(axis=-1)  # type: ignore[no-any-return]
+        return (self._memory_price[ranks] * (2 * taken + more) * more).sum(axis=-1)
 
     def _hosts_hold(self, option: Option, ranks: Ranks) -> bool:
         if self.host_caps is None:
