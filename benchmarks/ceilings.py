@@ -166,9 +166,15 @@ def reference_of(name: str, machine: Machine) -> Reference:
     preset = PRESETS[name]
     moved, adam, dense = table_bytes(preset), adam_bytes(preset), machine.dense_ms[name]
     return Reference(
-        name, dense_flop(preset) / 1e9, moved / 1e6, dense["fp32"], dense["bf16"],
-        moved / machine.gather_gb_per_s[preset.dim] / 1e6, adam / 1e6, adam / machine.adam_gb_per_s[name] / 1e6,
-    )  # fmt: skip
+        name,
+        dense_flop(preset) / 1e9,
+        moved / 1e6,
+        dense["fp32"],
+        dense["bf16"],
+        moved / machine.gather_gb_per_s[preset.dim] / 1e6,
+        adam / 1e6,
+        adam / machine.adam_gb_per_s[name] / 1e6,
+    )
 
 
 def main() -> None:

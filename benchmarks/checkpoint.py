@@ -178,7 +178,13 @@ def resume(data: str, rounds: int) -> dict[str, float]:
     cold, warm = [], []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as run:
-            words = ["experiment=quickstart", "hardware=cpu", f"data.path={data}", f"run_dir={run}/run", "trainer.log_every_steps=1"]  # fmt: skip
+            words = [
+                "experiment=quickstart",
+                "hardware=cpu",
+                f"data.path={data}",
+                f"run_dir={run}/run",
+                "trainer.log_every_steps=1",
+            ]
             cold.append(seconds_to_first_step([*words, "trainer.max_steps=20"]))
             warm.append(seconds_to_first_step([*words, "trainer.max_steps=21"]))
     return {

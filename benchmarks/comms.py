@@ -135,8 +135,11 @@ def count(pair: str, assembly: Any, run: Callable[[int], Any]) -> Figure:
         forward_bytes=sum(total for kind, total in tables.items() if not kind.in_backward) / steps,
         backward_bytes=sum(total for kind, total in tables.items() if kind.in_backward) / steps,
         dense_bytes=sum(buckets) / steps,
-        ms_a_step=0.0, least=0.0, most=0.0, cpu_ms_a_step=0.0,
-    )  # fmt: skip
+        ms_a_step=0.0,
+        least=0.0,
+        most=0.0,
+        cpu_ms_a_step=0.0,
+    )
 
 
 def on_ranks(function: Callable[..., None], *arguments: Any) -> Any:

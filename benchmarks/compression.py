@@ -83,9 +83,13 @@ def prepared(folder: Path, num_rows: int) -> str:
         return str(path)
     source = folder / f"clicks_{num_rows}.tsv"
     drawn = [
-        "data=quickstart", f"data.synthetic.num_rows={num_rows}", "data.synthetic.zipf_exponent=0.7", "data.synthetic.id_effect_decay=0",
-        f"data.synthetic.cardinalities=[{','.join(map(str, SMALL + LARGE))}]", "data.synthetic.num_interactions=3",
-    ]  # fmt: skip
+        "data=quickstart",
+        f"data.synthetic.num_rows={num_rows}",
+        "data.synthetic.zipf_exponent=0.7",
+        "data.synthetic.id_effect_decay=0",
+        f"data.synthetic.cardinalities=[{','.join(map(str, SMALL + LARGE))}]",
+        "data.synthetic.num_interactions=3",
+    ]
     generate(load_config(GenerateJob, [*drawn, f"output={source}"]))
     split = ["data.split.validation_fraction=0.2", "data.split.test_fraction=0.02", "data.rows_per_row_group=4096"]
     prepare(load_config(PrepareJob, [*drawn, *split, f"source={source}", f"data.path={path}"]))
@@ -117,11 +121,17 @@ def job_of(data: str, run_dir: str, kind: str, ratio: float, seed: int) -> Train
     return load_config(
         TrainJob,
         [
-            "experiment=quickstart", "hardware=cpu", f"data.path={data}", f"run_dir={run_dir}", f"trainer.seed={seed}",
-            f"tables.default.embedding_dim={DIM}", f"model.dense_arch_layer_sizes=[64,{DIM}]", "trainer.log_every_steps=1000",
+            "experiment=quickstart",
+            "hardware=cpu",
+            f"data.path={data}",
+            f"run_dir={run_dir}",
+            f"trainer.seed={seed}",
+            f"tables.default.embedding_dim={DIM}",
+            f"model.dense_arch_layer_sizes=[64,{DIM}]",
+            "trainer.log_every_steps=1000",
             *words_of(kind, ratio, seed, large),
         ],
-    )  # fmt: skip
+    )
 
 
 def large_tables(job: TrainJob) -> list[Table]:
@@ -141,12 +151,18 @@ def measure(data: str, num_rows: int, kind: str, ratio: float, seed: int) -> Row
         began = time.process_time()
         summary = train(job)
         return Row(
-            kind, ratio, seed, num_rows,
+            kind,
+            ratio,
+            seed,
+            num_rows,
             table_bytes=4 * sum(num_numbers(table) for table in tables),
             full_bytes=4 * sum(table.num_embeddings * table.embedding_dim for table in tables),
-            auc=summary.validation["auc"], ne=summary.validation["ne"], bayes_auc=summary.bayes_auc or 0.0,
-            samples_per_s=summary.throughput["samples_per_s"], cpu_s=time.process_time() - began,
-        )  # fmt: skip
+            auc=summary.validation["auc"],
+            ne=summary.validation["ne"],
+            bayes_auc=summary.bayes_auc or 0.0,
+            samples_per_s=summary.throughput["samples_per_s"],
+            cpu_s=time.process_time() - began,
+        )
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -250,9 +266,17 @@ def draw(rows: list[Row], path: str) -> None:
         below = [mean - min(values) for mean, values in zip(means, found.values(), strict=True)]
         above = [max(values) - mean for mean, values in zip(means, found.values(), strict=True)]
         axes.errorbar(
-            places, means, (below, above), label=kind, marker="os^Dv<>p"[number % 8], markersize=5, capsize=2, linewidth=1.4,
-            color=f"C{number}", linestyle=":" if kind == "hash" else "-",
-        )  # fmt: skip
+            places,
+            means,
+            (below, above),
+            label=kind,
+            marker="os^Dv<>p"[number % 8],
+            markersize=5,
+            capsize=2,
+            linewidth=1.4,
+            color=f"C{number}",
+            linestyle=":" if kind == "hash" else "-",
+        )
     axes.set_xscale("log", base=2)
     axes.set_xticks(ratios, [f"1/{ratio:g}" for ratio in ratios])
     axes.invert_xaxis()

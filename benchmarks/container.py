@@ -35,8 +35,11 @@ def as_container(
     path = bundle / "config.json"
     spec = json.loads(path.read_text())
     spec["process"] |= {
-        "terminal": False, "args": command, "cwd": str(Path.cwd()), "env": [f"{key}={value}" for key, value in environ.items()],
-    }  # fmt: skip
+        "terminal": False,
+        "args": command,
+        "cwd": str(Path.cwd()),
+        "env": [f"{key}={value}" for key, value in environ.items()],
+    }
     spec["process"].pop("rlimits", None)
     spec["root"] = {"path": "rootfs", "readonly": False}
     spec["hostname"] = "localhost"  # a name that resolves, as a kubelet sees to for a pod

@@ -190,8 +190,11 @@ def count_kinds(folder: str) -> None:
         count[1] += min(packed(values), packed(values ^ earlier) if earlier is not None else values.nbytes)
     size = folder_bytes(Path(path))
     left = size - sum(count for count, _ in kinds.values())
-    print(f"of a link       {size:,} bytes: " + ", ".join(f"{kind} {a:,} (packed {b:,})" for kind, (a, b) in kinds.items())
-          + f", archives and manifest {left:,}; packed without the latter {sum(b for _, b in kinds.values()):,}")  # fmt: skip
+    print(
+        f"of a link       {size:,} bytes: "
+        + ", ".join(f"{kind} {a:,} (packed {b:,})" for kind, (a, b) in kinds.items())
+        + f", archives and manifest {left:,}; packed without the latter {sum(b for _, b in kinds.values()):,}"
+    )
     pack_files(Path(path), manifest)
 
 
@@ -208,8 +211,11 @@ def pack_files(path: Path, manifest: dict[str, Any]) -> None:
         )
     tensors = StepTensors(str(path), TensorsOnlyReader(str(path), manifest))
     rows = sum(tensors.shape(key)[0] for key in tensors.entries if key.endswith("/rows") and is_change(key))
-    print("files of a link " + ", ".join(f"{kind} {size:,} (zstd {left[kind]:,})" for kind, size in sizes.items())
-          + f": {sum(left.values()):,} bytes in {time.process_time() - began:.3f} CPU-s; {rows:,} changed rows")  # fmt: skip
+    print(
+        "files of a link "
+        + ", ".join(f"{kind} {size:,} (zstd {left[kind]:,})" for kind, size in sizes.items())
+        + f": {sum(left.values()):,} bytes in {time.process_time() - began:.3f} CPU-s; {rows:,} changed rows"
+    )
 
 
 def of_link(key: str, tensors: StepTensors, before: StepTensors) -> tuple[str, Words, Words | None]:

@@ -127,10 +127,16 @@ def run_one(rank: int, way: str, seed: int, data: str, run_dir: str) -> Figure:
     from pipeline.training.train import train
 
     words = [
-        "experiment=quickstart", "hardware=cpu", f"data.path={data}", f"run_dir={run_dir}", f"world_size={RANKS}",
-        f"trainer.global_batch_size={BATCH}", f"trainer.seed={seed}", f"parallel.embedding_sync={way}",
+        "experiment=quickstart",
+        "hardware=cpu",
+        f"data.path={data}",
+        f"run_dir={run_dir}",
+        f"world_size={RANKS}",
+        f"trainer.global_batch_size={BATCH}",
+        f"trainer.seed={seed}",
+        f"parallel.embedding_sync={way}",
         "tables.default.sharding={sharding_types:[table_wise]}",
-    ]  # fmt: skip
+    ]
     with sent_to_other_hosts(rank) as sent:
         summary = train(load_config(TrainJob, words))
     mean = evaluate(load_config(EvaluateJob, [f"run={run_dir}", "split=validation", f"world_size={RANKS}"])).metrics
@@ -140,9 +146,16 @@ def run_one(rank: int, way: str, seed: int, data: str, run_dir: str) -> Figure:
     dist.all_reduce(total)
     own = summary.validation
     return Figure(
-        way, seed, float(total) / RANKS / summary.step / 1024, averaged / summary.step / 1024, summary.step,
-        own["auc"], own["ne"], mean["auc"], mean["ne"],
-    )  # fmt: skip
+        way,
+        seed,
+        float(total) / RANKS / summary.step / 1024,
+        averaged / summary.step / 1024,
+        summary.step,
+        own["auc"],
+        own["ne"],
+        mean["auc"],
+        mean["ne"],
+    )
 
 
 def show(figures: list[Figure]) -> str:

@@ -46,9 +46,15 @@ MODELS: dict[str, dict[str, Any]] = {
 BATCH = 1024  # of a rank
 STEPS = 16  # of a round
 GLOO = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor", "broadcast",
-    "barrier", "all_gather_object",
-)  # fmt: skip
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_to_all_single",
+    "reduce_scatter_tensor",
+    "broadcast",
+    "barrier",
+    "all_gather_object",
+)
 LIBRARIES = ("torch", "contextlib.py", "host_exchange.py", "exchanges.py")  # no caller by which one knows an exchange
 
 
@@ -172,9 +178,7 @@ def run_rank(rank: int, ranks: int, model: str, rounds: int, folder: str) -> Non
             statistics.median(slow[column] / fast[column] for fast, slow in zip(shared, gloo, strict=True))
             for column in (0, 1)
         ]
-        found_here = Found(
-            model, *medians[:2], ratios[0], *medians[2:], ratios[1], recorder.exchanges(STEPS + 1)
-        )  # fmt: skip
+        found_here = Found(model, *medians[:2], ratios[0], *medians[2:], ratios[1], recorder.exchanges(STEPS + 1))
         Path(folder, "found.json").write_text(json.dumps(asdict(found_here)))
     dist.destroy_process_group()
 

@@ -115,12 +115,20 @@ def build(context: DistributedContext, load: Workload, head: str) -> tuple[Train
     job = load_config(
         TrainJob,
         [
-            "data=quickstart", "model=dlrm", "name=split", "hardware=cpu", "comms.shared_memory=false", f"world_size={context.world_size}",
-            f"tables.default.embedding_dim={load.dim}", f"model.dense_arch_layer_sizes=[64,{load.dim}]",
-            "model.over_arch_layer_sizes=[64,1]", f"tables.default.sharding.sharding_types=[{load.sharding}]",
-            f"trainer.global_batch_size={load.batch_size * context.world_size}", *split,
+            "data=quickstart",
+            "model=dlrm",
+            "name=split",
+            "hardware=cpu",
+            "comms.shared_memory=false",
+            f"world_size={context.world_size}",
+            f"tables.default.embedding_dim={load.dim}",
+            f"model.dense_arch_layer_sizes=[64,{load.dim}]",
+            "model.over_arch_layer_sizes=[64,1]",
+            f"tables.default.sharding.sharding_types=[{load.sharding}]",
+            f"trainer.global_batch_size={load.batch_size * context.world_size}",
+            *split,
         ],
-    )  # fmt: skip
+    )
     features = [SparseFeature(name, load.num_rows, load.bag > 1, float(load.bag), load.curve()) for name in load.names]
     dense = [f"int_{index}" for index in range(NUM_DENSE)]
     rows = 10**7
@@ -181,8 +189,13 @@ def counted_bytes(
     """
     world = context.world_size
     away = (world - 1) / world
-    passes = {"all_to_all_single": away, "reduce_scatter": 2 * away, "reduce_scatter_tensor": 2 * away,
-              "all_gather": world - 1.0, "all_gather_into_tensor": world - 1.0}  # fmt: skip
+    passes = {
+        "all_to_all_single": away,
+        "reduce_scatter": 2 * away,
+        "reduce_scatter_tensor": 2 * away,
+        "all_gather": world - 1.0,
+        "all_gather_into_tensor": world - 1.0,
+    }
     tables = [one for one in assembly.model.modules() if isinstance(one, ShardedTables)]
     replicated = [one for table in tables for one in table._lookups if isinstance(one, DistributedDataParallel)]
     sizes = [count_buckets(one) for one in replicated]
@@ -244,9 +257,14 @@ def _measure(
     reports = head_reports(job, assembly.tables, dataset, context.world_size)
     rows = reports[0].head_rows if reports else 0
     figure = Figure(
-        name, context.world_size, head, rows, share_of(load.curve(), rows) if rows else 0.0,
-        expected_bytes(job, dataset, assembly, context.world_size) / 2**20, counted / 2**20,
-    )  # fmt: skip
+        name,
+        context.world_size,
+        head,
+        rows,
+        share_of(load.curve(), rows) if rows else 0.0,
+        expected_bytes(job, dataset, assembly, context.world_size) / 2**20,
+        counted / 2**20,
+    )
     for link in links:
         _limit(link)
         dist.barrier()
@@ -285,9 +303,14 @@ def compare(ranks: int, names: list[str], heads: list[str], links: list[float], 
         running = []
         for rank, host in enumerate(hosts):
             environment = {
-                **os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0",
-                "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1",
-            }  # fmt: skip
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "GLOO_SOCKET_IFNAME": DEVICE,
+                "OMP_NUM_THREADS": "1",
+            }
             words = host.command(sys.executable, "-m", "benchmarks.frequency_split", "--rank", request)
             running.append(subprocess.Popen(words, env=environment))
         try:

@@ -106,9 +106,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         run, artifact = f"{folder}/run", f"{folder}/artifact"
         words = [
-            "experiment=quickstart", f"data.path={options.data}", f"run_dir={run}", "hardware=cpu", "trainer.epochs=1000",
-            "checkpoint.differential=true", f"checkpoint.save_every_minutes={options.save_every_s / 60}",
-        ]  # fmt: skip
+            "experiment=quickstart",
+            f"data.path={options.data}",
+            f"run_dir={run}",
+            "hardware=cpu",
+            "trainer.epochs=1000",
+            "checkpoint.differential=true",
+            f"checkpoint.save_every_minutes={options.save_every_s / 60}",
+        ]
         done(pipeline("train", *words, "trainer.max_steps=50"))
         done(pipeline("export", f"run={run}", f"output={artifact}"))
         server = pipeline("serve", f"artifact={artifact}", "server.port=0", "server.watch_s=1")
@@ -130,9 +135,10 @@ def main() -> None:
             for process in (publisher, train, server):
                 process.wait()
         speeds = [
-            line["samples_per_s"] for line in map(json.loads, Path(run, "metrics.jsonl").read_text().splitlines())
+            line["samples_per_s"]
+            for line in map(json.loads, Path(run, "metrics.jsonl").read_text().splitlines())
             if "samples_per_s" in line
-        ]  # fmt: skip
+        ]
         print(rest.line("at rest"))
         print(beside.line("beside"), f" {len(beside.versions)} versions answered")
         print(f"training   {statistics.median(speeds):,.0f} rows/s at the median of its log lines")

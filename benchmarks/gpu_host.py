@@ -67,9 +67,13 @@ def _totals(meter: Any, report: Any) -> dict[str, float]:
 def run_rank(rank: int, presets: list[str], rounds: int, folder: str) -> None:
     """Measure all presets on one rank; rank 0 writes rows.json into the folder."""
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS),
-        OMP_NUM_THREADS="1", SHADOW_GPU_FOLDER=f"{folder}/shadow",
-    )  # fmt: skip
+        RANK=str(rank),
+        WORLD_SIZE=str(RANKS),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(RANKS),
+        OMP_NUM_THREADS="1",
+        SHADOW_GPU_FOLDER=f"{folder}/shadow",
+    )
     from pipeline.extras import shadow
 
     shadow.activate(num_gpus=RANKS)  # before torch is imported
@@ -129,11 +133,14 @@ def _both_loops(name: str, kinds: str, rounds: int, meter: Any, report: Any) -> 
             found[side].append(figures)
     return [
         {
-            "preset": name, "kinds": kinds, "side": side,
-            **{key: min(each[key] for each in rows) for key in rows[0]}, "sync_places": places[side],
+            "preset": name,
+            "kinds": kinds,
+            "side": side,
+            **{key: min(each[key] for each in rows) for key in rows[0]},
+            "sync_places": places[side],
         }
         for side, rows in found.items()
-    ]  # fmt: skip
+    ]
 
 
 def measure(presets: list[str], rounds: int) -> dict[str, Any]:

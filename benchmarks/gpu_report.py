@@ -36,9 +36,14 @@ SAME, HALF, INT8 = 1e-4, 2e-2, 5e-2
 STEP_FACTOR = 2.0  # between a measured and a predicted step
 # Options of conf/hardware by the names in planner.cards.
 PRESETS = {
-    "A100-SXM4-40GB": "a100_40gb", "A100-SXM4-80GB": "a100_80gb", "H100 80GB HBM3": "h100_80gb", "H200": "h200",
-    "B200": "b200", "GB300": "gb300", "L40S": "l40s",
-}  # fmt: skip
+    "A100-SXM4-40GB": "a100_40gb",
+    "A100-SXM4-80GB": "a100_80gb",
+    "H100 80GB HBM3": "h100_80gb",
+    "H200": "h200",
+    "B200": "b200",
+    "GB300": "gb300",
+    "L40S": "l40s",
+}
 
 
 @dataclass
@@ -90,9 +95,14 @@ class Machine:
         environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1" if ranks else "4"}
         done = subprocess.run(
             [sys.executable, *launcher, "-m", *module],
-            cwd=self.folder, env=environ, timeout=timeout_s, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            cwd=self.folder,
+            env=environ,
+            timeout=timeout_s,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         if done.returncode:
             last = "\n".join(self._without_paths(done.stdout).strip().splitlines()[-12:])
             raise CommandError(f"`python -m {' '.join(words)}` ended with {done.returncode}:\n{last}")
@@ -116,10 +126,17 @@ class Machine:
         """Train the quickstart on the small data set and return the run's folder."""
         hardware = "auto" if on_gpu else "cpu"
         words = [
-            "experiment=quickstart", "data.path=data", f"run_dir=runs/{name}", f"hardware={hardware}",
-            f"trainer.max_steps={steps}", "trainer.global_batch_size=2048", "trainer.log_every_steps=1",
-            "planner.timeout_s=2", "logger.tensorboard=false", *overrides,
-        ]  # fmt: skip
+            "experiment=quickstart",
+            "data.path=data",
+            f"run_dir=runs/{name}",
+            f"hardware={hardware}",
+            f"trainer.max_steps={steps}",
+            "trainer.global_batch_size=2048",
+            "trainer.log_every_steps=1",
+            "planner.timeout_s=2",
+            "logger.tensorboard=false",
+            *overrides,
+        ]
         self.run("pipeline", "train", *words, ranks=ranks, on_gpu=on_gpu)
         return self.folder / "runs" / name
 

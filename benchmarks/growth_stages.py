@@ -122,9 +122,12 @@ def raw_rows(work: Path, num_rows: int) -> Path:
 
 def data_words(folder: Path, columns: ColumnsConfig = COLUMNS) -> list[str]:
     return [
-        "data.name=growth", "data.format=tsv", f"data.columns.dense=[{','.join(columns.dense)}]",
-        f"data.columns.sparse=[{','.join(columns.sparse)}]", f"data.path={folder}",
-    ]  # fmt: skip
+        "data.name=growth",
+        "data.format=tsv",
+        f"data.columns.dense=[{','.join(columns.dense)}]",
+        f"data.columns.sparse=[{','.join(columns.sparse)}]",
+        f"data.path={folder}",
+    ]
 
 
 @stage("rows", 1_000_000, 10_000_000, 100_000_000, 300_000_000)
@@ -295,7 +298,10 @@ def _plan(num_tables: int, ranks: int) -> Cost:
     from pipeline.planner.planner import make_plan
 
     # An eighth of the rows, so that two ranks hold 400 of them.
-    tables = [dataclasses.replace(table, num_embeddings=table.num_embeddings // 8 + 1) for table in synthetic_tables(num_tables)]  # fmt: skip
+    tables = [
+        dataclasses.replace(table, num_embeddings=table.num_embeddings // 8 + 1)
+        for table in synthetic_tables(num_tables)
+    ]
     request = build_request(Suite("growth", tables), ranks)
     with counted() as cost:
         record = make_plan(PlannerConfig(gap_tolerance=0.05), request)

@@ -24,21 +24,35 @@ DATA = {
     "histories": ["data=histories"],
     "conversions": ["data=conversions"],
 }
-SHORT = ["trainer.max_steps=40", "trainer.global_batch_size=512", "trainer.evaluate_max_batches=4", "hardware=cpu",
-         "planner.timeout_s=2", "logger.report=false", "logger.tensorboard=false"]  # fmt: skip
+SHORT = [
+    "trainer.max_steps=40",
+    "trainer.global_batch_size=512",
+    "trainer.evaluate_max_batches=4",
+    "hardware=cpu",
+    "planner.timeout_s=2",
+    "logger.report=false",
+    "logger.tensorboard=false",
+]
 # Name -> the data, the number of ranks, and what is added to SHORT.
 JOBS: dict[str, tuple[str, int, list[str]]] = {
     "quickstart": ("quickstart", 1, ["experiment=quickstart"]),
     "quickstart_2_ranks": ("quickstart", 2, ["experiment=quickstart"]),
     "bf16": ("quickstart", 1, ["experiment=quickstart", "trainer.precision=bf16"]),
     "plain_torchrec": ("quickstart", 2, ["experiment=quickstart", "sharding.fast_cpu=false"]),
-    "quotient_remainder": ("quickstart", 1, ["experiment=quickstart", "tables.default.compression={kind: quotient_remainder, min_rows: 500}"]),
-    "frequency_split": ("quickstart", 2, [
-        "experiment=quickstart", "tables.default.compression={kind: frequency_split, head_rows: 100, min_rows: 500}"]),
+    "quotient_remainder": (
+        "quickstart",
+        1,
+        ["experiment=quickstart", "tables.default.compression={kind: quotient_remainder, min_rows: 500}"],
+    ),
+    "frequency_split": (
+        "quickstart",
+        2,
+        ["experiment=quickstart", "tables.default.compression={kind: frequency_split, head_rows: 100, min_rows: 500}"],
+    ),
     "sequences": ("histories", 1, ["experiment=histories_din"]),
     "several_labels": ("conversions", 2, ["experiment=conversions_mmoe"]),
     "tiers": ("quickstart", 1, ["experiment=quickstart", "tables.default.tiers={slots: 0.5, min_rows: 500}"]),
-}  # fmt: skip
+}
 DIGEST = """
 import hashlib, json, sys
 from pathlib import Path
@@ -109,8 +123,10 @@ def _differences(before: dict[str, Any], after: dict[str, Any]) -> int:
         changed = [key for key in then["tensors"] if then["tensors"][key] != now["tensors"].get(key)]
         same_metrics = then["validation"] == now["validation"]
         count += bool(changed) or not same_metrics
-        print(f"{name}: {len(then['tensors']) - len(changed)} of {len(then['tensors'])} tensors equal, "
-              f"metrics {'equal' if same_metrics else 'differ'}")  # fmt: skip
+        print(
+            f"{name}: {len(then['tensors']) - len(changed)} of {len(then['tensors'])} tensors equal, "
+            f"metrics {'equal' if same_metrics else 'differ'}"
+        )
         if not same_metrics:
             print(f"  before {then['validation']}\n  after  {now['validation']}")
     return count

@@ -93,10 +93,16 @@ def torchrec_dp(request: PlanRequest, fraction: float, seconds: float) -> Found:
     """TorchRec's planner with its DynamicProgrammingProposer. Raises ValueError where it finds nothing."""
     ready = Ready(request, fraction)
     planner = EmbeddingShardingPlanner(
-        topology=ready.topology, batch_size=request.batch_size, enumerator=ready.enumerator(),
-        proposer=DynamicProgrammingProposer(), storage_reservation=KeepFree(fraction, ready.dense_bytes),
-        constraints=ready.constraints, stats=NoopEmbeddingStats(), debug=False, timeout_seconds=seconds,
-    )  # fmt: skip
+        topology=ready.topology,
+        batch_size=request.batch_size,
+        enumerator=ready.enumerator(),
+        proposer=DynamicProgrammingProposer(),
+        storage_reservation=KeepFree(fraction, ready.dense_bytes),
+        constraints=ready.constraints,
+        stats=NoopEmbeddingStats(),
+        debug=False,
+        timeout_seconds=seconds,
+    )
     began = time.perf_counter()
     try:
         planner.plan(request.model, request.sharders)
@@ -216,10 +222,8 @@ def planners(seconds: float, torchrec_seconds: float) -> dict[str, tuple[Run, fl
         "search_max_rank": of_kind("search", seconds, "max_rank"),
         "torchrec": of_kind("torchrec", torchrec_seconds),
         "torchrec_end": of_kind("torchrec", TO_THE_END_S),
-        "torchrec_dp": (
-            lambda request, fraction: torchrec_dp(request, fraction, torchrec_seconds), torchrec_seconds
-        ),
-    }  # fmt: skip
+        "torchrec_dp": (lambda request, fraction: torchrec_dp(request, fraction, torchrec_seconds), torchrec_seconds),
+    }
     for order in ("size", "dim", "lookups", "random"):
         found[order] = (lambda request, fraction, order=order: greedy(order, request, fraction)), None
     return found

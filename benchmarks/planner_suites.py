@@ -124,11 +124,18 @@ def build_suite(name: str) -> Suite:
 def make_tables(rows: list[int], dims: list[int], pooling_factors: list[float]) -> list[Table]:
     return [
         Table(
-            name=f"t_{index}", num_embeddings=count, embedding_dim=dim, feature_names=[f"f_{index}"], pooling="sum",
-            data_type="fp32", init=InitConfig(), sharding=ConstraintConfig(), pooling_factors=[factor],
+            name=f"t_{index}",
+            num_embeddings=count,
+            embedding_dim=dim,
+            feature_names=[f"f_{index}"],
+            pooling="sum",
+            data_type="fp32",
+            init=InitConfig(),
+            sharding=ConstraintConfig(),
+            pooling_factors=[factor],
         )
         for index, (count, dim, factor) in enumerate(zip(rows, dims, pooling_factors, strict=True))
-    ]  # fmt: skip
+    ]
 
 
 def _of_one_dim(rows: list[int], dim: int, sizes: list[int] | None = None) -> list[Table]:

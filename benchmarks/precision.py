@@ -43,8 +43,10 @@ def main() -> None:
                 found[precision].append(metrics)
                 print(f"seed {seed}  {precision}  AUC {metrics['auc']:.5f}  NE {metrics['ne']:.5f}", flush=True)
     means = {p: {k: statistics.fmean(one[k] for one in runs) for k in ("auc", "ne")} for p, runs in found.items()}
-    print(f"bf16 - fp32, mean of {options.seeds} seeds: AUC {means['bf16']['auc'] - means['fp32']['auc']:+.5f}, "
-          f"NE {means['bf16']['ne'] - means['fp32']['ne']:+.5f}")  # fmt: skip
+    print(
+        f"bf16 - fp32, mean of {options.seeds} seeds: AUC {means['bf16']['auc'] - means['fp32']['auc']:+.5f}, "
+        f"NE {means['bf16']['ne'] - means['fp32']['ne']:+.5f}"
+    )
     if options.output:
         options.output.write_text(json.dumps(found, indent=1))
 

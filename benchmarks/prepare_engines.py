@@ -69,9 +69,13 @@ def run(command: list[str], workers: int, folder: Path) -> Run:
     cores = sorted(os.sched_getaffinity(0))[:workers]
     began = time.monotonic()
     process = subprocess.Popen(
-        ["taskset", "-c", ",".join(map(str, cores)), *command], env=environment, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        ["taskset", "-c", ",".join(map(str, cores)), *command],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     watcher = threading.Thread(target=_watch, args=(process.pid, folder, found, ended))
     watcher.start()
     output, _ = process.communicate()
@@ -137,11 +141,19 @@ def words_of(folder: Path, columns: list[str]) -> list[str]:
     dense = [name for name in columns if name == "price"]
     sparse = [name for name in columns if name not in ("click", "price")]
     return [
-        "data=open_bandit", "data.name=fresh", f"source={folder}", "data.columns.label=click",
-        f"data.columns.dense=[{','.join(dense)}]", f"data.columns.sparse=[{','.join(sparse)}]", "data.columns.multi_hot=[]",
-        "data.columns.timestamp=null", "data.feature_ids={}", "data.ids.min_frequency=1", "data.split.kind=row_range",
+        "data=open_bandit",
+        "data.name=fresh",
+        f"source={folder}",
+        "data.columns.label=click",
+        f"data.columns.dense=[{','.join(dense)}]",
+        f"data.columns.sparse=[{','.join(sparse)}]",
+        "data.columns.multi_hot=[]",
+        "data.columns.timestamp=null",
+        "data.feature_ids={}",
+        "data.ids.min_frequency=1",
+        "data.split.kind=row_range",
         "data.format=csv",
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:
@@ -177,8 +189,11 @@ def main() -> None:
             base = base or rate
             staged = ", ".join(f"{kind} {size / rows:.1f}" for kind, size in sorted(found.staged.items()))
             cpu = ", ".join(f"{role} {seconds:.1f}" for role, seconds in found.cpu_by_role())
-            print(f"{name}: {rows:,} rows in {found.seconds:.1f} s ({found.whole_seconds:.1f} the whole command), {rate:,.0f} rows/s a core, "
-                  f"{rate / base:.2f} of the first; CPU-seconds: {cpu}; largest process {found.worker_mb:,.0f} MiB; staged bytes a row: {staged}", flush=True)  # fmt: skip
+            print(
+                f"{name}: {rows:,} rows in {found.seconds:.1f} s ({found.whole_seconds:.1f} the whole command), {rate:,.0f} rows/s a core, "
+                f"{rate / base:.2f} of the first; CPU-seconds: {cpu}; largest process {found.worker_mb:,.0f} MiB; staged bytes a row: {staged}",
+                flush=True,
+            )
             time.sleep(1)
 
 

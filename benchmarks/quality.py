@@ -70,13 +70,22 @@ DEEP = ("DeepFM", "DCNv2", "DLRM", "AutoInt", "xDeepFM", "MaskNet", "FinalMLP")
 READS_POSITIONS = ("DIN",)  # of a data set's histories; the other models take the mean of a history's vectors
 OURS_ALONE = ("MLP",)  # DIN's layers over the mean of a history, which FuxiCTR's model_zoo does not have by itself
 SPEC: dict[str, Any] = {
-    "name": "", "label": "click", "categorical": [], "sequences": [], "numeric": [],
+    "name": "",
+    "label": "click",
+    "categorical": [],
+    "sequences": [],
+    "numeric": [],
     "histories": {},  # name -> {"target": the feature whose table it shares, "length": its newest ids that count}
-    "sequence_length": 6, "min_count": 1,  # ids seen less often in train share a row
-    "lr": 1e-3, "dim": 16, "batch_size": 1024, "epochs": 100,
-    "l2": 1e-3, "our_l2": 2e-3,  # of tables
+    "sequence_length": 6,
+    "min_count": 1,  # ids seen less often in train share a row
+    "lr": 1e-3,
+    "dim": 16,
+    "batch_size": 1024,
+    "epochs": 100,
+    "l2": 1e-3,
+    "our_l2": 2e-3,  # of tables
     "overrides": [],  # of this package alone, for the data set
-}  # fmt: skip
+}
 OURS, THEIRS = "ours", "FuxiCTR"
 
 
@@ -184,11 +193,13 @@ def read_run(run_dir: Path, job: dict[str, Any]) -> dict[str, Any]:
     test = json.loads(sorted(run_dir.glob("evaluation*test*.json"))[-1].read_text())
     summary = json.loads((run_dir / "summary.json").read_text())
     return {
-        "auc": test["auc"], "logloss": test["logloss"],
-        "best_epoch": round(best["step"] / steps), "epochs": round(evaluations[-1]["step"] / steps),
+        "auc": test["auc"],
+        "logloss": test["logloss"],
+        "best_epoch": round(best["step"] / steps),
+        "epochs": round(evaluations[-1]["step"] / steps),
         "samples_per_s": summary["throughput"]["samples_per_s"],
         "samples_per_cpu_s": summary["throughput"]["samples_per_cpu_s"],
-    }  # fmt: skip
+    }
 
 
 def jobs(folders: Sequence[Path], models: Sequence[str], seeds: int, work: Path) -> Iterator[dict[str, Any]]:
@@ -205,10 +216,19 @@ def jobs(folders: Sequence[Path], models: Sequence[str], seeds: int, work: Path)
                     shared["l2"] = 0
                 for system in (OURS,) if model in OURS_ALONE else (OURS, THEIRS):
                     yield {
-                        **shared, "system": system, "set": spec["name"], "model": model, "seed": seed, "spec": spec,
-                        "data": str(folder.resolve()), "train_rows": rows, "work": str(work / system / spec["name"]),
-                        "kind": kind, "overrides": overrides, "model_settings": theirs,
-                    }  # fmt: skip
+                        **shared,
+                        "system": system,
+                        "set": spec["name"],
+                        "model": model,
+                        "seed": seed,
+                        "spec": spec,
+                        "data": str(folder.resolve()),
+                        "train_rows": rows,
+                        "work": str(work / system / spec["name"]),
+                        "kind": kind,
+                        "overrides": overrides,
+                        "model_settings": theirs,
+                    }
 
 
 def report(results: list[dict[str, Any]]) -> str:

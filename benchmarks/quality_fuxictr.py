@@ -29,18 +29,31 @@ def columns(spec: dict[str, Any], model: str) -> list[dict[str, Any]]:
     categorical = [{**given, "name": name, "dtype": "str", "type": "categorical"} for name in spec["categorical"]]
     sequences = [
         {
-            **given, "name": name, "dtype": "str", "type": "sequence", "splitter": "|", "padding": "pre",
-            "max_len": spec["sequence_length"], "feature_encoder": "layers.MaskedAveragePooling()",
+            **given,
+            "name": name,
+            "dtype": "str",
+            "type": "sequence",
+            "splitter": "|",
+            "padding": "pre",
+            "max_len": spec["sequence_length"],
+            "feature_encoder": "layers.MaskedAveragePooling()",
         }
         for name in spec["sequences"]
-    ]  # fmt: skip
+    ]
     histories = [
         {
-            **given, "name": name, "dtype": "str", "type": "sequence", "splitter": "|", "padding": "pre",
-            "max_len": history["length"], "share_embedding": history["target"], "feature_encoder": pooling,
+            **given,
+            "name": name,
+            "dtype": "str",
+            "type": "sequence",
+            "splitter": "|",
+            "padding": "pre",
+            "max_len": history["length"],
+            "share_embedding": history["target"],
+            "feature_encoder": pooling,
         }
         for name, history in spec["histories"].items()
-    ]  # fmt: skip
+    ]
     numeric = [{**given, "name": name, "dtype": "float", "type": "numeric", "fill_na": 0} for name in spec["numeric"]]
     return [*categorical, *sequences, *histories, *numeric]
 
@@ -152,9 +165,14 @@ def main() -> None:
     rows = job["train_rows"] * len(evaluations)
     best = max(range(len(evaluations)), key=lambda epoch: evaluations[epoch]["AUC"]) + 1
     result = {
-        "auc": float(test["AUC"]), "logloss": float(test["logloss"]), "best_epoch": best, "epochs": len(evaluations),
-        "wall_s": clock, "samples_per_s": rows / clock, "samples_per_cpu_s": rows / cpu,
-    }  # fmt: skip
+        "auc": float(test["AUC"]),
+        "logloss": float(test["logloss"]),
+        "best_epoch": best,
+        "epochs": len(evaluations),
+        "wall_s": clock,
+        "samples_per_s": rows / clock,
+        "samples_per_cpu_s": rows / cpu,
+    }
     print("RESULT " + json.dumps(result))
 
 

@@ -142,9 +142,16 @@ def make_reader(
 ) -> ShardReader:
     config = ReaderConfig(decode_threads=threads, shuffle=shuffle)
     return ShardReader(
-        str(folder), dataset, "train", global_batch_size=batch_size, rank=0, world_size=1, config=config, seed=0,
+        str(folder),
+        dataset,
+        "train",
+        global_batch_size=batch_size,
+        rank=0,
+        world_size=1,
+        config=config,
+        seed=0,
         **options,
-    )  # fmt: skip
+    )
 
 
 def read_epoch(*args: Any, **options: Any) -> int:

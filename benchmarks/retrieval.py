@@ -111,7 +111,11 @@ def _measure_all(folder: Path, args: argparse.Namespace) -> None:
         seconds = build(folder, args.items, args.dim, RetrievalConfig(search=args.search))
     exact_p50 = 0.0
     for kind in KINDS:
-        words = [f"--kind={kind}", f"--folder={folder}", *(f"--{name}={getattr(args, name)}" for name in ("items", "dim", "k", "users", "search"))]  # fmt: skip
+        words = [
+            f"--kind={kind}",
+            f"--folder={folder}",
+            *(f"--{name}={getattr(args, name)}" for name in ("items", "dim", "k", "users", "search")),
+        ]
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.retrieval", *words], capture_output=True, text=True, check=True
         )

@@ -173,8 +173,10 @@ def our_dataset() -> Dataset:
 def our_steps(raw: list[Raw], context: DistributedContext) -> Callable[[int], float]:
     config = DINConfig(sequences=list(TARGET_OF), targets=list(ROWS))
     tables = resolve_tables(
-        {"default": TableConfig(embedding_dim=DIM, init=InitConfig("uniform"))}, our_dataset(), sequences=config.sequence_inputs
-    )  # fmt: skip
+        {"default": TableConfig(embedding_dim=DIM, init=InitConfig("uniform"))},
+        our_dataset(),
+        sequences=config.sequence_inputs,
+    )
     optimizers = OptimizerConfig(SparseOptimizerConfig("adagrad", lr=LR), DenseOptimizerConfig("adam", lr=LR))
     task = make_task(config, build_model(config, tables, 0), tables)
     apply_sparse_optimizer(task, optimizers.sparse)

@@ -89,9 +89,12 @@ def server(kind: str, rows: int, artifact: Path, *overrides: str, cgroup: str = 
     if kind == "jit":
         command, options = [sys.executable, "-m", "benchmarks.serving_plain", str(rows)], []
     process = subprocess.Popen(
-        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [*command, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
@@ -123,9 +126,17 @@ def measure(
     if after[0] > lookups[0]:
         hits = 100 * (after[1] - lookups[1]) / (after[0] - lookups[0])
     return Figure(
-        name, f"{rate:.0f}/s" if rate else "most", found.requests_per_s, found.percentile_ms(50), found.percentile_ms(99),
-        1000 * cpu_s / max(len(found.seconds), 1), memory["VmRSS"], memory["RssAnon"], hits, found.others,
-    )  # fmt: skip
+        name,
+        f"{rate:.0f}/s" if rate else "most",
+        found.requests_per_s,
+        found.percentile_ms(50),
+        found.percentile_ms(99),
+        1000 * cpu_s / max(len(found.seconds), 1),
+        memory["VmRSS"],
+        memory["RssAnon"],
+        hits,
+        found.others,
+    )
 
 
 def _cpu_s(pid: int) -> float:
@@ -255,8 +266,10 @@ def on_disk(folder: Path, rows: int, limit_bytes: int, seconds: float) -> tuple[
     files = sorted(str(path) for path in (artifact / "tables").iterdir())
     bodies, figures, rate = bodies_of(rows, 64, as_ids=True), [], 0.0
     about: dict[str, object] = {
-        "table_bytes": total, "limit_bytes": limit_bytes, "read_p95_us": read_latency_us(files),
-    }  # fmt: skip
+        "table_bytes": total,
+        "limit_bytes": limit_bytes,
+        "read_p95_us": read_latency_us(files),
+    }
     cases = [("ram, no bound", "ram", 1.0, False), ("ssd 100 %, no bound", "ssd", 1.0, False)]
     cases += [(f"ssd {percent} %", "ssd", percent / 100, True) for percent in (25, 10, 5)] + [("ram", "ram", 1.0, True)]
     for name, memory, share, bounded in cases:

@@ -81,10 +81,16 @@ def write_artifact(
         DENSE, [RawFeature(name, shape.rows, False, hash_size=hash_size) for name in SPARSE], "log1p", "|"
     )
     manifest = Manifest(
-        lineage={}, schema=schema, tables=tables, features=[(name, number) for number, name in enumerate(SPARSE)],
-        dense={"precision": dense, "compiled": compiled}, files=files, versions=library_versions(), vocabularies=listed,
+        lineage={},
+        schema=schema,
+        tables=tables,
+        features=[(name, number) for number, name in enumerate(SPARSE)],
+        dense={"precision": dense, "compiled": compiled},
+        files=files,
+        versions=library_versions(),
+        vocabularies=listed,
         lookups={name: zipf_lookups(shape.rows) for name in SPARSE},
-    )  # fmt: skip
+    )
     (folder / "manifest.json").write_text(manifest.to_text())
     return folder
 
@@ -150,7 +156,11 @@ class DictEncoder:
     def encode(self, rows: ColumnLists) -> EncodedRows:
         dense = np.array(rows.columns[:NUM_DENSE], np.float64)
         dense = np.log1p(np.maximum(np.nan_to_num(dense), 0.0)).astype(np.float32).T.copy()
-        ids = [known.get(value, 0) for known, column in zip(self._ids, rows.columns[NUM_DENSE:], strict=True) for value in column]  # fmt: skip
+        ids = [
+            known.get(value, 0)
+            for known, column in zip(self._ids, rows.columns[NUM_DENSE:], strict=True)
+            for value in column
+        ]
         ends = torch.arange(len(ids) + 1)
         return EncodedRows(torch.from_numpy(dense), torch.tensor(ids), ends, np.arange(rows.num_rows), [])
 

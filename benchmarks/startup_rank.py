@@ -18,9 +18,17 @@ from typing import Any
 from pipeline.runtime.process.processes import start_time
 
 STAGES = (
-    "agent", "interpreter", "config", "imports", "process group", "data set and reader", "plan", "sharding",
-    "checkpoint, writers", "first step",
-)  # fmt: skip
+    "agent",
+    "interpreter",
+    "config",
+    "imports",
+    "process group",
+    "data set and reader",
+    "plan",
+    "sharding",
+    "checkpoint, writers",
+    "first step",
+)
 # What train() imports once its config is known.
 IMPORTED = (
     "checkpoint.random_state", "data.dataset", "runtime.logs", "devices.process_group", "runtime.storage.run_folder",

@@ -229,12 +229,17 @@ def our_side(
     job = load_config(
         TrainJob,
         [
-            "data=quickstart", f"model={'dlrm_dcn' if preset.dcn else 'dlrm'}", *layers, "name=step",
+            "data=quickstart",
+            f"model={'dlrm_dcn' if preset.dcn else 'dlrm'}",
+            *layers,
+            "name=step",
             f"hardware={'cpu' if context.device.type == 'cpu' else 'auto'}",
-            f"world_size={context.world_size}", f"tables.default.embedding_dim={preset.dim}",
-            f"trainer.global_batch_size={preset.batch_size * context.world_size}", *overrides,
+            f"world_size={context.world_size}",
+            f"tables.default.embedding_dim={preset.dim}",
+            f"trainer.global_batch_size={preset.batch_size * context.world_size}",
+            *overrides,
         ],
-    )  # fmt: skip
+    )
     features = [
         SparseFeature(name, rows, count > 1, float(count), FrequencyCurve([1, rows], [rows**-0.25, 1.0]))
         for name, rows, count in zip(preset.names, preset.num_embeddings, preset.pooling, strict=True)
@@ -263,10 +268,13 @@ def our_side(
     def run(num_steps: int) -> Timed:
         # The trainer's own rate leaves out the first step alone, which builds: the warm-up is a fit of its own.
         parts = TrainingParts(
-            model=assembly.model, task=assembly.task, optimizer=optimizer, context=context,
+            model=assembly.model,
+            task=assembly.task,
+            optimizer=optimizer,
+            context=context,
             reader=BatchesInMemory(batches, preset.batch_size, num_steps + 1),
             checkpointer=NoCheckpoints(),
-        )  # fmt: skip
+        )
         result = Trainer(job, parts, build_hooks(job, parts)).fit()
         return Timed(preset.batch_size * context.world_size / result.throughput["samples_per_s"], num_steps + 1)
 

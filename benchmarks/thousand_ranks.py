@@ -87,9 +87,11 @@ def plan(words: list[str], seconds: float, rows_factor: float = 1.0, skew: float
 def resolved_job(words: list[str], rows_factor: float = 1.0, skew: float | None = None) -> ResolvedJob:
     job = load_config(PlanJob, words)
     tables = {
-        name: table if table.num_embeddings is None else replace(table, num_embeddings=_scaled(table.num_embeddings, rows_factor))
+        name: table
+        if table.num_embeddings is None
+        else replace(table, num_embeddings=_scaled(table.num_embeddings, rows_factor))
         for name, table in job.tables.items()
-    }  # fmt: skip
+    }
     resolved = resolve(replace(job, tables=tables))
     if skew is None:
         return resolved
@@ -151,9 +153,16 @@ def tiers(rate: float, seconds: float) -> Iterator[str]:
 
 def _words(nodes: int) -> list[str]:
     return [
-        "experiment=criteo_1tb_dlrm", "data=criteo_1tb", "tables=criteo_1tb", "optimizer=rowwise_adagrad", "hardware=h100_80gb", "comms=fp16",
-        "data.reader.num_streams=1024", f"world_size={RANKS_A_NODE * nodes}", "trainer.global_batch_size=65536",
-    ]  # fmt: skip
+        "experiment=criteo_1tb_dlrm",
+        "data=criteo_1tb",
+        "tables=criteo_1tb",
+        "optimizer=rowwise_adagrad",
+        "hardware=h100_80gb",
+        "comms=fp16",
+        "data.reader.num_streams=1024",
+        f"world_size={RANKS_A_NODE * nodes}",
+        "trainer.global_batch_size=65536",
+    ]
 
 
 def _nodes(kind: str, factor: float, rate: float, seconds: float) -> tuple[int, float]:

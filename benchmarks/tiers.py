@@ -71,9 +71,13 @@ def build(way: str, rows: int, slots: float, folder: str, sparse: bool, head: fl
     with tables_with_moments(settings):
         lookup = TablesWithMoments(
             embedding_specs=[(rows, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU)] * NUM_TABLES,
-            optimizer=EmbOptimType.EXACT_ADAGRAD, learning_rate=0.05, eps=1e-8, table_names=names,
-            embedding_shard_info=[(rows, DIM, 0, 0)] * NUM_TABLES, **more,
-        )  # fmt: skip
+            optimizer=EmbOptimType.EXACT_ADAGRAD,
+            learning_rate=0.05,
+            eps=1e-8,
+            table_names=names,
+            embedding_shard_info=[(rows, DIM, 0, 0)] * NUM_TABLES,
+            **more,
+        )
     torch.manual_seed(1)
     for weights in lookup.split_embedding_weights() if way != "mapped" and not sparse else ():
         at_once = 1 << 16

@@ -12,9 +12,14 @@ import torch
 import torch.distributed as dist
 
 COLLECTIVES = (
-    "all_to_all_single", "reduce_scatter", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor",
-    "_all_gather_base", "_reduce_scatter_base",
-)  # fmt: skip
+    "all_to_all_single",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_gather",
+    "all_gather_into_tensor",
+    "_all_gather_base",
+    "_reduce_scatter_base",
+)
 
 
 @dataclass(frozen=True)

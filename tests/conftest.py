@@ -94,12 +94,20 @@ def small_run(ranks: RankPool, prepared_clicks: str, tmp_path_factory: pytest.Te
 
     def make(folder: Path) -> Path:
         overrides = [
-            "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", "trainer.evaluate_batch_size=512",
-            f"data.path={prepared_clicks}", f"run_dir={folder / 'run'}", "trainer.max_steps=30",
-            "checkpoint.save_every_steps=10", "checkpoint.keep_last_n=9", "trainer.evaluate_every_steps=10",
-            "trainer.evaluate_max_batches=2", "tables.cat_25.sharding.sharding_types=[row_wise]",
+            "experiment=quickstart",
+            "hardware=cpu",
+            "trainer.global_batch_size=256",
+            "trainer.evaluate_batch_size=512",
+            f"data.path={prepared_clicks}",
+            f"run_dir={folder / 'run'}",
+            "trainer.max_steps=30",
+            "checkpoint.save_every_steps=10",
+            "checkpoint.keep_last_n=9",
+            "trainer.evaluate_every_steps=10",
+            "trainer.evaluate_max_batches=2",
+            "tables.cat_25.sharding.sharding_types=[row_wise]",
             "tables.cat_24.sharding.sharding_types=[table_wise]",
-        ]  # fmt: skip
+        ]
         ranks.run(2, train_on_rank, overrides)
         shutil.copytree(folder / "run", folder / "as_trained", ignore=shutil.ignore_patterns("checkpoints"))
         return folder / "run"

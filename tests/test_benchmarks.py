@@ -49,12 +49,11 @@ def test_what_a_precision_promises_depends_on_the_collective() -> None:
 
 
 def test_compressed_tables_are_compared_to_the_hash_of_their_own_seed() -> None:
-    rows = [
-        Row("full", 1, seed, 10, 0, 2**20, auc=0.80, ne=0.7, cpu_s=2.0) for seed in (0, 1)
-    ] + [
+    rows = [Row("full", 1, seed, 10, 0, 2**20, auc=0.80, ne=0.7, cpu_s=2.0) for seed in (0, 1)] + [
         Row(kind, 4, seed, 10, 2**18, 2**20, auc=auc + seed / 100, ne=0.7, cpu_s=1.0)
-        for kind, auc in (("hash", 0.75), ("tensor_train", 0.76)) for seed in (0, 1)
-    ]  # fmt: skip
+        for kind, auc in (("hash", 0.75), ("tensor_train", 0.76))
+        for seed in (0, 1)
+    ]
     text = report([*rows, Row("mixed_dimension", 4, 0, 10, problem="cannot")])
     assert "| tensor_train | 0.25 | 0.7650 | -0.0350 | +0.0100 (+0.0100 .. +0.0100) | 0.7000 | x 0.50 |" in text
     assert "| mixed_dimension | cannot be so small |" in text
@@ -64,15 +63,23 @@ def test_compressed_tables_are_compared_to_the_hash_of_their_own_seed() -> None:
 def test_quality_compares_means_over_seeds_and_counts_the_deep_models() -> None:
     def result(system: str, model: str, seed: int, auc: float) -> dict[str, object]:
         return {
-            "system": system, "set": "clicks", "model": model, "seed": seed, "auc": auc, "logloss": 0.5,
-            "best_epoch": 2, "samples_per_cpu_s": 3000.0 if system == "ours" else 2000.0,
-        }  # fmt: skip
+            "system": system,
+            "set": "clicks",
+            "model": model,
+            "seed": seed,
+            "auc": auc,
+            "logloss": 0.5,
+            "best_epoch": 2,
+            "samples_per_cpu_s": 3000.0 if system == "ours" else 2000.0,
+        }
 
     aucs = {"FuxiCTR": {"FM": 0.70, "DLRM": 0.72}, "ours": {"FM": 0.71, "DLRM": 0.75}}
     results = [
         result(system, model, seed, auc + seed / 100)
-        for system, models in aucs.items() for model, auc in models.items() for seed in (0, 2)
-    ]  # fmt: skip
+        for system, models in aucs.items()
+        for model, auc in models.items()
+        for seed in (0, 2)
+    ]
     text = quality.report([*results, result("ours", "LR", 0, 0.6)])
     assert "| FM | 0.7100 (0.0100, 2) | 0.7200 (0.0100, 2) | +0.0100 |" in text
     assert text.rstrip().endswith("mean difference of the 1 deep models: +0.0300")
@@ -109,10 +116,7 @@ def test_the_exponent_of_growth_leaves_out_what_every_size_costs() -> None:
 
 
 def test_growth_names_curves_that_are_steeper_than_they_may_be() -> None:
-    points = [
-        growth.Point("save", size, seconds, 10.0)
-        for size, seconds in ((1, 0.0), (10, 0.1), (100, 10.0))
-    ]  # fmt: skip
+    points = [growth.Point("save", size, seconds, 10.0) for size, seconds in ((1, 0.0), (10, 0.1), (100, 10.0))]
     line = growth.report(points).splitlines()[-1]
     assert line.startswith("| save | 1, 10, 100 rows") and line.endswith("| 1.92 (!) | 10, 10, 10 | flat |")
     assert "(!)" not in growth.report([*points[:2], growth.Point("save", 100, 1.0, 10.0)])

@@ -51,10 +51,17 @@ def test_the_page_shows_each_check_the_speeds_and_what_failed() -> None:
     report = {
         "about": {"shadow": False, "gpus": [{"name": "H100", "memory_gb": 79.1}], "torch": "2.14.1"},
         "sections": [
-            {"name": "speed", "title": "Speed", "checks": [check], "figures": {"1 rank(s)": speeds}, "error": "", "seconds": 30.0},
+            {
+                "name": "speed",
+                "title": "Speed",
+                "checks": [check],
+                "figures": {"1 rank(s)": speeds},
+                "error": "",
+                "seconds": 30.0,
+            },
             failed,
         ],
-    }  # fmt: skip
+    }
     page = render(report)
     assert all(text in page for text in ("a &lt;check&gt;", "1,024,000", "it broke", "H100", "<b>1.0</b>", "2.14.1"))
 

@@ -186,10 +186,15 @@ def test_versions_are_pinned_to_the_newest_set_that_doctor_knows() -> None:
 
 def test_the_gpu_set_takes_no_cpu_build_of_torch() -> None:
     """`==2.14.1` admits 2.14.1+cpu, which pip prefers where its configuration names an index of CPU builds."""
-    pinned = {name: next(line for line in text.split("\n") if line.startswith("torch ")) for name, text in _extras().items()
-              if name in ("cpu", "gpu")}  # fmt: skip
-    takes = {name: [Requirement(line).specifier.contains(build) for build in ("2.14.1", "2.14.1+cu130", "2.14.1+cpu")]
-             for name, line in pinned.items()}  # fmt: skip
+    pinned = {
+        name: next(line for line in text.split("\n") if line.startswith("torch "))
+        for name, text in _extras().items()
+        if name in ("cpu", "gpu")
+    }
+    takes = {
+        name: [Requirement(line).specifier.contains(build) for build in ("2.14.1", "2.14.1+cu130", "2.14.1+cpu")]
+        for name, line in pinned.items()
+    }
     assert takes == {"cpu": [True, True, True], "gpu": [True, True, False]}
     assert not [text for text in _extras().values() if "===" in text]  # which pip 24.0 cannot read in an extra
 

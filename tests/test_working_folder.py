@@ -24,10 +24,15 @@ TESTS = (
     "embeddings/test_compression_config.py::test_a_model_of_tensor_trains_alone_is_refused",
 )
 TRAPS = (
-    "datasets/quickstart/dataset.json", "datasets/raw/quickstart.tsv", "artifacts/quickstart/manifest.json",
-    "registry/quickstart/champion", "retraining/quickstart/ledger.jsonl", "outputs/trap.yaml",
-    "sharding_plans/quickstart.autox1.json", "sharding_plans/quickstart.autox2.json",
-)  # fmt: skip
+    "datasets/quickstart/dataset.json",
+    "datasets/raw/quickstart.tsv",
+    "artifacts/quickstart/manifest.json",
+    "registry/quickstart/champion",
+    "retraining/quickstart/ledger.jsonl",
+    "outputs/trap.yaml",
+    "sharding_plans/quickstart.autox1.json",
+    "sharding_plans/quickstart.autox2.json",
+)
 
 
 def _folder_of_rank(rank: int) -> str:

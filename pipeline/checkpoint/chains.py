@@ -86,9 +86,13 @@ def link_after(path: str, most_links: int, most_bytes: float) -> Manifest | None
     if links >= most_links or link_bytes > most_bytes * base_bytes:
         return None
     return {
-        "base": base, "base_bytes": base_bytes, "previous": manifest["step"],
-        "previous_sha256": sealed_digest(storage.join(path, MANIFEST)), "links": links + 1, "link_bytes": link_bytes,
-    }  # fmt: skip
+        "base": base,
+        "base_bytes": base_bytes,
+        "previous": manifest["step"],
+        "previous_sha256": sealed_digest(storage.join(path, MANIFEST)),
+        "links": links + 1,
+        "link_bytes": link_bytes,
+    }
 
 
 def open_reader(path: str, manifest: Manifest | None = None) -> TensorsOnlyReader:

@@ -225,9 +225,12 @@ class _Converter:
         ):
             raise _refuse("it has a tensor that is not strided")
         return TensorProperties(
-            getattr(torch, dtype.name), torch.strided, _typed(requires_grad, bool),
-            MEMORY_FORMATS[_memory_format(memory_format)], _typed(pin_memory, bool),
-        )  # fmt: skip
+            getattr(torch, dtype.name),
+            torch.strided,
+            _typed(requires_grad, bool),
+            MEMORY_FORMATS[_memory_format(memory_format)],
+            _typed(pin_memory, bool),
+        )
 
     def _paths(self, values: object) -> dict[str, tuple[str | int, ...]]:
         """The keys on the way to each tensor."""

@@ -143,8 +143,11 @@ def _hint_at_renames(decisions: Decisions, stored: Inventory, wanted: Inventory)
         if alike:
             logger.warning(
                 "table %r is new and %r is dropped: if it was renamed, say warm_start.renames={%s: %s}",
-                new, alike[0], alike[0], new,
-            )  # fmt: skip
+                new,
+                alike[0],
+                alike[0],
+                new,
+            )
 
 
 @torch.no_grad()

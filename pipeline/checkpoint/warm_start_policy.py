@@ -187,8 +187,10 @@ def _decide_table(
             continue
         chosen = getattr(config, policy)
         if chosen == "refuse":
-            raise CheckpointError(f"{_subject(name)}: {change}, which warm_start.{policy}=refuse forbids; set another policy, "
-                                  "or give it the shape that the checkpoint has")  # fmt: skip
+            raise CheckpointError(
+                f"{_subject(name)}: {change}, which warm_start.{policy}=refuse forbids; set another policy, "
+                "or give it the shape that the checkpoint has"
+            )
         if chosen == "fresh":
             return TableDecision(name, None, table.rows, reason=f"fresh, for it is {change}")
         changes.append(change)

@@ -91,11 +91,15 @@ class Links:
         ids = NUM_INPUT_ALL_TO_ALLS * all_to_all
         whole, rows, host = [ids, 0, all_to_all, 0, all_to_all], [ids, 0, ring, 0, ring], [ids, 0, by_host, 0, by_host]
         kinds = {
-            "table_wise": whole, "column_wise": whole, "table_column_wise": whole, "row_wise": rows,
-            "table_row_wise": host, "grid_shard": host,
+            "table_wise": whole,
+            "column_wise": whole,
+            "table_column_wise": whole,
+            "row_wise": rows,
+            "table_row_wise": host,
+            "grid_shard": host,
             # an all-reduce passes the ring twice
             "data_parallel": [0, 0, 0, 0, 2 * ring - self.launch_ms],
-        }  # fmt: skip
+        }
         return {kind: np.array(phases, dtype=float) for kind, phases in kinds.items()}
 
 

@@ -83,8 +83,9 @@ class Wire:
 
 
 COLLECTIVES = {
-    "all_to_all": CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, "reduce_scatter": CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER,
-}  # fmt: skip
+    "all_to_all": CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL,
+    "reduce_scatter": CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER,
+}
 UNQUANTIZED = "as pooled"
 
 
@@ -271,9 +272,11 @@ class CostModel:
     def _wire_bytes(self, work: _Work, forward: bool, summed: bool | None = None) -> float:
         wire = self._wire
         by_rows = work.kind == "row_wise" or work.kind in BY_HOST if summed is None else summed
-        number_bytes = (wire.summed_forward if by_rows else wire.forward) if forward else (
-            wire.summed_backward if by_rows else wire.backward
-        )  # fmt: skip
+        number_bytes = (
+            (wire.summed_forward if by_rows else wire.forward)
+            if forward
+            else (wire.summed_backward if by_rows else wire.backward)
+        )
         if number_bytes == INT8_WIRE_BYTES and not self._corrected:
             return 1.0
         return work.element_bytes if number_bytes is None else number_bytes

@@ -157,8 +157,10 @@ def search_options(
     refined = refine(problem, [result.assignment], lambda found: price(_with_ranks(tables, found)), clock.has_used)
     logger.info(
         "search: a predicted step of %.4g ms by critical_path, %.4g ms after %d predictions",
-        refined.start, refined.price, refined.priced,
-    )  # fmt: skip
+        refined.start,
+        refined.price,
+        refined.priced,
+    )
     return _with_ranks(tables, refined.assignment), result
 
 

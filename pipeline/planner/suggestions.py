@@ -70,9 +70,12 @@ def _changes(
         unspilled = [table for table in by_size if _lacks_host_memory(table)]
         yield _relaxed_limits(unchanged, unspilled, "compute_kernels", lambda table: ["fused_uvm_caching"])
     rowwise = replace(
-        unchanged, lines="optimizer.sparse.name=rowwise_adagrad",
-        request=replace(unchanged.request, optimizer=TableOptimizer("rowwise_adagrad", unchanged.request.optimizer.weight_decay)),
-    )  # fmt: skip
+        unchanged,
+        lines="optimizer.sparse.name=rowwise_adagrad",
+        request=replace(
+            unchanged.request, optimizer=TableOptimizer("rowwise_adagrad", unchanged.request.optimizer.weight_decay)
+        ),
+    )
     half = replace(unchanged, lines="tables.default.data_type=fp16", request=_in_fp16(unchanged.request, placed))
     if optimizer != "rowwise_adagrad":
         yield iter([rowwise])

@@ -90,11 +90,13 @@ def _is(key: str, patterns: tuple[str, ...]) -> bool:
     anywhere. Any other pattern matches a complete key or a section.
     """
     return any(
-        pattern in key if pattern.startswith(".") else
-        key.startswith(pattern) if pattern.endswith((".", "_")) else
-        key == pattern or key.startswith(f"{pattern}.")
+        pattern in key
+        if pattern.startswith(".")
+        else key.startswith(pattern)
+        if pattern.endswith((".", "_"))
+        else key == pattern or key.startswith(f"{pattern}.")
         for pattern in patterns
-    )  # fmt: skip
+    )
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

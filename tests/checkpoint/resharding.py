@@ -15,8 +15,14 @@ from pipeline.runtime.errors import CheckpointError
 from tests.training.tiny import TinyTable, batches, build, context
 
 TYPES = (
-    "table_wise", "row_wise", "column_wise", "data_parallel", "table_row_wise", "table_column_wise", "grid_shard",
-)  # fmt: skip
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "data_parallel",
+    "table_row_wise",
+    "table_column_wise",
+    "grid_shard",
+)
 EXACT_FOR_ROW_STATE = ("table_wise", "row_wise", "data_parallel", "table_row_wise")
 STEPS, BATCH = 3, 32
 Values = dict[str, torch.Tensor]

@@ -85,8 +85,12 @@ def test_every_step_of_a_chain_is_restored_bit_for_bit_and_goes_on_as_it_would(
     folder, digests = chain
     manifests = {step: read_manifest(f"{folder}/step_{step:08d}") for step in list_steps(folder)}
     assert {step: one.get("chain", {}).get("base") for step, one in manifests.items()} == {
-        1: None, 2: 1, 3: 1, 4: None, 5: 4
-    }  # fmt: skip
+        1: None,
+        2: 1,
+        3: 1,
+        4: None,
+        5: 4,
+    }
     assert ranks.run(2, _restore_each, folder, MIXED, [3, 1, 2, 4, 5])[0] == digests
 
 
@@ -108,7 +112,10 @@ def test_compressed_links_bring_back_every_bit_and_a_chain_may_hold_both_kinds(
     plain, digests = chain
     folder = str(tmp_path / "checkpoints")
     assert ranks.run(2, _save_chain, folder, 5, 2, {"is_packed": True})[0] == digests
-    sizes = [sum(entry["size_bytes"] for entry in read_manifest(f"{each}/step_00000003")["files"].values()) for each in (plain, folder)]  # fmt: skip
+    sizes = [
+        sum(entry["size_bytes"] for entry in read_manifest(f"{each}/step_00000003")["files"].values())
+        for each in (plain, folder)
+    ]
     assert sizes[1] < 0.8 * sizes[0] and not any(verify_step(folder, step) for step in range(1, 6))
     assert ranks.run(2, _restore_each, folder, MIXED, [3, 1, 2, 4, 5])[0] == digests
     found = ranks.run(1, _restore_weights, folder, {**MIXED, "d": "table_wise"}, [3, 5])[0]

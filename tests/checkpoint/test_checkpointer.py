@@ -219,8 +219,10 @@ def test_metadata_that_asks_to_run_something_is_refused_even_with_a_matching_che
     manifest = json.loads((step / "manifest.json").read_text())
     del manifest["sha256"]
     manifest["files"][".metadata"] = {
-        "size_bytes": len(content), "block_bytes": BLOCK_BYTES, "crc32": [f"{zlib.crc32(content):08x}"]
-    }  # fmt: skip
+        "size_bytes": len(content),
+        "block_bytes": BLOCK_BYTES,
+        "crc32": [f"{zlib.crc32(content):08x}"],
+    }
     (step / "manifest.json").write_text(seal_manifest(manifest, Purpose.STEP))
     for message in ranks.run(2, _restore_attacked, str(tmp_path)):
         assert mentions(message, "posix.system")

@@ -98,9 +98,10 @@ def _change_of(kind: bytes, name: str) -> bytes:
 def hostile_metadata() -> dict[str, bytes]:
     real = pickle.dumps(written(), protocol=2)
     names = [
-        ("pathlib", "PosixPath", "name"), (dcp.__name__, "TensorStorageMetadata", "__init__"),
+        ("pathlib", "PosixPath", "name"),
+        (dcp.__name__, "TensorStorageMetadata", "__init__"),
         ("torch.serialization", "_get_layout", "__defaults__"),
-    ]  # fmt: skip
+    ]
     found = {
         f"{name}.{attribute}": real[:2] + _change_of(_global(module, name), attribute) + b"0" + real[2:]
         for module, name, attribute in names

@@ -34,9 +34,13 @@ from tests.support.messages import names
 from tests.support.ranks import RankPool
 
 SMALL = [
-    "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", "trainer.evaluate_batch_size=512",
-    "trainer.max_steps=5", "trainer.evaluate_max_batches=1",
-]  # fmt: skip
+    "experiment=quickstart",
+    "hardware=cpu",
+    "trainer.global_batch_size=256",
+    "trainer.evaluate_batch_size=512",
+    "trainer.max_steps=5",
+    "trainer.evaluate_max_batches=1",
+]
 Values = dict[str, torch.Tensor]
 
 
@@ -112,10 +116,14 @@ def test_grown_shrunk_and_retyped_tables_keep_their_rows_and_the_rest_is_as_from
     grown, _ = stored(small_run, "cat_25")
     rows = len(grown)
     words = job_words(
-        prepared_clicks, tmp_path / "new", small_run, f"tables.cat_25.num_embeddings={rows + 100}",
-        "tables.cat_25.sharding.sharding_types=[row_wise]", "tables.cat_24.data_type=fp16",
+        prepared_clicks,
+        tmp_path / "new",
+        small_run,
+        f"tables.cat_25.num_embeddings={rows + 100}",
+        "tables.cat_25.sharding.sharding_types=[row_wise]",
+        "tables.cat_24.data_type=fp16",
         "tables.cat_24.sharding.sharding_types=[table_wise]",
-    )  # fmt: skip
+    )
     fresh, warm, report = ranks.run(2, fresh_and_warm, words)[0]
     weights, state = of(warm, "cat_25")
     before, before_state = stored(small_run, "cat_25")

@@ -37,16 +37,19 @@ def _tab(shell: str, script: str, line: str) -> list[str]:
     return done.stdout.replace("\n", " ").split()
 
 
-@pytest.mark.parametrize(("line", "found"), [
-    ("python -m pipeline tra", ["train"]),
-    ("python -m pipeline train optimizer.sparse.lr", ["optimizer.sparse.lr="]),
-    ("python -m pipeline train optimizer.sp", ["optimizer.sparse."]),
-    ("python3 -m pipeline train experiment=quickstart model=dlrm", ["dlrm", "dlrm_dcn"]),
-    ("python -m pipeline train debug=an", ["anomaly"]),
-    ("python -m pipeline train trainer.compile=", ["true", "false"]),
-    ("python -m pipeline runs com", ["compare"]),
-    ("python -m pipeline completion z", ["zsh"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("python -m pipeline tra", ["train"]),
+        ("python -m pipeline train optimizer.sparse.lr", ["optimizer.sparse.lr="]),
+        ("python -m pipeline train optimizer.sp", ["optimizer.sparse."]),
+        ("python3 -m pipeline train experiment=quickstart model=dlrm", ["dlrm", "dlrm_dcn"]),
+        ("python -m pipeline train debug=an", ["anomaly"]),
+        ("python -m pipeline train trainer.compile=", ["true", "false"]),
+        ("python -m pipeline runs com", ["compare"]),
+        ("python -m pipeline completion z", ["zsh"]),
+    ],
+)
 def test_bash_completes(scripts: dict[str, str], line: str, found: list[str]) -> None:
     assert _tab("bash", scripts["bash"], line) == found
 
@@ -56,11 +59,14 @@ def test_another_module_of_python_gets_files_in_bash(scripts: dict[str, str]) ->
     assert "setup.cfg" in _tab("bash", scripts["bash"], "python -m pytest setup")
 
 
-@pytest.mark.parametrize(("line", "found"), [
-    ("python -m pipeline tra", {"train"}),
-    ("python -m pipeline train model=dlrm", {"model=dlrm", "model=dlrm_dcn"}),
-    ("python3 -m pipeline runs com", {"compare"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("python -m pipeline tra", {"train"}),
+        ("python -m pipeline train model=dlrm", {"model=dlrm", "model=dlrm_dcn"}),
+        ("python3 -m pipeline runs com", {"compare"}),
+    ],
+)
 def test_fish_completes(scripts: dict[str, str], line: str, found: set[str]) -> None:
     assert set(_tab("fish", scripts["fish"], line)) == found
 
@@ -69,9 +75,16 @@ def test_zsh_reads_its_script(scripts: dict[str, str]) -> None:
     if shutil.which("zsh") is None:
         pytest.skip("there is no zsh on this machine")
     done = subprocess.run(
-        ["zsh", "-f", "-c", scripts["zsh"] + "\nprint -r -- $_comps[python]; _pipeline_words train | tr ' ' '\\n' | grep -c ="],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        [
+            "zsh",
+            "-f",
+            "-c",
+            scripts["zsh"] + "\nprint -r -- $_comps[python]; _pipeline_words train | tr ' ' '\\n' | grep -c =",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     shown, count = done.stdout.split("\n")[:2]
     assert "_bash_complete" in shown and int(count) > 400, done.stderr
 

@@ -59,10 +59,14 @@ def test_a_table_that_the_config_does_not_list_is_set_without_a_plus() -> None:
     job = load_config(
         TrainJob,
         [
-            QUICKSTART, "tables.cat_3.embedding_dim=16", "tables.cat_3.init.kind=normal", "data.synthetic_multi_hot.cat_1=5",
-            "tables.cat_3.sharding.sharding_types=[row_wise]", "data.feature_ids.cat_2.min_frequency=4",
+            QUICKSTART,
+            "tables.cat_3.embedding_dim=16",
+            "tables.cat_3.init.kind=normal",
+            "data.synthetic_multi_hot.cat_1=5",
+            "tables.cat_3.sharding.sharding_types=[row_wise]",
+            "data.feature_ids.cat_2.min_frequency=4",
         ],
-    )  # fmt: skip
+    )
     table = job.tables["cat_3"]
     assert table.embedding_dim == 16
     assert table.init is not None and table.init.kind == "normal"
@@ -104,7 +108,7 @@ def test_an_optional_section_comes_to_be_when_a_field_of_it_is_set() -> None:
         (["quickstart_deepfm"], "key=value experiment=quickstart_deepfm"),
         (["~trainer"], "~trainer default"),
         (["tables[cat_1]=3"], "tables[cat_1]=3 names and dots"),
-        (["tables={\"cat_1\": {embedding_dim: 8}}"], "no quotes"),
+        (['tables={"cat_1": {embedding_dim: 8}}'], "no quotes"),
         (["name='x"], "name='x quote"),
         (["trainer.seed=["], "trainer.seed=[ not closed"),
         (["trainer.seed=1,2"], "key=[a,b]"),
@@ -114,7 +118,7 @@ def test_an_optional_section_comes_to_be_when_a_field_of_it_is_set() -> None:
         (["--cgf"], "--cfg"),
         (["data=null"], "data=null"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_said_in_one_line_with_the_way_out(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=names(message)) as failure:
         load_config(TrainJob, [QUICKSTART, *overrides])
@@ -189,7 +193,7 @@ def test_an_entry_of_a_list_may_have_an_equals_sign() -> None:
         ("data.name=", "data.name"),
         ("run_dir=s3://bucket/run", "run_dir=s3://bucket/run"),
     ],
-)  # fmt: skip
+)
 def test_a_value_out_of_range_is_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=names(message)):
         load_config(TrainJob, [QUICKSTART, override])
@@ -198,11 +202,18 @@ def test_a_value_out_of_range_is_refused(override: str, message: str) -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "trainer.seed=9223372036854775807", "trainer.evaluate_batch_size=null", "trainer.evaluate_max_batches=1",
-        "optimizer.dense.beta1=0", "optimizer.dense.momentum=0.999", "optimizer.sparse.eps=0", "schedule.dense.gamma=1",
-        "tables.cat_3.init.scale=null", "comms.timeout_s=1", "trainer.early_stop.min_delta=0",
+        "trainer.seed=9223372036854775807",
+        "trainer.evaluate_batch_size=null",
+        "trainer.evaluate_max_batches=1",
+        "optimizer.dense.beta1=0",
+        "optimizer.dense.momentum=0.999",
+        "optimizer.sparse.eps=0",
+        "schedule.dense.gamma=1",
+        "tables.cat_3.init.scale=null",
+        "comms.timeout_s=1",
+        "trainer.early_stop.min_delta=0",
     ],
-)  # fmt: skip
+)
 def test_a_value_at_the_end_of_its_range_is_taken(override: str) -> None:
     assert isinstance(load_config(TrainJob, [QUICKSTART, override]), TrainJob)
 
@@ -217,7 +228,8 @@ def test_a_plan_needs_no_local_run_folder() -> None:
         (EvaluateJob, ["run=r1", "data.path=x"], "data_path"),
         (EvaluateJob, ["run=r1", "trainer.global_batch_size=8"], "global_batch_size trainer"),
         (
-            EvaluateJob, ["run=r1", "trainer.precision=bf16"],
+            EvaluateJob,
+            ["run=r1", "trainer.precision=bf16"],
             "data_path global_batch_size max_batches other_data world_size trainer",
         ),
         (EvaluateJob, ["run=r1", "model=dlrm"], "data_path global_batch_size model"),
@@ -227,7 +239,7 @@ def test_a_plan_needs_no_local_run_folder() -> None:
         (PlanJob, [QUICKSTART, "hardware=h1000_80gb"], "h100_80gb"),
         (PlanJob, [QUICKSTART, "hardware="], "hardware"),
     ],
-)  # fmt: skip
+)
 def test_a_hint_names_what_the_verb_has(job_type: type, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=names(message)):
         load_config(job_type, overrides)

@@ -102,7 +102,7 @@ JOB_OF = {
     **dict.fromkeys(("ssd", "server", "batching", "limits"), ServeJob),
     "vocabularies": PrepareJob,
     "sweep": SweepJob,
-}  # fmt: skip
+}
 
 
 def _choices() -> list[tuple[type, dict[str, str]]]:
@@ -262,8 +262,11 @@ def test_the_beginning_of_a_key_is_told_with_the_key(typed: str, meant: str) -> 
 def test_every_typo_is_told_with_the_nearest_name_before_torch_is_imported(count: int) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.typos", "0", str(count)],
-        capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": "0"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+    )
     *typos, last = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(typos) == count
     untold = [typo for typo in typos if f"did you mean {typo['right']!r}" not in typo["told"]]

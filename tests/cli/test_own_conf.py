@@ -44,7 +44,7 @@ def test_a_users_own_folder_adds_options(overlay: Path) -> None:
         ("trainer:\n  seed: zero\n", "experiment/my_own_shop 'zero'"),
         ("defaults: [\n", "my_own_shop.yaml"),
     ],
-)  # fmt: skip
+)
 def test_a_typo_in_a_users_file_names_file_and_key(overlay: Path, text: str, message: str) -> None:
     (overlay / "experiment" / "my_own_shop.yaml").write_text(f"# @package _global_\n{text}")
     with pytest.raises(ConfigError, match=names(message)):

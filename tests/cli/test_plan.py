@@ -230,8 +230,15 @@ def test_plan_files_are_shown_and_compared_without_torch(
 
 
 def test_check_exits_with_0_or_1(plan_files: tuple[str, str], job: PlanJob, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["data=criteo_kaggle", "name=kaggle", f"data.path={job.data.path}", "tables.default.embedding_dim=64",
-             "trainer.global_batch_size=65536", "hardware=h100_80gb", "world_size=8"]  # fmt: skip
+    words = [
+        "data=criteo_kaggle",
+        "name=kaggle",
+        f"data.path={job.data.path}",
+        "tables.default.embedding_dim=64",
+        "trainer.global_batch_size=65536",
+        "hardware=h100_80gb",
+        "world_size=8",
+    ]
     _run(["check", plan_files[1], *words])
     assert capsys.readouterr().out == f"{plan_files[1]} holds for this job\n"
     with pytest.raises(SystemExit) as ended:
@@ -255,7 +262,7 @@ def test_check_exits_with_0_or_1(plan_files: tuple[str, str], job: PlanJob, caps
         (["check", "a.json", "hardware=h100"], "hardware=h100 a100_40gb"),
         (["hardwear=h200"], "hardware"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_command_is_one_line_and_exit_code_2(
     words: list[str], error: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,9 +35,14 @@ def test_training_compiles_nothing_after_it(prepared_clicks: str, tmp_path: Path
     before = _compiled(cache)
     assert before
     overrides = [
-        "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", f"data.path={prepared_clicks}",
-        "trainer.max_steps=3", "trainer.precision=bf16", "trainer.evaluate_max_batches=1",
-    ]  # fmt: skip
+        "experiment=quickstart",
+        "hardware=cpu",
+        "trainer.global_batch_size=256",
+        f"data.path={prepared_clicks}",
+        "trainer.max_steps=3",
+        "trainer.precision=bf16",
+        "trainer.evaluate_max_batches=1",
+    ]
     half = ["tables.cat_3.data_type=fp16", "tables.cat_3.sharding.sharding_types=[table_wise]"]
     runs = [[*overrides, f"run_dir={tmp_path / 'whole'}"], [*overrides, *half, f"run_dir={tmp_path / 'half'}"]]
     code = TRAIN.format(runs=runs)

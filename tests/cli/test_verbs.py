@@ -147,11 +147,14 @@ def test_an_unknown_verb_or_plugin_is_one_line(capsys: pytest.CaptureFixture[str
         (["show", "390"], checkpoints.COMMANDS, ["command=show", "run='390'"]),
         (["rollback", "dt=3/r", "v000012"], registry.COMMANDS, None),
         (["registry/dt=3", "history"], registry.COMMANDS, ["command=history", "registry='registry/dt=3'"]),
-        (["rollback", "--config-dir", "my", "reg", "v000012", "reason=bad"], registry.COMMANDS,
-         ["command=rollback", "registry=reg", "version=v000012", "reason=bad", "--config-dir=my"]),
+        (
+            ["rollback", "--config-dir", "my", "reg", "v000012", "reason=bad"],
+            registry.COMMANDS,
+            ["command=rollback", "registry=reg", "version=v000012", "reason=bad", "--config-dir=my"],
+        ),
         (["a=1", "--cfg"], (), ["a=1", "--cfg"]),
     ],
-)  # fmt: skip
+)
 def test_one_grammar_reads_every_command_line(
     words: list[str], commands: tuple[Command, ...], overrides: list[str] | None
 ) -> None:

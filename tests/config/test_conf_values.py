@@ -123,8 +123,9 @@ def test_a_verbs_yaml_shows_every_knob_of_its_job_with_its_default(verb: str) ->
     assert differences(JOBS[verb], load(verb), verb) == []
 
 
-@pytest.mark.parametrize("kind", [kind for kind, config in components("model").items()
-                                  if config.__module__.startswith("pipeline.")])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind", [kind for kind, config in components("model").items() if config.__module__.startswith("pipeline.")]
+)
 def test_a_models_yaml_shows_every_knob_of_the_model(kind: str) -> None:
     assert differences(components("model")[kind], load(f"model/{kind}")) == []
 

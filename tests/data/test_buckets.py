@@ -78,18 +78,22 @@ def rows_of(num_rows: int = NUM_ROWS) -> list[Row]:
 
     return [
         {
-            "click": int(draw.integers(2)), "age": number(float(draw.integers(90))),
+            "click": int(draw.integers(2)),
+            "age": number(float(draw.integers(90))),
             "price": number(round(float(draw.exponential()) + (i >= NUM_TRAIN), 3)),
-            "count": number(float(int(draw.exponential(20) ** 1.5) - 1)), "item": f"i{draw.integers(7)}",
+            "count": number(float(int(draw.exponential(20) ** 1.5) - 1)),
+            "item": f"i{draw.integers(7)}",
             "tags": [f"t{t}" for t in draw.integers(4, size=draw.integers(3))],
         }
         for i in range(num_rows)
-    ]  # fmt: skip
+    ]
 
 
 def write(path: Path, rows: list[Row]) -> str:
-    cells = [["" if row[name] is None else "|".join(row[name]) if name == "tags" else str(row[name]) for name in row]
-             for row in rows]  # fmt: skip
+    cells = [
+        ["" if row[name] is None else "|".join(row[name]) if name == "tags" else str(row[name]) for name in row]
+        for row in rows
+    ]
     path.write_text("\n".join([",".join(rows[0]), *map(",".join, cells)]) + "\n")
     return str(path)
 
@@ -172,8 +176,10 @@ def test_a_base_keeps_boundaries_and_where_it_is_frozen_ids(folder: Path, tmp_pa
     for name in ("price", "count"):
         features = [dataset.sparse_feature(name) for dataset in (base, frozen, extended)]
         assert features[0].boundaries == features[1].boundaries == features[2].boundaries
-        files = [list(read_values(f"{where}/{features[0].vocabulary}"))
-                 for where in (folder / "ds", tmp_path / "frozen", tmp_path / "extended")]  # fmt: skip
+        files = [
+            list(read_values(f"{where}/{features[0].vocabulary}"))
+            for where in (folder / "ds", tmp_path / "frozen", tmp_path / "extended")
+        ]
         assert files[0] == files[1]
         assert {value for _, values in files[0] for value in values} <= {v for _, values in files[2] for v in values}
     with pytest.raises(DataError, match=names("vocabularies.path 'age' data.buckets")):

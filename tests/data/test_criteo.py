@@ -91,11 +91,17 @@ BAD_ROWS = {
     "an empty line": (lambda cells: [], "1 columns, not 40"),
     "a label of 2": (lambda cells: ["2", *cells[1:]], "label is '2', not 0 or 1"),
     "no label": (lambda cells: ["", *cells[1:]], "label is '', not 0 or 1"),
-    "a word as a count": (lambda cells: [*cells[:3], "many", *cells[4:]], "int_2 is 'many', not a finite 32-bit number"),
-    "an infinite count": (lambda cells: [*cells[:3], "1e999", *cells[4:]], "int_2 is '1e999', not a finite 32-bit number"),
+    "a word as a count": (
+        lambda cells: [*cells[:3], "many", *cells[4:]],
+        "int_2 is 'many', not a finite 32-bit number",
+    ),
+    "an infinite count": (
+        lambda cells: [*cells[:3], "1e999", *cells[4:]],
+        "int_2 is '1e999', not a finite 32-bit number",
+    ),
     "bytes that are not UTF-8": (lambda cells: [*cells[:-1], "\udcff"], "is not UTF-8"),
     "a carriage return inside": (lambda cells: [*cells[:-1], "a\rb"], "a carriage return inside the row"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)

@@ -50,9 +50,13 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 COLUMNS = ColumnsConfig(
-    label="click", dense=["price", "age", "height"], sparse=["item", "city", "device"], multi_hot=["tags"],
-    timestamp="when", sequence={"history": SequenceConfig(max_length=3, shares="item")},
-)  # fmt: skip
+    label="click",
+    dense=["price", "age", "height"],
+    sparse=["item", "city", "device"],
+    multi_hot=["tags"],
+    timestamp="when",
+    sequence={"history": SequenceConfig(max_length=3, shares="item")},
+)
 
 
 def write_rows(path: Path, num_rows: int, seed: int, bad: int = 0) -> None:
@@ -65,10 +69,18 @@ def write_rows(path: Path, num_rows: int, seed: int, bad: int = 0) -> None:
         city = "Rome" if rng.random() < 0.5 else f"città {int(30 * rng.random())}"
         price = "" if rng.random() < 0.1 else f"{rng.normal():.6f}"
         cells = [
-            int(rng.random() < 0.3), price, rng.integers(0, 9), f"{170 + 9 * rng.normal():.9f}", f"i{items[0]}", city,
-            f"d-{seed}-{row}", "|".join(f"t{item}" for item in items[:2]), rng.integers(0, 500),
-            "|".join(f"i{item}" for item in items[2:]), f"u{items[1]}",
-        ]  # fmt: skip
+            int(rng.random() < 0.3),
+            price,
+            rng.integers(0, 9),
+            f"{170 + 9 * rng.normal():.9f}",
+            f"i{items[0]}",
+            city,
+            f"d-{seed}-{row}",
+            "|".join(f"t{item}" for item in items[:2]),
+            rng.integers(0, 500),
+            "|".join(f"i{item}" for item in items[2:]),
+            f"u{items[1]}",
+        ]
         lines.append(",".join(map(str, cells)))
     path.write_text("\n".join([*lines, *["x"] * bad]) + "\n")
 
@@ -142,10 +154,12 @@ def test_more_values_than_memory_are_counted_by_spilling_to_disk(
     path = tmp_path / "rows.csv"
     path.write_text("\n".join(["click,item", *(f"{i % 2},{value}" for i, value in enumerate(values))]))
     config = DataConfig(
-        name="rows", path=str(tmp_path / "ds"), format="csv",
+        name="rows",
+        path=str(tmp_path / "ds"),
+        format="csv",
         columns=ColumnsConfig(label="click", dense=[], sparse=["item"]),
         split=SplitConfig(validation_fraction=0.0, test_fraction=0.0),
-    )  # fmt: skip
+    )
     monkeypatch.setattr(Resources, "engine_bytes", 32 << 20)
     recipe = make_recipe(config, find_sources(str(path)), Resources(1 << 30, 1, f"{tmp_path}/staging"))
     monkeypatch.setattr(recipe_module, "open_engine", without_spilling)

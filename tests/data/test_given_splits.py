@@ -33,10 +33,15 @@ Row = tuple[int, float | None, str, str, str]
 def rows_of(count: int, seed: int) -> list[Row]:
     draw = np.random.default_rng(seed)
     return [
-        (int(i % 3 == 0), float(draw.integers(1000)), f"u{draw.integers(6) + seed}", f"i{draw.integers(9)}",
-         "|".join(f"t{t}" for t in draw.integers(4, size=draw.integers(4))))
+        (
+            int(i % 3 == 0),
+            float(draw.integers(1000)),
+            f"u{draw.integers(6) + seed}",
+            f"i{draw.integers(9)}",
+            "|".join(f"t{t}" for t in draw.integers(4, size=draw.integers(4))),
+        )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def write(path: Path, rows: list[Row]) -> str:
@@ -94,8 +99,10 @@ def test_the_same_files_elsewhere_are_prepared_already_and_other_splits_of_them_
     tmp_path: Path, files: SplitConfig
 ) -> None:
     run(tmp_path / "ds", files)
-    moved = {key: value.replace(str(tmp_path), f"{tmp_path}/moved") if isinstance(value, str) else value
-             for key, value in asdict(files).items()}  # fmt: skip
+    moved = {
+        key: value.replace(str(tmp_path), f"{tmp_path}/moved") if isinstance(value, str) else value
+        for key, value in asdict(files).items()
+    }
     os.makedirs(tmp_path / "moved")
     for folder in ("train", "a", "b"):
         os.rename(tmp_path / folder, tmp_path / "moved" / folder)

@@ -50,9 +50,18 @@ def _write(path: Path, delimiter: str = ",") -> str:
 
 
 ROLES = {
-    "row": "left out", "click": "label", "shown_at": "timestamp", "user_id": "sparse", "price": "dense", "views": "dense",
-    "genres": "multi_hot", "country": "sparse", "dwell": "left out", "request": "left out", "site": "left out",
-}  # fmt: skip
+    "row": "left out",
+    "click": "label",
+    "shown_at": "timestamp",
+    "user_id": "sparse",
+    "price": "dense",
+    "views": "dense",
+    "genres": "multi_hot",
+    "country": "sparse",
+    "dwell": "left out",
+    "request": "left out",
+    "site": "left out",
+}
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
@@ -62,9 +71,12 @@ def test_each_column_gets_its_role_and_what_tells_the_label_is_left_out(tmp_path
     assert {name: role for name, (role, _) in proposal.roles.items()} == ROLES
     assert "it alone tells the label (AUC 1.000)" in proposal.roles["dwell"][1]
     assert proposal.config["columns"] == {
-        "label": "click", "dense": ["price", "views"], "sparse": ["user_id", "country"], "multi_hot": ["genres"],
+        "label": "click",
+        "dense": ["price", "views"],
+        "sparse": ["user_id", "country"],
+        "multi_hot": ["genres"],
         "timestamp": "shown_at",
-    }  # fmt: skip
+    }
     assert (proposal.config["split"]["kind"], proposal.config["group_column"]) == ("time", "user_id")
     assert proposal.config.get("delimiter") == (";" if delimiter == ";" else None)
     assert any("country: 67% of the rows have no value" in remark for remark in proposal.remarks)
@@ -76,8 +88,12 @@ def test_each_column_gets_its_role_and_what_tells_the_label_is_left_out(tmp_path
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_typed_files_are_looked_at_as_text(tmp_path: Path, kind: str) -> None:
     rows = _rows()
-    typed = {**rows, "click": list(map(int, rows["click"])), "price": list(map(float, rows["price"])),
-             "genres": [genres.split("|") for genres in rows["genres"]]}  # fmt: skip
+    typed = {
+        **rows,
+        "click": list(map(int, rows["click"])),
+        "price": list(map(float, rows["price"])),
+        "genres": [genres.split("|") for genres in rows["genres"]],
+    }
     path = tmp_path / f"rows.{kind}"
     if kind == "parquet":
         pq.write_table(pa.table(typed), path)
@@ -120,10 +136,15 @@ def test_a_file_without_a_clear_label_asks_for_it(tmp_path: Path) -> None:
     [
         (["1", "3", "4", "5"], ["label=rating", "label_threshold=4"], {"label": "rating", "label_threshold": 4.0}, 0.5),
         (["no", "yes", "no", "no"], ["label=rating"], {"label": "rating", "label_values": {"no": 0, "yes": 1}}, 0.25),
-        (["buy", "go", "", "go"], ["label=rating", "label_values={buy: 1, go: 0}"], {"label": "rating", "label_values": {"buy": 1, "go": 0}}, 1 / 3),
+        (
+            ["buy", "go", "", "go"],
+            ["label=rating", "label_values={buy: 1, go: 0}"],
+            {"label": "rating", "label_values": {"buy": 1, "go": 0}},
+            1 / 3,
+        ),
     ],
     ids=["stars", "yes and no", "texts"],
-)  # fmt: skip
+)
 def test_a_label_that_is_not_0_and_1_is_looked_at_by_what_it_means(
     tmp_path: Path, texts: list[str], words: list[str], columns: dict[str, Any], rate: float
 ) -> None:

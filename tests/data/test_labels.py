@@ -48,11 +48,14 @@ def raw_rows(num_rows: int = NUM_ROWS) -> list[dict[str, Any]]:
         masked = None if not click and number % 2 else 0
         rows.append(
             {
-                "click": click, "order": int(random.random() < 0.5) if click else masked, "stars": int(random.integers(5)),
-                "seconds": round(float(random.gamma(2.0)), 3) if click else masked, "worth": round(float(random.random()), 3),
+                "click": click,
+                "order": int(random.random() < 0.5) if click else masked,
+                "stars": int(random.integers(5)),
+                "seconds": round(float(random.gamma(2.0)), 3) if click else masked,
+                "worth": round(float(random.random()), 3),
                 "item": f"i{number}",
             }
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -67,9 +70,11 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 
 def run(folder: Path, source: str, columns: ColumnsConfig = COLUMNS, **settings: Any) -> Dataset:
     settings = {
-        "format": "parquet" if source.endswith("parquet") else "csv", "split": SplitConfig(validation_fraction=0.25, test_fraction=0.0),
-        "rows_per_row_group": 64, **settings,
-    }  # fmt: skip
+        "format": "parquet" if source.endswith("parquet") else "csv",
+        "split": SplitConfig(validation_fraction=0.25, test_fraction=0.0),
+        "rows_per_row_group": 64,
+        **settings,
+    }
     data = DataConfig(name="small", path=str(folder), columns=columns, **settings)
     prepare(PrepareJob(data=data, source=source, threads=1))
     return load_dataset(str(folder))
@@ -88,9 +93,17 @@ def read(
     """Labels, weights and items of the rows that are present, in the order of the file."""
     dataset = load_dataset(str(folder))
     reader = ShardReader(
-        str(folder), dataset, split, global_batch_size=50, rank=0, world_size=1, seed=0, drop_last=drop_last,
-        config=ReaderConfig(num_streams=1, shuffle="none"), targets=targets,
-    )  # fmt: skip
+        str(folder),
+        dataset,
+        split,
+        global_batch_size=50,
+        rank=0,
+        world_size=1,
+        seed=0,
+        drop_last=drop_last,
+        config=ReaderConfig(num_streams=1, shuffle="none"),
+        targets=targets,
+    )
     parts: dict[str, list[torch.Tensor]] = {"labels": [], "weights": [], "items": []}
     for batch in reader.batches(0):
         parts["labels"].append(batch.labels[batch.is_present])
@@ -128,22 +141,34 @@ def test_parquet_gives_the_same_shards_and_old_keys_the_same_description(folder:
     text = json.loads(alone.to_json())
     assert not {"labels", "weight_column", "negative_sampling"} & text.keys()
     assert text["recipe"]["columns"] == {
-        "label": "click", "dense": [], "sparse": ["item"], "multi_hot": [], "timestamp": None, "list_separator": "|"
-    }  # fmt: skip
+        "label": "click",
+        "dense": [],
+        "sparse": ["item"],
+        "multi_hot": [],
+        "timestamp": None,
+        "list_separator": "|",
+    }
     assert pq.read_schema(tmp_path / "one" / "train" / "00000.parquet").field("click").type == pa.int8()
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_values_that_are_no_label_are_quarantined(tmp_path: Path, suffix: str) -> None:
     bad = {
-        "click": 2, "order": 0.5, "stars": 5, "seconds": math.nan if suffix == "parquet" else "fast", "worth": -1.0,
-    }  # fmt: skip
+        "click": 2,
+        "order": 0.5,
+        "stars": 5,
+        "seconds": math.nan if suffix == "parquet" else "fast",
+        "worth": -1.0,
+    }
     rows = raw_rows(40)
     for number, (name, value) in enumerate(bad.items()):
         rows[number] = {**rows[number], "click": 1, "order": 0, "seconds": 0.0, name: value}
     rows[5] = {**rows[5], "click": 1, "order": None}  # counts there, and is missing
     if suffix == "parquet":
-        rows = [{name: value if name == "item" or value is None else float(value) for name, value in row.items()} for row in rows]  # fmt: skip
+        rows = [
+            {name: value if name == "item" or value is None else float(value) for name, value in row.items()}
+            for row in rows
+        ]
     dataset = run(tmp_path / "ds", write(tmp_path / f"rows.{suffix}", rows), max_quarantined_fraction=0.5)
     lines = [json.loads(line) for line in (tmp_path / "ds" / "quarantine.jsonl").read_text().splitlines()]
     assert dataset.quarantined_rows == 6
@@ -225,10 +250,13 @@ def test_masks_are_binary_labels_that_all_rows_have(labels: dict[str, LabelConfi
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"kind": "ordinal"}, "num_buckets"), ({"num_buckets": 3}, "num_buckets=3 binary"), ({"kind": "ordnal"}, "ordinal"),
-        ({"weight": 0.0}, "weight"), ({"kind": "ordinal", "num_buckets": 1}, "num_buckets 2"),
+        ({"kind": "ordinal"}, "num_buckets"),
+        ({"num_buckets": 3}, "num_buckets=3 binary"),
+        ({"kind": "ordnal"}, "ordinal"),
+        ({"weight": 0.0}, "weight"),
+        ({"kind": "ordinal", "num_buckets": 1}, "num_buckets 2"),
     ],
-)  # fmt: skip
+)
 def test_a_label_that_cannot_be_is_refused_with_what_it_wants(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=names(words)):
         LabelConfig(**settings)
@@ -268,4 +296,6 @@ def test_metrics_to_go_by_are_named_by_label_the_main_one_first(tmp_path: Path) 
         load_config(RetrainJob, [*retrain, "+gate.held.clicks=0.1"])
     with pytest.raises(ConfigError, match=names("gate.task='order' click")):
         load_config(RetrainJob, [*retrain, "gate.task=order"])
-    assert load_config(RetrainJob, [*retrain, "gate.task=conversion", "+gate.held.click=0.01"]).gate.held == {"click": 0.01}  # fmt: skip
+    assert load_config(RetrainJob, [*retrain, "gate.task=conversion", "+gate.held.click=0.01"]).gate.held == {
+        "click": 0.01
+    }

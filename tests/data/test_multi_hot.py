@@ -68,9 +68,16 @@ def test_the_reader_hands_out_fixed_size_bags_in_feature_order(tmp_path: Path) -
     dataset = write_dataset(tmp_path, [[32, 32]])
     sizes = {"bucket": 5, "last": 2}
     reader = ShardReader(
-        str(tmp_path), dataset, "train", global_batch_size=16, rank=0, world_size=1,
-        config=ReaderConfig(num_streams=4), seed=0, multi_hot=sizes,
-    )  # fmt: skip
+        str(tmp_path),
+        dataset,
+        "train",
+        global_batch_size=16,
+        rank=0,
+        world_size=1,
+        config=ReaderConfig(num_streams=4),
+        seed=0,
+        multi_hot=sizes,
+    )
     batch = next(reader.batches(0))
     sparse = batch.sparse_features
     for name, cardinality in (("bucket", NUM_BUCKETS), ("last", 11)):
@@ -87,9 +94,17 @@ def test_the_reader_hands_out_fixed_size_bags_in_feature_order(tmp_path: Path) -
 def test_padding_rows_get_no_bag(tmp_path: Path, size: int) -> None:
     dataset = write_dataset(tmp_path, [[5]])
     reader = ShardReader(
-        str(tmp_path), dataset, "train", global_batch_size=8, rank=0, world_size=1,
-        config=ReaderConfig(num_streams=4), seed=0, multi_hot={"bucket": size}, drop_last=False,
-    )  # fmt: skip
+        str(tmp_path),
+        dataset,
+        "train",
+        global_batch_size=8,
+        rank=0,
+        world_size=1,
+        config=ReaderConfig(num_streams=4),
+        seed=0,
+        multi_hot={"bucket": size},
+        drop_last=False,
+    )
     batch = next(reader.batches(0))
     lengths = batch.sparse_features["bucket"].lengths()
     assert lengths.tolist() == (batch.sample_weights * size).int().tolist()

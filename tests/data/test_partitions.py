@@ -142,6 +142,9 @@ def test_a_folder_without_success_is_reported_refused_or_ignored(
 
 def test_names_and_values_of_partitions() -> None:
     assert partitions_of(f"a/dt=2026-01-01/place=a%2Fb/x={NULL}/y=/f") == (
-        ("dt", "2026-01-01"), ("place", "a/b"), ("x", None), ("y", ""),
-    )  # fmt: skip
+        ("dt", "2026-01-01"),
+        ("place", "a/b"),
+        ("x", None),
+        ("y", ""),
+    )
     assert name_of("a/dt=1/hour=2/f.parquet") == "dt=1/hour=2/f.parquet" and name_of("a/b/f=1.tsv") == "f=1.tsv"

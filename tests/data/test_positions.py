@@ -26,9 +26,16 @@ def test_each_row_of_a_split_has_one_position_and_is_the_row_there(
     found = np.full(len(labels), -1.0)
     for rank in range(world_size):
         reader = ShardReader(
-            prepared_clicks, dataset, "test", global_batch_size=batch_size, rank=rank, world_size=world_size,
-            config=ReaderConfig(shuffle=shuffle), seed=seed, drop_last=False,
-        )  # fmt: skip
+            prepared_clicks,
+            dataset,
+            "test",
+            global_batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            config=ReaderConfig(shuffle=shuffle),
+            seed=seed,
+            drop_last=False,
+        )
         for batch, positions in zip(reader.batches(0), reader.positions(0), strict=True):
             real = batch.sample_weights.numpy() > 0
             assert np.array_equal(positions != PADDING, real)

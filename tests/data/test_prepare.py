@@ -155,8 +155,16 @@ def test_second_run_returns_at_once_and_other_input_is_refused(tmp_path: Path, m
     first = run_prepare(source, tmp_path / "ds")
     copy = write_lines(tmp_path / "b" / "train.txt", lines)
     monkeypatch.setattr(preparation, "_stage", lambda *_: pytest.fail("staged again"))
-    job = load_config(PrepareJob, ["data=criteo_kaggle", f"source={copy}", f"data.path={tmp_path}/ds",
-                                   "data.split.validation_fraction=0.1", "data.split.test_fraction=0.1"])  # fmt: skip
+    job = load_config(
+        PrepareJob,
+        [
+            "data=criteo_kaggle",
+            f"source={copy}",
+            f"data.path={tmp_path}/ds",
+            "data.split.validation_fraction=0.1",
+            "data.split.test_fraction=0.1",
+        ],
+    )
     summary = prepare(job)
     assert summary.already_prepared and summary.dataset == first
     assert f"already prepared in {tmp_path}/ds: nothing to do" in describe(summary)
@@ -182,8 +190,10 @@ def test_unreadable_rows_are_counted_named_and_limited(tmp_path: Path, small_blo
     assert [(s["num_rows"], s["num_quarantined"]) for s in dataset.sources] == [(200, 2), (100, 1)]
     entries = [json.loads(line) for line in (tmp_path / "ds" / "quarantine.jsonl").read_text().splitlines()]
     assert [(e["file"], e["line"], e["reason"]) for e in entries] == [
-        ("day_0", 8, "1 columns, not 40"), ("day_0", 151, "label is '2', not 0 or 1"), ("day_1", 100, "440 columns, not 40"),
-    ]  # fmt: skip
+        ("day_0", 8, "1 columns, not 40"),
+        ("day_0", 151, "label is '2', not 0 or 1"),
+        ("day_1", 100, "440 columns, not 40"),
+    ]
     assert entries[0]["text"] == "gone" and len(entries[2]["text"]) == 500
     sound = [line for i, line in enumerate(lines) if i not in spoilt]
     known = vocabularies(sound[:238])

@@ -55,8 +55,13 @@ def test_bad_rows_weigh_nothing_and_all_others_arrive_as_they_are(tmp_path: Path
     for row, sample in kept.items():
         assert (*sample[:4], *sample[5:]) == (*sample_of(row)[:4], *sample_of(row)[5:])  # all but the drawn bags
     found = {(e["file"], e["row"]): e["reason"] for e in entries_of(path)}
-    assert sorted(found) == [("train/part-0.parquet", 3), ("train/part-0.parquet", 5), ("train/part-1.parquet", 8),
-                             ("train/part-1.parquet", 9), ("train/part-1.parquet", 31)]  # fmt: skip
+    assert sorted(found) == [
+        ("train/part-0.parquet", 3),
+        ("train/part-0.parquet", 5),
+        ("train/part-1.parquet", 8),
+        ("train/part-1.parquet", 9),
+        ("train/part-1.parquet", 31),
+    ]
     assert found["train/part-1.parquet", 8] == "'tags' is [1, 2, -7], not a list of ids within [0, 50)"
     assert found["train/part-0.parquet", 5] == "'label' is missing"
 
@@ -110,7 +115,9 @@ def test_a_file_that_cannot_be_read_is_quarantined_whole_or_stops_by_policy(tmp_
     assert sorted(rows_of(batches)) == list(range(32))
     assert sum(batch.batch_size for batch in batches) == 64
     assert [(e["file"], e["row"], e["num_rows"]) for e in sorted(entries_of(lines), key=lambda e: e["row"])] == [
-        ("train/part-1.parquet", 0, 16), ("train/part-1.parquet", 16, 16)]  # fmt: skip
+        ("train/part-1.parquet", 0, 16),
+        ("train/part-1.parquet", 16, 16),
+    ]
 
 
 def test_rows_are_listed_once_across_epochs_and_resumes(tmp_path: Path) -> None:

@@ -37,8 +37,12 @@ def _prepare(tmp_path: Path, rows: list[str], columns: ColumnsConfig | None = No
     source = tmp_path / "rows.csv"
     source.write_text("\n".join([HEADER, *rows]) + "\n")
     return run_prepare(
-        str(source), tmp_path / "prepared", format="csv", columns=columns or _columns(), **settings,
-    )  # fmt: skip
+        str(source),
+        tmp_path / "prepared",
+        format="csv",
+        columns=columns or _columns(),
+        **settings,
+    )
 
 
 ROWS = [
@@ -81,9 +85,12 @@ def test_the_first_ids_are_kept_where_that_is_asked_for_and_hashes_are_shared(tm
 
     columns = _columns(history=SequenceConfig(max_length=2, keep="first", shares="item"))
     dataset = _prepare(
-        tmp_path, ROWS, columns, split=ALL,
+        tmp_path,
+        ROWS,
+        columns,
+        split=ALL,
         feature_ids={"item": IdsConfig("hash", hash_size=50, hash_seed=3)},
-    )  # fmt: skip
+    )
     rows = read_split(tmp_path / "prepared", dataset, "train")
     a, b, _, c, _ = rows["item"].to_pylist()
     assert rows["history"].to_pylist() == [[], [a], [a, b], [b, b], [c, b]]
@@ -103,16 +110,21 @@ def test_lists_of_parquet_files_are_cut_and_compared_too(tmp_path: Path) -> None
     lists = [[], ["a", "b", "c", "d"], None, ["a"]]
     table = pa.table(
         {
-            "label": [1, 0, 1, 0] * 5, "item": ["a", "b", "c", "a"] * 5, "category": ["x"] * 20,
+            "label": [1, 0, 1, 0] * 5,
+            "item": ["a", "b", "c", "a"] * 5,
+            "category": ["x"] * 20,
             "history": pa.array(lists * 5, pa.list_(pa.string())),
             "history_category": pa.array([[], ["x"] * 4, None, ["x", "x"]] * 5, pa.list_(pa.string())),
         }
-    )  # fmt: skip
+    )
     pq.write_table(table, tmp_path / "rows.parquet")
     dataset = run_prepare(
-        str(tmp_path / "rows.parquet"), tmp_path / "prepared", format="parquet", columns=_columns(),
+        str(tmp_path / "rows.parquet"),
+        tmp_path / "prepared",
+        format="parquet",
+        columns=_columns(),
         max_quarantined_fraction=0.3,
-    )  # fmt: skip
+    )
     assert (dataset.accepted_rows, dataset.quarantined_rows) == (15, 5)
     rows = read_split(tmp_path / "prepared", dataset, "train")
     items = _values(tmp_path / "prepared", dataset, "item")
@@ -122,9 +134,15 @@ def test_lists_of_parquet_files_are_cut_and_compared_too(tmp_path: Path) -> None
 def test_a_batch_holds_sequences_as_jagged_lists_and_bad_ones_are_found(tmp_path: Path) -> None:
     dataset = _prepare(tmp_path, ROWS * 8)
     reader = ShardReader(
-        str(tmp_path / "prepared"), dataset, "train",
-        global_batch_size=8, rank=0, world_size=1, config=ReaderConfig(num_streams=2), seed=0,
-    )  # fmt: skip
+        str(tmp_path / "prepared"),
+        dataset,
+        "train",
+        global_batch_size=8,
+        rank=0,
+        world_size=1,
+        config=ReaderConfig(num_streams=2),
+        seed=0,
+    )
     batch = next(reader.batches(0))
     sparse = batch.sparse_features
     assert sparse.keys() == ["item", "category", "history", "history_category"]
@@ -153,7 +171,7 @@ def test_a_batch_holds_sequences_as_jagged_lists_and_bad_ones_are_found(tmp_path
         ({"history": SequenceConfig(max_length=3), "other": SequenceConfig(beside="histoy")}, "histoy history"),
         ({"history": SequenceConfig(max_length=3), "other": SequenceConfig(3, beside="history")}, "other max_length"),
     ],
-)  # fmt: skip
+)
 def test_sequences_that_cannot_be_are_refused(sequences: dict[str, SequenceConfig], said: str) -> None:
     with pytest.raises(ConfigError) as error:
         ColumnsConfig(sparse=["item"], sequence=sequences)

@@ -76,9 +76,15 @@ def test_shards_cover_each_split_once_and_in_order(files: list[list[int]], a: in
 
 @pytest.mark.parametrize(
     ("rows", "validation", "test", "expected"),
-    [(45_840_617, 1 / 14, 1 / 14, (39_291_958, 42_566_288)), (10, 0.1, 0.1, (8, 9)), (7, 0.0, 0.3, (5, 5)), (5, 0, 0, (5, 5)),
-     (14, 1 / 14, 1 / 14, (12, 13)), (100, 0.3, 0.0, (70, 100))],
-)  # fmt: skip
+    [
+        (45_840_617, 1 / 14, 1 / 14, (39_291_958, 42_566_288)),
+        (10, 0.1, 0.1, (8, 9)),
+        (7, 0.0, 0.3, (5, 5)),
+        (5, 0, 0, (5, 5)),
+        (14, 1 / 14, 1 / 14, (12, 13)),
+        (100, 0.3, 0.0, (70, 100)),
+    ],
+)
 def test_row_range_holds_out_the_last_rows(
     rows: int, validation: float, test: float, expected: tuple[int, int]
 ) -> None:
@@ -116,9 +122,15 @@ def test_time_split_keeps_one_moment_together_and_counts_training_rows_only(
     source = write_lines(tmp_path / "own.csv", ["y,x,a,tags,t", *rows])
     split = SplitConfig(kind="time", validation_fraction=0.2, test_fraction=0.1)
     dataset = run_prepare(
-        source, tmp_path / "ds", format="csv", columns=OWN, split=split, dense_transform="none",
-        rows_per_shard=64, rows_per_row_group=10,
-    )  # fmt: skip
+        source,
+        tmp_path / "ds",
+        format="csv",
+        columns=OWN,
+        split=split,
+        dense_transform="none",
+        rows_per_shard=64,
+        rows_per_row_group=10,
+    )
     ranked = np.sort(times)
     first_validation, first_test = ranked[350], ranked[450]
     held = {"train": times < first_validation, "test": times >= first_test}
@@ -137,18 +149,33 @@ def test_time_split_keeps_one_moment_together_and_counts_training_rows_only(
 
 
 def test_shards_have_the_columns_that_readers_rely_on_and_dataset_json_describes_them(tmp_path: Path) -> None:
-    table = pa.table({"y": [0, 1, 1, 0] * 30, "x": [0.5] * 120, "a": ["", "v", "u", "u"] * 30,
-                      "tags": [["p", "q"], [], None, ["p", "", None]] * 30, "t": range(120)})  # fmt: skip
+    table = pa.table(
+        {
+            "y": [0, 1, 1, 0] * 30,
+            "x": [0.5] * 120,
+            "a": ["", "v", "u", "u"] * 30,
+            "tags": [["p", "q"], [], None, ["p", "", None]] * 30,
+            "t": range(120),
+        }
+    )
     pq.write_table(table, tmp_path / "own.parquet", row_group_size=50)
     dataset = run_prepare(
-        str(tmp_path / "own.parquet"), tmp_path / "ds", format="parquet", columns=OWN, dense_transform="none",
-        rows_per_shard=40, rows_per_row_group=16, feature_ids={"tags": IdsConfig(kind="hash", hash_size=100)},
-    )  # fmt: skip
+        str(tmp_path / "own.parquet"),
+        tmp_path / "ds",
+        format="parquet",
+        columns=OWN,
+        dense_transform="none",
+        rows_per_shard=40,
+        rows_per_row_group=16,
+        feature_ids={"tags": IdsConfig(kind="hash", hash_size=100)},
+    )
     train = dataset.splits["train"]
     assert (train.num_rows, train.num_positives) == (96, 48)
     assert [(file.path, file.row_groups) for file in train.files] == [
-        ("train/00000.parquet", [16, 16, 8]), ("train/00001.parquet", [16, 16, 8]), ("train/00002.parquet", [16]),
-    ]  # fmt: skip
+        ("train/00000.parquet", [16, 16, 8]),
+        ("train/00001.parquet", [16, 16, 8]),
+        ("train/00002.parquet", [16]),
+    ]
     with pq.ParquetFile(tmp_path / "ds" / train.files[0].path) as file:
         assert [file.metadata.row_group(i).num_rows for i in range(3)] == [16, 16, 8]
         schema = file.schema_arrow

@@ -106,9 +106,11 @@ def test_dense_columns_have_transforms_of_their_own_alike_in_serving(tmp_path: P
     assert dataset.dense_columns["c"] == pytest.approx({"kind": "standardize", "mean": mean, "std": std}, abs=1e-12)
     rows = rows_of(tmp_path, dataset)
     expected = {
-        "a": [0, 0, math.log(5), 0], "b": [-math.log(4), 0, math.log(5), 0], "d": [-3, 0, 4, 0],
+        "a": [0, 0, math.log(5), 0],
+        "b": [-math.log(4), 0, math.log(5), 0],
+        "d": [-3, 0, 4, 0],
         "c": [(value - mean) / std for value in values[:3]] + [0],
-    }  # fmt: skip
+    }
     for name, column in expected.items():
         assert rows[name] == pytest.approx(column, rel=1e-6)
     assert load_dataset(str(tmp_path / "data")) == dataset
@@ -153,10 +155,15 @@ def test_what_is_wrong_with_a_whole_file_is_said(tmp_path: Path) -> None:
 
 
 JSON_REASONS = {
-    "{": "JSON character 2", "[1]": "JSON object", '{"y": 2}': "y 2.0 1", '{"y": 1, "x": "cheap"}': "x 'cheap' 32-bit",
-    '{"y": "no"}': "y 'no' 1", '{"y": 1, "x": [3]}': "x [3]", f'{{"y": 1, "x": 1{400 * "0"}}}': "x 1000 32-bit",
+    "{": "JSON character 2",
+    "[1]": "JSON object",
+    '{"y": 2}': "y 2.0 1",
+    '{"y": 1, "x": "cheap"}': "x 'cheap' 32-bit",
+    '{"y": "no"}': "y 'no' 1",
+    '{"y": 1, "x": [3]}': "x [3]",
+    f'{{"y": 1, "x": 1{400 * "0"}}}': "x 1000 32-bit",
     '{"y": 1, "x": 1e400}': "x inf",
-}  # fmt: skip
+}
 
 
 def test_json_lines_are_read_and_bad_ones_quarantined(tmp_path: Path) -> None:
@@ -178,14 +185,17 @@ def test_json_lines_are_read_and_bad_ones_quarantined(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (gzip.compress(b"y,c\n1,a\n"), "rows.csv gzip .gz"), (bytes([0x28, 0xB5, 0x2F, 0xFD]) + b"..", "rows.csv zstd"),
-        (b"PK\x03\x04..", "rows.csv zip"), (b"PAR1....", "rows.csv data.format=parquet"),
+        (gzip.compress(b"y,c\n1,a\n"), "rows.csv gzip .gz"),
+        (bytes([0x28, 0xB5, 0x2F, 0xFD]) + b"..", "rows.csv zstd"),
+        (b"PK\x03\x04..", "rows.csv zip"),
+        (b"PAR1....", "rows.csv data.format=parquet"),
         ("y,c\n1,a\n".encode("utf-16"), "rows.csv UTF-16 iconv"),
-        (b"# Read me\n", "rows.csv 'y' quoted glob"), (f"{'x' * 500}\n".encode(), "rows.csv xxx..."),
+        (b"# Read me\n", "rows.csv 'y' quoted glob"),
+        (f"{'x' * 500}\n".encode(), "rows.csv xxx..."),
         (b"y,c\n" + b"yes,a\n" * 9, "9 of 9 'yes' data.columns.label_values label_threshold"),
     ],
     ids=["gzip", "zstd", "zip", "parquet", "utf-16", "read me", "long line", "label"],
-)  # fmt: skip
+)
 def test_a_file_that_is_no_text_of_these_columns_says_what_it_is(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "rows.csv"
     path.write_bytes(content)

@@ -82,9 +82,11 @@ WIDE = ["label", *(f"d{i}" for i in range(13)), "time", *(f"c{i}" for i in range
 
 
 BAD_CELLS = {
-    "label": ["2", "", "yes"], "d0": ["n.a.", "1e50", "0x1", "--1"], "time": ["", "noon"],
+    "label": ["2", "", "yes"],
+    "d0": ["n.a.", "1e50", "0x1", "--1"],
+    "time": ["", "noon"],
     "c0": ['a"b', '"', "\r", "\udcff", '",x', "a,b"],
-}  # fmt: skip
+}
 
 
 def test_of_wide_quoted_rows_only_those_that_may_be_unreadable_are_looked_at_one_by_one(
@@ -123,9 +125,10 @@ def test_numbers_that_a_parquet_file_has_as_text_are_read_as_in_text_files(tmp_p
     source = tmp_path / "rows.parquet"
     columns = {"label": "y", "dense": ["x"], "sparse": ["c"], "weight": "w", "null_values": ["NULL"]}
     texts = {
-        "y": ["1", "0", " 1.0", "1", "2", "0", "1"], "x": ["0.5", "NULL", "-1e1", "", "1", "dear", "3"],
+        "y": ["1", "0", " 1.0", "1", "2", "0", "1"],
+        "x": ["0.5", "NULL", "-1e1", "", "1", "dear", "3"],
         "w": ["1", "2", "0.5", "1", "1", "1", "heavy"],
-    }  # fmt: skip
+    }
     arrays = {name: pa.array(values) for name, values in texts.items()}
     if kind == "dictionary":
         arrays = {name: array.dictionary_encode() for name, array in arrays.items()}

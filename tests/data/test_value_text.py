@@ -61,8 +61,10 @@ def test_a_column_of_whole_numbers_is_one_vocabulary_in_files_with_and_without_m
     source = tmp_path / "rows"
     source.mkdir()
     for name, column in {
-        "1": pa.array([None] * 3), "2": pa.array(users), "3": pa.array([float(users[0]), None, 3.0]),
-    }.items():  # fmt: skip
+        "1": pa.array([None] * 3),
+        "2": pa.array(users),
+        "3": pa.array([float(users[0]), None, 3.0]),
+    }.items():
         pq.write_table(pa.table({"y": [0, 1, 0], "user": column}), source / f"{name}.parquet")
     _prepare(tmp_path, source, {"label": "y", "sparse": ["user"]}, format="parquet")
     assert _vocabulary(tmp_path, "user") == {"12345678901": 2, "12345678902": 1, "3": 2}
@@ -120,11 +122,16 @@ def test_large_whole_numbers_are_dense_features_in_requests_too() -> None:
 
 def test_dates_and_decimals_are_read_in_requests_as_in_files(tmp_path: Path) -> None:
     """A request that is sent as the Parquet rows were written has the values that the vocabularies hold."""
-    rows = pa.table({
-        "y": [1, 0], "x": pa.array([Decimal("1.50"), None]), "b": [True, False],
-        "day": [date(2026, 11, 1), date(2026, 11, 2)], "price": pa.array([Decimal("9.90"), Decimal("-1.00")]),
-        "days": pa.array([[date(2026, 11, 3)], []]),
-    })  # fmt: skip
+    rows = pa.table(
+        {
+            "y": [1, 0],
+            "x": pa.array([Decimal("1.50"), None]),
+            "b": [True, False],
+            "day": [date(2026, 11, 1), date(2026, 11, 2)],
+            "price": pa.array([Decimal("9.90"), Decimal("-1.00")]),
+            "days": pa.array([[date(2026, 11, 3)], []]),
+        }
+    )
     pq.write_table(rows, tmp_path / "rows.parquet")
     columns = {"label": "y", "dense": ["x", "b"], "sparse": ["day", "price"], "multi_hot": ["days"]}
     _prepare(tmp_path, tmp_path / "rows.parquet", columns, format="parquet")

@@ -67,9 +67,13 @@ def test_ids_and_weights_are_told_apart_and_what_is_no_number_is_bad(tmp_path: P
     lists = [each if isinstance(each[0] if each else "", str) else each[0] for each in lists]
     columns = replace(COLUMNS, list_separator="json" if kind == "json" else "|")
     dataset = run_prepare(
-        _write(tmp_path, kind, lists), tmp_path / "prepared", format="csv" if kind == "json" else kind, columns=columns,
-        split=ALL, max_quarantined_fraction=1.0,
-    )  # fmt: skip
+        _write(tmp_path, kind, lists),
+        tmp_path / "prepared",
+        format="csv" if kind == "json" else kind,
+        columns=columns,
+        split=ALL,
+        max_quarantined_fraction=1.0,
+    )
     ids, weights = _prepared(tmp_path / "prepared", dataset)
     assert (ids, weights) == ([*IDS, ["b"]], [*WEIGHTS, [1.0]])
     assert (dataset.accepted_rows, dataset.quarantined_rows) == (5, len(BAD))
@@ -86,9 +90,12 @@ def test_rows_that_differ_in_a_weight_alone_are_no_copies(tmp_path: Path) -> Non
     (tmp_path / "other").mkdir()
     test = _write(tmp_path / "other", "csv", [["a:1", "b:3"], ["a", "b:1.0"]])
     dataset = run_prepare(
-        None, tmp_path / "prepared", format="csv", columns=COLUMNS,
+        None,
+        tmp_path / "prepared",
+        format="csv",
+        columns=COLUMNS,
         split=SplitConfig(kind="given", train=train, validation=test),
-    )  # fmt: skip
+    )
     assert dataset.shared_rows["validation"] == 1  # a:1 is a, and b is b:1.0
 
 
@@ -130,9 +137,15 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Dataset]:
 
 def _reader(folder: Path, dataset: Dataset, **settings: object) -> ShardReader:
     return ShardReader(
-        str(folder), dataset, "train", global_batch_size=8, rank=0, world_size=1, seed=0,
+        str(folder),
+        dataset,
+        "train",
+        global_batch_size=8,
+        rank=0,
+        world_size=1,
+        seed=0,
         config=ReaderConfig(num_streams=2, **settings),
-    )  # fmt: skip
+    )
 
 
 def test_batches_carry_the_weights_and_1_for_features_without(prepared: tuple[Path, Dataset]) -> None:
@@ -171,11 +184,13 @@ def test_rows_of_a_shard_with_bad_weights_are_found(prepared: tuple[Path, Datase
 
 
 ELEMENTS = st.one_of(
-    st.sampled_from(["a", "", ":", "a:", "a:b:1", "a:0x1", "a:1e400", "a:-1e-400", "a:+1.", "a:.5", "a:\u0661", "a: 1", "a:1_0"]),
+    st.sampled_from(
+        ["a", "", ":", "a:", "a:b:1", "a:0x1", "a:1e400", "a:-1e-400", "a:+1.", "a:.5", "a:\u0661", "a: 1", "a:1_0"]
+    ),
     st.floats(allow_nan=True).map(lambda number: f"a:{number!r}"),
     st.floats(width=32).map(lambda number: f"b:{number}"),
     st.text(max_size=6),
-)  # fmt: skip
+)
 
 
 @examples(300)

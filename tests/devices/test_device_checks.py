@@ -56,9 +56,15 @@ def test_no_module_asks_for_the_kind_of_a_device_except_these() -> None:
 
 def test_each_way_to_ask_is_seen(tmp_path: Path) -> None:
     ways = [
-        "context.device.type", "device.type == 'xpu'", "weight.is_cuda", "torch.cuda.synchronize()", "name == 'cuda'",
-        "backend = 'nccl'", "hardware.compute_device == 'cpu'", "device_type not in ('cpu', 'auto')",
-    ]  # fmt: skip
+        "context.device.type",
+        "device.type == 'xpu'",
+        "weight.is_cuda",
+        "torch.cuda.synchronize()",
+        "name == 'cuda'",
+        "backend = 'nccl'",
+        "hardware.compute_device == 'cpu'",
+        "device_type not in ('cpu', 'auto')",
+    ]
     for number, way in enumerate(ways):
         file = tmp_path / f"{number}.py"
         file.write_text(way)

@@ -42,9 +42,18 @@ Bags = list[list[int]]
 def table_of(name: str, compression: CompressionConfig | None, pooling: str = "sum", num_ids: int = NUM_IDS) -> Table:
     """Features <name>_one of one id a sample (or none), and <name>_many of up to LONGEST."""
     return Table(
-        name, num_ids, DIM, [f"{name}_one", f"{name}_many"], pooling, "fp32", InitConfig("normal", 0.5),
-        ConstraintConfig(), [1.0, 2.0], compression=compression, max_ids=[1, LONGEST],
-    )  # fmt: skip
+        name,
+        num_ids,
+        DIM,
+        [f"{name}_one", f"{name}_many"],
+        pooling,
+        "fp32",
+        InitConfig("normal", 0.5),
+        ConstraintConfig(),
+        [1.0, 2.0],
+        compression=compression,
+        max_ids=[1, LONGEST],
+    )
 
 
 class PooledModel(nn.Module):

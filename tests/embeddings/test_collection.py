@@ -24,17 +24,26 @@ def test_a_collection_lies_on_meta_and_carries_every_field() -> None:
     shared, item = collection.embedding_bag_configs()
     assert all(parameter.is_meta for parameter in collection.parameters())
     assert (shared.name, shared.feature_names, shared.pooling, shared.data_type) == (
-        "shared", ["user", "context"], PoolingType.MEAN, DataType.FP16,
-    )  # fmt: skip
+        "shared",
+        ["user", "context"],
+        PoolingType.MEAN,
+        DataType.FP16,
+    )
     assert (item.num_embeddings, item.embedding_dim, item.pooling) == (5000, 8, PoolingType.SUM)
 
 
 @pytest.mark.parametrize(
     ("init", "deviation"),
-    [(InitConfig("uniform"), 0.1 / 3**0.5), (InitConfig("uniform", 0.3), 0.3 / 3**0.5), (InitConfig("normal"), 0.25),
-     (InitConfig("normal", 0.7), 0.7), (InitConfig("xavier_uniform"), (2 / 116) ** 0.5),
-     (InitConfig("xavier_normal", 0.5), 0.5 * (2 / 116) ** 0.5), (InitConfig("zeros"), 0.0)],
-)  # fmt: skip
+    [
+        (InitConfig("uniform"), 0.1 / 3**0.5),
+        (InitConfig("uniform", 0.3), 0.3 / 3**0.5),
+        (InitConfig("normal"), 0.25),
+        (InitConfig("normal", 0.7), 0.7),
+        (InitConfig("xavier_uniform"), (2 / 116) ** 0.5),
+        (InitConfig("xavier_normal", 0.5), 0.5 * (2 / 116) ** 0.5),
+        (InitConfig("zeros"), 0.0),
+    ],
+)
 def test_init_has_the_stated_spread(init: InitConfig, deviation: float) -> None:
     bound = deviation * 3**0.5 * 1.001 if "uniform" in init.kind else None
     weights = init_function(init, num_embeddings=100, embedding_dim=16)(torch.full((5000, 16), 9.0))

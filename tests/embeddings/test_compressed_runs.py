@@ -72,9 +72,14 @@ def run(ranks: RankPool, prepared_clicks: str, tmp_path_factory: pytest.TempPath
 def test_the_summary_says_what_was_saved_and_who_shares_rows(run: Path) -> None:
     found = json.loads((run / "summary.json").read_text())["compression"]
     assert {name: table["kind"] for name, table in found.items()} == {
-        "cat_19": "quotient_remainder add", "cat_20": "quotient_remainder add", "cat_21": "quotient_remainder multiply",
-        "cat_22": "mixed_dimension", "cat_23": "path_based", "cat_24": "tensor_train", "cat_25": "hash",
-    }  # fmt: skip
+        "cat_19": "quotient_remainder add",
+        "cat_20": "quotient_remainder add",
+        "cat_21": "quotient_remainder multiply",
+        "cat_22": "mixed_dimension",
+        "cat_23": "path_based",
+        "cat_24": "tensor_train",
+        "cat_25": "hash",
+    }
     assert all(table["table_bytes"] < table["full_bytes"] for table in found.values())
     assert found["cat_25"]["full_bytes"] == pytest.approx(8 * found["cat_25"]["table_bytes"], rel=0.01)
     assert 0 < found["cat_25"]["collisions"]["lookups_of_others"] < found["cat_25"]["collisions"]["lookups"] <= 1
@@ -90,9 +95,17 @@ def test_an_artifact_scores_as_the_trainer_evaluates_on_another_number_of_ranks(
     predictor = Predictor.load(summary.artifact)
     dataset, losses, labels = load_dataset(prepared_clicks), [], []
     reader = ShardReader(
-        prepared_clicks, dataset, "validation", global_batch_size=512, rank=0, world_size=1, config=ReaderConfig(),
-        seed=0, multi_hot=MULTI_HOT, drop_last=False,
-    )  # fmt: skip
+        prepared_clicks,
+        dataset,
+        "validation",
+        global_batch_size=512,
+        rank=0,
+        world_size=1,
+        config=ReaderConfig(),
+        seed=0,
+        multi_hot=MULTI_HOT,
+        drop_last=False,
+    )
     for batch in reader.batches(epoch=0):
         real = batch.sample_weights > 0
         scores = predictor.score_batch(batch.dense_features, batch.sparse_features).double()[real]
@@ -134,10 +147,13 @@ def test_a_new_run_takes_rows_of_managed_collision_with_the_maps_that_say_whose_
     ranks: RankPool, prepared_clicks: str, tmp_path: Path
 ) -> None:
     managed = [
-        "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", f"data.path={prepared_clicks}",
+        "experiment=quickstart",
+        "hardware=cpu",
+        "trainer.global_batch_size=256",
+        f"data.path={prepared_clicks}",
         "tables.cat_25.compression={kind: managed_collision, num_rows: 64, buckets: 2, eviction_interval: 2}",
         "tables.cat_25.sharding.sharding_types=[row_wise]",
-    ]  # fmt: skip
+    ]
     old, new = tmp_path / "old", tmp_path / "new"
     assert ranks.run(2, _train, [*managed, f"run_dir={old}", "trainer.max_steps=4"]) == ["", ""]
     started = [*managed, f"run_dir={new}", f"warm_start.run={old}", "trainer.max_steps=1"]

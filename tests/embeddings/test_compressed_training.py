@@ -75,13 +75,14 @@ KINDS: dict[str, tuple[CompressionConfig, references.RowOf]] = {
     ),
     "path": (CompressionConfig("path_based", num_rows=12, hidden_size=3), references.path_based("path", 12)),
     "mixed": (
-        CompressionConfig("mixed_dimension", dims=[16, 8, 4]), references.mixed_dimension("mixed", [1, 6, NUM_IDS]),
+        CompressionConfig("mixed_dimension", dims=[16, 8, 4]),
+        references.mixed_dimension("mixed", [1, 6, NUM_IDS]),
     ),
     "train": (
         CompressionConfig("tensor_train", rank=3, row_factors=[3, 4, 5], dim_factors=[2, 2, 4]),
         references.tensor_train("train", (3, 4, 5)),
     ),
-}  # fmt: skip
+}
 
 
 def make_tables() -> list[Table]:

@@ -33,8 +33,11 @@ def resolved(feature: str = "item", multi_hot: dict[str, int] | None = None, **s
 
 def test_parts_are_plain_tables_at_the_place_of_their_table() -> None:
     assert resolved(kind="quotient_remainder", bases=[100]) == [
-        "user 100x16", "item__remainder 100x16", "item__quotient 50x16", "context 7x16",
-    ]  # fmt: skip
+        "user 100x16",
+        "item__remainder 100x16",
+        "item__quotient 50x16",
+        "context 7x16",
+    ]
     assert resolved(kind="hash", ratio=10)[1] == "item__hash 500x16"
     assert resolved(kind="tensor_train", rank=4) == ["user 100x16", "context 7x16"]
 
@@ -79,8 +82,10 @@ QR = {"kind": "quotient_remainder"}
         ({**QR, "ratio": 4, "bases": [100]}, "bases ratio"),
         ({**QR, "scheme": "given"}, "assignments_file"),
         ({**QR, "scheme": "given", "assignments": [[0, 1]]}, "5,000"),
-        ({**QR, "scheme": "given", "assignments": [[i % 70 for i in range(5000)], [i // 80 for i in range(5000)]]},
-         "70 [0 0]"),
+        (
+            {**QR, "scheme": "given", "assignments": [[i % 70 for i in range(5000)], [i // 80 for i in range(5000)]]},
+            "70 [0 0]",
+        ),
         ({**QR, "scheme": "given", "assignments_file": "no/such.npy"}, "no/such.npy"),
         ({"kind": "path_based", "num_rows": 6000}, "num_rows=6,000 5,000"),
         ({"kind": "path_based", "ratio": 64}, "ratio=64 16 5,000"),
@@ -94,7 +99,7 @@ QR = {"kind": "quotient_remainder"}
         ({"kind": "tensor_train", "rank": -1}, "compression.rank=-1"),
         ({"kind": "tensor_train", "rank": 4, "ratio": 8}, "rank ratio"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused_with_the_way_out(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=names(message)):
         resolved(**settings)

@@ -17,8 +17,10 @@ DATASET = described_dataset({"user": 100, "item": 5000, "context": 7})
 def test_every_feature_gets_a_table_of_its_cardinality() -> None:
     tables = resolve_tables({"default": TableConfig(embedding_dim=16)}, DATASET)
     assert [(table.name, table.num_embeddings, table.embedding_dim) for table in tables] == [
-        ("user", 100, 16), ("item", 5000, 16), ("context", 7, 16),
-    ]  # fmt: skip
+        ("user", 100, 16),
+        ("item", 5000, 16),
+        ("context", 7, 16),
+    ]
 
 
 def test_a_table_overrides_the_default_field_by_field() -> None:
@@ -46,8 +48,9 @@ def test_l2_is_set_by_default_by_pattern_and_by_table() -> None:
 def test_a_shared_table_holds_the_largest_of_its_features_and_stands_at_the_first() -> None:
     tables = resolve_tables({"shared": TableConfig(feature_names=["user", "context"])}, DATASET)
     assert [(table.name, table.feature_names, table.num_embeddings) for table in tables] == [
-        ("shared", ["user", "context"], 100), ("item", ["item"], 5000),
-    ]  # fmt: skip
+        ("shared", ["user", "context"], 100),
+        ("item", ["item"], 5000),
+    ]
 
 
 def test_multi_hot_sizes_replace_the_pooling_factor() -> None:

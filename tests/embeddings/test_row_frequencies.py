@@ -29,8 +29,14 @@ def test_features_of_one_table_weigh_by_their_ids_a_sample() -> None:
     even = feature(FrequencyCurve([50, 200], [0.25, 1.0]), "even")
     merged = merge_frequencies([feature(CURVE), even], [1.0, 3.0], {})
     assert merged is not None and merged.rows == [0, 1, 10, 50, 100, 200]
-    assert merged.shares == pytest.approx([0, (0.5 + 3 * 0.005) / 4, (0.9 + 3 * 0.05) / 4, *(
-        (share_of(CURVE, 50) + 3 * 0.25) / 4, (1 + 3 * 0.5) / 4, 1.0)])  # fmt: skip
+    assert merged.shares == pytest.approx(
+        [
+            0,
+            (0.5 + 3 * 0.005) / 4,
+            (0.9 + 3 * 0.05) / 4,
+            *((share_of(CURVE, 50) + 3 * 0.25) / 4, (1 + 3 * 0.5) / 4, 1.0),
+        ]
+    )
 
 
 def test_ids_that_multi_hot_draws_are_even() -> None:

@@ -73,9 +73,16 @@ def test_served_scores_are_those_of_evaluation(
 ) -> None:
     source, options = prepared[data]
     overrides = [
-        *options, f"model={kind}", f"run_dir={tmp_path / 'run'}", "hardware=cpu", "trainer.global_batch_size=256",
-        "trainer.evaluate_batch_size=256", "trainer.max_steps=12", "tables.default.embedding_dim=8", "checkpoint=at_end",
-    ]  # fmt: skip
+        *options,
+        f"model={kind}",
+        f"run_dir={tmp_path / 'run'}",
+        "hardware=cpu",
+        "trainer.global_batch_size=256",
+        "trainer.evaluate_batch_size=256",
+        "trainer.max_steps=12",
+        "tables.default.embedding_dim=8",
+        "checkpoint=at_end",
+    ]
     if issubclass(components("model")[kind], LayersConfig):
         overrides += ["model.dropout=0.2", "model.batch_norm=true", "model.layer_norm=false"]
     measured = ranks.run(2, _trained_and_evaluated, overrides, str(tmp_path / "run"))[0]

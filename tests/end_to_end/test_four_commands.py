@@ -76,8 +76,13 @@ def test_a_project_with_blanks_in_its_paths_has_commands_that_can_be_run(tmp_pat
     }  # `make test` is a make too
     for windows, expected in (("windows", f"{folder}/project/windows"), ("s3://logs/clicks", "s3://logs/clicks")):
         shown = subprocess.run(
-            ["make", "-n", "prepare", "schedule", f"WINDOWS={windows}"], cwd=folder / "project", env=plain, capture_output=True, check=True, text=True
-        ).stdout.splitlines()  # fmt: skip
+            ["make", "-n", "prepare", "schedule", f"WINDOWS={windows}"],
+            cwd=folder / "project",
+            env=plain,
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout.splitlines()
         prepare, schedule = (shlex.split(line) for line in shown)
         conf = ["--config-dir", "conf"]
         assert load_config(PrepareJob, [f"--config-dir={folder}/project/conf", *prepare[6:]]).source == str(source)
@@ -116,9 +121,18 @@ def test_four_commands_train_a_model_on_a_real_sample(
     prepared = prepare(
         load_config(PrepareJob, [conf, f"data={name}", f"source={source}", f"data.path={tmp_path}/prepared"])
     )
-    summary = ranks.run(1, train_on_rank, [
-        conf, f"experiment={name}", f"data.path={prepared.path}", f"run_dir={tmp_path}/run", "hardware=cpu", "logger.tensorboard=false",
-    ])[0]  # fmt: skip
+    summary = ranks.run(
+        1,
+        train_on_rank,
+        [
+            conf,
+            f"experiment={name}",
+            f"data.path={prepared.path}",
+            f"run_dir={tmp_path}/run",
+            "hardware=cpu",
+            "logger.tensorboard=false",
+        ],
+    )[0]
     print(sample, (tmp_path / "data.yaml").read_text(), summary.validation)
     assert Path(summary.report).stat().st_size > 10_000
     if sample != "open_bandit":  # its random policy's clicks are hardly to be told from these columns

@@ -99,10 +99,17 @@ def test_columns_of_any_name_are_trained_exported_and_scored(
 ) -> None:
     run, options = tmp_path / "run", _prepared(tmp_path, "rows.csv", SPARSE)
     words = [
-        *options, f"model={model}", f"run_dir={run}", "hardware=cpu", "trainer.global_batch_size=128",
-        "tables={type: {compression: {kind: hash, num_rows: 4}}, item.id: {pooling: mean}}", "trainer.evaluate_max_batches=1",
-        "tables.default.embedding_dim=8", "trainer.max_steps=2", "logger.tensorboard=false",
-    ]  # fmt: skip
+        *options,
+        f"model={model}",
+        f"run_dir={run}",
+        "hardware=cpu",
+        "trainer.global_batch_size=128",
+        "tables={type: {compression: {kind: hash, num_rows: 4}}, item.id: {pooling: mean}}",
+        "trainer.evaluate_max_batches=1",
+        "tables.default.embedding_dim=8",
+        "trainer.max_steps=2",
+        "logger.tensorboard=false",
+    ]
     ranks.run(world_size, train_on_rank, words)
     tables = inventory_of_step(open_step(f"{run}/checkpoints", 2)[2]).tables
     assert {entry_name(name) for name in tables} >= {*SPARSE, *MULTI_HOT} - {"type"}

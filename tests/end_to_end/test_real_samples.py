@@ -20,10 +20,16 @@ from tests.support.jobs import train_on_rank
 from tests.support.ranks import RankPool
 
 SMALL_MODEL = [
-    "model=dlrm", "tables.default.embedding_dim=8", "model.dense_arch_layer_sizes=[16,8]", "hardware=cpu",
-    "model.over_arch_layer_sizes=[16,1]", "trainer.global_batch_size=64", "data.reader.num_streams=16", "optimizer.dense.lr=0.003",
+    "model=dlrm",
+    "tables.default.embedding_dim=8",
+    "model.dense_arch_layer_sizes=[16,8]",
+    "hardware=cpu",
+    "model.over_arch_layer_sizes=[16,1]",
+    "trainer.global_batch_size=64",
+    "data.reader.num_streams=16",
+    "optimizer.dense.lr=0.003",
     "optimizer.sparse.lr=0.05",
-]  # fmt: skip
+]
 
 
 def _evaluate(rank: int, run_dir: str) -> EvaluateSummary:

@@ -35,14 +35,23 @@ from tests.support.stored_tensors import step_tensors
 
 NUM_ROWS = 4000
 SMALL = [
-    "data.generator.num_rows=4000", "data.generator.num_items=120", "data.generator.num_categories=8",
-    "data.generator.max_length=6", "data.columns.sequence.history.max_length=5", "data.rows_per_row_group=128",
-]  # fmt: skip
+    "data.generator.num_rows=4000",
+    "data.generator.num_items=120",
+    "data.generator.num_categories=8",
+    "data.generator.max_length=6",
+    "data.columns.sequence.history.max_length=5",
+    "data.rows_per_row_group=128",
+]
 TRAIN = [
-    "experiment=histories_din", "trainer.global_batch_size=256", "trainer.max_steps=6", "trainer.epochs=1",
-    "trainer.evaluate_max_batches=1", "model.hidden_layer_sizes=[16]", "model.attention_layer_sizes=[8]",
+    "experiment=histories_din",
+    "trainer.global_batch_size=256",
+    "trainer.max_steps=6",
+    "trainer.epochs=1",
+    "trainer.evaluate_max_batches=1",
+    "model.hidden_layer_sizes=[16]",
+    "model.attention_layer_sizes=[8]",
     "checkpoint.save_every_steps=3",
-]  # fmt: skip
+]
 
 
 def _evaluate(rank: int, run: str, *more: str) -> dict[str, float]:
@@ -108,9 +117,12 @@ def test_raw_rows_score_as_prepared_rows(run: Path, source: tuple[str, list[str]
     predictor, rows = Predictor.load(artifact.artifact), raw_blocks(job.data, raw).slice(0, 40)
     lists = {"history", "history_category", "history_dwell"}
     as_lists = [
-        {key: (value or "").split("|") if key in lists and value else ([] if key in lists else value) for key, value in row.items()}
+        {
+            key: (value or "").split("|") if key in lists and value else ([] if key in lists else value)
+            for key, value in row.items()
+        }
         for row in rows.drop_columns(["label"]).to_pylist()
-    ]  # fmt: skip
+    ]
     schema = schema_of(predictor.columns)
     served = ColumnLists(schema, [[row[name] for row in as_lists] for name in schema.names], len(as_lists))
     assert predictor.score(served).scores.tobytes() == predictor.score(rows).scores.tobytes()

@@ -67,10 +67,18 @@ def _rows() -> str:
 def _data(folder: Path, *more: str) -> list[str]:
     labels = "{click: {}, order: {mask: click}, stars: {kind: ordinal, num_buckets: 4}, seconds: {kind: regression, mask: click}}"
     return [
-        "data=default", "data.name=labels", "data.format=csv", f"data.columns.labels={labels}", "data.columns.weight=worth",
-        "data.columns.sparse=[user,item]", f"data.path={folder / 'ds'}", "data.rows_per_row_group=64",
-        "data.negative_sampling={label: click, keep: 0.5, seed: 0}", "data.group_column=user", *more,
-    ]  # fmt: skip
+        "data=default",
+        "data.name=labels",
+        "data.format=csv",
+        f"data.columns.labels={labels}",
+        "data.columns.weight=worth",
+        "data.columns.sparse=[user,item]",
+        f"data.path={folder / 'ds'}",
+        "data.rows_per_row_group=64",
+        "data.negative_sampling={label: click, keep: 0.5, seed: 0}",
+        "data.group_column=user",
+        *more,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +151,11 @@ def test_an_artifact_scores_each_label_by_name_and_is_certified_by_each(
     predictor = Predictor.load(str(tmp_path / "artifact"))
     try_out(predictor)
     job = PredictJob(
-        artifact=str(tmp_path / "artifact"), source=str(folder / "rows.csv"), output=str(tmp_path / "scores.parquet"),
+        artifact=str(tmp_path / "artifact"),
+        source=str(folder / "rows.csv"),
+        output=str(tmp_path / "scores.parquet"),
         id_columns=["click"],
-    )  # fmt: skip
+    )
     assert predict(job).num_refused == 0
     table = pq.read_table(job.output)
     assert table.column_names == ["row", "click", *(f"score_{name}" for name in LABELS)]
@@ -196,9 +206,16 @@ def _scored(rank: int, run: str, checkpoint: str, data: str, gate: GateConfig) -
 
 def test_the_gate_goes_by_one_label_and_holds_others(ranks: RankPool, folder: Path, trained: TrainSummary) -> None:
     gate = GateConfig(
-        task="order", held={"stars": 0.05, "seconds": 0.05}, ne_tolerance=0.05, min_rows=100, calibration_min=0.5,
-        calibration_max=2.0, slices={"item": 5.0}, slice_min_rows=10, bootstrap_samples=200,
-    )  # fmt: skip
+        task="order",
+        held={"stars": 0.05, "seconds": 0.05},
+        ne_tolerance=0.05,
+        min_rows=100,
+        calibration_min=0.5,
+        calibration_max=2.0,
+        slices={"item": 5.0},
+        slice_min_rows=10,
+        bootstrap_samples=200,
+    )
     (last,) = ranks.run(1, _scored, trained.run_dir, trained.checkpoint, str(folder / "ds"), gate)
     assert len(last.slices["item"]) == len(last.labels) and last.weights is not None
     assert len(last.held["stars"].losses) > len(last.labels) == len(last.held["seconds"].losses)
@@ -261,7 +278,10 @@ def test_a_tenth_of_the_negatives_trains_a_calibrated_model(ranks: RankPool, tmp
             ],
         )[0]  # fmt: skip
         rows = load_dataset(f"{tmp_path}/{data}").splits["train"].num_rows
-        said = ", ".join(f"{name} {found[data][name]:.4f}" for name in ("click/ne", "click/auc", "click/calibration", "conversion/auc", "conversion/calibration"))  # fmt: skip
+        said = ", ".join(
+            f"{name} {found[data][name]:.4f}"
+            for name in ("click/ne", "click/auc", "click/calibration", "conversion/auc", "conversion/calibration")
+        )
         print(f"{data}: {rows:,} training rows, {said}")
     whole, sampled = found["conversions"], found["conversions_sampled"]
     assert abs(sampled["click/calibration"] - 1) < 0.05 and abs(sampled["conversion/calibration"] - 1) < 0.1

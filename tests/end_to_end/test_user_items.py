@@ -99,9 +99,15 @@ def test_bf16_compile_and_resume_work_with_every_model(
 ) -> None:
     path = data if experiment.startswith("user_item") else prepared_clicks
     words = [
-        f"experiment={experiment}", "hardware=cpu", "trainer.global_batch_size=512", "trainer.max_steps=20",
-        "trainer.precision=bf16", "trainer.compile=true", f"data.path={path}", "checkpoint.save_every_steps=10",
-    ]  # fmt: skip
+        f"experiment={experiment}",
+        "hardware=cpu",
+        "trainer.global_batch_size=512",
+        "trainer.max_steps=20",
+        "trainer.precision=bf16",
+        "trainer.compile=true",
+        f"data.path={path}",
+        "checkpoint.save_every_steps=10",
+    ]
     whole = ranks.run(2, train_on_rank, [*words, f"run_dir={tmp_path}/whole"])[0]
     ranks.run(2, train_on_rank, [*words, f"run_dir={tmp_path}/cut", "trainer.max_steps=10"])
     cut = ranks.run(2, train_on_rank, [*words, f"run_dir={tmp_path}/cut"])[0]

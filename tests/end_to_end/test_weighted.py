@@ -51,9 +51,15 @@ SMALL = [
     "data.rows_per_row_group=128",
 ]
 TRAIN = [
-    "experiment=tags_lr", "trainer.global_batch_size=256", "trainer.max_steps=6", "trainer.epochs=1",
-    "trainer.evaluate_max_batches=1", "checkpoint.save_every_steps=3", "tables.default.embedding_dim=8", "tables.default.init.kind=auto",
-]  # fmt: skip
+    "experiment=tags_lr",
+    "trainer.global_batch_size=256",
+    "trainer.max_steps=6",
+    "trainer.epochs=1",
+    "trainer.evaluate_max_batches=1",
+    "checkpoint.save_every_steps=3",
+    "tables.default.embedding_dim=8",
+    "tables.default.init.kind=auto",
+]
 SHARDINGS = ("row_wise", "column_wise", "data_parallel")
 
 
@@ -142,11 +148,15 @@ def test_raw_rows_score_as_prepared_rows(run: Path, source: tuple[str, list[str]
         other = Predictor.load(artifact.artifact, memory=memory, cache_bytes=2000 if memory == "ssd" else None)
         assert other.score(rows).scores.tobytes() == expected.tobytes()
     asked[3]["tags"] = ["t1:0.5", "t2:heavy"]
-    spoilt = predictor.score(RequestReader(predictor.columns, LimitsConfig()).read(json.dumps({"rows": asked}).encode(), JSON_TYPE))  # fmt: skip
+    spoilt = predictor.score(
+        RequestReader(predictor.columns, LimitsConfig()).read(json.dumps({"rows": asked}).encode(), JSON_TYPE)
+    )
     assert [bad.line for bad in spoilt.bad_rows] == [4] and mentions(spoilt.bad_rows[0].reason, "tags 't2:heavy'")
     asked[3]["tags"] = [element.partition(":")[0] for element in asked[0]["tags"]]
     asked[0]["tags"], asked[0]["item_id"] = asked[3]["tags"], asked[3]["item_id"]
-    plain = predictor.score(RequestReader(predictor.columns, LimitsConfig()).read(json.dumps({"rows": asked}).encode(), JSON_TYPE))  # fmt: skip
+    plain = predictor.score(
+        RequestReader(predictor.columns, LimitsConfig()).read(json.dumps({"rows": asked}).encode(), JSON_TYPE)
+    )
     assert plain.scores[0] == plain.scores[3] != expected[0]
 
 
@@ -243,15 +253,27 @@ def test_both_towers_of_a_retrieval_read_weights(ranks: RankPool, tmp_path: Path
     path = tmp_path / "rows.tsv"
     path.write_text("\n".join(["label\tuser_tags\titem_id\titem_tags", *rows]) + "\n")
     data = [
-        "data=default", "data.name=pairs", "data.format=tsv", f"data.path={tmp_path / 'prepared'}",
-        "data.columns.sparse=[item_id]", "data.columns.multi_hot=[user_tags,item_tags]", "data.columns.weighted=[user_tags,item_tags]",
-    ]  # fmt: skip
+        "data=default",
+        "data.name=pairs",
+        "data.format=tsv",
+        f"data.path={tmp_path / 'prepared'}",
+        "data.columns.sparse=[item_id]",
+        "data.columns.multi_hot=[user_tags,item_tags]",
+        "data.columns.weighted=[user_tags,item_tags]",
+    ]
     prepare(load_config(PrepareJob, [*data, f"source={path}"]))
     model = [
-        "model=two_tower", "model.user_features=[user_tags]", "model.item_features=[item_id,item_tags]", "hardware=cpu", "name=pairs",
-        "trainer.global_batch_size=64", "trainer.max_steps=6", "trainer.epochs=1", "tables.default.embedding_dim=8",
+        "model=two_tower",
+        "model.user_features=[user_tags]",
+        "model.item_features=[item_id,item_tags]",
+        "hardware=cpu",
+        "name=pairs",
+        "trainer.global_batch_size=64",
+        "trainer.max_steps=6",
+        "trainer.epochs=1",
+        "tables.default.embedding_dim=8",
         "checkpoint.save_every_steps=6",
-    ]  # fmt: skip
+    ]
     ranks.run(2, train_on_rank, [*data, *model, f"run_dir={tmp_path / 'run'}"])
     summary = run_export(tmp_path / "run", tmp_path / "artifact", "precision=fp32")
     assert summary.certificate["splits"]["validation"]["max_vector_difference"] < 1e-5

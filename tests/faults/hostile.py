@@ -21,12 +21,19 @@ from pipeline.runtime.storage.signature import Purpose
 
 # (module, name, argument): what a pickle asks to be called. CANARY stands for the path of the canary.
 CALLS = [
-    ("os", "system", "touch CANARY"), ("posix", "system", "touch CANARY"), ("os", "popen", "touch CANARY"),
-    ("builtins", "eval", "open('CANARY', 'w')"), ("builtins", "exec", "open('CANARY', 'w')"),
-    ("subprocess", "getoutput", "touch CANARY"), ("pathlib", "PosixPath.touch", "CANARY"), ("os", "mkdir", "CANARY"),
-    ("torch", "serialization.os.mkdir", "CANARY"), ("torch.serialization", "os.system", "touch CANARY"),
-    ("torch.distributed.checkpoint.metadata", "os.mkdir", "CANARY"), ("pty", "spawn", "touch CANARY"),
-]  # fmt: skip
+    ("os", "system", "touch CANARY"),
+    ("posix", "system", "touch CANARY"),
+    ("os", "popen", "touch CANARY"),
+    ("builtins", "eval", "open('CANARY', 'w')"),
+    ("builtins", "exec", "open('CANARY', 'w')"),
+    ("subprocess", "getoutput", "touch CANARY"),
+    ("pathlib", "PosixPath.touch", "CANARY"),
+    ("os", "mkdir", "CANARY"),
+    ("torch", "serialization.os.mkdir", "CANARY"),
+    ("torch.serialization", "os.system", "touch CANARY"),
+    ("torch.distributed.checkpoint.metadata", "os.mkdir", "CANARY"),
+    ("pty", "spawn", "touch CANARY"),
+]
 
 
 class Call:
@@ -75,9 +82,11 @@ def replace_and_seal(step: Path, name: str, content: bytes) -> None:
     (step / name).write_bytes(content)
     blocks = [content[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES)]
     manifest["files"][name] = {
-        **manifest["files"][name], "size_bytes": len(content), "block_bytes": BLOCK_BYTES,
+        **manifest["files"][name],
+        "size_bytes": len(content),
+        "block_bytes": BLOCK_BYTES,
         "crc32": [f"{zlib.crc32(block):08x}" for block in blocks],
-    }  # fmt: skip
+    }
     (step / MANIFEST).write_text(seal_manifest(manifest, Purpose.STEP))
 
 

@@ -19,10 +19,15 @@ from tests.support.forks import ADDRESS, WarmCommand, server_address
 TIMEOUT_S = 1500
 NOT_COMPARED = re.compile(r"time|samples_per_(cpu_)?s|input_stall_percent|comms_percent|peak_memory_gb|tier_.*")
 SMALL = [
-    "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", "trainer.log_every_steps=10",
-    "trainer.evaluate_batch_size=512", "trainer.max_steps=60", "checkpoint.save_every_steps=10",
+    "experiment=quickstart",
+    "hardware=cpu",
+    "trainer.global_batch_size=256",
+    "trainer.log_every_steps=10",
+    "trainer.evaluate_batch_size=512",
+    "trainer.max_steps=60",
+    "checkpoint.save_every_steps=10",
     "trainer.evaluate_every_steps=20",
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)
@@ -49,9 +54,17 @@ class Run:
         planted = [{"attempt": 0, "rank": 0, **fault} for fault in faults]
         plan.write_text(json.dumps({"folder": str(self.folder), "faults": planted, "verb": verb}))
         agent = [
-            "-m", "pipeline", "agent", "--grace-s", "30", "--standalone", f"--nproc-per-node={ranks}",
-            f"--max-restarts={max_restarts}", "--redirects=3", f"--log-dir={self.folder}/logs",
-        ]  # fmt: skip
+            "-m",
+            "pipeline",
+            "agent",
+            "--grace-s",
+            "30",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            f"--max-restarts={max_restarts}",
+            "--redirects=3",
+            f"--log-dir={self.folder}/logs",
+        ]
         words = self.words if verb == "train" else [f"run={self.run_dir}"]
         return [sys.executable, *(agent if ranks else []), "-m", "tests.faults.planted", str(plan), *words]
 

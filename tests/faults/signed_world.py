@@ -119,9 +119,16 @@ def _write_delta(world: World, sequence: int) -> None:
     folder = world.newest / "deltas" / name_of(sequence)
     before = artifact if sequence == 1 else folder.parent / name_of(sequence - 1)
     values = {
-        "format_version": 1, "base_version": artifacts.read_manifest(str(artifact)).version, "sequence": sequence,
-        "previous_sha256": json.loads((before / "manifest.json").read_text())["sha256"], "step": sequence,
-        "saved_at": 0.0, "save_id": "", "tables": [], "stats": {}, "attempt": "",
+        "format_version": 1,
+        "base_version": artifacts.read_manifest(str(artifact)).version,
+        "sequence": sequence,
+        "previous_sha256": json.loads((before / "manifest.json").read_text())["sha256"],
+        "step": sequence,
+        "saved_at": 0.0,
+        "save_id": "",
+        "tables": [],
+        "stats": {},
+        "attempt": "",
         "files": _entries(folder, {LAYERS_FILE: f"layers of {sequence}".encode() * 9}),
-    }  # fmt: skip
+    }
     (folder / "manifest.json").write_text(seal_manifest(values, Purpose.DELTA))

@@ -29,10 +29,16 @@ from tests.support.trainers import make_trainer
 KINDS = {"a": "table_wise", "b": "row_wise", "c": "data_parallel", "d": "table_wise"}
 FILES = [[32, 32], [32, 32], [32, 32]]  # 192 rows
 BAD_VALUES: dict[str, Change] = {
-    "id too large": put("a", 37, 50), "negative id": put("b", 37, -1), "id far beyond int32": put("c", 37, 2**40),
-    "missing id": put("d", 37, None), "NaN": put("int_0", 37, float("nan")), "infinity": put("int_1", 37, float("-inf")),
-    "beyond float32": put("int_1", 37, 1e300), "label 2": put("label", 37, 2), "missing label": put("label", 37, None),
-}  # fmt: skip
+    "id too large": put("a", 37, 50),
+    "negative id": put("b", 37, -1),
+    "id far beyond int32": put("c", 37, 2**40),
+    "missing id": put("d", 37, None),
+    "NaN": put("int_0", 37, float("nan")),
+    "infinity": put("int_1", 37, float("-inf")),
+    "beyond float32": put("int_1", 37, 1e300),
+    "label 2": put("label", 37, 2),
+    "missing label": put("label", 37, None),
+}
 
 
 def _train(
@@ -41,17 +47,32 @@ def _train(
     """The error, the model's digest on rank 0, the result, and whether all weights are finite."""
     task, model, optimizer, context = build_sharded(KINDS)
     reader = ShardReader(
-        folder, load_dataset(folder), "train", global_batch_size=24, rank=rank, world_size=world_size, config=config,
-        seed=1, quarantine_path=f"{folder}/run/quarantine/train.rank{rank}.jsonl",
-    )  # fmt: skip
+        folder,
+        load_dataset(folder),
+        "train",
+        global_batch_size=24,
+        rank=rank,
+        world_size=world_size,
+        config=config,
+        seed=1,
+        quarantine_path=f"{folder}/run/quarantine/train.rank{rank}.jsonl",
+    )
     torch.distributed.barrier()
     if spoil_at and rank == 0:
         spoil_at(folder)
     torch.distributed.barrier()
     checkpointer = Checkpointer(f"{folder}/run/checkpoints", model, optimizer, context)
     trainer = make_trainer(
-        TrainerConfig(global_batch_size=24, log_every_steps=2), model=model, task=task, optimizer=optimizer, reader=reader, writer=None, validation_reader=None, checkpointer=checkpointer, context=context,
-    )  # fmt: skip
+        TrainerConfig(global_batch_size=24, log_every_steps=2),
+        model=model,
+        task=task,
+        optimizer=optimizer,
+        reader=reader,
+        writer=None,
+        validation_reader=None,
+        checkpointer=checkpointer,
+        context=context,
+    )
     error, result = "", None
     try:
         result = trainer.fit()
@@ -85,8 +106,12 @@ def test_each_bad_value_stops_all_ranks_by_name_or_is_quarantined(
             assert result is not None and (result.step, result.num_bad_rows) == (8, 1)
         lines = [line for path in (folder / "run" / "quarantine").iterdir() for line in path.read_text().splitlines()]
         assert len(lines) == 1 and mentions(lines[0], "train/00001.parquet 37")
-    fault(17, f"{len(cases)} kinds on 2 ranks: stop names file, row, column and value on both; quarantine leaves "
-              "out that row alone, counted over the ranks", count=2 * len(cases))  # fmt: skip
+    fault(
+        17,
+        f"{len(cases)} kinds on 2 ranks: stop names file, row, column and value on both; quarantine leaves "
+        "out that row alone, counted over the ranks",
+        count=2 * len(cases),
+    )
 
 
 @pytest.mark.parametrize("sizes", [(1, 3), pytest.param((1, 2, 3), marks=pytest.mark.campaign)])
@@ -164,16 +189,27 @@ def test_uneven_shards_end_at_the_same_step_on_all_ranks(
             samples = ranks.run(world_size, _evaluate, world_size, str(folder))
             assert samples == [(dataset.splits["validation"].num_rows, "")] * world_size
             count += 2
-    fault(20, f"{count // 2} uneven splits on 2 and 3 ranks: training and evaluation end at the same step, no row lost "
-              "in evaluation", count=count)  # fmt: skip
+    fault(
+        20,
+        f"{count // 2} uneven splits on 2 and 3 ranks: training and evaluation end at the same step, no row lost "
+        "in evaluation",
+        count=count,
+    )
 
 
 def _evaluate(rank: int, world_size: int, folder: str) -> tuple[int, str]:
     _, model, _, context = build_sharded(KINDS)
     reader = ShardReader(
-        folder, load_dataset(folder), "validation", global_batch_size=24, rank=rank, world_size=world_size,
-        config=config(), seed=1, drop_last=False,
-    )  # fmt: skip
+        folder,
+        load_dataset(folder),
+        "validation",
+        global_batch_size=24,
+        rank=rank,
+        world_size=world_size,
+        config=config(),
+        seed=1,
+        drop_last=False,
+    )
     try:
         return int(evaluate_model(model, reader, context)["num_samples"]), ""
     except ValueError as error:

@@ -81,8 +81,14 @@ def _restore_and_go_on(
 
 # 0: before any optimizer has stepped
 @pytest.mark.parametrize(
-    ("step", "cases"), [pytest.param(0, CASES, marks=pytest.mark.campaign), pytest.param(3, CASES, marks=pytest.mark.campaign), (3, CASES[1::2])], ids=["0", "3", "3-some"],
-)  # fmt: skip
+    ("step", "cases"),
+    [
+        pytest.param(0, CASES, marks=pytest.mark.campaign),
+        pytest.param(3, CASES, marks=pytest.mark.campaign),
+        (3, CASES[1::2]),
+    ],
+    ids=["0", "3", "3-some"],
+)
 def test_the_step_after_a_restore_is_bitwise_that_of_the_run_that_went_on(
     ranks: RankPool, tmp_path: Path, fault: FaultRecorder, step: int, cases: list[tuple[str, str, dict[str, str]]]
 ) -> None:
@@ -92,4 +98,8 @@ def test_the_step_after_a_restore_is_bitwise_that_of_the_run_that_went_on(
         restored = ranks.run(2, _restore_and_go_on, folder, sparse, dense, kinds, step)
         assert restored == went_on, (sparse, dense)
     what = "before the first step" if step == 0 else f"at step {step}"
-    fault(14, f"{len(cases)} pairs of optimizers saved {what}: the next 1 and 4 steps and all generators bitwise equal", count=len(cases))  # fmt: skip
+    fault(
+        14,
+        f"{len(cases)} pairs of optimizers saved {what}: the next 1 and 4 steps and all generators bitwise equal",
+        count=len(cases),
+    )

@@ -22,8 +22,14 @@ from tests.faults.conftest import FaultRecorder
 from tests.faults.hostile import archive, pickles, replace_and_seal
 from tests.support.ranks import RankPool
 
-SMALL = ["experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", "trainer.evaluate_max_batches=1",
-         "tables.cat_25.sharding.sharding_types=[row_wise]", "tables.cat_24.sharding.sharding_types=[table_wise]"]  # fmt: skip
+SMALL = [
+    "experiment=quickstart",
+    "hardware=cpu",
+    "trainer.global_batch_size=256",
+    "trainer.evaluate_max_batches=1",
+    "tables.cat_25.sharding.sharding_types=[row_wise]",
+    "tables.cat_24.sharding.sharding_types=[table_wise]",
+]
 
 
 def _export(run: Path) -> None:

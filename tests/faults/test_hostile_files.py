@@ -139,8 +139,10 @@ def test_no_plan_file_runs_anything(planned: tuple[Path, list[str]], tmp_path: P
     hostile = tmp_path / "hostile.json"
     job_words = [*words[:-1], f"planner.plan_file={hostile}", "planner=file"]
     planned_job, plan_job, train_job = (
-        load_config(PlanJob, words), load_config(PlanJob, job_words), load_config(TrainJob, job_words),
-    )  # fmt: skip
+        load_config(PlanJob, words),
+        load_config(PlanJob, job_words),
+        load_config(TrainJob, job_words),
+    )
     readers: dict[str, Callable[[], object]] = {
         "plan show": lambda: show(str(hostile)),
         "plan diff": lambda: diff(str(path), str(hostile)),

@@ -111,4 +111,8 @@ def test_a_kill_before_changes_of_files_of_a_chain_leaves_an_exact_step(
         found[step] += 1
         shutil.rmtree(folder.parent)
     assert number > STRIDE and found[FIRST], found
-    fault(2, f"SIGKILL before changes of files of a chain: 0 torn loads, steps {found}, all exactly", count=sum(found.values()))  # fmt: skip
+    fault(
+        2,
+        f"SIGKILL before changes of files of a chain: 0 torn loads, steps {found}, all exactly",
+        count=sum(found.values()),
+    )

@@ -57,4 +57,8 @@ def test_a_kill_in_any_phase_of_a_save_on_any_rank_leaves_the_old_step_or_the_ne
         loaded[step] += 1
     assert all(loaded.values()), loaded
     how = ("asynchronous " if asynchronous else "") + ("saves of links" if links else "saves")
-    fault(2, f"{how}: 0 torn loads; {loaded[2]} loaded the step before, {loaded[3]} the new one, all exactly", count=len(cases))  # fmt: skip
+    fault(
+        2,
+        f"{how}: 0 torn loads; {loaded[2]} loaded the step before, {loaded[3]} the new one, all exactly",
+        count=len(cases),
+    )

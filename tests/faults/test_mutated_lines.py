@@ -48,9 +48,11 @@ def mutate(line: bytes, draw: random.Random, delimiter: bytes) -> bytes:
         lambda: line[:at],
         lambda: line[:at] + b"\n" + line[at:],
         lambda: delimiter.join([b"nan", *line.split(delimiter)[1:]]),
-        lambda: delimiter.join([line.split(delimiter)[0], draw.choice([b"inf", b"1e99", b"0x1F", b" 7", b"-"]), *line.split(delimiter)[2:]]),
+        lambda: delimiter.join(
+            [line.split(delimiter)[0], draw.choice([b"inf", b"1e99", b"0x1F", b" 7", b"-"]), *line.split(delimiter)[2:]]
+        ),
         lambda: b'"' + delimiter.join(line.split(delimiter)[:2]) + b'"' + delimiter + line,
-    ]  # fmt: skip
+    ]
     return draw.choice(kinds)()
 
 
@@ -117,9 +119,14 @@ def check_text(folder: Path, form: str, num_mutated: int, seed: int) -> tuple[in
     folder.mkdir()
     lines = mutated_source(folder / f"rows.{form}", num_mutated, delimiter, seed, ending)
     dataset = run_prepare(
-        str(folder / f"rows.{form}"), folder / "ds", format=form, columns=COLUMNS, split=NO_SPLIT, dense_transform="none",
+        str(folder / f"rows.{form}"),
+        folder / "ds",
+        format=form,
+        columns=COLUMNS,
+        split=NO_SPLIT,
+        dense_transform="none",
         max_quarantined_fraction=1.0,
-    )  # fmt: skip
+    )
     entries = [json.loads(line) for line in (folder / "ds" / "quarantine.jsonl").read_text().splitlines()]
     bad = {entry["line"] - 2 for entry in entries}  # the header is line 1
     assert len(bad) == len(entries) == dataset.quarantined_rows
@@ -141,9 +148,13 @@ def check_parquet(folder: Path, num_mutated: int, seed: int) -> tuple[int, int]:
     draw = random.Random(seed)
     folder.mkdir()
     bad_values = {
-        "y": [2.0, -1.0, None, float("nan")], "x0": [float("inf"), 1e300], "x1": [float("-inf"), -1e39],
-        "a": [b"\xff", b"ok\xc3"], "b": [b"\x80abc"], "c": [b"\xed\xa0\x80"],
-    }  # fmt: skip
+        "y": [2.0, -1.0, None, float("nan")],
+        "x0": [float("inf"), 1e300],
+        "x1": [float("-inf"), -1e39],
+        "a": [b"\xff", b"ok\xc3"],
+        "b": [b"\x80abc"],
+        "c": [b"\xed\xa0\x80"],
+    }
     harmless = {"a": [b"", None, b"\0", "ü".encode(), b"x" * 70_000], "x0": [None, float("nan")], "x1": [-0.0]}
     columns: dict[str, list[object]] = {name: [] for name in NAMES}
     bad = set()
@@ -165,9 +176,14 @@ def check_parquet(folder: Path, num_mutated: int, seed: int) -> tuple[int, int]:
     arrays += [text_array(columns["a"]), pa.array(columns["b"], pa.binary()), text_array(columns["c"])]
     pq.write_table(pa.table(arrays, names=NAMES), folder / "rows.parquet", row_group_size=700)
     dataset = run_prepare(
-        str(folder / "rows.parquet"), folder / "ds", format="parquet", columns=COLUMNS, split=NO_SPLIT,
-        dense_transform="none", max_quarantined_fraction=1.0,
-    )  # fmt: skip
+        str(folder / "rows.parquet"),
+        folder / "ds",
+        format="parquet",
+        columns=COLUMNS,
+        split=NO_SPLIT,
+        dense_transform="none",
+        max_quarantined_fraction=1.0,
+    )
     entries = [json.loads(line) for line in (folder / "ds" / "quarantine.jsonl").read_text().splitlines()]
     assert {entry["line"] - 1 for entry in entries} == bad
     assert dataset.accepted_rows + dataset.quarantined_rows == dataset.source_rows == 3 * num_mutated

@@ -71,8 +71,12 @@ def test_a_lasting_nan_goes_back_once_and_past_exactly_the_batches_since(
     assert list_steps(str(tmp_path / "checkpoints")) == [4, 7]
     steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)
-    fault(25, "3 NaN batches in a row, 2 allowed: back to step 4, batches 4 to 8 skipped on both ranks, end bitwise "
-              "equal to a run without them", count=1)  # fmt: skip
+    fault(
+        25,
+        "3 NaN batches in a row, 2 allowed: back to step 4, batches 4 to 8 skipped on both ranks, end bitwise "
+        "equal to a run without them",
+        count=1,
+    )
 
 
 def test_a_checkpoint_saved_amid_the_bad_steps_is_passed_over(ranks: RankPool, tmp_path: Path) -> None:
@@ -105,8 +109,12 @@ def test_a_nan_that_comes_again_stops_the_run_with_the_rows(
         assert "already gone back to step 4 and past the batches of 5 steps" in message
         assert mentions(message, "32: epoch 1 step 5 rank 0 row (nan)")  # batch 11
     assert ranks.run(2, _weights_are_finite, str(tmp_path))[0]
-    fault(25, "NaN for ever from batch 6 on: one step back, then the end on both ranks, naming the row of rank 0; "
-              "weights finite", count=1)  # fmt: skip
+    fault(
+        25,
+        "NaN for ever from batch 6 on: one step back, then the end on both ranks, naming the row of rank 0; "
+        "weights finite",
+        count=1,
+    )
 
 
 def _weights_are_finite(rank: int, folder: str) -> bool:

@@ -97,7 +97,11 @@ def test_lasting_faults_end_a_save_and_are_never_taken_for_an_empty_folder(
     store.faults = lambda verb, path: ""
     assert list_steps(FOLDER) == [1]
     assert ranks.run(2, _on_store, store.url, load_once, FOLDER)[0] == (1, digests[1])
-    fault(23, "403 at once and 503 after its retries end a save or a load with path, and bytes when writing; step N-1 loads", count=len(cases))  # fmt: skip
+    fault(
+        23,
+        "403 at once and 503 after its retries end a save or a load with path, and bytes when writing; step N-1 loads",
+        count=len(cases),
+    )
 
 
 def _quick(rank: int, url: str, action: str, staging: str) -> str:

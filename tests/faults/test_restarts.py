@@ -28,9 +28,10 @@ KILLED = re.compile(r"rank \d \(pid \d+\) was ended by SIGKILL")
 
 
 def _train_and_record(rank: int, run: Run) -> None:
-    with patch.object(planted, "RANK", rank), patch.object(
-        BatchOrder, "batches", planted.recorded(BatchOrder.batches, str(run.folder))
-    ):  # fmt: skip
+    with (
+        patch.object(planted, "RANK", rank),
+        patch.object(BatchOrder, "batches", planted.recorded(BatchOrder.batches, str(run.folder))),
+    ):
         train(load_config(TrainJob, run.words))
 
 

@@ -25,8 +25,10 @@ from tests.support.messages import mentions, names
 
 COLUMNS = ColumnsConfig(label="y", dense=["x"], sparse=["a", "b"])
 SETTINGS: dict[str, Any] = {
-    "columns": COLUMNS, "dense_transform": "none", "split": SplitConfig(validation_fraction=0.0, test_fraction=0.0),
-}  # fmt: skip
+    "columns": COLUMNS,
+    "dense_transform": "none",
+    "split": SplitConfig(validation_fraction=0.0, test_fraction=0.0),
+}
 ROWS = 40
 
 
@@ -50,11 +52,11 @@ DRIFTS: dict[str, tuple[pa.Table, str]] = {
     "missing column": (table().drop_columns(["a"]), "day_1 'a'"),
     "renamed column": (table().rename_columns(["y", "x", "aa", "b"]), "'a' 'aa'"),
     "a column twice": (pa.table([table()[i] for i in (0, 1, 2, 3, 3)], names=["y", "x", "a", "b", "b"]), "'b'"),
-}  # fmt: skip
+}
 PARQUET_DRIFTS: dict[str, tuple[pa.Table, str]] = {
     "ids become structs": (table(a=[{"v": i} for i in range(ROWS)]), "'a' struct"),
     "numbers become structs": (table(x=[{"v": i} for i in range(ROWS)]), "'x' struct"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])
@@ -71,8 +73,12 @@ def test_a_drifting_schema_is_an_error_before_rows_are_read_and_other_orders_are
     dataset = run_prepare(source, tmp_path / "ds", format=form, **SETTINGS)
     rows = read_split(tmp_path / "ds", dataset, "train")
     assert rows.slice(0, ROWS) == rows.slice(ROWS)
-    fault(16, f"{form}: {len(cases)} drifts refused by name before rows are read; reordered and extra columns read by "
-              "name, rows equal", count=len(cases) + 1)  # fmt: skip
+    fault(
+        16,
+        f"{form}: {len(cases)} drifts refused by name before rows are read; reordered and extra columns read by "
+        "name, rows equal",
+        count=len(cases) + 1,
+    )
 
 
 @pytest.mark.parametrize("kind", [str, float])
@@ -95,7 +101,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "truncated gzip": ("csv.gz", _truncate, "day_1.csv.gz"),
     "spoilt gzip": ("csv.gz", lambda path: path.write_bytes(path.read_bytes()[:30] + b"\xff" * 60), "gzip"),
     "no gzip": ("csv.gz", lambda path: path.write_text("y,x,a,b\n"), "gzip"),
-}  # fmt: skip
+}
 
 
 def test_broken_files_are_named(tmp_path: Path, fault: FaultRecorder) -> None:

@@ -29,17 +29,23 @@ A, B, C = OLD
 DATASET = described_dataset({"f_a": 53})  # the same before and after: rows are matched by id
 # fault -> tables of the job, words that the error of a resume must hold
 FAULTS: dict[str, tuple[list[TinyTable], list[str]]] = {
-    "missing": ([*OLD, TinyTable("d", embedding_dim=8)], ["table 'd': the checkpoint has none", "the job has 53 rows x 8"]),
+    "missing": (
+        [*OLD, TinyTable("d", embedding_dim=8)],
+        ["table 'd': the checkpoint has none", "the job has 53 rows x 8"],
+    ),
     "extra": ([A, B], ["table 'c': the checkpoint has 53 rows x 16 fp32, the job has none"]),
     "renamed": (
         [A, B, replace(C, name="z", features=("f_c",))],
         ["table 'z': the checkpoint has none", "table 'c'", "warm_start.renames={c: z}"],
     ),
-    "grown": ([replace(A, num_embeddings=80), B, C], ["table 'a': the checkpoint has 53 rows x 16 fp32, the job has 80 rows"]),
+    "grown": (
+        [replace(A, num_embeddings=80), B, C],
+        ["table 'a': the checkpoint has 53 rows x 16 fp32, the job has 80 rows"],
+    ),
     "shrunk": ([A, replace(B, num_embeddings=40), C], ["table 'b': the checkpoint has 53 rows", "the job has 40 rows"]),
     "retyped": ([replace(A, data_type=DataType.FP16), B, C], ["table 'a'", "16 fp32, the job has 53 rows x 16 fp16"]),
     "reshaped": ([A, B, replace(C, embedding_dim=8)], ["table 'c': the checkpoint has 53 rows x 16", "53 rows x 8"]),
-}  # fmt: skip
+}
 
 
 def _save(rank: int, folder: str, size: int) -> Values:
@@ -136,7 +142,14 @@ def test_on_a_warm_start_each_follows_its_policy_row_by_row(
 @pytest.mark.campaign
 def test_a_policy_of_refusal_changes_nothing(ranks: RankPool, tmp_path: Path, fault: FaultRecorder) -> None:
     ranks.run(2, _save, str(tmp_path / "checkpoints"), 2)
-    refusing = {"missing": "new", "extra": "dropped", "grown": "grown", "shrunk": "shrunk", "retyped": "retyped", "reshaped": "reshaped"}  # fmt: skip
+    refusing = {
+        "missing": "new",
+        "extra": "dropped",
+        "grown": "grown",
+        "shrunk": "shrunk",
+        "retyped": "retyped",
+        "reshaped": "reshaped",
+    }
     for name, policy in refusing.items():
         config = WarmStartConfig(run=str(tmp_path), dense="matching", **{f"{policy}_tables": "refuse"})
         for fresh, after, loaded in ranks.run(2, _warm, str(tmp_path / "checkpoints"), FAULTS[name][0], 2, config):

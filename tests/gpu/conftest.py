@@ -42,8 +42,15 @@ from tests.support.ranks import RankPool
 
 HERE = Path(__file__).parent
 IS_REAL = torch.cuda.is_available()
-BASE = ["trainer.max_steps=3", "trainer.global_batch_size=64", "trainer.evaluate_max_batches=2", "planner.timeout_s=2",
-        "trainer.evaluate_batch_size=64", "logger.report=false", "logger.tensorboard=false"]  # fmt: skip
+BASE = [
+    "trainer.max_steps=3",
+    "trainer.global_batch_size=64",
+    "trainer.evaluate_max_batches=2",
+    "planner.timeout_s=2",
+    "trainer.evaluate_batch_size=64",
+    "logger.report=false",
+    "logger.tensorboard=false",
+]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -84,7 +91,7 @@ class Gpus:
 
     def run(
         self, world_size: int, function: Callable[..., Any], *args: Any, local_world_size: int | None = None
-    ) -> tuple[list[Any], list[Any]]:  # fmt: skip
+    ) -> tuple[list[Any], list[Any]]:
         """Give what each rank returned, and each rank's report."""
         if IS_REAL and world_size > torch.cuda.device_count():
             pytest.skip(f"needs {world_size} GPUs, and there are {torch.cuda.device_count()}")
@@ -93,14 +100,18 @@ class Gpus:
 
     def run_on_cpu(
         self, world_size: int, function: Callable[..., Any], *args: Any, local_world_size: int | None = None
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[Any]:
         both = self._pool.run(world_size, function, True, *args, local_world_size=local_world_size)
         return [result for result, _ in both]
 
     def train(
-        self, world_size: int, overrides: list[str], run_dir: Path, on: str = "gpu",
+        self,
+        world_size: int,
+        overrides: list[str],
+        run_dir: Path,
+        on: str = "gpu",
         local_world_size: int | None = None,
-    ) -> Job:  # fmt: skip
+    ) -> Job:
         hardware = [] if any(each.startswith("hardware=") for each in overrides) else ["hardware=h100_80gb"]
         if on == "cpu":
             hardware = ["hardware=cpu", "sharding.fast_cpu=false"]

@@ -16,10 +16,15 @@ SIZES = {
     "quickstart": ["data.synthetic.num_rows=6000"],
     "user_item": ["data.generator.num_rows=3000", "data.generator.num_users=100", "data.generator.num_items=60"],
     "conversions": ["data.generator.num_rows=3000", "data.generator.num_users=90", "data.generator.num_items=50"],
-    "histories": ["data.generator.num_rows=3000", "data.generator.num_items=60", "data.generator.max_length=8",
-                  "data.generator.num_categories=12", "data.columns.sequence.history.max_length=8"],
+    "histories": [
+        "data.generator.num_rows=3000",
+        "data.generator.num_items=60",
+        "data.generator.max_length=8",
+        "data.generator.num_categories=12",
+        "data.columns.sequence.history.max_length=8",
+    ],
     "tags": ["data.generator.num_rows=3000", "data.generator.num_items=50", "data.generator.num_tags=40"],
-}  # fmt: skip
+}
 HASHED = ["data.ids.kind=hash", "data.ids.hash_size=100000"]  # managed collision takes hashed ids
 
 

@@ -18,16 +18,26 @@ TIMEOUT_S = 120
 
 
 def _do(
-    pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int,
-    local_world_size: int, store: str, folder: str,
-) -> None:  # fmt: skip
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    store: str,
+    folder: str,
+) -> None:
     """Answer (True, (what `function` returns, the shadow's report)) or (False, the traceback)."""
     os.chdir(folder)
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank % local_world_size),
-        LOCAL_WORLD_SIZE=str(local_world_size), MASTER_ADDR="localhost", MASTER_PORT="0",
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank % local_world_size),
+        LOCAL_WORLD_SIZE=str(local_world_size),
+        MASTER_ADDR="localhost",
+        MASTER_PORT="0",
         SHADOW_GPU_FOLDER=f"{store}-ranks",
-    )  # fmt: skip
+    )
     on_cpu, *args = args
     try:
         if on_cpu:
@@ -45,7 +55,7 @@ def _do(
 
 def _in_group(
     backend: str, rank: int, world_size: int, store: str, function: Callable[..., Any], args: list[Any]
-) -> Any:  # fmt: skip
+) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -53,8 +63,12 @@ def _in_group(
     if backend == "nccl":
         torch.cuda.set_device(local_rank)
     dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S),
-    )  # fmt: skip
+        backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
     result = function(rank, *args)
     dist.barrier()
     return result

@@ -217,9 +217,13 @@ def _with_other_splits(rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("program", "ops"),
-    [(_in_another_order, ("allreduce_", "broadcast_")), (_of_other_sizes, (r"float32\[2\]", r"float32\[3\]")),
-     (_of_other_types, ("float16", "float32")), (_with_other_splits, ("alltoall_base_", "alltoall_base_"))],
-)  # fmt: skip
+    [
+        (_in_another_order, ("allreduce_", "broadcast_")),
+        (_of_other_sizes, (r"float32\[2\]", r"float32\[3\]")),
+        (_of_other_types, ("float16", "float32")),
+        (_with_other_splits, ("alltoall_base_", "alltoall_base_")),
+    ],
+)
 def test_ranks_that_differ_in_a_collective_are_named(gpus: Gpus, program: Any, ops: tuple[str, str]) -> None:
     with pytest.raises(RuntimeError, match=f"ranks differ in a collective.* rank 0: .*{ops[0]}.* rank 1: .*{ops[1]}"):
         gpus.run(2, program)
@@ -246,8 +250,11 @@ def _one_rank_stays_away(rank: int) -> None:
 
 
 def test_a_rank_that_never_comes_is_named_with_where_it_is(gpus: Gpus) -> None:
-    with pytest.raises(RuntimeError, match=r"did not arrive at allreduce_\(float32\[5\]\).* rank 1 was last in "
-                                           r"allreduce_\(float32\[7\]\)"):  # fmt: skip
+    with pytest.raises(
+        RuntimeError,
+        match=r"did not arrive at allreduce_\(float32\[5\]\).* rank 1 was last in "
+        r"allreduce_\(float32\[7\]\)",
+    ):
         gpus.run(2, _one_rank_stays_away)
 
 

@@ -55,9 +55,14 @@ def _fused(device: torch.device, location: EmbeddingLocation = EmbeddingLocation
     where = EmbeddingLocation.HOST if on_cpu else location
     compute = ComputeDevice.CPU if on_cpu else ComputeDevice.CUDA
     lookup = SplitTableBatchedEmbeddingBagsCodegen(
-        [(*table, where, compute) for table in TABLES], feature_table_map=TABLE_OF_FEATURE, device=device,
-        learning_rate=LR, stochastic_rounding=False, cache_load_factor=0.6, **options,
-    )  # fmt: skip
+        [(*table, where, compute) for table in TABLES],
+        feature_table_map=TABLE_OF_FEATURE,
+        device=device,
+        learning_rate=LR,
+        stochastic_rounding=False,
+        cache_load_factor=0.6,
+        **options,
+    )
     for number, weight in enumerate(lookup.split_embedding_weights()):
         weight.data.copy_(_first_weights(number))
     return lookup
@@ -123,8 +128,9 @@ def test_fused_lookups_equal_the_cpus(gpus: Gpus, name: str) -> None:
         assert report is None or report.problems == []
 
 
-@pytest.mark.parametrize(("weighted", "pooling"), [(False, PoolingMode.SUM), (True, PoolingMode.SUM),
-                                                   (False, PoolingMode.MEAN)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("weighted", "pooling"), [(False, PoolingMode.SUM), (True, PoolingMode.SUM), (False, PoolingMode.MEAN)]
+)
 def test_dense_lookups_equal_the_cpus(gpus: Gpus, weighted: bool, pooling: PoolingMode) -> None:
     [wanted] = gpus.run_on_cpu(1, _dense_on, CPU, weighted, pooling)
     [found], _ = gpus.run(1, _dense_on, GPU, weighted, pooling)
@@ -140,12 +146,18 @@ ON_GPU_ONLY: dict[str, dict[str, Any]] = {
     "lamb": {"optimizer": EmbOptimType.LAMB, "weight_decay": DECAY},
     "partial_rowwise_lamb": {"optimizer": EmbOptimType.PARTIAL_ROWWISE_LAMB, "weight_decay": DECAY},
     "lars_sgd": {"optimizer": EmbOptimType.LARS_SGD, "weight_decay": DECAY, "momentum": 0.8, "eta": 0.01},
-    "rowwise_l2": {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "weight_decay": DECAY,
-                   "weight_decay_mode": WeightDecayMode.L2},
-    "rowwise_decoupled": {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "weight_decay": DECAY,
-                          "weight_decay_mode": WeightDecayMode.DECOUPLE},
+    "rowwise_l2": {
+        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        "weight_decay": DECAY,
+        "weight_decay_mode": WeightDecayMode.L2,
+    },
+    "rowwise_decoupled": {
+        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        "weight_decay": DECAY,
+        "weight_decay_mode": WeightDecayMode.DECOUPLE,
+    },
     "rowwise_max_norm": {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "max_norm": 0.7},
-}  # fmt: skip
+}
 
 
 def _norm(rows: torch.Tensor) -> torch.Tensor:
@@ -192,8 +204,10 @@ def _by_torch(name: str) -> list[torch.Tensor]:
         out = torch.cat(pooled, 1)
         (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
         outputs.append(out.detach().float())
-        tables = [_stepped(name, step, table, leaf.grad, state)
-                  for table, leaf, state in zip(tables, leaves, states, strict=True)]  # fmt: skip
+        tables = [
+            _stepped(name, step, table, leaf.grad, state)
+            for table, leaf, state in zip(tables, leaves, states, strict=True)
+        ]
     return [*outputs, *(table.float() for table in tables)]
 
 
@@ -265,9 +279,13 @@ def test_shapes_and_dtypes_are_those_of_fbgemms_meta_kernels(gpus: Gpus, needs_s
 
 def _not_pooled(rank: int) -> list[torch.Tensor]:
     lookup = SplitTableBatchedEmbeddingBagsCodegen(
-        [(20, 8, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)] * 2, device=GPU, learning_rate=LR,
-        optimizer=EmbOptimType.EXACT_ADAGRAD, eps=EPS, pooling_mode=PoolingMode.NONE,
-    )  # fmt: skip
+        [(20, 8, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)] * 2,
+        device=GPU,
+        learning_rate=LR,
+        optimizer=EmbOptimType.EXACT_ADAGRAD,
+        eps=EPS,
+        pooling_mode=PoolingMode.NONE,
+    )
     first = _first_weights(0)
     for weight in lookup.split_embedding_weights():
         weight.data.copy_(first)
@@ -291,9 +309,12 @@ def _varying(rank: int, weighted: bool) -> Any:
     """A lookup of two features with batches of their own for each of two ranks."""
     sizes = [[2, 1], [1, 3]]  # feature, rank
     lookup = SplitTableBatchedEmbeddingBagsCodegen(
-        [(*table, EmbeddingLocation.DEVICE, ComputeDevice.CUDA) for table in TABLES], device=GPU, learning_rate=LR,
-        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD, eps=EPS,
-    )  # fmt: skip
+        [(*table, EmbeddingLocation.DEVICE, ComputeDevice.CUDA) for table in TABLES],
+        device=GPU,
+        learning_rate=LR,
+        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        eps=EPS,
+    )
     for number, weight in enumerate(lookup.split_embedding_weights()):
         weight.data.copy_(_first_weights(number))
     ids = torch.tensor([1, 2, 2, 5, 0, 7, 7, 1])
@@ -310,13 +331,22 @@ def test_batch_sizes_may_vary_by_feature_and_rank(gpus: Gpus, weighted: bool) ->
     [(out, tables)], _ = gpus.run(1, _varying, weighted)
     one, two = _first_weights(0), _first_weights(1)
     factors = torch.linspace(0.5, 2, 8) if weighted else torch.ones(8)
-    bags = [(one, [1, 2], [0, 1]), (one, [2], [2]), (one, [5], [3]), (two, [0], [4]), (two, [7], [5]), (two, [], []),
-            (two, [7, 1], [6, 7])]  # fmt: skip
+    bags = [
+        (one, [1, 2], [0, 1]),
+        (one, [2], [2]),
+        (one, [5], [3]),
+        (two, [0], [4]),
+        (two, [7], [5]),
+        (two, [], []),
+        (two, [7, 1], [6, 7]),
+    ]
     pooled = [(table[ids] * factors[at].unsqueeze(1)).sum(0) for table, ids, at in bags]
     by_rank = [pooled[0], pooled[1], pooled[3], pooled[2], *pooled[4:]]  # rank by rank, feature by feature
     torch.testing.assert_close(out.reshape(-1), torch.cat(by_rank), rtol=TOLERANCE, atol=TOLERANCE)
-    for table, first, touched in ((tables[0], one, {1: [0], 2: [1, 2], 5: [3]}),
-                                  (tables[1], two, {0: [4], 7: [5, 6], 1: [7]})):  # fmt: skip
+    for table, first, touched in (
+        (tables[0], one, {1: [0], 2: [1, 2], 5: [3]}),
+        (tables[1], two, {0: [4], 7: [5, 6], 1: [7]}),
+    ):
         for row in range(len(first)):
             slope = float(factors[touched[row]].sum()) if row in touched else 0.0
             step = LR * slope / (slope + EPS) if slope else 0.0

@@ -36,8 +36,13 @@ TABLES = {
 }
 # Adagrad is exact however a table is cut. Its eps keeps the first step of a tiny gradient small:
 # otherwise the last bits of two sums decide between +lr and -lr.
-EXACT = ["optimizer=adagrad", "optimizer.sparse.eps=0.01", "optimizer.dense.eps=0.01", "tables.default.embedding_dim=16",
-         "tables.default.sharding.min_partition=8"]  # fmt: skip
+EXACT = [
+    "optimizer=adagrad",
+    "optimizer.sparse.eps=0.01",
+    "optimizer.dense.eps=0.01",
+    "tables.default.embedding_dim=16",
+    "tables.default.sharding.min_partition=8",
+]
 
 NO_DROPOUT = ["model.dropout=0"]  # a GPU draws from a generator of its own
 
@@ -94,7 +99,9 @@ def assert_same(gpu: Job, cpu: Job, tolerance: float = 1e-5) -> None:
     names = [name for name in wanted if name.startswith("model.")]
     assert names and set(names) <= set(found)
     for name in names:
-        torch.testing.assert_close(found[name], wanted[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")  # fmt: skip
+        torch.testing.assert_close(
+            found[name], wanted[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def model_of(name: str) -> str:

@@ -42,14 +42,22 @@ OPTIMIZERS = ["sgd", "rowwise_adagrad", "adam", "adamw", "rowwise_adam"]  # the 
 TOUCHED = "optimizer.sparse.update_rows=touched"  # all rows at every step: the CPU only
 OURS = "sharding.fast_cpu=true"  # FBGEMM's CPU kernels cannot do it, and this package's can
 JOBS: dict[str, list[str]] = {
-    **{name: [f"optimizer={name}", "optimizer.sparse.eps=0.01", "optimizer.dense.eps=0.01", TOUCHED, OURS] for name in OPTIMIZERS},
+    **{
+        name: [f"optimizer={name}", "optimizer.sparse.eps=0.01", "optimizer.dense.eps=0.01", TOUCHED, OURS]
+        for name in OPTIMIZERS
+    },
     "accumulation": ["trainer.gradient_accumulation_steps=2", "trainer.gradient_clip_norm=0.5"],
-    "weight_decay": ["optimizer=rowwise_adagrad", "optimizer.sparse.eps=0.01", "optimizer.sparse.weight_decay=0.1", OURS],
+    "weight_decay": [
+        "optimizer=rowwise_adagrad",
+        "optimizer.sparse.eps=0.01",
+        "optimizer.sparse.weight_decay=0.1",
+        OURS,
+    ],
     "early_stop": ["trainer.evaluate_every_steps=1", "trainer.early_stop.patience=1", "trainer.early_stop.min_delta=9"],
     "asynchronous": ["checkpoint.asynchronous=true", "checkpoint.save_every_steps=1"],
     "differential": ["checkpoint.differential=true", "checkpoint.save_every_steps=1"],
     "base_pipeline": ["trainer.pipeline=base"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -60,7 +68,7 @@ def test_a_job_equals_the_cpus(gpus: Gpus, clicks: list[str], tmp_path: Path, na
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "int8"])
 def test_quantized_exchanges_stay_close_to_the_cpus_fp32(
     gpus: Gpus, clicks: list[str], tmp_path: Path, precision: str
-) -> None:  # fmt: skip
+) -> None:
     cpu = gpus.train(2, clicks, tmp_path / "cpu", on="cpu")
     gpu = gpus.train(2, [*clicks, f"comms={precision}"], tmp_path / "gpu")
     assert_same(gpu, cpu, 2e-2)
@@ -77,8 +85,13 @@ def test_bf16_layers_stay_close_to_the_cpus(gpus: Gpus, clicks: list[str], tmp_p
 def test_frequency_split_equals_the_cpus(gpus: Gpus, clicks: list[str], tmp_path: Path, kind: str) -> None:
     """Bags without a rare id are left out, so batch sizes differ by feature: FBGEMM's VBE."""
     table = "tables.default.compression"
-    words = [*clicks, f"{table}.kind=frequency_split", f"{table}.min_rows=500", f"{table}.head_rows=16",
-             f"tables.default.sharding.sharding_types=[{kind}]"]  # fmt: skip
+    words = [
+        *clicks,
+        f"{table}.kind=frequency_split",
+        f"{table}.min_rows=500",
+        f"{table}.head_rows=16",
+        f"tables.default.sharding.sharding_types=[{kind}]",
+    ]
     assert_as_on_the_cpu(gpus, [*words, "optimizer=rowwise_adagrad", "optimizer.sparse.eps=0.01"], tmp_path)
 
 
@@ -87,20 +100,23 @@ def test_half_precision_tables_stay_close_to_the_cpus(gpus: Gpus, clicks: list[s
     assert_as_on_the_cpu(gpus, [*clicks, "tables.default.data_type=fp16"], tmp_path, 5e-3)
 
 
-def test_weighted_ids_equal_the_cpus(
-    gpus: Gpus, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:  # fmt: skip
+def test_weighted_ids_equal_the_cpus(gpus: Gpus, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     words = ["experiment=tags_lr", *EXACT, KINDS, "tables.default.init.kind=auto", *prepared(tmp_path_factory, "tags")]
     assert_as_on_the_cpu(gpus, words, tmp_path)
 
 
 def test_managed_collision_equals_the_cpus(
     gpus: Gpus, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:  # fmt: skip
+) -> None:
     table = "tables.default.compression"
     words = ["experiment=quickstart", *EXACT, *prepared(tmp_path_factory, "quickstart", *HASHED)]
-    words += [f"{table}.kind=managed_collision", f"{table}.num_rows=64", f"{table}.eviction_interval=1",
-              f"{table}.buckets=2", "tables.default.sharding.sharding_types=[row_wise]"]  # fmt: skip
+    words += [
+        f"{table}.kind=managed_collision",
+        f"{table}.num_rows=64",
+        f"{table}.eviction_interval=1",
+        f"{table}.buckets=2",
+        "tables.default.sharding.sharding_types=[row_wise]",
+    ]
     assert_as_on_the_cpu(gpus, words, tmp_path)
 
 
@@ -140,8 +156,14 @@ def _train_with_nans(rank: int, words: list[str], steps: list[int]) -> TrainSumm
 def test_a_loss_that_is_not_finite_ends_as_on_the_cpu(
     gpus: Gpus, clicks: list[str], tmp_path: Path, policy: str, steps: list[int]
 ) -> None:
-    words = [*BASE, *clicks, f"trainer.non_finite_loss={policy}", "trainer.max_non_finite_steps=1",
-             "checkpoint.save_every_steps=2", "trainer.max_steps=5"]  # fmt: skip
+    words = [
+        *BASE,
+        *clicks,
+        f"trainer.non_finite_loss={policy}",
+        "trainer.max_non_finite_steps=1",
+        "checkpoint.save_every_steps=2",
+        "trainer.max_steps=5",
+    ]
     on_cpu = [*words, "hardware=cpu", "sharding.fast_cpu=false", f"run_dir={tmp_path}/cpu"]
     cpu = gpus.run_on_cpu(2, _train_with_nans, on_cpu, steps)[0]
     [gpu, _], reports = gpus.run(2, _train_with_nans, [*words, "hardware=h100_80gb", f"run_dir={tmp_path}/gpu"], steps)
@@ -180,7 +202,7 @@ def _until_step_2(whole: Path, folder: Path) -> Path:
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     gpus: Gpus, clicks: list[str], whole: Path, tmp_path: Path
-) -> None:  # fmt: skip
+) -> None:
     folder = _until_step_2(whole, tmp_path / "run")
     words = [*clicks, "trainer.max_steps=4", "checkpoint.save_every_steps=2"]
     job = gpus.train(2, words, folder)
@@ -188,9 +210,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     assert_same_steps(folder, whole, 4)
 
 
-def test_a_run_goes_on_on_fewer_and_on_more_gpus(
-    gpus: Gpus, clicks: list[str], whole: Path, tmp_path: Path
-) -> None:  # fmt: skip
+def test_a_run_goes_on_on_fewer_and_on_more_gpus(gpus: Gpus, clicks: list[str], whole: Path, tmp_path: Path) -> None:
     words = [*clicks, "trainer.max_steps=4", "checkpoint.save_every_steps=2"]
     gpus.train(1, words, _until_step_2(whole, tmp_path / "fewer"))
     assert_same_steps(tmp_path / "fewer", whole, 4, 1e-5)

@@ -33,8 +33,12 @@ SKIP = replace(CONFIG, non_finite_loss="skip", max_non_finite_steps=2)
 def test_the_host_waits_for_the_gpu_in_no_steady_step(
     gpus: Gpus, prepared_clicks: str, tmp_path: Path, world_size: int
 ) -> None:
-    words = ["experiment=quickstart", f"data.path={prepared_clicks}", "trainer.log_every_steps=100",
-             "tables.default.sharding.sharding_types=[table_wise,row_wise]"]  # fmt: skip
+    words = [
+        "experiment=quickstart",
+        f"data.path={prepared_clicks}",
+        "trainer.log_every_steps=100",
+        "tables.default.sharding.sharding_types=[table_wise,row_wise]",
+    ]
     syncs = []
     for steps in (4, 8):
         job = gpus.train(world_size, [*words, f"trainer.max_steps={steps}"], tmp_path / str(steps))
@@ -84,8 +88,12 @@ def test_a_batchs_memory_is_not_given_away_while_it_is_read(gpus: Gpus) -> None:
 
 
 def _pinned_on_a_thread(rank: int) -> int:
-    batch = Batch(torch.ones(3, 4), keyed_jagged_tensor(["a"], torch.arange(3), torch.ones(3), 3, [3]),
-                  torch.zeros(3), torch.ones(3))  # fmt: skip
+    batch = Batch(
+        torch.ones(3, 4),
+        keyed_jagged_tensor(["a"], torch.arange(3), torch.ones(3), 3, [3]),
+        torch.zeros(3),
+        torch.ones(3),
+    )
     with devices.using(devices.named("cuda", rank)), ThreadPoolExecutor(1) as thread:
         assert thread.submit(pinned, batch).result().labels.is_pinned()
         return thread.submit(torch.cuda.current_device).result()

@@ -43,8 +43,13 @@ def test_bags_that_are_not_sent_reach_fbgemm_padded_where_it_wants_them_equal(
     gpus: Gpus, prepared_clicks: str, tmp_path: Path, optimizer: str
 ) -> None:
     """FBGEMM ends the first step with an AssertionError for variable batches with Adagrad; row-wise Adagrad takes them."""
-    words = ["experiment=quickstart", f"data.path={prepared_clicks}", LAST, f"optimizer.sparse.name={optimizer}",
-             "tables.default.compression={kind: frequency_split, head_rows: 5, min_rows: 50}"]  # fmt: skip
+    words = [
+        "experiment=quickstart",
+        f"data.path={prepared_clicks}",
+        LAST,
+        f"optimizer.sparse.name={optimizer}",
+        "tables.default.compression={kind: frequency_split, head_rows: 5, min_rows: 50}",
+    ]
     assert gpus.train(2, words, tmp_path / "gpu").summary.step == 4
     assert any("cold" in key for key in stored(tmp_path / "gpu", 4))
 

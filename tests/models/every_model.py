@@ -130,9 +130,11 @@ def shard(config: ModelConfig, seed: int = 0) -> tuple[DistributedModelParallel,
 
 def _placement(number: int, world_size: int) -> Any:
     kinds = [
-        sharding_plan.row_wise(), sharding_plan.table_wise(rank=world_size - 1), sharding_plan.data_parallel(),
         sharding_plan.row_wise(),
-    ]  # fmt: skip
+        sharding_plan.table_wise(rank=world_size - 1),
+        sharding_plan.data_parallel(),
+        sharding_plan.row_wise(),
+    ]
     return kinds[number % len(kinds)]
 
 

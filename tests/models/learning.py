@@ -85,8 +85,11 @@ def user_item_rows(config: UserItemConfig) -> Rows:
     users, items = sample_pairs(config, random, config.num_rows)
     truth = taste.probabilities(users, items)
     columns = {
-        "user_id": users, "user_group": taste.user_groups[users], "item_id": items, "item_genre": taste.item_genres[items]
-    }  # fmt: skip
+        "user_id": users,
+        "user_group": taste.user_groups[users],
+        "item_id": items,
+        "item_genre": taste.item_genres[items],
+    }
     ids = {name: by_frequency(column) for name, column in columns.items()}
     return Rows(np.zeros((len(users), 0)), ids, random.random(len(users)) < truth, truth)
 
@@ -97,8 +100,11 @@ def conversion_rows(config: ConversionsConfig) -> Rows:
     drawn = funnel.sample(config, random, config.num_rows)
     truth = funnel.probabilities(drawn)
     columns = {
-        "user_id": drawn.users, "user_group": drawn.groups, "item_id": drawn.items, "item_category": drawn.categories
-    }  # fmt: skip
+        "user_id": drawn.users,
+        "user_group": drawn.groups,
+        "item_id": drawn.items,
+        "item_category": drawn.categories,
+    }
     ids = {name: by_frequency(column) for name, column in columns.items()}
     return Rows(np.zeros((config.num_rows, 0)), ids, sample_labels(random, truth), truth)
 

@@ -20,8 +20,9 @@ def test_loss_is_weighted_cross_entropy_and_padding_counts_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "says"), [(torch.zeros(3, 2), "[3, 2] 3 rows"), (torch.zeros(()), "[] 3 rows"), ((torch.zeros(3),), "a tuple 3 rows")]
-)  # fmt: skip
+    ("output", "says"),
+    [(torch.zeros(3, 2), "[3, 2] 3 rows"), (torch.zeros(()), "[] 3 rows"), ((torch.zeros(3),), "a tuple 3 rows")],
+)
 def test_a_model_that_does_not_give_a_logit_a_row_is_told_so(output: object, says: str) -> None:
     with pytest.raises(ConfigError, match=names(says)):
         Clicks()(labelled(torch.zeros(3)), output)

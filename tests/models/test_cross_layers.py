@@ -165,11 +165,13 @@ def test_a_compressed_interaction_is_the_papers(vectors: torch.Tensor) -> None:
         weights = linear.weight.view(size, last.shape[1], FEATURES)
         last = torch.stack(
             [
-                sum(weights[h, i, j] * last[:, i] * vectors[:, j]
-                    for i in range(last.shape[1]) for j in range(FEATURES)) + linear.bias[h]
+                sum(
+                    weights[h, i, j] * last[:, i] * vectors[:, j] for i in range(last.shape[1]) for j in range(FEATURES)
+                )
+                + linear.bias[h]
                 for h in range(size)
             ],
             dim=1,
-        )  # fmt: skip
+        )
         sums.append(last.sum(2))
     assert_same(layer(vectors), torch.cat(sums, dim=1), vectors)

@@ -39,8 +39,10 @@ CLICK, ORDER = Target("click"), Target("order", mask="click")
 STARS, SECONDS = Target("stars", "ordinal", 4, weight=0.5), Target("seconds", "regression")
 ALL = [CLICK, STARS, SECONDS, ORDER]
 TOWER_MODELS = [
-    kind for kind, config in components("model").items() if config.__module__.startswith("pipeline.") and config().learns_all
-]  # fmt: skip
+    kind
+    for kind, config in components("model").items()
+    if config.__module__.startswith("pipeline.") and config().learns_all
+]
 
 
 def targets_for(kind: str) -> list[Target]:
@@ -160,10 +162,13 @@ def _drawn(parts: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         random = torch.Generator().manual_seed(number)
         labels = torch.stack(
             [
-                (torch.rand(100, generator=random) > 0.6).float(), torch.randint(0, 4, (100,), generator=random).float(),
-                torch.randn(100, generator=random) * 3 + 1, (torch.rand(100, generator=random) > 0.5).float(),
-            ], dim=1,
-        )  # fmt: skip
+                (torch.rand(100, generator=random) > 0.6).float(),
+                torch.randint(0, 4, (100,), generator=random).float(),
+                torch.randn(100, generator=random) * 3 + 1,
+                (torch.rand(100, generator=random) > 0.5).float(),
+            ],
+            dim=1,
+        )
         weights = torch.rand(100, 4, generator=random)
         weights[:, 3] *= labels[:, 0]
         weights[:9] = 0.0
@@ -242,9 +247,13 @@ def _steps(rank: int, kind: str) -> list[torch.Tensor]:
         if isinstance(module, EmbeddingBagCollection):
             placements = {name: sharding_plan.row_wise() for name in DATA["both"][0]}
             plan.plan[path] = sharding_plan.construct_module_sharding_plan(
-                module, placements, sharder=sharders[0], local_size=context.world_size,
-                world_size=context.world_size, device_type="cpu",
-            )  # fmt: skip
+                module,
+                placements,
+                sharder=sharders[0],
+                local_size=context.world_size,
+                world_size=context.world_size,
+                device_type="cpu",
+            )
     model = shard_model(task, plan, default_comms(), context, seed=0)
     optimizer = build_optimizer(model, ROWWISE)
     model.train()

@@ -75,9 +75,12 @@ def test_two_tower_retrieves_what_users_click_and_log_q_makes_up_for_frequent_ne
         )
     )
     both = TwoTowerConfig(
-        user_features=["user_id", "user_group"], item_features=["item_id", "item_genre"], user_layer_sizes=[16],
-        item_layer_sizes=[16], recall_at=[10],
-    )  # fmt: skip
+        user_features=["user_id", "user_group"],
+        item_features=["item_id", "item_genre"],
+        user_layer_sizes=[16],
+        item_layer_sizes=[16],
+        recall_at=[10],
+    )
     corrected = _recalls(both, rows)
     both.log_q_correction = False
     plain = _recalls(both, rows)

@@ -91,10 +91,14 @@ def _steps(rank: int, world_size: int, dtype: torch.dtype, way: str = "gloo") ->
     sum((output * part[mine]).sum() for output, part in zip(outputs, pull, strict=True)).backward()
     evaluated = norm.eval()(rows[0])
     return {
-        "outputs": torch.stack(outputs).detach(), "to_inputs": torch.stack([batch.grad for batch in inputs]),
-        "to_weight": norm.weight.grad, "to_bias": norm.bias.grad, "mean": norm.running_mean.clone(),
-        "variance": norm.running_var.clone(), "evaluated": evaluated.detach(),
-    }  # fmt: skip
+        "outputs": torch.stack(outputs).detach(),
+        "to_inputs": torch.stack([batch.grad for batch in inputs]),
+        "to_weight": norm.weight.grad,
+        "to_bias": norm.bias.grad,
+        "mean": norm.running_mean.clone(),
+        "variance": norm.running_var.clone(),
+        "evaluated": evaluated.detach(),
+    }
 
 
 def test_batch_norm_has_the_same_bits_through_shared_memory_and_through_gloo(ranks: RankPool) -> None:

@@ -88,9 +88,15 @@ def measured_without_rows(rank: int) -> dict[str, float]:
 
 def test_training_can_stop_and_keep_steps_by_a_named_metric() -> None:
     job = load_config(
-        TrainJob, ["data=quickstart", "trainer.metrics=[ece,brier]", "checkpoint.best_metric=brier", "early_stop=auc",
-                   "trainer.early_stop.metric=ece"],
-    )  # fmt: skip
+        TrainJob,
+        [
+            "data=quickstart",
+            "trainer.metrics=[ece,brier]",
+            "checkpoint.best_metric=brier",
+            "early_stop=auc",
+            "trainer.early_stop.metric=ece",
+        ],
+    )
     assert {"ece", "brier"} <= set(job.metrics)
     assert not is_higher_better("brier") and not is_higher_better("click/ece") and is_higher_better("click/auc")
 

@@ -38,8 +38,9 @@ def drawn_plan(
         rows = num_ranks * max(1, 40_000_000 // (index + 1) // num_ranks)
         first = generator.randrange(num_ranks)
         ranks = {
-            "table_wise": [first], "column_wise": sorted({first, (first + 1) % num_ranks}),
-        }.get(kind, list(range(num_ranks)))  # fmt: skip
+            "table_wise": [first],
+            "column_wise": sorted({first, (first + 1) % num_ranks}),
+        }.get(kind, list(range(num_ranks)))
         sharding: dict[str, Any] = {"sharding_type": kind, "compute_kernel": kernel, "ranks": ranks}
         parts = 1 if kind == "data_parallel" else len(ranks)
         size = [rows // parts, DIM] if kind == "row_wise" else [rows, DIM // (parts if kind == "column_wise" else 1)]
@@ -63,11 +64,18 @@ def drawn_plan(
     ]
     objective = Objective("critical_path", max(load.cost_ms for load in loads), critical_path_ms(loads), 3.0, 0.0123)
     description = PlanDescription(
-        planner="search", hardware="h100_80gb", tables=choices, ranks=loads, objective=objective,
+        planner="search",
+        hardware="h100_80gb",
+        tables=choices,
+        ranks=loads,
+        objective=objective,
         usable_hbm_bytes=int(1.2 * max(hbm for hbm, _ in taken)) if device == "cuda" else 0,
-        usable_ddr_bytes=int(1.2 * max(ddr for _, ddr in taken)), usable_ssd_bytes=0, dense_bytes=0, fingerprint=_fingerprint(choices, num_ranks, local, device),
+        usable_ddr_bytes=int(1.2 * max(ddr for _, ddr in taken)),
+        usable_ssd_bytes=0,
+        dense_bytes=0,
+        fingerprint=_fingerprint(choices, num_ranks, local, device),
         torchrec_objective=Objective("max_rank", 4.5, 5.6),
-    )  # fmt: skip
+    )
     return description, {"sparse.tables": shardings}
 
 

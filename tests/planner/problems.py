@@ -37,11 +37,15 @@ def make_tables(rows: list[int], dim: int, pooling_factors: list[int] | None = N
     factors = pooling_factors or [1] * len(rows)
     return [
         Table(
-            name=f"t{index}", num_embeddings=count, embedding_dim=dim, feature_names=[f"f{index}"],
-            pooling_factors=[float(factors[index])], **fields,
+            name=f"t{index}",
+            num_embeddings=count,
+            embedding_dim=dim,
+            feature_names=[f"f{index}"],
+            pooling_factors=[float(factors[index])],
+            **fields,
         )
         for index, count in enumerate(rows)
-    ]  # fmt: skip
+    ]
 
 
 def preset(name: str, **changes: Any) -> HardwareConfig:

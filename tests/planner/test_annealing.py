@@ -28,9 +28,15 @@ pytest.importorskip("numba")
 
 def run(problem: SearchProblem, start: Assignment, moves: int = 60_000, seed: int = 0) -> Assignment | None:
     return improve_by_annealing(
-        problem, start, "critical_path", schedule=FULL_RANKS, moves=moves, seed=seed,
-        scale_ms=score(problem, start).critical_path_ms, stop=lambda: False,
-    )  # fmt: skip
+        problem,
+        start,
+        "critical_path",
+        schedule=FULL_RANKS,
+        moves=moves,
+        seed=seed,
+        scale_ms=score(problem, start).critical_path_ms,
+        stop=lambda: False,
+    )
 
 
 def test_an_overfull_start_is_packed_until_it_fits_even_if_each_rank_must_be_full() -> None:

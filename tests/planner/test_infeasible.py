@@ -91,13 +91,19 @@ CASES: list[tuple[Callable[[], PlanRequest], list[str], list[str]]] = [
     (
         too_large_for_one_rank,
         ["best attempt: rank ", "for t0 (table_wise)"],
-        ["'tables.t0.sharding.sharding_types=[table_wise,row_wise]'", "'tables.t0.sharding.compute_kernels=[fused_uvm_caching]'",
-         "tables.default.data_type=fp16"],
+        [
+            "'tables.t0.sharding.sharding_types=[table_wise,row_wise]'",
+            "'tables.t0.sharding.compute_kernels=[fused_uvm_caching]'",
+            "tables.default.data_type=fp16",
+        ],
     ),
     (
         without_room_beside_state,
         ["with their adagrad state they take 194.61 GiB", "best attempt:", "of HBM"],
-        ["optimizer.sparse.name=rowwise_adagrad", "optimizer.sparse.name=rowwise_adagrad tables.default.data_type=fp16"],
+        [
+            "optimizer.sparse.name=rowwise_adagrad",
+            "optimizer.sparse.name=rowwise_adagrad tables.default.data_type=fp16",
+        ],
     ),
     (
         too_many_rows_for_the_host,
@@ -106,7 +112,7 @@ CASES: list[tuple[Callable[[], PlanRequest], list[str], list[str]]] = [
     ),
     (kept_free_too_much, ["best attempt: rank 0 lacks"], ["planner.reserved_memory_fraction=0.05"]),
     (too_few_hosts, ["best attempt:"], ["world_size=16"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(

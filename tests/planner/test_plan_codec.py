@@ -43,7 +43,7 @@ from pipeline.planner.plan_codec import (
     load_plan,
     read_plan,
     write_plan,
-)  # fmt: skip
+)
 from pipeline.planner.plan_file import find_plan_file
 from pipeline.planner.plan_record import PlanRecord
 from pipeline.planner.planner import make_plan
@@ -63,9 +63,13 @@ def through_json(plan: ShardingPlan) -> ShardingPlan:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_hand_made_sharding_survives_the_file(device: str) -> None:
     makers = {
-        "t0": data_parallel(), "t1": table_wise(rank=3), "t2": row_wise(), "t3": column_wise(ranks=[0, 3]),
-        "t4": table_row_wise(host_index=1), "t5": grid_shard(host_indexes=[0, 1]),
-    }  # fmt: skip
+        "t0": data_parallel(),
+        "t1": table_wise(rank=3),
+        "t2": row_wise(),
+        "t3": column_wise(ranks=[0, 3]),
+        "t4": table_row_wise(host_index=1),
+        "t5": grid_shard(host_indexes=[0, 1]),
+    }
     collection = TinyModel(make_tables([101] * 6, 256)).collection
     module_plan = construct_module_sharding_plan(
         collection, makers, make_sharders(CommsConfig())[0], local_size=2, world_size=4, device_type=device
@@ -91,7 +95,11 @@ def test_every_field_survives_the_file() -> None:
         ranks=[1],
         sharding_spec=EnumerableShardingSpec([ShardMetadata([0, 0], [10, 4], "rank:1/cuda:1")]),
         cache_params=CacheParams(
-            CacheAlgorithm.LFU, 0.3, 1.5, DataType.FP16, True,
+            CacheAlgorithm.LFU,
+            0.3,
+            1.5,
+            DataType.FP16,
+            True,
             multipass_prefetch_config=MultiPassPrefetchConfig(num_passes=3),
         ),
         enforce_hbm=True,
@@ -99,7 +107,7 @@ def test_every_field_survives_the_file() -> None:
         bounds_check_mode=BoundsCheckMode.FATAL,
         output_dtype=DataType.BF16,
         key_value_params=KeyValueParams(ssd_storage_directory="/ssd", ps_hosts=(("::1", 2000), ("::2", 2001))),
-    )  # fmt: skip
+    )
     assert all(getattr(sharding, field.name) is not None for field in fields(sharding))
     plan = ShardingPlan({"": EmbeddingModuleShardingPlan({"t": sharding})})
     assert through_json(plan).plan == plan.plan

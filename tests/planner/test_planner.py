@@ -38,7 +38,7 @@ from tests.planner.problems import (
     on,
     preset,
     request,
-)  # fmt: skip
+)
 from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
 
@@ -67,9 +67,10 @@ def test_dlrmv2_on_sixteen_h100_from_a_machine_without_gpu() -> None:
     assert_capacity_kept(record, asked)
     placements = {
         str(shard.placement)
-        for sharding in record.plan.plan["sparse.tables"].values() if sharding.sharding_spec
+        for sharding in record.plan.plan["sparse.tables"].values()
+        if sharding.sharding_spec
         for shard in sharding.sharding_spec.shards
-    }  # fmt: skip
+    }
     assert placements <= {f"rank:{rank}/cuda:{rank % 8}" for rank in range(16)} and "rank:9/cuda:1" in placements
     assert record.objective.max_rank_ms == pytest.approx(2.191, abs=0.001)  # where TorchRec's walk ends
     assert record.objective.max_rank_ms <= record.objective.critical_path_ms
@@ -155,8 +156,11 @@ def test_a_tables_own_limits_are_kept() -> None:
     record = make_plan(CONFIG, request(tables, on("h100_80gb", 2), "sgd"))
     by_name = {choice.name: choice for choice in record.tables}
     assert [by_name[f"t{index}"].sharding_type for index in range(4)] == [
-        "row_wise", "column_wise", "column_wise", "data_parallel",
-    ]  # fmt: skip
+        "row_wise",
+        "column_wise",
+        "column_wise",
+        "data_parallel",
+    ]
     assert len(by_name["t1"].ranks) == 4 and len(by_name["t2"].ranks) == 2
     assert by_name["t4"].compute_kernel == "fused_uvm" and by_name["t4"].ddr_bytes == 5000 * 64 * 4
     assert by_name["t0"].reason == "tables.t0.sharding allows nothing else"
@@ -298,10 +302,13 @@ def test_the_plan_does_not_depend_on_pythonhashseed() -> None:
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", HASH_SEED_SCRIPT],
-            env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
         for seed in ("1", "3")
-    ]  # fmt: skip
+    ]
     hashes = {process.communicate(timeout=300)[0].strip().splitlines()[-1] for process in processes}
     assert hashes == {hashlib.sha256(here.encode()).hexdigest()}
 
@@ -312,9 +319,15 @@ def _plan_on_rank(rank: int, config: PlannerConfig, tables: list[Table], ddr_cap
     model = TinyModel(tables)
     apply_sparse_optimizer(model, SparseOptimizerConfig())
     record = load_or_search_plan(
-        config, preset("cpu", ddr_cap_gb=ddr_cap_gb), tables, model, make_sharders(CommsConfig()),
-        optimizer=TableOptimizer("rowwise_adagrad"), batch_size=64, context=context,
-    )  # fmt: skip
+        config,
+        preset("cpu", ddr_cap_gb=ddr_cap_gb),
+        tables,
+        model,
+        make_sharders(CommsConfig()),
+        optimizer=TableOptimizer("rowwise_adagrad"),
+        batch_size=64,
+        context=context,
+    )
     sharded = shard_model(model, record.plan, CommsConfig(), context, tables=tables)
     assert sharded.plan == record.plan
     held = [weight.numel() for name, weight in sharded.named_parameters() if "tables" in name and weight.numel()]
@@ -324,8 +337,10 @@ def _plan_on_rank(rank: int, config: PlannerConfig, tables: list[Table], ddr_cap
 def test_all_ranks_shard_by_one_plan_and_its_file_replays_it(ranks: RankPool, tmp_path: Path) -> None:
     tables = with_sharding(
         make_tables([50, 700, 901], 16),
-        t0=ConstraintConfig(["data_parallel"]), t1=ConstraintConfig(["table_wise"]), t2=ConstraintConfig(["row_wise"]),
-    )  # fmt: skip
+        t0=ConstraintConfig(["data_parallel"]),
+        t1=ConstraintConfig(["table_wise"]),
+        t2=ConstraintConfig(["row_wise"]),
+    )
     searched = ranks.run(2, _plan_on_rank, CONFIG, tables, 1.0)
     assert searched[0][0] == searched[1][0]
     assert sum(searched[0][1]) + sum(searched[1][1]) == 16 * (2 * 50 + 700 + 901)
@@ -339,9 +354,15 @@ def _error_on_rank(rank: int, tables: list[Table]) -> str:
     context = init_distributed()
     try:
         load_or_search_plan(
-            CONFIG, preset("cpu", ddr_cap_gb=0.01), tables, TinyModel(tables), make_sharders(CommsConfig()),
-            optimizer=TableOptimizer("sgd"), batch_size=64, context=context,
-        )  # fmt: skip
+            CONFIG,
+            preset("cpu", ddr_cap_gb=0.01),
+            tables,
+            TinyModel(tables),
+            make_sharders(CommsConfig()),
+            optimizer=TableOptimizer("sgd"),
+            batch_size=64,
+            context=context,
+        )
     except ValueError as error:
         return str(error)
     return "no error"

@@ -41,8 +41,13 @@ def test_criteos_suites_have_the_published_rows_and_lookups(name: str, num_rows:
 
 @pytest.mark.parametrize(
     ("name", "tables", "billions", "hotness"),
-    [("hugectr_180", 180, 70, 80), ("hugectr_200", 200, 100, 20), ("hugectr_510", 510, 110, 5), ("hugectr_7", 7, 470, 20)],
-)  # fmt: skip
+    [
+        ("hugectr_180", 180, 70, 80),
+        ("hugectr_200", 200, 100, 20),
+        ("hugectr_510", 510, 110, 5),
+        ("hugectr_7", 7, 470, 20),
+    ],
+)
 def test_hugectrs_suites_are_what_their_names_round(name: str, tables: int, billions: float, hotness: float) -> None:
     suite = build_suite(name)
     assert len(suite.tables) == pytest.approx(tables, rel=0.02)
@@ -55,9 +60,11 @@ def test_hugectrs_suites_are_what_their_names_round(name: str, tables: int, bill
 def test_hugectrs_totals_are_exact() -> None:
     totals = {name: (build_suite(name).num_parameters, build_suite(name).lookups_per_sample) for name in HUGECTR}
     assert totals == {
-        "hugectr_180": (66_332_812_800, 14_450), "hugectr_200": (103_861_888_000, 4_550),
-        "hugectr_510": (114_572_800_000, 2_670), "hugectr_7": (446_080_000_000, 163),
-    }  # fmt: skip
+        "hugectr_180": (66_332_812_800, 14_450),
+        "hugectr_200": (103_861_888_000, 4_550),
+        "hugectr_510": (114_572_800_000, 2_670),
+        "hugectr_7": (446_080_000_000, 163),
+    }
 
 
 @pytest.mark.parametrize("num_tables", [100, 400, 856])
@@ -163,9 +170,13 @@ def test_the_summary_counts_only_what_somebody_solves() -> None:
         )
 
     rows = [
-        outcome("a", None, 1.0), outcome("b", None, 2.0), outcome("a", 1.2, 4.0), outcome("b", 1.2, None),
-        outcome("a", 1.02, None), outcome("b", 1.02, None),
-    ]  # fmt: skip
+        outcome("a", None, 1.0),
+        outcome("b", None, 2.0),
+        outcome("a", 1.2, 4.0),
+        outcome("b", 1.2, None),
+        outcome("a", 1.02, None),
+        outcome("b", 1.02, None),
+    ]
     told = {line.split()[0]: line.split()[1:] for line in summarize(rows).splitlines()[1:]}
     assert told == {"a": ["2/2", "1.000", "1.000"], "b": ["1/2", "2.000", "2.000"]}
     assert "a!" in show(rows[:2]) and "no plan" in show(rows[3:4])

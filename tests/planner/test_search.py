@@ -48,9 +48,12 @@ def draw_problem(
     """
     generator = np.random.default_rng(seed)
     num_shards = {
-        Rule.EVERY_RANK: world_size, Rule.ONE_HOST: ranks_per_host, Rule.WHOLE_HOSTS: ranks_per_host,
-        Rule.ANY_RANK: 1, Rule.WITHIN_HOST: 2,
-    }  # fmt: skip
+        Rule.EVERY_RANK: world_size,
+        Rule.ONE_HOST: ranks_per_host,
+        Rule.WHOLE_HOSTS: ranks_per_host,
+        Rule.ANY_RANK: 1,
+        Rule.WITHIN_HOST: 2,
+    }
     tables = []
     for _ in range(num_tables):
         options = []
@@ -173,10 +176,15 @@ def test_options_left_out_never_hold_the_optimum() -> None:
 
 @examples(40)
 @given(
-    seed=st.integers(0, 10**6), num_tables=st.integers(1, 12), hosts=st.integers(1, 3), local=st.integers(1, 4),
-    tightness=st.sampled_from([1.0, 1.02, 1.1, 1.5, 4.0]), objective=st.sampled_from(OBJECTIVES),
-    num_phases=st.integers(1, 6), latency=st.sampled_from([0.0, 0.1, 5.0]),
-)  # fmt: skip
+    seed=st.integers(0, 10**6),
+    num_tables=st.integers(1, 12),
+    hosts=st.integers(1, 3),
+    local=st.integers(1, 4),
+    tightness=st.sampled_from([1.0, 1.02, 1.1, 1.5, 4.0]),
+    objective=st.sampled_from(OBJECTIVES),
+    num_phases=st.integers(1, 6),
+    latency=st.sampled_from([0.0, 0.1, 5.0]),
+)
 def test_capacities_and_rules_are_always_kept(
     seed: int,
     num_tables: int,

@@ -142,8 +142,11 @@ def test_a_tables_own_limits_are_kept_by_the_search() -> None:
     ]
     record = make_plan(SEARCH, request(tables, on("h100_80gb", 4), "sgd"))
     assert [(choice.sharding_type, len(choice.ranks)) for choice in record.tables] == [
-        ("row_wise", 4), ("row_wise", 4), ("column_wise", 4), ("column_wise", 4),
-    ]  # fmt: skip
+        ("row_wise", 4),
+        ("row_wise", 4),
+        ("column_wise", 4),
+        ("column_wise", 4),
+    ]
 
 
 def test_tables_that_fit_nowhere_are_told_as_by_torchrecs_planner() -> None:

@@ -48,13 +48,16 @@ def test_ids_share_the_rows_that_the_kind_says() -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("{kind: modulo, num_rows: 9, options: {shfit: 1}}", r"compression.options.shfit.*takes shift.*did you mean 'shift'"),
+        (
+            "{kind: modulo, num_rows: 9, options: {shfit: 1}}",
+            r"compression.options.shfit.*takes shift.*did you mean 'shift'",
+        ),
         ("{kind: modulo, num_rows: 9, options: {shift: far}}", r"compression.options.shift of kind=modulo.*far"),
         ("{kind: modulo, num_rows: 9, rank: 3}", "compression.rank=3 is a setting of tensor_train"),
         ("{kind: hash, num_rows: 9, options: {shift: 1}}", "compression.kind=hash takes none"),
         ("{kind: modlo, num_rows: 9}", r"compression.kind='modlo' is not one of .*did you mean 'modulo'.*plugins="),
     ],
-)  # fmt: skip
+)
 def test_settings_are_checked_by_the_kind(word: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(TrainJob, ["experiment=quickstart", f"tables.cat_25.compression={word}"])
@@ -94,11 +97,18 @@ def test_a_run_trains_resumes_and_exports_a_kind_of_a_plugin(
 ) -> None:
     def words(name: str, steps: int) -> list[str]:
         return [
-            "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", f"data.path={prepared_clicks}",
-            f"run_dir={tmp_path / name}", f"trainer.max_steps={steps}", "trainer.log_every_steps=1",
-            "checkpoint.save_every_steps=3", "trainer.evaluate_max_batches=1", f"plugins=[{PLUGIN}]",
+            "experiment=quickstart",
+            "hardware=cpu",
+            "trainer.global_batch_size=256",
+            f"data.path={prepared_clicks}",
+            f"run_dir={tmp_path / name}",
+            f"trainer.max_steps={steps}",
+            "trainer.log_every_steps=1",
+            "checkpoint.save_every_steps=3",
+            "trainer.evaluate_max_batches=1",
+            f"plugins=[{PLUGIN}]",
             "tables.cat_25.compression={kind: modulo, num_rows: 300, options: {shift: 7}}",
-        ]  # fmt: skip
+        ]
 
     ranks.run(1, _train, words("whole", 6))
     ranks.run(1, _train, words("resumed", 3))

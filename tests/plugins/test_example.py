@@ -30,8 +30,14 @@ def test_the_example_trains_by_its_command(
     lines = (REPOSITORY / "examples" / f"{example}.py").read_text().splitlines()
     assert len(lines) <= 45
     command = next(line.strip() for line in lines if " train " in line).removeprefix("python -m ").split()
-    small = ["hardware=cpu", "trainer.global_batch_size=256", "trainer.max_steps=3", "tables.default.embedding_dim=8",
-             "trainer.evaluate_batch_size=512", "trainer.evaluate_max_batches=1"]  # fmt: skip
+    small = [
+        "hardware=cpu",
+        "trainer.global_batch_size=256",
+        "trainer.max_steps=3",
+        "tables.default.embedding_dim=8",
+        "trainer.evaluate_batch_size=512",
+        "trainer.evaluate_max_batches=1",
+    ]
     assert command[0] == "pipeline"
     done = run_warm("pipeline", *command[1:], *small, f"data.path={prepared_clicks}", f"run_dir={tmp_path}/run")
     assert done.returncode == 0, done.stderr[-4000:]

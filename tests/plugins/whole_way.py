@@ -50,8 +50,13 @@ def write_rows(path: Path) -> None:
     clicks = random.random(ROWS) < 0.1 + 0.15 * shops
     with path.open("w") as file:
         for number in range(ROWS):
-            row = {"click": int(clicks[number]), "price": float(items[number]) / 40, "shop": f"s{shops[number]}",
-                   "item": int(items[number]), "tags": ["a", "b", "c"][: number % 4]}  # fmt: skip
+            row = {
+                "click": int(clicks[number]),
+                "price": float(items[number]) / 40,
+                "shop": f"s{shops[number]}",
+                "item": int(items[number]),
+                "tags": ["a", "b", "c"][: number % 4],
+            }
             file.write(json.dumps(row) + "\n")
             if number in (7, 70, 700):
                 file.write('{"click": "maybe"}\n' if number == 7 else "no row\n")
@@ -84,16 +89,31 @@ def whole_way(folder: Path) -> dict[str, Any]:
     first = train(job(TrainJob, *training, "trainer.max_steps=10"))
     second = train(job(TrainJob, *training, "trainer.max_steps=20"))
     measured = evaluate(job(EvaluateJob, f"run={run}"))
-    exported = export(job(ExportJob, f"run={run}", "parity.max_ne_increase=1", "parity.max_auc_decrease=1",
-                          "parity.max_score_difference=1"))  # fmt: skip
+    exported = export(
+        job(
+            ExportJob,
+            f"run={run}",
+            "parity.max_ne_increase=1",
+            "parity.max_auc_decrease=1",
+            "parity.max_score_difference=1",
+        )
+    )
     predict(job(PredictJob, f"artifact={exported.artifact}", f"source={source}", f"output={folder / 'scores.csv'}"))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         run_verb(["count_lines", PLUGIN, f"source={source}"])
     return {
-        "prepared": prepared.path, "summary": (run / "summary.json").read_text(), "config": (run / "config.yaml").read_text(), "steps": [first.step, second.step],
-        "metrics": measured.metrics, "tracked": (run / "tracked.txt").read_text(), "parity": exported.parity, "printed": printed.getvalue(),
-        "items": search_items(folder), "scores": (folder / "scores.csv").read_text(), "log": (run / "metrics.jsonl").read_text(),
-    }  # fmt: skip
+        "prepared": prepared.path,
+        "summary": (run / "summary.json").read_text(),
+        "config": (run / "config.yaml").read_text(),
+        "steps": [first.step, second.step],
+        "metrics": measured.metrics,
+        "tracked": (run / "tracked.txt").read_text(),
+        "parity": exported.parity,
+        "printed": printed.getvalue(),
+        "items": search_items(folder),
+        "scores": (folder / "scores.csv").read_text(),
+        "log": (run / "metrics.jsonl").read_text(),
+    }
 
 
 if __name__ == "__main__":

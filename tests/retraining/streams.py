@@ -19,11 +19,20 @@ FILE = "clicks.tsv"
 # The fewer clicks, the more rows it takes to tell a calibration; windows of 30,000 rows want as many clicks as non-clicks.
 LABEL_RATE = 0.5
 JOB_WORDS = [
-    "experiment=quickstart", "hardware=cpu", f"trainer.global_batch_size={BATCH}", "trainer.evaluate_batch_size=1024",
-    "tables.default.embedding_dim=4", "model.dense_arch_layer_sizes=[16,4]", "model.over_arch_layer_sizes=[16,1]",
-    "optimizer.sparse.lr=0.2", "optimizer.dense.lr=0.01", "data.ids.min_frequency=50", "data.rows_per_row_group=1024",
-    "threads=1", "windows.lateness_hours=0",
-]  # fmt: skip
+    "experiment=quickstart",
+    "hardware=cpu",
+    f"trainer.global_batch_size={BATCH}",
+    "trainer.evaluate_batch_size=1024",
+    "tables.default.embedding_dim=4",
+    "model.dense_arch_layer_sizes=[16,4]",
+    "model.over_arch_layer_sizes=[16,1]",
+    "optimizer.sparse.lr=0.2",
+    "optimizer.dense.lr=0.01",
+    "data.ids.min_frequency=50",
+    "data.rows_per_row_group=1024",
+    "threads=1",
+    "windows.lateness_hours=0",
+]
 
 
 def window_name(number: int) -> str:

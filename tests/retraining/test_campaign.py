@@ -32,8 +32,17 @@ from tests.retraining.streams import FILE, job, plant, window_name, write_window
 from tests.support.messages import mentions
 
 FAULTS = ["flipped", "zeroed 0", "zeroed 7", "zeroed 15", "zeroed 38", "stale", "stale shuffled", "half"]
-NO_CHECKS = [f"checks.{name}=null" for name in ("row_count_change", "label_rate_change", "unknown_share_rise",
-             "distance_rise", "repeated_share", "champion_ne_rise")]  # fmt: skip
+NO_CHECKS = [
+    f"checks.{name}=null"
+    for name in (
+        "row_count_change",
+        "label_rate_change",
+        "unknown_share_rise",
+        "distance_rise",
+        "repeated_share",
+        "champion_ne_rise",
+    )
+]
 FIGURES = os.environ.get("RETRAINING_FIGURES")  # a file that collects what the campaigns found
 
 

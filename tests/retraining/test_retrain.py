@@ -135,9 +135,16 @@ def test_versions_of_managed_collision_follow_each_other_with_artifacts(tmp_path
     for number in (1, 2, 3):
         write_window(tmp_path / "source", number, 4000)
     loose = [
-        "gate.calibration_min=0.2", "gate.calibration_max=5", "gate.ne_tolerance=1", "gate.max_ne=5", "gate.min_rows=100",
-        "checks.min_history=20", "checks.champion_ne_rise=null", "checks.unknown_share_rise=null", "max_catchup=5",
-    ]  # fmt: skip
+        "gate.calibration_min=0.2",
+        "gate.calibration_max=5",
+        "gate.ne_tolerance=1",
+        "gate.max_ne=5",
+        "gate.min_rows=100",
+        "checks.min_history=20",
+        "checks.champion_ne_rise=null",
+        "checks.unknown_share_rise=null",
+        "max_catchup=5",
+    ]
     summary = retrain(
         job(
             tmp_path,
@@ -187,9 +194,16 @@ def test_signed_windows_are_promoted_served_and_refused_after_an_older_pointer(t
     for number in (1, 2, 3):
         write_window(tmp_path / "source", number, 4000)
     words = [
-        *keys, "gate.calibration_min=0.2", "gate.calibration_max=5", "gate.ne_tolerance=1", "gate.max_ne=5",
-        "gate.min_rows=100", "checks.min_history=20", "checks.champion_ne_rise=null", "checks.unknown_share_rise=null",
-    ]  # fmt: skip
+        *keys,
+        "gate.calibration_min=0.2",
+        "gate.calibration_max=5",
+        "gate.ne_tolerance=1",
+        "gate.max_ne=5",
+        "gate.min_rows=100",
+        "checks.min_history=20",
+        "checks.champion_ne_rise=null",
+        "checks.unknown_share_rise=null",
+    ]
     first = retrain(job(tmp_path, *words, "max_catchup=1"))
     assert [record.state for record in first.records] == [PROMOTED], first.records
     pointer = tmp_path / "registry/champion.json"

@@ -80,15 +80,23 @@ def test_a_source_without_windows_says_what_it_has(tmp_path: Path) -> None:
         _states(WindowsConfig(first="2026-11-01"), tmp_path / "elsewhere")
 
 
-@pytest.mark.parametrize("times", [["1762214400", "1762217999", "1762218000", "1762221600"], ["2025-11-04 00:00:00", "2025-11-04T00:59:59", "2025-11-04 01:00:00", "2025-11-04 02:00:00"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "times",
+    [
+        ["1762214400", "1762217999", "1762218000", "1762221600"],
+        ["2025-11-04 00:00:00", "2025-11-04T00:59:59", "2025-11-04 01:00:00", "2025-11-04 02:00:00"],
+    ],
+)
 def test_a_growing_file_is_cut_by_its_timestamps(tmp_path: Path, times: list[str]) -> None:
     source = tmp_path / "rows.csv"
     source.write_text("click,x,a,time\n" + "".join(f'{i % 2},0{i},"v,{i}",{time}\n' for i, time in enumerate(times)))
     config = WindowsConfig(kind="timestamps", timestamp_column="time", length_hours=1)
     found = find_windows(config, str(source), CSV, datetime(2025, 11, 4, 2, tzinfo=UTC), None, ())
     assert [(one.name, one.state) for one in found] == [
-        ("2025-11-04T00:00", READY), ("2025-11-04T01:00", READY), ("2025-11-04T02:00", WAITING),
-    ]  # fmt: skip
+        ("2025-11-04T00:00", READY),
+        ("2025-11-04T01:00", READY),
+        ("2025-11-04T02:00", WAITING),
+    ]
     path = extract_rows(found[0], config, CSV, str(tmp_path / "work"))
     lines = Path(path).read_text().splitlines()
     assert len(lines) == 3 and "00" in lines[1] and "v,1" in lines[2]  # text stays as it was written

@@ -42,9 +42,14 @@ def _lookup(
     """Five features: the last two share the last table."""
     specs = [(rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows, dim in zip(ROWS, DIMS, strict=True)]
     lookup = SplitTableBatchedEmbeddingBagsCodegen(
-        specs, feature_table_map=[0, 1, 2, 3, 3], optimizer=optimizer, pooling_mode=pooling, learning_rate=0.3, eps=1e-8,
+        specs,
+        feature_table_map=[0, 1, 2, 3, 3],
+        optimizer=optimizer,
+        pooling_mode=pooling,
+        learning_rate=0.3,
+        eps=1e-8,
         weights_precision=precision,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     for weights in lookup.split_embedding_weights():
         weights.copy_(torch.randn_like(weights.float()))

@@ -38,9 +38,9 @@ if torch.backends.cpu.get_cpu_capability() == "AVX512":
     ON_EVERY_NUMBER |= {"stacks of layers"}
 EXPECTED = {
     1: ON_EVERY_NUMBER | {"id exchange of one rank"},
-    2: ON_EVERY_NUMBER | {"shared memory", "ids through memory", "embeddings through memory", "gradient average",
-                          "order of features"},
-}  # fmt: skip
+    2: ON_EVERY_NUMBER
+    | {"shared memory", "ids through memory", "embeddings through memory", "gradient average", "order of features"},
+}
 
 
 def _replaced(model: nn.Module, optimizers: list[ReplicatedTablesOptimizer], num_ranks: int) -> set[str]:
@@ -102,11 +102,17 @@ def test_a_job_learns_the_same_with_and_without_the_replacements(
 ) -> None:
     types = {"cat_25": "row_wise", "cat_24": "table_wise"} if num_ranks == 2 else {"cat_25": "table_wise"}
     overrides = [
-        "experiment=quickstart", "hardware=cpu", f"data.path={prepared_clicks}", f"world_size={num_ranks}",
-        "trainer.global_batch_size=256", f"trainer.max_steps={NUM_STEPS}", "trainer.log_every_steps=1",
-        "trainer.evaluate_max_batches=1", *(f"tables.{name}.sharding.sharding_types=[{kind}]" for name, kind in types.items()),
+        "experiment=quickstart",
+        "hardware=cpu",
+        f"data.path={prepared_clicks}",
+        f"world_size={num_ranks}",
+        "trainer.global_batch_size=256",
+        f"trainer.max_steps={NUM_STEPS}",
+        "trainer.log_every_steps=1",
+        "trainer.evaluate_max_batches=1",
+        *(f"tables.{name}.sharding.sharding_types=[{kind}]" for name, kind in types.items()),
         "tables.cat_1.sharding.sharding_types=[data_parallel]",
-    ]  # fmt: skip
+    ]
     replaced = {}
     for fast_cpu in (True, False):
         run = [*overrides, f"run_dir={tmp_path / str(fast_cpu)}", f"sharding.fast_cpu={str(fast_cpu).lower()}"]

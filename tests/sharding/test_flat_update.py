@@ -17,8 +17,10 @@ from pipeline.sharding.torchrec.sparse_optimizer import ReplicatedTablesOptimize
 
 SHAPES = [(1, 4), (7, 20), (300, 16)]
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rowwise_adagrad": optim.RowWiseAdagrad,
-}  # fmt: skip
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rowwise_adagrad": optim.RowWiseAdagrad,
+}
 
 
 def _tables() -> tuple[nn.Parameter, dict[str, nn.Parameter]]:

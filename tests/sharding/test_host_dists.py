@@ -63,8 +63,10 @@ def _dists(rank: int, comms: CommsConfig) -> list[tuple[str, bool]]:
 def test_what_is_summed_or_quantized_stays_with_gloo(ranks: RankPool) -> None:
     through_memory = dict(ranks.run(2, _dists, CommsConfig())[0])
     assert {kind for kind, here in through_memory.items() if here} == {
-        "table_wise", "column_wise", "table_column_wise",
-    }  # fmt: skip
+        "table_wise",
+        "column_wise",
+        "table_column_wise",
+    }
     for comms in (CommsConfig("bf16", "bf16"), CommsConfig(shared_memory=False)):
         assert not any(here for _, here in ranks.run(2, _dists, comms)[0])
 

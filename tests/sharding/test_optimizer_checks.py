@@ -47,8 +47,11 @@ def test_row_wise_adagrad_on_column_shards_is_another_optimizer(ranks: RankPool)
     print(f"column_wise differs by {difference:.2f} after 5 steps")
     assert difference > 0.01
     assert set(sharding_types_exact_for("rowwise_adagrad")) == {
-        "data_parallel", "table_wise", "row_wise", "table_row_wise",
-    }  # fmt: skip
+        "data_parallel",
+        "table_wise",
+        "row_wise",
+        "table_row_wise",
+    }
     assert "column_wise" in sharding_types_exact_for("adagrad")
 
 
@@ -128,9 +131,13 @@ def test_on_gpus_fbgemm_gets_the_decay_that_it_has() -> None:
 
 @pytest.mark.parametrize(
     ("config", "l2"),
-    [(SparseOptimizerConfig("adam", weight_decay=0.1), 0.0), (SparseOptimizerConfig("sgd"), 0.1),
-     (SparseOptimizerConfig("adamw", weight_decay=0.1), 0.1), (SparseOptimizerConfig("adam", gradient_clip_value=0.1), 0.0)],
-)  # fmt: skip
+    [
+        (SparseOptimizerConfig("adam", weight_decay=0.1), 0.0),
+        (SparseOptimizerConfig("sgd"), 0.1),
+        (SparseOptimizerConfig("adamw", weight_decay=0.1), 0.1),
+        (SparseOptimizerConfig("adam", gradient_clip_value=0.1), 0.0),
+    ],
+)
 def test_what_fbgemm_would_ignore_on_gpus_is_refused(config: SparseOptimizerConfig, l2: float) -> None:
     with pytest.raises(ShardingError, match=names("a FBGEMM 0.1")):
         told(config, l2)

@@ -104,11 +104,15 @@ def model_logits(rank: int, config: ModelConfig, kinds: list[str]) -> tuple[list
 
 @pytest.mark.parametrize(
     "config",
-    [DLRMConfig(dense_arch_layer_sizes=[8, 8], over_arch_layer_sizes=[8, 1]),
-     DLRMDCNConfig(dense_arch_layer_sizes=[8, 8], over_arch_layer_sizes=[8, 1], dcn_num_layers=2, dcn_low_rank_dim=4),
-     SimpleDeepFMConfig(hidden_layer_size=8, deep_fm_dimension=4)],
+    [
+        DLRMConfig(dense_arch_layer_sizes=[8, 8], over_arch_layer_sizes=[8, 1]),
+        DLRMDCNConfig(
+            dense_arch_layer_sizes=[8, 8], over_arch_layer_sizes=[8, 1], dcn_num_layers=2, dcn_low_rank_dim=4
+        ),
+        SimpleDeepFMConfig(hidden_layer_size=8, deep_fm_dimension=4),
+    ],
     ids=["dlrm", "dlrm_dcn", "simple_deepfm"],
-)  # fmt: skip
+)
 def test_model_does_not_read_anothers_features_when_the_plan_reorders_them(
     ranks: RankPool, config: ModelConfig
 ) -> None:
@@ -135,8 +139,15 @@ def test_sharded_table_is_not_given_the_dense_kernel_that_corrupts_its_checkpoin
 
 def test_row_wise_is_offered_on_cpu() -> None:
     offered = make_sharders(CommsConfig())[0].sharding_types("cpu")
-    assert {"data_parallel", "table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise",
-            "grid_shard"} == set(offered)  # fmt: skip
+    assert {
+        "data_parallel",
+        "table_wise",
+        "column_wise",
+        "table_column_wise",
+        "row_wise",
+        "table_row_wise",
+        "grid_shard",
+    } == set(offered)
 
 
 def refused_dtypes(rank: int, ids: torch.dtype, lengths: torch.dtype) -> str:

@@ -166,8 +166,10 @@ def test_an_evaluation_scores_alike(ranks: RankPool) -> None:
 def test_the_pipeline_overlaps_where_there_is_something_to_overlap() -> None:
     cpu, cuda = devices.named("cpu"), devices.named("cuda")
     assert [cpu.pipeline("auto", 1), cpu.pipeline("auto", 2), cuda.pipeline("auto", 1)] == [
-        "plain", "sparse_dist", "sparse_dist",
-    ]  # fmt: skip
+        "plain",
+        "sparse_dist",
+        "sparse_dist",
+    ]
     assert cpu.pipeline("sparse_dist", 1) == cuda.pipeline("sparse_dist", 1) == "sparse_dist"
     assert (cpu.pipeline("base", 2), cuda.pipeline("base", 2)) == ("plain", "base")
 

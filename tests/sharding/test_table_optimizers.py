@@ -27,8 +27,14 @@ from tests.training.tiny import TinyModel, TinyTable, batches, context, full_wei
 
 SEED, NUM_STEPS, LR = 3, 20, 0.001
 KINDS = (
-    "table_wise", "row_wise", "column_wise", "data_parallel", "table_column_wise", "table_row_wise", "grid_shard",
-)  # fmt: skip
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "data_parallel",
+    "table_column_wise",
+    "table_row_wise",
+    "grid_shard",
+)
 TABLES = [TinyTable(kind, kind, "mean" if kind == "table_wise" else "sum") for kind in KINDS]
 OF_WHOLE_ROWS = [table for table in TABLES if table.kind not in COLUMN_SHARDING_TYPES]
 DENSE = DenseOptimizerConfig("adam", lr=0.01)

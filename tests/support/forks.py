@@ -74,9 +74,13 @@ class WarmCommand:
     """`python -m MODULE WORDS`, where MODULE may be `pipeline VERB`; used as a subprocess.Popen is. Output goes to the file descriptors given, else to pipes."""
 
     def __init__(
-        self, module: str, words: Sequence[object] = (), env: dict[str, str] | None = None,
-        output: tuple[int, int] | None = None, passed: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        module: str,
+        words: Sequence[object] = (),
+        env: dict[str, str] | None = None,
+        output: tuple[int, int] | None = None,
+        passed: int | None = None,
+    ) -> None:
         address = server_address()
         pipes = None if output else (os.pipe(), os.pipe())
         ends = output or tuple(end for _, end in pipes)
@@ -84,9 +88,12 @@ class WarmCommand:
         self._server.connect(address)
         module, *first = module.split()
         request = {
-            "module": module, "words": [*first, *map(str, words)], "env": {**os.environ, **(env or {})},
-            "folder": os.getcwd(), "authkey": process.current_process().authkey.hex(),
-        }  # fmt: skip
+            "module": module,
+            "words": [*first, *map(str, words)],
+            "env": {**os.environ, **(env or {})},
+            "folder": os.getcwd(),
+            "authkey": process.current_process().authkey.hex(),
+        }
         socket.send_fds(self._server, [json.dumps(request).encode()], [*ends, *([] if passed is None else [passed])])
         answer = self._server.recv(64)
         assert answer, "the server that commands fork from has ended: see its error"

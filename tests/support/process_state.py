@@ -90,8 +90,10 @@ def _all_loggers() -> list[logging.Logger]:
 
 
 def _loggers() -> Undo:
-    before = [(each, each.level, each.propagate, each.disabled, list(each.handlers), list(each.filters))
-              for each in _all_loggers()]  # fmt: skip
+    before = [
+        (each, each.level, each.propagate, each.disabled, list(each.handlers), list(each.filters))
+        for each in _all_loggers()
+    ]
 
     def undo() -> None:
         ours = [each for each in _all_loggers() if each.name.partition(".")[0] == "pipeline"]

@@ -34,22 +34,35 @@ def serve(pipe: Connection, do: Callable[..., None]) -> None:
 
 
 def _do(
-    pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int,
-    local_world_size: int, store: str, folder: str,
-) -> None:  # fmt: skip
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    store: str,
+    folder: str,
+) -> None:
     """Answer (True, what `function` returns) or (False, the traceback)."""
     import torch.distributed as dist
 
     os.chdir(folder)
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank % local_world_size),
-        LOCAL_WORLD_SIZE=str(local_world_size), MASTER_ADDR="localhost", MASTER_PORT="0",
-    )  # fmt: skip
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank % local_world_size),
+        LOCAL_WORLD_SIZE=str(local_world_size),
+        MASTER_ADDR="localhost",
+        MASTER_PORT="0",
+    )
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size,
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
             timeout=timedelta(seconds=TIMEOUT_S),
-        )  # fmt: skip
+        )
         result = function(rank, *args)
         dist.barrier()
         pipe.send((True, result))

@@ -26,9 +26,12 @@ KEYS = [
     "model.over_arch_layer_sizes=[8,1]", "data.synthetic.num_rows=10", "world_size=2",
 ]  # fmt: skip
 CHOICES = {
-    "optimizer.sparse.name": table_optimizers(), "optimizer.dense.name": layer_optimizers(), "schedule.sparse.kind": SCHEDULES,
-    "comms.backward_precision": COMM_PRECISIONS, "trainer.pipeline": TRAIN_PIPELINES,
-}  # fmt: skip
+    "optimizer.sparse.name": table_optimizers(),
+    "optimizer.dense.name": layer_optimizers(),
+    "schedule.sparse.kind": SCHEDULES,
+    "comms.backward_precision": COMM_PRECISIONS,
+    "trainer.pipeline": TRAIN_PIPELINES,
+}
 
 
 def misspell(word: str, chance: random.Random, taken: set[str]) -> str:

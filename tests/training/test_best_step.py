@@ -25,10 +25,16 @@ from tests.support.ranks import RankPool
 
 PRESET = Path(__file__).parents[2] / "conf" / "hardware" / "h100_80gb.yaml"
 OVERRIDES = [
-    "experiment=quickstart", "early_stop=auc", "hardware=cpu", "trainer.global_batch_size=256", "logger.tensorboard=false",
-    "trainer.evaluate_every_epochs=0", "trainer.evaluate_every_steps=4", "trainer.evaluate_max_batches=4",
+    "experiment=quickstart",
+    "early_stop=auc",
+    "hardware=cpu",
+    "trainer.global_batch_size=256",
+    "logger.tensorboard=false",
+    "trainer.evaluate_every_epochs=0",
+    "trainer.evaluate_every_steps=4",
+    "trainer.evaluate_max_batches=4",
     "trainer.early_stop.patience=2",
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")

@@ -31,8 +31,10 @@ def write_rows(path: Path) -> list[str]:
     """The user of each row, empty where it is missing; users are no feature."""
     draw = np.random.default_rng(0)
     users = ["" if u == 0 else f"u{u}" for u in draw.integers(0, 25, NUM_ROWS)]
-    rows = [f"{int(item % 3 == 0)},{user},i{item},k{item % 4}"
-            for user, item in zip(users, draw.integers(0, 30, NUM_ROWS), strict=True)]  # fmt: skip
+    rows = [
+        f"{int(item % 3 == 0)},{user},i{item},k{item % 4}"
+        for user, item in zip(users, draw.integers(0, 30, NUM_ROWS), strict=True)
+    ]
     path.write_text("\n".join(["click,user,item,kind", *rows]) + "\n")
     return users
 
@@ -62,8 +64,11 @@ def test_the_data_set_carries_the_group_of_each_row(folder: Path) -> None:
     assert dataset.group_column == "user"
     assert dataset.sparse_feature_names == ["item", "kind"]
     users = write_rows(folder / "again.csv")
-    tables = [pq.read_table(folder / "ds" / file.path) for split in ("train", "validation", "test")
-              for file in dataset.splits[split].files]  # fmt: skip
+    tables = [
+        pq.read_table(folder / "ds" / file.path)
+        for split in ("train", "validation", "test")
+        for file in dataset.splits[split].files
+    ]
     ids = np.concatenate([table[GROUP_COLUMN].to_numpy() for table in tables])
     assert len(ids) == NUM_ROWS and len(set(zip(ids.tolist(), users, strict=True))) == len(set(users)) == len(set(ids))
     assert {user for group, user in zip(ids, users, strict=True) if group == 0} == {""}

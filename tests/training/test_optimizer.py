@@ -109,9 +109,11 @@ def test_lamb_is_refused_on_cpu_and_for_replicated_tables(ranks: RankPool) -> No
 
 @pytest.mark.parametrize(
     ("config", "message"),
-    [(SparseOptimizerConfig("sgd", momentum=0.9), "momentum=0.9"),
-     (SparseOptimizerConfig("rowwise_adagrad", eps=0.0), "eps=0")],
-)  # fmt: skip
+    [
+        (SparseOptimizerConfig("sgd", momentum=0.9), "momentum=0.9"),
+        (SparseOptimizerConfig("rowwise_adagrad", eps=0.0), "eps=0"),
+    ],
+)
 def test_settings_that_would_be_ignored_are_refused(config: SparseOptimizerConfig, message: str) -> None:
     with pytest.raises(ShardingError, match=names(message)):
         apply_sparse_optimizer(TinyModel([TinyTable("a")]), config)

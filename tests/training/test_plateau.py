@@ -63,10 +63,19 @@ def fit(rank: int, folder: str, config: TrainerConfig, plateau: PlateauConfig) -
     task, model, optimizer, context = build_sharded(KINDS)
     checkpointer = Checkpointer(f"{folder}/checkpoints", model, optimizer, context, keep_last_n=9)
     trainer = make_trainer(
-        config, ScheduleConfig(plateau=plateau), CheckpointConfig(save_every_minutes=None, save_best=True), None, folder,
-        model=model, task=task, optimizer=optimizer, reader=DrawnReader(rank, 1),
-        validation_reader=DrawnReader(rank, 1), checkpointer=checkpointer, context=context,
-    )  # fmt: skip
+        config,
+        ScheduleConfig(plateau=plateau),
+        CheckpointConfig(save_every_minutes=None, save_best=True),
+        None,
+        folder,
+        model=model,
+        task=task,
+        optimizer=optimizer,
+        reader=DrawnReader(rank, 1),
+        validation_reader=DrawnReader(rank, 1),
+        checkpointer=checkpointer,
+        context=context,
+    )
     trainer.fit(checkpointer.restore_latest())
     return digest(model), [{"name": group["name"], "lr": group["lr"]} for group in optimizer.param_groups]
 

@@ -52,15 +52,21 @@ def test_a_job_that_fits_gives_its_tables(data: str) -> None:
         (["tables.default.embedding_dim=32"], 2, "16 embedding_dim 32"),
         (["data.synthetic_multi_hot.cat_8=3"], 2, "synthetic_multi_hot cat_8"),
         (["comms=int8", "trainer.global_batch_size=2064"], 4, "batch_size=516 32"),
-        (["tables.default.embedding_dim=15", "model.dense_arch_layer_sizes=[32,15]"], 2,
-         "embedding_dim=15 16"),
+        (["tables.default.embedding_dim=15", "model.dense_arch_layer_sizes=[32,15]"], 2, "embedding_dim=15 16"),
         (["planner=file", "planner.plan_file=plans/none.json"], 2, "plans/none.json pipeline plan"),
-        (["hardware=cpu", "optimizer=adam", "sharding.fast_cpu=false"], 2,
-         "optimizer.sparse.name=adam CPU sharding.fast_cpu=true"),
-        (["hardware=cpu", "optimizer.sparse.weight_decay=0.01", "sharding.fast_cpu=false"], 2, "weight_decay=0.01 CPU FBGEMM"),
+        (
+            ["hardware=cpu", "optimizer=adam", "sharding.fast_cpu=false"],
+            2,
+            "optimizer.sparse.name=adam CPU sharding.fast_cpu=true",
+        ),
+        (
+            ["hardware=cpu", "optimizer.sparse.weight_decay=0.01", "sharding.fast_cpu=false"],
+            2,
+            "weight_decay=0.01 CPU FBGEMM",
+        ),
         (["hardware=cpu", "optimizer.sparse.name=lamb"], 2, "optimizer.sparse.name=lamb GPU"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_said_with_numbers(data: str, overrides: list[str], world_size: int, message: str) -> None:
     with pytest.raises(UserError, match=names(message)):
         _validate(data, *overrides, world_size=world_size)

@@ -37,10 +37,16 @@ def _counting(patch: pytest.MonkeyPatch) -> list[int]:
 
 def _words(data: str, folder: Path) -> list[str]:
     return [
-        "experiment=quickstart", "hardware=cpu", f"data.path={data}", "world_size=1", f"run_dir={folder}",
-        "trainer.global_batch_size=512", "trainer.evaluate_batch_size=512", "trainer.evaluate_max_batches=1",
+        "experiment=quickstart",
+        "hardware=cpu",
+        f"data.path={data}",
+        "world_size=1",
+        f"run_dir={folder}",
+        "trainer.global_batch_size=512",
+        "trainer.evaluate_batch_size=512",
+        "trainer.evaluate_max_batches=1",
         "tables.default.compression={kind: frequency_split, min_rows: 300}",
-    ]  # fmt: skip
+    ]
 
 
 def _train_and_evaluate(rank: int, words: list[str], folder: str) -> tuple[int, bool, int]:

@@ -87,8 +87,15 @@ def test_a_certificate_weighs_rows_as_an_evaluation_does() -> None:
 
 
 def test_of_several_labels_each_that_is_of_one_kind_is_named_with_its_rows(tmp_path: Path) -> None:
-    metrics = {"click/label_rate": 0.2, "click/num_samples": 900, "order/label_rate": 0.0, "order/num_samples": 180,
-               "view/label_rate": 1.0, "view/num_samples": 1000, "num_samples": 1000}  # fmt: skip
+    metrics = {
+        "click/label_rate": 0.2,
+        "click/num_samples": 900,
+        "order/label_rate": 0.0,
+        "order/num_samples": 180,
+        "view/label_rate": 1.0,
+        "view/num_samples": 1000,
+        "num_samples": 1000,
+    }
     reason = undefined(metrics)
     assert mentions(reason, "order: all 180 labels are 0 view: all 1,000 labels are 1") and "click" not in reason
     assert undefined({name: value for name, value in metrics.items() if name.startswith("click")}) == ""

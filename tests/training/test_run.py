@@ -37,9 +37,12 @@ from tests.support.stored_tensors import stored_tensors
 
 STEPS = 93  # of 256 rows: 24,000 training rows, the rest of an epoch is left out
 SMALL = [
-    "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", "trainer.log_every_steps=20",
+    "experiment=quickstart",
+    "hardware=cpu",
+    "trainer.global_batch_size=256",
+    "trainer.log_every_steps=20",
     "trainer.evaluate_batch_size=512",
-]  # fmt: skip
+]
 
 
 def _job(data: str, run_dir: Path | str, *overrides: str) -> list[str]:
@@ -166,8 +169,9 @@ def test_fp16_tables_learn_as_well_and_resume_bit_for_bit(
     uninterrupted = ranks.run(1, train_on_rank, whole)[0]
     assert _files(resumed.checkpoint) == _files(uninterrupted.checkpoint)
     assert uninterrupted.validation["auc"] == pytest.approx(trained.validation["auc"], abs=2e-3)
-    size, full = (sum(file.stat().st_size for file in Path(each.checkpoint).glob("*.distcp"))
-                  for each in (uninterrupted, trained))  # fmt: skip
+    size, full = (
+        sum(file.stat().st_size for file in Path(each.checkpoint).glob("*.distcp")) for each in (uninterrupted, trained)
+    )
     assert size < 0.75 * full  # half of the tables, all of the states and layers
 
 
@@ -264,8 +268,14 @@ def test_a_run_folder_of_another_job_is_refused_and_kept(
 def test_running_a_finished_run_again_tells_its_last_metrics(
     ranks: RankPool, prepared_clicks: str, tmp_path: Path
 ) -> None:
-    overrides = _job(prepared_clicks, tmp_path, "trainer.evaluate_every_steps=25", "trainer.max_steps=30",
-                     "checkpoint.save_every_steps=10", "trainer.evaluate_max_batches=1")  # fmt: skip
+    overrides = _job(
+        prepared_clicks,
+        tmp_path,
+        "trainer.evaluate_every_steps=25",
+        "trainer.max_steps=30",
+        "checkpoint.save_every_steps=10",
+        "trainer.evaluate_max_batches=1",
+    )
     first, second = (ranks.run(2, train_on_rank, overrides)[0] for _ in range(2))
     assert (first.step, second.step) == (30, 30)
     assert second.validation == first.validation

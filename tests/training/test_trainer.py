@@ -122,9 +122,16 @@ def _accumulated_and_reference(
     task, model, optimizer, context = build_sharded(KINDS, optimizers=optimizers)
     checkpointer = Checkpointer(f"{folder}/checkpoints", model, optimizer, context)
     make_trainer(
-        config, model=model, task=task, optimizer=optimizer,
-        reader=DrawnReader(rank, 2, 16), writer=None, validation_reader=None, checkpointer=checkpointer, context=context,
-    ).fit()  # fmt: skip
+        config,
+        model=model,
+        task=task,
+        optimizer=optimizer,
+        reader=DrawnReader(rank, 2, 16),
+        writer=None,
+        validation_reader=None,
+        checkpointer=checkpointer,
+        context=context,
+    ).fit()
     accumulated = full_state(model)
     _, model, optimizer, _ = build_sharded(KINDS, optimizers=optimizers)
     model.train()

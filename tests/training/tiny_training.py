@@ -143,10 +143,16 @@ class DrawnReader:
 
 
 def fit_drawn(
-    rank: int, world_size: int, folder: str, config: TrainerConfig = CONFIG, save_every: int = 0,
-    optimizers: OptimizerConfig | None = None, nan_steps: tuple[int, ...] = (), profiled: tuple[int, int] | None = None,
+    rank: int,
+    world_size: int,
+    folder: str,
+    config: TrainerConfig = CONFIG,
+    save_every: int = 0,
+    optimizers: OptimizerConfig | None = None,
+    nan_steps: tuple[int, ...] = (),
+    profiled: tuple[int, int] | None = None,
     fast_cpu: bool = True,
-) -> tuple[str, FitResult]:  # fmt: skip
+) -> tuple[str, FitResult]:
     """Resume from `folder` where it holds a step, train to the end; the model's digest and the result."""
     extra: dict[str, Any] = {"optimizers": optimizers} if optimizers else {}
     task, model, optimizer, context = build_sharded(KINDS, fast_cpu=fast_cpu, **extra)
@@ -156,11 +162,20 @@ def fit_drawn(
     writer = MetricsWriter(folder, restored["step"] if restored else 0) if rank == 0 else None
     checkpoint = CheckpointConfig(save_every_steps=save_every, save_every_minutes=None)
     trainer = make_trainer(
-        config, SCHEDULE, checkpoint, f"steps:{profiled[0]}-{profiled[1]}" if profiled else None, folder,
-        model=model, task=task, optimizer=optimizer,
-        reader=DrawnReader(rank, world_size, micro_batch, nan_steps), writer=writer,
-        validation_reader=DrawnReader(rank, world_size), checkpointer=checkpointer, context=context,
-    )  # fmt: skip
+        config,
+        SCHEDULE,
+        checkpoint,
+        f"steps:{profiled[0]}-{profiled[1]}" if profiled else None,
+        folder,
+        model=model,
+        task=task,
+        optimizer=optimizer,
+        reader=DrawnReader(rank, world_size, micro_batch, nan_steps),
+        writer=writer,
+        validation_reader=DrawnReader(rank, world_size),
+        checkpointer=checkpointer,
+        context=context,
+    )
     result = trainer.fit(restored)
     if writer:
         writer.close()

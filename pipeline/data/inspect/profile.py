@@ -103,9 +103,7 @@ def profile(
     labels = _labels(connection, found, values, label_threshold)
     columns = [each if each.name == found else _with_auc(connection, each, labels) for each in columns]
     rate = float(np.nanmean(labels)) if np.isfinite(labels).any() else math.nan
-    return Profile(
-        path, kind, delimiter, header, rows, rows < max_rows, columns, found, rate, values, label_threshold
-    )  # fmt: skip
+    return Profile(path, kind, delimiter, header, rows, rows < max_rows, columns, found, rate, values, label_threshold)
 
 
 def _open(connection: duckdb.DuckDBPyConnection, path: str, max_rows: int) -> tuple[str, str | None, list[str]]:

@@ -126,9 +126,13 @@ def calibration_of(job: CalibrateJob, found: Sequence[Found], seconds: float) ->
         clock=job.clock,
     )
     measured = Calibration(
-        job.name, this_machine(), these_versions(), conditions, Speeds(**speeds),  # type: ignore[arg-type]
+        job.name,
+        this_machine(),
+        these_versions(),
+        conditions,
+        Speeds(**speeds),  # type: ignore[arg-type]
         [timed for each in found for timed in each.jobs.values()],
-    )  # fmt: skip
+    )
     wrong = disturbances(measured)
     if wrong and not job.force:
         raise TrainingError(

@@ -27,8 +27,11 @@ SMALL_BYTES, LARGE_BYTES = 512, 2 << 20  # of an all-to-all
 READ_ROWS, ROWS_A_GROUP, BATCH, NUM_DENSE = 131_072, 16_384, 2048, 13
 SPARSE_COLUMNS = (8, 26)
 LIKE_PREPARE = {
-    "compression": "lz4", "use_dictionary": False, "write_statistics": False, "write_page_checksum": True,
-}  # fmt: skip
+    "compression": "lz4",
+    "use_dictionary": False,
+    "write_statistics": False,
+    "write_page_checksum": True,
+}
 REPEATS = 8
 
 

@@ -97,12 +97,14 @@ class MixedDimension(CompressionKind):
         curve, num_ids = self.table.frequencies, self.table.num_embeddings
         return [
             self.part(
-                f"block_{number}", block.num_rows, dim=block.dim,
+                f"block_{number}",
+                block.num_rows,
+                dim=block.dim,
                 frequencies=frequencies_of_block(curve, block.first, block.end),
                 share=share_of_block(curve, block.first, block.end, num_ids),
             )
             for number, block in enumerate(self.blocks)
-        ]  # fmt: skip
+        ]
 
     def split(self, index: int) -> Split:
         from pipeline.embeddings.bags import in_range

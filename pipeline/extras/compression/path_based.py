@@ -148,12 +148,14 @@ class PathBased(CompressionKind):
         buckets = bags.values()
         hidden = torch.baddbmm(
             parameters["hidden_bias"].index_select(0, buckets).unsqueeze(2),
-            parameters["hidden_weight"].index_select(0, buckets), base[present].unsqueeze(2),
-        )  # fmt: skip
+            parameters["hidden_weight"].index_select(0, buckets),
+            base[present].unsqueeze(2),
+        )
         output = torch.baddbmm(
             parameters["output_bias"].index_select(0, buckets).unsqueeze(2),
-            parameters["output_weight"].index_select(0, buckets), torch.relu(hidden),
-        )  # fmt: skip
+            parameters["output_weight"].index_select(0, buckets),
+            torch.relu(hidden),
+        )
         return pool_rows(output.squeeze(2), bags)
 
 

@@ -40,7 +40,10 @@ class AverageReplicas(Hook):
         if values["embedding_syncs"]:
             logger.info(
                 "step %d  tables averaged %d time(s) over %d hosts, %.1f MiB on the wire a rank, %.2f s",
-                state.step, values["embedding_syncs"], replicas.num_hosts, values["embedding_sync_bytes"] / 2**20,
+                state.step,
+                values["embedding_syncs"],
+                replicas.num_hosts,
+                values["embedding_sync_bytes"] / 2**20,
                 values["embedding_sync_s"],
-            )  # fmt: skip
+            )
         return values

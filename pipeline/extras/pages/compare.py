@@ -59,7 +59,7 @@ def _tables(a: PlanDescription, b: PlanDescription) -> list[str]:
             lines.append(
                 f"only in {letter}: {shown}" + (f" and {len(names) - MAX_LINES} more" if len(names) > MAX_LINES else "")
             )
-    return lines  # fmt: skip
+    return lines
 
 
 def _placement(choice: TableChoice) -> tuple[str, str, list[int]]:
@@ -100,7 +100,7 @@ def _ranks(a: PlanDescription, b: PlanDescription) -> list[str]:
     lines = [print_grid(headings, [_rank_row(*pair) for pair in shown], right=headings)]
     if len(changed) > MAX_RANKS:
         lines.append(f"and {len(changed) - MAX_RANKS} more ranks, which change less")
-    return lines  # fmt: skip
+    return lines
 
 
 def _change(pair: tuple[RankLoad, RankLoad]) -> tuple[float, int]:

@@ -98,7 +98,7 @@ def rank_map(label: str, rows: list[MapRow], num_ranks: int, ranks_per_host: int
         x = MAP_LEFT + width * rank
         parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{MAP_TOP}" y2="{bottom}"/>')
     parts += _rank_axis(num_ranks, width, bottom + 16, MAP_LEFT)
-    return svg(label, MAP_LEFT + width * num_ranks + MAP_RIGHT, bottom + BOTTOM, parts)  # fmt: skip
+    return svg(label, MAP_LEFT + width * num_ranks + MAP_RIGHT, bottom + BOTTOM, parts)
 
 
 def _runs(cells: dict[int, Cell]) -> list[tuple[list[int], Cell]]:

@@ -202,7 +202,7 @@ def _memory_chart(tier: str, taken: dict[int, int], room: int, shares: list[dict
         columns.append(Column([part / scale for part in parts], titles))
     fullest = max(taken, key=lambda rank: taken[rank])
     label = f"{tier}: rank {fullest} is the fullest, {show_bytes(taken[fullest])} of {show_bytes(room)} for tables"
-    return column_chart(label, unit, list(SERIES), columns, (room / scale, f"{show_bytes(room)} for tables"))  # fmt: skip
+    return column_chart(label, unit, list(SERIES), columns, (room / scale, f"{show_bytes(room)} for tables"))
 
 
 def _time(plan: PlanDescription) -> Iterator[str]:

@@ -286,9 +286,12 @@ class PatternBound:
         tables = np.zeros((len(self.copies), len(options)))
         tables[self.group[options], np.arange(len(options))] = 1 / self.most[options]
         found = scipy.optimize.linprog(
-            -prices, A_ub=np.concatenate([use.T, tables]), b_ub=np.append(np.ones(use.shape[1]), self.copies),
-            bounds=np.stack([np.zeros_like(most), most], axis=1), method="highs",
-        )  # fmt: skip
+            -prices,
+            A_ub=np.concatenate([use.T, tables]),
+            b_ub=np.append(np.ones(use.shape[1]), self.copies),
+            bounds=np.stack([np.zeros_like(most), most], axis=1),
+            method="highs",
+        )
         if found.status != 0:
             return np.full(use.shape[1], 1 / use.shape[1]), float(prices @ most)
         weights = np.maximum(-found.ineqlin.marginals[: use.shape[1]], 0.0)

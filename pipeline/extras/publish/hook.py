@@ -67,9 +67,13 @@ class PublishingProcess:
         environment = {key: value for key, value in os.environ.items() if key not in alone}
         with open(os.path.join(job.run_dir, LOG), "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                [sys.executable, "-m", WORKER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
                 env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            )  # fmt: skip
+            )
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="publishing", daemon=True).start()
         self._write(order)
@@ -202,9 +206,11 @@ class PublishDeltas(Hook):
         if self._publisher is None:
             return {}
         return {
-            "published_sequence": self._sequence, "published_step": self._step, "publish_failures": self._num_failed,
+            "published_sequence": self._sequence,
+            "published_step": self._step,
+            "publish_failures": self._num_failed,
             "publish_stopped": float(bool(self._stopped)),
-        }  # fmt: skip
+        }
 
     def on_fit_end(self, state: TrainingState) -> None:
         """Publish the last step and wait for it, unless the run was asked to stop, or continues

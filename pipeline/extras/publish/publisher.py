@@ -283,8 +283,11 @@ class Publisher:
         return {
             **({PROGRESSIVE_NE: float(progressive["ne"])} if progressive.get("ne") is not None else {}),
             **({"event_time": float(event_time)} if event_time is not None else {}),
-            "rows": rows, "rows_fraction": rows / max(1, total), "norm_ratio": new / old if old else 1.0, "ne_before": self._ne,
-        }  # fmt: skip
+            "rows": rows,
+            "rows_fraction": rows / max(1, total),
+            "norm_ratio": new / old if old else 1.0,
+            "ne_before": self._ne,
+        }
 
     def _check_gate(self, delta: Delta) -> None:
         """Raise DeltaRefusedError if the delta must not serve.

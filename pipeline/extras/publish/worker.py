@@ -103,13 +103,21 @@ class Worker:
             return {"sequence": None}
         logger.info(
             "delta %d of step %d: %.2f s for its commit, %s; %.2f s of CPU in all",
-            delta.sequence, step, waited, self._open().stages, time.process_time() - cpu,
-        )  # fmt: skip
+            delta.sequence,
+            step,
+            waited,
+            self._open().stages,
+            time.process_time() - cpu,
+        )
         return {
             **self._begin_anew(step),
-            "sequence": delta.sequence, "rows": int(delta.stats["rows"]), "new_values": int(delta.stats.get("new_values", 0)), "bytes": delta.size_bytes, "ne": delta.stats["ne"],
+            "sequence": delta.sequence,
+            "rows": int(delta.stats["rows"]),
+            "new_values": int(delta.stats.get("new_values", 0)),
+            "bytes": delta.size_bytes,
+            "ne": delta.stats["ne"],
             "age_s": round(time.time() - delta.saved_at, 3),
-        }  # fmt: skip
+        }
 
     def _outgrown(self, step: int) -> dict[str, Any]:
         """Begin a new chain at `step`, whose rows or values no delta can bring."""
@@ -176,9 +184,13 @@ class Worker:
             order = self._order
             is_local = storage.is_local(order.artifact)
             job = PublishJob(
-                artifact=order.artifact, run=order.run, follow=True, delta_gate=DeltaGateConfig(**order.gate),
-                sign_key=order.sign_key, require_signature=order.require_signature,
-            )  # fmt: skip
+                artifact=order.artifact,
+                run=order.run,
+                follow=True,
+                delta_gate=DeltaGateConfig(**order.gate),
+                sign_key=order.sign_key,
+                require_signature=order.require_signature,
+            )
             self._publisher = Publisher(
                 job, os.path.realpath(order.artifact) if is_local else order.artifact, self._history
             )

@@ -136,10 +136,14 @@ def compare(runs: Sequence[Run], split: str | None = None, confidence: float = 0
         if name.rpartition("/")[2] not in LEFT_OUT
         and metrics.get(name.rpartition("/")[2]) != (metrics[name] if "/" in name else None)
     )
-    resampled = resampled_measures(
-        {path: each.blocks for path, each in stats.items()},
-        {path: each.auc for path, each in stats.items()},
-    ) if stats else {}  # fmt: skip
+    resampled = (
+        resampled_measures(
+            {path: each.blocks for path, each in stats.items()},
+            {path: each.auc for path, each in stats.items()},
+        )
+        if stats
+        else {}
+    )
     rows = []
     for name in names:
         values = [{run.path: found[run.path][1].get(name, math.nan) for run in each.runs} for each in variants]

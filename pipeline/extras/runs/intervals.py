@@ -63,8 +63,11 @@ def resampled_measures(
     names = list(runs)
     num_blocks = len(runs[names[0]].rows)
     columns = np.concatenate(
-        [np.stack([blocks.rows, blocks.labels, blocks.predictions, blocks.loss, blocks.auc_term]) for blocks in runs.values()]
-    ).T  # fmt: skip
+        [
+            np.stack([blocks.rows, blocks.labels, blocks.predictions, blocks.loss, blocks.auc_term])
+            for blocks in runs.values()
+        ]
+    ).T
     random, share = np.random.default_rng(seed), np.full(num_blocks, 1.0 / num_blocks)
     sums = np.concatenate(
         [
@@ -84,9 +87,12 @@ def resampled_measures(
 
 
 def difference(
-    baseline: Mapping[int, str], variant: Mapping[int, str], values: Mapping[str, float],
-    resampled: Mapping[str, Floats], confidence: float,
-) -> Difference:  # fmt: skip
+    baseline: Mapping[int, str],
+    variant: Mapping[int, str],
+    values: Mapping[str, float],
+    resampled: Mapping[str, Floats],
+    confidence: float,
+) -> Difference:
     """Compare two variants, given as seed -> run. `values` and `resampled` have every run's
     metric.
     """

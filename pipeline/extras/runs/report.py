@@ -35,9 +35,11 @@ MAX_EVALUATIONS = 40  # the last ones, shown on the page
 COLOURS = tuple(f"run_{number}" for number in range(1, 7))
 QUALITY = (("NE", "ne"), ("Log loss, nats", "logloss"), ("AUC", "auc"), ("Calibration (1 is best)", "calibration"))
 MACHINE = (
-    ("Samples a second", "samples_per_s"), ("Waiting for input, %", "input_stall_percent"),
-    ("Waiting for collectives, %", "comms_percent"), ("Memory of the fullest rank, GiB", "peak_memory_gb"),
-)  # fmt: skip
+    ("Samples a second", "samples_per_s"),
+    ("Waiting for input, %", "input_stall_percent"),
+    ("Waiting for collectives, %", "comms_percent"),
+    ("Memory of the fullest rank, GiB", "peak_memory_gb"),
+)
 Charts = list[tuple[str, str]]  # caption and SVG
 logger = get_logger("pipeline.report")
 

@@ -10,9 +10,11 @@ from pipeline.extras.runs.report import COLOURS, curve, metric_text
 from pipeline.runtime.pages.html import render
 
 CURVES = (
-    ("validation", "Validation NE", "ne"), ("validation", "Validation AUC", "auc"), ("train", "Training NE", "ne"),
+    ("validation", "Validation NE", "ne"),
+    ("validation", "Validation AUC", "auc"),
+    ("train", "Training NE", "ne"),
     ("train", "Samples a second", "samples_per_s"),
-)  # fmt: skip
+)
 
 
 def render_comparison(comparison: Comparison) -> str:

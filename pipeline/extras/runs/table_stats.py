@@ -76,9 +76,11 @@ def table_stats(
         if copies:
             counted = held if unknown else updated
             found[name] = {
-                "rows": tables[name].rows, "dim": tables[name].dim, "updated": None if unknown else round(updated / copies),
+                "rows": tables[name].rows,
+                "dim": tables[name].dim,
+                "updated": None if unknown else round(updated / copies),
                 "norm": (squares / counted) ** 0.5 if counted else 0.0,
-            }  # fmt: skip
+            }
     return found
 
 

@@ -33,9 +33,11 @@ def is_active() -> bool:
 
 
 def activate(
-    num_gpus: int = 1, total_memory_bytes: int | None = None, name: str = "h100_80gb",
+    num_gpus: int = 1,
+    total_memory_bytes: int | None = None,
+    name: str = "h100_80gb",
     untouched_above_bytes: int | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Give this process `num_gpus` shadow GPUs of a card. Call it before torch is imported.
 
     Later calls only change the settings. total_memory_bytes: of a GPU; default: the card's.

@@ -90,8 +90,10 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if len(on_gpu) < len(given) and not known.takes_cpu:
         cpu = next(each for each in given if not isinstance(each, Shadow))
-        text = f"{rule.base}: nccl got a tensor of shape {list(cpu.shape)} on cpu (No backend type associated " \
-               "with device type cpu)"  # fmt: skip
+        text = (
+            f"{rule.base}: nccl got a tensor of shape {list(cpu.shape)} on cpu (No backend type associated "
+            "with device type cpu)"
+        )
         report.current().find("device", text)
         raise RuntimeError(text)
     _note(rule.base, known, given)
@@ -185,10 +187,13 @@ def _wait(self: Work, *args: Any, **kwargs: Any) -> Any:
 def _note(base: str, known: _Group, given: list[Any]) -> None:
     """Add the collective to the report, and write this rank's position for other ranks."""
     entry = {
-        "op": base, "ranks": known.ranks, "number": known.done, "place": report.place(),
+        "op": base,
+        "ranks": known.ranks,
+        "number": known.done,
+        "place": report.place(),
         "tensors": [[list(each.shape), str(each.dtype).removeprefix("torch.")] for each in given],
         "bytes": sum(each.numel() * each.element_size() for each in given),
-    }  # fmt: skip
+    }
     report.current().collectives.append(entry)
     known.done += 1
     path = _folder() / f"rank{dist.get_rank()}.json"

@@ -258,8 +258,10 @@ def select_rows(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tens
     Also return what backward needs.
     """
     call = named(func, args, kwargs)
-    rows, dims, counts = (torch.tensor([int(each) for each in call[name]])
-                          for name in ("input_rows", "input_columns", "input_num_indices"))  # fmt: skip
+    rows, dims, counts = (
+        torch.tensor([int(each) for each in call[name]])
+        for name in ("input_rows", "input_columns", "input_num_indices")
+    )
     begins, permuted = _complete_cumsum(rows * dims), bool(call["permute_output_dim_0_1"])
     source, into = _selected(call["indices"], begins[:-1], dims, counts, permuted)
     out = torch.empty(len(into), dtype=call["inputs"].dtype)

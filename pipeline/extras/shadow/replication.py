@@ -67,9 +67,7 @@ class _Averages:
                 gradient.copy_(part.view_as(gradient))
 
 
-def _ddp_init(
-    self: Any, module: torch.nn.Module, device_ids: Any = None, *args: Any, **kwargs: Any
-) -> None:  # fmt: skip
+def _ddp_init(self: Any, module: torch.nn.Module, device_ids: Any = None, *args: Any, **kwargs: Any) -> None:
     """Replace DistributedDataParallel(module, device_ids, ...).
 
     A module that is not on a shadow GPU gets torch's.
@@ -108,12 +106,16 @@ class ShadowSlice(TableBatchedEmbeddingSlice, Shadow):
 
     def __new__(
         cls, data: Shadow, start_offset: int, end_offset: int, num_embeddings: int, embedding_dim: int
-    ) -> ShadowSlice:  # fmt: skip
+    ) -> ShadowSlice:
         inner = data.inner.detach()[start_offset:end_offset].view(num_embeddings, embedding_dim)
         made = torch.Tensor._make_wrapper_subclass(
-            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=data.device,
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            dtype=inner.dtype,
+            device=data.device,
             requires_grad=data.requires_grad,
-        )  # fmt: skip
+        )
         made.inner = inner
         return made
 

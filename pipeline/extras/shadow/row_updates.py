@@ -36,7 +36,7 @@ class _State:
 
 def update_rows(
     name: str, call: dict[str, Any], feature: int, ids: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return the new weights [ids, dim] and write the new state. name: of the backward
     operation.
     """

@@ -54,7 +54,7 @@ class Shadow(torch.Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         return run(func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
@@ -217,9 +217,7 @@ def _is_mask(value: Any) -> bool:
 _FILLS = frozenset(("uniform_", "normal_", "fill_", "zero_", "random_"))
 
 
-def _on_inner(
-    func: Any, rule: Rule, flat: list[Any], spec: Any, target: torch.device, copied: Copy | None
-) -> Any:  # fmt: skip
+def _on_inner(func: Any, rule: Rule, flat: list[Any], spec: Any, target: torch.device, copied: Copy | None) -> Any:
     args, kwargs = tree_unflatten([each.inner if isinstance(each, Shadow) else each for each in flat], spec)
     if kwargs.get("device") is not None and target.type == "cuda":
         kwargs["device"] = CPU
@@ -266,9 +264,7 @@ def _drawn(func: Any, args: Any, kwargs: Any, target: torch.device) -> Any:
         host.set_state(before)
 
 
-def _returned(
-    func: Any, rule: Rule, args: Any, kwargs: Any, flat: list[Any], out: Any, target: torch.device
-) -> Any:  # fmt: skip
+def _returned(func: Any, rule: Rule, args: Any, kwargs: Any, flat: list[Any], out: Any, target: torch.device) -> Any:
     """Wrap the results. Arguments that an operation writes into are returned as they were
     passed.
     """

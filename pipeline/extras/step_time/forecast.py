@@ -92,10 +92,14 @@ def describe_forecast(forecast: PlanForecast) -> list[str]:
     ]
     lines += forecast.overheads
     if forecast.epoch_s is not None:
-        price = "" if forecast.price_of_million is None or forecast.num_samples is None else (
-            f", {forecast.price_of_million * forecast.num_samples / 1e6:,.2f} at "
-            f"hardware.price_per_hour={forecast.price_per_hour:g} per rank"
-        )  # fmt: skip
+        price = (
+            ""
+            if forecast.price_of_million is None or forecast.num_samples is None
+            else (
+                f", {forecast.price_of_million * forecast.num_samples / 1e6:,.2f} at "
+                f"hardware.price_per_hour={forecast.price_per_hour:g} per rank"
+            )
+        )
         lines.append(f"epoch       {show_duration(forecast.epoch_s)} for {forecast.num_samples:,} samples{price}")
     return [*lines, *(f"warning     {warning}" for warning in forecast.warnings)]
 

@@ -212,10 +212,12 @@ def describe_target(target: Target, tried: list[Tried]) -> list[str]:
         cells.append([each.hardware, f"{each.world_size}", *_numbers(target, each, priced), each.note])
     widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
     lines = [
-        "  ".join(cell.ljust(width) if column in (0, len(heads) - 1) else cell.rjust(width)
-                  for column, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
+        "  ".join(
+            cell.ljust(width) if column in (0, len(heads) - 1) else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
         for line in cells
-    ]  # fmt: skip
+    ]
     goal = f"target      {target.samples_per_s:,.0f} samples/s"
     if target.num_samples is not None:
         goal += f": {target.epochs_per_day(target.samples_per_s):.3g} epochs per day of {target.num_samples:,} samples"

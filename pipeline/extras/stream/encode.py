@@ -208,9 +208,12 @@ class LineEncoder:
     def _made(self, dense: np.ndarray, sparse: KeyedJaggedTensor, labels: np.ndarray, present: np.ndarray) -> Batch:
         targets = self._targets(labels if labels.shape[1] > 1 else labels[:, 0].copy(), present)
         return Batch(
-            torch.from_numpy(dense), self._split_ids(sparse), torch.from_numpy(targets.labels), torch.from_numpy(targets.weights),
+            torch.from_numpy(dense),
+            self._split_ids(sparse),
+            torch.from_numpy(targets.labels),
+            torch.from_numpy(targets.weights),
             present=None if targets.present is None else torch.from_numpy(targets.present),
-        )  # fmt: skip
+        )
 
     def _newest(self, table: pa.Table) -> float | None:
         if self._time is None or not table.num_rows:

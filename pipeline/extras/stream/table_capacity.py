@@ -96,9 +96,12 @@ def _is_compressed(job: TrainJob, table: Table) -> bool:
 
 def _used_tables(job: TrainJob, dataset: Dataset) -> list[Table]:
     resolved = resolve_tables(
-        without_auto(job.tables), dataset, job.data.synthetic_multi_hot, auto_init=job.model.table_init,
+        without_auto(job.tables),
+        dataset,
+        job.data.synthetic_multi_hot,
+        auto_init=job.model.table_init,
         sequences=job.model.sequence_inputs,
-    )  # fmt: skip
+    )
     return used_tables(job.model, resolved)
 
 

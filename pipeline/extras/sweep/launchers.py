@@ -98,9 +98,13 @@ class LocalProcesses:
         await training.until_free()
         with open(training.log, "ab") as log:
             process = subprocess.Popen(
-                [*self._launch, *training.words], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env=self._environment, preexec_fn=end_with_parent,
-            )  # fmt: skip
+                [*self._launch, *training.words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                preexec_fn=end_with_parent,
+            )
         try:
             while process.poll() is None:
                 await asyncio.sleep(self.poll_s)

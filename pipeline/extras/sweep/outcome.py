@@ -86,9 +86,10 @@ def describe(result: SweepResult) -> str:
     names = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
     counts = {name: sum(trial.state.name == state for trial in result.trials) for state, name in names.items()}
     lines.append(
-        f"trials      {len(result.trials)}: " + ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        f"trials      {len(result.trials)}: "
+        + ", ".join(f"{count} {name}" for name, count in counts.items() if count)
         + f"; {result.steps_trained:,} of {result.steps_of_all:,} steps trained ({_share_of_steps(result):.0%})"
-    )  # fmt: skip
+    )
     if explained := importance(result.study):
         lines.append("importance  " + ", ".join(f"{key} {share:.0%}" for key, share in explained.items()))
     if compared := finalists(result):

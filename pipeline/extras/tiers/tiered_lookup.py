@@ -247,8 +247,11 @@ class TieredLookup:
                 "table %r no longer keeps its first %d rows in slots, because the other %d slots "
                 "are too few for the batches in flight; raise tables.%s.tiers.slots, or lower "
                 "tiers.head",
-                table.name, table.head, table.num_slots - table.head, table.name,
-            )  # fmt: skip
+                table.name,
+                table.head,
+                table.num_slots - table.head,
+                table.name,
+            )
             table.release_head()
         return bool(short)
 

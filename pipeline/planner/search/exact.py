@@ -325,9 +325,12 @@ class _Program:
         integral[self.first_maximum :] = 0
         upper = np.array([*self.upper, *[np.inf] * self.num_maxima])
         return scipy.optimize.milp(
-            goal, constraints=constraints, integrality=integral, bounds=scipy.optimize.Bounds(np.zeros(width), upper),
+            goal,
+            constraints=constraints,
+            integrality=integral,
+            bounds=scipy.optimize.Bounds(np.zeros(width), upper),
             options={"time_limit": seconds, "node_limit": max_nodes, "mip_rel_gap": tolerance},
-        )  # fmt: skip
+        )
 
     def _host_rows(self, caps: Floats, width: int) -> scipy.optimize.LinearConstraint:
         rows = _Matrix()

@@ -203,9 +203,12 @@ class LinearProgram:
             scipy.optimize.LinearConstraint(self.one_each, 1.0, 1.0),
         ]
         found = scipy.optimize.milp(
-            goal, constraints=constraints, integrality=whole, bounds=scipy.optimize.Bounds(bounds[:, 0], bounds[:, 1]),
+            goal,
+            constraints=constraints,
+            integrality=whole,
+            bounds=scipy.optimize.Bounds(bounds[:, 0], bounds[:, 1]),
             options={"node_limit": nodes, "time_limit": max(0.1, seconds), "mip_rel_gap": GAP},
-        )  # fmt: skip
+        )
         if found.x is None:
             return None
         shares = np.split(found.x[: self.num_options], np.cumsum(self.sizes)[:-1])

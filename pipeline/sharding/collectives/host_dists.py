@@ -114,9 +114,7 @@ class _IdsAwaitable(Awaitable[Awaitable[KeyedJaggedTensor]]):
                 stride, *counts = head.tolist()
             else:
                 stride, *counts = message.read([1 + num_features], COUNT_DTYPE).tolist()
-                tensors = [
-                    message.read([num_features, stride], LENGTH_DTYPE), message.read([sum(counts)], ID_DTYPE)
-                ]  # fmt: skip
+                tensors = [message.read([num_features, stride], LENGTH_DTYPE), message.read([sum(counts)], ID_DTYPE)]
                 if len(self._local_part) == 4:
                     tensors.append(message.read([sum(counts)], self._local_part[3].dtype))
             strides.append(stride)

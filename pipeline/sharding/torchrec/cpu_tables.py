@@ -209,9 +209,12 @@ class FastLookup:
     """
 
     def __init__(
-        self, lookup: SplitTableBatchedEmbeddingBagsCodegen, pool: Callable[..., bool], update: Callable[..., None],
+        self,
+        lookup: SplitTableBatchedEmbeddingBagsCodegen,
+        pool: Callable[..., bool],
+        update: Callable[..., None],
         rules: Mapping[str, UpdateRule],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._fbgemm_forward, self._lookup = lookup.forward, lookup
         self._pool, self._update = pool, update
         tiers = getattr(lookup, "tiers", None)
@@ -272,9 +275,13 @@ class FastLookup:
         )  # fmt: skip
 
     def __call__(
-        self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None,
-        *arguments: Any, **keywords: Any,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None = None,
+        *arguments: Any,
+        **keywords: Any,
+    ) -> torch.Tensor:
         special = any(argument is not None for argument in (*arguments, *keywords.values()))
         trains_weights = per_sample_weights is not None and per_sample_weights.requires_grad
         by_fbgemm = special or trains_weights

@@ -68,9 +68,10 @@ class UpdateRule:
     def extras(self) -> str:
         """Return the settings that FBGEMM ignores on CPU, with their values; empty: none."""
         values = {
-            "weight_decay or tables.*.l2": self.l2 or self.decay, "gradient_clip_value": self.clip_value,
+            "weight_decay or tables.*.l2": self.l2 or self.decay,
+            "gradient_clip_value": self.clip_value,
             "gradient_clip_norm": self.clip_norm,
-        }  # fmt: skip
+        }
         return ", ".join(f"{name}={value:g}" for name, value in values.items() if value)
 
     def numbers(self, lr: float, step: int) -> np.ndarray[Any, Any]:

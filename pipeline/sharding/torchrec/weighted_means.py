@@ -36,9 +36,13 @@ class _MeansAsSums:
         self._fbgemm_forward, self._lookup = lookup.forward, lookup
 
     def __call__(
-        self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None,
-        *arguments: Any, **keywords: Any,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None = None,
+        *arguments: Any,
+        **keywords: Any,
+    ) -> torch.Tensor:
         if per_sample_weights is None:
             return self._fbgemm_forward(indices, offsets, None, *arguments, **keywords)
         lengths = offsets.diff()

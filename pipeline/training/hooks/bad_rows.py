@@ -29,8 +29,11 @@ class BadRows(Hook):
             if bad > self._num_logged and self.parts.context.is_main:
                 logger.warning(
                     "step %d  %s of %s rows quarantined (%.3f %%)",
-                    state.step, f"{bad:,}", f"{num_rows:,}", 100 * bad / num_rows,
-                )  # fmt: skip
+                    state.step,
+                    f"{bad:,}",
+                    f"{num_rows:,}",
+                    100 * bad / num_rows,
+                )
             self._num_logged = bad
 
     def log_values(self, state: TrainingState) -> dict[str, float]:

@@ -50,8 +50,12 @@ class Rollback(Hook):
         self._skipped = (steps[-1], last + 1 - steps[-1])
         logger.warning(
             "the loss was not finite %d times in a row (steps %d to %d): back to step %d, past the batches of %d steps. %s",
-            error.num_in_a_row, first + 1, last + 1, *self._skipped, rows,
-        )  # fmt: skip
+            error.num_in_a_row,
+            first + 1,
+            last + 1,
+            *self._skipped,
+            rows,
+        )
         return manifest
 
     def on_rollback(self, state: TrainingState) -> None:

@@ -99,8 +99,11 @@ def test_both_archs_of_a_dlrm_are_stacks_and_keep_names_and_numbers() -> None:
         ]
     )
     model: DLRM = DotDLRM(
-        embedding_bag_collection=tables, dense_in_features=5, dense_arch_layer_sizes=[12, 8], over_arch_layer_sizes=[6, 1]
-    )  # fmt: skip
+        embedding_bag_collection=tables,
+        dense_in_features=5,
+        dense_arch_layer_sizes=[12, 8],
+        over_arch_layer_sizes=[6, 1],
+    )
     names = list(model.state_dict())
     dense, crossed = torch.randn(40, 5), torch.randn(40, model.over_arch.model[0]._mlp[0]._in_size)
     before = model.dense_arch(dense), model.over_arch(crossed)

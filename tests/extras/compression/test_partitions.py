@@ -23,9 +23,18 @@ from tests.support.examples import examples
 
 def table_of(num_ids: int, dim: int = 16, **config: Any) -> Table:
     return Table(
-        "t", num_ids, dim, ["f"], "sum", "fp32", InitConfig(), ConstraintConfig(), [1.0],
-        compression=CompressionConfig(**{"kind": "quotient_remainder", **config}), max_ids=[1],
-    )  # fmt: skip
+        "t",
+        num_ids,
+        dim,
+        ["f"],
+        "sum",
+        "fp32",
+        InitConfig(),
+        ConstraintConfig(),
+        [1.0],
+        compression=CompressionConfig(**{"kind": "quotient_remainder", **config}),
+        max_ids=[1],
+    )
 
 
 def codes(table: Table) -> np.ndarray[Any, Any]:

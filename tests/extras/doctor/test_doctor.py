@@ -40,8 +40,10 @@ def test_doctor_runs_where_nothing_is_installed(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")
     done = subprocess.run(
         [sys.executable, "-S", "-m", "pipeline", "doctor"],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}, capture_output=True, text=True,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"},
+        capture_output=True,
+        text=True,
+    )
     lines = done.stdout.splitlines()
     assert done.returncode == 1 and done.stderr == ""
     assert any(line.split() == ["FAIL", "torch", "missing"] for line in lines)
@@ -65,12 +67,15 @@ def broken_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[s
 @pytest.mark.parametrize(
     ("code", "found"),
     [
-        ("raise ImportError('libfbgemm.so: undefined symbol: _ZN3c10')", "ImportError: libfbgemm.so: undefined symbol: _ZN3c10"),
+        (
+            "raise ImportError('libfbgemm.so: undefined symbol: _ZN3c10')",
+            "ImportError: libfbgemm.so: undefined symbol: _ZN3c10",
+        ),
         ("import os; os.abort()", "crashed with SIGABRT"),
         ("import os; os.kill(os.getpid(), 11)", "crashed with SIGSEGV"),
         ("import time; time.sleep(60)", "no answer within 1 s"),
     ],
-)  # fmt: skip
+)
 def test_a_crash_of_a_shared_library_is_a_line_with_its_fix(
     broken_torch: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, code: str, found: str
 ) -> None:
@@ -148,9 +153,15 @@ def test_builds_that_do_not_work_together_are_named(
     ],
 )
 def test_make_stops_after_it_installed_another_build_than_it_was_asked_for(
-    installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    stack: str, cuda: str, variant: str, fbgemms: list[str], said: str,
-) -> None:  # fmt: skip
+    installed: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stack: str,
+    cuda: str,
+    variant: str,
+    fbgemms: list[str],
+    said: str,
+) -> None:
     installed(cuda, variant, *fbgemms)
     monkeypatch.setattr("sys.argv", ["doctor", f"stack={stack}"])
     if not said:
@@ -162,8 +173,9 @@ def test_make_stops_after_it_installed_another_build_than_it_was_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("capability", "runs"), [((7, 5), False), ((8, 0), True), ((8, 9), True), ((9, 0), True), ((10, 3), True), ((12, 0), False)]
-)  # fmt: skip
+    ("capability", "runs"),
+    [((7, 5), False), ((8, 0), True), ((8, 9), True), ((9, 0), True), ((10, 3), True), ((12, 0), False)],
+)
 def test_a_gpu_that_fbgemm_has_no_kernels_for_is_named(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], runs: bool
 ) -> None:

@@ -146,10 +146,17 @@ def test_hashed_ids_are_refused_before_anything_is_built(prepared_clicks: str) -
 
 def words_of(data: str, folder: str) -> list[str]:
     return [
-        "experiment=quickstart", "hardware=cpu", f"data.path={data}", f"run_dir={folder}", "world_size=2",
-        "trainer.global_batch_size=512", "trainer.evaluate_batch_size=512", "trainer.evaluate_max_batches=2",
-        "tables.default.sharding.sharding_types=[table_wise]", "trainer.seed=3",
-    ]  # fmt: skip
+        "experiment=quickstart",
+        "hardware=cpu",
+        f"data.path={data}",
+        f"run_dir={folder}",
+        "world_size=2",
+        "trainer.global_batch_size=512",
+        "trainer.evaluate_batch_size=512",
+        "trainer.evaluate_max_batches=2",
+        "tables.default.sharding.sharding_types=[table_wise]",
+        "trainer.seed=3",
+    ]
 
 
 def trained(rank: int, words: list[str]) -> dict[str, float]:

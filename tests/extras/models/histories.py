@@ -63,9 +63,12 @@ class Histories:
         ones = np.ones(len(targets), np.int32)
         all_lengths = np.concatenate([ones, ones, *([lengths.astype(np.int32)] * 3)])
         sparse = keyed_jagged_tensor(
-            [*ONE_HOT, *SEQUENCES], torch.from_numpy(np.concatenate(values)), torch.from_numpy(all_lengths),
-            len(targets), [len(each) for each in values],
-        )  # fmt: skip
+            [*ONE_HOT, *SEQUENCES],
+            torch.from_numpy(np.concatenate(values)),
+            torch.from_numpy(all_lengths),
+            len(targets),
+            [len(each) for each in values],
+        )
         labels = torch.from_numpy(self.labels[chosen].astype(np.float32))
         return Batch(torch.empty(len(targets), 0), sparse, labels, torch.ones(len(targets)))
 

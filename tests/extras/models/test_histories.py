@@ -199,8 +199,10 @@ def _shared(found: Histories, config: ModelConfig = DIN) -> list[Table]:
 def test_a_target_and_its_sequence_are_looked_up_in_one_table() -> None:
     tables = _shared(generate(SMALL))
     assert [(table.name, table.feature_names) for table in tables] == [
-        ("item_id", ["item_id", "history"]), ("category", ["category", "history_category"]), ("history_dwell", ["history_dwell"]),
-    ]  # fmt: skip
+        ("item_id", ["item_id", "history"]),
+        ("category", ["category", "history_category"]),
+        ("history_dwell", ["history_dwell"]),
+    ]
     plain = physical_tables(tables)
     assert [len(table.feature_names) for table in plain] == [6, 6, 5]
     assert plain[0].num_embeddings == 61 and plain[0].pooling_factors == [1.0] + [0.5] * 5
@@ -302,8 +304,12 @@ class _Both:
 
 @pytest.mark.parametrize(
     ("world_size", "kinds"),
-    [(2, list(KINDS)), pytest.param(1, [*KINDS, "data_parallel"], marks=pytest.mark.campaign), pytest.param(4, [*KINDS, "data_parallel"], marks=pytest.mark.campaign)],
-)  # fmt: skip
+    [
+        (2, list(KINDS)),
+        pytest.param(1, [*KINDS, "data_parallel"], marks=pytest.mark.campaign),
+        pytest.param(4, [*KINDS, "data_parallel"], marks=pytest.mark.campaign),
+    ],
+)
 def test_sharded_steps_equal_unsharded_steps(ranks: RankPool, world_size: int, kinds: list[str]) -> None:
     sharded, (first, last) = ranks.run(world_size, _sharded, DIN, kinds)[0], ranks.run(1, _whole, DIN)[0]
     moved = max(float((last[name] - first[name]).abs().max()) for name in last)
@@ -315,7 +321,9 @@ def test_sharded_steps_equal_unsharded_steps(ranks: RankPool, world_size: int, k
 
 
 def _resolve(table: TableConfig, sequences: list[SequenceInput]) -> list[Table]:
-    return resolve_tables({"default": TableConfig(embedding_dim=8), "item_id": table}, generate(SMALL).dataset(), sequences=sequences)  # fmt: skip
+    return resolve_tables(
+        {"default": TableConfig(embedding_dim=8), "item_id": table}, generate(SMALL).dataset(), sequences=sequences
+    )
 
 
 def test_a_compressed_table_composes_each_position(ranks: RankPool) -> None:
@@ -377,7 +385,9 @@ def test_a_model_refuses_sequences_and_targets_that_do_not_fit() -> None:
         DINConfig(**READ, search="history_dwell")
     with pytest.raises(ConfigError, match=names("history item_id embedding_dim")):
         tables = _resolve(TableConfig(embedding_dim=4), DIN.sequence_inputs)
-        apart = resolve_tables({"history": TableConfig(embedding_dim=4)}, generate(SMALL).dataset(), sequences=DIN.sequence_inputs)  # fmt: skip
+        apart = resolve_tables(
+            {"history": TableConfig(embedding_dim=4)}, generate(SMALL).dataset(), sequences=DIN.sequence_inputs
+        )
         assert tables
         DIN.check_tables(apart, 0)
 

@@ -20,16 +20,26 @@ from tests.models.learning import Rows, conversion_rows, fit
 
 BOTH = [Target("click"), Target("conversion", mask="click")]
 MODELS = [
-    SharedBottomConfig(hidden_layer_sizes=[64]), MMoEConfig(expert_layer_sizes=[32]), PLEConfig(expert_layer_sizes=[32]),
-    PLEConfig(expert_layer_sizes=[32], num_levels=1, uncertainty_weights=True), ESMMConfig(hidden_layer_sizes=[64]),
-]  # fmt: skip
+    SharedBottomConfig(hidden_layer_sizes=[64]),
+    MMoEConfig(expert_layer_sizes=[32]),
+    PLEConfig(expert_layer_sizes=[32]),
+    PLEConfig(expert_layer_sizes=[32], num_levels=1, uncertainty_weights=True),
+    ESMMConfig(hidden_layer_sizes=[64]),
+]
 EVERY_ID = ConversionsConfig(
     num_users=200, num_items=100, num_groups=6, num_categories=8, click_rate=0.3, conversion_rate=0.3
 )
 # Clicks of 1 in 20, and who is clicked converts: 62 % after a click, 20 % over all impressions.
 FEW_CLICKS = replace(
-    EVERY_ID, num_users=100, num_items=2000, click_rate=0.05, conversion_rate=0.2, dependence=1.0, teacher_scale=2.0, item_exponent=0.3
-)  # fmt: skip
+    EVERY_ID,
+    num_users=100,
+    num_items=2000,
+    click_rate=0.05,
+    conversion_rate=0.2,
+    dependence=1.0,
+    teacher_scale=2.0,
+    item_exponent=0.3,
+)
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +93,13 @@ def test_esmm_predicts_conversions_of_all_impressions_where_training_on_clicks_o
     truth, settings = held_out.truth[:, 1], {"epochs": 4, "dim": dim}
     alone = Rows(held_out.dense, held_out.ids, held_out.labels[:, 1], truth)
     plain = _outputs(
-        SharedBottomConfig(hidden_layer_sizes=[32]), _on_clicks_alone(rows), alone, [Target("conversion")], lr=0.003, **settings
-    )[:, 0]  # fmt: skip
+        SharedBottomConfig(hidden_layer_sizes=[32]),
+        _on_clicks_alone(rows),
+        alone,
+        [Target("conversion")],
+        lr=0.003,
+        **settings,
+    )[:, 0]
     rate = 0.001 if dim == 8 else 0.003
     esmm = _outputs(ESMMConfig(hidden_layer_sizes=[32]), rows, held_out, BOTH, lr=rate, **settings)[:, 1]
     found = {}

@@ -86,9 +86,10 @@ def _prometheus(folder: Path, ports: list[int], *flags: str) -> Iterator[Prometh
     (folder / "prometheus").mkdir()
     targets = [f"localhost:{port}" for port in ports]
     config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"}, "rule_files": [str(ALERTS)],
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(ALERTS)],
         "scrape_configs": [{"job_name": "training", "static_configs": [{"targets": targets}]}],
-    }  # fmt: skip
+    }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -116,7 +117,15 @@ def _prometheus(folder: Path, ports: list[int], *flags: str) -> Iterator[Prometh
 
 def _training(folder: Path, port: int | None, **logger: Any) -> tuple[Monitor, Any]:
     """A hook as a training has it, after step 20; six starts came before."""
-    start = {"time": "2026-01-01T00:00:00+00:00", "from_step": 0, "command": "c", "host": "h", "world_size": 2, "version": "1", "commit": ""}  # fmt: skip
+    start = {
+        "time": "2026-01-01T00:00:00+00:00",
+        "from_step": 0,
+        "command": "c",
+        "host": "h",
+        "world_size": 2,
+        "version": "1",
+        "commit": "",
+    }
     starts = [json.dumps({**start, "from_step": step}) for step in range(0, 70, 10)]
     (folder / "starts.jsonl").write_text("\n".join(starts) + "\n")
     job = TrainJob(
@@ -145,8 +154,15 @@ def test_a_real_prometheus_reads_a_training_fires_its_alerts_and_hears_its_end(t
         assert prometheus.value('pipeline_training_rank{rank="1",name="straggler_score"}') == 1.75
         firing = {"TrainingRestartsAgainAndAgain", "TrainingPredictionsAreOff"}  # those that wait for nothing
         prometheus.wait(
-            lambda: {each["labels"]["alertname"] for each in prometheus.get("alerts")["alerts"] if each["state"] == "firing"} == firing
-        )  # fmt: skip
+            lambda: (
+                {
+                    each["labels"]["alertname"]
+                    for each in prometheus.get("alerts")["alerts"]
+                    if each["state"] == "firing"
+                }
+                == firing
+            )
+        )
         (group,) = prometheus.get("rules")["groups"]
         assert [(rule["health"], rule.get("lastError")) for rule in group["rules"]] == [("ok", None)] * 7
         charts = re.findall(r'"expr": "((?:[^"\\]|\\.)*)"', (MONITORING / "training_dashboard.json").read_text())

@@ -24,8 +24,10 @@ def test_a_record_becomes_a_finished_run(tmp_path: Path, monkeypatch: pytest.Mon
     client = tracking.MlflowClient(tracking_uri=uri)
     (run,) = client.search_runs([client.get_experiment_by_name("clicks").experiment_id])
     assert (run.info.status, run.data.metrics, run.data.tags["version"]) == (
-        "FINISHED", {"challenger_ne": 0.7}, "v000007",
-    )  # fmt: skip
+        "FINISHED",
+        {"challenger_ne": 0.7},
+        "v000007",
+    )
 
 
 def test_a_mirror_that_is_away_costs_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -83,12 +83,14 @@ def test_prometheus_gets_steps_metrics_restarts_and_the_age_of_the_checkpoint(mo
     text = urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=10).read().decode()
     assert begun - 1 <= float(re.findall(r"heartbeat_timestamp_seconds\{.*?\} (\S+)", text)[0]) <= time.time() + 1
     for line in (
-        'pipeline_training_step{run="clicks"} 20.0', 'pipeline_training_steps{run="clicks"} 90.0',
-        'pipeline_training_restarts{run="clicks"} 1.0', 'pipeline_training_metric{name="ne",run="clicks",split="train"} 0.75',
+        'pipeline_training_step{run="clicks"} 20.0',
+        'pipeline_training_steps{run="clicks"} 90.0',
+        'pipeline_training_restarts{run="clicks"} 1.0',
+        'pipeline_training_metric{name="ne",run="clicks",split="train"} 0.75',
         'pipeline_training_metric{name="ne",run="clicks",split="validation"} 0.8',
         'pipeline_training_rank{name="straggler_score",rank="1",run="clicks"} 1.75',
         'pipeline_training_rank{name="step_seconds",rank="0",run="clicks"} 0.5',
-    ):  # fmt: skip
+    ):
         assert line in text
     saved = re.search(r"pipeline_training_last_checkpoint_timestamp_seconds\{.*?\} (\S+)", text)
     assert saved and float(saved[1]) >= before

@@ -128,8 +128,10 @@ def test_another_version_a_skewed_clock_and_a_missing_gpu_are_named() -> None:
     report.clocks[3] = (2.5, 1e-4)
     problems = find_problems(report, Limits())
     assert [problem.partition(":")[0] for problem in problems] == [
-        "torch differs", "node0, node1, node3", "the clock of node3 is 2.50 s ahead of the clock of node0, more than 1 s"
-    ]  # fmt: skip
+        "torch differs",
+        "node0, node1, node3",
+        "the clock of node3 is 2.50 s ahead of the clock of node0, more than 1 s",
+    ]
 
 
 def test_what_nvidia_smi_says_of_a_sick_gpu_is_a_problem() -> None:

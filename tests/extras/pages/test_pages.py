@@ -35,17 +35,26 @@ def sweep_page(folder: Path) -> str:
         "model": optuna.distributions.CategoricalDistribution(models),
     }
     for number in range(30):
-        point = {"optimizer.sparse.lr": float(10 ** draw.uniform(-2.3, -0.7)),
-                 "optimizer.dense.lr": float(10 ** draw.uniform(-3.5, -2)), "model": str(draw.choice(models))}  # fmt: skip
+        point = {
+            "optimizer.sparse.lr": float(10 ** draw.uniform(-2.3, -0.7)),
+            "optimizer.dense.lr": float(10 ** draw.uniform(-3.5, -2)),
+            "model": str(draw.choice(models)),
+        }
         ne = 0.68 + 0.05 * abs(math.log10(point["optimizer.sparse.lr"]) + 1.3)
         rungs = {
             3**rung: float(ne + 0.02 / (rung + 1) + draw.normal(0, 0.003))
             for rung in range(3 if number % 3 == 0 else 1)
         }
         state = optuna.trial.TrialState.PRUNED if number % 3 else optuna.trial.TrialState.COMPLETE
-        study.add_trial(optuna.trial.create_trial(
-            state=state, params=point, distributions=spaces, intermediate_values=rungs, value=list(rungs.values())[-1],
-        ))  # fmt: skip
+        study.add_trial(
+            optuna.trial.create_trial(
+                state=state,
+                params=point,
+                distributions=spaces,
+                intermediate_values=rungs,
+                value=list(rungs.values())[-1],
+            )
+        )
     words = ["experiment=quickstart", "data.path=datasets/<a & b>"]
     return render_sweep(SweepResult(f"{folder}/rates_sweep", "ne", study, words, 4_000, 10_000), "rates & dims")
 
@@ -65,8 +74,13 @@ def registry(folder: Path) -> tuple[Registry, Ledger]:
     for number in range(1, 41):
         time = f"2026-10-{1 + number // 2:02d}T{12 * (number % 2):02d}:05:00Z"
         window, ne = f"dt=2026-10-{1 + number // 2:02d}", 0.7 - 0.0005 * number + float(draw.normal(0, 0.002))
-        metrics = {"challenger_ne": ne, "champion_ne": ne + float(draw.normal(0.001, 0.002)), "judged_on": window,
-                   "challenger_calibration": 1.0 + float(draw.normal(0, 0.02)), "champion_calibration": 1.01}  # fmt: skip
+        metrics = {
+            "challenger_ne": ne,
+            "champion_ne": ne + float(draw.normal(0.001, 0.002)),
+            "judged_on": window,
+            "challenger_calibration": 1.0 + float(draw.normal(0, 0.02)),
+            "champion_calibration": 1.01,
+        }
         metrics["ne_ratio"] = metrics["challenger_ne"] / metrics["champion_ne"]
         if number % 11 == 0:
             ledger.append(
@@ -108,8 +122,13 @@ def pages(run_as_trained: Path, tmp_path: Path) -> dict[str, str]:
     }
 
 
-SCREENS = [(390, "dark"), *(pytest.param(width, scheme, marks=pytest.mark.campaign)
-                            for width, scheme in [(390, "light"), (1280, "light"), (1280, "dark")])]  # fmt: skip
+SCREENS = [
+    (390, "dark"),
+    *(
+        pytest.param(width, scheme, marks=pytest.mark.campaign)
+        for width, scheme in [(390, "light"), (1280, "light"), (1280, "dark")]
+    ),
+]
 
 
 @pytest.mark.parametrize(("width", "scheme"), SCREENS)

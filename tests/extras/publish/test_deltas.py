@@ -183,11 +183,19 @@ def test_a_delta_that_is_refused_leaves_every_bit_of_the_scores(
 @pytest.mark.parametrize(
     "change",
     [
-        {"step": None}, {"sequence": "1"}, {"saved_at": 10**400}, {"stats": {"event_time": "now"}}, {"stats": []},
-        {"tables": {}}, {"tables": [[]]}, {"tables": [{"table": 0}]}, {"previous_sha256": 5}, {"attempt": None},
+        {"step": None},
+        {"sequence": "1"},
+        {"saved_at": 10**400},
+        {"stats": {"event_time": "now"}},
+        {"stats": []},
+        {"tables": {}},
+        {"tables": [[]]},
+        {"tables": [{"table": 0}]},
+        {"previous_sha256": 5},
+        {"attempt": None},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_delta_whose_manifest_has_a_value_of_another_type_is_damaged(
     published: str, tmp_path: Path, change: dict[str, Any]
 ) -> None:
@@ -288,15 +296,23 @@ def test_200_deltas_score_as_whole_exports_do(
     """Of a run that saves changed rows alone, at every step; and what servers with memory=ram and ssd have then."""
     run, last = tmp_path / "run", 201 if compression == "none" else 21
     overrides = [
-        "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=64", f"data.path={prepared_clicks}",
-        f"run_dir={run}", f"trainer.max_steps={last}", "checkpoint.save_every_steps=1", "checkpoint.keep_last_n=999",
-        "checkpoint.differential=true", "trainer.evaluate_max_batches=1",
-    ]  # fmt: skip
+        "experiment=quickstart",
+        "hardware=cpu",
+        "trainer.global_batch_size=64",
+        f"data.path={prepared_clicks}",
+        f"run_dir={run}",
+        f"trainer.max_steps={last}",
+        "checkpoint.save_every_steps=1",
+        "checkpoint.keep_last_n=999",
+        "checkpoint.differential=true",
+        "trainer.evaluate_max_batches=1",
+    ]
     if compression != "none":
         overrides += [
-            "tables.cat_25.compression.kind=managed_collision", "tables.cat_25.compression.num_rows=2000",
+            "tables.cat_25.compression.kind=managed_collision",
+            "tables.cat_25.compression.num_rows=2000",
             "tables.cat_25.compression.eviction_interval=2",
-        ]  # fmt: skip
+        ]
     ranks.run(2, _train, overrides)
     artifact = export_step(run, 1, tmp_path / "artifact", "precision=int4")
     limits = ["delta_gate.max_ne_increase=9", "delta_gate.max_progressive_ne_rise=null"]  # steps of 64 rows scatter

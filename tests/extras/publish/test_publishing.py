@@ -170,9 +170,14 @@ def test_a_chain_that_is_long_ends_with_a_whole_artifact_of_its_last_step(
 ) -> None:
     made = tmp_path / "published"
     orders = [
-        {"run": str(small_run), "artifact": str(made), "gate": {"max_rows": 300, "max_ne_increase": 9.0}, "max_chain": 1e-6},
+        {
+            "run": str(small_run),
+            "artifact": str(made),
+            "gate": {"max_rows": 300, "max_ne_increase": 9.0},
+            "max_chain": 1e-6,
+        },
         *({"step": step} for step in (10, 20, 30, 30, 7)),
-    ]  # fmt: skip
+    ]
     lenient = {"max_rows": 300, "max_ne_increase": 1.0, "max_auc_decrease": 1.0, "max_score_difference": 1.0}
     monkeypatch.setattr(worker, "ExportJob", lambda **given: ExportJob(**given, parity=ParityConfig(**lenient)))
     answers: list[dict[str, Any]] = []

@@ -61,10 +61,16 @@ class RayCluster:
         """The processes of a node, which go on when `ray start` has ended."""
         before = {process.pid for process in psutil.process_iter()}
         command = [
-            RAY, "start", *words, "--node-ip-address=127.0.0.1", f"--num-cpus={cpus}", "--memory=8000000000",
-            "--object-store-memory=100000000", "--disable-usage-stats",
+            RAY,
+            "start",
+            *words,
+            "--node-ip-address=127.0.0.1",
+            f"--num-cpus={cpus}",
+            "--memory=8000000000",
+            "--object-store-memory=100000000",
+            "--disable-usage-stats",
             *(["--include-dashboard=false"] if "--head" in words else []),
-        ]  # fmt: skip
+        ]
         log = os.path.join(self._folder, "start.log")
         with open(log, "a") as out:
             ended = subprocess.run(

@@ -324,15 +324,22 @@ def _retrieval(key: str, value: Any) -> Callable[[dict[str, Any]], object]:
 @pytest.mark.parametrize(
     "change",
     [
-        _retrieval("num_items", 61), _retrieval("num_items", "60"), _retrieval("dim", 0), _retrieval("search", -1),
-        _retrieval("index", "nope"), _retrieval("index", "hnsw"), _retrieval("item_feature", "user_id"),
-        _retrieval("user_features", ["user_id"]), _retrieval("more", 1),
-        lambda values: values["files"].pop("item.pt2"), lambda values: values.pop("retrieval"),
+        _retrieval("num_items", 61),
+        _retrieval("num_items", "60"),
+        _retrieval("dim", 0),
+        _retrieval("search", -1),
+        _retrieval("index", "nope"),
+        _retrieval("index", "hnsw"),
+        _retrieval("item_feature", "user_id"),
+        _retrieval("user_features", ["user_id"]),
+        _retrieval("more", 1),
+        lambda values: values["files"].pop("item.pt2"),
+        lambda values: values.pop("retrieval"),
         lambda values: values["retrieval"].update(dim=values["retrieval"]["dim"] // 2, num_items=120),
         lambda values: values["files"].update({"items.arrow": values["files"]["items.vectors"]}),
     ],
     ids=range(13),
-)  # fmt: skip
+)
 def test_a_manifest_that_was_resealed_with_what_cannot_be_is_one_line_of_error(
     exported: ExportSummary, tmp_path: Path, change: Callable[[dict[str, Any]], object]
 ) -> None:

@@ -30,10 +30,19 @@ def seeds(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[Pat
     generate(load_config(GenerateJob, ["data=quickstart", f"output={source}"]))
     prepare(load_config(PrepareJob, ["data=quickstart", f"source={source}", f"data.path={data}"]))
     for seed in range(NUM_SEEDS):
-        ranks.run(1, train_on_rank, [
-            "experiment=quickstart", "hardware=cpu", f"data.path={data}", f"run_dir={folder}/seed{seed}", f"trainer.seed={seed}",
-            "logger=jsonl", "trainer.global_batch_size=1024",
-        ])  # fmt: skip
+        ranks.run(
+            1,
+            train_on_rank,
+            [
+                "experiment=quickstart",
+                "hardware=cpu",
+                f"data.path={data}",
+                f"run_dir={folder}/seed{seed}",
+                f"trainer.seed={seed}",
+                "logger=jsonl",
+                "trainer.global_batch_size=1024",
+            ],
+        )
     return [folder / f"seed{seed}" for seed in range(NUM_SEEDS)]
 
 

@@ -22,9 +22,13 @@ from tests.support.ranks import RankPool
 
 def test_shuffling_a_feature_moves_whole_bags_and_leaves_the_others() -> None:
     features = keyed_jagged_tensor(
-        ["a", "b"], torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([2, 0, 1, 1, 1, 1]), 3, [3, 3],
+        ["a", "b"],
+        torch.tensor([1, 2, 3, 4, 5, 6]),
+        torch.tensor([2, 0, 1, 1, 1, 1]),
+        3,
+        [3, 3],
         torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6]),
-    )  # fmt: skip
+    )
     batch = Batch(torch.zeros(3, 1), features, torch.zeros(3), torch.ones(3))
     shuffled = with_shuffled(batch, "a", torch.tensor([2, 0, 1])).sparse_features.to_dict()
     assert shuffled["a"].lengths().tolist() == [1, 2, 0] and shuffled["a"].values().tolist() == [3, 1, 2]

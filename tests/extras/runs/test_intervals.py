@@ -37,8 +37,9 @@ def _is_called(models: list[EvaluationStats], metric: str, same_seeds: bool = Fa
     named = {str(index): model for index, model in enumerate(models)}
     resampled = resampled_measures(
         {name: each.blocks for name, each in named.items()},
-        {name: each.metrics["auc"] for name, each in named.items()}, 300,
-    )[metric]  # fmt: skip
+        {name: each.metrics["auc"] for name, each in named.items()},
+        300,
+    )[metric]
     values, half = {name: each.metrics[metric] for name, each in named.items()}, len(models) // 2
     baseline = {seed: str(seed) for seed in range(half)}
     variant = {seed if same_seeds else seed + half: str(seed + half) for seed in range(half)}

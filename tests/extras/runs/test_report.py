@@ -63,9 +63,17 @@ def test_the_page_is_well_formed_and_says_what_the_run_holds(page: str) -> None:
     assert len(outline.all("h1")) == 1
     headings = re.findall(r"<h2>(.*?)</h2>", page)
     assert headings == [
-        "Quality", "Reliability", "Rates, speed and memory", "Features", "Worst slices", "Evaluations", "Sharding plan",
-        "Data set", "Starts", "Config",
-    ]  # fmt: skip
+        "Quality",
+        "Reliability",
+        "Rates, speed and memory",
+        "Features",
+        "Worst slices",
+        "Evaluations",
+        "Sharding plan",
+        "Data set",
+        "Starts",
+        "Config",
+    ]
     assert all(picture["aria-label"] and picture["role"] == "img" for picture in outline.all("svg"))
     assert len(outline.all("svg")) == 10
     assert all(cell.get("scope") == "col" for cell in outline.all("th"))
@@ -141,8 +149,13 @@ def test_the_verb_writes_where_it_is_told(run_as_trained: Path, tmp_path: Path) 
         verb.report(load_config(ReportJob, [f"run={tmp_path}"]))
 
 
-SCREENS = [(390, "dark"), *(pytest.param(width, scheme, marks=pytest.mark.campaign)
-                            for width, scheme in [(390, "light"), (1280, "light"), (1280, "dark")])]  # fmt: skip
+SCREENS = [
+    (390, "dark"),
+    *(
+        pytest.param(width, scheme, marks=pytest.mark.campaign)
+        for width, scheme in [(390, "light"), (1280, "light"), (1280, "dark")]
+    ),
+]
 
 
 @pytest.mark.parametrize(("width", "scheme"), SCREENS)

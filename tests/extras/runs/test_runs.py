@@ -158,10 +158,16 @@ def test_old_logs_and_damaged_checkpoints_are_cleaned_away(copy: Copy) -> None:
     assert kept.exists() and not damaged.exists()
 
 
-@pytest.mark.parametrize(("words", "says"), [
-    (("compare", "runs/a"), "two runs"), (("show", "runs/absent"), "config.yaml"), (("tag", "runs/a"), "note="),
-    (("list", "absent"), "not a folder"), (("compare", "a", "a", "output=x.csv"), ".parquet"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("compare", "runs/a"), "two runs"),
+        (("show", "runs/absent"), "config.yaml"),
+        (("tag", "runs/a"), "note="),
+        (("list", "absent"), "not a folder"),
+        (("compare", "a", "a", "output=x.csv"), ".parquet"),
+    ],
+)
 def test_what_cannot_be_done_is_one_line(words: tuple[str, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         _say(*words)

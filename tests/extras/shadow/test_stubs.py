@@ -14,9 +14,7 @@ from pipeline.runtime.errors import ConfigError
 from tests.support.messages import mentions
 
 
-def test_libraries_are_compiled_once_into_a_folder_of_ones_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_libraries_are_compiled_once_into_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = stubs.build()
     assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700

@@ -53,14 +53,17 @@ class SmallStep:
         if self.sharding is not None:
             table.sharding = ConstraintConfig(sharding_types=[self.sharding])
         job = TrainJob(
-            name="small", run_dir="runs/small", world_size=world_size,
-            data=DataConfig(name="small", path="datasets/small"), tables={"default": table},
+            name="small",
+            run_dir="runs/small",
+            world_size=world_size,
+            data=DataConfig(name="small", path="datasets/small"),
+            tables={"default": table},
             model=find("model", self.kind)(**self.model),
             optimizer=OptimizerConfig(SparseOptimizerConfig("rowwise_adagrad"), DenseOptimizerConfig("adam")),
             planner=PlannerConfig(plan_file="plan.json", timeout_s=2.0, objective="critical_path"),
             hardware=hardware,
             trainer=TrainerConfig(global_batch_size=self.batch * world_size, precision=self.precision),
-        )  # fmt: skip
+        )
         features = [
             SparseFeature(f"cat_{index}", rows, count > 1, float(count), FrequencyCurve([rows], [1.0]))
             for index, (rows, count) in enumerate(zip(self.rows, self.pooling, strict=True))
@@ -77,10 +80,14 @@ class SmallStep:
         resolved = self.resolve(world_size, hardware)
         task = build_task(resolved, resolved.job.hardware.compute_device)
         made = PlanRequest(
-            resolved.plain_tables, task, make_sharders(resolved.job.comms),
-            resolve_hardware(resolved.job.hardware, world_size), TableOptimizer("rowwise_adagrad"), self.batch,
+            resolved.plain_tables,
+            task,
+            make_sharders(resolved.job.comms),
+            resolve_hardware(resolved.job.hardware, world_size),
+            TableOptimizer("rowwise_adagrad"),
+            self.batch,
             **changes,
-        )  # fmt: skip
+        )
         return resolved, made
 
 

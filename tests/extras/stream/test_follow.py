@@ -56,7 +56,9 @@ def test_a_training_that_is_killed_goes_on_to_the_bits_of_one_that_was_not(
     journal = [json.loads(line) for line in (run / "follow/stream/journal.jsonl").read_text().splitlines()]
     assert [entry["batch"] for entry in journal] == list(range(60))
     rows = sum(len(_of(source, each)) for entry in journal for each in entry["ranges"])
-    assert rows == 6000 and len({(name, begin) for entry in journal for name, begin, _ in entry["ranges"]}) == sum(len(entry["ranges"]) for entry in journal)  # fmt: skip
+    assert rows == 6000 and len({(name, begin) for entry in journal for name, begin, _ in entry["ranges"]}) == sum(
+        len(entry["ranges"]) for entry in journal
+    )
     copy_journal(run, whole)
     assert command(whole, "stream.idle_s=1").wait(120) == 0
     assert newest_step(whole) == 60

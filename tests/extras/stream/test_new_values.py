@@ -89,10 +89,17 @@ def _reader(prepared: str, folder: Path, run: Path, room: int, ranks: StreamRank
     )
     is_main, world_size = ranks is None or ranks.rank == 0, ranks.world_size if ranks else 1
     return StreamReader(
-        FolderSource(str(folder), FAST, CRITEO), encoder, Journal(str(run / "journal.jsonl")) if is_main else None,
-        name="clicks", batch_size=BATCH // world_size, stream=FAST, config=ReaderConfig(), quarantine=Quarantine(),
-        ranks=ranks, values=NewValues(capacities, 1.0),
-    )  # fmt: skip
+        FolderSource(str(folder), FAST, CRITEO),
+        encoder,
+        Journal(str(run / "journal.jsonl")) if is_main else None,
+        name="clicks",
+        batch_size=BATCH // world_size,
+        stream=FAST,
+        config=ReaderConfig(),
+        quarantine=Quarantine(),
+        ranks=ranks,
+        values=NewValues(capacities, 1.0),
+    )
 
 
 def _until(batches: Iterator[Batch], end: type[EndOfInputError]) -> list[Batch]:
@@ -320,10 +327,16 @@ def test_a_server_knows_the_values_that_a_training_has_given_rows(prepared_click
     source, run = tmp_path / "source", tmp_path / "run"
     source.mkdir()
     words = follow_words(
-        prepared_clicks, source, run, "publishing.when=every_5_steps", "publishing.gate.max_rows=300",
-        "checkpoint.keep_last_n=9", "stream.new_values.spare=3", "publishing.max_chain=null",
+        prepared_clicks,
+        source,
+        run,
+        "publishing.when=every_5_steps",
+        "publishing.gate.max_rows=300",
+        "checkpoint.keep_last_n=9",
+        "stream.new_values.spare=3",
+        "publishing.max_chain=null",
         "publishing.gate.max_ne_increase=1",
-    )  # fmt: skip
+    )
     folder, log = run / "follow/artifacts", run / "follow/publish.log"
     process, written = start_retrain(words), 0
 

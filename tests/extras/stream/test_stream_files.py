@@ -81,9 +81,12 @@ def test_parquet_files_are_read_by_rows_once_they_are_whole(prepared_clicks: str
     pq.write_table(_table(lines[:1]).slice(0, 0), tmp_path / "empty.parquet")
     source, offsets = FolderSource(str(tmp_path), FAST, data), Offsets()
     assert _read_all(source, offsets, 30) == [
-        ("b.parquet", 0, 30, 30), ("b.parquet", 30, 40, 10), ("b.parquet", 40, 70, 30),
-        ("b.parquet", 70, 80, 10), ("b.parquet", 80, 100 + WHOLE, 20),
-    ]  # fmt: skip
+        ("b.parquet", 0, 30, 30),
+        ("b.parquet", 30, 40, 10),
+        ("b.parquet", 40, 70, 30),
+        ("b.parquet", 70, 80, 10),
+        ("b.parquet", 80, 100 + WHOLE, 20),
+    ]
     assert offsets["empty.parquet"] == WHOLE and source.behind(offsets) == len(whole) // 2
     os.replace(_written(tmp_path, lines[100:150]), tmp_path / "a.parquet")
     (tmp_path / "c.parquet").write_bytes(whole)
@@ -115,10 +118,11 @@ def test_rows_of_parquet_are_encoded_as_their_lines(prepared_clicks: str) -> Non
     ]
     text = encoders[0].encode([Lines("a", 0, lines, list(range(1, 61)))])
     parts = [
-        TableRows("a", 0, _table(lines[:20])), TableRows("b", 0, _table(lines[20:30])),
+        TableRows("a", 0, _table(lines[:20])),
+        TableRows("b", 0, _table(lines[20:30])),
         TableRows("c", 5, _table(lines[30:45], pa.dictionary(pa.int32(), pa.string()))),
         TableRows("d", 5, _table(lines[45:], pa.large_string())),
-    ]  # fmt: skip
+    ]
     typed = encoders[1].encode(parts)
     assert rows_of(typed.batch) == rows_of(text.batch) and typed.bad_rows == []
     bad = _table(lines[:3]).set_column(0, "label", pa.array([0, 7, 1]))
@@ -130,9 +134,15 @@ def test_rows_of_parquet_are_encoded_as_their_lines(prepared_clicks: str) -> Non
 def _reader(folder: str, run: Path, data: DataConfig) -> StreamReader:
     encoder = LineEncoder(data, load_dataset(data.path), FAST, [Target("label")], lambda features: features)
     return StreamReader(
-        FolderSource(folder, FAST, data), encoder, Journal(str(run / "journal.jsonl")), name="clicks", batch_size=50,
-        stream=FAST, config=ReaderConfig(), quarantine=Quarantine(),
-    )  # fmt: skip
+        FolderSource(folder, FAST, data),
+        encoder,
+        Journal(str(run / "journal.jsonl")),
+        name="clicks",
+        batch_size=50,
+        stream=FAST,
+        config=ReaderConfig(),
+        quarantine=Quarantine(),
+    )
 
 
 def _assert_each_row_is_read_once(
@@ -151,7 +161,9 @@ def _assert_each_row_is_read_once(
     again.go_to(2, place)
     found = until_the_end(again.batches(0, 2))
     assert len(given) == 4 and found[:2] == given[2:] and len(found) == 4
-    encoder = LineEncoder(replace(CRITEO, path=data.path), load_dataset(data.path), FAST, [Target("label")], lambda features: features)  # fmt: skip
+    encoder = LineEncoder(
+        replace(CRITEO, path=data.path), load_dataset(data.path), FAST, [Target("label")], lambda features: features
+    )
     order = lines[:200] + lines[230:330]
     expected = rows_of(encoder.encode([Lines("all", 0, order, list(range(len(order))))]).batch)
     assert [row for batch in [*given[:2], *found] for row in batch] == expected
@@ -237,4 +249,7 @@ def test_a_training_that_follows_objects_and_is_killed_goes_on_to_the_bits_of_on
     assert command(whole, "stream.idle_s=2").wait(200) == 0
     ours, theirs = (values_of(each, 40) for each in (killed, whole))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
-    assert sum(end % WHOLE - begin for entry in map(json.loads, journal.splitlines()) for _, begin, end in entry["ranges"]) == 4000  # fmt: skip
+    assert (
+        sum(end % WHOLE - begin for entry in map(json.loads, journal.splitlines()) for _, begin, end in entry["ranges"])
+        == 4000
+    )

@@ -49,9 +49,15 @@ def test_lines_are_encoded_as_they_were_prepared(clicks: tuple[DataConfig, list[
     data, lines = clicks
     encoded = encoder.encode([Lines("a", 0, lines[:1200], list(range(1, 1201)))])
     reader = ShardReader(
-        data.path, load_dataset(data.path), "train", global_batch_size=512, rank=0, world_size=1,
-        config=ReaderConfig(shuffle="none", num_streams=1), seed=0,
-    )  # fmt: skip
+        data.path,
+        load_dataset(data.path),
+        "train",
+        global_batch_size=512,
+        rank=0,
+        world_size=1,
+        config=ReaderConfig(shuffle="none", num_streams=1),
+        seed=0,
+    )
     batches = reader.batches(0)
     prepared = rows_of(next(batches))
     batches.close()
@@ -95,9 +101,15 @@ def test_events_have_an_age(clicks: tuple[DataConfig, list[bytes]], tmp_path: Pa
 
 def _reader(folder: Path, run: Path, encoder: LineEncoder) -> StreamReader:
     return StreamReader(
-        FolderSource(str(folder), FAST, CRITEO), encoder, Journal(str(run / "journal.jsonl")),
-        name=f"folder:{folder}", batch_size=50, stream=FAST, config=ReaderConfig(), quarantine=Quarantine(),
-    )  # fmt: skip
+        FolderSource(str(folder), FAST, CRITEO),
+        encoder,
+        Journal(str(run / "journal.jsonl")),
+        name=f"folder:{folder}",
+        batch_size=50,
+        stream=FAST,
+        config=ReaderConfig(),
+        quarantine=Quarantine(),
+    )
 
 
 def test_a_reader_that_begins_again_gives_the_batches_that_it_had_given(
@@ -142,10 +154,16 @@ def _read_on_ranks(rank: int, prepared: str, folder: str, run: str, place: Any) 
     data, world_size = replace(CRITEO, path=prepared), dist.get_world_size()
     encoder = LineEncoder(data, load_dataset(data.path), FAST, [Target("label")], lambda features: features)
     reader = StreamReader(
-        FolderSource(folder, FAST, CRITEO), encoder, Journal(f"{run}/journal.jsonl") if rank == 0 else None, name="clicks",
-        batch_size=48 // world_size, stream=FAST, config=ReaderConfig(), quarantine=Quarantine(),
+        FolderSource(folder, FAST, CRITEO),
+        encoder,
+        Journal(f"{run}/journal.jsonl") if rank == 0 else None,
+        name="clicks",
+        batch_size=48 // world_size,
+        stream=FAST,
+        config=ReaderConfig(),
+        quarantine=Quarantine(),
         ranks=StreamRanks(own_store("stream"), rank, world_size) if world_size > 1 else None,
-    )  # fmt: skip
+    )
     if place is not None:
         reader.go_to(2, place)
         return until_the_end(reader.batches(0, 2)), None, 0

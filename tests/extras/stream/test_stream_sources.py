@@ -21,7 +21,10 @@ def _text(*lines: str) -> str:
 
 
 def _csv(folder: Path) -> FolderSource:
-    data = load_config(RetrainJob, ["data.name=x", "data.format=csv", "data.columns.label=y", "data.columns.sparse=[a]", f"source={folder}"]).data  # fmt: skip
+    data = load_config(
+        RetrainJob,
+        ["data.name=x", "data.format=csv", "data.columns.label=y", "data.columns.sparse=[a]", f"source={folder}"],
+    ).data
     return FolderSource(str(folder), FAST, data)
 
 

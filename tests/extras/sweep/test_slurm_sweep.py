@@ -32,8 +32,10 @@ class Driver:
         self._log = open(log, "wb")  # noqa: SIM115 - open as long as the process
         self.process = subprocess.Popen(
             launch.cluster.hosts["ctl"].command("bash", "-c", 'cd "$0" && exec "$@"', str(launch.folder), *command),
-            env=environment, stdout=self._log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            env=environment,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
 
     def kill(self) -> None:
         self.process.kill()
@@ -50,13 +52,23 @@ def test_a_sweep_of_twenty_jobs_killed_twice_ends_with_the_study_of_one_that_was
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = [
-        *(word for word in launch.overrides if not word.startswith(("run_dir", "trainer.epochs"))), "trainer.max_steps=40",
-        "checkpoint.save_every_steps=5", "logger=jsonl", "sweep=lr", f"sweep.trials={NUM_TRIALS}", "sweep.sampler=random",
+        *(word for word in launch.overrides if not word.startswith(("run_dir", "trainer.epochs"))),
+        "trainer.max_steps=40",
+        "checkpoint.save_every_steps=5",
+        "logger=jsonl",
+        "sweep=lr",
+        f"sweep.trials={NUM_TRIALS}",
+        "sweep.sampler=random",
         "sweep.parallel=2",
-    ]  # fmt: skip
+    ]
     folder, log = tmp_path / "sweep", tmp_path / "driver.log"
-    words = [*shared, f"run_dir={folder}", "sweep.scheduler=slurm", "sweep.scheduler_args={time: 30}",
-             "sweep.job_args=[-j,1x1,--cpu,'4']"]  # fmt: skip
+    words = [
+        *shared,
+        f"run_dir={folder}",
+        "sweep.scheduler=slurm",
+        "sweep.scheduler_args={time: 30}",
+        "sweep.job_args=[-j,1x1,--cpu,'4']",
+    ]
 
     def has_saved(number: int) -> bool:
         return (folder / f"trials/{number:04d}/checkpoints/step_00000005").exists()

@@ -71,10 +71,16 @@ def test_values_read_back_as_they_are() -> None:
     assert as_overrides(point) == ["a='a b'", "b=true", "c=null", "d=[8,4]", "e=1e-05", "f=dlrm", "g=3"]
 
 
-@pytest.mark.parametrize(("knob", "says"), [
-    ({"low": 1.0}, "low and high"), ({"low": 1.0, "high": 1.0}, "high"), ({"low": 0.0, "high": 1.0, "log": True}, "log=true"),
-    ({"choices": [1], "low": 0.0, "high": 1.0}, "either"), ({"choices": [1], "when": {"b": [1]}}, "no knob before"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("knob", "says"),
+    [
+        ({"low": 1.0}, "low and high"),
+        ({"low": 1.0, "high": 1.0}, "high"),
+        ({"low": 0.0, "high": 1.0, "log": True}, "log=true"),
+        ({"choices": [1], "low": 0.0, "high": 1.0}, "either"),
+        ({"choices": [1], "when": {"b": [1]}}, "no knob before"),
+    ],
+)
 def test_a_knob_that_makes_no_sense_is_refused(knob: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         SweepConfig(params={"a": KnobConfig(**knob)})
@@ -164,9 +170,15 @@ def test_importance_tells_a_knob_that_matters_from_one_that_does_not(tmp_path: P
 @pytest.mark.usefixtures("warm")
 def test_a_sweep_trains_ordinary_runs_and_goes_on_where_it_was(prepared_clicks: str, tmp_path: Path) -> None:
     words = [
-        f"data.path={prepared_clicks}", f"run_dir={tmp_path}/s", LAUNCH, "trainer.max_steps=6", "sweep.rungs=2",
-        "sweep.sampler=random", "sweep.prune=asha", "sweep.params={optimizer.sparse.lr: {low: 0.001, high: 0.5, log: true}}",
-    ]  # fmt: skip
+        f"data.path={prepared_clicks}",
+        f"run_dir={tmp_path}/s",
+        LAUNCH,
+        "trainer.max_steps=6",
+        "sweep.rungs=2",
+        "sweep.sampler=random",
+        "sweep.prune=asha",
+        "sweep.params={optimizer.sparse.lr: {low: 0.001, high: 0.5, log: true}}",
+    ]
     first = _sweep(*words, "sweep.trials=2").trials
     assert len(first) == 2 and first[0].state.name == "COMPLETE"
     result = _sweep(*words, "sweep.trials=3", "sweep.seeds=2")
@@ -197,18 +209,28 @@ def test_a_training_that_fails_is_tried_again_and_then_left_out(prepared_clicks:
     )
     with pytest.raises(TrainingError, match="every training"):
         _sweep(
-            f"data.path={prepared_clicks}", f"run_dir={tmp_path}/s", f"sweep.launch=['{sys.executable}','{script}']",
-            "sweep.trials=1", "sweep.params={optimizer.sparse.lr: {choices: [0.1]}}", "sweep.retries=2",
-        )  # fmt: skip
+            f"data.path={prepared_clicks}",
+            f"run_dir={tmp_path}/s",
+            f"sweep.launch=['{sys.executable}','{script}']",
+            "sweep.trials=1",
+            "sweep.params={optimizer.sparse.lr: {choices: [0.1]}}",
+            "sweep.retries=2",
+        )
     assert (tmp_path / "tried").read_text() == "xxx"
     assert "out of luck" in (tmp_path / "s/trials/0000.log").read_text()
 
 
 def _words(prepared_clicks: str, folder: Path) -> list[str]:
     return [
-        *WORDS, f"data.path={prepared_clicks}", f"run_dir={folder}", LAUNCH, "trainer.max_steps=40", "sweep=lr", "sweep.trials=20",
+        *WORDS,
+        f"data.path={prepared_clicks}",
+        f"run_dir={folder}",
+        LAUNCH,
+        "trainer.max_steps=40",
+        "sweep=lr",
+        "sweep.trials=20",
         "checkpoint.save_every_steps=5",
-    ]  # fmt: skip
+    ]
 
 
 def _points(folder: Path) -> list[tuple[str, float]]:

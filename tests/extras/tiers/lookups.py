@@ -52,10 +52,15 @@ def build(
     ]
     with tables_with_moments(settings):
         lookup = TablesWithMoments(
-            embedding_specs=specs, feature_table_map=list(FEATURES), optimizer=OPTIMIZERS[optimizer],
-            pooling_mode=PoolingMode.SUM, learning_rate=0.3, eps=1e-8, table_names=names,
+            embedding_specs=specs,
+            feature_table_map=list(FEATURES),
+            optimizer=OPTIMIZERS[optimizer],
+            pooling_mode=PoolingMode.SUM,
+            learning_rate=0.3,
+            eps=1e-8,
+            table_names=names,
             embedding_shard_info=[(rows, dim, 0, 0) for rows, dim in zip(shape.rows, shape.dims, strict=True)],
-        )  # fmt: skip
+        )
     for number, weights in enumerate(lookup.split_embedding_weights()):
         rows, dim = weights.shape
         first = FirstWeights(UNIFORM, 7 + number, 2.0**-23, dim)

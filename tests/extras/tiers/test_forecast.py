@@ -29,9 +29,18 @@ ROWS, BATCH = 4000, 256
 
 def table(slots: float, frequencies: RowFrequencies | None = None, head: float = 0.0) -> Table:
     return Table(
-        "t", ROWS, 16, ["f"], "sum", "fp32", InitConfig(), ConstraintConfig(), [1.0], frequencies,
+        "t",
+        ROWS,
+        16,
+        ["f"],
+        "sum",
+        "fp32",
+        InitConfig(),
+        ConstraintConfig(),
+        [1.0],
+        frequencies,
         tiers=TiersConfig(slots=slots, head=head),
-    )  # fmt: skip
+    )
 
 
 def zipf() -> tuple[RowFrequencies, np.ndarray]:

@@ -33,9 +33,14 @@ from pipeline.training.train import train
 from tests.support.ranks import RankPool
 
 SMALL = [
-    "experiment=quickstart", "hardware=cpu", "trainer.global_batch_size=256", "trainer.log_every_steps=4",
-    "trainer.evaluate_max_batches=1", "logger.tensorboard=false", "logger.report=false",
-]  # fmt: skip
+    "experiment=quickstart",
+    "hardware=cpu",
+    "trainer.global_batch_size=256",
+    "trainer.log_every_steps=4",
+    "trainer.evaluate_max_batches=1",
+    "logger.tensorboard=false",
+    "logger.report=false",
+]
 TIERS = ["+tables.default.tiers.slots=0.45", "+tables.default.tiers.min_rows=700"]
 
 
@@ -108,9 +113,10 @@ def test_a_step_holds_the_rows_that_were_trained_and_every_way_to_go_on_knows_th
     ranks: RankPool, prepared_clicks: str, tmp_path: Path, first: int, then: int
 ) -> None:
     data = [
-        "trainer.global_batch_size=32", "+tables.default.sharding.sharding_types=[row_wise]",
+        "trainer.global_batch_size=32",
+        "+tables.default.sharding.sharding_types=[row_wise]",
         "+tables.cat_2.num_embeddings=200000",
-    ]  # fmt: skip
+    ]
     expected = run(ranks, first, prepared_clicks, tmp_path / "memory", 4, data)
     saved = run(ranks, first, prepared_clicks, tmp_path / "tiers", 4, [*data, *TIERS])
     manifest = json.loads((Path(saved.checkpoint) / "manifest.json").read_text())
@@ -134,9 +140,10 @@ def test_two_ranks_train_to_the_same_checkpoint_and_one_goes_on(
     ranks: RankPool, prepared_clicks: str, tmp_path: Path, kind: str, optimizer: str
 ) -> None:
     plan = [
-        f"+tables.default.sharding.sharding_types=[{kind}]", "+tables.default.sharding.min_partition=4",
+        f"+tables.default.sharding.sharding_types=[{kind}]",
+        "+tables.default.sharding.min_partition=4",
         f"optimizer.sparse.name={optimizer}",
-    ]  # fmt: skip
+    ]
     tiers = [*plan, *TIERS]
     expected = run(ranks, 2, prepared_clicks, tmp_path / "memory", 10, plan)
     found = run(ranks, 2, prepared_clicks, tmp_path / "tiers", 10, tiers)
@@ -203,8 +210,11 @@ def test_a_killed_run_leaves_no_store_and_ends_as_one_in_memory(
     ranks: RankPool, prepared_clicks: str, tmp_path: Path
 ) -> None:
     words = [
-        *SMALL, f"data.path={prepared_clicks}", "checkpoint.save_every_steps=5", "trainer.max_steps=40",
-    ]  # fmt: skip
+        *SMALL,
+        f"data.path={prepared_clicks}",
+        "checkpoint.save_every_steps=5",
+        "trainer.max_steps=40",
+    ]
     command = [sys.executable, "-m", "pipeline", "train", *words, f"run_dir={tmp_path / 'killed'}", *TIERS]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     checkpoints = str(tmp_path / "killed" / "checkpoints")

@@ -50,9 +50,15 @@ TRANSFORMS: dict[str, dict[str, Any]] = {
     "weekday": {"kind": "weekday", "column": "seconds"},
 }
 ROW = {
-    "click": 1, "price": 20.0, "city": " Rome ", "device": "tv", "words": "a b a", "stats": "tv:3, Rome:7",
-    "when": "2024-07-01T23:30:00", "seconds": "1719876600",
-}  # fmt: skip
+    "click": 1,
+    "price": 20.0,
+    "city": " Rome ",
+    "device": "tv",
+    "words": "a b a",
+    "stats": "tv:3, Rome:7",
+    "when": "2024-07-01T23:30:00",
+    "seconds": "1719876600",
+}
 
 
 def _config(path: Path, **more: Any) -> DataConfig:
@@ -107,10 +113,19 @@ def test_what_each_transform_makes_of_a_row(tmp_path: Path) -> None:
     table = pa.table({name: [ROW[name], None] for name in COLUMNS[1:]})
     made = derive(table, _made()).select(list(TRANSFORMS)).to_pylist()
     assert made[0] == {
-        "price_clipped": 20.0, "price_log": float(np.log1p(20.0)), "price_std": 20.0, "price_bucket": 20.0,
-        "price_quantile": float(np.log1p(20.0)), "place": "rome", "place_device": "rome\x1ftv", "word": ["a", "b", "a"],
-        "clicks_here": None, "seen_here": "3", "hour": "1", "weekday": "0",
-    }  # fmt: skip
+        "price_clipped": 20.0,
+        "price_log": float(np.log1p(20.0)),
+        "price_std": 20.0,
+        "price_bucket": 20.0,
+        "price_quantile": float(np.log1p(20.0)),
+        "place": "rome",
+        "place_device": "rome\x1ftv",
+        "word": ["a", "b", "a"],
+        "clicks_here": None,
+        "seen_here": "3",
+        "hour": "1",
+        "weekday": "0",
+    }
     assert set(map(str, made[1].values())) == {"None"}
 
 
@@ -140,11 +155,16 @@ def test_values_by_hand(values: dict[str, Any], wanted: list[Any]) -> None:
     times = pa.array([5 * 3600, None, 6 * 3600 + 1], pa.timestamp("s"))
     table = pa.table(
         {
-            "x": [-2.0, None, 3.0], "t": [" aB ", None, "{}"], "m": ["k:1, j: 2 ", None, '{"k": 1.5, "j": [1]}'],
-            "k": ["k", "k", "k"], "j": ["j", "j", "j"], "time": ["2024-07-01T23:30:00", "noon", "2024-07-04 04:00:00+02:00"],
-            "ms": ["1000", None, "3600000"], "stamp": times,
+            "x": [-2.0, None, 3.0],
+            "t": [" aB ", None, "{}"],
+            "m": ["k:1, j: 2 ", None, '{"k": 1.5, "j": [1]}'],
+            "k": ["k", "k", "k"],
+            "j": ["j", "j", "j"],
+            "time": ["2024-07-01T23:30:00", "noon", "2024-07-04 04:00:00+02:00"],
+            "ms": ["1000", None, "3600000"],
+            "stamp": times,
         }
-    )  # fmt: skip
+    )
     assert derive(table, {"made": make_transform("made", values)})["made"].to_pylist() == wanted
 
 
@@ -155,11 +175,16 @@ TIMES = st.sampled_from(
 )
 ROWS = st.fixed_dictionaries(
     {
-        "click": st.integers(0, 1), "price": NUMBERS, "city": TEXT, "device": TEXT, "words": TEXT,
+        "click": st.integers(0, 1),
+        "price": NUMBERS,
+        "city": TEXT,
+        "device": TEXT,
+        "words": TEXT,
         "stats": st.sampled_from(["", "Rome:3,a:x", '{"Rome": 1e3, "a": null}', "{broken", "Rome:nan,:2", "rome:1e39"]),
-        "when": TIMES, "seconds": st.integers(0, 2**31),
+        "when": TIMES,
+        "seconds": st.integers(0, 2**31),
     }
-)  # fmt: skip
+)
 
 
 @examples(25)

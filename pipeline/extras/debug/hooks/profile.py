@@ -89,9 +89,13 @@ class StepProfiler:
         if self._context.is_main:
             logger.info(
                 "steps %d-%d, %s: open %s/%s.pt.trace.json.gz at ui.perfetto.dev\n%s",
-                self._first, number, device.profiled_time,
-                self._folder, name, table,
-            )  # fmt: skip
+                self._first,
+                number,
+                device.profiled_time,
+                self._folder,
+                name,
+                table,
+            )
         self._profile = None
 
 

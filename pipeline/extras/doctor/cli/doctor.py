@@ -118,8 +118,10 @@ def _stack(gpu: bool) -> list[Finding]:
     """Check that torch, torchrec and fbgemm are installed and were tested together."""
     torch, torchrec, fbgemms = _version("torch"), _version("torchrec"), _fbgemms()
     fix = stack_command(gpu)
-    findings = [Finding(name, found or "missing", "" if found else fix) for name, found in
-                (("torch", torch), ("torchrec", torchrec))]  # fmt: skip
+    findings = [
+        Finding(name, found or "missing", "" if found else fix)
+        for name, found in (("torch", torch), ("torchrec", torchrec))
+    ]
     if len(fbgemms) > 1:
         return [
             *findings,

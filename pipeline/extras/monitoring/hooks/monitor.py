@@ -18,11 +18,17 @@ from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
 PREFIX = "pipeline_training"
 ABOUT = {
-    "step": "The last complete step", "steps": "Steps of the complete training", "restarts": "Starts of the run after the first",
+    "step": "The last complete step",
+    "steps": "Steps of the complete training",
+    "restarts": "Starts of the run after the first",
     "last_checkpoint_timestamp_seconds": "When the last checkpoint was saved; the start before the first",
-    "heartbeat_timestamp_seconds": "When the last step ended", "finished": "1 once the training has ended as it should",
-}  # fmt: skip
-LABELS = {"metric": ("A number of metrics.jsonl", ["split", "name"]), "rank": ("Of one rank at the last log line", ["rank", "name"])}  # fmt: skip
+    "heartbeat_timestamp_seconds": "When the last step ended",
+    "finished": "1 once the training has ended as it should",
+}
+LABELS = {
+    "metric": ("A number of metrics.jsonl", ["split", "name"]),
+    "rank": ("Of one rank at the last log line", ["rank", "name"]),
+}
 MAX_WAIT_S = 60.0  # at the end, for one more request of a Prometheus that has asked before
 logger = get_logger("pipeline.train")
 

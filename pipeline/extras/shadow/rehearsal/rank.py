@@ -59,7 +59,9 @@ def run(job: TrainJob, rank: int, folder: Path) -> dict[str, Any]:
             "host memory, pinned": memory.host_live["pinned"],
         },
         "step": {
-            "launches": counts["launches"], "syncs": counts["syncs"], "copies": copies,
+            "launches": counts["launches"],
+            "syncs": counts["syncs"],
+            "copies": copies,
             "copied_bytes": hook.seen["copied_bytes"],
         },
         "step_syncs": hook.seen["syncs"],
@@ -68,7 +70,7 @@ def run(job: TrainJob, rank: int, folder: Path) -> dict[str, Any]:
         "order": [[each["op"], len(each["ranks"])] for each in found.collectives],
         "problems": found.as_record()["problems"],
         "not_saved_bytes": sum(skipped.values()),
-    }  # fmt: skip
+    }
 
 
 def _leave_out_untouched_tables() -> dict[str, int]:

@@ -22,9 +22,13 @@ FETCH_S = 10.0  # for messages that are known to exist
 LOOK_S = 30.0  # between two searches for partitions
 AT_ONCE = 10_000  # messages per request
 OWN = {
-    "enable.auto.commit": False, "enable.auto.offset.store": False, "auto.offset.reset": "error", "enable.partition.eof": False,
-    "queued.max.messages.kbytes": 65_536, "fetch.wait.max.ms": 100,
-}  # fmt: skip
+    "enable.auto.commit": False,
+    "enable.auto.offset.store": False,
+    "auto.offset.reset": "error",
+    "enable.partition.eof": False,
+    "queued.max.messages.kbytes": 65_536,
+    "fetch.wait.max.ms": 100,
+}
 
 
 @register("stream", "kafka")
