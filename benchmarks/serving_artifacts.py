@@ -23,10 +23,9 @@ from pipeline.models.build import build_model
 from pipeline.models.dlrm import DLRMConfig
 from pipeline.serving.artifact.dense_export import compile_layers, export_layers, program_bytes, take_collection
 from pipeline.serving.artifact.manifest import COMPILED_FILE, DENSE_FILE, Manifest, TableFiles
-from pipeline.serving.artifact.package import library_versions
 from pipeline.serving.artifact.quantize import dequantize_rows, quantize_rows, row_bytes
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
-from pipeline.serving.artifact.table_files import write_bytes, write_rows
+from pipeline.serving.artifact.writer import library_versions, write_bytes, write_rows
 from pipeline.serving.scoring.column_lists import ColumnLists, Rows, as_table
 from pipeline.serving.scoring.raw_rows import EncodedRows, RowEncoder
 

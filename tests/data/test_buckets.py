@@ -25,8 +25,7 @@ from pipeline.data.prepare.run import prepare
 from pipeline.data.raw.dense_transforms import bucket_numbers
 from pipeline.data.read.value_index import index_values
 from pipeline.runtime.errors import ConfigError, DataError
-from pipeline.serving.artifact.package import schema_of
-from pipeline.serving.artifact.raw_schema import RawFeature
+from pipeline.serving.artifact.raw_schema import RawFeature, schema_of
 from pipeline.serving.scoring.column_lists import ColumnLists
 from pipeline.serving.scoring.raw_rows import RowEncoder
 from tests.data.criteo_rows import read_split

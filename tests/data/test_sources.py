@@ -22,7 +22,7 @@ from pipeline.data.prepare.run import describe
 from pipeline.data.raw.layout import Layout, check_columns
 from pipeline.data.raw.source import TextReader, find_sources
 from pipeline.runtime.errors import ConfigError, DataError
-from pipeline.serving.artifact.package import schema_of
+from pipeline.serving.artifact.raw_schema import schema_of
 from pipeline.serving.scoring.column_lists import ColumnLists
 from pipeline.serving.scoring.raw_rows import RowEncoder
 from pipeline.serving.scoring.scorer import schema_of as schema_of_columns

@@ -22,7 +22,7 @@ from pipeline.data.dataset import load_dataset
 from pipeline.data.read.reader import ShardReader
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.runtime.errors import CheckpointError, ServingError
-from pipeline.serving.artifact.export_run import export
+from pipeline.serving.artifact.export import export
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.evaluate import evaluate
 from pipeline.training.train import train

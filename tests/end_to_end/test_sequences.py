@@ -20,8 +20,8 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import SequenceFeature
 from pipeline.data.prepare.run import prepare
 from pipeline.data.read.value_index import index_values
-from pipeline.serving.artifact.export_run import ExportSummary
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
+from pipeline.serving.artifact.summary import ExportSummary
 from pipeline.serving.scoring.column_lists import ColumnLists
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.serving.scoring.raw_rows import RowEncoder

@@ -25,8 +25,8 @@ from pipeline.config.server import LimitsConfig
 from pipeline.data.prepare.run import prepare
 from pipeline.data.read.value_index import index_values
 from pipeline.extras.retrieval.retriever import Retriever
-from pipeline.serving.artifact.export_run import ExportSummary
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
+from pipeline.serving.artifact.summary import ExportSummary
 from pipeline.serving.http.openapi import openapi_page
 from pipeline.serving.http.request_rows import JSON_TYPE, RequestReader
 from pipeline.serving.scoring.column_lists import ColumnLists

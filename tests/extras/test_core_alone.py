@@ -32,7 +32,7 @@ from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.config.registry import components, from_extra
 from pipeline.data.prepare.run import prepare
 from pipeline.runtime.errors import ConfigError
-from pipeline.serving.artifact.export_run import export
+from pipeline.serving.artifact.export import export
 from pipeline.training.evaluate import evaluate
 from pipeline.training.hooks.build_hooks import hook_names
 from pipeline.training.train import train

@@ -17,7 +17,7 @@ from pipeline.config.saved_jobs import job_from_yaml, job_to_yaml
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.physical import physical_tables, signature
 from pipeline.runtime.errors import ConfigError
-from pipeline.serving.artifact.export_run import export
+from pipeline.serving.artifact.export import export
 from pipeline.training.evaluate import evaluate
 from pipeline.training.train import train
 from tests.embeddings.compressed import as_features, table_of

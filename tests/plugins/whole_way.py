@@ -22,7 +22,7 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.config.serving import RetrievalConfig
 from pipeline.data.prepare.run import prepare
 from pipeline.extras.retrieval.index import index_class
-from pipeline.serving.artifact.export_run import export
+from pipeline.serving.artifact.export import export
 from pipeline.serving.scoring.predict import predict
 from pipeline.training.evaluate import evaluate
 from pipeline.training.train import train

@@ -11,21 +11,21 @@ import torch
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.runtime.storage import atomic, storage
-from pipeline.serving.artifact import certificate, make_artifact, package, reference, table_files
-from pipeline.serving.artifact import export_run as verb
+from pipeline.serving.artifact import certificate, reference, writer
+from pipeline.serving.artifact import export as verb
 from tests.faults.kill_worker import arm
 
 # Stage: whose function, its name, before or after which of its calls.
 STAGES: dict[str, tuple[Any, str, str, int]] = {
     "before the folder": (atomic, "remove_abandoned", "before", 1),
-    "after the folder": (package, "ArtifactFolder", "before", 1),
-    "before the reference": (make_artifact, "make_reference", "before", 1),
+    "after the folder": (writer, "ArtifactWriter", "before", 1),
+    "before the reference": (reference, "make_reference", "before", 1),
     "in the reference": (reference, "write_rows", "after", 3),
-    "before the tables": (make_artifact, "pack_tables", "before", 1),
-    "in a table": (table_files.ChecksummedWriter, "write", "after", 40),
-    "after the tables": (make_artifact, "pack_tables", "after", 1),
-    "in the layers": (package, "program_bytes", "before", 1),
-    "in the vocabularies": (package, "index_values", "after", 5),
+    "before the tables": (writer.ArtifactWriter, "write_tables", "before", 1),
+    "in a table": (writer.ChecksummedWriter, "write", "after", 40),
+    "after the tables": (writer.ArtifactWriter, "write_tables", "after", 1),
+    "in the layers": (writer, "program_bytes", "before", 1),
+    "in the vocabularies": (writer, "index_values", "after", 5),
     "before the check": (certificate, "load_parts", "before", 1),
     "after the check": (certificate, "load_parts", "after", 1),
     "before the manifest": (storage, "publish_text", "before", 1),

@@ -9,7 +9,7 @@ import torch
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import ExportJob
-from pipeline.serving.artifact.export_run import export
+from pipeline.serving.artifact.export import export
 from tests.faults.memory_worker import Peak, resident_bytes
 
 

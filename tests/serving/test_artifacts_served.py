@@ -22,9 +22,10 @@ from pipeline.data.raw.formats.criteo_tsv import criteo_columns
 from pipeline.extras.ssd_serving.lookup import SsdLookup
 from pipeline.retraining.find_artifact import find_artifact
 from pipeline.runtime.errors import DamagedError, RetrainingError, ServingError
-from pipeline.serving.artifact.export_run import ExportSummary, export
+from pipeline.serving.artifact.export import export
 from pipeline.serving.artifact.manifest import ArtifactError
-from pipeline.serving.artifact.package import lookups_of
+from pipeline.serving.artifact.raw_schema import lookups_of
+from pipeline.serving.artifact.summary import ExportSummary
 from pipeline.serving.scoring.predict import predict
 from pipeline.serving.scoring.predictor import Predictor
 from tests.serving.servers import Server, running

@@ -22,9 +22,9 @@ from pipeline.data.dataset import load_dataset
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
 from pipeline.runtime.errors import ServingError
-from pipeline.serving.artifact import make_artifact
+from pipeline.serving.artifact import export as recipe
 from pipeline.serving.artifact.certificate import refusal
-from pipeline.serving.artifact.export_run import ExportSummary
+from pipeline.serving.artifact.summary import ExportSummary
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.evaluate import evaluate
 from tests.serving.exports import run_export
@@ -182,7 +182,7 @@ def test_an_export_that_another_one_overtakes_finds_what_that_has_made(
         shutil.copytree(small_artifact.artifact, output)
         return SimpleNamespace(to_text=lambda: "{}")
 
-    monkeypatch.setattr(make_artifact, "make_artifact", overtaken)
+    monkeypatch.setattr(recipe, "write_scorer", overtaken)
     found = run_export(small_run, output, "precision=int8")
     assert found.already_exported and found.version == small_artifact.version and len(attempts) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["artifact"]

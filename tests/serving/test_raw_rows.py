@@ -16,7 +16,7 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare
 from pipeline.runtime.errors import ServingError, UserError
-from pipeline.serving.artifact.export_run import ExportSummary
+from pipeline.serving.artifact.summary import ExportSummary
 from pipeline.serving.scoring.column_lists import ColumnLists
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.serving.scoring.scorer import schema_of

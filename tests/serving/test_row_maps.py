@@ -16,8 +16,7 @@ from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.table import ManagedRows
 from pipeline.extras.managed_collision.managed_tables import LocalTable, ManagedTable
 from pipeline.runtime.errors import ServingError
-from pipeline.serving.artifact.composed import ComposedTables
-from pipeline.serving.artifact.row_maps import row_map
+from pipeline.serving.artifact.composed import ComposedTables, row_map
 from tests.embeddings.compressed import as_features, table_of
 
 BUCKETS, ROWS = 4, 32
@@ -75,7 +74,7 @@ def test_the_map_goes_with_the_artifact_and_a_missing_or_torn_one_is_refused() -
     for one in (composed, again):
         rows, _, _ = one.ids_looked_up(one.split(as_features(bags, slice(None))))
         assert rows.tolist() == found.rows_of(hashed(ids_of(3)).numpy()).tolist() * len(table.feature_names)
-    with pytest.raises(ServingError, match="want maps"):
+    with pytest.raises(ServingError, match="need maps"):
         ComposedTables([table], table.feature_names)
     for torn in (composed.to_bytes()[:-8], composed.to_bytes() + bytes(8)):
         with pytest.raises(ServingError):

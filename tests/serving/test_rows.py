@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.runtime.errors import ServingError
-from pipeline.serving.artifact.kept_rows import KeptRows, RowMask, kept_of
+from pipeline.serving.artifact.kept_rows import KeptRows, RowMask
 from pipeline.serving.artifact.quantize import BITS, dequantize_rows, fits, quantize_rows, row_bytes
 from pipeline.serving.scoring.lookup import RamLookup, ServedFeature, ServedTable
 from tests.support.messages import names
@@ -73,7 +73,9 @@ def test_tables_of_any_precision_and_pooling_are_pooled_as_embedding_bags(tmp_pa
 def test_a_pruned_row_is_the_unknown_row_and_the_others_stay_what_they_were(tmp_path: Path) -> None:
     torch.manual_seed(0)
     weights = torch.randn(1000, 8)
-    kept = kept_of(1000, [np.arange(10, 900, 3)])
+    mask = RowMask(1000)
+    mask.add(np.arange(10, 900, 3))
+    kept = mask.finish()
     lookup = RamLookup([_table(tmp_path, "t", weights, "fp32", "sum", kept)], [ServedFeature("f", 0)])
     assert lookup.tables[0].stored_rows == kept.num_kept == 298
     found = lookup.pooled(torch.arange(1000), torch.arange(1001))

@@ -10,18 +10,19 @@ import pytest
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.serving import PRECISIONS
-from pipeline.serving.artifact import make_artifact, reference
-from pipeline.serving.artifact.package import artifact_folder
-from pipeline.serving.artifact.precisions import SPLIT, table_losses
-from pipeline.serving.artifact.reference import Reference
-from pipeline.serving.artifact.source import open_source
+from pipeline.serving.artifact import reference
+from pipeline.serving.artifact.precisions import table_losses
+from pipeline.serving.artifact.reference import SPLIT, Reference, make_reference, read_samples
+from pipeline.serving.artifact.trained_step import open_trained_step
+from pipeline.serving.artifact.writer import new_artifact
 
 
 @pytest.fixture
 def of_small_run(small_run: Path, tmp_path: Path) -> Iterator[Reference]:
     job = load_config(ExportJob, [f"run={small_run}", f"output={tmp_path / 'artifact'}", "parity.splits=[validation]"])
-    with artifact_folder(str(tmp_path / "artifact")) as at:
-        yield make_artifact._make_reference(job, open_source(job), at)
+    step = open_trained_step(job)
+    with new_artifact(str(tmp_path / "artifact")) as writer:
+        yield make_reference(step, read_samples(job, step), writer.scratch)
 
 
 def test_a_tables_loss_is_that_of_the_first_rows_and_no_mix_is_measured_twice(

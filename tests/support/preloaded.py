@@ -14,7 +14,7 @@ import pipeline.devices.cpu.kernels.lookup
 import pipeline.devices.cpu.kernels.update
 import pipeline.models.tasks.click
 import pipeline.runtime.process.agent
-import pipeline.serving.artifact.export_run
+import pipeline.serving.artifact.export
 import pipeline.training.evaluate
 import pipeline.training.train  # noqa: F401  # and all of the above
 import tests.support.sharded_models  # noqa: F401

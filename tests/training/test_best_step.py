@@ -15,7 +15,7 @@ from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob
 from pipeline.retraining.promotion import finished_run
 from pipeline.runtime.errors import ConfigError, TrainingError
-from pipeline.serving.artifact.source import open_source
+from pipeline.serving.artifact.trained_step import open_trained_step
 from pipeline.training import evaluate_summary
 from pipeline.training import summary as train_summary
 from pipeline.training.summary import TrainSummary
@@ -72,7 +72,7 @@ def test_evaluate_and_export_take_the_best_step_unless_they_are_told(ranks: Rank
     last = ranks.run(1, evaluate_on_rank, [*words, "which=last"])[0]
     assert (last.step, last.best_by) == (trained.step, "")
     assert last.metrics["auc"] == pytest.approx(measured(trained.run_dir)[trained.step], abs=1e-9)
-    found = {which: open_source(load_config(ExportJob, [run, f"which={which}"])) for which in ("auto", "last")}
+    found = {which: open_trained_step(load_config(ExportJob, [run, f"which={which}"])) for which in ("auto", "last")}
     assert [(source.step, source.best_by) for source in found.values()] == [(best.step, "auc"), (last.step, "")]
 
 
@@ -93,7 +93,7 @@ def test_a_step_and_which_are_not_both_given_and_a_run_without_a_best_one_says_s
         EvaluateJob(run=trained.run_dir, step=4, which="last")
     (tmp_path / "config.yaml").write_bytes(Path(trained.run_dir, "config.yaml").read_bytes())
     with pytest.raises(TrainingError, match=names(f"which=best {tmp_path}")):
-        open_source(ExportJob(run=str(tmp_path), which="best"))
+        open_trained_step(ExportJob(run=str(tmp_path), which="best"))
     assert best_step(str(tmp_path / "checkpoints"), "auc") is None
 
 

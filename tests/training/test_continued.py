@@ -17,7 +17,7 @@ from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.errors import TrainingError, UserError
 from pipeline.runtime.storage.signature import requiring
-from pipeline.serving.artifact.export_run import export
+from pipeline.serving.artifact.export import export
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training import summary as train_summary
 from pipeline.training.continued import describe_differences, differences

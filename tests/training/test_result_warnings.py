@@ -24,7 +24,7 @@ from pipeline.runtime.errors import ServingError
 from pipeline.runtime.storage.manifest import read_sealed, seal_manifest
 from pipeline.runtime.storage.signature import Purpose
 from pipeline.serving.artifact.certificate import excesses
-from pipeline.serving.artifact.export_run import export
+from pipeline.serving.artifact.export import export
 from pipeline.serving.artifact.task_quality import LabelledRows, Quality, compare, quality
 from pipeline.training import evaluate_summary
 from pipeline.training import summary as train_summary

@@ -15,7 +15,7 @@ from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact.dense_export import by_name, program_bytes, trace_layers
 from pipeline.serving.artifact.manifest import DENSE_FILE
 from pipeline.serving.artifact.served_tasks import width_of
-from pipeline.serving.artifact.source import Source
+from pipeline.serving.artifact.trained_step import TrainedStep
 from pipeline.serving.scoring.dense_program import DenseProgram, load_program
 
 
@@ -29,17 +29,16 @@ class LayerTensors:
         self._of: object = None  # the model's config for which names are sufficient
         self.num_traces = 0
 
-    def at(self, source: Source, served: object) -> list[torch.Tensor]:
+    def at(self, trained: TrainedStep, served: object) -> list[torch.Tensor]:
         """Return the tensors in the order of the program.
 
         Raises ServingError if the program differs from `served`.
         """
-        if self._traced is not None and self._of == source.job.model:
+        if self._traced is not None and self._of == trained.job.model:
             return [
                 kept if named is None else named
-                for named, kept in zip(self._named(source, self._traced), self._traced.constants, strict=True)
+                for named, kept in zip(self._named(trained, self._traced), self._traced.constants, strict=True)
             ]
-        trained = source.trained
         program, self._int8 = trace_layers(
             trained.model, self._precision, trained.num_dense, sum(trained.model_dims), width_of(trained.tasks)
         )
@@ -47,18 +46,18 @@ class LayerTensors:
         made = load_program(program_bytes(program), DENSE_FILE)
         if not isinstance(served, DenseProgram) or made.code != served.code:
             raise ServingError(f"the layers' program differs from that of {self._artifact}: export a new artifact")
-        if self._names_do(source, made, served):
-            self._traced, self._of = made, source.job.model
+        if self._names_do(trained, made, served):
+            self._traced, self._of = made, trained.job.model
         return made.constants
 
-    def _named(self, source: Source, program: DenseProgram) -> list[torch.Tensor | None]:
-        width = width_of(source.trained.tasks)
-        return by_name(source.trained.model, self._precision, width, program.sources, self._int8)
+    def _named(self, trained: TrainedStep, program: DenseProgram) -> list[torch.Tensor | None]:
+        width = width_of(trained.tasks)
+        return by_name(trained.model, self._precision, width, program.sources, self._int8)
 
-    def _names_do(self, source: Source, made: DenseProgram, served: DenseProgram) -> bool:
+    def _names_do(self, trained: TrainedStep, made: DenseProgram, served: DenseProgram) -> bool:
         if len(made.constants) != len(served.constants):
             return False
-        found = self._named(source, made)
+        found = self._named(trained, made)
         wanted = (before if named is None else named for named, before in zip(found, served.constants, strict=True))
         return all(_same(one, other) for one, other in zip(wanted, made.constants, strict=True))
 

@@ -24,7 +24,6 @@ from pipeline.checkpoint.steps import list_steps, step_path
 from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.data.dataset import vocabulary_of
 from pipeline.data.read.batch import Batch
-from pipeline.data.read.reader import ShardReader
 from pipeline.extras.publish.gate import PROGRESSIVE_NE, DeltaRefusedError, Stats, problems_of
 from pipeline.extras.publish.job import PublishJob
 from pipeline.extras.publish.layer_tensors import LayerTensors
@@ -53,14 +52,13 @@ from pipeline.serving.artifact.deltas import (
 )
 from pipeline.serving.artifact.manifest import COMPOSED_FILE, Manifest, TableFiles
 from pipeline.serving.artifact.quantize import dequantize_rows, quantize_rows
-from pipeline.serving.artifact.source import Source, open_source
-from pipeline.serving.artifact.table_files import block_rows, write_bytes
+from pipeline.serving.artifact.reference import SPLIT, first_batches
 from pipeline.serving.artifact.task_quality import quality
+from pipeline.serving.artifact.trained_step import TrainedStep, block_rows, open_trained_step
+from pipeline.serving.artifact.writer import write_bytes
 from pipeline.serving.scoring.patching import Patch, StagedDelta
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.run_state import folder_of
-
-BATCH_ROWS = 2048
 
 
 class Stages:
@@ -147,48 +145,47 @@ class Publisher:
             return None
         self.stages = Stages()
         with self.stages("opening"):
-            source = open_source(ExportJob(run=self._run, step=step, data_path=self._job.data_path))
-            self._check_source(source)
-        return self._publish(source)
+            trained = open_trained_step(ExportJob(run=self._run, step=step, data_path=self._job.data_path))
+            self._check_step(trained)
+        return self._publish(trained)
 
-    def _check_source(self, source: Source) -> None:
+    def _check_step(self, trained: TrainedStep) -> None:
         """Raise OutgrownError if tables have more rows than the artifact's, and ServingError if
         tables, features or data differ.
         """
-        trained = source.trained
         now = [
             (table.name, stored.rows, stored.dim) for table, stored in zip(trained.tables, trained.stored, strict=True)
         ]
         then = [(table.name, table.rows, table.dim) for table in self._manifest.tables]
         features = [(feature.name, feature.table) for feature in trained.features]
-        data = source.dataset.fingerprint()
+        data = trained.dataset.fingerprint()
         larger = [(name, max(rows, own), dim) for (name, rows, dim), (_, own, _) in zip(then, now, strict=False)]
         same = (features, data) == (self._manifest.features, self._manifest.lineage["dataset_sha256"])
         if now != then and now == larger and same:
-            raise OutgrownError(f"step {source.step} of {self._run} has larger tables than {self._artifact}")
+            raise OutgrownError(f"step {trained.step} of {self._run} has larger tables than {self._artifact}")
         if (now, features, data) != (then, self._manifest.features, self._manifest.lineage["dataset_sha256"]):
             raise ServingError(
-                f"step {source.step} of {self._run} has other tables, features or data than {self._artifact}: export a whole artifact"
+                f"step {trained.step} of {self._run} has other tables, features or data than {self._artifact}: export a whole artifact"
             )
 
-    def _publish(self, source: Source) -> Delta:
-        path = step_path(folder_of(self._run), source.step)
+    def _publish(self, trained: TrainedStep) -> Delta:
+        path = step_path(folder_of(self._run), trained.step)
         saved_at = os.path.getmtime(storage.join(path, MANIFEST)) if storage.is_local(path) else time.time()
         with self.stages("rows"):
-            patches = list(self._patches(source, path))
+            patches = list(self._patches(trained, path))
         with self.stages("layers"):
-            constants = self.layers.at(source, self._predictor.program)
-        composed, values = source.trained.composed, self._new_ids(source)
+            constants = self.layers.at(trained, self._predictor.program)
+        composed, values = trained.composed, self._new_ids(trained)
         with self.stages("gate"):
-            stats = self._stats_before(patches, source)
+            stats = self._stats_before(patches, trained)
         stats["not_finite"] = self._not_finite + sum(int(not each.isfinite().all()) for each in constants)
         draft = Delta(
-            self._folder, self._predictor.sequence + 1, source.step, saved_at, str(source.manifest.get("save_id", "")),
+            self._folder, self._predictor.sequence + 1, trained.step, saved_at, str(trained.manifest.get("save_id", "")),
             [], {}, stats, "",
         )  # fmt: skip
         with self.stages("gate"):
             self._predictor.apply(StagedDelta(draft, patches, constants, composed, values))
-            stats["ne"] = self._normalized_entropy(source)
+            stats["ne"] = self._normalized_entropy(trained)
             self._check_gate(draft)
         contents = {LAYERS_FILE: tensors_to_bytes(constants)}
         if composed is not None:
@@ -203,23 +200,23 @@ class Publisher:
         self._chain_bytes += delta.size_bytes
         return delta
 
-    def _new_ids(self, source: Source) -> dict[str, NewIds]:
+    def _new_ids(self, trained: TrainedStep) -> dict[str, NewIds]:
         """Return by feature the values that the step has and servers lack.
 
         Raises OutgrownError if servers use the ids otherwise.
         """
         found = {}
-        for feature in source.dataset.sparse_features:
-            if feature.hash_size is not None or feature.name not in source.trained.keys:
+        for feature in trained.dataset.sparse_features:
+            if feature.hash_size is not None or feature.name not in trained.keys:
                 continue
-            values = source.new_values.get(vocabulary_of(feature), [])
+            values = trained.new_values.get(vocabulary_of(feature), [])
             first, known = feature.cardinality, self._predictor.num_ids(feature.name)
             before = values[: known - first]
             if len(before) < known - first or (
                 before and (self._predictor.encoder.ids_of(feature.name, before) != np.arange(first, known)).any()
             ):
                 raise OutgrownError(
-                    f"step {source.step} of {self._run} gives values of {feature.name!r} other ids than {self._artifact}"
+                    f"step {trained.step} of {self._run} gives values of {feature.name!r} other ids than {self._artifact}"
                 )
             if values[known - first :]:
                 found[feature.name] = NewIds(known, values[known - first :])
@@ -229,21 +226,23 @@ class Publisher:
         """Return whether the chain's deltas have more than `share` times the artifact's bytes."""
         return self._chain_bytes > share * self._manifest.size_bytes
 
-    def _patches(self, source: Source, path: str) -> Iterator[Patch]:
+    def _patches(self, trained: TrainedStep, path: str) -> Iterator[Patch]:
         applied = self._predictor.applied
-        changed = rows_changed_since(path, source.manifest, applied.save_id) if applied else None
+        changed = rows_changed_since(path, trained.manifest, applied.save_id) if applied else None
         self._not_finite = 0
-        for number, stored in enumerate(source.trained.stored):
+        for number, stored in enumerate(trained.stored):
             rows = None if changed is None else changed.get(stored.key, np.empty(0, np.int64))
-            parts = list(self._differing(source, number, rows))
+            parts = list(self._differing(trained, number, rows))
             if parts:
                 yield Patch(number, torch.cat([ids for ids, _ in parts]), torch.cat([new for _, new in parts]))
 
-    def _differing(self, source: Source, number: int, rows: Rows | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _differing(
+        self, trained: TrainedStep, number: int, rows: Rows | None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield those of `rows` (None: all) whose stored bytes differ from the servers', one block
         at a time.
         """
-        stored, table = source.trained.stored[number], self._manifest.tables[number]
+        stored, table = trained.stored[number], self._manifest.tables[number]
         at_once = block_rows(stored.dim * stored.dtype.itemsize)
         for first in range(0, stored.rows, at_once):
             last = min(first + at_once, stored.rows)
@@ -255,7 +254,7 @@ class Publisher:
             if not len(own):
                 continue
             begin, end = int(own[0]), int(own[-1]) + 1
-            values = source.trained.tensors.read(stored.key, [begin, 0], [end - begin, stored.dim]).float()
+            values = trained.tensors.read(stored.key, [begin, 0], [end - begin, stored.dim]).float()
             ids = torch.from_numpy(own)
             self._not_finite += int((~values[ids - begin].isfinite()).any(dim=1).sum())
             new = quantize_rows(values[ids - begin], table.precision).contiguous()
@@ -263,12 +262,12 @@ class Publisher:
             if differs.any():
                 yield ids[differs], new[differs]
 
-    def _stats_before(self, patches: list[Patch], source: Source) -> dict[str, float]:
+    def _stats_before(self, patches: list[Patch], trained: TrainedStep) -> dict[str, float]:
         """Return the statistics of a delta before it is applied, and the values with which its NE
         is compared.
         """
         if math.isnan(self._ne):
-            self._ne = self._normalized_entropy(source)
+            self._ne = self._normalized_entropy(trained)
         rows = sum(len(patch.ids) for patch in patches)
         new, old = (
             sum(_norms(self._manifest.tables[patch.table], each) for patch, each in pairs)
@@ -278,8 +277,8 @@ class Publisher:
             )
         )
         total = sum(table.stored_rows for table in self._manifest.tables)
-        progressive = source.manifest.get("progressive") or {}
-        event_time = (source.manifest.get("stream") or {}).get("event_time")
+        progressive = trained.manifest.get("progressive") or {}
+        event_time = (trained.manifest.get("stream") or {}).get("event_time")
         return {
             **({PROGRESSIVE_NE: float(progressive["ne"])} if progressive.get("ne") is not None else {}),
             **({"event_time": float(event_time)} if event_time is not None else {}),
@@ -304,12 +303,12 @@ class Publisher:
             )
         raise DeltaRefusedError(refusal)
 
-    def _normalized_entropy(self, source: Source) -> float:
+    def _normalized_entropy(self, trained: TrainedStep) -> float:
         """Return the NE of the predictor's scores for the main label, on the first rows of the
         validation split.
         """
         if self._batches is None:
-            self._batches = list(_validation_batches(source, self._job.delta_gate.max_rows))
+            self._batches = list(first_batches(trained, SPLIT, self._job.delta_gate.max_rows))
         scores, labels, weights = [], [], []
         for batch in self._batches:
             real = batch.is_present.numpy()
@@ -317,7 +316,7 @@ class Publisher:
             scores.append(found[:, 0].double().numpy()[real])
             labels.append(batch.labels.view(batch.batch_size, -1)[:, 0].double().numpy()[real])
             weights.append(batch.sample_weights.view(batch.batch_size, -1)[:, 0].double().numpy()[real])
-        target = source.trained.targets[0]
+        target = trained.targets[0]
         return quality(target.kind, *map(np.concatenate, (scores, labels, weights))).ne
 
     def _commit(self, draft: Delta, patches: list[Patch], contents: dict[str, bytes]) -> Delta:
@@ -364,21 +363,3 @@ def _check_artifact(artifact: str, manifest: Manifest) -> None:
 
 def _norms(table: TableFiles, rows: torch.Tensor) -> float:
     return float(dequantize_rows(rows, table.dim, table.precision).norm(dim=1).double().sum())
-
-
-def _validation_batches(source: Source, max_rows: int) -> Iterator[Batch]:
-    data = source.job.data
-    in_order = replace(data.reader, shuffle="none", num_streams=1, decode_threads=1)
-    reader = ShardReader(
-        source.data_path, source.dataset, "validation", global_batch_size=min(BATCH_ROWS, max_rows), rank=0, world_size=1,
-        config=in_order, seed=0, multi_hot=data.synthetic_multi_hot, drop_last=False, targets=source.trained.targets,
-    )  # fmt: skip
-    batches, left = reader.batches(epoch=0), max_rows
-    try:
-        for batch in batches:
-            yield batch
-            left -= batch.batch_size
-            if left <= 0:
-                return
-    finally:
-        batches.close()

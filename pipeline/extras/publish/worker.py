@@ -30,7 +30,7 @@ from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.manifest import MANIFEST
 from pipeline.runtime.storage.signature import requiring, signing
 from pipeline.serving.artifact.deltas import deltas_folder, pinned_sequence, why_pinned
-from pipeline.serving.artifact.export_run import export
+from pipeline.serving.artifact.export import export
 from pipeline.training.run_state import folder_of
 
 COMMIT_S = 600.0  # how long to wait for a save that is in progress

@@ -26,9 +26,9 @@ from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
 from pipeline.serving.artifact.kept_rows import KeptRows
-from pipeline.serving.artifact.package import vocabulary_path
+from pipeline.serving.artifact.manifest import RetrievalParts
 from pipeline.serving.artifact.raw_schema import RawFeature
-from pipeline.serving.artifact.retrieval_parts import RetrievalParts
+from pipeline.serving.artifact.writer import vocabulary_path
 from pipeline.serving.scoring.raw_files import format_of, layout_of_file
 from pipeline.serving.scoring.raw_rows import Bag, EncodedRows, bag_of, join_bags
 

@@ -18,9 +18,9 @@ from pipeline.extras.models.tasks.retrieval_metrics import RetrievalMetrics, Ret
 from pipeline.extras.retrieval.index import ItemIndex, Vectors, exact_search
 from pipeline.extras.retrieval.tower import own_columns
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.serving.artifact.certification_sample import Sample, SampleBatch
-from pipeline.serving.artifact.retrieval_parts import RetrievalParts
-from pipeline.serving.artifact.trained_model import TrainedModel
+from pipeline.serving.artifact.manifest import RetrievalParts
+from pipeline.serving.artifact.reference import Sample, SampleBatch
+from pipeline.serving.artifact.trained_step import TrainedStep
 from pipeline.serving.scoring.dense_program import Program
 
 SPLIT = "validation"
@@ -36,7 +36,7 @@ class Towers:
     `pooled` looks up the batch; each program takes the columns of its tower.
     """
 
-    trained: TrainedModel
+    trained: TrainedStep
     parts: RetrievalParts
     pooled: Callable[[SampleBatch], torch.Tensor]
     user: Program

@@ -16,8 +16,15 @@ from pipeline.extras.retrieval.index import NO_ITEM, ItemIndex, Vectors, index_c
 from pipeline.extras.retrieval.queries import Found, Queries, Wish
 from pipeline.extras.retrieval.tower import Tower, load_tower
 from pipeline.runtime.errors import ConfigError, ServingError
-from pipeline.serving.artifact.manifest import ArtifactError, Manifest, read_manifest
-from pipeline.serving.artifact.retrieval_parts import ITEM_INDEX, ITEM_VALUES, ITEM_VECTORS, RetrievalParts
+from pipeline.serving.artifact.manifest import (
+    ITEM_INDEX,
+    ITEM_VALUES,
+    ITEM_VECTORS,
+    ArtifactError,
+    Manifest,
+    RetrievalParts,
+    read_manifest,
+)
 from pipeline.serving.artifact.served_tasks import ServedTask
 from pipeline.serving.scoring.artifact_files import ArtifactFiles
 from pipeline.serving.scoring.column_lists import Rows

@@ -9,9 +9,15 @@ import torch
 
 from pipeline.config.server import SsdConfig
 from pipeline.extras.retrieval.index import Vectors
-from pipeline.serving.artifact.manifest import COMPILED_FILE, COMPOSED_FILE, DENSE_FILE, Manifest
+from pipeline.serving.artifact.manifest import (
+    COMPILED_FILE,
+    COMPOSED_FILE,
+    DENSE_FILE,
+    ITEM_PROGRAM,
+    Manifest,
+    RetrievalParts,
+)
 from pipeline.serving.artifact.raw_schema import RawSchema
-from pipeline.serving.artifact.retrieval_parts import ITEM_PROGRAM, RetrievalParts
 from pipeline.serving.scoring.artifact_files import ArtifactFiles, open_lookup, parts_of
 from pipeline.serving.scoring.dense_program import Program, load_compiled
 from pipeline.serving.scoring.lookup import TableLookup

@@ -1,19 +1,16 @@
-"""Separate one tower of a two-tower as a module: (dense, pooled rows of its features) ->
-vectors.
-"""
+"""Separate one tower of a two-tower as a module: (dense, pooled rows of its features) -> vectors."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from pipeline.serving.artifact.dense_export import Layers
-from pipeline.serving.artifact.trained_model import TrainedModel
+from pipeline.serving.artifact.reference import Program
+from pipeline.serving.artifact.trained_step import TrainedStep
 
 
 class TowerLayers(nn.Module):
@@ -35,9 +32,7 @@ class TowerLayers(nn.Module):
         return vectors
 
     def _drop_unused(self) -> None:
-        """Remove unused parts, found by gradients, because they would be written into the
-        artifact.
-        """
+        """Remove unused parts, found by gradients, because they would be written into the artifact."""
         self.eval().requires_grad_(True)
         names = [name for name, _ in self.model.named_parameters()]
         vectors = self(torch.ones(2, self.num_dense), torch.ones(2, self.pooled_dim))
@@ -49,34 +44,20 @@ class TowerLayers(nn.Module):
         self.requires_grad_(False)
 
 
-def towers_of(trained: TrainedModel, features: dict[str, list[str]]) -> dict[str, TowerLayers]:
-    """Return the layers of the user's and the item's tower in fp32. features: the keys of each
-    tower in the batch's order.
+def towers_of(step: TrainedStep, features: dict[str, list[str]]) -> dict[str, TowerLayers]:
+    """Return the layers of the user's and of the item's tower, in fp32.
+
+    features: tower -> its features, in the order of the batch. Dense features belong to the user.
     """
-    dims = dict(zip(trained.keys, trained.model_dims, strict=True))
+    dims = dict(zip(step.keys, step.model_dims, strict=True))
     return {
-        tower: TowerLayers(trained.model, tower, keys, [dims[key] for key in keys], _num_dense(trained, tower))
+        tower: TowerLayers(
+            step.model, tower, keys, [dims[key] for key in keys], step.num_dense if tower == "user" else 0
+        )
         for tower, keys in features.items()
     }
 
 
-def as_trained(layers: TowerLayers, dim: int, is_bf16: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return a function that evaluates the tower as the trainer does: (dense, pooled) -> vectors
-    [batch, dim].
-    """
-    program = Layers(copy.deepcopy(layers), width=dim).eval()
-
-    def run(dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        context: AbstractContextManager[object] = (
-            torch.autocast("cpu", dtype=torch.bfloat16) if is_bf16 else nullcontext()
-        )
-        with context:
-            vectors: torch.Tensor = program(dense, pooled)
-        return vectors
-
-    return run
-
-
-def _num_dense(trained: TrainedModel, tower: str) -> int:
-    """Return the number of dense features. They belong to the user's tower."""
-    return trained.num_dense if tower == "user" else 0
+def as_trained(layers: TowerLayers, dim: int, step: TrainedStep) -> Program:
+    """Return the tower as the trainer evaluates it: (dense, pooled) -> vectors [batch, dim]."""
+    return step.program(Layers(copy.deepcopy(layers), width=dim).eval())

@@ -29,7 +29,8 @@ from pipeline.data.read.value_index import index_values
 from pipeline.data.targets import Target
 from pipeline.extras.stream.source import Lines, Rows, TableRows
 from pipeline.runtime.errors import RetrainingError
-from pipeline.serving.artifact.package import schema_of, vocabulary_path
+from pipeline.serving.artifact.raw_schema import schema_of
+from pipeline.serving.artifact.writer import vocabulary_path
 from pipeline.serving.scoring.raw_rows import EncodedRows, RowEncoder
 
 

@@ -1,4 +1,4 @@
-"""Measure how far an artifact's scores are from the trained model's, and decide whether it may be written.
+"""Certify an artifact: measure how far its scores are from the trained model's, and refuse it past a limit.
 
 The artifact's files are loaded as a server loads them, and score the rows that the trained model has scored.
 """
@@ -6,26 +6,26 @@ The artifact's files are loaded as a server loads them, and score the rows that 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
+from typing import Any
 
-from pipeline.config.serving import PRECISIONS, ParityConfig
+from pipeline.config.jobs.evaluate import ExportJob
+from pipeline.config.serving import AUTO, PRECISIONS, ParityConfig
 from pipeline.data.targets import Target
-from pipeline.runtime.logs import progress
-from pipeline.serving.artifact.kept_rows import KeptRows
+from pipeline.runtime.errors import ServingError
+from pipeline.runtime.logs import get_logger, progress
 from pipeline.serving.artifact.manifest import Manifest
+from pipeline.serving.artifact.plan import ExportPlan
 from pipeline.serving.artifact.quantize import nearest, row_bytes
-from pipeline.serving.artifact.task_quality import Parity, Quality
+from pipeline.serving.artifact.reference import SPLIT, Reference
+from pipeline.serving.artifact.task_quality import Parity, Quality, measures
 from pipeline.serving.scoring.artifact_files import load_parts
 
-if TYPE_CHECKING:
-    from pipeline.serving.artifact.reference import Reference
-
-SPLIT = "validation"
+logger = get_logger("pipeline.export")
 
 
 def excesses(found: dict[str, Parity], limits: ParityConfig) -> list[str]:
-    """A line for each limit that a split, and of several labels one of them, passes, with both numbers."""
+    """Return a line with both numbers for each limit that a split exceeds. Several labels are checked one by one."""
     lines = []
     parities = {f"{split}, {name}": of_task for split, each in found.items() for name, of_task in each.tasks.items()}
     for split, parity in {**{split: each for split, each in found.items() if not each.tasks}, **parities}.items():
@@ -40,53 +40,40 @@ def excesses(found: dict[str, Parity], limits: ParityConfig) -> list[str]:
             if value > limit
         ]
         name = split.partition(",")[0]
-        way_out = f"leave {name} out of parity.splits" if name != SPLIT else "prepare the data with both kinds in it"
-        if math.isnan(parity.ne_delta):  # AUC alone is undefined where labels are numbers
+        fix = f"leave {name} out of parity.splits" if name != SPLIT else "prepare the data with both kinds in it"
+        if math.isnan(parity.ne_delta):  # if labels are numbers, only AUC is undefined
             lines.append(
                 f"{split}: NE is undefined, its {parity.rows:,} rows have labels of one kind, so parity.max_ne_increase and "
-                f"parity.max_auc_decrease cannot be held: {way_out}"
+                f"parity.max_auc_decrease cannot be held: {fix}"
             )
     return lines
 
 
-def costs(reference: Reference, kept: list[KeptRows | None], limits: ParityConfig) -> dict[str, Any]:
-    """What each precision of all tables would cost on the validation split, and what pruning costs, each by itself."""
-    trained, precisions = reference.trained, {}
-    with progress("measuring what each precision costs", len(PRECISIONS)) as bar:
-        for name in PRECISIONS:
-            mix = [nearest(stored.dim, name) for stored in trained.stored]
-            table_bytes = sum(
-                table.rows * row_bytes(table.dim, kind) for table, kind in zip(trained.stored, mix, strict=True)
-            )
-            parity = reference.parity_of(SPLIT, mix)
-            precisions[name] = {**parity.as_dict(), "table_bytes": table_bytes}
-            bar.advance(1)
-    return {
-        "model": {split: _said(trained.targets, found) for split, found in reference.qualities.items()},
-        "model_precision": "bf16" if trained.is_bf16 else "fp32",
-        "precisions": precisions,
-        "pruning": _cost_of_pruning(reference, kept) if any(rows is not None for rows in kept) else None,
-        "limits": asdict(limits),
-    }
+def certify(job: ExportJob, reference: Reference, plan: ExportPlan, draft: Manifest, path: str) -> Manifest:
+    """Return the manifest `draft` of the files in folder `path` with its certificate.
+
+    Raises:
+        ServingError: the scores are further from the trained model's than job.parity allows.
+    """
+    certificate = _costs(reference, plan, job.parity)
+    found = _compare(reference, draft, path)
+    certificate["splits"] = {split: parity.as_dict() for split, parity in found.items()}
+    for split, parity in found.items():
+        titles = measures(parity.ne_delta, parity.auc_delta)
+        deltas = "".join(f"{title} {getattr(parity, f'{key}_delta'):+.6f}, " for key, title in titles.items())
+        largest, mean = parity.max_score_difference, parity.mean_score_difference
+        logger.info("artifact   %s: %sscores differ by %.2g at most, %.2g on average", split, deltas, largest, mean)
+    if lines := excesses(found, job.parity):
+        hints = ["precision=auto finds the smallest mix within ne_budget"] if job.precision != AUTO else []
+        hints += ["prune less"] if job.pruning.kind != "none" else []
+        hints += ["dense=fp32"] if job.dense != "fp32" else []
+        raise ServingError(refusal(lines, certificate, hints, job.precision))
+    return replace(draft, certificate=certificate)
 
 
-def _said(targets: list[Target], found: list[Quality]) -> dict[str, Any]:
-    """The quality of one label; of several by their names."""
-    if len(found) == 1:
-        return asdict(found[0])
-    return {target.name: asdict(each) for target, each in zip(targets, found, strict=True)}
-
-
-def _cost_of_pruning(reference: Reference, kept: list[KeptRows | None]) -> dict[str, Any]:
-    stored = reference.trained.stored
-    left = [table.rows if rows is None else rows.num_kept for table, rows in zip(stored, kept, strict=True)]
-    parity = reference.parity_of_pruned(SPLIT, kept)
-    return {**parity.as_dict(), "rows_before": sum(table.rows for table in stored), "rows_after": sum(left)}
-
-
-def check(reference: Reference, manifest: Manifest, path: str) -> dict[str, Parity]:
-    """By split. `path` is where the artifact's files lie; its manifest is not written yet."""
-    lookup, program = load_parts(path, manifest)
+def _compare(reference: Reference, draft: Manifest, path: str) -> dict[str, Parity]:
+    """Return split -> the artifact's scores compared with the model's."""
+    lookup, program = load_parts(path, draft)
     with progress("scoring by the artifact", sum(sample.num_rows for sample in reference.samples.values())) as bar:
         return {
             split: reference.compare(split, sample.score(program, lambda batch: lookup.pooled(*batch.ids), bar.advance))
@@ -94,10 +81,43 @@ def check(reference: Reference, manifest: Manifest, path: str) -> dict[str, Pari
         }
 
 
-def refusal(excesses: list[str], certificate: dict[str, Any], hints: list[str], precision: str) -> str:
-    """Why an artifact of this precision is not written. The first way out is the smallest wider one that would do.
+def _costs(reference: Reference, plan: ExportPlan, limits: ParityConfig) -> dict[str, Any]:
+    """Return what each precision of all tables, and pruning, would cost on the validation split, each alone."""
+    step, precisions = plan.step, {}
+    with progress("measuring what each precision costs", len(PRECISIONS)) as bar:
+        for name in PRECISIONS:
+            mix = [nearest(stored.dim, name) for stored in step.stored]
+            table_bytes = sum(
+                table.rows * row_bytes(table.dim, kind) for table, kind in zip(step.stored, mix, strict=True)
+            )
+            parity = reference.parity_of(SPLIT, mix)
+            precisions[name] = {**parity.as_dict(), "table_bytes": table_bytes}
+            bar.advance(1)
+    pruning = None
+    if any(rows is not None for rows in plan.kept):
+        left = (each.stored.rows if each.kept is None else each.kept.num_kept for each in plan.tables)
+        parity = reference.parity_of_pruned(SPLIT, plan.kept)
+        pruning = {**parity.as_dict(), "rows_before": step.num_rows, "rows_after": sum(left)}
+    return {
+        "model": {split: _by_target(step.targets, found) for split, found in reference.qualities.items()},
+        "model_precision": step.precision,
+        "precisions": precisions,
+        "pruning": pruning,
+        "limits": asdict(limits),
+    }
 
-    Which would is known of the validation split alone: on another one the refused precision may be the only one that does not.
+
+def _by_target(targets: list[Target], found: list[Quality]) -> dict[str, Any]:
+    """Return the quality of the only label, or label -> its quality."""
+    if len(found) == 1:
+        return asdict(found[0])
+    return {target.name: asdict(each) for target, each in zip(targets, found, strict=True)}
+
+
+def refusal(excesses: list[str], certificate: dict[str, Any], hints: list[str], precision: str) -> str:
+    """Say why an artifact of this precision is not written. The first suggestion is the smallest precision that fits.
+
+    Whether a precision fits is known for the validation split only.
     """
     limits = certificate["limits"]
     wider = PRECISIONS[: PRECISIONS.index(precision)] if precision in PRECISIONS else PRECISIONS

@@ -1,7 +1,7 @@
 """Serve compressed tables: split their ids and compose their rows as training does.
 
-The parts are tables of an artifact as all others. What is beside them, the tables' settings and the parameters that
-compose rows (cores, small networks, projections), is one file: a line of JSON, then numbers. Nothing in it is a pickle.
+The parts are ordinary tables of an artifact. The settings of the tables and the parameters that compose rows (cores,
+small networks, projections) are one file: a line of JSON, then numbers. Nothing in the file is a pickle.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -21,14 +21,58 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from pipeline.data.read.batch import keyed_jagged_tensor
 from pipeline.embeddings.collection import ComposedEmbeddings, Composition
 from pipeline.embeddings.compression.kind import compressed, kind_of
+from pipeline.embeddings.compression.managed_collision import IDS_A_BUCKET
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.physical import physical_tables
 from pipeline.embeddings.table import Table
 from pipeline.runtime.errors import ServingError
-from pipeline.serving.artifact.row_maps import RowMap
 from pipeline.serving.scoring.lookup import TableLookup
 
 MAX_HEADER_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """The rows that hashed ids of a table with managed collision had when its training was saved.
+
+    ids: int64, ascending, as the id splitter hashes them (a bucket, then a number within it).
+    An id that is not among them shares the last row of its bucket.
+    """
+
+    ids: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    rows_a_bucket: int
+
+    def problem(self, num_rows: int) -> str:
+        """Return what no map of a table with `num_rows` rows has, or an empty string."""
+        if not 1 <= self.rows_a_bucket <= num_rows:
+            return f"has {self.rows_a_bucket} rows a bucket, and the table has {num_rows}"
+        if len(self.ids) and (self.rows.min() < 0 or self.rows.max() >= num_rows):
+            return f"has rows from {self.rows.min()} to {self.rows.max()}, and the table has {num_rows}"
+        if (self.ids[1:] <= self.ids[:-1]).any():
+            return "has ids that do not ascend"
+        return ""
+
+    def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the rows [n] of ids [n]."""
+        shared = (ids // IDS_A_BUCKET + 1) * self.rows_a_bucket - 1
+        if not len(self.ids):
+            return shared
+        positions = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
+        return np.where(self.ids[positions] == ids, self.rows[positions], shared)
+
+
+def row_map(sorted_ids: NDArray[np.int64], rows: NDArray[np.int64], num_buckets: int) -> RowMap:
+    """Make a map from the state of a checkpoint.
+
+    The state holds one bucket after the other: ascending numbers within the bucket, and its own rows from 0 on. If a
+    bucket is not full, its last numbers are the largest integer.
+    """
+    rows_a_bucket = len(sorted_ids) // num_buckets
+    buckets = np.repeat(np.arange(num_buckets), rows_a_bucket)
+    used = sorted_ids < IDS_A_BUCKET
+    ids = buckets[used] * IDS_A_BUCKET + sorted_ids[used]
+    return RowMap(ids, buckets[used] * rows_a_bucket + rows[used], rows_a_bucket)
 
 
 class ComposedTables:
@@ -47,7 +91,7 @@ class ComposedTables:
         managed = [part for part in self.parts if part.managed is not None]
         if sorted(part.name for part in managed) != sorted(self.row_maps):
             raise ServingError(
-                f"tables {[part.name for part in managed]} want maps, there are those of {[*self.row_maps]}"
+                f"tables {[part.name for part in managed]} need maps, but there are maps of {[*self.row_maps]}"
             )
         for part in managed:
             if problem := self.row_maps[part.name].problem(part.num_embeddings):

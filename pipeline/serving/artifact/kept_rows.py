@@ -6,8 +6,6 @@ array of row numbers, as FBGEMM's own remapping has it, would take 32 bits a row
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -80,11 +78,3 @@ class RowMask:
 
     def finish(self) -> KeptRows:
         return KeptRows(self._num_rows, self._bytes.view(np.uint64))
-
-
-def kept_of(num_rows: int, rows: Iterable[NDArray[np.int64]]) -> KeptRows:
-    """Row 0 and all of `rows`."""
-    mask = RowMask(num_rows)
-    for part in rows:
-        mask.add(part)
-    return mask.finish()

@@ -39,12 +39,12 @@ from pipeline.runtime.storage.signature import Purpose
 from pipeline.serving.artifact.kept_rows import WORD_BITS
 from pipeline.serving.artifact.quantize import fits, row_bytes
 from pipeline.serving.artifact.raw_schema import RawSchema
-from pipeline.serving.artifact.retrieval_parts import ITEM_PROGRAM, ITEM_VALUES, ITEM_VECTORS, RetrievalParts
 from pipeline.serving.artifact.schema_problem import schema_problem
 from pipeline.serving.artifact.served_tasks import ServedTask
 
 FORMAT_VERSION = 1
 DENSE_FILE, COMPILED_FILE, COMPOSED_FILE = "dense.pt2", "dense.compiled.pt2", "composed.bin"
+ITEM_PROGRAM, ITEM_VECTORS, ITEM_VALUES, ITEM_INDEX = "item.pt2", "items.vectors", "items.arrow", "items.index"
 FILE_NAME = re.compile(
     r"(tables|vocabulary)/[0-9]{5}\.(rows|kept|arrow)|dense(\.compiled)?\.pt2|composed\.bin|item\.pt2|items\.(vectors|arrow|index)"
 )
@@ -73,6 +73,28 @@ class TableFiles:
     @property
     def size_bytes(self) -> int:
         return self.stored_rows * row_bytes(self.dim, self.precision)
+
+
+@dataclass(frozen=True)
+class RetrievalParts:
+    """The parts of a two-tower's artifact in addition to tables and the user's program.
+
+    user_features, item_features: the features of each tower, in the order of the batch.
+    item_feature: the feature that names the item. item.pt2 is the item's program. items.vectors
+    has a row of `dim` float32 for each item, items.arrow the raw values of the items in the same
+    order, items.index the index if it has a file. search: candidates that hnsw keeps.
+    """
+
+    item_feature: str
+    user_features: list[str]
+    item_features: list[str]
+    dim: int
+    num_items: int
+    index: str
+    search: int
+
+    def features_of(self, tower: str) -> list[str]:
+        return self.user_features if tower == "user" else self.item_features
 
 
 @dataclass(frozen=True)

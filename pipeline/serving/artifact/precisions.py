@@ -12,38 +12,35 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.serving import AUTO, PRECISIONS, ParityConfig
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.serving.artifact.certificate import excesses
-from pipeline.serving.artifact.certification_sample import BATCH_ROWS
 from pipeline.serving.artifact.quantize import fits, nearest, row_bytes
-from pipeline.serving.artifact.reference import Reference
-from pipeline.serving.artifact.trained_model import TrainedModel
+from pipeline.serving.artifact.reference import BATCH_ROWS, SPLIT, Reference
+from pipeline.serving.artifact.trained_step import TrainedStep
 
 logger = get_logger(__name__)
 MAX_NAMED = 8
 ROWS = 16_384  # on which single tables are measured; whole mixes are measured on the whole sample
-SPLIT = "validation"
 NEAR = 0.75  # of the limits of parity on AUC and single scores
 MIN_LOSS = 1e-9  # a smaller loss, or a gain, is noise
 
 
-def choose_precisions(
-    reference: Reference, precision: str, tables: dict[str, str], ne_budget: float, limits: ParityConfig
-) -> list[str]:
-    """Return one precision for each table. `tables`: table, or compressed table, -> its own instead of `precision`.
+def choose_precisions(job: ExportJob, reference: Reference) -> list[str]:
+    """Return one precision for each table: job.precision, or the one that job.tables gives its name.
 
     Raises:
         ServingError: a table cannot have rows of its precision.
     """
-    if precision != AUTO:
-        return given_precisions(reference.trained, precision, tables)
-    return _logged(find_mix(reference, _fixed(reference.trained, tables), ne_budget, limits))
+    if job.precision != AUTO:
+        return given_precisions(job, reference.trained)
+    return _logged(find_mix(reference, _fixed(reference.trained, job.tables), job.ne_budget, job.parity))
 
 
-def given_precisions(trained: TrainedModel, precision: str, tables: dict[str, str]) -> list[str]:
+def given_precisions(job: ExportJob, trained: TrainedStep) -> list[str]:
     """As choose_precisions, for a precision other than auto."""
-    fixed = _fixed(trained, tables)
+    precision, fixed = job.precision, _fixed(trained, job.tables)
     found = [fixed.get(table.name) or nearest(table.embedding_dim, precision) for table in trained.tables]
     names = [table.name for table in trained.tables]
     missed = [name for name, has in zip(names, found, strict=True) if has != precision and name not in fixed]
@@ -55,7 +52,7 @@ def given_precisions(trained: TrainedModel, precision: str, tables: dict[str, st
     return _logged(found)
 
 
-def _fixed(trained: TrainedModel, tables: dict[str, str]) -> dict[str, str]:
+def _fixed(trained: TrainedStep, tables: dict[str, str]) -> dict[str, str]:
     """Table -> the precision that its name asks for. Raises ServingError if a table cannot have it."""
     fixed = {}
     for table in trained.tables:

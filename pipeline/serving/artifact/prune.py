@@ -1,4 +1,4 @@
-"""Say which rows of a trained table an artifact keeps: those that were trained, or those that are looked up often."""
+"""Choose the rows of a trained table that an artifact keeps: rows that were trained, or rows that are looked up often."""
 
 from __future__ import annotations
 
@@ -17,64 +17,46 @@ from pipeline.embeddings.table import Table
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.artifact.kept_rows import KeptRows, RowMask
-from pipeline.serving.artifact.table_files import block_rows
-from pipeline.serving.artifact.trained_model import TrainedModel
+from pipeline.serving.artifact.trained_step import TrainedStep, block_rows
 
-# What grows with each time that a row is trained, in the order in which it is looked for: (row-wise) Adagrad of FBGEMM,
-# Adagrad and Adam of torch, Adam of FBGEMM.
+# State that grows each time a row is trained, in the order of search: (row-wise) Adagrad of FBGEMM, Adagrad and Adam of
+# torch, Adam of FBGEMM.
 STATES = ("sum", "exp_avg_sq", "momentum2", "momentum1")
 BUCKETS = 1 << 16
 logger = get_logger("pipeline.export")
 
 
-def prune_tables(trained: TrainedModel, config: PruningConfig) -> list[KeptRows | None]:
-    """rows_to_keep of a step's tables; the log says how many."""
-    kept = rows_to_keep(trained.tensors, trained.stored, trained.tables, config)
-    if config.kind != "none":
-        before = sum(stored.rows for stored in trained.stored)
-        after = sum(
-            stored.rows if rows is None else rows.num_kept for stored, rows in zip(trained.stored, kept, strict=True)
-        )
-        share = 100 * after / before
-        logger.info("pruning    %s: %s of %s rows stay (%.1f %%)", config.kind, f"{after:,}", f"{before:,}", share)
-    return kept
+def prune_tables(step: TrainedStep, config: PruningConfig) -> list[KeptRows | None]:
+    """Return for each table the rows to keep. None means all rows.
 
-
-def kept_alone(trained: TrainedModel, kept: Sequence[KeptRows | None]) -> dict[str, KeptRows]:
-    """Feature -> the rows that stay, of features with a table of their own that was pruned."""
-    return {
-        table.feature_names[0]: rows
-        for table, rows in zip(trained.tables, kept, strict=True)
-        if rows is not None and len(table.feature_names) == 1
-    }
-
-
-def rows_to_keep(
-    tensors: StepTensors, stored: Sequence[StoredTable], tables: Sequence[Table], config: PruningConfig
-) -> list[KeptRows | None]:
-    """Of each table; None: all of them, as of every part of a compressed table, whose rows stand for many ids each.
-
-    A `fraction` is of the rows of all tables that may be pruned: small tables have hot rows alone.
+    A part of a compressed table keeps all its rows, because each of them stands for many ids.
+    `config.fraction` counts rows of all tables that may be pruned: small tables have hot rows only.
 
     Raises:
         ServingError: the optimizer keeps no state that says which rows were trained.
     """
-    whole = [stored_table for stored_table, table in zip(stored, tables, strict=True) if table.part_of is None]
+    if config.kind == "none":
+        return [None] * len(step.tables)
+    whole = [stored for stored, table in zip(step.stored, step.tables, strict=True) if table.part_of is None]
     if config.kind == "untrained":
         limit = config.state_at_most
         if config.fraction is not None:
-            limit = max(limit, _limit_of(tensors, whole, config.fraction))
-        chosen = {stored_table.name: _trained(tensors, stored_table, limit) for stored_table in whole}
-    elif config.kind == "frequency":
-        chosen = {name: _first_rows(rows, kept) for name, (rows, kept) in _num_frequent(tables, config).items()}
+            limit = max(limit, _limit_of(step.tensors, whole, config.fraction))
+        chosen = {stored.name: _trained(step.tensors, stored, limit) for stored in whole}
     else:
-        chosen = {}
-    kept = [chosen.get(stored_table.name) for stored_table in stored]
-    return [None if rows is None or rows.num_kept == rows.num_rows else rows for rows in kept]
+        chosen = {name: _first_rows(rows, kept) for name, (rows, kept) in _num_frequent(step.tables, config).items()}
+    kept = [chosen.get(stored.name) for stored in step.stored]
+    kept = [None if rows is None or rows.num_kept == rows.num_rows else rows for rows in kept]
+    after = sum(stored.rows if rows is None else rows.num_kept for stored, rows in zip(step.stored, kept, strict=True))
+    before = step.num_rows
+    logger.info(
+        "pruning    %s: %s of %s rows stay (%.1f %%)", config.kind, f"{after:,}", f"{before:,}", 100 * after / before
+    )
+    return kept
 
 
 def _trained(tensors: StepTensors, stored: StoredTable, limit: float) -> KeptRows:
-    """The rows whose state is above `limit`."""
+    """Return the rows whose state is above `limit`."""
     mask, first = RowMask(stored.rows), 0
     for values in _state_blocks(tensors, stored):
         mask.set_block(first, (values > limit).numpy())
@@ -83,9 +65,9 @@ def _trained(tensors: StepTensors, stored: StoredTable, limit: float) -> KeptRow
 
 
 def _limit_of(tensors: StepTensors, stored: Sequence[StoredTable], fraction: float) -> float:
-    """The largest state that at most `fraction` of all rows do not pass, by a histogram of 65,536 buckets.
+    """Return the largest state that at most `fraction` of all rows do not exceed, by a histogram of 65,536 buckets.
 
-    The upper 16 bits of a float32 that is not negative ascend with it.
+    The upper 16 bits of a float32 that is not negative ascend with its value.
     """
     counts = np.zeros(BUCKETS, np.int64)
     for stored_table in stored:
@@ -97,12 +79,12 @@ def _limit_of(tensors: StepTensors, stored: Sequence[StoredTable], fraction: flo
 
 
 def _state_blocks(tensors: StepTensors, stored: StoredTable) -> Iterator[torch.Tensor]:
-    """[n] float32, not negative: the state of successive rows, the largest of a row where it has one an element."""
+    """Yield the state of successive rows, [n] float32, not negative: the largest number of each row."""
     state = next((name for name in STATES if name in stored.states), None)
     if state is None:
         raise ServingError(
-            f"pruning.kind=untrained wants optimizer state that says which rows of {stored.name!r} were trained, and this "
-            "run's optimizer keeps none (it has it with adagrad, rowwise_adagrad and adam); use pruning.kind=frequency"
+            f"pruning.kind=untrained needs optimizer state that says which rows of {stored.name!r} were trained, and this "
+            "run's optimizer keeps none (adagrad, rowwise_adagrad and adam keep it); use pruning.kind=frequency"
         )
     rows_at_once = block_rows(4 if stored.is_row_wise(state) else 4 * stored.dim)
     for first in range(0, stored.rows, rows_at_once):
@@ -115,7 +97,7 @@ def _state_blocks(tensors: StepTensors, stored: StoredTable) -> Iterator[torch.T
 
 
 def _num_frequent(tables: Sequence[Table], config: PruningConfig) -> dict[str, tuple[int, int]]:
-    """Table -> (rows, how many of the first ones stay), of those whose rows are in the order of their frequency."""
+    """Return table -> (rows, number of first rows that stay), for tables whose rows are in the order of frequency."""
     ordered = [
         (table, table.frequencies)
         for table in tables
@@ -124,7 +106,7 @@ def _num_frequent(tables: Sequence[Table], config: PruningConfig) -> dict[str, t
     if config.keep_lookups is not None:
         wanted = config.keep_lookups
         return {table.name: (table.num_embeddings, _rows_of_share(curve, wanted)) for table, curve in ordered}
-    # Stretches of the curves, each with its lookups a row; the coldest go first.
+    # Stretches of the curves, each with its lookups a row. The coldest stretches are left out first.
     stretches = [stretch for table, curve in ordered for stretch in _stretches(table, curve)]
     kept = {table.name: table.num_embeddings for table, _ in ordered}
     left_over = int((config.fraction or 0.0) * sum(kept.values()))
@@ -136,8 +118,10 @@ def _num_frequent(tables: Sequence[Table], config: PruningConfig) -> dict[str, t
 
 
 def _stretches(table: Table, curve: RowFrequencies) -> Iterator[tuple[float, int, str]]:
-    """(lookups a row, rows, table) of successive rows. One row is left out of the last: the unknown row stays, and where
-    nothing is unknown the curve counts it there."""
+    """Yield (lookups a row, rows, table) of successive rows.
+
+    The last stretch has one row less: the unknown row stays, and if nothing is unknown the curve counts it there.
+    """
     factor = sum(table.pooling_factors)
     for (left, right), (low, high) in zip(pairwise(curve.rows), pairwise(curve.shares), strict=True):
         yield factor * (high - low) / (right - left), right - left - (right == curve.rows[-1]), table.name
@@ -146,7 +130,7 @@ def _stretches(table: Table, curve: RowFrequencies) -> Iterator[tuple[float, int
 
 
 def _rows_of_share(curve: RowFrequencies, share: float) -> int:
-    """How many of the first rows take that share of the lookups."""
+    """Return how many of the first rows receive that share of the lookups."""
     for (left, right), (low, high) in zip(pairwise(curve.rows), pairwise(curve.shares), strict=True):
         if high >= share:
             return left + int(np.ceil((right - left) * max(0.0, share - low) / max(high - low, 1e-12)))

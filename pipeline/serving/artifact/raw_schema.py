@@ -1,14 +1,21 @@
-"""Say what an artifact's raw rows are, and what becomes of their columns (stdlib only)."""
+"""Describe the raw rows of an artifact: their columns, and the transform of each column."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipeline.config.transforms import NUMBER, TransformConfig, make_transform, raw_inputs, restore
-from pipeline.data.dataset import SequenceFeature
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
+from pipeline.config.columns import ColumnsConfig
+from pipeline.config.transforms import NUMBER, TransformConfig, make_transform, raw_inputs, restore
+from pipeline.data.dataset import Dataset, SequenceFeature, SparseFeature, vocabulary_of
+from pipeline.runtime.storage import storage
+
+ROW_ZERO = "row_zero_share"  # of a feature's lookups, in Manifest.lookups
 DENSE, SPARSE, MULTI_HOT = "dense", "sparse", "multi_hot"
 
 
@@ -81,3 +88,85 @@ class RawSchema:
     def in_buckets(self) -> dict[str, list[float]]:
         """Numeric column that is looked up by its bucket -> boundaries of its buckets."""
         return {each.name: each.boundaries for each in self.features if each.boundaries is not None}
+
+
+def schema_of(
+    dataset: Dataset,
+    keys: list[str],
+    columns: ColumnsConfig,
+    multi_hot: dict[str, int],
+    new_values: Mapping[str, list[str]] | None = None,
+) -> RawSchema:
+    """Describe the raw rows of a model that reads the features `keys`.
+
+    multi_hot: feature -> largest number of ids a row.
+    new_values: vocabulary -> values that a stream has added to it.
+    """
+    features = [
+        RawFeature(
+            feature.name,
+            feature.cardinality + len((new_values or {}).get(vocabulary_of(feature), ())),
+            feature.multi_hot,
+            multi_hot.get(feature.name, 1),
+            feature.hash_size,
+            feature.hash_seed,
+            feature.boundaries,
+            _sequence(feature, keys),
+            feature.weighted,
+        )
+        for feature in map(dataset.sparse_feature, keys)
+    ]
+    schema = RawSchema(
+        list(dataset.dense_features),
+        features,
+        dataset.dense_transform,
+        columns.list_separator,
+        dataset.dense_columns,
+        list(columns.null_values),
+        list(dataset.transforms),
+    )
+    return schema.of_features(keys)
+
+
+def _sequence(feature: SparseFeature, keys: list[str]) -> SequenceFeature | None:
+    """Return the feature's sequence, without a leader that the model does not read."""
+    sequence = feature.sequence
+    if sequence is None or sequence.beside is None or sequence.beside in keys:
+        return sequence
+    return replace(sequence, beside=None)
+
+
+def lookups_of(dataset: Dataset, data_path: str, multi_hot: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """Return how often each feature with a vocabulary looks up, and how its lookups fall on the ids.
+
+    The cache of tables on an SSD reads this. row_zero_share is the share of unknown and missing
+    values in the validation rows (scoring.coverage).
+    """
+    shares = _row_zero_shares(dataset, data_path)
+    return {
+        feature.name: {
+            **({ROW_ZERO: shares[feature.name]} if feature.name in shares else {}),
+            "per_row": float(multi_hot.get(feature.name, feature.mean_pooling_factor)),
+            "ranks": feature.frequency_curve.ranks,
+            "shares": feature.frequency_curve.shares,
+        }
+        for feature in dataset.sparse_features
+        if feature.hash_size is None  # hashed ids are in no order of frequency
+    }
+
+
+def _row_zero_shares(dataset: Dataset, data_path: str) -> dict[str, float]:
+    """Return the share of row 0 in the lookups of each feature, in the first row groups of validation."""
+    names = [feature.name for feature in dataset.sparse_features if feature.hash_size is None]
+    files = dataset.splits["validation"].files
+    if not names or not files:
+        return {}
+    zeros, totals = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+    with storage.open_file(storage.join(data_path, files[0].path), "rb") as raw, pq.ParquetFile(raw) as file:
+        for number in range(min(file.num_row_groups, 8)):
+            table = file.read_row_group(number)
+            for name in names:
+                column = table[name].combine_chunks()
+                ids = np.asarray(column.flatten() if pa.types.is_list(column.type) else column)
+                zeros[name], totals[name] = zeros[name] + int((ids == 0).sum()), totals[name] + len(ids)
+    return {name: round(zeros[name] / totals[name], 6) for name in names if totals[name]}

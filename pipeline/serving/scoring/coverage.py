@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-ROW_ZERO = "row_zero_share"  # in Manifest.lookups
+from pipeline.serving.artifact.raw_schema import ROW_ZERO
+
 RISE = 0.25  # above the share of the validation rows
 MIN_LOOKUPS = 100
 MAX_NAMED = 5

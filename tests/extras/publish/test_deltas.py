@@ -35,9 +35,10 @@ from pipeline.serving.artifact.deltas import (
     tensors_from_bytes,
     tensors_to_bytes,
 )
-from pipeline.serving.artifact.export_run import ExportSummary, export
+from pipeline.serving.artifact.export import export
 from pipeline.serving.artifact.manifest import read_manifest
-from pipeline.serving.artifact.table_files import write_bytes
+from pipeline.serving.artifact.summary import ExportSummary
+from pipeline.serving.artifact.writer import write_bytes
 from pipeline.serving.http.batching import Batcher, Scores
 from pipeline.serving.http.metrics import ServerMetrics
 from pipeline.serving.scoring.load import find_folder

@@ -20,7 +20,7 @@ from pipeline.extras.ssd_serving.cache_plan import (
 )
 from pipeline.extras.ssd_serving.lookup import SsdLookup, read_latency_us
 from pipeline.runtime.errors import ServingError
-from pipeline.serving.artifact.kept_rows import kept_of
+from pipeline.serving.artifact.kept_rows import RowMask
 from pipeline.serving.artifact.quantize import quantize_rows
 from pipeline.serving.scoring.lookup import RamLookup, ServedFeature, ServedTable
 from tests.support.messages import names
@@ -32,7 +32,9 @@ def written(
     folder: Path, number: int, rows: int, dim: int, precision: str, pooling: str, kept: bool = False
 ) -> ServedTable:
     generator = torch.Generator().manual_seed(number)
-    keep = kept_of(rows, [np.arange(0, rows, 3)]) if kept else None
+    mask = RowMask(rows)
+    mask.add(np.arange(0, rows, 3))
+    keep = mask.finish() if kept else None
     stored = keep.num_kept if keep else rows
     path = folder / f"{number}.rows"
     path.write_bytes(quantize_rows(torch.randn(stored, dim, generator=generator), precision).numpy().tobytes())

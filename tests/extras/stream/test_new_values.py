@@ -38,7 +38,7 @@ from pipeline.extras.stream.table_capacity import capacities_of, with_capacity
 from pipeline.runtime.errors import ConfigError, DamagedError
 from pipeline.runtime.process.distributed import own_store
 from pipeline.runtime.process.exit_codes import REQUEUE
-from pipeline.serving.artifact.export_run import export
+from pipeline.serving.artifact.export import export
 from pipeline.serving.scoring.predictor import Predictor
 from tests.extras.stream.following import (
     CRITEO,

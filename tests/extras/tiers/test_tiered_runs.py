@@ -24,7 +24,7 @@ from pipeline.config.saved_jobs import load_saved_job
 from pipeline.extras.checkpoints.cli.checkpoints import export_checkpoint
 from pipeline.extras.checkpoints.config import CheckpointsJob
 from pipeline.runtime.errors import ShardingError
-from pipeline.serving.artifact.export_run import export
+from pipeline.serving.artifact.export import export
 from pipeline.serving.artifact.manifest import read_manifest
 from pipeline.training.evaluate import evaluate
 from pipeline.training.evaluate_summary import EvaluateSummary

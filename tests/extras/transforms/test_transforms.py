@@ -25,7 +25,7 @@ from pipeline.data.prepare.run import prepare
 from pipeline.data.raw.derived import derive
 from pipeline.data.read.value_index import index_values
 from pipeline.runtime.errors import ConfigError, DataError
-from pipeline.serving.artifact.package import schema_of
+from pipeline.serving.artifact.raw_schema import schema_of
 from pipeline.serving.artifact.schema_problem import schema_problem
 from pipeline.serving.scoring.column_lists import ColumnLists
 from pipeline.serving.scoring.raw_rows import RowEncoder

@@ -1,0 +1,145 @@
+"""Decide what an export writes, before a file is written: one frozen record that the writer follows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from pipeline import __version__
+from pipeline.checkpoint.tables import StoredTable
+from pipeline.config.jobs.evaluate import ExportJob
+from pipeline.config.serving import RetrievalConfig
+from pipeline.embeddings.table import Table
+from pipeline.serving.artifact.kept_rows import KeptRows
+from pipeline.serving.artifact.manifest import DENSE_FILE, RetrievalParts
+from pipeline.serving.artifact.prune import prune_tables
+from pipeline.serving.artifact.raw_schema import RawSchema, lookups_of, schema_of
+from pipeline.serving.artifact.served_tasks import ServedTask, width_of
+from pipeline.serving.artifact.trained_step import TrainedStep
+
+# Settings of an ExportJob that do not change the artifact's bytes.
+NO_SETTINGS = ("plugins", "run", "step", "which", "output", "data_path", "paths", "require_signature", "sign_key")
+
+
+@dataclass(frozen=True)
+class PlannedTable:
+    """A table of the step and the rows that the artifact stores. kept: None means all rows."""
+
+    table: Table
+    stored: StoredTable
+    precision: str
+    kept: KeptRows | None
+
+
+@dataclass(frozen=True)
+class PlannedProgram:
+    """Layers that become a program of torch.export: (dense, pooled) -> [batch], or [batch, width]."""
+
+    file: str
+    layers: nn.Module
+    num_dense: int
+    pooled_dim: int
+    width: int | None
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """An artifact before it is written: everything that its files depend on, and what its manifest says.
+
+    dense: precision of the layers. compiled: write an AOTInductor package too.
+    lookups: feature -> how often its ids are looked up (raw_schema.lookups_of).
+    retrieval: the parts that only the artifact of a two-tower has.
+    """
+
+    step: TrainedStep
+    tables: tuple[PlannedTable, ...]
+    programs: tuple[PlannedProgram, ...]
+    dense: str
+    compiled: bool
+    schema: RawSchema
+    lookups: dict[str, dict[str, Any]]
+    lineage: dict[str, Any]
+    settings: dict[str, Any]
+    tasks: list[ServedTask] = field(default_factory=list)
+    retrieval: RetrievalParts | None = None
+
+    @property
+    def kept(self) -> list[KeptRows | None]:
+        """The rows that each table keeps. None means all rows."""
+        return [each.kept for each in self.tables]
+
+    @cached_property
+    def kept_of(self) -> dict[str, KeptRows]:
+        """Feature -> the rows that its table keeps, for pruned tables that only this feature looks up."""
+        return {
+            each.table.feature_names[0]: each.kept
+            for each in self.tables
+            if each.kept is not None and len(each.table.feature_names) == 1
+        }
+
+
+def plan_export(job: ExportJob, step: TrainedStep, precisions: Sequence[str]) -> ExportPlan:
+    """Plan an artifact that scores rows. precisions: one for each table of the step.
+
+    Raises:
+        ServingError: pruning needs state of the optimizer that the step does not hold.
+    """
+    kept = prune_tables(step, job.pruning)
+    columns, multi_hot = step.job.data.columns, step.job.data.synthetic_multi_hot
+    layers = PlannedProgram(DENSE_FILE, step.model, step.num_dense, sum(step.model_dims), width_of(step.tasks))
+    return ExportPlan(
+        step=step,
+        tables=tuple(PlannedTable(*each) for each in zip(step.tables, step.stored, precisions, kept, strict=True)),
+        programs=(layers,),
+        dense=job.dense,
+        compiled=job.compiled,
+        schema=schema_of(step.dataset, step.keys, columns, multi_hot, step.new_values),
+        lookups=lookups_of(step.dataset, step.data_path, multi_hot),
+        lineage=lineage_of(job, step),
+        settings=settings_of(job),
+        tasks=step.tasks,
+    )
+
+
+def settings_of(job: ExportJob) -> dict[str, Any]:
+    """Return the settings that the artifact's bytes depend on."""
+    settings = {key: value for key, value in asdict(job).items() if key not in NO_SETTINGS}
+    if job.retrieval == RetrievalConfig():  # earlier releases had no such settings
+        del settings["retrieval"]
+    return settings | ({"signed": True} if job.sign_key is not None else {})
+
+
+def lineage_of(job: ExportJob, step: TrainedStep) -> dict[str, Any]:
+    """Return the run, step, data set and code that the artifact is made from."""
+    hashes = step.manifest.get("hashes", {})
+    return {
+        "run": job.run,
+        "name": step.job.name,
+        "step": step.step,
+        "config_sha256": hashes.get("config", ""),
+        "schema_sha256": hashes.get("schema", ""),
+        "dataset": step.dataset.name,
+        "dataset_sha256": step.dataset.fingerprint(),
+        "code_version": __version__,
+        "exported_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def default_output(job: ExportJob, step: int) -> str:
+    """Return <run>/artifacts/step_00000300.int8, or the same in paths.artifacts.
+
+    If the job has settings other than the defaults, the name ends in a hash of them.
+    """
+    settings, usual = settings_of(job), settings_of(ExportJob(run=job.run, precision=job.precision))
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    suffix = "" if settings == usual else f".{digest[:8]}"
+    run, artifacts = job.run.rstrip("/"), job.paths.artifacts
+    folder = f"{artifacts.rstrip('/')}/{run.rpartition('/')[2]}" if artifacts else f"{run}/artifacts"
+    return f"{folder}/step_{step:08d}.{job.precision}{suffix}"

@@ -1,0 +1,218 @@
+"""Write the files of an artifact: tables, layers, vocabularies, and the manifest that commits them.
+
+A table is written a block at a time, so memory never holds a whole table.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from itertools import chain
+
+import pyarrow as pa
+import torch
+
+from pipeline.checkpoint.vocabularies import read_values
+from pipeline.data.dataset import SparseFeature, vocabulary_of
+from pipeline.data.read.value_index import index_values
+from pipeline.runtime.errors import ServingError
+from pipeline.runtime.logs import progress
+from pipeline.runtime.storage import atomic, storage
+from pipeline.runtime.storage.checksums import ChecksummedWriter, FileEntry
+from pipeline.serving.artifact.dense_export import compile_layers, export_layers, program_bytes
+from pipeline.serving.artifact.manifest import (
+    COMPILED_FILE,
+    COMPOSED_FILE,
+    DENSE_FILE,
+    UNFINISHED,
+    Manifest,
+    TableFiles,
+)
+from pipeline.serving.artifact.plan import ExportPlan
+from pipeline.serving.artifact.quantize import quantize_rows
+
+LIBRARIES = ("torch", "numpy", "pyarrow")
+FOLDERS, SCRATCH = ("tables", "vocabulary"), "scratch"
+
+
+def write_rows(path: str, blocks: Iterable[torch.Tensor], precision: str) -> tuple[FileEntry, int]:
+    """Write a new file. Return its checksums, and the number of its rows."""
+    num_rows = 0
+    with ChecksummedWriter(path) as writer:
+        for rows in blocks:
+            writer.write(quantize_rows(rows, precision).contiguous().numpy())
+            num_rows += len(rows)
+        writer.close()
+        return writer.entry(), num_rows
+
+
+def write_bytes(path: str, content: bytes | memoryview) -> FileEntry:
+    """Write a new file. Return its checksums."""
+    return _write_blocks(path, [content])
+
+
+def _write_blocks(path: str, blocks: Iterable[bytes | memoryview]) -> FileEntry:
+    with ChecksummedWriter(path) as writer:
+        for block in blocks:
+            writer.write(block)
+        writer.close()
+        return writer.entry()
+
+
+class ArtifactWriter:
+    """Writes one artifact into `path`, and moves it to `output`. `scratch` holds files that are not part of it."""
+
+    def __init__(self, path: str, output: str) -> None:
+        self.path, self._output = path, output
+        self.scratch = os.path.join(path, SCRATCH)
+        self._files: dict[str, FileEntry] = {}
+        self._tables: list[TableFiles] = []
+        self._vocabularies: dict[str, str] = {}
+
+    def write(self, plan: ExportPlan) -> Manifest:
+        """Write all files of the plan. Return a manifest without a certificate."""
+        self.write_tables(plan)
+        self.write_programs(plan)
+        self.write_composed(plan)
+        self.write_vocabularies(plan)
+        return self.manifest(plan)
+
+    def write_tables(self, plan: ExportPlan) -> None:
+        """Write one file for each table, and one for its kept rows if not all rows are kept."""
+        with progress("writing tables", plan.step.num_rows) as bar:
+            for number, each in enumerate(plan.tables):
+                name, kept_name, stored = f"tables/{number:05d}.rows", None, each.stored
+                rows = plan.step.rows(stored, each.kept)
+                self._files[name], num_rows = write_rows(self._at(name), rows, each.precision)
+                if each.kept is not None:
+                    kept_name = f"tables/{number:05d}.kept"
+                    self.add_bytes(kept_name, each.kept.words.astype("<u8").tobytes())
+                self._tables.append(
+                    TableFiles(
+                        stored.name, stored.rows, num_rows, stored.dim, each.precision, each.table.pooling, name,
+                        kept_name,
+                    )
+                )  # fmt: skip
+                bar.advance(stored.rows)
+
+    def write_programs(self, plan: ExportPlan) -> None:
+        """Write each program of the layers, and compile the first one if the plan says so."""
+        for each in plan.programs:
+            program = export_layers(each.layers, plan.dense, each.num_dense, each.pooled_dim, each.width)
+            self.add_bytes(each.file, program_bytes(program))
+            if plan.compiled and each.file == DENSE_FILE:
+                staged = os.path.join(self.scratch, COMPILED_FILE)
+                compile_layers(program, staged)
+                self.add_file(COMPILED_FILE, staged)
+
+    def write_composed(self, plan: ExportPlan) -> None:
+        """Write the parameters that compute the rows of compressed tables from their parts."""
+        if plan.step.composed is not None:
+            self.add_bytes(COMPOSED_FILE, plan.step.composed.to_bytes())
+
+    def write_vocabularies(self, plan: ExportPlan) -> None:
+        """Write the values of each feature that is not hashed.
+
+        Values whose row is left out are left out too. Values of a stream follow those of the data set.
+        """
+        step = plan.step
+        features = [each for each in map(step.dataset.sparse_feature, step.keys) if each.hash_size is None]
+        with progress("writing vocabularies", sum(feature.cardinality for feature in features)) as bar:
+            for number, feature in enumerate(features):
+                name, rows = f"vocabulary/{number:05d}.arrow", plan.kept_of.get(feature.name)
+                added = (feature.cardinality, step.new_values.get(vocabulary_of(feature), []))
+                values = chain(read_values(vocabulary_path(feature, step.data_path)), [added])
+                self.add_arrow(name, index_values(values, None if rows is None else rows.contains))
+                self._vocabularies[feature.name] = name
+                bar.advance(feature.cardinality)
+
+    def add_bytes(self, name: str, content: bytes) -> None:
+        self._files[name] = write_bytes(self._at(name), content)
+
+    def add_file(self, name: str, staged: str) -> None:
+        """Add a file that another library wrote."""
+        with open(staged, "rb") as file:
+            self._files[name] = _write_blocks(self._at(name), iter(lambda: file.read(1 << 24), b""))
+
+    def add_arrow(self, name: str, table: pa.Table) -> None:
+        with ChecksummedWriter(self._at(name)) as writer:
+            options = pa.ipc.IpcWriteOptions(compression="lz4")
+            with pa.ipc.new_file(pa.PythonFile(writer, mode="w"), table.schema, options=options) as file:
+                file.write_table(table)
+            writer.close()
+            self._files[name] = writer.entry()
+
+    def manifest(self, plan: ExportPlan) -> Manifest:
+        """Describe the files that have been written so far."""
+        return Manifest(
+            lineage=plan.lineage,
+            schema=plan.schema,
+            tables=self._tables,
+            features=[(feature.name, feature.table) for feature in plan.step.features],
+            dense={"precision": plan.dense, "compiled": plan.compiled},
+            files=self._files,
+            vocabularies=self._vocabularies,
+            lookups=plan.lookups,
+            sizes=self._sizes(plan),
+            versions=library_versions(),
+            settings=plan.settings,
+            tasks=plan.tasks,
+            retrieval=plan.retrieval,
+        )
+
+    def _sizes(self, plan: ExportPlan) -> dict[str, int]:
+        """Return the bytes of each kind of file, before and after the export."""
+
+        def total(beginning: str) -> int:
+            return sum(int(entry["size_bytes"]) for name, entry in self._files.items() if name.startswith(beginning))
+
+        return {
+            "tables_before": plan.step.table_bytes,
+            "tables_after": total("tables/"),
+            "layers_before": plan.step.layer_bytes,
+            "layers_after": total("dense.pt2") + total("item.pt2"),
+            "vocabularies": total("vocabulary/"),
+            **({"items": total("items.")} if "items.vectors" in self._files else {}),
+            "artifact": total(""),
+        }
+
+    def commit(self, manifest: Manifest) -> None:
+        """Write the manifest and move the folder to the output.
+
+        Raises:
+            FileExistsError: another export has made the output in the meantime.
+        """
+        shutil.rmtree(self.scratch)
+        atomic.commit_folder(self.path, self._output, manifest.to_text())
+
+    def _at(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+
+@contextmanager
+def new_artifact(output: str) -> Iterator[ArtifactWriter]:
+    """Yield a writer into a fresh folder next to `output`, .export-<id>. If it does not commit, the folder is removed."""
+    output = os.path.abspath(output)
+    with atomic.locked_attempt(os.path.dirname(output), UNFINISHED) as path:
+        for folder in (*FOLDERS, SCRATCH):
+            os.mkdir(os.path.join(path, folder))
+        yield ArtifactWriter(path, output)
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of the libraries that read the files."""
+    return {name: version(name) for name in LIBRARIES}
+
+
+def vocabulary_path(feature: SparseFeature, data_path: str) -> str:
+    """Return the path of the feature's vocabulary. Raises ServingError if it is missing."""
+    path = storage.join(data_path, feature.vocabulary or "")
+    if feature.vocabulary is None or not storage.is_file(path):
+        raise ServingError(
+            f"the vocabulary of feature {feature.name!r} is not at {path}, and without it raw rows cannot be scored; "
+            "say where the data set is now: data_path=<folder>"
+        )
+    return path
