@@ -58,8 +58,8 @@ def write_artifact(
     files, tables = {}, []
     for number, name in enumerate(SPARSE):
         file = f"tables/{number:05d}.rows"
-        files[file], stored = write_rows(str(folder / file), _blocks(shape.rows, number), precision)
-        tables.append(TableFiles(name, shape.rows, stored, DIM, precision, "sum", file))
+        files[file] = write_rows(str(folder / file), _blocks(shape.rows, number), precision)
+        tables.append(TableFiles(name, shape.rows, shape.rows, DIM, precision, "sum", file))
     program = export_layers(layers_of(shape), dense, NUM_DENSE, NUM_FEATURES * DIM)
     files[DENSE_FILE] = write_bytes(str(folder / DENSE_FILE), program_bytes(program))
     if compiled:

@@ -29,8 +29,8 @@ from pipeline.serving.artifact.kept_rows import KeptRows
 from pipeline.serving.artifact.manifest import RetrievalParts
 from pipeline.serving.artifact.raw_schema import RawFeature
 from pipeline.serving.artifact.writer import vocabulary_path
-from pipeline.serving.scoring.raw_files import format_of, layout_of_file
 from pipeline.serving.scoring.raw_rows import Bag, EncodedRows, bag_of, join_bags
+from pipeline.serving.scoring.score_files import format_of, layout_of_file
 
 ITEMS_AT_ONCE = 8192
 BLOCK_BYTES = 1 << 20

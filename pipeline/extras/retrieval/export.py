@@ -36,8 +36,7 @@ from pipeline.serving.artifact.manifest import (
     Manifest,
     RetrievalParts,
 )
-from pipeline.serving.artifact.plan import ExportPlan, PlannedProgram, plan_export
-from pipeline.serving.artifact.precisions import given_precisions
+from pipeline.serving.artifact.plan import ExportPlan, PlannedProgram, given_precisions, plan_export
 from pipeline.serving.artifact.reference import Sample, fp32_lookup, read_samples
 from pipeline.serving.artifact.summary import ExportSummary, ending, title
 from pipeline.serving.artifact.trained_step import TrainedStep

@@ -70,8 +70,7 @@ def write_scorer(job: ExportJob, step: TrainedStep, writer: ArtifactWriter) -> M
         ServingError: the artifact exceeds a limit of job.parity.
     """
     from pipeline.serving.artifact.certificate import certify
-    from pipeline.serving.artifact.plan import plan_export
-    from pipeline.serving.artifact.precisions import choose_precisions
+    from pipeline.serving.artifact.plan import choose_precisions, plan_export
     from pipeline.serving.artifact.reference import make_reference, read_samples
 
     reference = make_reference(step, read_samples(job, step), writer.scratch)

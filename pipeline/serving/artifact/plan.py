@@ -8,22 +8,30 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from pipeline import __version__
 from pipeline.checkpoint.tables import StoredTable
 from pipeline.config.jobs.evaluate import ExportJob
-from pipeline.config.serving import RetrievalConfig
+from pipeline.config.registry import from_extra
+from pipeline.config.serving import AUTO, PRECISIONS, RetrievalConfig
 from pipeline.embeddings.table import Table
+from pipeline.runtime.logs import get_logger
 from pipeline.serving.artifact.kept_rows import KeptRows
 from pipeline.serving.artifact.manifest import DENSE_FILE, RetrievalParts
 from pipeline.serving.artifact.prune import prune_tables
+from pipeline.serving.artifact.quantize import nearest, row_bytes
 from pipeline.serving.artifact.raw_schema import RawSchema, lookups_of, schema_of
 from pipeline.serving.artifact.served_tasks import ServedTask, width_of
 from pipeline.serving.artifact.trained_step import TrainedStep
 
+if TYPE_CHECKING:
+    from pipeline.serving.artifact.reference import Reference
+
+logger = get_logger(__name__)
+MAX_NAMED = 8  # tables in a log line
 # Settings of an ExportJob that do not change the artifact's bytes.
 NO_SETTINGS = ("plugins", "run", "step", "which", "output", "data_path", "paths", "require_signature", "sign_key")
 
@@ -106,6 +114,49 @@ def plan_export(job: ExportJob, step: TrainedStep, precisions: Sequence[str]) ->
         settings=settings_of(job),
         tasks=step.tasks,
     )
+
+
+def choose_precisions(job: ExportJob, reference: Reference) -> list[str]:
+    """Return one precision for each table: job.precision, or the one that job.tables gives its name.
+
+    Raises:
+        ServingError: a table cannot have rows of its precision.
+    """
+    if job.precision != AUTO:
+        return given_precisions(job, reference.trained)
+    find_mix = from_extra("find_mix", "precision=auto")
+    return _logged(find_mix(reference, _fixed(reference.trained, job.tables), job.ne_budget, job.parity))
+
+
+def given_precisions(job: ExportJob, trained: TrainedStep) -> list[str]:
+    """As choose_precisions, for a precision other than auto."""
+    precision, fixed = job.precision, _fixed(trained, job.tables)
+    found = [fixed.get(table.name) or nearest(table.embedding_dim, precision) for table in trained.tables]
+    names = [table.name for table in trained.tables]
+    missed = [name for name, has in zip(names, found, strict=True) if has != precision and name not in fixed]
+    if missed:
+        named = ", ".join(missed[:MAX_NAMED]) + (", ..." if len(missed) > MAX_NAMED else "")
+        logger.info(
+            "%d table(s) have no %s rows of their width and get the next larger: %s", len(missed), precision, named
+        )
+    return _logged(found)
+
+
+def _fixed(trained: TrainedStep, tables: dict[str, str]) -> dict[str, str]:
+    """Table -> the precision that its name asks for. Raises ServingError if a table cannot have it."""
+    fixed = {}
+    for table in trained.tables:
+        asked = tables.get(table.name) or tables.get(table.config_name)
+        if asked is not None:
+            row_bytes(table.embedding_dim, asked)
+            fixed[table.name] = asked
+    return fixed
+
+
+def _logged(found: list[str]) -> list[str]:
+    counts = {name: found.count(name) for name in PRECISIONS if name in found}
+    logger.info("precision  %s", ", ".join(f"{count} table(s) {name}" for name, count in counts.items()))
+    return found
 
 
 def settings_of(job: ExportJob) -> dict[str, Any]:

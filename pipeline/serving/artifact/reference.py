@@ -272,8 +272,10 @@ def fp32_lookup(step: TrainedStep, samples: dict[str, Sample], scratch: str) -> 
     tables = []
     for number, (table, stored, rows) in enumerate(zip(step.tables, step.stored, used, strict=True)):
         path = os.path.join(scratch, f"{number:05d}.fp32")
-        _, num_rows = write_rows(path, step.rows(stored, rows), "fp32")
-        tables.append(ServedTable(table.name, stored.rows, num_rows, stored.dim, "fp32", table.pooling, path, rows))
+        write_rows(path, step.rows(stored, rows), "fp32")
+        tables.append(
+            ServedTable(table.name, stored.rows, rows.num_kept, stored.dim, "fp32", table.pooling, path, rows)
+        )
     return MappedLookup(tables, step.features)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from itertools import chain
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -38,15 +39,9 @@ LIBRARIES = ("torch", "numpy", "pyarrow")
 FOLDERS, SCRATCH = ("tables", "vocabulary"), "scratch"
 
 
-def write_rows(path: str, blocks: Iterable[torch.Tensor], precision: str) -> tuple[FileEntry, int]:
-    """Write a new file. Return its checksums, and the number of its rows."""
-    num_rows = 0
-    with ChecksummedWriter(path) as writer:
-        for rows in blocks:
-            writer.write(quantize_rows(rows, precision).contiguous().numpy())
-            num_rows += len(rows)
-        writer.close()
-        return writer.entry(), num_rows
+def write_rows(path: str, blocks: Iterable[torch.Tensor], precision: str) -> FileEntry:
+    """Write a new file of quantized rows. Return its checksums."""
+    return _write_blocks(path, (quantize_rows(rows, precision).contiguous().numpy() for rows in blocks))
 
 
 def write_bytes(path: str, content: bytes | memoryview) -> FileEntry:
@@ -54,7 +49,7 @@ def write_bytes(path: str, content: bytes | memoryview) -> FileEntry:
     return _write_blocks(path, [content])
 
 
-def _write_blocks(path: str, blocks: Iterable[bytes | memoryview]) -> FileEntry:
+def _write_blocks(path: str, blocks: Iterable[Any]) -> FileEntry:
     with ChecksummedWriter(path) as writer:
         for block in blocks:
             writer.write(block)
@@ -85,8 +80,9 @@ class ArtifactWriter:
         with progress("writing tables", plan.step.num_rows) as bar:
             for number, each in enumerate(plan.tables):
                 name, kept_name, stored = f"tables/{number:05d}.rows", None, each.stored
+                num_rows = stored.rows if each.kept is None else each.kept.num_kept
                 rows = plan.step.rows(stored, each.kept)
-                self._files[name], num_rows = write_rows(self._at(name), rows, each.precision)
+                self._files[name] = write_rows(self._at(name), rows, each.precision)
                 if each.kept is not None:
                     kept_name = f"tables/{number:05d}.kept"
                     self.add_bytes(kept_name, each.kept.words.astype("<u8").tobytes())

@@ -118,7 +118,7 @@ def staging_folder(job: PredictJob) -> str:
 
 def _subject(job: PredictJob, scorer: Scorer, sources: list[Source]) -> dict[str, Any]:
     """What the output's bytes depend on, as JSON reads it back."""
-    from pipeline.serving.scoring.raw_files import format_of
+    from pipeline.serving.scoring.score_files import format_of
 
     subject = {
         "artifact": scorer.version + ("+compiled" if job.compiled else ""),
@@ -161,10 +161,16 @@ def _take_over(staged: StagedScores) -> StagedScores:
 
 
 def _score(job: PredictJob, scorer: Scorer, sources: list[Source], staged: StagedScores) -> dict[str, Any]:
-    from pipeline.serving.scoring.outputs import output_of
-    from pipeline.serving.scoring.raw_files import layout_of_file
-    from pipeline.serving.scoring.score_files import FILE, ROW, open_sources, output_schema, score_source
+    from pipeline.serving.scoring.score_files import (
+        FILE,
+        ROW,
+        layout_of_file,
+        open_sources,
+        output_schema,
+        score_source,
+    )
     from pipeline.serving.scoring.score_parts import without_formulas, write_output
+    from pipeline.serving.scoring.scorer import output_of
 
     kind = staged.progress.subject["format"]
     layouts = [layout_of_file(source, kind, scorer.columns, job.id_columns, job.delimiter) for source in sources]

@@ -31,10 +31,9 @@ from pipeline.data.raw.weighted import weights_of_lists
 from pipeline.data.read.multi_hot import sample_bags
 from pipeline.runtime.errors import ServingError, did_you_mean
 from pipeline.serving.artifact.raw_schema import DENSE, MULTI_HOT, SPARSE, RawFeature, RawSchema
-from pipeline.serving.scoring.added_ids import AddedIds
 from pipeline.serving.scoring.column_ids import MIN_ROWS, is_read
 from pipeline.serving.scoring.column_lists import ColumnLists, Rows, with_text
-from pipeline.serving.scoring.feature_ids import FeatureIds
+from pipeline.serving.scoring.feature_ids import AddedIds, FeatureIds
 
 FEW_ROWS = 512  # of a table: more are as quick column by column
 

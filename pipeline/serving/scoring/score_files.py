@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from pipeline.config.columns import ColumnsConfig
+from pipeline.config.registry import components
 from pipeline.data.prepare.parallel import map_ordered
 from pipeline.data.raw.blocks import Block, ParsedRows, RowReader, Source
-from pipeline.data.raw.layout import Layout
+from pipeline.data.raw.layout import Layout, find_format
 from pipeline.data.raw.rows import open_source, parse_block
 from pipeline.runtime.errors import ServingError
-from pipeline.serving.scoring.outputs import output_of
 from pipeline.serving.scoring.score_parts import StagedScores, add_counts
-from pipeline.serving.scoring.scorer import Scorer, has_scores, refused_rows
+from pipeline.serving.scoring.scorer import Scorer, has_scores, output_of, refused_rows
 
 HOPELESS_ROWS = 1000  # a file more than half of which is unreadable is given up after so many rows
 BLOCK_BYTES = 1 << 20  # the least that a part can be
 FILE, ROW = "file", "row"
+USUAL = "tsv"  # of a file whose name does not say its format
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,36 @@ class _OpenPart:
     quarantined: list[dict[str, Any]] = field(default_factory=list)
     num_rows: int = 0
     row_zero: dict[str, list[int]] = field(default_factory=dict)
+
+
+def format_of(sources: list[Source], columns: ColumnsConfig) -> str:
+    """Find the format by the names of the files. Otherwise it is that of the training rows: Criteo's TSV, or a TSV with a header.
+
+    Raises ServingError if the files have several formats.
+    """
+    found = {_format_of(source.name, columns) for source in sources}
+    if len(found) > 1:
+        raise ServingError(f"source names files of several formats ({', '.join(sorted(found))}): score them one by one")
+    return found.pop()
+
+
+def _format_of(name: str, columns: ColumnsConfig) -> str:
+    suffix = name.removesuffix(".gz").rpartition(".")[2].lower()
+    formats = {known: find_format(known) for known in components("format")}
+    if not any(suffix in each.suffixes for each in formats.values()):
+        suffix = USUAL
+    fitting = [known for known, each in formats.items() if suffix in each.suffixes and each.fits(columns)]
+    return min(fitting, key=lambda known: formats[known].columns is None)  # one that fixes just these columns first
+
+
+def layout_of_file(
+    source: Source, kind: str, columns: ColumnsConfig, id_columns: list[str], delimiter: str | None = None
+) -> Layout:
+    """Return the layout of the file's rows, without labels. Raises DataError if the file lacks columns of the artifact."""
+    read = find_format(kind)
+    header = read.unlabelled_header(source, columns)
+    layout = read.layout(kind, replace(columns, label=""))
+    return replace(layout, header=header, carried=tuple(id_columns), delimiter=delimiter or layout.delimiter)
 
 
 def open_sources(sources: list[Source], layouts: list[Layout], reserved: tuple[str, ...]) -> list[OpenedSource]:

@@ -89,6 +89,37 @@ def score_columns(tasks: Sequence[ServedTask]) -> list[str]:
     return [f"{SCORE}_{task.name}" for task in tasks] or [SCORE]
 
 
+class Output(Protocol):
+    """The columns that a prediction writes: scores, vectors, or the best items of each row."""
+
+    fields: list[pa.Field]
+
+    def empty(self, num_rows: int) -> np.ndarray:
+        """Return an array for scores in which no row has one."""
+
+    def arrays(self, scores: np.ndarray, without: np.ndarray) -> Sequence[pa.Array]:
+        """Return a column for each of `fields`. Rows in `without`, bool [num_rows], are null."""
+
+
+class ScoreOutput:
+    """One number a row, or one for each label."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.fields = [pa.field(name, pa.float32()) for name in names]
+
+    def empty(self, num_rows: int) -> np.ndarray:
+        return np.full((num_rows, len(self.fields)), np.nan, np.float32)
+
+    def arrays(self, scores: np.ndarray, without: np.ndarray) -> Sequence[pa.Array]:
+        return [pa.array(scores[:, number], mask=without) for number in range(len(self.fields))]
+
+
+def output_of(scorer: Scorer) -> Output:
+    """Return the scorer's `output` if it has one, else columns of scores."""
+    own: Any = getattr(scorer, "output", None)
+    return own if own is not None else ScoreOutput(score_columns(scorer.tasks))
+
+
 def schema_of(columns: ColumnsConfig) -> pa.Schema:
     """The types that raw columns have when they are scored: what prepare reads, without the label."""
     fields = [pa.field(name, pa.float64()) for name in columns.dense]

@@ -10,8 +10,8 @@ import pytest
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.serving import PRECISIONS
+from pipeline.extras.precision_search.search import table_losses
 from pipeline.serving.artifact import reference
-from pipeline.serving.artifact.precisions import table_losses
 from pipeline.serving.artifact.reference import SPLIT, Reference, make_reference, read_samples
 from pipeline.serving.artifact.trained_step import open_trained_step
 from pipeline.serving.artifact.writer import new_artifact

@@ -1,8 +1,8 @@
-"""Choose the precision of each table of an artifact: the one that was asked for, or the smallest mix within a budget.
+"""Find the smallest mix of table precisions within a budget of NE:  export with precision=auto
 
 The search measures how much NE each table costs at each precision, with all other tables as they were trained. It goes
-down in the order of bytes saved for NE lost, and takes the smallest mix on that way whose NE, measured as a whole, is
-within the budget, by bisection: losses of single tables need not add up.
+down in the order of bytes saved for NE lost. By bisection it takes the smallest mix on that way whose NE, measured as a
+whole, is within the budget, because losses of single tables need not add up.
 """
 
 from __future__ import annotations
@@ -12,61 +12,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from pipeline.config.jobs.evaluate import ExportJob
-from pipeline.config.serving import AUTO, PRECISIONS, ParityConfig
-from pipeline.runtime.logs import get_logger, progress
+from pipeline.config.serving import PRECISIONS, ParityConfig
+from pipeline.runtime.logs import progress
 from pipeline.serving.artifact.certificate import excesses
-from pipeline.serving.artifact.quantize import fits, nearest, row_bytes
+from pipeline.serving.artifact.quantize import fits, row_bytes
 from pipeline.serving.artifact.reference import BATCH_ROWS, SPLIT, Reference
-from pipeline.serving.artifact.trained_step import TrainedStep
 
-logger = get_logger(__name__)
-MAX_NAMED = 8
 ROWS = 16_384  # on which single tables are measured; whole mixes are measured on the whole sample
 NEAR = 0.75  # of the limits of parity on AUC and single scores
 MIN_LOSS = 1e-9  # a smaller loss, or a gain, is noise
-
-
-def choose_precisions(job: ExportJob, reference: Reference) -> list[str]:
-    """Return one precision for each table: job.precision, or the one that job.tables gives its name.
-
-    Raises:
-        ServingError: a table cannot have rows of its precision.
-    """
-    if job.precision != AUTO:
-        return given_precisions(job, reference.trained)
-    return _logged(find_mix(reference, _fixed(reference.trained, job.tables), job.ne_budget, job.parity))
-
-
-def given_precisions(job: ExportJob, trained: TrainedStep) -> list[str]:
-    """As choose_precisions, for a precision other than auto."""
-    precision, fixed = job.precision, _fixed(trained, job.tables)
-    found = [fixed.get(table.name) or nearest(table.embedding_dim, precision) for table in trained.tables]
-    names = [table.name for table in trained.tables]
-    missed = [name for name, has in zip(names, found, strict=True) if has != precision and name not in fixed]
-    if missed:
-        named = ", ".join(missed[:MAX_NAMED]) + (", ..." if len(missed) > MAX_NAMED else "")
-        logger.info(
-            "%d table(s) have no %s rows of their width and get the next larger: %s", len(missed), precision, named
-        )
-    return _logged(found)
-
-
-def _fixed(trained: TrainedStep, tables: dict[str, str]) -> dict[str, str]:
-    """Table -> the precision that its name asks for. Raises ServingError if a table cannot have it."""
-    fixed = {}
-    for table in trained.tables:
-        asked = tables.get(table.name) or tables.get(table.config_name)
-        if asked is not None:
-            row_bytes(table.embedding_dim, asked)
-            fixed[table.name] = asked
-    return fixed
-
-
-def _logged(found: list[str]) -> list[str]:
-    counts = {name: found.count(name) for name in PRECISIONS if name in found}
-    logger.info("precision  %s", ", ".join(f"{count} table(s) {name}" for name, count in counts.items()))
-    return found
 
 
 def find_mix(reference: Reference, fixed: dict[str, str], budget: float, limits: ParityConfig) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from pipeline.serving.artifact.precisions import smallest_mix, steps_down
+from pipeline.extras.precision_search.search import smallest_mix, steps_down
 
 NAMES = ["fp32", "int8", "int4"]
 BITS = {"fp32": 32, "int8": 8, "int4": 4}
