@@ -23,7 +23,8 @@ import hashlib
 import json
 import re
 import time
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -203,10 +204,22 @@ def read_manifest(path: str) -> Manifest:
 
 def decode(values: dict[str, Any]) -> Manifest:
     """Return the manifest with these values. Raises ValueError for other keys or types."""
-    known = {each.name for each in fields(Manifest)}
-    if unknown := sorted(values.keys() - known - {"version"}):
-        raise ValueError(f"it has the key {unknown[0][:100]!r}")
-    return msgspec.convert(values, Manifest)  # a ValidationError is a ValueError
+    manifest = msgspec.convert(values, Manifest)  # a ValidationError is a ValueError
+    if unknown := _unknown_key(values, {"version": "", **asdict(manifest)}):
+        raise ValueError(f"it has the key {unknown[:100]!r}")
+    return manifest
+
+
+def _unknown_key(values: object, known: object) -> str:
+    """Return a key at any depth of `values` that `known` lacks, because msgspec skips these keys. Empty if none."""
+    parts: Iterable[tuple[object, object]] = ()
+    if isinstance(values, dict) and isinstance(known, dict):
+        if unknown := sorted(map(str, values.keys() - known.keys())):
+            return unknown[0]
+        parts = ((value, known[key]) for key, value in values.items())
+    elif isinstance(values, list) and isinstance(known, list | tuple):
+        parts = zip(values, known, strict=True)
+    return next((found for pair in parts if (found := _unknown_key(*pair))), "")
 
 
 def _problem(manifest: Manifest) -> str:
