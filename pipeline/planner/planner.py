@@ -187,7 +187,7 @@ def _search_torchrec(config: PlannerConfig, problem: Problem) -> ChosenPlan:
         constraints=problem.constraints,
         stats=NoopEmbeddingStats(),
         debug=False,
-        timeout_seconds=config.timeout_s,  # only compared with a float
+        timeout_seconds=config.timeout_s,
     )
     started = time.monotonic()
     try:

@@ -59,7 +59,7 @@ class DenseOptimizer(KeyedOptimizerWrapper):
         return type(self._optimizer) in SKIPPING and all(group["fused"] for group in self._optimizer.param_groups)
 
     def skip_where(self, found_inf: torch.Tensor) -> None:
-        """Make later updates change nothing if `found_inf`, a float32 tensor on the device, is 1."""
+        """From now on an update changes nothing if `found_inf`, a float32 on the device, is 1 when the device is there."""
         self._optimizer.found_inf = found_inf  # as torch.amp.GradScaler sets it
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:

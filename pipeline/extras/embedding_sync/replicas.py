@@ -88,7 +88,7 @@ def plan_for_host(plan: ShardingPlan, context: DistributedContext) -> ShardingPl
     local = copy.deepcopy(plan)
     first = context.rank - context.rank % context.local_world_size
     for tables in local.plan.values():
-        for name, sharding in tables.items():  # EmbeddingModuleShardingPlan is a dict
+        for name, sharding in tables.items():
             if sharding.compute_kernel not in WHOLE_KERNELS:
                 raise ShardingError(
                     f"table {entry_name(name)!r} is planned with kernel "

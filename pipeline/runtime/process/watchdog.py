@@ -227,7 +227,7 @@ class Watchdog:
         """Write all threads' stacks to the real stderr (not sys.stderr) without taking a lock."""
         about = f"rank {self.rank} at step {self._step}, {self._phase}"
         os.write(2, f"[{about}] {text}\nstacks of {about}:\n".encode())
-        faulthandler.dump_traceback(file=2, all_threads=True)  # a descriptor is allowed
+        faulthandler.dump_traceback(file=2, all_threads=True)
 
     def _exit(self, code: int) -> None:
         sys.stdout.flush()

@@ -78,7 +78,7 @@ def make_sharders(
     """Return the sharders that a planner uses to enumerate sharding types, and that shard_model
     uses.
     """
-    return [TableSharder(make_codecs(comms), seed, exchange, tiers)]  # TorchRec's own annotation is invariant
+    return [TableSharder(make_codecs(comms), seed, exchange, tiers)]
 
 
 def replicates(config: ParallelConfig, context: DistributedContext) -> bool:
