@@ -5,7 +5,7 @@
 Ranks run in network namespaces of their own, joined by links of --links Mbit/s (0: as fast as the machine); that wants root
 and iproute2. A compute step here takes hundreds of times as long as on a GPU, so links hundreds of times slower than a data
 centre's 100 or 200 Gbit/s keep the ratio of the two. Ids are drawn by Zipf's law. For each head: bytes that leave a rank in a
-step as expected from the frequency curve (embeddings/head_size.py), as counted at the collectives (benchmarks/wiretap.py), and
+step as expected from the frequency curve (extras/frequency_split/head_size.py), as counted at the collectives (benchmarks/wiretap.py), and
 as the kernel counts them on the link, with headers and the dense layers' gradients; then the median step on each link.
 `whole` is the table without a split, every bag sent; `auto` the head that the planner chooses.
 """

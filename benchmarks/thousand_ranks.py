@@ -4,7 +4,7 @@
     python -m benchmarks.thousand_ranks --tiers [--rate 1000000]
 
 No such machines are here: the step is planned and predicted from data sheets, then each rank goes through it by itself, with work
-that varies, stragglers, and a reader of the measured speed (pipeline/planner/step_time/many_ranks.py). The assumptions are printed.
+that varies, stragglers, and a reader of the measured speed (pipeline/extras/step_time). The assumptions are printed.
 """
 
 from __future__ import annotations
