@@ -251,7 +251,7 @@ def test_hooks_of_a_users_come_after_ours_and_before_saving_and_a_misspelt_one_i
     order = names("test_counting", "test_minute_a_step")
     assert order[order.index("early_stop") :] == [
         "early_stop", "plateau", "progressive", "test_counting", "test_minute_a_step", "saving", "publishing", "rollback", "monitor",
-        "heartbeat", "tracker", "table_stats",
+        "heartbeat", "table_stats", "tracker",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="test_counting"):
         names("test_countin")

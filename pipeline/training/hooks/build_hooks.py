@@ -56,7 +56,8 @@ def hook_names(job: TrainJob) -> list[str]:
                     "trainer.evaluate_every_epochs=1, or trainer.evaluate_every_steps=<steps>"
                 )
     own = [*BEFORE, *job.trainer.hooks, *AFTER]
-    for name, kind in components("hook").items():
+    # By name, because the order in which modules were imported must not change the order of hooks.
+    for name, kind in sorted(components("hook").items(), reverse=True):
         if after := getattr(kind, "runs_after", ""):  # a plugin's hook may have another base
             own.insert(own.index(after) + 1, name)
     for key, name in SETTINGS_OF_EXTRAS.items():
