@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -21,6 +23,7 @@ from pipeline.data.read.value_index import index_values
 from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
 from pipeline.models.dlrm import DLRMConfig
+from pipeline.runtime.storage.signature import signing
 from pipeline.serving.artifact.dense_export import compile_layers, export_layers, program_bytes, take_collection
 from pipeline.serving.artifact.manifest import COMPILED_FILE, DENSE_FILE, Manifest, TableFiles
 from pipeline.serving.artifact.quantize import dequantize_rows, quantize_rows, row_bytes
@@ -52,7 +55,29 @@ class Shape:
 def write_artifact(
     folder: Path, shape: Shape, precision: str, compiled: bool = False, vocabularies: bool = False, dense: str = "fp32"
 ) -> Path:
-    """`vocabularies`: of the numbers from 1 on, in decimal, each its own id; else ids are hashed, for large tables."""
+    """`vocabularies`: of the numbers from 1 on, in decimal, each its own id; else ids are hashed, for large tables.
+
+    `compiled`: signed too, because unsigned compiled layers are not loaded.
+    """
+    with signing(_private_key(folder) if compiled else None):
+        return _write_artifact(folder, shape, precision, compiled, vocabularies, dense)
+
+
+def public_key(artifact: str | Path) -> str:
+    return f"{artifact}.pub"
+
+
+def _private_key(folder: Path) -> str:
+    """Make a pair of keys next to the artifact."""
+    key, private = Ed25519PrivateKey.generate(), Path(f"{folder}.pem")
+    private.parent.mkdir(parents=True, exist_ok=True)
+    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    content = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    Path(public_key(folder)).write_bytes(content)
+    return str(private)
+
+
+def _write_artifact(folder: Path, shape: Shape, precision: str, compiled: bool, vocabularies: bool, dense: str) -> Path:
     for name in ("tables", "vocabulary"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     files, tables = {}, []

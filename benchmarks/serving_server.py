@@ -33,7 +33,8 @@ def _load(kind: str, rows: int, path: str, job):
     import pyarrow as pa
     import torch
 
-    from benchmarks.serving_artifacts import COLUMNS, DictEncoder, Eager, IdEncoder, Shape
+    from benchmarks.serving_artifacts import COLUMNS, DictEncoder, Eager, IdEncoder, Shape, public_key
+    from pipeline.runtime.storage.signature import requiring
     from pipeline.serving.artifact.manifest import read_manifest
     from pipeline.serving.scoring.column_lists import ColumnLists
     from pipeline.serving.scoring.predictor import Predictor, Scored
@@ -58,9 +59,10 @@ def _load(kind: str, rows: int, path: str, job):
     gb = job.ssd.cache_gb
     cache_bytes = None if gb is None else int(gb * 2**30)
     # Not verified: what the checksums cost is no part of serving, and reading the tables would fill the page cache.
-    predictor = Predictor.load(
-        path, memory=job.memory, cache_bytes=cache_bytes, ssd=job.ssd, compiled=kind == "compiled", verify=False
-    )
+    with requiring(public_key(path) if kind == "compiled" else None):
+        predictor = Predictor.load(
+            path, memory=job.memory, cache_bytes=cache_bytes, ssd=job.ssd, compiled=kind == "compiled", verify=False
+        )
     if kind == "ids":
         predictor.encoder = IdEncoder(predictor.manifest.schema)
     return predictor

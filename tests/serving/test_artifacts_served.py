@@ -22,12 +22,14 @@ from pipeline.data.raw.formats.criteo_tsv import criteo_columns
 from pipeline.extras.ssd_serving.lookup import SsdLookup
 from pipeline.retraining.find_artifact import find_artifact
 from pipeline.runtime.errors import DamagedError, RetrainingError, ServingError
+from pipeline.runtime.storage.signature import requiring
 from pipeline.serving.artifact.export import export
 from pipeline.serving.artifact.manifest import ArtifactError
 from pipeline.serving.artifact.raw_schema import lookups_of
 from pipeline.serving.artifact.summary import ExportSummary
 from pipeline.serving.scoring.predict import predict
 from pipeline.serving.scoring.predictor import Predictor
+from tests.runtime.test_signature import make_keys
 from tests.serving.servers import Server, running
 from tests.support.forks import run_warm
 from tests.support.messages import names
@@ -140,18 +142,22 @@ def test_a_served_artifact_gives_the_predictors_scores(server: Server, artifact:
 
 @pytest.mark.campaign
 def test_compiled_layers_are_served_and_predicted_by(small_run: Path, clicks: Path, tmp_path: Path) -> None:
+    private, public = make_keys(tmp_path, "own")
     options = [f"run={small_run}", f"output={tmp_path / 'artifact'}", "parity.max_rows=500", "compiled=true"]
-    path = export(load_config(ExportJob, options)).artifact
+    path = export(load_config(ExportJob, [*options, f"sign_key={private}"])).artifact
     rows = raw_rows(clicks, 300)
     wanted = Predictor.load(path).score(rows).scores
-    np.testing.assert_allclose(Predictor.load(path, compiled=True).score(rows).scores, wanted, atol=1e-6)
-    with running("pipeline serve", f"artifact={path}", "server.port=0", "compiled=true") as server:
+    with requiring(public):
+        np.testing.assert_allclose(Predictor.load(path, compiled=True).score(rows).scores, wanted, atol=1e-6)
+    words = [f"artifact={path}", "server.port=0", "compiled=true", f"require_signature={public}"]
+    with running("pipeline serve", *words) as server:
         answer = server.client.post(f"{server.url}/score", json={"rows": rows.to_pylist()})
         assert answer.json()["scores"] == pytest.approx(wanted.tolist(), abs=1e-6)
     source = tmp_path / "rows.tsv"
     source.write_text("".join(clicks.read_text().splitlines(keepends=True)[:300]))
     job = [f"artifact={path}", f"source={source}", f"output={tmp_path}/scores.parquet"]
-    assert not predict(load_config(PredictJob, [*job, "compiled=true"])).already_scored
+    with requiring(public):
+        assert not predict(load_config(PredictJob, [*job, "compiled=true"])).already_scored
     scores = pq.read_table(tmp_path / "scores.parquet")["score"].to_numpy()
     np.testing.assert_allclose(scores, wanted, atol=1e-6)
     with pytest.raises(ValueError):

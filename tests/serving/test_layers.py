@@ -14,6 +14,7 @@ from pipeline.devices.cpu import products
 from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
 from pipeline.runtime.errors import ServingError
+from pipeline.runtime.storage.signature import requiring
 from pipeline.serving.artifact.dense_export import (
     Layers,
     by_name,
@@ -24,6 +25,7 @@ from pipeline.serving.artifact.dense_export import (
 )
 from pipeline.serving.scoring import dense_program
 from pipeline.serving.scoring.dense_program import load_program
+from tests.runtime.test_signature import make_keys
 from tests.support.messages import names
 
 SETTINGS: dict[str, dict[str, object]] = {
@@ -103,10 +105,18 @@ def test_layers_compiled_ahead_of_time_give_the_models_logits(tmp_path) -> None:
 
     model, columns = _built("dlrm")
     compile_layers(export_layers(model, "fp32", 5, columns), str(tmp_path / "dense.compiled.pt2"))
-    program = load_compiled(str(tmp_path / "dense.compiled.pt2"))
+    with requiring(make_keys(tmp_path, "own")[1]):
+        program = load_compiled(str(tmp_path / "dense.compiled.pt2"))
     dense, pooled = torch.rand(9, 5), torch.randn(9, columns)
     with torch.no_grad():
         torch.testing.assert_close(program(dense, pooled), Layers(model)(dense, pooled), rtol=1e-5, atol=1e-5)
+
+
+def test_compiled_layers_are_not_loaded_unless_a_signature_is_required(tmp_path) -> None:
+    from pipeline.serving.scoring.dense_program import load_compiled
+
+    with pytest.raises(ServingError, match=names("require_signature sign_key")):
+        load_compiled(str(tmp_path / "dense.compiled.pt2"))
 
 
 def test_without_a_compiler_the_error_says_what_to_do(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

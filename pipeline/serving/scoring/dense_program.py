@@ -18,6 +18,7 @@ import torch.fx
 
 from pipeline.devices.cpu.products import onednn_multiplies_faster, outputs
 from pipeline.runtime.errors import DamagedError, ServingError
+from pipeline.runtime.storage import signature
 from pipeline.serving.scoring.program_graph import (
     GraphProblem,
     GraphReader,
@@ -220,10 +221,18 @@ def _changes_nothing(node: torch.fx.Node) -> bool:
 
 
 def load_compiled(path: str) -> Program:
-    """An AOTInductor package: native code, which its file's checksums must vouch for.
+    """Load an AOTInductor package. It is native code, which runs as soon as it is loaded.
 
     It holds Python's lock while it runs (torch 2.13 and 2.14: boxed_run has no gil_scoped_release).
+
+    Raises:
+        ServingError: no signature is required. If one is, the manifest and the file were checked against it.
     """
+    if not signature.is_required():
+        raise ServingError(
+            f"{path} is native code, which runs as soon as it is loaded: export with sign_key=sign.pem and set "
+            "require_signature=sign.pub, or leave out compiled=true"
+        )
     from torch._inductor import aoti_load_package
 
     run = aoti_load_package(path).loader.boxed_run  # the model's own call reads its signature anew each time
