@@ -14,9 +14,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-import yaml
-
-from pipeline.config.saved_jobs import SAFE_LOADER, flatten
+from pipeline.config.saved_jobs import flatten, plain_values
 from pipeline.extras.runs.evaluation_stats import list_stats
 from pipeline.runtime.errors import ConfigError, PlanError
 from pipeline.runtime.storage import storage
@@ -62,8 +60,7 @@ class Run:
         """Return the saved config as plain values, so that runs of other releases or with plugins
         can be read.
         """
-        values = yaml.load(storage.read_text(storage.join(self.path, CONFIG)), SAFE_LOADER)
-        return values if isinstance(values, dict) else {}
+        return plain_values(storage.read_text(storage.join(self.path, CONFIG)))
 
     @cached_property
     def flat_config(self) -> dict[str, Any]:

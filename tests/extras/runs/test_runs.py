@@ -20,7 +20,7 @@ from pipeline.extras.runs.cli import runs as verb
 from pipeline.extras.runs.compare import compare
 from pipeline.extras.runs.config import RunsJob
 from pipeline.extras.runs.evaluation_stats import list_stats, read_stats, write_stats
-from pipeline.extras.runs.folder import find_runs, open_run
+from pipeline.extras.runs.folder import Run, find_runs, open_run
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.storage.lease import RunFolderHeldError, take_lease
 from tests.support.messages import mentions, names
@@ -171,3 +171,11 @@ def test_old_logs_and_damaged_checkpoints_are_cleaned_away(copy: Copy) -> None:
 def test_what_cannot_be_done_is_one_line(words: tuple[str, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         _say(*words)
+
+
+def test_a_saved_config_whose_aliases_stand_for_billions_of_values_is_refused(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level in range(1, 12)]
+    (tmp_path / "config.yaml").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=names("aliases")):
+        Run(str(tmp_path)).flat_config  # noqa: B018
