@@ -200,7 +200,7 @@ class StepWriter:
     def _purge(self, saved: int) -> None:
         """Remove steps that need not be kept, once two later steps are known to be intact.
 
-        Only steps up to `saved` are considered. Links are removed before their base, the last
+        Only steps up to `saved` are considered. Links are removed before their base, the newest
         first. The two later steps are then the last steps of two later chains.
         """
         bases, expendable = self._ranks.from_main(lambda: self._expendable(saved))

@@ -65,7 +65,7 @@ def list_verbs(plugins: list[str]) -> dict[str, str]:
 
 
 def import_verbs() -> dict[str, str]:
-    """Import the verbs of this package and its extras, so that the registry has all.
+    """Import the verbs of this package and its extras, so that the registry contains them.
 
     Return list_verbs([]).
     """

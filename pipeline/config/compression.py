@@ -100,8 +100,10 @@ class CompressionConfig:
         return read_settings(options_type, self.options, "compression.options", f"kind={self.kind}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, without `options` if it is empty, as before kinds could have
-        options."""
+        """Return plain values, without `options` if it is empty.
+
+        Records that were written before `options` existed have the same form.
+        """
         return _without_no_options(asdict(self))
 
     def _refuse_settings_of_other_kinds(self, own: Sequence[str]) -> None:

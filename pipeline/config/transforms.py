@@ -45,8 +45,7 @@ class TransformConfig:
 
     @property
     def boundaries(self) -> list[float] | None:
-        """Return the first values of given buckets for the result, None if the result is not
-        bucketed so."""
+        """Return the boundaries of the result's buckets if the config gives them, otherwise None."""
         return None
 
     @property

@@ -1,5 +1,5 @@
-"""Step on one CPU rank, which copies no batch to a device and has no exchange to overlap with
-compute."""
+"""Run training steps on one CPU rank. It copies no batch to a device, and there is no exchange to
+overlap with compute."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def _read_typed(layout: Layout, header: tuple[str, ...], text: bytes) -> pa.Tabl
 def _with_json_lists(layout: Layout, table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
     """Parse text of list columns as JSON if the layout says so.
 
-    Return also row -> reason for other text.
+    Also return row number -> reason, for text that is not valid JSON.
     """
     reasons: dict[int, str] = {}
     for name in layout.columns.lists if layout.columns.list_separator == JSON else ():
