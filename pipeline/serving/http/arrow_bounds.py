@@ -13,8 +13,14 @@ import pyarrow.compute as pc
 
 EXPANSION = 8  # times limits.body_mb: what the rows of a request may take in memory
 VALUE_BYTES = 16  # of a value besides its text: an offset in Arrow, and its share of Python objects
-NUMBER_BYTES = 25  # of a number, a date or a boolean as text, at most
-DECIMAL_BYTES = 80
+TEXT_BYTES = 80  # of a number, a date or a boolean as text, at most: a decimal has 76 digits
+LISTS = (pa.lib.Type_LIST, pa.lib.Type_LARGE_LIST)
+TEXTS = (pa.lib.Type_STRING, pa.lib.Type_LARGE_STRING)
+
+
+def is_flat(schema: pa.Schema) -> bool:
+    """Return whether each row has one value of each column, and each value has bytes of its own."""
+    return all(kind.id not in LISTS and kind.id != pa.lib.Type_DICTIONARY for kind in schema.types)
 
 
 def bytes_before_reading(table: pa.Table) -> int:
@@ -26,43 +32,37 @@ def bytes_before_reading(table: pa.Table) -> int:
 
 
 def _unread_bytes(array: pa.Array) -> int:
-    if _is_list(array.type):
+    kind = array.type.id
+    if kind in LISTS:
         return VALUE_BYTES * len(array) + _unread_bytes(array.values)  # all values, also those before its offsets
-    dictionary = array.dictionary.get_total_buffer_size() if pa.types.is_dictionary(array.type) else 0
+    dictionary = array.dictionary.get_total_buffer_size() if kind == pa.lib.Type_DICTIONARY else 0
     return VALUE_BYTES * len(array) + int(dictionary)
 
 
 def text_bytes(table: pa.Table) -> int:
-    """Return the bytes of all values of a valid table as text."""
+    """Return at least the bytes of all values of a valid table as text."""
+    if is_flat(table.schema):
+        return int(table.nbytes) + TEXT_BYTES * table.num_rows * table.num_columns  # columns may share bytes
     return sum(_text_bytes(chunk) for column in table.columns for chunk in column.chunks)
 
 
 def _text_bytes(array: pa.Array) -> int:
-    if _is_list(array.type):
+    kind = array.type.id
+    if kind in LISTS:
         return _text_bytes(array.values)
-    if pa.types.is_dictionary(array.type):
-        values = array.dictionary
-        if not _is_text(values.type):
-            return _widest(values.type) * len(array)
+    if kind in TEXTS:
+        return int(array.nbytes)
+    if kind == pa.lib.Type_DICTIONARY and array.type.value_type.id in TEXTS:
         # The index of each row selects a length, so no text is copied.
-        return pc.sum(pc.binary_length(values).cast(pa.int64()).take(array.indices)).as_py() or 0
-    if _is_text(array.type):
-        return pc.sum(pc.binary_length(array).cast(pa.int64())).as_py() or 0
-    return _widest(array.type) * len(array)
+        lengths = pc.binary_length(array.dictionary).cast(pa.int64())
+        return pc.sum(lengths.take(array.indices)).as_py() or 0
+    return len(array) * (0 if kind == pa.lib.Type_NA else _widest(array.type))
 
 
 def _widest(kind: pa.DataType) -> int:
-    if pa.types.is_null(kind):
-        return 0
-    return DECIMAL_BYTES if pa.types.is_decimal(kind) else NUMBER_BYTES
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return TEXT_BYTES if pa.types.is_decimal(kind) else TEXT_BYTES // 3
 
 
 def has_compression(body: bytes) -> bool:

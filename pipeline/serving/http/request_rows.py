@@ -18,7 +18,7 @@ from pipeline.config.columns import ColumnsConfig
 from pipeline.config.server import LimitsConfig
 from pipeline.data.raw.value_text import to_text, value_to_text
 from pipeline.runtime.errors import did_you_mean
-from pipeline.serving.http.arrow_bounds import EXPANSION, bytes_before_reading, has_compression, text_bytes
+from pipeline.serving.http.arrow_bounds import EXPANSION, bytes_before_reading, has_compression, is_flat, text_bytes
 from pipeline.serving.scoring.column_ids import MIN_ROWS, is_whole_number
 from pipeline.serving.scoring.column_lists import ColumnLists, Rows
 from pipeline.serving.scoring.scorer import schema_of
@@ -147,12 +147,15 @@ class RequestReader:
                 for field in self.schema:
                     _check_type(field.name, kinds[field.name], field.type)
                 table = pa.Table.from_batches(self._bounded(stream), stream.schema)
-            table.validate()  # of lengths alone: the full one below reads every value
-            self._check_expanded(bytes_before_reading(table))
+            is_small = is_flat(table.schema) and len(body) * table.num_columns < self._limits.body_bytes
+            if not is_small:
+                table.validate()  # of lengths alone: the full one below reads every value
+                self._check_expanded(bytes_before_reading(table))
             table.validate(full=True)
         except (pa.ArrowException, struct.error, UnicodeDecodeError, ValueError, OSError, KeyError) as error:
             raise BadRequest(400, f"the body is not an Arrow IPC stream: {_plain(error)}") from None
-        self._check_expanded(bytes_before_reading(table) + text_bytes(table))
+        if not is_small:
+            self._check_expanded(bytes_before_reading(table) + text_bytes(table))
         self._check_lengths(table)
         try:
             table = table.select(self.schema.names)
