@@ -41,7 +41,7 @@ DENSE_PARAMETER_COPIES = 6
 def shard_state_bytes(optimizer_name: str, num_rows: int, num_columns: int) -> int:
     """Return the optimizer state of a shard [num_rows, num_columns].
 
-    Each column shard has its row-wise state.
+    A row-wise state is counted once for each column shard.
     """
     entry = find_optimizer(optimizer_name)
     return STATE_BYTES * num_rows * (entry.state_per_element * num_columns + entry.state_per_row)

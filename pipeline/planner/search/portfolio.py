@@ -237,7 +237,7 @@ class _Search:
     def _place_choices(self, choices: list[Choice]) -> list[Assignment]:
         """Return the best placement of each choice, the best first.
 
-        Memory is saved only as long as that helps.
+        Placements that save more memory are tried until one is no better.
         """
         best: dict[tuple[int, ...], Assignment] = {}
         for weight in MEMORY_WEIGHTS:

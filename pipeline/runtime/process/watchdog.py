@@ -96,7 +96,7 @@ class Watchdog:
         threading.Thread(target=self._hear_signals, name="watchdog-signals", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop watching, and let no rank wait for a heartbeat of this one."""
+        """Stop watching, and tell the other ranks that no more heartbeats come."""
         self.beat(phase=ENDING)
         self._publish()
         self._ended.set()

@@ -209,7 +209,7 @@ class _PooledAwaitable(Awaitable[torch.Tensor]):
 
 
 class _Post(torch.autograd.Function):
-    """Forward sends pooled rows. Backward, which runs last, reads their gradients."""
+    """Send pooled rows in forward. Its backward comes after _Read's and reads their gradients."""
 
     @staticmethod
     def forward(ctx: Any, pooled: torch.Tensor, batch: _PooledExchange) -> torch.Tensor:
@@ -236,7 +236,7 @@ class _Post(torch.autograd.Function):
 
 
 class _Read(torch.autograd.Function):
-    """Forward reads pooled rows. Backward, which runs first, sends their gradients."""
+    """Read pooled rows in forward. Its backward comes before _Post's and sends their gradients."""
 
     @staticmethod
     def forward(ctx: Any, posted: torch.Tensor, batch: _PooledExchange) -> torch.Tensor:

@@ -33,7 +33,7 @@ PLAIN = ("weight_decay", "momentum", "nesterov", "dampening", "lr_decay", "maxim
 
 @dataclass(frozen=True)
 class _Block:
-    """One flat parameter: rows, widths, L2 and `every` of its tables, and each state of all tables
+    """One flat parameter. The arrays have one entry per table; each state of all tables is
     in one array.
     """
 

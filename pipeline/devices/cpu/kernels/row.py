@@ -1,5 +1,4 @@
-"""Find the distinct rows of a batch, and group the gradients that each row's gradient is summed
-from.
+"""Find the distinct rows of a batch, and group the gradients of each row, which are then summed.
 
 A table of slots finds the rows. The bags of each row are then stored one after the other in a fixed
 order, so sums do not depend on threads. Gradients are first copied together, because in the batch's

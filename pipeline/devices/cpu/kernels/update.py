@@ -217,7 +217,7 @@ def _has_bits(bits, begin, end):  # type: ignore[no-untyped-def]
 def update_rows(  # type: ignore[no-untyped-def]
     weights, gradient, states, squares, rows, dims, kind, numbers, l2s, every, marks
 ):  # fmt: skip
-    """Make the same updates from a dense gradient. Tables have `rows` [T] of `dims` [T] numbers.
+    """Update tables like update_tables, but from a dense gradient. Tables have `rows` [T] of `dims` [T] numbers.
 
     States have a number for each weight or for each row. A row is touched if its gradient is not
     all zero. every [T]: not 0 if untouched rows are also updated. marks: a byte for each row of all

@@ -232,7 +232,7 @@ def pool(rows, first, records, place, taken, num_taken, layout, buckets, pool_ro
 
 @njit(nogil=True, cache=True)
 def find_pooled(rows, buckets, pool_rows, at):  # type: ignore[no-untyped-def]
-    """Set at [n] to the places of rows in the pool."""
+    """Write the places of `rows` in the pool to the array `at` [n]."""
     for position in range(len(rows)):
         at[position] = find(rows[position], buckets, pool_rows, 0)
 
