@@ -15,6 +15,7 @@ import numpy as np
 
 from pipeline.checkpoint.vocabularies import IdSpace
 from pipeline.data.prepare.vocabulary import open_engine
+from pipeline.data.sql import parquet
 from pipeline.runtime.errors import CheckpointError
 from pipeline.runtime.storage import storage
 
@@ -40,9 +41,10 @@ class RowMap:
         with tempfile.TemporaryDirectory() as spill, open_engine(spill, MEMORY_BYTES, 1) as engine:
             found = _run(
                 engine,
-                "SELECT old.id AS old_id, new.id AS new_id FROM read_parquet(?) new JOIN read_parquet(?) old USING (value) "
+                f"SELECT old.id AS old_id, new.id AS new_id FROM {parquet(storage.local_path(self.new))} new "
+                f"JOIN {parquet(storage.local_path(self.old))} old USING (value) "
                 "WHERE new.id >= ? AND new.id < ? AND old.id < ? ORDER BY old_id",
-                [storage.local_path(self.new), storage.local_path(self.old), max(first, 1), first + count, old_rows],
+                [max(first, 1), first + count, old_rows],
             )
         unknown = np.zeros(1 if first == 0 and count and old_rows else 0, dtype=np.int64)
         return np.concatenate([unknown, found["old_id"]]), np.concatenate([unknown, found["new_id"]])

@@ -10,12 +10,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from pipeline.config.jobs.retrain import RetrainJob
+from pipeline.data.raw.source import SourceChangedError
 from pipeline.retraining.data_checks import check_data
 from pipeline.retraining.gate import Finding, Scores, judge
-from pipeline.retraining.ledger import PROMOTED, REJECTED, Ledger, Record, accepted_windows, windows_missed
+from pipeline.retraining.ledger import PROMOTED, REJECTED, Ledger, Record, judged_windows, windows_missed
 from pipeline.retraining.promotion import Candidate, FinishedRun, files_of_artifact
 from pipeline.retraining.registry import Pointer, Version
 from pipeline.retraining.statistics import WindowStatistics
@@ -80,13 +82,23 @@ class Challenge:
     def parent(self) -> str:
         return self.champion.name if self.champion else ""
 
+    @cached_property
+    def rejected(self) -> dict[str, str]:
+        """The sketches of windows whose data were rejected, by window: their rows stay rejected.
+
+        The exceptions are the windows that `retry` names, whose data a person has found sound.
+        """
+        besides = (self.window.name, self.judged_on.name, *self.job.retry)
+        found = judged_windows(self.ledger, self.job.checks.remember, besides, accepted=False)
+        return {record.window: record.data["statistics"]["sketch"] for record in found}
+
     def run(self) -> Outcome:
         """Return the outcome for `window`, or for `judged_on` if its data cannot be used to judge.
 
         Raises:
             RetrainingError: the job does not fit the data, or the first window cannot be prepared.
         """
-        accepted = accepted_windows(self.ledger, self.job.checks.remember, (self.window.name, self.judged_on.name))
+        accepted = judged_windows(self.ledger, self.job.checks.remember, (self.window.name, self.judged_on.name))
         history = [
             (record.window, WindowStatistics.of({**record.data["statistics"], "begin": record.begin}))
             for record in accepted
@@ -141,10 +153,12 @@ class Challenge:
         return Examined(place, data, found, scores, findings)
 
     def _check_job(self, error: UserError, window: Window, history: History) -> None:
-        """Raise if the error is caused by the job or the registry, because every later window would
-        be rejected for it.
+        """Raise the error if the window is not at fault.
+
+        The job or the registry may be at fault: then each window that comes would be rejected. A file
+        that is still written is not judged: the next tick reads it again.
         """
-        if isinstance(error, LimitError):
+        if isinstance(error, (LimitError, SourceChangedError)):
             raise error
         if self.champion is not None:
             self.runner.check_data_of(self.champion)
@@ -170,7 +184,7 @@ class Challenge:
         self, place: WindowFiles, data: str, history: History, age: int, scores: Scores | None
     ) -> WindowStatistics:
         window = place.window
-        found = self.runner.statistics(place, data, history)
+        found = self.runner.statistics(place, data, history, self.rejected)
         found = replace(found, age=age, begin=window.begin.isoformat(), apart=_apart(window, history))
         if scores is None:  # these are the window's ids, so unknown ids cannot be measured
             return replace(found, empty_share={}, distance={})

@@ -28,7 +28,7 @@ def check_data(now: WindowStatistics, history: list[WindowStatistics], config: D
         share, limit = now.outside_share, config.outside_share
         text = f"{share:.1%} of the rows have a timestamp outside the window; at most {limit:.1%} are allowed"
         findings.append(Finding("outside_share", share <= limit, share, limit, text))
-    if config.repeated_share is not None and history:
+    if config.repeated_share is not None and (history or now.repeated_of):
         findings.append(_repeated(now, history[: config.trailing], config.repeated_share))
     if len(past) < config.min_history:
         return findings
@@ -92,7 +92,7 @@ def _rise(name: str, now: WindowStatistics, past: list[WindowStatistics], limit:
 
 
 def _repeated(now: WindowStatistics, past: list[WindowStatistics], limit: float) -> Finding:
-    usual = median(earlier.repeated_share for earlier in past)
+    usual = median(earlier.repeated_share for earlier in past) if past else 0.0
     text = (
         f"{now.repeated_share:.1%} of the rows are also in window {now.repeated_of}; the median "
         f"is {usual:.1%}, and at most {limit:.0%} more are allowed"

@@ -94,18 +94,18 @@ class Ledger:
         return storage.join(self.folder, f"{number:08d}.json")
 
 
-def accepted_windows(ledger: Ledger, most: int, besides: Collection[str] = ()) -> list[Record]:
-    """Return records of windows whose data were accepted at their last judgement, newest first.
+def judged_windows(ledger: Ledger, most: int, besides: Collection[str] = (), accepted: bool = True) -> list[Record]:
+    """Windows whose data were accepted, or rejected, when they were last judged, newest first.
 
-    The result of their challengers does not matter. besides: windows to leave out, because they are
-    judged now.
+    What became of their challengers plays no part. `besides` are windows that are left out, because
+    they are to be judged now.
     """
     found: list[Record] = []
     seen = set(besides)
     for record, _ in zip(ledger.newest(), range(MAX_READ), strict=False):
         if record.state in (PROMOTED, REJECTED) and record.window not in seen:
             seen.add(record.window)
-            if record.data.get("accepted"):
+            if record.data.get("accepted") is accepted and "statistics" in record.data:
                 found.append(record)
             if len(found) == most:
                 break

@@ -19,7 +19,7 @@ from pipeline.config.data import DataConfig
 from pipeline.data.prepare.vocabulary import open_engine
 from pipeline.data.raw.blocks import Source
 from pipeline.data.raw.layout import find_format
-from pipeline.data.sql import sql_text
+from pipeline.data.sql import sql_path
 from pipeline.runtime.storage import storage
 
 SKETCH_SIZE = 1024
@@ -78,5 +78,5 @@ def count_rows(sources: list[Source], config: DataConfig, threads: int) -> int:
 
 
 def _hashes(sources: list[Source], config: DataConfig) -> str:
-    paths = ", ".join(sql_text(os.path.abspath(storage.local_path(source.path))) for source in sources)
+    paths = ", ".join(sql_path(os.path.abspath(storage.local_path(source.path))) for source in sources)
     return f"SELECT md5_number_lower(line) AS hash FROM ({find_format(config.format).sql_lines(paths)})"

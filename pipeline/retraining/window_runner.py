@@ -33,8 +33,9 @@ from pipeline.data.prepare.base_vocabulary import load_base
 from pipeline.data.prepare.encode import features_of
 from pipeline.data.prepare.identity import find_prepared
 from pipeline.data.prepare.run import prepare
+from pipeline.data.raw.blocks import Source
 from pipeline.data.raw.layout import layout_of
-from pipeline.data.raw.source import find_sources
+from pipeline.data.raw.source import check_unchanged, find_sources
 from pipeline.data.read.streams import num_steps
 from pipeline.retraining.gate import Scores
 from pipeline.retraining.promotion import FinishedRun, finished_run
@@ -61,12 +62,16 @@ logger = get_logger("pipeline.retrain")
 
 @dataclass(frozen=True)
 class WindowFiles:
-    """A window with known files. `source` is what prepare reads; `digest` identifies the files."""
+    """A window whose files are known: `source` is what prepare reads, `digest` tells these files from others.
+
+    `files` are the files with the stamps that they had when the window was begun.
+    """
 
     window: Window
     source: str
     digest: str
     folder: str
+    files: list[Source]
 
 
 class WindowRunner:
@@ -81,9 +86,11 @@ class WindowRunner:
         source = window.source
         if self.job.windows.kind == "timestamps":
             source = extract_rows(window, self.job.windows, self.job.data, self.folder(window))
-        files = [[file.name, file.size_bytes, file.digest] for file in find_sources(source)]
-        digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
-        return WindowFiles(window, source, digest, os.path.join(self.folder(window), digest))
+        files = find_sources(source)
+        named = [[file.name, file.size_bytes, file.digest] for file in files]
+        digest, stamps = _hash(named), _hash([*named, *(file.stamp for file in files)])
+        # A digest of samples does not notice every change: what was prepared before another is not taken up.
+        return WindowFiles(window, source, digest, os.path.join(self.folder(window), stamps), files)
 
     def folder(self, window: Window) -> str:
         return os.path.join(self.job.run_dir, "work", file_name(window.name))
@@ -112,17 +119,19 @@ class WindowRunner:
     def _prepare(
         self, place: WindowFiles, folder: str, target: str, base: BaseVocabularyConfig | None, validation: float
     ) -> str:
-        """Prepare.
+        """Remove `folder` first if another job or release made its `target`; all below run_dir may be lost.
 
-        Remove `folder` first if another job or release made `target` in it, because files below
-        run_dir may be lost.
+        Raises:
+            SourceChangedError: a file of the window has changed since the window was begun.
         """
         data = replace(self.job.data, path=target, split=SplitConfig("row_range", validation, 0.0))
         job = PrepareJob(data, place.source, self.job.memory_limit_gb, self.job.threads, vocabularies=base)
         if is_stale(job):
             logger.warning("%s was prepared by another job or release, and is prepared again", target)
             storage.remove(folder)
-        return prepare(job).path
+        path = prepare(job).path
+        check_unchanged(place.files)
+        return path
 
     def check_data_of(self, champion: Version) -> None:
         """Raise UserError if no window can be prepared for the champion, whatever its rows are."""
@@ -187,21 +196,32 @@ class WindowRunner:
         return export(replace(job, output=os.path.join(folder, pipeline.__version__, name)))
 
     def statistics(
-        self, place: WindowFiles, data: str, history: list[tuple[str, WindowStatistics]]
+        self, place: WindowFiles, data: str, history: list[tuple[str, WindowStatistics]], rejected: dict[str, str]
     ) -> WindowStatistics:
-        """Measure the window prepared in `data`. history: (name, statistics) of accepted windows,
-        newest first.
+        """Summarize the window that was prepared in `data`.
+
+        `history` are (name, statistics) of accepted windows, newest first; `rejected` are the sketches
+        of rejected windows by name.
+
+        Raises:
+            SourceChangedError: a file of the window has changed since the window was begun.
         """
         from pipeline.retraining.row_sketch import RowSketch, sketch_rows
 
         found = measure(data, history[0][1] if history else None)
-        sketch = sketch_rows(find_sources(place.source), self.job.data, self.job.threads or 1)
+        sketch = sketch_rows(place.files, self.job.data, self.job.threads or 1)
         share, of = 0.0, ""
-        for name, earlier in history[: self.job.checks.remember]:
-            common = sketch.share_in(RowSketch.of(earlier.sketch))
+        sketches = {name: earlier.sketch for name, earlier in history[: self.job.checks.remember]} | rejected
+        for name, earlier in sketches.items():
+            common = sketch.share_in(RowSketch.of(earlier))
             share, of = (common, name) if common > share else (share, of)
         outside = outside_share(place.window, self.job.windows, self.job.data)
+        check_unchanged(place.files)
         return replace(found, sketch=sketch.text, repeated_share=share, repeated_of=of, outside_share=outside)
+
+
+def _hash(values: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
 def is_stale(job: PrepareJob) -> bool:

@@ -8,17 +8,21 @@ A missing window counts as waiting.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
 
 from pipeline.config.data import DataConfig
 from pipeline.config.retraining import WindowsConfig
-from pipeline.data.sql import sql_text
+from pipeline.data.sql import sql_path, sql_text
 from pipeline.runtime.errors import RetrainingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import atomic, storage
+
+if TYPE_CHECKING:
+    import duckdb
 
 READY, WAITING, LATE = "ready", "waiting", "late"
 MAX_GAP = 10_000  # missing windows in a row; more mean that the pattern or the length is wrong
@@ -172,9 +176,9 @@ def _spans(config: WindowsConfig, source: str, data: DataConfig, after: datetime
     from pipeline.data.prepare.vocabulary import open_engine
 
     seconds = int(config.length_hours * 3600)
-    with closing(open_engine(os.devnull, 512 << 20, 1)) as engine:
+    with closing(open_engine(os.devnull, 512 << 20, 1)) as engine, _growing(engine, source, data) as table:
         rows = engine.execute(
-            f"SELECT span, count(*) FROM (SELECT {_seconds(config)} // {seconds} AS span FROM {_scan(source, data)}) "
+            f"SELECT span, count(*) FROM (SELECT {_seconds(config)} // {seconds} AS span FROM {table}) "
             "WHERE span IS NOT NULL GROUP BY span ORDER BY span"
         ).fetchall()
     if not rows:
@@ -226,9 +230,10 @@ def _without_strays(
 def extract_rows(window: Window, config: WindowsConfig, data: DataConfig, target: str) -> str:
     """Write the window's rows of a growing source to a file in `target`, in the source's format.
 
-    Return its path.
+    A file that is there is taken as it is: what comes to a window after it was begun is left out.
 
-    An existing file is used unchanged: rows that arrive after the window was started are left out.
+    Raises:
+        SourceChangedError: the source did anything but grow meanwhile.
     """
     from pipeline.data.prepare.vocabulary import open_engine
     from pipeline.data.raw.layout import find_format
@@ -239,10 +244,13 @@ def extract_rows(window: Window, config: WindowsConfig, data: DataConfig, target
     os.makedirs(target, exist_ok=True)
     how = find_format(data.format).sql_copy
     begin, end = int(window.begin.timestamp()), int(window.end.timestamp())
-    with closing(open_engine(os.path.join(target, "spill"), 1 << 30, 1)) as engine:
+    with (
+        closing(open_engine(os.path.join(target, "spill"), 1 << 30, 1)) as engine,
+        _growing(engine, window.source, data) as table,
+    ):
         engine.execute("SET preserve_insertion_order = true")
         engine.execute(
-            f"COPY (SELECT * FROM {_scan(window.source, data)} WHERE {_seconds(config)} >= {begin} AND "
+            f"COPY (SELECT * FROM {table} WHERE {_seconds(config)} >= {begin} AND "
             f"{_seconds(config)} < {end}) TO {sql_text(path + '.partial')} ({how})"
         )
     atomic.publish_file(path + ".partial", path)
@@ -261,18 +269,45 @@ def outside_share(window: Window, config: WindowsConfig, data: DataConfig) -> fl
     with closing(open_engine(os.devnull, 512 << 20, 1)) as engine:
         (share,) = engine.execute(
             f"SELECT avg(CASE WHEN time >= {begin} AND time < {end} THEN 0.0 ELSE 1.0 END) FROM "
-            f"(SELECT {_seconds(config)} AS time FROM {_scan(window.source, data)})"
+            f"(SELECT {_seconds(config)} AS time FROM {_table(data, _paths(window.source))})"
         ).fetchone() or (None,)
     return None if share is None else float(share)
 
 
-def _scan(source: str, data: DataConfig) -> str:
-    """Return a DuckDB table of the source's rows. Text files keep every value as it is written."""
+@contextmanager
+def _growing(engine: duckdb.DuckDBPyConnection, source: str, data: DataConfig) -> Iterator[str]:
+    """A table of `engine` with the rows that a growing source has now: of a local text file, of its whole lines.
+
+    Raises:
+        RetrainingError: there is no whole line yet.
+        SourceChangedError: in the end, for a file that did anything but grow meanwhile.
+    """
     from pipeline.data.raw.layout import find_format
+    from pipeline.retraining.growing_files import GrowingFiles
+
+    paths = _paths(source)
+    if not (storage.is_local(source) and find_format(data.format).is_lines):
+        yield _table(data, paths)
+        return
+    growing = GrowingFiles([path for path in paths if not path.endswith(".gz")])
+    names = [*growing.register(engine), *(path for path in paths if path.endswith(".gz"))]
+    if not names:
+        raise RetrainingError(f"source={source} has no whole line yet: its rows must end in line ends")
+    yield _table(data, names)
+    growing.check()
+
+
+def _paths(source: str) -> list[str]:
     from pipeline.data.raw.source import find_sources
 
-    paths = ", ".join(sql_text(os.path.abspath(storage.local_path(file.path))) for file in find_sources(source))
-    table = find_format(data.format).sql_table(paths)
+    return [os.path.abspath(storage.local_path(file.path)) for file in find_sources(source)]
+
+
+def _table(data: DataConfig, paths: Iterable[str]) -> str:
+    """A DuckDB table of the rows in files; text files keep every value as it is written."""
+    from pipeline.data.raw.layout import find_format
+
+    table = find_format(data.format).sql_table(", ".join(map(sql_path, paths)))
     if not table:
         raise RetrainingError(f"data.format={data.format} has no time column: put each window into a separate folder")
     return table

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.data.raw.source import SourceChangedError
 from pipeline.retraining.challenge import Challenge
 from pipeline.retraining.gate import Scores
 from pipeline.retraining.ledger import PROMOTED, REJECTED, Ledger, Record, windows_missed
@@ -33,20 +34,20 @@ class Rows(WindowRunner):
         self.places, self.rows, self.copies = places, rows, copies
 
     def place(self, window: Window) -> WindowFiles:
-        return WindowFiles(window, window.name, window.name, window.name)
+        return WindowFiles(window, window.name, window.name, window.name, [])
 
     def under(self, place: WindowFiles, name: str, vocabularies: str) -> str:
         return place.source
 
     def statistics(
-        self, place: WindowFiles, data: str, history: list[tuple[str, WindowStatistics]]
+        self, place: WindowFiles, data: str, history: list[tuple[str, WindowStatistics]], rejected: dict[str, str]
     ) -> WindowStatistics:
         name = place.window.name
         found = WindowStatistics(self.rows.get(name, 1000), 0.5, sketch=name)
         if history:
             found = replace(found, distance={"color": abs(self.places[name] - self.places[history[0][1].sketch])})
         copied = self.copies.get(name, "")
-        return replace(found, repeated_share=1.0 if copied in [name for name, _ in history] else 0.0)
+        return replace(found, repeated_share=1.0 if copied in [*rejected, *(name for name, _ in history)] else 0.0)
 
     def score_version(self, version: Version, data: str) -> Scores:
         return Scores(np.zeros(2, np.float32), np.array([0, 1], np.float32))
@@ -149,9 +150,11 @@ def test_a_window_is_not_rejected_for_what_the_job_or_the_machine_lacks(tmp_path
     runner.wrong_job = "data.columns"
     with pytest.raises(RetrainingError, match=names("data.columns")):
         _of_two(tmp_path, runner, CHAMPION).run()
-    runner.error, runner.wrong_job = LimitError("memory_limit_gb"), ""
-    with pytest.raises(LimitError):
-        _of_two(tmp_path, runner, CHAMPION).run()
+    runner.wrong_job = ""
+    for error in (LimitError("memory_limit_gb"), SourceChangedError("rows.csv has changed")):
+        runner.error = error
+        with pytest.raises(type(error)):
+            _of_two(tmp_path, runner, CHAMPION).run()
 
 
 def test_before_there_is_a_champion_a_judge_that_cannot_be_read_is_rejected(tmp_path: Path) -> None:
@@ -166,6 +169,19 @@ def test_a_window_that_is_judged_again_is_not_compared_with_itself(tmp_path: Pat
     found = WindowStatistics(1000, 0.5, sketch=name)
     Ledger(str(tmp_path)).append(Record(REJECTED, name, data={"accepted": True, "statistics": asdict(found)}))
     outcome = _of_two(tmp_path, Rows({name: 0.0, "dt=2026-11-02": 0.0}, {}, {name: name}), CHAMPION).run()
+    assert any(USABLE in reason for reason in outcome.record.reasons), outcome.record.reasons
+
+
+def test_rows_of_a_rejected_window_do_not_pass_as_the_next_window(tmp_path: Path) -> None:
+    """A rejected day was delivered again, under the next day's name, and was accepted."""
+    first, second, third = (window.name for window in windows(3))
+    rejected = WindowStatistics(1000, 0.5, sketch=first)
+    Ledger(str(tmp_path)).append(Record(REJECTED, first, data={"accepted": False, "statistics": asdict(rejected)}))
+    runner = Rows({second: 0.0, third: 0.0}, {}, {third: first})
+    outcome = _of_two(tmp_path, runner, CHAMPION, 1).run()
+    assert outcome.record.window == third and "100.0% of the rows" in outcome.record.reasons[0]
+    asked = _of_two(tmp_path, runner, CHAMPION, 1)
+    outcome = replace(asked, job=replace(asked.job, retry=[first])).run()
     assert any(USABLE in reason for reason in outcome.record.reasons), outcome.record.reasons
 
 

@@ -10,6 +10,8 @@ import pytest
 from pipeline.config.columns import ColumnsConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.retraining import WindowsConfig
+from pipeline.data.raw.source import SourceChangedError
+from pipeline.retraining.growing_files import GrowingFiles
 from pipeline.retraining.windows import LATE, READY, WAITING, Window, extract_rows, find_windows
 from pipeline.runtime.errors import RetrainingError
 from tests.support.messages import mentions, names
@@ -102,6 +104,35 @@ def test_a_growing_file_is_cut_by_its_timestamps(tmp_path: Path, times: list[str
     assert len(lines) == 3 and "00" in lines[1] and "v,1" in lines[2]  # text stays as it was written
     source.write_text("")
     assert extract_rows(found[0], config, CSV, str(tmp_path / "work")) == path  # begun: it stays what it was
+
+
+def test_half_of_a_row_that_is_still_written_is_left_for_later(tmp_path: Path) -> None:
+    """Half of a time, 17622, was a time of 1970, and so the oldest window."""
+    source = tmp_path / "[a] rows*.csv"
+    whole = "click,x,a,time\n1,0,v,1762214400\n0,1,v,1762218000\n"
+    source.write_text(whole + "0,1,v,17622")
+    config = WindowsConfig(kind="timestamps", timestamp_column="time", length_hours=1)
+    now = datetime(2025, 11, 4, 2, tzinfo=UTC)
+    found = find_windows(config, str(source), CSV, now, None, ())
+    assert [one.name for one in found] == ["2025-11-04T00:00", "2025-11-04T01:00"]
+    path = extract_rows(found[1], config, CSV, str(tmp_path / "work"))
+    assert Path(path).read_text().splitlines() == ["click,x,a,time", "0,1,v,1762218000"]
+    source.write_text("click,x,a,time")
+    with pytest.raises(RetrainingError, match=names("rows*.csv line")):
+        find_windows(config, str(source), CSV, now, None, ())
+
+
+def test_a_growing_source_may_only_grow_while_it_is_read(tmp_path: Path) -> None:
+    source = tmp_path / "rows.csv"
+    source.write_text("a\n1\n2\n")
+    growing = GrowingFiles([str(source)])
+    with open(source, "a") as file:
+        file.write("3\n")
+    growing.check()
+    for content in ("a\n1\n", "a\n1\n4\n3\n"):
+        source.write_text(content)
+        with pytest.raises(SourceChangedError, match=names("rows.csv bytes grow")):
+            growing.check()
 
 
 def test_the_last_hour_of_a_source_that_pauses_is_not_lost(tmp_path: Path) -> None:

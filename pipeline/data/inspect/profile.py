@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.quality import auc
+from pipeline.data.sql import sql_path, sql_text
 from pipeline.runtime.errors import DataError, did_you_mean
 from pipeline.runtime.storage import storage
 
@@ -108,7 +109,7 @@ def profile(
 
 def _open(connection: duckdb.DuckDBPyConnection, path: str, max_rows: int) -> tuple[str, str | None, list[str]]:
     """Fill the table `raw` with text. Return (format, delimiter, header)."""
-    literal = _literal(path)
+    literal = sql_path(path)
     try:
         if path.endswith(".parquet"):
             connection.execute(f"CREATE TABLE typed AS SELECT * FROM read_parquet({literal}) LIMIT {max_rows}")
@@ -244,7 +245,7 @@ def _labels(
     if threshold is not None:
         number = f"CAST({number} >= {float(threshold)} AS DOUBLE)"
     elif values:
-        cases = " ".join(f"WHEN {_literal(text)} THEN {int(meant)}" for text, meant in values.items())
+        cases = " ".join(f"WHEN {sql_text(text)} THEN {int(meant)}" for text, meant in values.items())
         number = f"CAST(CASE {_quoted(name)} {cases} END AS DOUBLE)"
     found = connection.execute(f"SELECT {number} AS label FROM raw").fetchnumpy()["label"]
     return np.ma.filled(found.astype(np.float64), np.nan)
@@ -273,10 +274,6 @@ def _with_auc(connection: duckdb.DuckDBPyConnection, column: Column, labels: NDA
         counts = np.bincount(codes[others], minlength=codes.max() + 1)
         scores[folds == fold] = ((sums + base) / (counts + 1))[codes[folds == fold]]
     return replace(column, alone_auc=auc(scores[known], labels[known]))
-
-
-def _literal(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
 
 
 def _quoted(name: str) -> str:

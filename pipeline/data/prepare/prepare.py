@@ -47,9 +47,14 @@ from pipeline.data.prepare.standardize import base_transforms, names_to_learn, t
 from pipeline.data.prepare.time_units import check_time_units
 from pipeline.data.prepare.write_dataset import Prepared, assemble_dataset, describe_feature, move_out
 from pipeline.data.prepare.write_shards import SharedByShards, WrittenShard, plan_shards, write_shard
+from pipeline.data.raw.source import check_unchanged
 from pipeline.data.raw.source_schemas import check_sources
 from pipeline.data.sql import parquet
+from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
+
+MAX_NAMED = 3
+logger = get_logger(__name__)
 
 
 def prepare_dataset(recipe: Recipe, executor: Executor) -> tuple[Dataset, list[str]]:
@@ -57,6 +62,7 @@ def prepare_dataset(recipe: Recipe, executor: Executor) -> tuple[Dataset, list[s
 
     Raises:
         DataError: the sources cannot become a data set.
+        SourceChangedError: a source was written to, replaced or removed since it was listed.
     """
     config, staging = recipe.config, recipe.resources.staging
     check_sources(recipe.layout, list(recipe.sources))
@@ -64,6 +70,7 @@ def prepare_dataset(recipe: Recipe, executor: Executor) -> tuple[Dataset, list[s
         files = _stage(recipe, executor)
         with scratch_folder(recipe) as scratch, engine_errors(recipe.resources):
             dataset = _write_dataset(recipe, executor, files, scratch)
+        check_unchanged(recipe.sources)
         storage.publish_text(storage.join(config.path, FILE_NAME), dataset.to_json())
         storage.remove(staging)
     negative: Counter[str] = Counter()
@@ -80,8 +87,23 @@ def _stage(recipe: Recipe, executor: Executor) -> list[FileSummary]:
     for file in executor.map("reading rows", stage_file, items, sizes):
         files.append(file)
     refuse_files(recipe.config, recipe.sources, files)
+    _report_open_lines(recipe, files)
     check_time_units(recipe.config, recipe.sources, files)
     return files
+
+
+def _report_open_lines(recipe: Recipe, files: list[FileSummary]) -> None:
+    """Warn of files whose last line has no end: it may be a whole row, or half of one."""
+    named = [
+        f"{recipe.sources[file.number].path} (row {file.num_source_rows:,})" for file in files if file.has_open_line
+    ]
+    if named:
+        more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+        logger.warning(
+            "%d of %d source files end without a line end: %s%s. The last row of each was read as it is. If a "
+            "program was still writing the file, prepare it again into another data.path when the file is finished",
+            len(named), len(files), ", ".join(named[:MAX_NAMED]), more,
+        )  # fmt: skip
 
 
 def _write_dataset(recipe: Recipe, executor: Executor, files: list[FileSummary], scratch: str) -> Dataset:

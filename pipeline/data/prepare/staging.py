@@ -28,11 +28,11 @@ from pipeline.data.prepare.recipe import Json, Recipe, finished, once
 from pipeline.data.prepare.time_units import count_units
 from pipeline.data.raw.blocks import Block, ParsedRows, RowReader, Source
 from pipeline.data.raw.rows import open_source, parse_block
-from pipeline.data.raw.source import TEACHER_COLUMN, TEACHER_SUFFIX
+from pipeline.data.raw.source import TEACHER_COLUMN, TEACHER_SUFFIX, unchanged
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import storage
 
-STAGING_VERSION = 2  # files of another version are not reused
+STAGING_VERSION = 3  # files of another version are not reused
 VALUES_SCHEMA = pa.schema([("value", pa.string()), ("count", pa.int32())])
 LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")  # saves two fifths of the folder for 2 % more time
 
@@ -51,6 +51,7 @@ class StagedFile:
     num_lookups: list[list[int]] = field(default_factory=list)
     num_negative: dict[str, int] = field(default_factory=dict)  # see EncodedBlock
     num_times: dict[str, int] = field(default_factory=dict)  # see count_units
+    has_open_line: bool = False  # the text has no line end behind its last row
 
     @property
     def num_rows(self) -> int:
@@ -89,6 +90,7 @@ class FileSummary:
     first_quarantined: str
     num_negative: dict[str, int]
     num_times: dict[str, int]
+    has_open_line: bool
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ def stage_file(recipe: Recipe, item: FileToStage) -> FileSummary:
 
     Raises:
         DataError: so many rows are unreadable that the preparation can only fail.
+        SourceChangedError: the file is no longer the one that the driver has listed.
     """
     source = recipe.sources[item.number]
     folder = recipe.path(f"{item.number:05d}-{_key(recipe, source)}")
@@ -117,7 +120,8 @@ def stage_file(recipe: Recipe, item: FileToStage) -> FileSummary:
     def write(attempt: str) -> Json:
         return asdict(replace(_stage(recipe, source, StagedFile(attempt, item.number), check), folder=folder))
 
-    once(recipe, folder, write)
+    with unchanged(source):
+        once(recipe, folder, write)
     staged = load_staged(folder)
     assert staged.num_rows + staged.num_quarantined == staged.num_source_rows
     return FileSummary(
@@ -129,6 +133,7 @@ def stage_file(recipe: Recipe, item: FileToStage) -> FileSummary:
         first_quarantined=staged.first_quarantined,
         num_negative=staged.num_negative,
         num_times=staged.num_times,
+        has_open_line=staged.has_open_line,
     )
 
 
@@ -185,10 +190,19 @@ def _key(recipe: Recipe, source: Source) -> str:
     """Return a hash of everything the staged bytes depend on.
 
     Frequency thresholds, for example, are applied later.
+    The stamp is part of it: a digest of samples does not notice every change of a large file.
     """
     features = recipe.features
     hashed = {name: (ids.hash_size, ids.hash_seed) for name, ids in features.ids.items() if ids.kind == "hash"}
-    parts = [STAGING_VERSION, source.name, source.size_bytes, source.digest, asdict(recipe.layout), hashed]
+    parts = [
+        STAGING_VERSION,
+        source.name,
+        source.size_bytes,
+        source.digest,
+        source.stamp,
+        asdict(recipe.layout),
+        hashed,
+    ]
     parts += ["row hashes"] if features.row_hashes else []
     parts += [f"in buckets: {name}" for name in features.buckets]
     parts += [f"{name} by {kind}" for name, kind in features.transforms.items()]
@@ -235,7 +249,10 @@ class _Writer:
         columns = [encoded.values, pa.array(encoded.counts.astype(np.int32))]
         for batch in cut_by_feature(pa.record_batch(columns, schema=VALUES_SCHEMA), encoded.num_values):
             self._values.write_batch(batch)
+        staged.has_open_line = block.table is None and not block.text.endswith(b"\n")
         for row in parsed.quarantined:
+            if staged.has_open_line and row.line == block.first_line + block.num_rows - 1:
+                row = replace(row, reason=f"{row.reason}; the file ends within this line")
             self._quarantine.write(json.dumps(asdict(row), ensure_ascii=False) + "\n")
         if parsed.quarantined and not staged.first_quarantined:
             staged.first_quarantined = f"line {parsed.quarantined[0].line}: {parsed.quarantined[0].reason}"

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from pipeline.runtime.storage.stamps import Stamp
+
 if TYPE_CHECKING:  # layouts are read where neither library is loaded
     import numpy as np
     import pyarrow as pa
@@ -20,7 +22,8 @@ class Source:
     """One raw file. `digest` covers 64 evenly spaced pieces of 64 KiB: all of a file up to 4 MiB.
 
     `split` is the split of its rows if the splits of a data set name their files. `partitions` are
-    the columns whose values the folders above it give (data/raw/partitions.py).
+    the columns whose values the folders above it give (data/raw/partitions.py). `stamp` is the
+    state of the file when it was listed.
     """
 
     path: str
@@ -29,6 +32,7 @@ class Source:
     digest: str
     split: str | None = None
     partitions: Partitions = ()
+    stamp: Stamp | None = None
 
 
 @dataclass(frozen=True)

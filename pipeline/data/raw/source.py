@@ -14,7 +14,7 @@ import hashlib
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import IO, Any
@@ -25,6 +25,7 @@ from pipeline.data.raw.blocks import MAX_BLOCK_ROWS, Block, Source
 from pipeline.data.raw.partitions import FOLDER, RANGE, files_below, in_range, is_data, name_of, partitions_of
 from pipeline.runtime.errors import DataError, did_you_mean
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.stamps import Stamp, difference, stamp_of
 
 MAX_LINE_BYTES = 64 << 20
 # The true probabilities of a generated source are in a file next to it, one for each row.
@@ -43,6 +44,10 @@ NO_TEXT = {  # first bytes of a file -> its kind, the fix
     b"\xfe\xff": ("text in UTF-16", "convert it by iconv -f UTF-16 -t UTF-8"),
 }
 GLOB_SIGNS = "*?["
+
+
+class SourceChangedError(DataError):
+    """A source file is no longer the file that was listed: nobody can say which rows were read."""
 
 
 def find_sources(source: str) -> list[Source]:
@@ -113,13 +118,62 @@ def _natural(path: str) -> list[Any]:
 
 
 def _describe(path: str) -> Source:
-    digest = hashlib.sha256()
+    stamp = stamp_of(path)  # before the bytes are read: whoever writes from now on is noticed
     with storage.open_file(path, "rb") as file:
-        size = file.seek(0, 2)
-        for i in range(NUM_SAMPLES):
-            file.seek(max(0, (size - SAMPLE_BYTES) * i // (NUM_SAMPLES - 1)))
-            digest.update(file.read(SAMPLE_BYTES))
-    return Source(path, name_of(path), size, digest.hexdigest(), partitions=partitions_of(path))
+        digest = digest_of_samples(file, stamp.size_bytes)
+    return Source(path, name_of(path), stamp.size_bytes, digest, None, partitions_of(path), stamp)
+
+
+def digest_of_samples(file: IO[bytes], size_bytes: int) -> str:
+    """SHA-256 of 64 evenly spaced pieces of the first `size_bytes` bytes: of all of them up to 4 MiB."""
+    digest = hashlib.sha256()
+    for i in range(NUM_SAMPLES):
+        begin = max(0, (size_bytes - SAMPLE_BYTES) * i // (NUM_SAMPLES - 1))
+        file.seek(begin)
+        digest.update(file.read(min(SAMPLE_BYTES, size_bytes - begin)))
+    return digest.hexdigest()
+
+
+def check_unchanged(sources: Iterable[Source]) -> None:
+    """Raise SourceChangedError for a file that was written to, replaced or removed since it was listed."""
+    for source in sources:
+        _compare(source, source.stamp)
+
+
+@contextmanager
+def unchanged(source: Source) -> Iterator[None]:
+    """Raise SourceChangedError if the file changes within the block, or has changed since it was listed.
+
+    This is also raised in the place of an error that the change has caused, for example by a file
+    that ends too early. Another machine than the one that listed the file may see another inode.
+    """
+    now = _compare(source, source.stamp, same_host=False)
+    try:
+        yield
+    except (DataError, OSError):
+        _compare(source, now)
+        raise
+    _compare(source, now)
+
+
+def _compare(source: Source, then: Stamp | None, same_host: bool = True) -> Stamp | None:
+    """Return the stamp of the file as it is now."""
+    if then is None:
+        return None
+    try:
+        now = stamp_of(source.path)
+    except FileNotFoundError:
+        raise _changed(source, f"it had {then.size_bytes:,} bytes and is gone") from None
+    if text := difference(then, now if same_host else now._replace(inode=then.inode)):
+        raise _changed(source, text)
+    return now
+
+
+def _changed(source: Source, what: str) -> SourceChangedError:
+    return SourceChangedError(
+        f"{source.path} has changed since it was listed: {what}. Wait until its writer has finished, or "
+        "give a copy of it as source, then run the same command again"
+    )
 
 
 def _refuse_no_text(file: IO[bytes], source: Source) -> None:
@@ -204,6 +258,10 @@ class TextReader:
                 remainder += chunk
         if end := _end_of_rows(remainder, len(remainder)):
             yield from self._cut(remainder[:end])
+        if self._source.stamp is not None and self.position != self._source.size_bytes:
+            raise _changed(
+                self._source, f"{self.position:,} bytes of it were read, and it had {self._source.size_bytes:,}"
+            )
 
     def _read(self) -> bytes:
         with self._whole_gzip():

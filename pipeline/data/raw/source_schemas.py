@@ -10,6 +10,7 @@ import pyarrow as pa
 from pipeline.data.raw.blocks import Source
 from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.rows import open_source
+from pipeline.data.raw.source import unchanged
 from pipeline.runtime.errors import DataError
 
 TEXT, WHOLE, FRACTIONS, TRUTHS = "text", "whole numbers", "fractions", "true and false"
@@ -39,10 +40,11 @@ def check_sources(layout: Layout, sources: list[Source]) -> None:
     """
     seen: dict[str, dict[str, str]] = {}
     for source in sources:
-        reader, _ = open_source(layout, source, 1 << 16)
-        with reader:
-            schema = reader.schema()
-            kinds = {} if schema is None else _kinds(layout, schema, source)
+        with unchanged(source):
+            reader, _ = open_source(layout, source, 1 << 16)
+            with reader:
+                schema = reader.schema()
+                kinds = {} if schema is None else _kinds(layout, schema, source)
         for name, kind in kinds.items():
             before = seen.setdefault(name, {})
             alike = ALIKE.get(kind, {kind})

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,6 +13,7 @@ from pipeline.data.dataset import FILE_NAME, GROUP_COLUMN, Dataset, ShardFile, S
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.stamps import Stamp, difference, stamp_of
 
 HOW_TO_FIX = f"compare the file's checksum with {FILE_NAME}, copy it again, or remove the folder and run `python -m pipeline prepare`"
 logger = get_logger(__name__)
@@ -21,17 +21,6 @@ logger = get_logger(__name__)
 
 class ShardError(DataError):
     """A shard or a row group cannot be read, or differs from dataset.json."""
-
-
-class Stamp(NamedTuple):
-    """A file's size, time and inode.
-
-    Equal stamps mean an unchanged file, unless a clock was set back.
-    """
-
-    size_bytes: int
-    modified_ns: int
-    inode: int
 
 
 class ShardFiles:
@@ -95,7 +84,7 @@ class ShardFiles:
             return
         path = self.path(index)
         try:
-            now = _stamp(path)
+            now = stamp_of(path)
         except FileNotFoundError:
             raise DataError(
                 f"{path} has vanished while it was read; bring it back, then run the same command again to resume"
@@ -107,8 +96,8 @@ class ShardFiles:
                 return
             if now.size_bytes != then.size_bytes or storage.sha256_of(path) != self._files[index].sha256:
                 raise DataError(
-                    f"{path} has changed while it was read: {then.size_bytes} bytes of {then.modified_ns / 1e9:.3f} s, now "
-                    f"{now.size_bytes} of {now.modified_ns / 1e9:.3f} s, and not those of {FILE_NAME}; {HOW_TO_FIX}"
+                    f"{path} has changed while it was read: {difference(then, now)}, and its bytes "
+                    f"are not those of {FILE_NAME}; {HOW_TO_FIX}"
                 )
             logger.warning("%s was replaced while it was read, with the same content", path)
             self._stamps[index] = now
@@ -132,7 +121,7 @@ class ShardFiles:
         problems = []
         for index, shard in enumerate(self._files):
             try:
-                stamp = _stamp(self.path(index))
+                stamp = stamp_of(self.path(index))
                 _check_size(self.path(index), shard, stamp.size_bytes)
                 self._stamps[index] = stamp
             except FileNotFoundError:
@@ -146,11 +135,6 @@ class ShardFiles:
         found = storage.sha256_of(self.fetch(index))
         if found != shard.sha256:
             raise ShardError(f"{path} has the checksum {found}, {FILE_NAME} says {shard.sha256}; {HOW_TO_FIX}")
-
-
-def _stamp(path: str) -> Stamp:
-    status = os.stat(path)
-    return Stamp(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 def _check_size(path: str, shard: ShardFile, size_bytes: int) -> None:

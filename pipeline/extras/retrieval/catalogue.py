@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pipeline.checkpoint.vocabularies import read_values
 from pipeline.data.dataset import Dataset, weights_column
 from pipeline.data.raw.rows import open_source, parse_block
-from pipeline.data.raw.source import find_sources
+from pipeline.data.raw.source import find_sources, unchanged
 from pipeline.extras.retrieval.index import Vectors
 from pipeline.extras.retrieval.tower import Tower
 from pipeline.runtime.errors import ServingError
@@ -154,7 +154,7 @@ def _from_file(tower: Tower, parts: RetrievalParts, source: str) -> Iterator[tup
     for each in sources:
         layout = layout_of_file(each, kind, tower.columns, [])
         reader, names = open_source(layout, each, BLOCK_BYTES)
-        with reader:
+        with unchanged(each), reader:
             for block in reader.blocks():
                 parsed = parse_block(layout, names, block)
                 wanted = [name for name in tower.encoder.schema.columns if name in parsed.table.column_names]

@@ -70,6 +70,13 @@ class S3Handler(S3PathHandler):
         except FileNotFoundError:
             return None
 
+    def size_and_etag(self, path: str) -> tuple[int, str]:
+        """Raises FileNotFoundError."""
+        head = self._head_object(path)
+        if head is None:
+            raise FileNotFoundError(f"{path} is not there")
+        return int(head["ContentLength"]), str(head["ETag"])
+
     def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
         bucket, key = self._parse_uri(path)
         if "w" in mode:

@@ -15,6 +15,7 @@ from pipeline.data.prepare.parallel import map_ordered
 from pipeline.data.raw.blocks import Block, ParsedRows, RowReader, Source
 from pipeline.data.raw.layout import Layout, find_format
 from pipeline.data.raw.rows import open_source, parse_block
+from pipeline.data.raw.source import unchanged
 from pipeline.runtime.errors import ServingError
 from pipeline.serving.scoring.score_parts import StagedScores, add_counts
 from pipeline.serving.scoring.scorer import Scorer, has_scores, output_of, refused_rows
@@ -132,6 +133,7 @@ def score_source(
 
     Raises:
         ServingError: more than half of the file cannot be read.
+        SourceChangedError: the file has changed since it was listed.
     """
     begin = staged.progress.next_row(number)
     reader, names = open_source(opened.layout, opened.source, BLOCK_BYTES)
@@ -141,7 +143,7 @@ def score_source(
         return block, parse_block(opened.layout, names, block)
 
     next_row = begin
-    with reader:
+    with unchanged(opened.source), reader:
         for block, parsed in map_ordered(parse, _from_row(reader, begin), threads):
             table, quarantined, row_zero = _score_block(scorer, opened, block, parsed, schema, batch_rows)
             add_counts(part.row_zero, row_zero)

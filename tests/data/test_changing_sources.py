@@ -1,0 +1,219 @@
+"""A source that changes while `prepare` reads it is refused by name, or the data set holds one of its states."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.columns import ColumnsConfig
+from pipeline.config.data import DataConfig
+from pipeline.config.jobs.prepare import PrepareJob
+from pipeline.data.prepare import executor
+from pipeline.data.prepare import prepare as prepare_module
+from pipeline.data.prepare.run import prepare
+from pipeline.data.raw import source as source_module
+from pipeline.data.raw.source import SourceChangedError
+from tests.data.sources import COLUMNS, prepare_rows
+from tests.data.test_executors import digests, small_blocks  # noqa: F401
+from tests.support.messages import names
+
+ROWS = 400
+HOUR_AGO = 1_700_000_000
+
+
+def lines_of(num_rows: int, first: int = 0) -> bytes:
+    rows = range(first, first + num_rows)
+    return "".join(f"{row * row % 7 % 2},{row % 11}.5,c{row % 13},m{row % 5}|m{row % 3}\n" for row in rows).encode()
+
+
+def write_sources(folder: Path) -> Path:
+    """Two files of an hour ago; the changes below are made to the second one."""
+    folder.mkdir()
+    for number in range(2):
+        path = folder / f"day_{number}.csv"
+        path.write_bytes(b"y,x,c,m\n" + lines_of(ROWS, number * ROWS))
+        os.utime(path, (HOUR_AGO, HOUR_AGO))
+    return folder
+
+
+def _append(path: Path) -> None:
+    with open(path, "ab") as file:
+        file.write(lines_of(50, 9_000))
+
+
+def _append_half_a_row(path: Path) -> None:
+    with open(path, "ab") as file:
+        file.write(b"1,2.5,c1")
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.read_bytes().index(b"\n", path.stat().st_size // 2) + 1)
+
+
+def _truncate_in_a_row(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2 + 3)
+
+
+def _flipped(content: bytes) -> bytes:
+    flips = bytes.maketrans(b"01", b"10")
+    return b"\n".join(line[:1].translate(flips) + line[1:] for line in content.split(b"\n"))
+
+
+def _flip_labels(path: Path) -> None:
+    content = path.read_bytes()
+    with open(path, "r+b") as file:
+        begin = content.index(b"\n", len(content) // 2)
+        file.seek(begin)
+        file.write(_flipped(content[begin:]))
+
+
+def _replace(path: Path) -> None:
+    """By a file of the same size and time."""
+    other = path.with_name("_other")
+    other.write_bytes(_flipped(path.read_bytes()))
+    shutil.copystat(path, other)
+    os.replace(other, path)
+
+
+CHANGES: dict[str, Callable[[Path], None]] = {
+    "rows appended": _append,
+    "half a row appended": _append_half_a_row,
+    "truncated": _truncate,
+    "truncated in a row": _truncate_in_a_row,
+    "labels flipped": _flip_labels,
+    "replaced": _replace,
+    "removed": lambda path: path.unlink(),
+}
+
+
+class Moments:
+    """Counts what a preparation does, and calls `change` at moment number `at`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, at: int, change: Callable[[], None]) -> None:
+        self.count, self._at, self._change = 0, at, change
+        for owner, name in (
+            (source_module.TextReader, "_read"),
+            (executor, "run_task"),
+            (prepare_module, "check_sources"),
+            (prepare_module, "assemble_dataset"),
+            (prepare_module, "check_unchanged"),
+        ):
+            patch.setattr(owner, name, self._counted(getattr(owner, name)))
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            self.tick()
+            return function(*args, **named)
+
+        return call
+
+    def tick(self) -> None:
+        if self.count == self._at:
+            self._change()
+        self.count += 1
+
+
+def shards_of(folder: Path) -> dict[str, str]:
+    return {name: digest for name, digest in digests(folder).items() if name.endswith(".parquet")}
+
+
+def job_of(sources: Path, path: Path) -> PrepareJob:
+    columns = ColumnsConfig(**COLUMNS)  # type: ignore[arg-type]
+    return PrepareJob(
+        DataConfig(name="rows", path=str(path), format="csv", columns=columns, max_quarantined_fraction=0.1),
+        source=str(sources),
+        threads=1,
+    )
+
+
+def states_of(tmp_path: Path, change: str) -> list[dict[str, str]]:
+    """The shards of a preparation before, and of one after the change."""
+    sources = write_sources(tmp_path / "states")
+    states = []
+    for name in ("before", "after"):
+        prepare(job_of(sources, tmp_path / name))
+        states.append(shards_of(tmp_path / name))
+        CHANGES[change](sources / "day_1.csv")
+    return states
+
+
+def check_moment(tmp_path: Path, change: str, share: float, states: list[dict[str, str]]) -> bool:
+    """Change the source at a `share` of the moments of a preparation; returns whether it was refused."""
+    with pytest.MonkeyPatch.context() as patch:
+        moments = Moments(patch, -1, lambda: None)
+        prepare(job_of(write_sources(tmp_path / "counted"), tmp_path / "count"))
+    sources = write_sources(tmp_path / "raw")
+    with pytest.MonkeyPatch.context() as patch:
+        Moments(patch, round(share * (moments.count - 1)), lambda: CHANGES[change](sources / "day_1.csv"))
+        try:
+            prepare(job_of(sources, tmp_path / "ds"))
+        except SourceChangedError as error:
+            assert "day_1.csv" in str(error) and "run the same command again" in str(error)
+            assert not (tmp_path / "ds" / "dataset.json").exists()
+            return True
+    assert shards_of(tmp_path / "ds") in states
+    return False
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("share", [0.45, 1.0])
+@pytest.mark.parametrize("change", ["half a row appended", "labels flipped", "replaced"])
+def test_a_source_that_changes_while_it_is_read_is_refused_by_name(tmp_path: Path, change: str, share: float) -> None:
+    assert check_moment(tmp_path, change, share, [])
+
+
+@pytest.mark.campaign
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_source_that_changes_at_sixty_moments_is_refused_or_read_in_one_state(tmp_path: Path, change: str) -> None:
+    states = states_of(tmp_path, change) if change != "removed" else []
+    for number in range(60):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        check_moment(folder, change, number / 59, states)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_rows_that_were_staged_before_a_kill_are_read_again_if_the_file_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest of a large file is one of samples; here it is made blind to show that the stamp decides."""
+    monkeypatch.setattr(source_module, "digest_of_samples", lambda file, size: "same")
+    sources = write_sources(tmp_path / "raw")
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_divide", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(job_of(sources, tmp_path / "ds"))
+    assert list((tmp_path / "ds.staging").glob("*/done.json"))
+    _flip_labels(sources / "day_1.csv")
+    prepare(job_of(sources, tmp_path / "ds"))
+    prepare(job_of(sources, tmp_path / "anew"))
+    assert shards_of(tmp_path / "ds") == shards_of(tmp_path / "anew")
+
+
+def test_a_last_row_without_a_line_end_is_read_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("y,x,c,m\n1,0.5,a,m\n0,1.5,b,m")
+    assert prepare_rows(tmp_path, path).dataset.accepted_rows == 2
+    assert "1 of 1 source files end without a line end" in caplog.text and "rows.csv (row 2)" in caplog.text
+
+
+def test_half_of_a_last_row_is_quarantined_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("y,x,c,m\n1,0.5,a,m\n0,1.5,b,m\n0,2.")
+    assert prepare_rows(tmp_path, path, max_quarantined_fraction=0.5).dataset.quarantined_rows == 1
+    assert "2 columns, not 4; the file ends within this line" in (tmp_path / "data" / "quarantine.jsonl").read_text()
+
+
+def test_a_changed_source_says_what_changed(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("y,x,c,m\n1,0.5,a,m\n")
+    (listed,) = source_module.find_sources(str(path))
+    _append(path)
+    with pytest.raises(SourceChangedError, match=names(f"rows.csv 18 bytes {path.stat().st_size:,} modified")):
+        source_module.check_unchanged([listed])
