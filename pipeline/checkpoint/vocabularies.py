@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from pipeline.config.tables import entry_name
 from pipeline.data.dataset import FILE_NAME, Dataset, load_dataset
+from pipeline.data.vocabulary_files import find_vocabulary
 from pipeline.runtime.errors import CheckpointError
 from pipeline.runtime.storage import storage
 
@@ -32,7 +33,7 @@ class IdSpace:
 
 
 def id_space(dataset: Dataset, data_path: str, feature_names: Iterable[str]) -> IdSpace:
-    """Return the id space of a table that embeds these features."""
+    """Return the id space of a table that embeds these features. Raises DataError for a damaged vocabulary."""
     names = list(feature_names)
     known = {feature.name: feature for feature in dataset.sparse_features}
     if missing := [name for name in names if name not in known]:
@@ -50,7 +51,9 @@ def id_space(dataset: Dataset, data_path: str, feature_names: Iterable[str]) -> 
     if features[0].vocabulary is None:
         return IdSpace(reason=f"data set {dataset.name!r} in {data_path} keeps no vocabulary of {names[0]!r}")
     path = storage.join(data_path, features[0].vocabulary)
-    return IdSpace(vocabulary=path) if storage.is_file(path) else IdSpace(reason=f"{path} is missing")
+    if not storage.is_file(path):
+        return IdSpace(reason=f"{path} is missing")
+    return IdSpace(vocabulary=find_vocabulary(data_path, features[0]))
 
 
 def trained_dataset(manifest: dict[str, Any], data_path: str | None = None) -> tuple[Dataset | None, str]:

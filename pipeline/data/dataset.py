@@ -110,6 +110,9 @@ class SparseFeature:
     sequence: Optional[SequenceFeature] = None  # of a list (multi_hot) whose order counts
     # a list (multi_hot) whose ids have weights, in the shards' column weights_column()
     weighted: bool = False
+    # The vocabulary's file; data/vocabulary_files.py checks it. None in data sets of earlier releases.
+    vocabulary_bytes: Optional[int] = None
+    vocabulary_sha256: Optional[str] = None
 
 
 @dataclass(frozen=True)
@@ -209,7 +212,7 @@ class Dataset:
     def to_json(self, indent: Optional[int] = 1) -> str:
         values = {key: value for key, value in asdict(self).items() if value or key not in ADDED_FIELDS}
         for feature in values["sparse_features"]:
-            for key in ("boundaries", "sequence"):
+            for key in ("boundaries", "sequence", "vocabulary_bytes", "vocabulary_sha256"):
                 if feature[key] is None:
                     del feature[key]
             if not feature["weighted"]:

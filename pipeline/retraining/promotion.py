@@ -19,6 +19,7 @@ from pipeline.checkpoint.steps import is_link, list_steps, read_manifest, step_p
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import load_saved_job, plain_values
 from pipeline.data.dataset import FILE_NAME, load_dataset
+from pipeline.data.vocabulary_files import find_vocabulary
 from pipeline.retraining.ledger import ADDED, PROMOTED, Ledger, Record
 from pipeline.retraining.registry import ARTIFACT, Pointer, Registry, RegistryError, Version, timestamp
 from pipeline.runtime.errors import DamagedError
@@ -45,17 +46,15 @@ class FinishedRun:
     manifest: dict[str, Any]
 
     def files(self) -> dict[str, str]:
-        """Return path in a version -> local file, for all files of a version."""
+        """Return path in a version -> local file, for all files of a version. Raises DataError for a damaged vocabulary."""
         step = self.checkpoint.rpartition("/")[2]
         names = [MANIFEST, *self.manifest["files"]]
         source = storage.join(self.checkpoint, MANIFEST)
         files = {f"checkpoint/{step}/{name}": path_below(self.checkpoint, name, source) for name in names}
         files[CONFIG] = storage.join(self.folder, CONFIG)
-        kept = [
-            FILE_NAME,
-            *(feature.vocabulary for feature in load_dataset(self.data).sparse_features if feature.vocabulary),
-        ]
-        return files | {f"data/{name}": path_below(self.data, name, f"{self.data}/{FILE_NAME}") for name in kept}
+        files[f"data/{FILE_NAME}"] = storage.join(self.data, FILE_NAME)
+        features = [feature for feature in load_dataset(self.data).sparse_features if feature.vocabulary]
+        return files | {f"data/{feature.vocabulary}": find_vocabulary(self.data, feature) for feature in features}
 
     def check(self, version: Version) -> None:
         """Raise DamagedError if a copied file of the step differs from the file that the

@@ -247,6 +247,17 @@ class Registry:
                 problem, checked = problem or found, checked + size
         return problem, checked
 
+    def check_inputs(self, version: Version) -> None:
+        """Read what a challenger takes from a version besides the step, which has a manifest of its own.
+
+        Raises:
+            DamagedError: the job, dataset.json or a vocabulary is not what the version's manifest says.
+        """
+        for name, entry in version.manifest["files"].items():
+            is_input = name == "config.yaml" or name.startswith("data/")
+            if is_input and (problem := damage(storage.join(version.path, name), entry)):
+                raise DamagedError(f"{version.name} is damaged: {problem}")
+
     def promote(self, version: Version, expected: Pointer | None) -> Pointer:
         """Move the pointer from `expected` to `version`. If it was moved before, it stays.
 

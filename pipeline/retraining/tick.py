@@ -233,6 +233,8 @@ class Tick:
         from pipeline.retraining.challenge import Challenge
 
         champion = self.registry.champion()
+        if champion is not None:
+            self.registry.check_inputs(champion)
         before = f"champion {champion.name}" if champion else "no champion yet"
         logger.info("window %s: %s, judged on %s", window.name, before, judged_on.name)
         outcome = Challenge(

@@ -91,18 +91,23 @@ CHANGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-class Moments:
-    """Counts what a preparation does, and calls `change` at moment number `at`."""
+STEPS: list[tuple[Any, str]] = [
+    (source_module.TextReader, "_read"),
+    (executor, "run_task"),
+    (prepare_module, "check_sources"),
+    (prepare_module, "assemble_dataset"),
+    (prepare_module, "check_unchanged"),
+]
 
-    def __init__(self, patch: pytest.MonkeyPatch, at: int, change: Callable[[], None]) -> None:
+
+class Moments:
+    """Counts calls of the functions `steps`, and calls `change` before call number `at`."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, at: int, change: Callable[[], object], steps: list[tuple[Any, str]] = STEPS
+    ) -> None:
         self.count, self._at, self._change = 0, at, change
-        for owner, name in (
-            (source_module.TextReader, "_read"),
-            (executor, "run_task"),
-            (prepare_module, "check_sources"),
-            (prepare_module, "assemble_dataset"),
-            (prepare_module, "check_unchanged"),
-        ):
+        for owner, name in steps:
             patch.setattr(owner, name, self._counted(getattr(owner, name)))
 
     def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:

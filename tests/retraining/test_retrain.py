@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,13 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.retrain import RetrainJob
+from pipeline.data.raw.source import SourceChangedError
 from pipeline.extras.generate.conversions import write_source
 from pipeline.extras.generate.kinds import ConversionsConfig
+from pipeline.retraining import row_sketch, window_runner
 from pipeline.retraining.find_artifact import find_artifact
 from pipeline.retraining.ledger import PROMOTED, REJECTED, SKIPPED, UNPINNED, Ledger, Record
+from pipeline.retraining.promotion import promote
 from pipeline.retraining.registry import Registry
 from pipeline.retraining.tick import describe, retrain
 from pipeline.runtime.errors import DamagedError, UserError
@@ -22,8 +26,9 @@ from pipeline.runtime.storage.lease import take_lease
 from pipeline.runtime.storage.signature import requiring
 from pipeline.serving.artifact.manifest import read_manifest
 from pipeline.serving.scoring.predictor import Predictor
+from tests.data.test_changing_sources import CHANGES, STEPS, Moments
 from tests.retraining.runs import candidate, finished
-from tests.retraining.streams import job, write_window
+from tests.retraining.streams import FILE, job, window_name, write_window
 from tests.runtime.test_signature import make_keys
 from tests.support.messages import mentions, names
 
@@ -109,8 +114,6 @@ def test_a_window_of_long_ago_that_was_judged_again_brings_no_others_back(
 
 
 def test_windows_wait_while_a_version_is_pinned(tmp_path: Path) -> None:
-    from pipeline.retraining.promotion import promote
-
     registry = Registry(str(tmp_path / "registry"))
     chosen = candidate(finished(tmp_path / "run"), "dt=2026-10-31", "", None)
     promote(registry, Ledger(registry.path), chosen, 5, lambda: None)
@@ -123,6 +126,66 @@ def test_windows_wait_while_a_version_is_pinned(tmp_path: Path) -> None:
         _partition(tmp_path, name, whole=True)
     summary = retrain(job(tmp_path))
     assert summary.records == [] and summary.note.startswith("v000001 is pinned (calibration fell)")
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "data/dataset.json"])
+def test_a_tick_checks_the_files_of_the_champion_before_it_uses_them(tmp_path: Path, name: str) -> None:
+    """`registry verify` found the damage, and a tick promoted a challenger of the damaged champion."""
+    registry = Registry(str(tmp_path / "registry"))
+    chosen = candidate(finished(tmp_path / "run"), "dt=2026-10-31", "", None)
+    promote(registry, Ledger(registry.path), chosen, 5, lambda: None)
+    for day in ("dt=2026-11-01", "dt=2026-11-02"):
+        _partition(tmp_path, day, whole=True)
+    path = tmp_path / "registry" / "versions" / "v000001" / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DamagedError, match=names(f"v000001 {name} checksum rollback unpin")):
+        retrain(job(tmp_path))
+    assert [record.window for record in Ledger(registry.path).newest()] == ["dt=2026-10-31"]
+
+
+@pytest.mark.campaign
+def test_a_window_that_changes_at_twelve_moments_of_a_tick_is_refused_or_judged_in_one_state(tmp_path: Path) -> None:
+    for number in (1, 2):
+        write_window(tmp_path / "source", number, 3000)
+    loose = [
+        "gate.calibration_min=0.2", "gate.calibration_max=5", "gate.ne_tolerance=1", "gate.max_ne=5", "gate.min_rows=100",
+        "gate.export.enabled=false", "checks.min_history=14", "max_catchup=1",
+    ]  # fmt: skip
+    steps = [*STEPS, (row_sketch, "sketch_rows"), (window_runner, "prepare"), (window_runner, "check_unchanged"), (window_runner, "train_challenger")]  # fmt: skip
+    changes = ["truncated", "rows appended", "labels flipped", "replaced"]
+    outcomes: list[str] = []
+    num_steps = 0
+    for number in range(-1, 12):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "source", folder / "source")
+        path = folder / "source" / window_name(1 + number % 2) / FILE
+        change = _append_rows if changes[number % 4] == "rows appended" else CHANGES[changes[number % 4]]
+        at = round((number + 0.5) / 12 * num_steps) if number >= 0 else -1
+        before = path.read_bytes()
+        with pytest.MonkeyPatch.context() as patch:
+            moments = Moments(patch, at, lambda change=change, path=path: change(path), steps)
+            try:
+                (record,) = retrain(job(folder, *loose)).records
+            except SourceChangedError as error:
+                assert path.name in str(error) and not list(Ledger(str(folder / "registry")).newest())
+                outcomes.append("refused")
+                continue
+        num_steps = num_steps or moments.count
+        assert record.state == PROMOTED, record.reasons
+        rows = {content.count(b"\n") for content in (before, path.read_bytes())}
+        if number % 2 == 0:  # the window that was trained on
+            assert record.data["statistics"]["rows"] in rows
+        outcomes.append("read in one state")
+    print(f"12 moments among {num_steps} of a tick: {outcomes[1:]}")
+    assert "refused" in outcomes
+
+
+def _append_rows(path: Path) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    with open(path, "ab") as file:
+        file.write(b"".join(lines[:200]))
 
 
 def test_tables_of_managed_collision_are_retrained_and_exported_as_others_are(tmp_path: Path) -> None:
@@ -140,7 +203,7 @@ def test_versions_of_managed_collision_follow_each_other_with_artifacts(tmp_path
         "gate.ne_tolerance=1",
         "gate.max_ne=5",
         "gate.min_rows=100",
-        "checks.min_history=20",
+        "checks.min_history=14",
         "checks.champion_ne_rise=null",
         "checks.unknown_share_rise=null",
         "max_catchup=5",
@@ -172,7 +235,7 @@ def test_versions_of_several_labels_follow_each_other_with_artifacts(tmp_path: P
         f"registry.path={tmp_path}/registry", "trainer.global_batch_size=128", "tables.default.embedding_dim=4",
         "model.expert_layer_sizes=[16]", "optimizer.dense.lr=0.005", "data.rows_per_row_group=128", "threads=1",
         "windows.lateness_hours=0", "gate.task=conversion", "gate.held={click: 0.5}", "gate.calibration_min=0.2",
-        "gate.calibration_max=5", "gate.ne_tolerance=1", "gate.max_ne=5", "gate.min_rows=100", "checks.min_history=20",
+        "gate.calibration_max=5", "gate.ne_tolerance=1", "gate.max_ne=5", "gate.min_rows=100", "checks.min_history=14",
         "checks.champion_ne_rise=null", "checks.unknown_share_rise=null", "max_catchup=5", "trainer.epochs=3",
         "checks.repeated_share=null",
     ]  # fmt: skip

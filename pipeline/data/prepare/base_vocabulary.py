@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import duckdb
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config.ids import BaseVocabularyConfig, IdsConfig
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.prepare.encode import Features
 from pipeline.data.sql import parquet
+from pipeline.data.vocabulary_files import FIX, find_vocabulary
 from pipeline.runtime.errors import DataError
-from pipeline.runtime.storage import storage
 
 # next to dataset.json, for data sets that were prepared from a base
 BUCKETS_FILE = "value_buckets.json"
@@ -96,16 +97,26 @@ class BaseVocabulary:
 
 
 def load_base(config: BaseVocabularyConfig) -> BaseVocabulary:
-    """Load the base.
-
-    Raises DataError if there is no such data set, or one of its vocabularies is missing.
-    """
+    """Load the base. Raises DataError if there is no such data set, or a vocabulary is missing, damaged or not one."""
     dataset = load_dataset(config.path)
-    files = {}
-    for feature in dataset.sparse_features:
-        if feature.vocabulary:
-            path = storage.join(config.path, feature.vocabulary)
-            if not storage.is_file(path):
-                raise DataError(f"{path} is missing: prepare {config.path} again, or name another vocabularies.path")
-            files[feature.name] = storage.local_path(path)
+    features = [feature for feature in dataset.sparse_features if feature.vocabulary]
+    files = {feature.name: find_vocabulary(config.path, feature) for feature in features}
+    for path in files.values():
+        if problem := _columns_problem(path):
+            raise DataError(f"{path} {problem}: {FIX}")
     return BaseVocabulary(dataset, files, config.frozen, config.count_decay)
+
+
+def _columns_problem(path: str) -> str:
+    """Empty for a Parquet file with the columns of a vocabulary."""
+    try:
+        schema = pq.read_schema(path)
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        return f"is damaged ({' '.join(str(error).split())[:200]})"
+    kinds = {field.name: str(field.type) for field in schema}
+    for name, wanted in (("value", "string"), ("count", "int64"), ("id", "int32")):
+        if kinds.get(name) != wanted:
+            return f"is not a vocabulary: column {name!r} has type {kinds.get(name, 'none')}, and not {wanted}"
+    return ""

@@ -12,6 +12,7 @@ from pipeline.config.splits import SPLITS
 from pipeline.data.dataset import FILE_NAME, Dataset, listed_labels, load_dataset
 from pipeline.data.prepare.base_vocabulary import BaseVocabulary
 from pipeline.data.raw.blocks import Source
+from pipeline.data.vocabulary_files import find_vocabulary
 from pipeline.runtime.errors import DataError, UserError
 from pipeline.runtime.storage import storage
 
@@ -50,6 +51,12 @@ def find_prepared(config: DataConfig, sources: list[Source], base: BaseVocabular
         shard_path = storage.join(config.path, shard.path)
         if not storage.is_file(shard_path) or storage.size_bytes(shard_path) != shard.size_bytes:
             raise DataError(f"{shard_path} is not the {shard.size_bytes:,} bytes that {FILE_NAME} names: {hint}")
+    for feature in dataset.sparse_features:
+        if feature.vocabulary:
+            try:
+                find_vocabulary(config.path, feature)
+            except UserError as error:
+                raise DataError(f"{error}; {hint}") from error
     return dataset
 
 

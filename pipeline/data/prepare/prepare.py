@@ -45,7 +45,7 @@ from pipeline.data.prepare.splits import Boundaries, check_dates, check_rows_to_
 from pipeline.data.prepare.staging import FileSummary, FileToStage, stage_file
 from pipeline.data.prepare.standardize import base_transforms, names_to_learn, transform_from
 from pipeline.data.prepare.time_units import check_time_units
-from pipeline.data.prepare.write_dataset import Prepared, assemble_dataset, describe_feature, move_out
+from pipeline.data.prepare.write_dataset import Prepared, assemble_dataset, describe_feature, move_out, with_digest
 from pipeline.data.prepare.write_shards import SharedByShards, WrittenShard, plan_shards, write_shard
 from pipeline.data.raw.source import check_unchanged
 from pipeline.data.raw.source_schemas import check_sources
@@ -230,13 +230,15 @@ def _publish_vocabularies(
         feature = describe_feature(features, number, each.ranked, lookups[number] / num_rows)
         if feature.vocabulary is not None:
             target = storage.join(path, feature.vocabulary)
+            local = fetch(storage.join(each.folder, VOCABULARY_FILE), scratch)
+            feature = with_digest(feature, local)
             storage.make_folder(storage.dirname(target))
-            storage.move_file(fetch(storage.join(each.folder, VOCABULARY_FILE), scratch), target)
+            storage.move_file(local, target)
         sparse.append(feature)
     for feature, _ in in_buckets:
         assert feature.vocabulary is not None
+        sparse.append(with_digest(feature, storage.join(scratch, feature.vocabulary)))
         move_out(scratch, path, feature.vocabulary)
-        sparse.append(feature)
     if recipe.base is not None:
         found = {name: each.value_buckets for name, each in zip(features.sparse, numbered, strict=True)}
         storage.publish_text(storage.join(path, BUCKETS_FILE), json.dumps(found))

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -94,6 +94,11 @@ def describe_feature(
         sequence=_describe_sequence(features, name),
         weighted=name in features.weighted,
     )
+
+
+def with_digest(feature: SparseFeature, path: str) -> SparseFeature:
+    """Add the size and the SHA-256 of the local file `path`, which becomes the vocabulary of the feature."""
+    return replace(feature, vocabulary_bytes=os.path.getsize(path), vocabulary_sha256=storage.sha256_of(path))
 
 
 def _describe_sequence(features: Features, name: str) -> SequenceFeature | None:

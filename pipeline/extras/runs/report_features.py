@@ -6,15 +6,19 @@ import math
 from collections.abc import Sequence
 
 from pipeline.data.dataset import Dataset, SparseFeature
+from pipeline.data.vocabulary_files import find_vocabulary
 from pipeline.extras.pages.charts import Bar, bar_chart
 from pipeline.extras.runs.evaluation_stats import EvaluationStats, Slice
 from pipeline.extras.runs.folder import Run
+from pipeline.runtime.errors import DataError
+from pipeline.runtime.logs import get_logger
 from pipeline.runtime.pages.html import fixed
 from pipeline.runtime.storage import storage
 
 MAX_SLICES = 12
 MAX_BARS = 15
 MIN_SLICE_ROWS = 100
+logger = get_logger(__name__)
 FEATURE_HEADINGS = (
     "feature", "importance", "ids", "updated rows", "norm", "coverage", "unknown", "its calibration", "ids a row", "top id", "top 1 %",
     "distinct values",
@@ -99,21 +103,21 @@ def deviations(each: Slice) -> float:
 
 
 def head_values(run: Run, dataset: Dataset | None, feature: str) -> dict[int, str]:
-    """Return id -> raw value of the most frequent ids; empty if the vocabulary is missing, or ids
-    are hashes.
-    """
-    import pyarrow as pa
+    """Return id -> raw value of the most frequent ids; empty without an intact vocabulary."""
     import pyarrow.parquet as pq
 
     if dataset is None or feature not in dataset.sparse_feature_names:
         return {}
-    vocabulary = dataset.sparse_feature(feature).vocabulary
-    path = storage.join(str(run.config["data"]["path"]), vocabulary) if vocabulary else ""
-    if not path or not storage.is_file(path):
+    folder, described = str(run.config["data"]["path"]), dataset.sparse_feature(feature)
+    if described.vocabulary is None or not storage.is_file(storage.join(folder, described.vocabulary)):
         return {}
     try:
-        with storage.open_file(path, "rb") as file:
-            batch = next(pq.ParquetFile(file).iter_batches(64, columns=["id", "value"]))
-    except (pa.ArrowException, StopIteration):
+        path = find_vocabulary(folder, described)
+    except DataError as error:
+        logger.warning("%s: the report shows ids in the place of values", error)
+        return {}
+    with pq.ParquetFile(path) as file:
+        batch = next(file.iter_batches(64, columns=["id", "value"]), None)
+    if batch is None:
         return {}
     return dict(zip(batch["id"].to_pylist(), map(str, batch["value"].to_pylist()), strict=True))

@@ -93,10 +93,12 @@ def _follow(job: RetrainJob, trained: TrainJob) -> tuple[TrainSummary, list[str]
 
 
 def follow_job(job: RetrainJob) -> TrainJob:
-    """Return the train job, whose run folder is <run_dir>/follow."""
+    """Return the train job, whose run folder is <run_dir>/follow. Raises DamagedError for a damaged champion."""
     trained = TrainJob(**{field.name: copy.deepcopy(getattr(job, field.name)) for field in fields(TrainJob)})
     trained.run_dir = os.path.join(job.run_dir, FOLDER)
-    if (champion := Registry(job.registry.path).champion()) is not None:
+    registry = Registry(job.registry.path)
+    if (champion := registry.champion()) is not None:
+        registry.check_inputs(champion)
         optimizer = "reset" if job.growth.reset_optimizer else "keep"
         trained.warm_start = WarmStartConfig(
             checkpoint=champion.checkpoint, data_path=champion.data, optimizer=optimizer, dense=job.growth.dense

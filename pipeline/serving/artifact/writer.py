@@ -19,6 +19,7 @@ import torch
 from pipeline.checkpoint.vocabularies import read_values
 from pipeline.data.dataset import SparseFeature, vocabulary_of
 from pipeline.data.read.value_index import index_values
+from pipeline.data.vocabulary_files import find_vocabulary
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import progress
 from pipeline.runtime.storage import atomic, storage
@@ -204,11 +205,14 @@ def library_versions() -> dict[str, str]:
 
 
 def vocabulary_path(feature: SparseFeature, data_path: str) -> str:
-    """Return the path of the feature's vocabulary. Raises ServingError if it is missing."""
+    """Return the path of the feature's vocabulary.
+
+    Raises ServingError if it is missing, and DataError if it is damaged.
+    """
     path = storage.join(data_path, feature.vocabulary or "")
     if feature.vocabulary is None or not storage.is_file(path):
         raise ServingError(
             f"the vocabulary of feature {feature.name!r} is not at {path}, and without it raw rows cannot be scored; "
             "say where the data set is now: data_path=<folder>"
         )
-    return path
+    return find_vocabulary(data_path, feature)

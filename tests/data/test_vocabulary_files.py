@@ -1,0 +1,92 @@
+"""No reader takes a vocabulary that is not the one that dataset.json names."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.checkpoint.vocabularies import id_space
+from pipeline.config.ids import BaseVocabularyConfig
+from pipeline.data.dataset import Dataset, load_dataset
+from pipeline.data.prepare.base_vocabulary import load_base
+from pipeline.data.vocabulary_files import find_vocabulary
+from pipeline.retraining.promotion import FinishedRun
+from pipeline.runtime.errors import DataError
+from pipeline.serving.artifact.writer import vocabulary_path
+from tests.data.sources import prepare_rows
+from tests.support.messages import names
+
+READERS: dict[str, Callable[[Dataset, str], object]] = {
+    "base": lambda _, folder: load_base(BaseVocabularyConfig(folder)),
+    "warm start": lambda dataset, folder: id_space(dataset, folder, ["c"]),
+    "export, stream": lambda dataset, folder: vocabulary_path(dataset.sparse_feature("c"), folder),
+    "registry": lambda _, folder: FinishedRun("run", "run/step_1", folder, {"files": {}}).files(),
+    "prepare again": lambda _, folder: prepare_rows(Path(folder).parent, Path(folder).parent / "rows.csv"),
+}
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> tuple[Dataset, str]:
+    path = tmp_path / "rows.csv"
+    path.write_text("y,x,c,m\n" + "".join(f"{i % 2},{i},v{i % 90},m\n" for i in range(300)))
+    return prepare_rows(tmp_path, path).dataset, str(tmp_path / "data")
+
+
+def _flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_flipped_bit_of_a_vocabulary_is_found_by_every_reader(prepared: tuple[Dataset, str], reader: str) -> None:
+    dataset, folder = prepared
+    path = Path(folder) / "vocabulary" / "c.parquet"
+    READERS[reader](dataset, folder)
+    _flip(path, random.Random(reader).randrange(path.stat().st_size * 8))
+    with pytest.raises(DataError, match=names(f"{path} SHA-256 dataset.json prepare")):
+        READERS[reader](dataset, folder)
+
+
+def test_a_data_set_of_an_earlier_release_is_read_and_reported_once(
+    prepared: tuple[Dataset, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, folder = prepared
+    path = Path(folder) / "dataset.json"
+    written = json.loads(path.read_text())
+    for feature in written["sparse_features"]:
+        assert len(feature.pop("vocabulary_sha256")) == 64
+        assert feature.pop("vocabulary_bytes") == (Path(folder) / feature["vocabulary"]).stat().st_size
+    path.write_text(json.dumps(written))
+    dataset = load_dataset(folder)
+    assert "vocabulary_sha256" not in dataset.to_json()
+    with caplog.at_level("INFO"):
+        for feature in dataset.sparse_features * 2:
+            find_vocabulary(folder, feature)
+    assert caplog.text.count("no checksums of vocabularies") == 1
+
+
+@pytest.mark.parametrize("change", ["types", "columns", "text"])
+def test_a_file_that_is_not_a_vocabulary_is_refused(prepared: tuple[Dataset, str], change: str) -> None:
+    """It ended in DuckDB's traceback."""
+    _, folder = prepared
+    path = Path(folder) / "vocabulary" / "c.parquet"
+    if change == "text":
+        path.write_text("no Parquet")
+    else:
+        table = pq.read_table(path)
+        text = table.set_column(2, "id", table["id"].cast(pa.string()))
+        pq.write_table(text if change == "types" else table.drop_columns(["count"]), path)
+    described = Path(folder) / "dataset.json"
+    written = json.loads(described.read_text())
+    for feature in written["sparse_features"]:
+        del feature["vocabulary_sha256"]
+    described.write_text(json.dumps(written))
+    with pytest.raises(DataError, match=names(str(path))):
+        load_base(BaseVocabularyConfig(folder))
