@@ -30,7 +30,7 @@ class GrowingFiles(AbstractFileSystem):  # type: ignore[misc]
     def __init__(self, paths: list[str]) -> None:
         super().__init__()
         self._stamps = {path: stamp_of(path) for path in paths}
-        self._ends = {path: _end_of_lines(path, self._stamps[path].size_bytes) for path in paths}
+        self._ends = {path: end_of_lines(path, self._stamps[path].size_bytes) for path in paths}
         self._digests = {path: self._digest(path) for path in paths}
 
     def register(self, engine: duckdb.DuckDBPyConnection) -> list[str]:
@@ -112,7 +112,7 @@ class _Beginning(io.RawIOBase):
         super().close()
 
 
-def _end_of_lines(path: str, size: int) -> int:
+def end_of_lines(path: str, size: int) -> int:
     """Behind the last line end among the first `size` bytes; 0 if there is none."""
     with open(path, "rb") as file:
         end = size

@@ -5,15 +5,21 @@ A line counts if its end is written, or if its file no longer grows.
 
 from __future__ import annotations
 
+import os
+from typing import IO
+
 from pipeline.config.data import DataConfig
 from pipeline.data.raw.layout import check_columns, find_format, layout_of
 from pipeline.extras.stream.source import Lines, Range
+from pipeline.retraining.growing_files import end_of_lines
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import storage
 
 READ_BYTES = 1 << 20  # at a time
 REMOTE_BYTES = 8 << 20  # per request
 MAX_LINE_BYTES = 64 << 20
+TAIL_BYTES = 4096  # of what was read of a file, compared when it is read on
+NEVER_ANEW = "files of a stream grow, and are never written anew; give new rows a file of their own"
 
 
 class LineFiles:
@@ -24,6 +30,7 @@ class LineFiles:
         self._has_header = bool(find_format(data.format).header_lines) and self._layout.header is None
         self._names: dict[str, tuple[str, ...]] = {}
         self._grows = storage.is_local(folder)  # an object appears with all its bytes
+        self._read: dict[str, tuple[int, int, bytes]] = {}  # file -> inode, offset, and the bytes before it
         self._at_once = READ_BYTES if self._grows else REMOTE_BYTES
 
     def path(self, name: str) -> str:
@@ -35,15 +42,12 @@ class LineFiles:
         Raises DataError if a file has become shorter than what was read.
         """
         if size < begin:
-            raise DataError(
-                f"{self.path(name)} has {size:,} bytes, but {begin:,} were read: files of a "
-                "stream may grow, but must not be rewritten; write new rows to a new file"
-            )
+            raise DataError(f"{self.path(name)} has {size:,} bytes, and {begin:,} were read of it: {NEVER_ANEW}")
         return size - begin
 
-    def end(self, size: int) -> int:
-        """Return the offset after the last row of a file with this many bytes."""
-        return size
+    def end(self, name: str, size: int) -> int:
+        """Behind the last row of a file of so many bytes; half of a row at its end is none."""
+        return end_of_lines(self.path(name), size) if self._grows else size
 
     def read(self, name: str, begin: int, end: int, most_lines: int) -> Lines | None:
         """Read lines. Returns None if there is no complete line yet."""
@@ -54,6 +58,7 @@ class LineFiles:
                     return None
                 begin = len(header)
             names = self._header_of(name)
+            self._check_same(name, file, begin)
             file.seek(begin)
             content = file.read(min(self._at_once, end - begin))
             while b"\n" not in content and begin + len(content) < end:
@@ -63,6 +68,7 @@ class LineFiles:
                         f"byte {begin:,}; check that it is text"
                     )
                 content += file.read(self._at_once)
+            inode = os.fstat(file.fileno()).st_ino if self._grows else 0
         is_whole = not self._grows and begin + len(content) >= end
         lines: list[bytes] = []
         ends: list[int] = []
@@ -75,7 +81,25 @@ class LineFiles:
             lines.append(content[at:stop])
             ends.append(begin + min(stop + 1, len(content)))
             at = stop + 1
+        if lines and self._grows:
+            self._read[name] = (inode, ends[-1], content[max(0, at - TAIL_BYTES) : at])
         return Lines(name, begin, lines, ends, names) if lines else None
+
+    def _check_same(self, name: str, file: IO[bytes], begin: int) -> None:
+        """Raise DataError for a file that is not the one that was read up to `begin`.
+
+        What a process has not read itself it cannot compare, except that a row begins at `begin`.
+        """
+        if not self._grows:
+            return
+        inode, offset, tail = self._read.get(name, (0, -1, b""))
+        now = os.fstat(file.fileno()).st_ino
+        if inode and now != inode:
+            raise DataError(f"{self.path(name)} is another file than before (inode {inode}, now {now}): {NEVER_ANEW}")
+        tail = tail if offset == begin else b"\n"
+        file.seek(max(0, begin - len(tail)))
+        if begin and file.read(len(tail)) != tail:
+            raise DataError(f"the bytes before byte {begin:,} of {self.path(name)} have changed: {NEVER_ANEW}")
 
     def _header_of(self, name: str) -> tuple[str, ...]:
         if not self._has_header:
@@ -92,6 +116,7 @@ class LineFiles:
     def reread(self, wanted: Range) -> Lines:
         path = self.path(wanted.partition)
         with storage.open_file(path, "rb") as file:
+            self._check_same(wanted.partition, file, wanted.begin)
             file.seek(wanted.begin)
             content = b""
             while len(content) < wanted.end - wanted.begin and (
@@ -99,7 +124,9 @@ class LineFiles:
             ):
                 content += part
         if len(content) < wanted.end - wanted.begin:
-            raise DataError(f"{path} has become shorter: {wanted.end:,} bytes of it were read before")
+            raise DataError(f"{path} is shorter than it was: {wanted.end:,} bytes were read of it")
+        if self._grows and content and not content.endswith(b"\n"):
+            raise DataError(f"no row of {path} ends at byte {wanted.end:,} any more: {NEVER_ANEW}")
         lines = content.removesuffix(b"\n").split(b"\n") if content else []
         ends, at = [], wanted.begin
         for line in lines:

@@ -12,6 +12,7 @@ from pipeline.data.raw.layout import Layout, check_columns
 from pipeline.extras.stream.source import WHOLE, Range, TableRows
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.stamps import Stamp, difference, stamp_of
 
 MAGIC = b"PAR1"  # first and last bytes of a file
 MIN_BYTES = 12
@@ -27,6 +28,7 @@ class ParquetFiles:
         """layout: the columns to read."""
         self._folder, self._layout = folder, layout
         self._num_rows: dict[str, int] = {}  # of files that are partly read
+        self._stamps: dict[str, Stamp] = {}  # of files that are partly read
         # (file, its first row, rows) of the last read
         self._group: tuple[str, int, pa.Table] | None = None
 
@@ -42,7 +44,7 @@ class ParquetFiles:
         rows = self._num_rows.get(name)
         return size if not rows else max(1, size * (rows - begin) // rows)
 
-    def end(self, size: int) -> int:
+    def end(self, name: str, size: int) -> int:
         return WHOLE
 
     def read(self, name: str, begin: int, end: int, most_lines: int) -> TableRows | None:
@@ -52,6 +54,7 @@ class ParquetFiles:
         found = self._rows(name, begin, most_lines)
         if found.is_last:
             self._num_rows.pop(name)
+            self._stamps.pop(name, None)
         return found
 
     def _has_footer(self, name: str, size: int) -> bool:
@@ -66,6 +69,9 @@ class ParquetFiles:
             if first <= begin < first + table.num_rows and name in self._num_rows:
                 return self._slice(name, begin, most, first, table)
         path = self.path(name)
+        now = stamp_of(path)
+        if text := difference(self._stamps.setdefault(name, now), now):
+            raise DataError(f"{path} has changed since it was begun: {text}; files of a stream are never written anew")
         try:
             with storage.open_file(path, "rb") as raw, pq.ParquetFile(raw, page_checksum_verification=True) as file:
                 check_columns(self._layout, tuple(file.schema_arrow.names), path)

@@ -57,6 +57,39 @@ def test_files_are_read_on_from_where_they_were_in_the_order_of_their_names(tmp_
         source.read(offsets, 9)
 
 
+def test_a_file_that_is_written_anew_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "b.csv"
+    path.write_text(_text("y,a", "1,u", "0,v"))
+    source, offsets = _csv(tmp_path), {}
+    first = source.read(offsets, 9)
+    assert first is not None and first.num_rows == 2
+    offsets["b.csv"] = first.range.end
+    path.write_text(_text("y,a", "1,u", "0,w", "1,x"))  # in place, and longer than before
+    with pytest.raises(DataError, match=names("12 b.csv anew")):
+        source.read(offsets, 9)
+    path.write_text(_text("y,a", "1,u", "0,v", "1,x"))
+    other = tmp_path / "_other"
+    other.write_text(path.read_text())
+    other.replace(path)
+    with pytest.raises(DataError, match=names("b.csv inode anew")):
+        source.read(offsets, 9)
+    for range_ in (Range("b.csv", 5, 12), Range("b.csv", 4, 11)):
+        with pytest.raises(DataError, match=names("b.csv anew")):
+            _csv(tmp_path).reread(range_)
+
+
+def test_a_stream_that_begins_at_the_newest_row_waits_for_the_end_of_the_half_that_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "b.csv"
+    path.write_text(_text("y,a", "1,u") + "0,")
+    source = _csv(tmp_path)
+    offsets = source.newest()
+    assert source.read(offsets, 9) is None
+    with open(path, "a") as file:
+        file.write(_text("whole"))
+    rows = source.read(offsets, 9)
+    assert rows is not None and rows.lines == [b"0,whole"]  # it was the row `whole`
+
+
 def test_what_no_stream_can_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=names("source")):
         FolderSource(str(tmp_path / "none"), FAST, CRITEO)

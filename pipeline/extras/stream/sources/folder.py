@@ -86,7 +86,7 @@ class FolderSource:
         return sum(self._contents.num_unread(name, size, offsets.get(name, 0)) for name, size in self._files())
 
     def newest(self) -> Offsets:
-        return {name: self._contents.end(size) for name, size in self._files(anew=True)}
+        return {name: self._contents.end(name, size) for name, size in self._files(anew=True)}
 
     def close(self) -> None:
         """Close nothing, because nothing is open."""
