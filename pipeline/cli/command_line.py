@@ -41,6 +41,10 @@ __all__ = [  # launch imports the checks from here, because it does not import t
     "validate_evaluation", "validate_train",
 ]  # fmt: skip
 
+_NOT_UTF8 = (
+    "is a name that this process cannot use: its file names are not in UTF-8. Set PYTHONUTF8=1, or "
+    "LC_ALL=C.UTF-8, or choose a name in ASCII"
+)
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
@@ -110,6 +114,17 @@ def print_user_errors(written: str = "") -> Iterator[None]:
         if not text:
             raise
         _end_with(text)
+    except UnicodeEncodeError as error:
+        if sys.getfilesystemencoding().lower() == "utf-8":
+            raise
+        _end_with(f"{ascii(error.object)[:300]} {_NOT_UTF8}")
+
+
+def check_encoding(words: Iterable[str]) -> None:
+    """Raise ConfigError for a word that this process could not decode: no file can be written by such a name."""
+    for word in words:
+        if not word.isascii() and any("\udc80" <= character <= "\udcff" for character in word):
+            raise ConfigError(f"{word!a} {_NOT_UTF8}")
 
 
 def _end_with(text: str) -> NoReturn:

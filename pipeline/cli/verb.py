@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from pipeline.cli.arguments import Command, read_arguments
-from pipeline.cli.command_line import parse_command_line, print_line, print_user_errors
+from pipeline.cli.command_line import check_encoding, parse_command_line, print_line, print_user_errors
 from pipeline.config.jobs.job import CONFIG_NAMES
 from pipeline.config.registry import register
 from pipeline.config.training import LoggerConfig, TrainerConfig
@@ -78,6 +78,7 @@ class Verb(Generic[Job, Result]):
         self._prepare_process()
         try:
             with print_user_errors():
+                check_encoding(sys.argv)
                 arguments = read_arguments(sys.argv[1:], self.commands, self.default)
                 command = next((each for each in self.commands if each.name == arguments.command), None)
                 if command is not None and command.run is not None and "--help" not in arguments.flags:

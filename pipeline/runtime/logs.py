@@ -256,14 +256,20 @@ class MetricsWriter:
 
     def write(self, kind: str, step: int, values: dict[str, float]) -> None:
         line = to_json({"kind": kind, "step": step, "time": round(time.time(), 3), **values})
-        with open(self.path, "a") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        size = os.path.getsize(self.path) if os.path.exists(self.path) else 0
+        storage.retry_once(lambda: self._append(line, size), self.path)
         for mirror in self.mirrors:
             mirror.write(kind, step, values)
         if self._event_files is not None:
             self._event_files.write(kind, step, values)
+
+    def _append(self, line: str, size: int) -> None:
+        """Write the line behind byte `size`: a try before may have written a part of it."""
+        with open(self.path, "a") as file:
+            file.truncate(size)
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def drop_after(self, step: int) -> None:
         """Drop the lines after `step`, for a run that continues from there."""

@@ -108,6 +108,9 @@ def test_a_stopped_run_goes_on_where_it_was_and_ends_the_same(
     ranks.run(2, train_on_rank, [*overrides, "trainer.max_steps=37", "trainer.evaluate_max_batches=1"])
     resumed = ranks.run(2, train_on_rank, overrides)[0]
     assert _files(resumed.checkpoint) == _files(trained.checkpoint)
+    lines = [json.loads(line) for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
+    partial = {line["step"]: line["window_steps"] for line in lines if "window_steps" in line}
+    assert partial == {40: 3.0}  # the measures of this line lack the steps before the restart
 
 
 def _train_after_draws(rank: int, overrides: list[str]) -> None:

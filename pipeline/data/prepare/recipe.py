@@ -149,12 +149,12 @@ def finished(path: str) -> Json | None:
 def _commit_local(attempt: str, path: str, text: str) -> None:
     atomic.finish_marked_folder(attempt, MARK, text)
     try:
-        os.rename(attempt, path)
+        storage.rename(attempt, path)
     except OSError:
         if finished(path) is not None:
             return  # another attempt was first
         shutil.rmtree(path, ignore_errors=True)  # it lost bytes
-        os.rename(attempt, path)
+        storage.rename(attempt, path)
 
 
 def fetch(path: str, scratch: str) -> str:

@@ -26,6 +26,7 @@ from pipeline.data.read.quarantine import Quarantine
 from pipeline.data.read.shard_files import HOW_TO_FIX, ShardError, ShardFiles, check_layout
 from pipeline.data.read.streams import Segment, row_permutation
 from pipeline.runtime.errors import DataError
+from pipeline.runtime.storage import storage
 
 MAX_IDLE_FILES = 32
 TO_QUARANTINE = "or leave such rows out with data.reader.on_bad_rows=quarantine (rows count from 0)"
@@ -125,7 +126,7 @@ class Shards:
 
     def _read_checked(self, number: int) -> Checked:
         index, row_group, _ = self._places[number]
-        table = self._read(index, row_group)
+        table = storage.retry_once(lambda: self._read(index, row_group), self.files.path(index))
         self.files.check_unchanged(index)
         checked = Checked(*check_columns(table, self.dataset))
         rows = max(1, self.row_group_sizes[number])

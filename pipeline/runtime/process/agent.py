@@ -33,7 +33,7 @@ from torch.distributed.launcher import api as launcher
 from pipeline.runtime.logs import configure_logging, get_logger
 from pipeline.runtime.process import file_rendezvous
 from pipeline.runtime.process.exit_codes import DONE, FAILED, FINAL, INTERRUPTED, REQUEUE, USER_ERROR
-from pipeline.runtime.process.processes import ELASTIC_JOB, ELASTIC_ROUND
+from pipeline.runtime.process.processes import ELASTIC_JOB, ELASTIC_ROUND, hand_over_agent
 from pipeline.runtime.process.rank_logs import RankLogs
 
 GRACE = "--grace-s"
@@ -181,6 +181,7 @@ def run(argv: list[str]) -> int:
     launcher.LocalElasticAgent = Agent  # type: ignore[misc]  # launch_agent makes its agent by this name
     torchrun.DefaultLogsSpecs = RankLogs  # type: ignore[misc]  # likewise
     file_rendezvous.register()
+    hand_over_agent()
     listen()
     code = _run(parse(argv))
     if (found := file_rendezvous.FileRendezvous.newest) is not None:

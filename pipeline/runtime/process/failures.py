@@ -14,6 +14,7 @@ from pipeline.runtime.masking import mask, printable
 # What the user has to fix: disk space, permissions, a path.
 _HINTS = {
     errno.ENOSPC: "free some space, or choose a folder on another disk",
+    errno.EIO: "the disk or its connection failed: dmesg says more. Run the same command again when it works",
     errno.EDQUOT: "your quota is used up: free some space, or choose a folder on another disk",
     errno.EFBIG: "a limit on file sizes is in force here (ulimit -f)",
     errno.EACCES: "choose a folder that you can write to",

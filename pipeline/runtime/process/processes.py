@@ -20,6 +20,7 @@ LOCK = "lock"  # the file of only_one_run
 # For a job whose nodes leave and join: its name, the same on all nodes, and how often the nodes
 # have joined. The agent sets both for its ranks.
 ELASTIC_JOB, ELASTIC_ROUND = "PIPELINE_ELASTIC_JOB", "PIPELINE_ELASTIC_ROUND"
+AGENT = "PIPELINE_AGENT"  # the agent of a rank: its process number and start time
 STATES = {"R": "running", "S": "sleeping", "D": "blocked in the kernel", "T": "stopped by a signal", "Z": "dead"}
 
 
@@ -62,12 +63,23 @@ def machine() -> str:
         return hostname()
 
 
+def hand_over_agent() -> None:
+    """Let the processes that this one starts find out whether it is still there."""
+    os.environ[AGENT] = f"{os.getpid()}:{start_time(os.getpid())}"
+
+
 def die_with_parent(wanted: bool = True) -> None:
     """Let the kernel kill this process when its parent dies for any reason.
 
     Affects only the calling thread.
+
+    The kernel does not tell of a parent that died before this call. So if hand_over_agent() named an
+    agent, and the agent is gone, this process ends now.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL) if wanted else 0, 0, 0, 0)
+    pid, _, started = os.environ.get(AGENT, "").partition(":")
+    if wanted and pid and os.getppid() != int(pid) and start_time(int(pid)) != int(started):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_with_parent() -> None:

@@ -127,12 +127,12 @@ class LocalFolders:
 
     def remove(self, name: str) -> None:
         path = self._aside(PURGED, name, _fresh_id())
-        os.rename(storage.join(self.parent, name), path)
+        storage.rename(storage.join(self.parent, name), path)
         shutil.rmtree(path)
 
     def set_aside(self, name: str) -> str:
         path = self._aside(DAMAGED, name, _fresh_id())
-        os.rename(storage.join(self.parent, name), path)
+        storage.rename(storage.join(self.parent, name), path)
         return path
 
     def remove_leftovers(self) -> None:
@@ -227,7 +227,7 @@ def commit_folder(attempt: str, target: str, manifest: str, fence: Fence | None 
     if os.path.lexists(target):
         raise FileExistsError(f"{target} is already there")
     try:
-        os.rename(attempt, target)
+        storage.rename(attempt, target)
     except OSError as error:  # onto a folder that is not empty it fails, whoever made that in the meantime
         if error.errno != errno.ENOTEMPTY:
             raise

@@ -244,7 +244,7 @@ class VerifiedFile(PositionedReader):
         blocks = [target[begin : begin + self._block_bytes] for begin in range(0, len(target), self._block_bytes)]
         if len(blocks) == 1:
             if not self._is_hole(first):
-                self._read_block(first, blocks[0])
+                self._read_again(first, blocks[0])
                 self._verify(first, blocks[0])
             else:
                 _fill_with_zeros(blocks[0])
@@ -255,11 +255,14 @@ class VerifiedFile(PositionedReader):
                 if self._is_hole(index):
                     _fill_with_zeros(block)
                     continue
-                self._read_block(index, block)
+                self._read_again(index, block)
                 checks.append(threads.submit(self._verify, index, block))
             for check in checks:
                 check.result()
         return len(target)
+
+    def _read_again(self, index: int, block: memoryview) -> None:
+        storage.retry_once(lambda: self._read_block(index, block), self.path)
 
     def _read_block(self, index: int, block: memoryview) -> None:
         begin = index * self._block_bytes

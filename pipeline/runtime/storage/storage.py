@@ -8,12 +8,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import posixpath
 import shutil
 import uuid
+from collections.abc import Callable
 from functools import cache
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from iopath.common.file_io import PathManager
 
@@ -21,6 +23,8 @@ from pipeline.runtime.errors import StorageError
 from pipeline.runtime.storage.private import open_lock
 
 CHUNK_BYTES = 1 << 20
+Made = TypeVar("Made")
+logger = logging.getLogger(__name__)  # runtime.logs imports this module
 
 
 @cache
@@ -141,17 +145,50 @@ def remove(path: str) -> None:
             remove(join(path, name))
 
 
+def retry_once(task: Callable[[], Made], path: str) -> Made:
+    """Run `task` again if the disk answers EIO: a bad cable or a busy controller may answer the second time.
+
+    Raises:
+        OSError: what the second try raises; it names `path`.
+    """
+    try:
+        return task()
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        logger.warning("%s (%s): trying once more", os.strerror(errno.EIO), path)
+    try:
+        return task()
+    except OSError as error:
+        error.filename = error.filename or path
+        raise
+
+
+def rename(source: str, target: str) -> None:
+    """Rename a local file or folder; a file replaces what is there.
+
+    NFS sends a request again if the answer was lost. The second request does not find what the first
+    one has renamed: the rename is done, and the answer is ENOENT.
+    """
+    inode = os.lstat(source).st_ino
+    try:
+        (os.rename if os.path.isdir(source) else os.replace)(source, target)
+    except FileNotFoundError:
+        if os.path.lexists(source) or not os.path.lexists(target) or os.lstat(target).st_ino != inode:
+            raise
+
+
 def move_file(source: str, destination: str) -> None:
     """Move a local file to `destination`, which appears whole: a rename or an upload. Replaces what is there."""
     if is_local(destination):
         try:
-            os.replace(source, destination)
+            rename(source, destination)
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
             staged = f"{destination}.tmp"  # another file system: only a copy beside it can be renamed
             shutil.copyfile(source, staged)
-            os.replace(staged, destination)
+            rename(staged, destination)
             os.remove(source)
         return
     upload_file(source, destination)
@@ -201,6 +238,10 @@ def publish_bytes(path: str, content: bytes) -> None:
         with open_file(path, "wb") as file:  # an object appears at once, with all its bytes
             file.write(content)
         return
+    retry_once(lambda: _publish_local(path, content), path)
+
+
+def _publish_local(path: str, content: bytes) -> None:
     folder = os.path.dirname(path) or "."
     os.makedirs(folder, exist_ok=True)
     staged = os.path.join(folder, f".{os.path.basename(path)}.{uuid.uuid4().hex[:8]}.tmp")
@@ -209,7 +250,7 @@ def publish_bytes(path: str, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(staged, path)
+        rename(staged, path)
     except BaseException:
         remove(staged)
         raise
@@ -223,6 +264,9 @@ def publish_once(path: str, text: str) -> None:
         publish_text(staged, text)
         try:
             os.link(staged, path)  # fails where there is one, whoever made it in the meantime
+        except FileExistsError:
+            if not os.path.samefile(staged, path):  # else NFS has sent a request again that was done
+                raise
         finally:
             os.remove(staged)
         sync_folder(dirname(path))

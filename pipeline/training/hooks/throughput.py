@@ -126,10 +126,13 @@ class StepLog(Hook):
             **self._learning_rates(),
             **state.hooks.log_values(state),
         }
+        # The measure begins anew with the process: after a restart it lacks the steps before.
+        is_partial = self._num_steps < min(self.job.trainer.log_every_steps, state.step)
+        values |= {"window_steps": float(self._num_steps)} if is_partial else {}
         if self.job.trainer.metrics_port is not None or self.job.logger.otlp_endpoint is not None:
             state.of_ranks = of_ranks(self.parts.context, self._of_this_rank())
         self._logged, self._num_logged, self._tiers_logged = self._now(), self._num_steps, self._tier_stats()
-        quality = _quality(values)
+        quality = _quality(values) + (f"of {self._num_steps} steps since the restart  " if is_partial else "")
         logger.info(
             "step %d%s  %s%s samples/s  input stall %.1f %%  %s%s  %.2f GiB  %s",
             state.step,
