@@ -17,7 +17,7 @@ SCHEME = "wholelines://"
 PIECE_BYTES = 1 << 16
 
 
-class GrowingFiles(AbstractFileSystem):  # type: ignore[misc]
+class GrowingFiles(AbstractFileSystem):
     """A file system of DuckDB. A file in it ends behind the last line end that it has now.
 
     So half of a row that a writer has not finished is left for later, and all scans of one engine
