@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,7 +25,6 @@ from pipeline.embeddings.compression.managed_collision import STATE
 from pipeline.embeddings.physical import physical_tables
 from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
-from pipeline.planner.resolved_job import ResolvedJob
 from pipeline.runtime.errors import CheckpointError, ServingError, did_you_mean
 from pipeline.serving.artifact.composed import ComposedTables, RowMap, composed_in, row_map
 from pipeline.serving.artifact.dense_export import Layers, take_collection
@@ -34,6 +33,9 @@ from pipeline.serving.artifact.served_tasks import ServedTask, width_of
 from pipeline.serving.scoring.lookup import ServedFeature
 from pipeline.training.preflight import resolve_alone
 from pipeline.training.run_state import as_signed, chosen_step, config_of, folder_of
+
+if TYPE_CHECKING:
+    from pipeline.planner.resolved_job import ResolvedJob
 
 INNER = f"{MODEL}model."  # keys of the model inside the task
 
