@@ -18,7 +18,7 @@ class KeptRows:
     """`words` [ceil(num_rows / 64)] uint64: bit i % 64 of word i // 64 says whether row i is kept. Row 0 is."""
 
     def __init__(self, num_rows: int, words: NDArray[np.uint64]) -> None:
-        """Raises ServingError for words that are not those of a table of `num_rows` with its row 0."""
+        """Raises ServingError for words that do not fit a table of `num_rows`, or that leave out row 0."""
         if len(words) != -(-num_rows // WORD_BITS) or not num_rows or not int(words[0]) & 1:
             raise ServingError(f"{len(words)} words do not say which of {num_rows} rows are kept, row 0 among them")
         self.num_rows, self.words = num_rows, words
@@ -32,7 +32,7 @@ class KeptRows:
         return int(self._before[-1])
 
     def remap(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the rows lie among those kept; 0 for those that are not. Each within [0, num_rows)."""
+        """Return the positions of rows among the kept rows, and 0 for rows that are not kept. Rows are in [0, num_rows)."""
         index, bit = rows >> 6, (rows & 63).astype(np.uint64)
         words = self.words[index]
         is_kept = words >> bit & np.uint64(1)
@@ -49,7 +49,7 @@ class KeptRows:
         return int(self._before[index]) + int(np.bitwise_count(below))
 
     def contains(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Of each row, whether it is kept."""
+        """Return for each row whether it is kept."""
         return (self.words[rows >> 6] >> (rows & 63).astype(np.uint64) & np.uint64(1)).astype(np.bool_)
 
     def mask(self, first: int, count: int) -> NDArray[np.bool_]:

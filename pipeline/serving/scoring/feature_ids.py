@@ -22,7 +22,10 @@ LONGEST_REMEMBERED = 64  # characters
 
 
 class AddedIds:
-    """Of features, which are numbered as FeatureIds numbers them. For one caller at a time."""
+    """Values that were given ids after the vocabularies were prepared: by a stream, or by a delta.
+
+    Features are numbered as FeatureIds numbers them. For one caller at a time.
+    """
 
     def __init__(self) -> None:
         self._ids: dict[int, dict[str, int]] = {}
