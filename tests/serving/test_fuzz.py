@@ -62,10 +62,10 @@ def _array(chance: random.Random, field: pa.Field, num_rows: int) -> pa.Array:
         [["a", "b"]] * num_rows, [[None]] * num_rows, [[]] * num_rows,
         [2.0**64] * num_rows,
     ]  # fmt: skip
-    wanted = pa.nulls(num_rows, field.type) if chance.random() < 0.8 else pa.array(chance.choice(values))
-    if chance.random() < 0.3 and not pa.types.is_list(wanted.type) and not pa.types.is_null(wanted.type):
+    wanted = pa.nulls(num_rows, field.type) if chance.random() < 0.98 else pa.array(chance.choice(values))
+    if chance.random() < 0.3 and pa.types.is_string(wanted.type):
         return wanted.dictionary_encode()
-    if chance.random() < 0.05:
+    if chance.random() < 0.01 and not pa.types.is_list(field.type) and not pa.types.is_floating(field.type):
         text = pa.array(["x" * chance.choice((10, 10_000, 1_000_000))])
         return pa.DictionaryArray.from_arrays(pa.array([0] * num_rows, pa.int8()), text)
     return wanted
