@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -147,6 +148,8 @@ def _changed_data(data: str, folder: Path, feature: str, keep: slice, new_values
     for entry in content["sparse_features"]:
         if entry["name"] == feature:
             entry["cardinality"] = len(values) + 1
+            entry["vocabulary_bytes"] = path.stat().st_size
+            entry["vocabulary_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
             entry["frequency_curve"] = {"ranks": [len(values) + 1], "shares": [1.0]}
     (folder / "dataset.json").write_text(json.dumps(content))
     return str(folder), values

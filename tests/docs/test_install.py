@@ -22,9 +22,10 @@ def extras() -> set[str]:
 def test_by_hand_the_same_is_installed_as_by_make() -> None:
     recipe = re.search(r"(?ms)^\$\(VENV\)/installed:.*?^$", MAKEFILE)
     assert recipe is not None
-    own = dict(re.findall(r"(?m)^(STACK|TORCHREC) :?\??= (.*)$", MAKEFILE))
-    by_make = re.findall(r"\$\(PIP_INSTALL\) (.*)", recipe[0])
-    wanted = [line.replace("$(STACK)", "cpu").replace("$(TORCHREC)", own["TORCHREC"]) for line in by_make]
+    own = dict(re.findall(r"(?m)^(STACK|TORCHREC|RUNTIME_SET) :?\??= (.*)$", MAKEFILE))
+    by_make = re.findall(r"\$\(call install,(.*)\)", recipe[0])
+    wanted = [line.replace("$(TORCHREC)", own["TORCHREC"]) for line in by_make]
+    wanted = [line.replace("$(RUNTIME_SET)", own["RUNTIME_SET"]).replace("$(STACK)", "cpu") for line in wanted]
     by_hand = [line.replace(" -c constraints.txt", "") for line in re.findall(r"(?m)^pip install (.*)$", PAGE)]
     assert by_hand == wanted
     assert "-m pipeline precompile" in recipe[0] and "python -m pipeline precompile" in PAGE

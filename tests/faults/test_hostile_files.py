@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 import shutil
@@ -215,14 +216,24 @@ def test_no_vocabulary_runs_anything(
     def warm_start() -> None:
         RowMap(f"{prepared_clicks}/vocabulary/cat_25.parquet", str(path)).pairs(0, 10, 10)
 
+    def seal() -> None:
+        """Write the checksum of the crafted file, as whoever made the data set could."""
+        content = json.loads((data / "dataset.json").read_text())
+        (entry,) = (each for each in content["sparse_features"] if each["name"] == "cat_25")
+        entry["vocabulary_bytes"] = path.stat().st_size
+        entry["vocabulary_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        (data / "dataset.json").write_text(json.dumps(content))
+
     schema = pa.schema([good.schema.field("value").with_metadata(extension), *list(good.schema)[1:]])
     pq.write_table(good.cast(schema), path)
+    seal()
     assert pq.read_schema(path).field("value").metadata[b"ARROW:extension:name"] == b"arrow.py_extension_type"
     for read in (export, warm_start):
         read()  # the values are as good as any; the type is not made
         assert not canary.exists()
         count += 1
     path.write_bytes(calling("os", "system", f"touch {canary}"))
+    seal()
     for read in (export, warm_start):
         with pytest.raises(CheckpointError, match="prepare"):
             read()

@@ -132,7 +132,7 @@ def test_a_trial_of_a_sweep_is_a_job_of_volcano(tmp_path: Path) -> None:
         f"run_dir={tmp_path}/trials/0007",
     ]
     ended = asyncio.run(jobs.run(Training(f"{tmp_path}/trials/0007", words)))
-    assert ended == Ended("kubernetes://torchx/default:job-1 is not known any more")
+    assert ended == Ended("kubernetes://torchx/default:job-1 is no longer known")
     (resource,) = runner.resources
     assert_valid(resource)
     assert resource["metadata"]["namespace"] == "team" and resource["metadata"]["name"].startswith("rates-0007")

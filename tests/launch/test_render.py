@@ -246,7 +246,7 @@ def test_a_data_set_that_only_the_cluster_sees_needs_a_flag_and_what_needs_no_da
         render("slurm", ["train", "-j", "2x8", "--gpu", "8", "--", *words])
     assert mentions(capsys.readouterr().err, "/cluster/alone --no-check-data --check_data")
     assert "srun" in render("slurm", ["train", "-j", "2x8", "--gpu", "8", "--no-check-data", "--", *words])
-    assert mentions(capsys.readouterr().err, "data.path=/cluster/alone not looked at")
+    assert mentions(capsys.readouterr().err, "data.path=/cluster/alone not checked")
     with pytest.raises(SystemExit):
         render("slurm", ["train", "-j", "4x8", "--no-check-data", "--", *words])
     assert mentions(capsys.readouterr().err, "data.reader.num_streams=16 32")

@@ -54,7 +54,7 @@ def test_ids_share_the_rows_that_the_kind_says() -> None:
         ),
         ("{kind: modulo, num_rows: 9, options: {shift: far}}", r"compression.options.shift of kind=modulo.*far"),
         ("{kind: modulo, num_rows: 9, rank: 3}", "compression.rank=3 is a setting of tensor_train"),
-        ("{kind: hash, num_rows: 9, options: {shift: 1}}", "compression.kind=hash takes none"),
+        ("{kind: hash, num_rows: 9, options: {shift: 1}}", "compression.kind=hash has no options"),
         ("{kind: modlo, num_rows: 9}", r"compression.kind='modlo' is not one of .*did you mean 'modulo'.*plugins="),
     ],
 )

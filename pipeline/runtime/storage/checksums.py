@@ -14,6 +14,7 @@ import io
 import os
 import zlib
 from collections import OrderedDict
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any
 
@@ -415,3 +416,12 @@ def damage(path: str, entry: FileEntry) -> str:
     except (DamagedError, OSError, KeyError, TypeError, ValueError) as error:
         return str(error) or repr(error)
     return ""
+
+
+def write_blocks(path: str, blocks: Iterable[Any]) -> FileEntry:
+    """Write a new file of buffers, one after the other. Return its checksums."""
+    with ChecksummedWriter(path) as writer:
+        for block in blocks:
+            writer.write(block)
+        writer.close()
+        return writer.entry()

@@ -6,10 +6,13 @@ A quantized row opens with its scale and bias, each fp16, then its numbers, 8, 4
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from pipeline.config.serving import PRECISIONS
 from pipeline.runtime.errors import ServingError
+from pipeline.runtime.storage.checksums import FileEntry, write_blocks
 
 SCALE_BIAS_BYTES = 4
 BITS = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4, "int2": 2}
@@ -62,3 +65,8 @@ def dequantize_rows(rows: torch.Tensor, dim: int, precision: str) -> torch.Tenso
     packed = rows[:, SCALE_BIAS_BYTES:]
     numbers = (packed.unsqueeze(2) >> shifts & (2**bits - 1)).reshape(len(rows), dim)
     return numbers.float() * scale[:, None] + bias[:, None]
+
+
+def write_rows(path: str, blocks: Iterable[torch.Tensor], precision: str) -> FileEntry:
+    """Write a new file of quantized rows. Return its checksums."""
+    return write_blocks(path, (quantize_rows(rows, precision).contiguous().numpy() for rows in blocks))

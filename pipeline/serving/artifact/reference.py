@@ -25,10 +25,10 @@ from pipeline.data.targets import Target
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.serving.artifact.kept_rows import KeptRows, RowMask
+from pipeline.serving.artifact.quantize import write_rows
 from pipeline.serving.artifact.served_tasks import ServedTask, scores_of
 from pipeline.serving.artifact.task_quality import LabelledRows, Parity, Quality, compare, measures, qualities
 from pipeline.serving.artifact.trained_step import TrainedStep, block_rows
-from pipeline.serving.artifact.writer import write_rows
 from pipeline.serving.scoring.lookup import MappedLookup, ServedTable
 
 BATCH_ROWS = 2048

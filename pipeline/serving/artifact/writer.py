@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from itertools import chain
-from typing import Any
 
 import pyarrow as pa
-import torch
 
 from pipeline.checkpoint.vocabularies import read_values
 from pipeline.data.dataset import SparseFeature, vocabulary_of
@@ -23,7 +21,7 @@ from pipeline.data.vocabulary_files import find_vocabulary
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import progress
 from pipeline.runtime.storage import atomic, storage
-from pipeline.runtime.storage.checksums import ChecksummedWriter, FileEntry
+from pipeline.runtime.storage.checksums import ChecksummedWriter, FileEntry, write_blocks
 from pipeline.serving.artifact.dense_export import compile_layers, export_layers, program_bytes
 from pipeline.serving.artifact.manifest import (
     COMPILED_FILE,
@@ -34,28 +32,15 @@ from pipeline.serving.artifact.manifest import (
     TableFiles,
 )
 from pipeline.serving.artifact.plan import ExportPlan
-from pipeline.serving.artifact.quantize import quantize_rows
+from pipeline.serving.artifact.quantize import write_rows
 
 LIBRARIES = ("torch", "numpy", "pyarrow")
 FOLDERS, SCRATCH = ("tables", "vocabulary"), "scratch"
 
 
-def write_rows(path: str, blocks: Iterable[torch.Tensor], precision: str) -> FileEntry:
-    """Write a new file of quantized rows. Return its checksums."""
-    return _write_blocks(path, (quantize_rows(rows, precision).contiguous().numpy() for rows in blocks))
-
-
 def write_bytes(path: str, content: bytes | memoryview) -> FileEntry:
     """Write a new file. Return its checksums."""
-    return _write_blocks(path, [content])
-
-
-def _write_blocks(path: str, blocks: Iterable[Any]) -> FileEntry:
-    with ChecksummedWriter(path) as writer:
-        for block in blocks:
-            writer.write(block)
-        writer.close()
-        return writer.entry()
+    return write_blocks(path, [content])
 
 
 class ArtifactWriter:
@@ -132,7 +117,7 @@ class ArtifactWriter:
     def add_file(self, name: str, staged: str) -> None:
         """Add a file that another library wrote."""
         with open(staged, "rb") as file:
-            self._files[name] = _write_blocks(self._at(name), iter(lambda: file.read(1 << 24), b""))
+            self._files[name] = write_blocks(self._at(name), iter(lambda: file.read(1 << 24), b""))
 
     def add_arrow(self, name: str, table: pa.Table) -> None:
         with ChecksummedWriter(self._at(name)) as writer:

@@ -82,7 +82,7 @@ def test_tables_of_many_rows_get_a_number_each_and_the_others_stay_whole(prepare
         assert 0 < report.head_rows < report.num_embeddings
         assert report.chosen.total < min(report.none.total, report.all.total)
     notes = {part.name: part.note for part in resolved.plain_tables}
-    assert "rows, " in notes["cat_25__hot"] and "without head" in notes["cat_25__cold"] and not notes["cat_0"]
+    assert "rows, " in notes["cat_25__hot"] and "without a head" in notes["cat_25__cold"] and not notes["cat_0"]
 
 
 def test_a_table_of_its_own_overrides_the_default(prepared_clicks: str) -> None:

@@ -78,7 +78,7 @@ def test_values_read_back_as_they_are() -> None:
         ({"low": 1.0, "high": 1.0}, "high"),
         ({"low": 0.0, "high": 1.0, "log": True}, "log=true"),
         ({"choices": [1], "low": 0.0, "high": 1.0}, "either"),
-        ({"choices": [1], "when": {"b": [1]}}, "no knob before"),
+        ({"choices": [1], "when": {"b": [1]}}, "not a knob before"),
     ],
 )
 def test_a_knob_that_makes_no_sense_is_refused(knob: dict, says: str) -> None:

@@ -66,7 +66,7 @@ def test_memory_goes_where_it_saves_most_rows_a_step_and_is_not_exceeded() -> No
         rows.append(choice.rows_a_step)
     assert rows == sorted(rows) and rows[0] > 0
     assert len(choice.slots) == 2 and choice.slots["hot"] != choice.slots["cold"]
-    assert "2 tables in tiers" in describe(choice)
+    assert "2 tables have tiers" in describe(choice)
 
 
 def test_no_pair_of_shares_does_much_better() -> None:
