@@ -59,8 +59,10 @@ def plain_values(text: str) -> dict[str, Any]:
         if "*" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, SAFE_LOADER)):
             raise ConfigError("saved job: it has YAML aliases, which train does not write; restore the file")
         values = yaml.load(text, SAFE_LOADER)
-    except RecursionError:
-        raise ConfigError("saved job: it is nested too deeply; restore the file, it was changed") from None
+    except ConfigError:
+        raise
+    except (RecursionError, ValueError) as error:  # a number or date that Python does not have
+        raise ConfigError(f"saved job: {error}; restore the file, it was changed") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
@@ -76,6 +78,9 @@ def _values_of(text: str) -> dict[str, Any]:
     values = plain_values(text)
     if key := _interpolation(values):
         raise ConfigError(f"saved job: {key} holds ${{...}}, but train saves resolved values: the file was changed")
+    for section, kind in (("model", dict), ("plugins", list)):
+        if section in values and not isinstance(values[section], kind):
+            raise ConfigError(f"saved job: {section} is a {type(values[section]).__name__}, not a {kind.__name__}")
     if "model" in values:
         values["model"] = _renamed_kind(values["model"])
     return with_moved_keys(values)

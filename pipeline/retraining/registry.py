@@ -40,7 +40,7 @@ from pipeline.runtime.storage.signature import Purpose, next_number
 POINTER = "champion.json"
 ARTIFACT = "artifact"
 FORMAT_VERSION = 1
-VERSION_NAME = re.compile(r"v(\d{6,})")
+VERSION_NAME = re.compile(r"v(\d{6,15})")
 PROMOTION_ATTEMPTS = 5
 
 

@@ -22,6 +22,7 @@ from pipeline.config.training import CheckpointConfig, ParallelConfig
 from pipeline.config.warm_start import WarmStartConfig
 from pipeline.embeddings.physical import physical_tables, signatures
 from pipeline.runtime.errors import TrainingError
+from pipeline.runtime.masking import without_hidden
 from pipeline.runtime.storage import signature, storage
 from pipeline.runtime.storage.signature import requiring
 from pipeline.training.data_order import check_data_order, checkpoint_folder
@@ -134,7 +135,7 @@ def describe_job(job: TrainJob, dataset: Dataset, data_order: dict[str, Any], pl
 
     Steps of one run have equal hashes.
     """
-    config = asdict(job)
+    config = without_hidden(asdict(job))  # as config.yaml has it
     hashes = {
         "config": _hash(config),
         "schema": dataset.schema_hash(),

@@ -51,7 +51,7 @@ MOST_BYTES, MOST_CPU_S = 256 << 20, 2.0
 
 def _deep() -> Any:
     value: Any = 0
-    for _ in range(300):
+    for _ in range(60):
         value = [value]
     return value
 

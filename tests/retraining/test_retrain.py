@@ -266,7 +266,7 @@ def test_signed_windows_are_promoted_served_and_refused_after_an_older_pointer(t
         "gate.ne_tolerance=1",
         "gate.max_ne=5",
         "gate.min_rows=100",
-        "checks.min_history=20",
+        "checks.min_history=14",
         "checks.champion_ne_rise=null",
         "checks.unknown_share_rise=null",
     ]

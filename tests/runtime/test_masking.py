@@ -10,9 +10,11 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.train import TrainJob
-from pipeline.config.saved_jobs import load_saved_job, save_job
+from pipeline.config.saved_jobs import load_saved_job, plain_values, save_job
 from pipeline.runtime.masking import SECRET_NAME, find_secret, for_log, mask, one_line, printable
 from pipeline.runtime.process.failures import describe_os_error
+from pipeline.training.run_state import describe_job
+from tests.support.datasets import described_dataset
 from tests.support.messages import names
 
 
@@ -161,7 +163,9 @@ def test_a_webhook_is_neither_saved_nor_logged(tmp_path: Path) -> None:
     job = load_config(TrainJob, ["experiment=quickstart", f"logger.heartbeat_url={url}"])
     assert job.logger.heartbeat_url == url
     save_job(job, str(tmp_path / "config.yaml"))
-    assert "canary-path" not in (tmp_path / "config.yaml").read_text()
+    saved = (tmp_path / "config.yaml").read_text()
+    about = describe_job(job, described_dataset({"cat_0": 10}), {}, {"plan": {}, "fingerprint_sha256": ""})
+    assert "canary-path" not in saved + str(about) and about["config"] == plain_values(saved)
     assert load_saved_job(TrainJob, str(tmp_path / "config.yaml")).logger.heartbeat_url is None
     assert mask(f"POST {url}: 404 at /services/T000/canary-path") == "POST ***: 404 at ***"
 

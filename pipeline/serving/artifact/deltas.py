@@ -202,7 +202,7 @@ def read_delta(folder: str, artifact: str, manifest: Manifest, sequence: int) ->
     found = checked(values, _DeltaValues, storage.join(path, MANIFEST))
     before = storage.join(folder, name_of(sequence - 1)) if sequence > 1 else artifact
     if problem := _problem(values, manifest, sequence):
-        raise DamagedError(f"{path} {problem}")
+        raise DamagedError(f"{path} {problem[:500]}")
     if values["previous_sha256"] != sealed_digest(storage.join(before, MANIFEST)):
         raise DamagedError(f"{path} was made for another {'delta' if sequence > 1 else 'artifact'} than {before}")
     signature.accept(folder, sequence)

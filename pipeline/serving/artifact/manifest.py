@@ -198,7 +198,7 @@ def read_manifest(path: str) -> Manifest:
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         problem = repr(error)[:200]
     if problem:
-        raise ArtifactError(f"{file} describes no artifact of this release: {problem}")
+        raise ArtifactError(f"{file} describes no artifact of this release: {problem[:500]}")
     return manifest
 
 

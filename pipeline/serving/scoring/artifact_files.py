@@ -135,7 +135,7 @@ class ArtifactFiles:
                 table = file.read_all()
             table.validate(full=True)
             return table
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise ArtifactError(f"{name} is no vocabulary: {error}") from None
 
     def composed(self) -> ComposedTables | None:
