@@ -14,7 +14,6 @@ import pytest
 
 from pipeline.runtime.errors import DataError, ServingError
 from pipeline.serving.scoring.predict import describe, predict
-from pipeline.serving.scoring.score_parts import without_formulas, write_output
 from tests.serving.predictions import expected, job_of, rows_of, write
 from tests.serving.stand_in import REFUSED_CITY, StandIn, score_of
 from tests.support.messages import names
@@ -168,13 +167,13 @@ def test_an_empty_file_has_no_rows_to_score(tmp_path: Path) -> None:
     assert (both.num_rows, alone.num_rows) == (5, 0)
 
 
-@pytest.mark.parametrize("escape", [True, False])
-def test_text_that_a_spreadsheet_would_run_is_escaped(tmp_path: Path, escape: bool) -> None:
-    texts = ['=HYPERLINK("http://host")', "+1+cmd", "-2.5e3", "-x", "@SUM(A1)", "plain", None]
-    table = pa.table({"text": texts, "number": [-1.0] * len(texts)})
-    written = without_formulas(table) if escape else table
-    write_output(str(tmp_path / "out.csv"), table.schema, [written], str(tmp_path / "staged"))
+@pytest.mark.parametrize("words", [[], ["escape_formulas=false"]])
+def test_text_that_a_spreadsheet_would_run_is_escaped(tmp_path: Path, words: list[str]) -> None:
+    texts = ["=HYPERLINK(http://host)", "+1+cmd", "-2.5e3", "-x", "@SUM(A1)", "plain"]
+    rows = [{**row, "user": text} for row, text in zip(rows_of(len(texts)), texts, strict=True)]
+    source = write(tmp_path / "rows.csv", rows)
+    predict(job_of(source, tmp_path / "out.csv", "id_columns=[user]", *words), lambda _: StandIn())
     found = pyarrow.csv.read_csv(tmp_path / "out.csv").to_pydict()
-    escaped = ['\'=HYPERLINK("http://host")', "'+1+cmd", "-2.5e3", "'-x", "'@SUM(A1)", "plain", ""]
-    assert found["text"] == (escaped if escape else [text or "" for text in texts])
-    assert found["number"] == [-1.0] * len(texts)
+    escaped = ["'=HYPERLINK(http://host)", "'+1+cmd", "-2.5e3", "'-x", "'@SUM(A1)", "plain"]
+    assert found["user"] == (texts if words else escaped)
+    assert found["score"] == pytest.approx(expected(rows))
