@@ -18,6 +18,7 @@ from pipeline.runtime.byte_counts import show_bytes
 
 WIDTH = 140
 UNFOLDED = 400  # width of a grid whose columns are not folded
+TABLE_HEADINGS = ("table", "rows", "dim", "size + state", "sharding", "kernel", "ranks")
 MAX_TABLES = 40
 MAX_RANKS = 16
 BAR_WIDTH = 24
@@ -49,21 +50,22 @@ def explain(record: PlanDescription) -> str:
     return "\n".join([*lines, "", *_rank_lines(record), "", *_cost_lines(record)])
 
 
-def _table_grid(record: PlanDescription, choices: list[TableChoice]) -> str:
-    rows = [
-        [
-            choice.name,
-            f"{choice.num_embeddings:,}",
-            str(choice.embedding_dim),
-            show_bytes(choice.weight_bytes + choice.state_bytes),
-            choice.sharding_type,
-            choice.compute_kernel,
-            show_ranks(choice.ranks, len(record.ranks)),
-            choice.reason,
-        ]
-        for choice in choices
+def table_cells(choice: TableChoice, num_ranks: int) -> list[str]:
+    """Return the cells of one table of a plan, as TABLE_HEADINGS names them."""
+    return [
+        choice.name,
+        f"{choice.num_embeddings:,}",
+        str(choice.embedding_dim),
+        show_bytes(choice.weight_bytes + choice.state_bytes),
+        choice.sharding_type,
+        choice.compute_kernel,
+        show_ranks(choice.ranks, num_ranks),
     ]
-    headings = ("table", "rows", "dim", "size + state", "sharding", "kernel", "ranks", "why")
+
+
+def _table_grid(record: PlanDescription, choices: list[TableChoice]) -> str:
+    rows = [[*table_cells(choice, len(record.ranks)), choice.reason] for choice in choices]
+    headings = (*TABLE_HEADINGS, "why")
     return print_grid(headings, rows, right=headings[1:4], folded=headings[-1:])
 
 

@@ -18,7 +18,7 @@ from pipeline import devices
 from pipeline.extras.pages.plan_charts import Cell, Column, MapRow, column_chart, rank_map
 from pipeline.extras.pages.step_charts import step_sections
 from pipeline.extras.step_time.forecast import PlanForecast
-from pipeline.planner.explain import show_ranks
+from pipeline.planner.explain import TABLE_HEADINGS, show_ranks, table_cells
 from pipeline.planner.fingerprint import describe_hosts
 from pipeline.planner.plan_record import PHASES, PlanDescription, PlanRecord, RankLoad, TableChoice
 from pipeline.runtime.byte_counts import show_bytes
@@ -335,19 +335,9 @@ def _tiers(plan: PlanDescription) -> Iterator[str]:
 
 
 def _choices(plan: PlanDescription) -> Iterator[str]:
-    headings = ("table", "rows", "dim", "size + state", "sharding", "kernel", "ranks", "cost, ms", "why")
+    headings = (*TABLE_HEADINGS, "cost, ms", "why")
     rows = [
-        [
-            choice.name,
-            f"{choice.num_embeddings:,}",
-            str(choice.embedding_dim),
-            show_bytes(choice.weight_bytes + choice.state_bytes),
-            choice.sharding_type,
-            choice.compute_kernel,
-            show_ranks(choice.ranks, len(plan.ranks)),
-            f"{choice.cost_ms:.4g}",
-            choice.reason,
-        ]
+        [*table_cells(choice, len(plan.ranks)), f"{choice.cost_ms:.4g}", choice.reason]
         for choice in _by_size(plan.tables)
     ]
     numbers = (1, 2, 3, 7)
