@@ -10,14 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
+
 from pipeline.checkpoint.remap import RowMap, match_ids
 from pipeline.checkpoint.tables import Inventory, StoredTable, describe_dtype
 from pipeline.checkpoint.vocabularies import IdSpace, features_of, id_space, trained_dataset
+from pipeline.config.jobs.train import TrainJob
+from pipeline.config.saved_jobs import job_from_yaml
 from pipeline.config.warm_start import WarmStartConfig
 from pipeline.data.dataset import Dataset
+from pipeline.data.raw.layout import feature_names
 from pipeline.runtime.errors import CheckpointError, did_you_mean
 
 STATE = "optimizer.state."
+MODEL = "model.model."  # the model in its task in a step
 # Parameters that compose the rows of compressed tables, and the maps of managed collision.
 COMPOSER = re.compile(r"\bcomposition\.composers\.([^.]+)__parts\.|\bmanaged_rows\.([^.]+?)(?:__cold)?__managed\.")
 
@@ -64,6 +70,8 @@ class NewData:
     features: dict[str, list[str]]
     parts: dict[str, str] = field(default_factory=dict)
     compression: dict[str, str] = field(default_factory=dict)
+    # Returns whether the layout of a dense parameter of the model depends on the features.
+    is_by_feature: Callable[[], Callable[[str], bool]] = lambda: lambda name: True
 
 
 def decide(
@@ -95,7 +103,8 @@ def decide(
         raise CheckpointError(
             f"{_subject(dropped[0])} is in the checkpoint and not in the job{_way_out('dropped_tables', 'drop')}"
         )
-    layers, fresh_layers = _decide_layers(stored, wanted, config, fresh)
+    unknown = _layers_of_other_features(manifest, wanted, data) if config.dense != "fresh" else {}
+    layers, fresh_layers = _decide_layers(stored, wanted, config, fresh, unknown)
     return Decisions(tables, dropped, layers, fresh_layers)
 
 
@@ -225,20 +234,59 @@ def _kinds(states: dict[str, bool]) -> str:
     return ", ".join(named) or "none"
 
 
+def _layers_of_other_features(manifest: dict[str, Any], wanted: Inventory, data: NewData) -> dict[str, str]:
+    """Return the layers that cannot be loaded, with the reason: their layout depends on the features
+    that the model reads, and these are other ones in the checkpoint or have another order.
+
+    A layer of equal shape would otherwise apply the weights of one feature to another.
+    """
+    used = {*data.dataset.dense_features, *(name for names in data.features.values() for name in names)}
+    now = [*data.dataset.dense_features, *data.dataset.sparse_feature_names]
+    then = _trained_features(manifest)
+    if [name for name in then if name in used] == (now := [name for name in now if name in used]):
+        return {}
+    is_by_feature = data.is_by_feature()
+    moved = next((pair for pair in zip(then, now, strict=False) if pair[0] != pair[1]), (then[-1:], now[-1:]))
+    reason = f"it reads the features {', '.join(then[:8])} and the job's are {', '.join(now[:8])} ({moved[0]} is now {moved[1]})"
+    keys = (key for key in wanted.layers if key.startswith(MODEL) and composer_of(key) is None)
+    return {key: reason for key in keys if is_by_feature(key.removeprefix(MODEL))}
+
+
+def _trained_features(manifest: dict[str, Any]) -> list[str]:
+    """Return the dense and categorical features in the order in which the trained layers read them."""
+    if found := manifest.get("features"):
+        return [*found["dense"], *found["sparse"]]
+    job = job_from_yaml(TrainJob, yaml.safe_dump(manifest["config"]))  # a step of an earlier release
+    dense, sparse = feature_names(job.data)
+    return [*dense, *sparse]
+
+
 def _decide_layers(
-    stored: Inventory, wanted: Inventory, config: WarmStartConfig, fresh_tables: dict[str, str]
+    stored: Inventory,
+    wanted: Inventory,
+    config: WarmStartConfig,
+    fresh_tables: dict[str, str],
+    unknown: dict[str, str],
 ) -> tuple[list[str], list[str]]:
-    """Return the keys of the dense part to load, and the keys of layers that stay initialized."""
+    """Return the keys of the dense part to load, and the keys of layers that stay initialized.
+
+    `unknown`: layers that are not loaded although their shape may fit, with the reason.
+    """
     own = [key for key in wanted.layers if key.startswith("model.")]
     if config.dense == "fresh":
         return [], own
     of_tables = {key for key in own if composer_of(key) in fresh_tables}
-    fits = {key for key in own if stored.layers.get(key) == wanted.layers[key]} - of_tables
+    fits = {key for key in own if stored.layers.get(key) == wanted.layers[key]} - of_tables - unknown.keys()
     fresh = [key for key in own if key not in fits]
     # They are as new as the tables that they belong to.
     new = {key for key in fresh if composer_of(key) and key not in stored.layers}
     if (misfits := [key for key in fresh if key not in of_tables | new]) and config.dense == "load":
         key = misfits[0]
+        if key in unknown:
+            raise CheckpointError(
+                f"layer {key.removeprefix('model.')}: in the checkpoint {unknown[key]}; prepare the data set with the features "
+                "in the checkpoint's order, or set warm_start.dense=matching to initialize the layers whose layout depends on the features"
+            )
         then = f"{list(stored.layers[key][0])}" if key in stored.layers else "none"
         raise CheckpointError(
             f"layer {key.removeprefix('model.')}: the checkpoint has {then}, the job {list(wanted.layers[key][0])}; set "

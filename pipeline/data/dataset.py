@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Dict, List, Optional
 
 import msgspec
@@ -186,6 +186,19 @@ class Dataset:
     def sparse_feature(self, name: str) -> SparseFeature:
         """Return the feature of that name. Raises KeyError for an unknown name."""
         return {feature.name: feature for feature in self.sparse_features}[name]
+
+    def with_features(self, dense: Sequence[str], sparse: Sequence[str]) -> "Dataset":
+        """Return the same data with these features in this order.
+
+        A trained model reads them by position. Raises DataError if the data set lacks one.
+        """
+        has = {*self.dense_features, *self.sparse_feature_names}
+        if missing := [name for name in (*dense, *sparse) if name not in has]:
+            raise DataError(
+                f"data set {self.name!r} lacks {len(missing)} of the {len(dense) + len(sparse)} features that the model reads: "
+                f"{', '.join(missing[:5])}; prepare it with the columns that the model was trained on"
+            )
+        return replace(self, dense_features=list(dense), sparse_features=[self.sparse_feature(each) for each in sparse])
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the canonical JSON.

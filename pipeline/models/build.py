@@ -4,12 +4,14 @@ seed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeline.config.model import ModelConfig, used_tables
 from pipeline.data.targets import Target
 from pipeline.embeddings.table import Table
+from pipeline.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,3 +49,35 @@ def build_model(
         model = config.build_for(used_tables(config, tables), num_dense_features, learnt)
         initialize_linear_layers(model, config.init)
     return model
+
+
+def find_layers_by_feature(
+    config: ModelConfig, tables: list[Table], num_dense_features: int, targets: Sequence[Target]
+) -> Callable[[str], bool]:
+    """Return a function that says whether the layout of a parameter depends on the model's features.
+
+    Such a parameter has another shape in a model with one feature more. If parameters are added
+    (`fields.3.weight`), all that are numbered like them depend on the features too.
+    """
+
+    def shapes(tables: list[Table], num_dense: int) -> dict[str, tuple[int, ...]]:
+        state = build_model(config, tables, num_dense, targets=targets).state_dict()
+        return {name: tuple(value.shape) for name, value in state.items()}
+
+    def unnumbered(name: str) -> str:
+        return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+    base = shapes(tables, num_dense_features)
+    changed: set[str] = set()
+    try:
+        more = [shapes(tables, num_dense_features + 1)]
+        if tables:
+            extra = replace(tables[-1], name="one more", feature_names=["one more"], positions=[])
+            more.append(shapes([*tables, extra], num_dense_features))
+    except UserError:  # a model of exactly these features
+        return lambda name: True
+    for other in more:
+        changed |= {name for name, shape in base.items() if other.get(name) != shape}
+        added = {unnumbered(name) for name in other.keys() - base.keys()}
+        changed |= {name for name in base if "*" in unnumbered(name) and unnumbered(name) in added}
+    return lambda name: name in changed or name not in base

@@ -20,6 +20,7 @@ from pipeline.config.planner import PlannerConfig
 from pipeline.config.retraining import GateConfig
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.data.dataset import load_dataset
+from pipeline.data.raw.layout import feature_names
 from pipeline.data.read.batch import first_ids
 from pipeline.data.read.reader import ShardReader
 from pipeline.devices.process_group import init_for
@@ -57,7 +58,7 @@ def score(
     )
     watchdog.use(limits)
     context = init_for(job)
-    resolved = resolve(job, load_dataset(data_path), context)
+    resolved = resolve(job, load_dataset(data_path).with_features(*feature_names(job.data)), context)
     watchdog.beat(phase="loading")
     assembly = build_sharded_model(resolved, context, initialize=False)
     folder, _, step = checkpoint.rstrip("/").rpartition("/")

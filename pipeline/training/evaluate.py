@@ -19,6 +19,7 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.config.planner import HardwareConfig
 from pipeline.config.registry import from_extra
 from pipeline.data.dataset import Dataset, load_dataset
+from pipeline.data.raw.layout import feature_names
 from pipeline.data.read.reader import ShardReader
 from pipeline.devices.process_group import init_for
 from pipeline.runtime.errors import TrainingError
@@ -51,14 +52,17 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     watchdog.use(trained.trainer.limits())
     context = init_for(trained)
     watchdog.beat(phase="loading")
-    resolved = resolve(trained, load_dataset(trained.data.path), context)
+    dataset = load_dataset(trained.data.path)
+    fingerprint = dataset.fingerprint()
+    if job.other_data:
+        dataset = dataset.with_features(*feature_names(trained.data))
+    resolved = resolve(trained, dataset, context)
     reader = on_all_ranks(
         lambda: open_reader(resolved, job.split, context, job.global_batch_size, every_row=True), context
     )
     sharded = build_sharded_model(resolved, context, initialize=False)
     restored, is_best = _restore(job, trained, sharded, context)
 
-    fingerprint = resolved.dataset.fingerprint()
     is_other_data = restored["data_order"]["dataset"] != fingerprint
     check_data(job, trained.data.path, is_other_data)
     tables, step = describe_tables(job, restored, context.world_size // context.local_world_size), restored["step"]

@@ -142,7 +142,9 @@ def describe_job(job: TrainJob, dataset: Dataset, data_order: dict[str, Any], pl
         "plan": _hash(plan["plan"]),
         "plan_fingerprint": plan["fingerprint_sha256"],
     }
-    return {"data_order": data_order, "config": config, "plan": plan, "hashes": hashes}
+    # In the order in which the layers read them.
+    features = {"dense": dataset.dense_features, "sparse": dataset.sparse_feature_names}
+    return {"data_order": data_order, "config": config, "plan": plan, "hashes": hashes, "features": features}
 
 
 def _hash(content: Any) -> str:
@@ -312,6 +314,8 @@ def table_grower(
 
 def _new_data(job: TrainJob, assembly: ShardedModel, dataset: Dataset) -> NewData:
     from pipeline.checkpoint.warm_start import NewData
+    from pipeline.data.targets import targets_of
+    from pipeline.models.build import find_layers_by_feature
 
     by_name = {table.name: table for table in assembly.tables}
     parts = {part.name: part.whole_name for part in physical_tables(assembly.tables)}
@@ -321,6 +325,12 @@ def _new_data(job: TrainJob, assembly: ShardedModel, dataset: Dataset) -> NewDat
         {name: by_name[whole].feature_names for name, whole in [*parts.items(), *((name, name) for name in by_name)]},
         {name: whole for name, whole in parts.items() if name != whole},
         signatures(assembly.tables),
+        lambda: find_layers_by_feature(
+            job.model,
+            assembly.tables,
+            len(dataset.dense_features),
+            targets_of(job.data.columns, dataset, job.model.learns_all),
+        ),
     )
 
 

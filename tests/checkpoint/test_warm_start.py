@@ -174,6 +174,22 @@ def test_rows_follow_their_values_into_another_vocabulary(
     assert one["rows_loaded"] == len(values) + 1 - 2 and "rows matched by value" in one["changes"]
 
 
+def test_layers_are_matched_by_the_names_of_the_features_that_they_read(
+    ranks: RankPool, small_run: Path, prepared_clicks: str, tmp_path: Path
+) -> None:
+    """Equal shapes are not enough: the weights of one feature would be applied to another."""
+    data = shutil.copytree(prepared_clicks, tmp_path / "data")
+    content = json.loads((data / "dataset.json").read_text())
+    content["dense_features"][:2] = reversed(content["dense_features"][:2])
+    (data / "dataset.json").write_text(json.dumps(content))
+    words = job_words(str(data), tmp_path / "new", small_run)
+    (message,) = ranks.run(1, refused, words)
+    assert "int_0 is now int_1" in message and "warm_start.dense=matching" in message
+    fresh, warm, report = ranks.run(1, fresh_and_warm, [*words, "warm_start.dense=matching"])[0]
+    (first,) = [key for key in report["layers_fresh"] if "dense_arch" in key]
+    assert torch.equal(warm[first], fresh[first]) and any("dense_arch" in key for key in report["layers_loaded"])
+
+
 @pytest.mark.campaign
 def test_ids_that_cannot_be_matched_are_refused_unless_told_to_keep_them(
     ranks: RankPool, small_run: Path, prepared_clicks: str, tmp_path: Path

@@ -244,6 +244,22 @@ def test_a_part_of_a_split_and_other_data_do_not_take_the_place_of_the_evaluatio
     assert allowed.metrics == whole.metrics
 
 
+def test_features_in_another_order_give_the_same_metrics(
+    ranks: RankPool, trained: TrainSummary, prepared_clicks: str, tmp_path: Path
+) -> None:
+    other = shutil.copytree(prepared_clicks, tmp_path / "other")
+    described = json.loads((other / "dataset.json").read_text())
+    for kind in ("dense_features", "sparse_features"):
+        described[kind].reverse()
+    (other / "dataset.json").write_text(json.dumps(described))
+    words = [f"run={trained.run_dir}", "split=validation", "other_data=true", f"data_path={other}"]
+    assert ranks.run(1, evaluate_on_rank, words)[0].metrics == pytest.approx(trained.validation, abs=1e-6)
+    described["dense_features"].remove("int_3")
+    (other / "dataset.json").write_text(json.dumps(described))
+    with pytest.raises(RuntimeError, match=names("lacks 1 of the 39 features int_3")):
+        ranks.run(1, evaluate_on_rank, words)
+
+
 def test_any_step_and_split_can_be_evaluated(ranks: RankPool, trained: TrainSummary) -> None:
     early = ranks.run(2, evaluate_on_rank, [f"run={trained.run_dir}", "step=40", "split=test"])[0]
     late = ranks.run(2, evaluate_on_rank, [f"run={trained.run_dir}", "split=test"])[0]

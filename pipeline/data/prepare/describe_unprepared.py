@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pipeline.config.data import DataConfig
 from pipeline.data.dataset import FILE_NAME, Dataset, FrequencyCurve, SparseFeature, listed_labels
-from pipeline.data.raw.layout import columns_of
+from pipeline.data.raw.layout import columns_of, feature_names
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.shell_words import command
 
@@ -27,7 +27,7 @@ def describe_dataset(config: DataConfig, num_ids: dict[str, int]) -> Dataset:
         )
     quantiles = {name: each.num_buckets + 1 for name, each in config.buckets.items() if each.kind == "quantile"}
     known = {**_hashed(config, columns.sparse), **quantiles, **num_ids}
-    sparse = [*columns.sparse, *(name for name in columns.dense if name in config.buckets)]
+    dense, sparse = feature_names(config)
     if missing := [name for name in sparse if name not in known]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise DataError(
@@ -37,7 +37,7 @@ def describe_dataset(config: DataConfig, num_ids: dict[str, int]) -> Dataset:
     return Dataset(
         name=config.name,
         label=columns.label,
-        dense_features=[name for name in columns.dense if name not in config.buckets],
+        dense_features=dense,
         sparse_features=[
             SparseFeature(name, known[name], False, 1.0, FrequencyCurve([known[name]], [1.0])) for name in sparse
         ],

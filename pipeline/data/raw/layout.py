@@ -136,6 +136,13 @@ def columns_of(config: DataConfig) -> ColumnsConfig:
     return with_outputs(find_format(config.format).columns or config.columns, make_transforms(config.transforms))
 
 
+def feature_names(config: DataConfig) -> tuple[list[str], list[str]]:
+    """Return the dense and the categorical features that prepare makes, in the order of dataset.json."""
+    columns = columns_of(config)
+    dense = [name for name in columns.dense if name not in config.buckets]
+    return dense, [*columns.sparse, *columns.lists, *(name for name in columns.dense if name in config.buckets)]
+
+
 def source_columns(config: DataConfig) -> ColumnsConfig:
     """Return the columns that are read: of the format or data.columns, and the further inputs of
     data.transforms."""
