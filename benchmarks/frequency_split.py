@@ -37,8 +37,8 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from benchmarks.slow_links import DEVICE, linked_hosts
 from benchmarks.wiretap import count_buckets, wiretap
 from pipeline.cli.command_line import load_config
-from pipeline.config.compression import CompressionConfig
 from pipeline.config.jobs.train import TrainJob
+from pipeline.config.tables import CompressionConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
 from pipeline.data.prepare.vocabulary import CURVE_RANKS
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor

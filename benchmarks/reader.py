@@ -31,7 +31,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from pipeline.config.reader import ReaderConfig
+from pipeline.config.data import ReaderConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, ShardFile, SparseFeature, Split
 from pipeline.data.read.reader import ShardReader
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from pipeline.config.server import LimitsConfig
+from pipeline.config.serving import LimitsConfig
 from pipeline.serving.http.arrow_bounds import has_compression
 from pipeline.serving.http.protocol import limited_by
 

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.serving import bodies_of
 from benchmarks.serving_artifacts import Shape, write_artifact
-from pipeline.config.server import LimitsConfig
+from pipeline.config.serving import LimitsConfig
 from pipeline.serving.http.request_rows import ARROW_TYPE, JSON_TYPE, RequestReader
 from pipeline.serving.scoring.predictor import Predictor
 

@@ -22,7 +22,7 @@ def main() -> None:
     if cgroup:
         (Path(cgroup) / "cgroup.procs").write_text(str(os.getpid()))
     from pipeline.cli.verb import Verb
-    from pipeline.config.jobs.serve import ServeJob
+    from pipeline.config.jobs.evaluate import ServeJob
     from pipeline.serving.http.serve import serve
 
     sys.argv[1:] = overrides

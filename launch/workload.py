@@ -24,11 +24,9 @@ from pipeline.cli.command_line import (
     validate_evaluation,
     validate_train,
 )
-from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob, PredictJob
-from pipeline.config.jobs.machine import CheckNodesJob
-from pipeline.config.jobs.prepare import PrepareJob
+from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob, PredictJob, ServeJob
+from pipeline.config.jobs.prepare import CheckNodesJob, PrepareJob
 from pipeline.config.jobs.retrain import RetrainJob
-from pipeline.config.jobs.serve import ServeJob
 from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.config.planner import HardwareConfig
 from pipeline.config.saved_jobs import load_saved_job

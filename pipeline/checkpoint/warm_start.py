@@ -28,7 +28,7 @@ from pipeline.checkpoint.tables import (
 )
 from pipeline.checkpoint.tensors import BLOCK_BYTES, StepTensors
 from pipeline.checkpoint.warm_start_policy import Decisions, NewData, TableDecision, decide
-from pipeline.config.warm_start import WarmStartConfig
+from pipeline.config.training import WarmStartConfig
 from pipeline.runtime.errors import CheckpointError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext

@@ -17,7 +17,7 @@ from pipeline.checkpoint.tables import Inventory, StoredTable, describe_dtype
 from pipeline.checkpoint.vocabularies import IdSpace, features_of, id_space, trained_dataset
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import job_from_yaml
-from pipeline.config.warm_start import WarmStartConfig
+from pipeline.config.training import WarmStartConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.raw.layout import feature_names
 from pipeline.runtime.errors import CheckpointError, did_you_mean

@@ -21,8 +21,7 @@ import yaml
 from pipeline.cli.arguments import Command, quoted, read_arguments
 from pipeline.cli.command_line import load_config, print_user_errors
 from pipeline.cli.verb import verb
-from pipeline.config.jobs.machine import InitJob
-from pipeline.config.jobs.prepare import InspectJob
+from pipeline.config.jobs.prepare import InitJob, InspectJob
 from pipeline.runtime import shell_words
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.exit_codes import INTERRUPTED

@@ -18,8 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pipeline.cli.reference import NAME, is_optional, leaves
 from pipeline.config.jobs.evaluate import CHOSEN_STEPS
 from pipeline.config.jobs.train import TrainJob
-from pipeline.config.moved_keys import moved_hint
-from pipeline.config.saved_jobs import first_line, near_field
+from pipeline.config.saved_jobs import first_line, moved_hint, near_field
 from pipeline.runtime.errors import ConfigError, nearest
 
 # the key that a hint suggests for a word without a key

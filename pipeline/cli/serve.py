@@ -7,7 +7,7 @@ artifact behind the same link, or a new champion of a registry, is loaded betwee
 from __future__ import annotations
 
 from pipeline.cli.verb import verb
-from pipeline.config.jobs.serve import ServeJob
+from pipeline.config.jobs.evaluate import ServeJob
 from pipeline.retraining.find_artifact import find_artifact
 from pipeline.runtime.storage.signature import requiring
 from pipeline.serving.http.serve import serve

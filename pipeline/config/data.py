@@ -1,23 +1,222 @@
-"""Define the schema of a data set: its raw rows, their preparation, and how shards are read (stdlib
-only)."""
+"""Define the schema of a data set: raw rows, ids, splits, and how shards are read (stdlib only)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeVar
 
-from pipeline.config.columns import ColumnsConfig
+from pipeline.config.columns import ColumnsConfig, LabelConfig, NegativeSamplingConfig
 from pipeline.config.generated import GeneratorConfig, SyntheticConfig
-from pipeline.config.ids import BucketsConfig, IdsConfig
-from pipeline.config.labels import LabelConfig, NegativeSamplingConfig
-from pipeline.config.reader import ReaderConfig
-from pipeline.config.registry import find
-from pipeline.config.settings import read_settings
-from pipeline.config.splits import SplitConfig
+from pipeline.config.registry import find, read_settings
 from pipeline.config.tables import is_pattern, matches
 from pipeline.config.transforms import NUMBER, TransformConfig, make_transforms, raw_inputs
 from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, check_within, did_you_mean
+
+SPLITS = ("train", "validation", "test")
+SPLIT_KINDS = ("row_range", "time", "date", "random", "user", "files", "given")
+
+
+@dataclass
+class SplitConfig:
+    """Which rows are used for training, validation and test. No row is in two splits.
+
+    row_range: the last `validation_fraction` + `test_fraction` of the rows, in source order. time:
+    the same fractions by the timestamp column; rows with equal timestamps stay together. date: by
+    the timestamp column, validation from `validation_from` on and test from `test_from` on (written
+    as in the column). random: about the same fractions, each row by a hash of its number and
+    `seed`. user: by a hash of the value of data.group_column and `seed`, so that all rows of one
+    value are in one split. files: the last source file (1TB: day 23) is cut in halves, validation
+    then test. given: `train`, `validation` and `test` name their files as `source` does, or a range
+    of names (day_{0..22}). An omitted split has no rows. Rows that are equal in every column that
+    is read are counted across splits. If they are more than `max_shared_fraction` of a split's
+    rows, the split is refused.
+    """
+
+    kind: str = "row_range"
+    validation_fraction: float = 0.1
+    test_fraction: float = 0.1
+    train: str | None = None
+    validation: str | None = None
+    test: str | None = None
+    max_shared_fraction: float = 0.5
+    seed: int = 0
+    validation_from: str | None = None
+    test_from: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("split.kind", self.kind, SPLIT_KINDS)
+        check_within("split.max_shared_fraction", self.max_shared_fraction, 0.0, 1.0)
+        if self.kind != "given" and (named := [name for name in SPLITS if getattr(self, name) is not None]):
+            raise ConfigError(
+                f"split.{named[0]}={getattr(self, named[0])!r} names an existing split, but split.kind={self.kind} cuts one "
+                "from `source`: set split.kind=given, or leave it out"
+            )
+        check_within("split.seed", self.seed, 0, 2**63 - 1)
+        if self.kind == "date" and self.validation_from is None:
+            raise ConfigError(
+                "split.kind=date needs split.validation_from=<time>, and split.test_from=<time> for a test split"
+            )
+        if self.kind != "date" and (self.validation_from is not None or self.test_from is not None):
+            raise ConfigError(
+                f"split.validation_from={self.validation_from} and split.test_from={self.test_from} need split.kind=date, "
+                f"not {self.kind}"
+            )
+        check_within("split.validation_fraction", self.validation_fraction, 0.0, 0.9)
+        check_within("split.test_fraction", self.test_fraction, 0.0, 0.9)
+        if self.validation_fraction + self.test_fraction >= 1.0:
+            raise ConfigError(
+                f"split fractions add up to {self.validation_fraction + self.test_fraction:g}: nothing is left to train on"
+            )
+
+
+ID_KINDS = ("vocabulary", "hash")
+BUCKET_KINDS = ("quantile", "log2", "given")
+
+
+@dataclass
+class IdsConfig:
+    """How a categorical value becomes a row number.
+
+    vocabulary: ids start at 1, in order of descending frequency. Id 0 means unknown or rare: seen fewer than
+    `min_frequency` times in the training rows, or beyond the table's `max_size` rows (including row 0).
+    hash: a seeded hash into rows 1 to hash_size - 1. Id 0 means missing.
+    """
+
+    kind: str = "vocabulary"
+    min_frequency: int = 1
+    max_size: int | None = None
+    hash_size: int | None = None
+    hash_seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("ids.kind", self.kind, ID_KINDS)
+        check_at_least("ids.min_frequency", self.min_frequency, 1)
+        check_at_least("ids.max_size", self.max_size, 1, allow_none=True)
+        check_at_least("ids.hash_size", self.hash_size, 2, allow_none=True)
+        if self.kind == "hash" and self.hash_size is None:
+            raise ConfigError("ids.kind=hash needs ids.hash_size=<rows>")
+        if self.kind == "hash" and (self.min_frequency, self.max_size) != (1, None):
+            raise ConfigError(
+                "ids.kind=hash does not count values: ids.min_frequency and ids.max_size need ids.kind=vocabulary"
+            )
+        if self.kind == "vocabulary" and self.hash_size is not None:
+            raise ConfigError(f"ids.hash_size={self.hash_size} needs ids.kind=hash; ids.max_size limits a vocabulary")
+
+
+@dataclass
+class BucketsConfig:
+    """A number as a categorical feature with an embedding: its id is the id of its bucket.
+
+    quantile: at most `num_buckets` buckets with equally many training rows, as far as ties allow.
+    log2: one bucket for each whole number up to 2, above that one for each whole value of ln(x)^2,
+    as for Criteo's counts (Juan et al. 2016, and FuxiCTR). given: buckets start at `boundaries`,
+    and one is below them. A missing value has id 0. dataset.json stores the boundaries. Ids are
+    sorted by descending frequency.
+    """
+
+    kind: str = "quantile"
+    num_buckets: int = 100
+    boundaries: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("buckets.kind", self.kind, BUCKET_KINDS)
+        if (self.kind == "given") != (self.boundaries is not None):
+            raise ConfigError("buckets.kind=given and buckets.boundaries=[...] go together")
+        if self.boundaries is not None and any(b <= a for a, b in pairwise(self.boundaries)):
+            raise ConfigError(f"buckets.boundaries={self.boundaries} must ascend")
+        check_at_least("buckets.num_buckets", self.num_buckets, 2)
+
+
+@dataclass
+class BaseVocabularyConfig:
+    """Start from the vocabularies of the data set in `path` (dataset.json and vocabulary/; shards
+    are not needed).
+
+    frozen: ids are exactly the ids of that data set, and other values are unknown. Otherwise a
+    value's count is its count in these rows plus `count_decay` times its earlier count, and ids are
+    sorted by descending count. Ids of values then change; warm_start moves the rows with them.
+    """
+
+    path: str = "???"
+    frozen: bool = False
+    count_decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_given("vocabularies.path", self.path)
+        check_within("vocabularies.count_decay", self.count_decay, 0.0, 1.0)
+
+
+SHUFFLES = ("row_groups", "none")
+BAD_ROW_POLICIES = ("stop", "quarantine")
+VERIFICATIONS = ("size", "checksum")
+
+
+@dataclass
+class ReaderConfig:
+    """How shards become batches. `num_streams` fixes the order of rows for every world size that
+    divides it.
+
+    shuffle: row_groups permutes row groups and the rows within each, differently in every epoch;
+    none follows the file order in rounds of `num_streams` row groups. decode_threads: 1 decodes on
+    the prefetch thread; more read one row group ahead for every stream and hide the latency of
+    storage. keep_mib: a split whose decoded columns fit this size stays in each rank's memory; 0
+    keeps none. on_bad_rows: stop names the first bad row and ends the run on all ranks. quarantine
+    gives bad rows weight 0, so steps and batches do not change, and lists them in <run>/quarantine,
+    up to max_bad_fraction. verify: check the size of every shard at the start, or also its SHA-256
+    (ranks share the work).
+    """
+
+    num_streams: int = 16
+    shuffle: str = "row_groups"
+    prefetch_batches: int = 8
+    decode_threads: int = 1
+    keep_mib: int = 128
+    on_bad_rows: str = "stop"
+    max_bad_fraction: float = 0.001
+    verify: str = "size"
+
+    def __post_init__(self) -> None:
+        check_choice("reader.shuffle", self.shuffle, SHUFFLES)
+        check_choice("reader.on_bad_rows", self.on_bad_rows, BAD_ROW_POLICIES)
+        check_within("reader.max_bad_fraction", self.max_bad_fraction, 0.0, 1.0)
+        check_choice("reader.verify", self.verify, VERIFICATIONS)
+        check_at_least("reader.num_streams", self.num_streams, 1)
+        check_at_least("reader.prefetch_batches", self.prefetch_batches, 1)
+        check_at_least("reader.decode_threads", self.decode_threads, 1)
+        check_at_least("reader.keep_mib", self.keep_mib, 0)
+
+
+def check_batch_geometry(global_batch_size: int, num_streams: int, world_size: int) -> None:
+    """Raise ConfigError unless all ranks have equally many streams and each stream has equally many
+    rows per batch."""
+    if num_streams % world_size:
+        ranks = [n for n in range(1, num_streams + 1) if num_streams % n == 0]
+        raise ConfigError(
+            f"data.reader.num_streams={num_streams} cannot be divided evenly among {world_size} ranks: run on "
+            f"{_either(ranks)} ranks, or set data.reader.num_streams={_either(_multiples_near(num_streams, world_size))} "
+            "(another number of streams changes the order of rows)"
+        )
+    if global_batch_size % num_streams:
+        streams = [n for n in range(world_size, global_batch_size + 1, world_size) if global_batch_size % n == 0]
+        nearest = min(streams, key=lambda n: (abs(n - num_streams), n), default=None)
+        raise ConfigError(
+            f"a global batch of {global_batch_size} rows cannot be divided evenly among data.reader.num_streams={num_streams}: "
+            f"use a global batch size of {_either(_multiples_near(global_batch_size, num_streams))}"
+            + (f", or data.reader.num_streams={nearest}" if nearest else "")
+        )
+
+
+def _multiples_near(value: int, factor: int) -> list[int]:
+    below = value // factor * factor
+    return [n for n in (below, below + factor) if n]
+
+
+def _either(choices: list[int]) -> str:
+    *others, last = [str(choice) for choice in choices]
+    return f"{', '.join(others)} or {last}" if others else last
+
 
 DENSE_TRANSFORMS = ("log1p", "signed_log1p", "standardize", "none")
 TEXT_FORMATS = ("csv", "tsv")  # formats that use data.delimiter and data.header

@@ -17,11 +17,30 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from pipeline.config.jobs.job import CONFIG_NAMES
-from pipeline.config.moved_keys import moved_hint, with_moved_keys
 from pipeline.config.registry import components, find, missing_plugins
 from pipeline.runtime.errors import ConfigError, did_you_mean
 from pipeline.runtime.masking import without_hidden
 from pipeline.runtime.storage import storage
+
+GENERATORS = ("user_item", "conversions", "histories", "tags")
+# Key of an earlier release -> the key that replaces it.
+MOVED = {f"data.{name}": f"data.generator (its kind is {name})" for name in GENERATORS}
+
+
+def moved_hint(key: str) -> str:
+    """Return a hint with the new key, "" if the key has not moved."""
+    return next((f"it is {new} now" for old, new in MOVED.items() if f"{key}.".startswith(f"{old}.")), "")
+
+
+def with_moved_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a saved job under the keys of this release."""
+    data = values.get("data")
+    if not isinstance(data, dict):
+        return values
+    generated = {"kind": name, **data[name]} if (name := next(filter(data.get, GENERATORS), None)) else {}
+    kept = {name: value for name, value in data.items() if name not in GENERATORS}
+    return {**values, "data": {**kept, "generator": generated} if generated else kept}
+
 
 Job = TypeVar("Job")
 MOST_MESSAGE = 2000  # characters of an error; it may quote a value of the file

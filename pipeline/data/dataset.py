@@ -15,7 +15,7 @@ from typing import Any, Dict, List, Optional
 
 import msgspec
 
-from pipeline.config.labels import LabelConfig
+from pipeline.config.columns import LabelConfig
 from pipeline.runtime.errors import DataError, did_you_mean
 from pipeline.runtime.shell_words import command
 from pipeline.runtime.storage import storage

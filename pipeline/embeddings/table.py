@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeline.config.compression import CompressionConfig
-from pipeline.config.tables import ConstraintConfig, InitConfig, TiersConfig, entry_name
+from pipeline.config.tables import CompressionConfig, ConstraintConfig, InitConfig, TiersConfig, entry_name
 from pipeline.embeddings.row_frequencies import RowFrequencies
 
 SHARD_WIDTH = 4  # FBGEMM needs columns of a table, and of each shard, to be a multiple of this

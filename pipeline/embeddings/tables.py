@@ -9,9 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipeline.config.compression import CompressionConfig
 from pipeline.config.model import SequenceInput
-from pipeline.config.tables import DEFAULT, ConstraintConfig, InitConfig, TableConfig, expand_patterns, table_name
+from pipeline.config.tables import (
+    DEFAULT,
+    CompressionConfig,
+    ConstraintConfig,
+    InitConfig,
+    TableConfig,
+    expand_patterns,
+    table_name,
+)
 from pipeline.data.dataset import Dataset
 from pipeline.embeddings.compression.kind import Whole, compressed, kind_of
 from pipeline.embeddings.physical import check_compressed, num_numbers

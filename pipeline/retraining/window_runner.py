@@ -18,16 +18,14 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import pipeline
-from pipeline.config.ids import BaseVocabularyConfig
+from pipeline.config.data import BaseVocabularyConfig, SplitConfig
 from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.retraining import GateConfig
 from pipeline.config.saved_jobs import load_saved_job
-from pipeline.config.splits import SplitConfig
-from pipeline.config.training import LRSchedule
-from pipeline.config.warm_start import WarmStartConfig
+from pipeline.config.training import LRSchedule, WarmStartConfig
 from pipeline.data.dataset import FILE_NAME, load_dataset
 from pipeline.data.prepare.base_vocabulary import load_base
 from pipeline.data.prepare.encode import features_of

@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 from importlib.util import find_spec
 
+from pipeline.config.data import check_batch_geometry
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.config.optimizers import SparseOptimizerConfig, all_optimizers, find_optimizer
-from pipeline.config.reader import check_batch_geometry
 from pipeline.config.tables import expand_patterns, rows_of_features
 from pipeline.data.dataset import FILE_NAME, Dataset, check_multi_hot, check_split, load_dataset
 from pipeline.data.prepare.describe_unprepared import describe_dataset

@@ -18,8 +18,7 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import from_extra
 from pipeline.config.saved_jobs import job_from_yaml, load_saved_job
 from pipeline.config.tables import TableConfig
-from pipeline.config.training import CheckpointConfig, ParallelConfig
-from pipeline.config.warm_start import WarmStartConfig
+from pipeline.config.training import CheckpointConfig, ParallelConfig, WarmStartConfig
 from pipeline.embeddings.physical import physical_tables, signatures
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.masking import without_hidden

@@ -21,7 +21,7 @@ from pipeline.checkpoint.tables import inventory_of_step, local_chunks
 from pipeline.checkpoint.vocabularies import IdSpace
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.train import TrainJob
-from pipeline.config.warm_start import WarmStartConfig
+from pipeline.config.training import WarmStartConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.devices.process_group import init_distributed
 from pipeline.runtime.errors import ConfigError

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.command_line import load_config
+from pipeline.config.data import ReaderConfig
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.config.jobs.train import PlanJob, TrainJob
-from pipeline.config.reader import ReaderConfig
 from pipeline.config.saved_jobs import job_to_yaml
 from pipeline.models.dlrm import DLRMDCNConfig
 from pipeline.runtime.errors import ConfigError

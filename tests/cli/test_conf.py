@@ -16,12 +16,11 @@ from omegaconf import DictConfig
 
 from pipeline.cli import compose
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob, PredictJob
+from pipeline.config.data import check_batch_geometry
+from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob, PredictJob, ServeJob
 from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.config.jobs.retrain import RetrainJob
-from pipeline.config.jobs.serve import ServeJob
 from pipeline.config.jobs.train import PlanJob, TrainJob
-from pipeline.config.reader import check_batch_geometry
 from pipeline.extras.publish.job import PublishJob
 from pipeline.extras.sweep.config import SweepJob
 from pipeline.models.dlrm import DLRMConfig, DLRMDCNConfig

@@ -13,8 +13,7 @@ import pytest
 from pipeline.cli.command_line import load_config
 from pipeline.cli.plan import describe, main, plan, train_command
 from pipeline.config.columns import ColumnsConfig
-from pipeline.config.data import DataConfig
-from pipeline.config.ids import IdsConfig
+from pipeline.config.data import DataConfig, IdsConfig
 from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.config.planner import PlannerConfig
 from pipeline.config.tables import TableConfig

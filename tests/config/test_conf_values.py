@@ -12,16 +12,14 @@ import yaml
 
 from pipeline.cli.compose import config_folders
 from pipeline.cli.verbs import import_verbs
-from pipeline.config.compression import CompressionConfig
+from pipeline.config.columns import LabelConfig, NegativeSamplingConfig, SequenceConfig
+from pipeline.config.data import BaseVocabularyConfig, BucketsConfig
 from pipeline.config.generated import SyntheticConfig
-from pipeline.config.ids import BaseVocabularyConfig, BucketsConfig
 from pipeline.config.jobs.job import CONFIG_NAMES
 from pipeline.config.jobs.train import TrainJob
-from pipeline.config.labels import LabelConfig, NegativeSamplingConfig
 from pipeline.config.registry import components
-from pipeline.config.sequences import SequenceConfig
-from pipeline.config.tables import ConstraintConfig, InitConfig, TableConfig, TiersConfig
-from pipeline.config.warm_start import WarmStartConfig
+from pipeline.config.tables import CompressionConfig, ConstraintConfig, InitConfig, TableConfig, TiersConfig
+from pipeline.config.training import WarmStartConfig
 from pipeline.embeddings.tables import LAST_RESORT
 from pipeline.extras.sweep.config import KnobConfig
 

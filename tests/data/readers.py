@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.config.reader import ReaderConfig
+from pipeline.config.data import ReaderConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader

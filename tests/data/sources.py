@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.columns import ColumnsConfig
-from pipeline.config.data import DataConfig
+from pipeline.config.data import DataConfig, SplitConfig
 from pipeline.config.jobs.prepare import PrepareJob
-from pipeline.config.splits import SplitConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.prepare.run import PrepareSummary, prepare
 from tests.data.criteo_rows import read_split

@@ -15,10 +15,8 @@ import pytest
 
 from pipeline.checkpoint.vocabularies import read_values
 from pipeline.config.columns import ColumnsConfig
-from pipeline.config.data import DataConfig
-from pipeline.config.ids import BaseVocabularyConfig, BucketsConfig
+from pipeline.config.data import BaseVocabularyConfig, BucketsConfig, DataConfig, SplitConfig
 from pipeline.config.jobs.prepare import PrepareJob
-from pipeline.config.splits import SplitConfig
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.prepare.buckets import Counted, boundaries_of
 from pipeline.data.prepare.run import prepare

@@ -14,9 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config.columns import ColumnsConfig
-from pipeline.config.data import DataConfig
-from pipeline.config.ids import IdsConfig
-from pipeline.config.splits import SplitConfig
+from pipeline.config.data import DataConfig, IdsConfig, SplitConfig
 from pipeline.data.raw import source
 from pipeline.data.raw import source as source_module
 from pipeline.data.raw.blocks import Block, ParsedRows

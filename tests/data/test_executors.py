@@ -14,12 +14,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.config.columns import ColumnsConfig
-from pipeline.config.data import DataConfig
-from pipeline.config.ids import BucketsConfig, IdsConfig
-from pipeline.config.labels import NegativeSamplingConfig
-from pipeline.config.sequences import SequenceConfig
-from pipeline.config.splits import SplitConfig
+from pipeline.config.columns import ColumnsConfig, NegativeSamplingConfig, SequenceConfig
+from pipeline.config.data import BucketsConfig, DataConfig, IdsConfig, SplitConfig
 from pipeline.data.prepare import number_feature, resources
 from pipeline.data.prepare import recipe as recipe_module
 from pipeline.data.prepare.executor import LocalExecutor

@@ -13,11 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config.columns import ColumnsConfig
-from pipeline.config.data import DataConfig
-from pipeline.config.ids import IdsConfig
+from pipeline.config.data import DataConfig, IdsConfig, SplitConfig
 from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.jobs.retrain import RetrainJob
-from pipeline.config.splits import SplitConfig
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.prepare import resources
 from pipeline.data.prepare.row_hashes import RowHashes

@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.config.columns import ColumnsConfig
-from pipeline.config.labels import LabelConfig
+from pipeline.config.columns import ColumnsConfig, LabelConfig
 from pipeline.runtime.errors import ConfigError, DataError
 from tests.data.sources import prepare_rows, rows_of, write_lines
 from tests.support.messages import names

@@ -15,14 +15,11 @@ import pytest
 import torch
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.columns import ColumnsConfig
-from pipeline.config.data import DataConfig
+from pipeline.config.columns import ColumnsConfig, LabelConfig, NegativeSamplingConfig
+from pipeline.config.data import DataConfig, ReaderConfig, SplitConfig
 from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.config.jobs.train import TrainJob
-from pipeline.config.labels import LabelConfig, NegativeSamplingConfig
-from pipeline.config.reader import ReaderConfig
-from pipeline.config.splits import SplitConfig
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.prepare.run import prepare
 from pipeline.data.read.reader import ShardReader

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from pipeline.config.reader import ReaderConfig
+from pipeline.config.data import ReaderConfig
 from pipeline.data.read import multi_hot
 from pipeline.data.read.reader import ShardReader
 from tests.data.shard_files import NUM_BUCKETS, write_dataset

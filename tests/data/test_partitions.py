@@ -10,9 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config.columns import ColumnsConfig
-from pipeline.config.data import DataConfig
+from pipeline.config.data import DataConfig, SplitConfig
 from pipeline.config.jobs.prepare import PrepareJob
-from pipeline.config.splits import SplitConfig
 from pipeline.data.prepare.run import PrepareSummary, prepare
 from pipeline.data.raw.partitions import NULL, name_of, partitions_of
 from pipeline.data.raw.source import find_sources

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.config.reader import ReaderConfig
+from pipeline.config.data import ReaderConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.positions import PADDING
 from pipeline.data.read.reader import ShardReader

@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.ids import IdsConfig
+from pipeline.config.data import SPLITS, IdsConfig, SplitConfig
 from pipeline.config.jobs.prepare import PrepareJob
-from pipeline.config.splits import SPLITS, SplitConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare import number_feature, resources, staging
 from pipeline.data.prepare import prepare as preparation
@@ -107,7 +106,7 @@ def test_killed_run_goes_on_after_its_finished_files_and_ends_equal(tmp_path: Pa
     killer = (
         "import os, signal, pipeline.runtime.storage.storage as storage\n"
         "from tests.data.criteo_rows import run_prepare\n"
-        "from pipeline.config.splits import SplitConfig\n"
+        "from pipeline.config.data import SplitConfig\n"
         "publish = storage.publish_text\n"
         "def publish_then_die(path, text):\n"
         "    publish(path, text)\n"

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from pipeline.config.reader import ReaderConfig
+from pipeline.config.data import ReaderConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.read.reader import ShardReader
 from pipeline.data.read.shard_files import ShardError

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from iopath.common.file_io import PathHandler
 
-from pipeline.config.reader import ReaderConfig
+from pipeline.config.data import ReaderConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.read.decode import Block
 from pipeline.data.read.reader import ShardReader

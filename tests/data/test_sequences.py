@@ -9,11 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.config.columns import ColumnsConfig
-from pipeline.config.ids import IdsConfig
-from pipeline.config.reader import ReaderConfig
-from pipeline.config.sequences import SequenceConfig
-from pipeline.config.splits import SplitConfig
+from pipeline.config.columns import ColumnsConfig, SequenceConfig
+from pipeline.config.data import IdsConfig, ReaderConfig, SplitConfig
 from pipeline.data.dataset import Dataset, SequenceFeature, load_dataset
 from pipeline.data.read.check_rows import check_columns
 from pipeline.data.read.reader import ShardReader

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.columns import ColumnsConfig
-from pipeline.config.ids import IdsConfig
-from pipeline.config.splits import SPLITS, SplitConfig
+from pipeline.config.data import SPLITS, IdsConfig, SplitConfig
 from pipeline.data.prepare import resources
 from pipeline.data.prepare.divide import DividedFile
 from pipeline.data.prepare.row_groups import in_row_groups

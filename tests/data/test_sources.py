@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config.columns import ColumnsConfig
-from pipeline.config.data import DataConfig
-from pipeline.config.splits import SplitConfig
+from pipeline.config.data import DataConfig, SplitConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.hints import find_hints
 from pipeline.data.prepare.run import describe

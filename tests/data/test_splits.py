@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.config.splits import SplitConfig
+from pipeline.config.data import SplitConfig
 from pipeline.data.prepare.time_units import count_units
 from pipeline.runtime.errors import ConfigError, DataError
 from tests.data.sources import prepare_rows, rows_of, write_lines

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.reader import check_batch_geometry
+from pipeline.config.data import check_batch_geometry
 from pipeline.data.read.streams import EpochOrder, keyed_permutation, num_steps
 from pipeline.runtime.errors import ConfigError
 from tests.support.examples import examples

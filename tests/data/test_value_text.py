@@ -13,10 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config.columns import ColumnsConfig
-from pipeline.config.data import DataConfig
+from pipeline.config.data import DataConfig, SplitConfig
 from pipeline.config.jobs.prepare import PrepareJob
-from pipeline.config.server import LimitsConfig
-from pipeline.config.splits import SplitConfig
+from pipeline.config.serving import LimitsConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.prepare.run import prepare
 from pipeline.data.raw.value_text import to_text, value_to_text

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.ids import IdsConfig
+from pipeline.config.data import IdsConfig
 from pipeline.data.prepare.vocabulary import RankedFeature, rank_values, vocabulary_file
 from pipeline.data.raw.hashing import hash_ids
 from tests.support.examples import examples

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.checkpoint.vocabularies import id_space
-from pipeline.config.ids import BaseVocabularyConfig
+from pipeline.config.data import BaseVocabularyConfig
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.prepare.base_vocabulary import load_base
 from pipeline.data.vocabulary_files import find_vocabulary

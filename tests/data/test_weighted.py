@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.columns import ColumnsConfig
-from pipeline.config.reader import ReaderConfig
-from pipeline.config.splits import SplitConfig
+from pipeline.config.data import ReaderConfig, SplitConfig
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.raw.weighted import split_element, split_elements
 from pipeline.data.read.check_rows import check_columns

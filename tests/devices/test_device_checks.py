@@ -13,7 +13,6 @@ APART = ("devices", "extras")  # the answers, and the shadow GPU, which takes to
 # Module -> how many checks it has at most, and why they stay.
 EXCEPTIONS = {
     "checkpoint/random_state.py": (1, "the name of a field of the file, which runs have on disk"),
-    "config/module_names.py": (1, "nn.Module.cuda, a name that no table can have"),
     "config/planner.py": (1, "the values of a key; config is checked without torch"),
     "config/training.py": (1, "the values of a key; config is checked without torch"),
     "sharding/torchrec/sharder.py": (1, "TorchRec's list of sharding types for GPUs, on every device"),

@@ -20,9 +20,8 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from pipeline.config.compression import CompressionConfig
 from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
-from pipeline.config.tables import ConstraintConfig, InitConfig
+from pipeline.config.tables import CompressionConfig, ConstraintConfig, InitConfig
 from pipeline.config.training import CommsConfig
 from pipeline.data.read.batch import keyed_jagged_tensor
 from pipeline.devices.process_group import init_distributed

@@ -17,8 +17,8 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 
-from pipeline.config.compression import CompressionConfig
 from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.tables import CompressionConfig
 from pipeline.config.training import CommsConfig
 from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.id_splitter import IdSplitter

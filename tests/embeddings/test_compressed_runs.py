@@ -13,11 +13,11 @@ from pipeline.checkpoint.remap import RowMap
 from pipeline.checkpoint.tensors import StepTensors
 from pipeline.checkpoint.warm_start_policy import NewData, _fresh_composed, composer_of
 from pipeline.cli.command_line import load_config
-from pipeline.config.compression import CompressionConfig
+from pipeline.config.data import ReaderConfig
 from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob
 from pipeline.config.jobs.train import TrainJob
-from pipeline.config.reader import ReaderConfig
-from pipeline.config.warm_start import WarmStartConfig
+from pipeline.config.tables import CompressionConfig
+from pipeline.config.training import WarmStartConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.reader import ShardReader
 from pipeline.embeddings.id_splitter import IdSplitter

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.config.compression import CompressionConfig
+from pipeline.config.tables import CompressionConfig
 from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.table import Table
 from tests.embeddings import references

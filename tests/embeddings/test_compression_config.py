@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.compression import CompressionConfig
 from pipeline.config.jobs.train import TrainJob
-from pipeline.config.tables import InitConfig, TableConfig
+from pipeline.config.tables import CompressionConfig, InitConfig, TableConfig
 from pipeline.data.dataset import FrequencyCurve, SparseFeature
 from pipeline.embeddings.physical import num_numbers, physical_tables
 from pipeline.embeddings.tables import resolve_tables

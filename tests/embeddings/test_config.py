@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.config.compression import CompressionConfig
-from pipeline.config.tables import InitConfig, TableConfig
+from pipeline.config.tables import CompressionConfig, InitConfig, TableConfig
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.runtime.errors import ConfigError
 from tests.support.datasets import described_dataset

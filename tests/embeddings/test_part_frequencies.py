@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pipeline.config.compression import CompressionConfig
-from pipeline.config.tables import ConstraintConfig, InitConfig
+from pipeline.config.tables import CompressionConfig, ConstraintConfig, InitConfig
 from pipeline.embeddings.bags import hashed_to
 from pipeline.embeddings.describe import savings_of
 from pipeline.embeddings.physical import physical_tables

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.config.compression import CompressionConfig
-from pipeline.config.tables import TableConfig
+from pipeline.config.tables import CompressionConfig, TableConfig
 from pipeline.data.read.batch import keyed_jagged_tensor
 from pipeline.embeddings.collection import build_embeddings
 from pipeline.embeddings.id_splitter import IdSplitter

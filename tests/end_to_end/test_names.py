@@ -20,8 +20,7 @@ from pipeline.checkpoint.tables import inventory_of_step
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.jobs.train import TrainJob
-from pipeline.config.module_names import TAKEN
-from pipeline.config.tables import entry_name, table_name
+from pipeline.config.tables import TAKEN, entry_name, table_name
 from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare
 from pipeline.serving.scoring.predictor import Predictor

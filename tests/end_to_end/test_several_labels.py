@@ -194,7 +194,7 @@ def _check_answers(predictor: Predictor) -> None:
 
 
 def load_limits() -> object:
-    from pipeline.config.server import LimitsConfig
+    from pipeline.config.serving import LimitsConfig
 
     return LimitsConfig()
 

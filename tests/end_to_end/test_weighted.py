@@ -21,7 +21,7 @@ from pipeline.cli.generate import generate
 from pipeline.config.jobs.evaluate import EvaluateJob, PredictJob
 from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.config.jobs.train import TrainJob
-from pipeline.config.server import LimitsConfig
+from pipeline.config.serving import LimitsConfig
 from pipeline.data.prepare.run import prepare
 from pipeline.data.read.value_index import index_values
 from pipeline.extras.retrieval.retriever import Retriever

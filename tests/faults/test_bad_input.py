@@ -13,7 +13,7 @@ import torch
 
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.steps import list_steps
-from pipeline.config.reader import ReaderConfig
+from pipeline.config.data import ReaderConfig
 from pipeline.config.training import TrainerConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.reader import ShardReader

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config.columns import ColumnsConfig
-from pipeline.config.splits import SplitConfig
+from pipeline.config.data import SplitConfig
 from pipeline.data.dataset import Dataset
 from tests.data.criteo_rows import read_split, run_prepare
 from tests.faults.conftest import FaultRecorder

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config.columns import ColumnsConfig
-from pipeline.config.splits import SplitConfig
+from pipeline.config.data import SplitConfig
 from tests.data.criteo_rows import random_lines, read_split, run_prepare, write_lines
 from tests.faults.conftest import FaultRecorder
 from tests.support.messages import mentions, names

@@ -12,7 +12,7 @@ from torchrec.modules.embedding_configs import DataType
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.warm_start import warm_start
 from pipeline.checkpoint.warm_start_policy import NewData
-from pipeline.config.warm_start import WarmStartConfig
+from pipeline.config.training import WarmStartConfig
 from pipeline.runtime.errors import CheckpointError
 from tests.checkpoint.resharding import Values, largest_difference, optimizers, whole
 from tests.faults.conftest import FaultRecorder

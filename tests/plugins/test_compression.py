@@ -10,10 +10,10 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.config import registry
-from pipeline.config.compression import CompressionConfig
 from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import job_from_yaml, job_to_yaml
+from pipeline.config.tables import CompressionConfig
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.physical import physical_tables, signature
 from pipeline.runtime.errors import ConfigError

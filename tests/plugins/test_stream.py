@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.config import registry
 from pipeline.config.data import DataConfig
-from pipeline.config.stream import StreamConfig
+from pipeline.config.retraining import StreamConfig
 from pipeline.extras.stream.source import Range, StreamSource
 
 

@@ -10,11 +10,9 @@ import pyarrow as pa
 import torch
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.data import DataConfig
+from pipeline.config.data import SPLITS, DataConfig, ReaderConfig
 from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.jobs.train import TrainJob
-from pipeline.config.reader import ReaderConfig
-from pipeline.config.splits import SPLITS
 from pipeline.data.dataset import load_dataset
 from pipeline.data.raw.layout import layout_of
 from pipeline.data.raw.rows import open_source, parse_block

@@ -89,7 +89,7 @@ def running(module: str, *words: str) -> Iterator[Server]:
 
 def main() -> None:
     from pipeline.cli.verb import Verb
-    from pipeline.config.jobs.serve import ServeJob
+    from pipeline.config.jobs.evaluate import ServeJob
     from pipeline.serving.http.serve import serve
     from pipeline.serving.http.switching import FoundArtifact
     from tests.serving.stand_in import StandIn

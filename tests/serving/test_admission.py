@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, NoEncryption, PrivateFormat
 
-from pipeline.config.server import LimitsConfig, ServerConfig
+from pipeline.config.serving import LimitsConfig, ServerConfig
 from pipeline.runtime.errors import ConfigError, ServingError
 from pipeline.serving.http import admission
 from pipeline.serving.http.admission import Admission, ClientRates, Tokens, client_key, read_tokens

@@ -16,7 +16,7 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import ExportJob, PredictJob
-from pipeline.config.server import SsdConfig
+from pipeline.config.serving import SsdConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.raw.formats.criteo_tsv import criteo_columns
 from pipeline.extras.ssd_serving.lookup import SsdLookup

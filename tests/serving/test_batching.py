@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pyarrow as pa
 import pytest
 
-from pipeline.config.server import BatchingConfig
+from pipeline.config.serving import BatchingConfig
 from pipeline.serving.http import batching
 from pipeline.serving.http.batching import Batcher
 from pipeline.serving.http.metrics import ServerMetrics

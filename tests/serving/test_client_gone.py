@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect
 
-from pipeline.config.server import LimitsConfig
+from pipeline.config.serving import LimitsConfig
 from pipeline.serving.http.admission import Admission, Tokens
 from pipeline.serving.http.app import CLIENT_GONE, HUNG_UP, _Watched
 from pipeline.serving.http.metrics import ServerMetrics

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.server import LimitsConfig
+from pipeline.config.serving import LimitsConfig
 from pipeline.data.read.value_index import ValueIndex, index_values
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
 from pipeline.serving.http.request_rows import ARROW_TYPE, RequestReader

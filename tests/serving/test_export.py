@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from pipeline.cli.command_line import load_config
+from pipeline.config.data import ReaderConfig
 from pipeline.config.jobs.evaluate import EvaluateJob
-from pipeline.config.reader import ReaderConfig
 from pipeline.config.serving import AUTO, PRECISIONS
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.batch import Batch

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.compression import CompressionConfig
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import TrainJob
+from pipeline.config.tables import CompressionConfig
 from pipeline.serving.artifact.composed import ComposedTables
 from pipeline.serving.artifact.manifest import read_manifest
 from pipeline.training.evaluate import evaluate

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.server import LimitsConfig
+from pipeline.config.serving import LimitsConfig
 from pipeline.data.raw.hashing import hash_ids, hash_text
 from pipeline.data.read import value_index
 from pipeline.data.read.value_index import ValueIndex, index_values

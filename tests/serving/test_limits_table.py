@@ -6,7 +6,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from pipeline.config.server import BatchingConfig, LimitsConfig
+from pipeline.config.serving import BatchingConfig, LimitsConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 ROW = re.compile(r"^\| `(limits|batching)\.(\w+)` \| (\S+) \|.*\| `(test_\w+)` \|$", re.M)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from pipeline.config.compression import CompressionConfig
+from pipeline.config.tables import CompressionConfig
 from pipeline.embeddings.collection import Managed
 from pipeline.embeddings.compression.managed_collision import IDS_A_BUCKET
 from pipeline.embeddings.id_splitter import IdSplitter

@@ -11,12 +11,11 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.columns import ColumnsConfig
-from pipeline.config.data import DataConfig
+from pipeline.config.data import DataConfig, SplitConfig
 from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob
 from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.serving import ParityConfig
-from pipeline.config.splits import SplitConfig
 from pipeline.config.training import TrainerConfig
 from pipeline.data.prepare.run import prepare
 from pipeline.data.targets import Target

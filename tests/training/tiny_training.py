@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torchrec.optim import RowWiseAdagrad
 
 from pipeline.checkpoint.checkpointer import Checkpointer
+from pipeline.config.data import ReaderConfig
 from pipeline.config.optimizers import OptimizerConfig
-from pipeline.config.reader import ReaderConfig
 from pipeline.config.training import CheckpointConfig, CommsConfig, LRSchedule, ScheduleConfig, TrainerConfig
 from pipeline.data.read.batch import Batch
 from pipeline.runtime.logs import MetricsWriter

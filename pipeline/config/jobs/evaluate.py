@@ -1,24 +1,26 @@
-"""Define the jobs that measure a step, export it, and score rows with it (stdlib and OmegaConf
-only)."""
+"""Define the jobs that measure a step, export it, and score rows with it (no torch)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.config.jobs.job import Job, job_of
-from pipeline.config.paths import PathsConfig
+from pipeline.config.data import SPLITS
+from pipeline.config.jobs.job import Job, PathsConfig, job_of
 from pipeline.config.registry import find
-from pipeline.config.server import SsdConfig, check_memory
 from pipeline.config.serving import (
     DENSE_PRECISIONS,
+    BatchingConfig,
+    LimitsConfig,
     ParityConfig,
     PruningConfig,
     RetrievalConfig,
     RetrieveConfig,
+    ServerConfig,
+    SsdConfig,
+    check_memory,
     check_precisions,
 )
-from pipeline.config.splits import SPLITS
 from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, check_keys, check_within
 
 EVALUATED_TABLES = ("averaged", "own")
@@ -165,4 +167,32 @@ class PredictJob(Job):
         check_at_least("batch_rows", self.batch_rows, 1)
         check_at_least("rows_per_part", self.rows_per_part, 1)
         check_within("max_quarantined_fraction", self.max_quarantined_fraction, 0.0, 1.0)
+        check_at_least("threads", self.threads, 1, allow_none=True)
+
+
+@job_of("serve")
+@dataclass
+class ServeJob(Job):
+    """Serve `artifact`: an exported folder, a link to it, or a registry whose champion is followed."""
+
+    artifact: str = "???"
+    memory: str = "ram"
+    ssd: SsdConfig = field(default_factory=SsdConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    batching: BatchingConfig = field(default_factory=BatchingConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    # run the layers' AOTInductor package of an artifact exported with compiled=true
+    compiled: bool = False
+    threads: int | None = None  # of torch; None: all cores
+    # public Ed25519 keys, a path or a list: artifacts must be signed by one of them
+    require_signature: Any = None
+    # a local file of the newest signed pointers; after a restart older pointers are refused
+    accepted: str | None = None
+
+    def __post_init__(self) -> None:
+        check_given("artifact", self.artifact)
+        check_keys("require_signature", self.require_signature)
+        check_memory(self.memory)
+        if self.accepted is not None and self.require_signature is None:
+            raise ConfigError(f"accepted={self.accepted} keeps numbers of signed pointers: set require_signature too")
         check_at_least("threads", self.threads, 1, allow_none=True)

@@ -1,10 +1,14 @@
-"""Define the base of all job schemas, and the verb of each job (stdlib and OmegaConf only)."""
+"""Define the base of all job schemas, the verb of each job, and the folders of jobs (no torch)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
+
+from omegaconf import OmegaConf
+
+from pipeline.runtime.errors import check_given
 
 # Job -> the name of its verb, and of conf/<name>.yaml. It has the jobs whose modules were imported.
 CONFIG_NAMES: dict[type, str] = {}
@@ -30,3 +34,33 @@ class Job:
     """
 
     plugins: list[str] = field(default_factory=list, kw_only=True)
+
+
+def under(root: str, name: str) -> str:
+    """Return the path of `name` below `root`.
+
+    A root of "." is left out, which keeps paths short.
+    """
+    return name if root == "." else f"{root.rstrip('/')}/{name}"
+
+
+OmegaConf.register_new_resolver("under", under, replace=True)
+
+
+@dataclass
+class PathsConfig:
+    """`root` is a folder. The other folders are below it unless they are set."""
+
+    root: str = "."
+    data: str = "${under:${.root},datasets}"  # prepared data sets, one folder each
+    raw: str = "${.data}/raw"  # generated text, the source of prepare
+    runs: str = "${under:${.root},runs}"  # run folders of train
+    retraining: str = "${under:${.root},retraining}"  # work folders of retrain
+    registry: str = "${under:${.root},registry}"  # versions that retrain promotes
+    plans: str = "${under:${.root},sharding_plans}"  # plan files
+    artifacts: str | None = None  # artifacts of export, one folder per run; None: <run>/artifacts
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None:
+                check_given(f"paths.{name}", value)

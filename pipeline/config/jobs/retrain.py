@@ -13,9 +13,9 @@ from pipeline.config.retraining import (
     GateConfig,
     GrowthConfig,
     RegistryConfig,
+    StreamConfig,
     WindowsConfig,
 )
-from pipeline.config.stream import StreamConfig
 from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, check_keys, did_you_mean
 
 

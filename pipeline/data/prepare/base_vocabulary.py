@@ -14,7 +14,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.config.ids import BaseVocabularyConfig, IdsConfig
+from pipeline.config.data import BaseVocabularyConfig, IdsConfig
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.prepare.encode import Features
 from pipeline.data.sql import parquet

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipeline.config.ids import BucketsConfig, IdsConfig
+from pipeline.config.data import BucketsConfig, IdsConfig
 from pipeline.data.dataset import SparseFeature
 from pipeline.data.prepare.base_vocabulary import BaseVocabulary
 from pipeline.data.prepare.encode import Features

@@ -14,10 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.config.data import DataConfig
-from pipeline.config.ids import BucketsConfig, IdsConfig
-from pipeline.config.labels import LabelConfig, NegativeSamplingConfig
-from pipeline.config.sequences import SequenceConfig
+from pipeline.config.columns import LabelConfig, NegativeSamplingConfig, SequenceConfig
+from pipeline.config.data import BucketsConfig, DataConfig, IdsConfig
 from pipeline.config.transforms import TransformConfig, make_transforms
 from pipeline.data.dataset import GROUP_COLUMN, weights_column
 from pipeline.data.prepare.row_hashes import RowHashes

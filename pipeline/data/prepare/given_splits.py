@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.config.columns import expand_ranges
-from pipeline.config.splits import SPLITS, SplitConfig
+from pipeline.config.data import SPLITS, SplitConfig
 from pipeline.data.prepare.encode import HASH_COLUMN
 from pipeline.data.prepare.splits import BlockRows, read_block
 from pipeline.data.raw.blocks import Source

@@ -6,9 +6,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from pipeline.config.data import DataConfig
-from pipeline.config.labels import LabelConfig
-from pipeline.config.splits import SPLITS
+from pipeline.config.columns import LabelConfig
+from pipeline.config.data import SPLITS, DataConfig
 from pipeline.data.dataset import FILE_NAME, Dataset, listed_labels, load_dataset
 from pipeline.data.prepare.base_vocabulary import BaseVocabulary
 from pipeline.data.raw.blocks import Source

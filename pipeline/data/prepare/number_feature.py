@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.config.ids import IdsConfig
+from pipeline.config.data import IdsConfig
 from pipeline.data.dataset import FrequencyCurve
 from pipeline.data.prepare.divide import COUNTS_FILE, load_blocks
 from pipeline.data.prepare.recipe import Json, Recipe, finished, once, scratch_folder, task_engine

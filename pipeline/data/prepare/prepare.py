@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipeline.config.splits import SPLITS
+from pipeline.config.data import SPLITS
 from pipeline.data.dataset import FILE_NAME, Dataset, SparseFeature
 from pipeline.data.prepare.base_vocabulary import BUCKETS_FILE
 from pipeline.data.prepare.buckets import BucketIds, ids_of_buckets, learn_from_counts

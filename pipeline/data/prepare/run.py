@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pipeline.config.data import SPLITS
 from pipeline.config.jobs.prepare import PrepareJob, RayConfig
 from pipeline.config.registry import from_extra
-from pipeline.config.splits import SPLITS
 from pipeline.data.dataset import Dataset
 from pipeline.runtime.errors import ConfigError
 

@@ -15,8 +15,8 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config.labels import NegativeSamplingConfig
-from pipeline.config.splits import SPLITS, SplitConfig
+from pipeline.config.columns import NegativeSamplingConfig
+from pipeline.config.data import SPLITS, SplitConfig
 from pipeline.data.dataset import GROUP_COLUMN
 from pipeline.data.prepare.encode import TIMESTAMP_COLUMN, Features
 from pipeline.data.prepare.staging import LZ4, StagedFile

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.config.ids import IdsConfig
+from pipeline.config.data import IdsConfig
 from pipeline.data.dataset import FrequencyCurve
 from pipeline.data.prepare.row_groups import in_row_groups
 from pipeline.data.sql import sql_text

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.config.splits import SPLITS
+from pipeline.config.data import SPLITS
 from pipeline.config.transforms import described
 from pipeline.data.dataset import Dataset, SequenceFeature, SparseFeature, Split, listed_labels
 from pipeline.data.prepare.encode import Features

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.config.splits import SPLITS
+from pipeline.config.data import SPLITS
 from pipeline.data.dataset import GROUP_COLUMN, ShardFile, SparseFeature, weights_column
 from pipeline.data.prepare.buckets import BucketIds
 from pipeline.data.prepare.divide import DividedFile, load_blocks

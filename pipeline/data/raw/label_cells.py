@@ -7,7 +7,7 @@ import math
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.config.labels import LabelConfig
+from pipeline.config.columns import LabelConfig
 from pipeline.data.raw.layout import Layout
 from pipeline.data.raw.parse_cells import LARGEST_FLOAT32, is_number
 from pipeline.data.raw.value_text import to_text

@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipeline.config.columns import ColumnsConfig
-from pipeline.config.sequences import SequenceConfig
+from pipeline.config.columns import ColumnsConfig, SequenceConfig
 from pipeline.data.raw.json_lists import JSON, parse_list
 
 Value = TypeVar("Value")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from pipeline.config.reader import ReaderConfig
+from pipeline.config.data import ReaderConfig
 from pipeline.data.read.batch import Batch
 
 

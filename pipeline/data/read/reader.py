@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from pipeline.config.reader import ReaderConfig, check_batch_geometry
+from pipeline.config.data import ReaderConfig, check_batch_geometry
 from pipeline.data.dataset import Dataset, check_multi_hot, check_split
 from pipeline.data.read.assemble import BatchAssembler, Piece
 from pipeline.data.read.batch import Batch

@@ -20,9 +20,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from pipeline.config.compression import CompressionConfig
 from pipeline.config.registry import find, register
-from pipeline.config.tables import InitConfig
+from pipeline.config.tables import CompressionConfig, InitConfig
 from pipeline.embeddings.positions import by_position
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pipeline.config.compression import CompressionConfig
 from pipeline.config.registry import register
-from pipeline.config.tables import ConstraintConfig
+from pipeline.config.tables import CompressionConfig, ConstraintConfig
 from pipeline.embeddings.compression.kind import Bags, CompressionKind, Split
 from pipeline.embeddings.table import ManagedRows, Table
 from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_within

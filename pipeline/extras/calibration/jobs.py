@@ -11,11 +11,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipeline.config.data import DataConfig
+from pipeline.config.data import DataConfig, ReaderConfig
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.config.planner import HardwareConfig, PlannerConfig
-from pipeline.config.reader import ReaderConfig
 from pipeline.config.registry import find
 from pipeline.config.tables import ConstraintConfig, TableConfig
 from pipeline.config.training import TrainerConfig

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from pipeline.config.reader import ReaderConfig
+from pipeline.config.data import ReaderConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, ShardFile, SparseFeature, Split
 from pipeline.data.read.reader import ShardReader
 from pipeline.devices.cpu.host_exchange import FLAGS, HostExchange, connect

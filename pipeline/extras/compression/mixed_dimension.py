@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pipeline.config.compression import CompressionConfig
 from pipeline.config.registry import register
+from pipeline.config.tables import CompressionConfig
 from pipeline.embeddings.compression.kind import Bags, CompressionKind, Split
 from pipeline.embeddings.row_frequencies import RowFrequencies, frequencies_of_block, share_of_block
 from pipeline.embeddings.table import SHARD_WIDTH, Table

@@ -18,7 +18,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config.compression import CompressionConfig
+from pipeline.config.tables import CompressionConfig
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
 from pipeline.extras.compression.quotient_remainder import Digit, Partition, bases_of

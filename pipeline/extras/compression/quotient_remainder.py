@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-from pipeline.config.compression import CompressionConfig
 from pipeline.config.registry import from_extra, register
+from pipeline.config.tables import CompressionConfig
 from pipeline.embeddings.compression.kind import Bags, CompressionKind, Split
 from pipeline.embeddings.row_frequencies import RowFrequencies, digit_frequencies
 from pipeline.embeddings.table import Table

@@ -9,10 +9,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from pipeline.config.compression import AUTO
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.optimizers import find_optimizer
-from pipeline.config.tables import DEFAULT, TableConfig
+from pipeline.config.tables import AUTO, DEFAULT, TableConfig
 from pipeline.data.dataset import Dataset
 from pipeline.embeddings.compression.kind import compressed, kind_of
 from pipeline.embeddings.limits import COLUMN_SHARDING_TYPES, precisions

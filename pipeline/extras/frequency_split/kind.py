@@ -14,9 +14,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pipeline.config.compression import AUTO, CompressionConfig
 from pipeline.config.registry import register
-from pipeline.config.tables import ConstraintConfig
+from pipeline.config.tables import AUTO, CompressionConfig, ConstraintConfig
 from pipeline.embeddings.compression.kind import Bags, CompressionKind, Split, Whole, compressed, kind_of
 from pipeline.embeddings.physical import leaves
 from pipeline.embeddings.row_frequencies import frequencies_of_block, share_of_block

@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from pipeline.config.publish import DeltaGateConfig
+from pipeline.config.jobs.train import DeltaGateConfig
 from pipeline.runtime.errors import ServingError
 
 Stats = Mapping[str, float]  # as Delta.stats

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.config.jobs.job import Job, job_of
-from pipeline.config.publish import DeltaGateConfig
+from pipeline.config.jobs.train import DeltaGateConfig
 from pipeline.runtime.errors import ConfigError, check_at_least, check_given, check_keys
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from pipeline.checkpoint.steps import list_steps
 from pipeline.config.jobs.evaluate import ExportJob
-from pipeline.config.publish import DeltaGateConfig
+from pipeline.config.jobs.train import DeltaGateConfig
 from pipeline.extras.publish.gate import DeltaRefusedError, Stats
 from pipeline.extras.publish.job import PublishJob
 from pipeline.extras.publish.publisher import OutgrownError, Publisher

@@ -14,7 +14,7 @@ import numpy as np
 from starlette.responses import Response
 
 from pipeline.config.columns import ColumnsConfig
-from pipeline.config.server import LimitsConfig
+from pipeline.config.serving import LimitsConfig
 from pipeline.extras.retrieval.queries import Found, Queries, Wish
 from pipeline.serving.http.batching import Scores
 from pipeline.serving.http.request_rows import JSON_TYPE, USUAL_K, BadRequest, RequestReader

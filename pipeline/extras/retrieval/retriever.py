@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipeline.config.columns import ColumnsConfig
-from pipeline.config.server import LimitsConfig, SsdConfig
+from pipeline.config.serving import LimitsConfig, SsdConfig
 from pipeline.data.read.value_index import ValueIndex, index_values
 from pipeline.extras.retrieval.index import NO_ITEM, ItemIndex, Vectors, index_class
 from pipeline.extras.retrieval.queries import Found, Queries, Wish

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.config.server import SsdConfig
+from pipeline.config.serving import SsdConfig
 from pipeline.extras.retrieval.index import Vectors
 from pipeline.serving.artifact.manifest import (
     COMPILED_FILE,

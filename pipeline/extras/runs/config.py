@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeline.config.jobs.job import Job
-from pipeline.config.paths import PathsConfig
-from pipeline.config.splits import SPLITS
+from pipeline.config.data import SPLITS
+from pipeline.config.jobs.job import Job, PathsConfig
 from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, check_within
 
 RUNS_COMMANDS = ("list", "compare", "show", "tag", "clean", "remove")

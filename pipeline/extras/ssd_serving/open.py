@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.config.server import SsdConfig
+from pipeline.config.serving import SsdConfig
 from pipeline.data.dataset import FrequencyCurve
 from pipeline.extras.ssd_serving.cache_plan import (
     CachePlan,

@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.checkpoint.vocabularies import read_values
 from pipeline.config.data import DataConfig
-from pipeline.config.stream import UNITS, StreamConfig
+from pipeline.config.retraining import UNITS, StreamConfig
 from pipeline.data.dataset import Dataset, vocabulary_of
 from pipeline.data.raw.blocks import Block, QuarantinedRow
 from pipeline.data.raw.layout import layout_of, with_group

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import find
-from pipeline.config.warm_start import WarmStartConfig
+from pipeline.config.training import WarmStartConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.extras.stream.table_capacity import capacities_of, with_capacity
 from pipeline.retraining.registry import Registry

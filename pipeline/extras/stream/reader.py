@@ -16,8 +16,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config.reader import ReaderConfig
-from pipeline.config.stream import StreamConfig
+from pipeline.config.data import ReaderConfig
+from pipeline.config.retraining import StreamConfig
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.endless import ENDLESS_STEPS, EndOfInputError, Known, TablesFullError, Values
 from pipeline.data.read.prefetch import Prefetcher

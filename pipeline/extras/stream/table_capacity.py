@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.model import used_tables
-from pipeline.config.stream import NewValuesConfig
+from pipeline.config.retraining import NewValuesConfig
 from pipeline.config.tables import DEFAULT, TableConfig, expand_patterns
 from pipeline.data.dataset import Dataset, SparseFeature, vocabulary_of
 from pipeline.embeddings.table import Table

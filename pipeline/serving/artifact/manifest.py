@@ -30,7 +30,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.config.labels import LABEL_KINDS, MAX_BUCKETS
+from pipeline.config.columns import LABEL_KINDS, MAX_BUCKETS
 from pipeline.config.serving import DENSE_PRECISIONS, PRECISIONS
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import storage

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipeline.config.columns import KEEPS, MAX_LENGTH
 from pipeline.config.data import DENSE_TRANSFORMS
-from pipeline.config.sequences import KEEPS, MAX_LENGTH
 from pipeline.config.transforms import LIST, NUMBER, TEXT
 from pipeline.runtime.errors import ConfigError
 from pipeline.serving.artifact.raw_schema import DENSE, MULTI_HOT, SPARSE, RawFeature, RawSchema

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from starlette.types import Scope
 
-from pipeline.config.server import LimitsConfig, ServerConfig
+from pipeline.config.serving import LimitsConfig, ServerConfig
 from pipeline.runtime.errors import ServingError
 
 HEALTH_PATHS = frozenset(("/health", "/health/live", "/health/ready"))  # probes have no token, and no rate

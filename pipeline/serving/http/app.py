@@ -21,7 +21,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipeline.config.server import LimitsConfig
+from pipeline.config.serving import LimitsConfig
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.http.admission import Admission
 from pipeline.serving.http.batching import Asked, Overloaded, Scores

@@ -18,7 +18,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from prometheus_client import Counter
 
-from pipeline.config.server import BatchingConfig
+from pipeline.config.serving import BatchingConfig
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.http.metrics import ServerMetrics
 from pipeline.serving.scoring.column_lists import Rows, concat_rows

@@ -6,7 +6,7 @@ import json
 import shlex
 from typing import Any
 
-from pipeline.config.server import LimitsConfig
+from pipeline.config.serving import LimitsConfig
 from pipeline.runtime.pages.html import render
 from pipeline.serving.http.openapi import openapi_page
 from pipeline.serving.scoring.scorer import Scorer, retrieves

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline import __version__
-from pipeline.config.server import LimitsConfig
+from pipeline.config.serving import LimitsConfig
 from pipeline.serving.http.request_rows import ARROW_TYPE, JSON_TYPE, USUAL_K
 from pipeline.serving.scoring.scorer import Scorer, retrieves
 

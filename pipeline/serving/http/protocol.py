@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from pipeline.config.server import LimitsConfig
+from pipeline.config.serving import LimitsConfig
 from pipeline.runtime.errors import ServingError
 from pipeline.serving.http.admission import client_key
 

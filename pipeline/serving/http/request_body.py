@@ -6,7 +6,7 @@ import asyncio
 
 from starlette.requests import ClientDisconnect, Request
 
-from pipeline.config.server import LimitsConfig
+from pipeline.config.serving import LimitsConfig
 from pipeline.serving.http.request_rows import BadRequest
 
 LINGER_S = 1.0  # a client that is still sending does not look at an answer: what it sends is dropped so long

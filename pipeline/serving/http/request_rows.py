@@ -15,7 +15,7 @@ import msgspec
 import pyarrow as pa
 
 from pipeline.config.columns import ColumnsConfig
-from pipeline.config.server import LimitsConfig
+from pipeline.config.serving import LimitsConfig
 from pipeline.data.raw.value_text import to_text, value_to_text
 from pipeline.runtime.errors import did_you_mean
 from pipeline.serving.http.arrow_bounds import EXPANSION, bytes_before_reading, has_compression, is_flat, text_bytes

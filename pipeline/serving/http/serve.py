@@ -12,8 +12,8 @@ import ssl
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pipeline.config.jobs.serve import ServeJob
-from pipeline.config.server import ServerConfig
+from pipeline.config.jobs.evaluate import ServeJob
+from pipeline.config.serving import ServerConfig
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.garbage import none_while_importing

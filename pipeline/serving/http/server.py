@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from pipeline.config.server import BatchingConfig, LimitsConfig, ServerConfig
+from pipeline.config.serving import BatchingConfig, LimitsConfig, ServerConfig
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.http.admission import Admission, Tokens
 from pipeline.serving.http.app import LOOPBACK_NAMES, ScoringApp

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config.server import BatchingConfig, LimitsConfig
+from pipeline.config.serving import BatchingConfig, LimitsConfig
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.masking import mask

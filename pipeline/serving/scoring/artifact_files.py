@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.config.registry import from_extra
-from pipeline.config.server import SsdConfig
+from pipeline.config.serving import SsdConfig
 from pipeline.data.read.value_index import NAMES
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import signature, storage

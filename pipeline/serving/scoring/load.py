@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.jobs.evaluate import PredictJob
 from pipeline.config.registry import from_extra
-from pipeline.config.server import SsdConfig
-from pipeline.config.serving import RetrieveConfig
+from pipeline.config.serving import RetrieveConfig, SsdConfig
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.manifest import MANIFEST

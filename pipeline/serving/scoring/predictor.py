@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.config.columns import ColumnsConfig
-from pipeline.config.server import SsdConfig
+from pipeline.config.serving import SsdConfig
 from pipeline.data.raw.blocks import QuarantinedRow
 from pipeline.runtime.errors import ServingError, check_choice
 from pipeline.runtime.logs import get_logger

@@ -16,9 +16,8 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from pipeline.config.columns import ColumnsConfig
-from pipeline.config.ids import IdsConfig
-from pipeline.config.sequences import SequenceConfig
+from pipeline.config.columns import ColumnsConfig, SequenceConfig
+from pipeline.config.data import IdsConfig
 from pipeline.data.prepare.encode import Features, dense_values, encode_values
 from pipeline.data.raw.blocks import Block, QuarantinedRow
 from pipeline.data.raw.dense_transforms import Transform, bucket_column, bucket_texts, transform_of

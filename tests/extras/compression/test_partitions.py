@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.compression import CompressionConfig
-from pipeline.config.tables import ConstraintConfig, InitConfig
+from pipeline.config.tables import CompressionConfig, ConstraintConfig, InitConfig
 from pipeline.embeddings.bags import hashed_to
 from pipeline.embeddings.physical import num_numbers
 from pipeline.embeddings.table import Table

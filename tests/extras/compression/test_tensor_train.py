@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.config.compression import CompressionConfig
-from pipeline.config.tables import ConstraintConfig, InitConfig
+from pipeline.config.tables import CompressionConfig, ConstraintConfig, InitConfig
 from pipeline.embeddings.table import Table
 from pipeline.extras.compression import tensor_train
 from pipeline.extras.compression.tensor_train import TensorTrain, away_from_zero

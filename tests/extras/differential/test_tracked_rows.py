@@ -25,8 +25,8 @@ from pipeline.checkpoint.tables import (
     inventory_of_state,
     local_chunks,
 )
-from pipeline.config.compression import CompressionConfig
 from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
+from pipeline.config.tables import CompressionConfig
 from pipeline.extras.differential.tracked_rows import TrackedRows, _MarkingForward
 from pipeline.sharding.torchrec.cpu_tables import fast_lookups
 from pipeline.training.optimizer import TrainingOptimizer

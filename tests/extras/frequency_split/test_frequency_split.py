@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.config.compression import CompressionConfig
-from pipeline.config.tables import ConstraintConfig, InitConfig
+from pipeline.config.tables import CompressionConfig, ConstraintConfig, InitConfig
 from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.physical import physical_tables

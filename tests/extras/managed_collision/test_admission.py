@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from pipeline.config.compression import CompressionConfig
+from pipeline.config.tables import CompressionConfig
 from pipeline.embeddings.compression.managed_collision import IDS_A_BUCKET, ManagedCollision
 from pipeline.embeddings.table import ManagedRows
 from pipeline.extras.managed_collision.managed_tables import LocalTable, ManagedTable, state_sizes

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.config.compression import CompressionConfig
-from pipeline.config.tables import ConstraintConfig
+from pipeline.config.tables import CompressionConfig, ConstraintConfig
 from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.compression.kind import Bags
 from pipeline.embeddings.compression.managed_collision import IDS_A_BUCKET, ManagedCollision

@@ -14,10 +14,9 @@ from torch import nn
 from torchrec.distributed import sharding_plan
 from torchrec.distributed.types import ShardingPlan
 
-from pipeline.config.compression import CompressionConfig
 from pipeline.config.model import LayerSettings, ModelConfig, SequenceInput
 from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
-from pipeline.config.tables import TableConfig
+from pipeline.config.tables import CompressionConfig, TableConfig
 from pipeline.config.training import CommsConfig
 from pipeline.data.read.batch import Batch
 from pipeline.devices.process_group import init_distributed

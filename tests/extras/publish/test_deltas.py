@@ -19,7 +19,7 @@ import torch
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.jobs.train import TrainJob
-from pipeline.config.server import BatchingConfig
+from pipeline.config.serving import BatchingConfig
 from pipeline.extras.publish.job import PublishJob
 from pipeline.extras.publish.publish import publish
 from pipeline.extras.publish.publisher import Publisher

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.config.publish import Cadence, DeltaGateConfig, PublishingConfig, read_cadence
+from pipeline.config.jobs.train import Cadence, DeltaGateConfig, PublishingConfig, read_cadence
 from pipeline.extras.publish.gate import problems_of
 from pipeline.runtime.errors import ConfigError
 from tests.support.messages import names

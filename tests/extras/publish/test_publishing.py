@@ -15,8 +15,7 @@ import torch
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import ExportJob
-from pipeline.config.jobs.train import TrainJob
-from pipeline.config.publish import PublishingConfig
+from pipeline.config.jobs.train import PublishingConfig, TrainJob
 from pipeline.config.serving import ParityConfig
 from pipeline.extras.publish import worker
 from pipeline.extras.publish.hook import Answer, PublishDeltas

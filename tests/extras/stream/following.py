@@ -12,7 +12,7 @@ import pytest
 from pipeline.checkpoint.chains import open_tensors
 from pipeline.checkpoint.steps import list_steps, step_path
 from pipeline.config.data import DataConfig
-from pipeline.config.stream import StreamConfig
+from pipeline.config.retraining import StreamConfig
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.endless import EndOfInputError
 from tests.support.forks import WarmCommand

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.retrain import RetrainJob
-from pipeline.config.stream import StreamConfig
+from pipeline.config.retraining import StreamConfig
 from pipeline.extras.stream.source import Lines, Offsets, Range
 from pipeline.extras.stream.sources.kafka import KafkaSource
 from pipeline.runtime.errors import ConfigError, DataError

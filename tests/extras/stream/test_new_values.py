@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from pipeline.cli.command_line import load_config
+from pipeline.config.data import ReaderConfig
 from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.jobs.retrain import RetrainJob
-from pipeline.config.reader import ReaderConfig
-from pipeline.config.stream import NewValuesConfig
+from pipeline.config.retraining import NewValuesConfig
 from pipeline.config.tables import TableConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.batch import Batch

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.data import DataConfig
+from pipeline.config.data import DataConfig, ReaderConfig
 from pipeline.config.jobs.retrain import RetrainJob
-from pipeline.config.reader import ReaderConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.quarantine import Quarantine
 from pipeline.data.read.reader import ShardReader

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from pipeline.checkpoint.vocabularies import read_values
 from pipeline.cli.command_line import load_config
 from pipeline.config.columns import ColumnsConfig
-from pipeline.config.data import DataConfig
+from pipeline.config.data import DataConfig, SplitConfig
 from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.registry import register
-from pipeline.config.splits import SplitConfig
 from pipeline.config.transforms import TransformConfig, make_transform
 from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare

@@ -6,7 +6,7 @@ import time
 
 from pipeline.config.data import DataConfig
 from pipeline.config.registry import register
-from pipeline.config.stream import StreamConfig
+from pipeline.config.retraining import StreamConfig
 from pipeline.extras.stream.source import Lines, Offsets, Range
 
 PARTITION = "lines"

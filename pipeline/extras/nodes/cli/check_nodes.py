@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.cli.verb import verb
-from pipeline.config.jobs.machine import CheckNodesJob
+from pipeline.config.jobs.prepare import CheckNodesJob
 from pipeline.devices.process_group import init_distributed
 from pipeline.extras.nodes.check import Limits, NodesReport, check_nodes, describe
 from pipeline.runtime.errors import LaunchError

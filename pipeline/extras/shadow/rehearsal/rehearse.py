@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.jobs.train import TrainJob
-from pipeline.config.publish import PublishingConfig
+from pipeline.config.jobs.train import PublishingConfig, TrainJob
 from pipeline.config.saved_jobs import job_to_yaml
 from pipeline.config.training import LoggerConfig
 from pipeline.extras.shadow.rehearsal.job import RehearseJob

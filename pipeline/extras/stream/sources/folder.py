@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.data import DataConfig
 from pipeline.config.registry import register
-from pipeline.config.stream import StreamConfig
+from pipeline.config.retraining import StreamConfig
 from pipeline.extras.stream.source import Offsets, Range, Rows
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.logs import get_logger

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.config.data import DataConfig
 from pipeline.config.registry import register
-from pipeline.config.stream import StreamConfig
+from pipeline.config.retraining import StreamConfig
 from pipeline.extras.stream.source import Lines, Offsets, Range
 from pipeline.runtime.errors import ConfigError, DataError
 
