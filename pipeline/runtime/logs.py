@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,6 @@ from pipeline.runtime.masking import for_log, mask
 from pipeline.runtime.process.processes import ELASTIC_JOB
 from pipeline.runtime.storage import storage
 
-QUIET_AFTER_S = 2.0  # a task that ends sooner needs no progress bar
 PLAIN_LINE_EVERY_S = 5.0  # without a terminal a bar becomes a line from time to time
 
 # Messages that TorchRec 1.6 to 1.9 and torch print about their internals. Each was seen; none asks
@@ -162,20 +162,26 @@ class Progress(Protocol):
 
 
 class _PlainProgress:
-    """Write a log line from time to time, for output to a file or through a launcher."""
+    """Write a log line every few seconds, for output to a file or through a launcher."""
 
     def __init__(self, description: str, total: float | None) -> None:
         self._description, self._total, self._done = description, total, 0.0
-        self._started = self._last = time.monotonic()
+        self._started = time.monotonic()
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="progress", daemon=True).start()
 
     def advance(self, count: float) -> None:
         self._done += count
-        now = time.monotonic()
-        if now - self._started < QUIET_AFTER_S or now - self._last < PLAIN_LINE_EVERY_S:
-            return
-        self._last = now
-        share = f" {100 * self._done / self._total:.0f} %" if self._total else f" {self._done:,.0f}"
-        print(f"{self._description}:{share} after {now - self._started:.0f} s", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self._ended.set()
+
+    def _run(self) -> None:
+        """Write from a thread, because one call of a solver can take a minute."""
+        while not self._ended.wait(PLAIN_LINE_EVERY_S):
+            share = f" {100 * self._done / self._total:.0f} %" if self._total else f" {self._done:,.0f}"
+            seconds = time.monotonic() - self._started
+            print(f"{self._description}:{share} after {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 class _BarProgress:
@@ -200,7 +206,11 @@ def progress(description: str, total: float | None = None, visible: bool = True)
         yield _NoProgress()
         return
     if not sys.stderr.isatty():
-        yield _PlainProgress(description, total)
+        plain = _PlainProgress(description, total)
+        try:
+            yield plain
+        finally:
+            plain.close()
         return
     from rich.console import Console
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn

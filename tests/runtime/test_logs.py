@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from pipeline.runtime import logs
 from pipeline.runtime.logs import MetricsWriter
 from tests.support.messages import mentions
 
@@ -83,3 +85,18 @@ def test_train_and_validation_share_a_chart_and_what_the_system_does_has_its_own
     shown = EventAccumulator(str(validation)).Reload().summary_metadata["_hparams_/experiment"]
     metrics = HParamsPluginData.FromString(shown.plugin_data.content).experiment.metric_infos
     assert {metric.name.tag for metric in metrics} == {"quality/ne", "click/ne"}
+
+
+def test_a_long_task_writes_lines_though_it_does_not_advance(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logs, "PLAIN_LINE_EVERY_S", 0.01)
+    with logs.progress("searching a plan", 4) as bar:
+        bar.advance(1)
+        text = ""
+        while text.count("\n") < 2:
+            text += capsys.readouterr().err
+    writers = [thread for thread in threading.enumerate() if thread.name == "progress"]
+    for writer in writers:
+        writer.join(60)
+    assert "searching a plan: 25 % after" in text and not any(writer.is_alive() for writer in writers)
