@@ -49,8 +49,7 @@ from pipeline.extras.frequency_split.head_rows import head_reports
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.torchrec.sharder import ShardedTables
 from pipeline.training.optimizer import build_optimizer
-from pipeline.training.resolve import resolve
-from pipeline.training.sharded_model import ShardedModel, build_sharded_model
+from pipeline.training.sharded_model import ShardedModel, build_sharded_model, resolve
 
 NUM_DENSE = 13
 NUM_BATCHES = 8

@@ -36,7 +36,7 @@ from pipeline.devices.cpu.memory import keep_freed_memory  # noqa: E402
 from pipeline.runtime.process.distributed import DistributedContext  # noqa: E402
 
 BUILD, SHARDED, SHARDER = (
-    "pipeline.training.build",
+    "pipeline.training.sharded_model",
     "pipeline.training.sharded_model",
     "pipeline.sharding.torchrec.sharder",
 )

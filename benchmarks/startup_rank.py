@@ -67,7 +67,7 @@ def timed_train(job: Any) -> Any:
     for name in IMPORTED:
         import_module(f"pipeline.{name}")
     from pipeline.devices import process_group
-    from pipeline.training import plan, sharded_model
+    from pipeline.training import sharded_model
     from pipeline.training import train as recipe
     from pipeline.training.hooks.throughput import StepLog
     from pipeline.training.train import train
@@ -76,7 +76,7 @@ def timed_train(job: Any) -> Any:
     mark("imports")
     after(process_group, "init_distributed", "process group")
     after(recipe, "open_reader", "data set and reader")
-    after(plan, "load_or_search_plan", "plan")
+    after(sharded_model, "load_or_search_plan", "plan")
     after(sharded_model, "shard_model", "sharding")
     after(StepLog, "__init__", "checkpoint, writers")
     original = Trainer._make_pipeline

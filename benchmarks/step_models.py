@@ -31,8 +31,7 @@ from pipeline.extras.calibration.jobs import BatchesInMemory, NoCheckpoints
 from pipeline.planner.resolved_job import resolve_job
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.compiled import DenseCompiler
-from pipeline.training.hooks.base import TrainingParts
-from pipeline.training.hooks.build_hooks import build_hooks
+from pipeline.training.hooks.base import TrainingParts, build_hooks
 from pipeline.training.optimizer import build_optimizer
 from pipeline.training.sharded_model import ShardedModel, build_sharded_model
 from pipeline.training.trainer import Trainer

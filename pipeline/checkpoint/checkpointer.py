@@ -12,9 +12,11 @@ verified bytes.
 from __future__ import annotations
 
 import platform
+import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict
 from importlib import metadata as installed
 from typing import Any
@@ -23,19 +25,15 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline.checkpoint import random_state
-from pipeline.checkpoint.async_save import InFlight
 from pipeline.checkpoint.chains import link_after
 from pipeline.checkpoint.changes import CHECKPOINT, Differential, ShardRows
 from pipeline.checkpoint.collective_errors import Ranks
-from pipeline.checkpoint.free_space import shortage
-from pipeline.checkpoint.host_copies import PINNED_BYTES, HostCopy
 from pipeline.checkpoint.links import link_state
 from pipeline.checkpoint.owners import Owner
-from pipeline.checkpoint.replicas import Replicas
 from pipeline.checkpoint.retention import Retention
-from pipeline.checkpoint.shards import ShardPlanner, bytes_to_write
+from pipeline.checkpoint.shards import PINNED_BYTES, HostCopy, ShardPlanner, bytes_to_write
 from pipeline.checkpoint.step_loader import StepLoader, Trained, newest_usable
-from pipeline.checkpoint.step_writer import Save, StepWriter
+from pipeline.checkpoint.step_writer import Save, StepWriter, shortage
 from pipeline.checkpoint.steps import (
     FORMAT_VERSION,
     LINK_VERSION,
@@ -47,7 +45,7 @@ from pipeline.checkpoint.steps import (
     step_name,
     step_path,
 )
-from pipeline.checkpoint.tables import flatten
+from pipeline.checkpoint.tables import Replicas, flatten
 from pipeline.devices.base import in_host_memory
 from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.errors import CheckpointError, DamagedError, StepTakenError
@@ -55,6 +53,34 @@ from pipeline.runtime.host_memory import free_host_bytes, used_by_this_process
 from pipeline.runtime.logs import fields, get_logger
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.storage import storage
+
+
+class InFlight:
+    """A thread that the interpreter waits for at exit, so that a started save is committed."""
+
+    def __init__(self, step: int, work: Callable[[], None]) -> None:
+        self.step, self.started = step, time.monotonic()
+        self._future: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(work,), name=f"save-{step}")
+        self._thread.start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # wait() raises it again on the training thread
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(None)
+
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        """Wait for the end of the work, and raise its exception."""
+        self._thread.join()
+        self._future.result()
+
 
 LIBRARIES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
 logger = get_logger(__name__)

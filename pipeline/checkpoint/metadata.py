@@ -13,24 +13,40 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from pipeline.checkpoint.archives import values_offset
-from pipeline.checkpoint.first_weights import Mask, SampledPiece
 from pipeline.checkpoint.metadata_pickle import decode_metadata
 from pipeline.checkpoint.owners import HEADER_BYTES, check_metadata, check_shard
 from pipeline.checkpoint.packed import PackedFile
 from pipeline.checkpoint.steps import METADATA, file_path, is_packed, read_manifest
+from pipeline.checkpoint.stored_rows import Mask, SampledPiece
 from pipeline.devices.base import in_host_memory
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage.checksums import VerifiedFile, read_verified
+
+
+def values_offset(archive: IO[bytes], sizes: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return the offset of the values in `archive`.
+
+    Raises RuntimeError unless it holds one contiguous tensor of that shape and dtype.
+    """
+    with FakeTensorMode():
+        found = torch.load(archive, map_location="cpu", weights_only=True)
+    if not isinstance(found, torch.Tensor) or (tuple(found.shape), found.dtype) != (sizes, dtype):
+        raise RuntimeError(f"its file holds something else than {dtype} of shape {list(sizes)}")
+    if not found.is_contiguous() or found.storage_offset():
+        raise RuntimeError("its values do not lie one after the other")
+    archive.seek(0)
+    return int(torch._C.PyTorchFileReader(archive).get_record_offset("data/0"))  # type: ignore[attr-defined]
+
 
 IN_PLACE_BYTES = 1 << 20  # of a tensor; smaller ones are read by torch.load and copied
 BLOCK_BYTES = 64 << 20  # of one read for a GPU's tensor

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from pipeline.checkpoint.first_weights import FirstWeights
-from pipeline.checkpoint.stored_rows import StoredRows
+from pipeline.checkpoint.stored_rows import FirstWeights, StoredRows
 from pipeline.checkpoint.tables import (
     TABLE_STATE,
     Inventory,

@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, cast
@@ -28,17 +28,74 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from pipeline.checkpoint.first_weights import SampledPiece, pack, rows_a_group
-from pipeline.checkpoint.host_copies import host_blocks
+from pipeline import devices
 from pipeline.checkpoint.owners import Owner, header_of_shard, shard_name, storage_meta
 from pipeline.checkpoint.packed import PackedWriter
 from pipeline.checkpoint.steps import METADATA
-from pipeline.checkpoint.stored_rows import StoredRows
+from pipeline.checkpoint.stored_rows import SampledPiece, StoredRows, pack, rows_a_group
 from pipeline.devices.base import in_host_memory
 from pipeline.runtime.errors import CheckpointError, UserError
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.checksums import ChecksummedWriter, FileEntry
+
+BLOCK_BYTES = 256 << 20
+PINNED_BYTES = 2 * BLOCK_BYTES  # maximum of one save
+
+
+def host_blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the rows of a GPU's tensor in order, in pinned memory. A block is valid until the next
+    is requested.
+
+    While a block is used, the next one is copied.
+    """
+    rows = tensor.detach() if tensor.dim() else tensor.detach()[None]
+    rows_at_once = max(1, BLOCK_BYTES // max(1, rows[:1].nbytes))
+    parts = rows.split(rows_at_once) if len(rows) else ()
+    pinned = [
+        torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts[:2]
+    ]  # torch keeps pinned memory for the next save
+    coming: list[tuple[torch.Tensor, torch.Event]] = []
+    for number, part in enumerate(parts):
+        block = pinned[number % 2][: len(part)]
+        block.copy_(part, non_blocking=True)
+        coming.append((block, devices.current().record_event()))
+        if len(coming) == 2:
+            yield _arrived(*coming.pop(0))
+    for block, copied in coming:
+        yield _arrived(block, copied)
+
+
+def _arrived(block: torch.Tensor, copied: torch.Event) -> torch.Tensor:
+    copied.synchronize()
+    return block
+
+
+@dataclass
+class HostCopy:
+    """Copies a state to host memory for a save that runs during training.
+
+    The memory is reused by the next save.
+    """
+
+    buffers: list[torch.Tensor] = field(default_factory=list)
+
+    def fill(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies of `tensors`. They overwrite the copies of the last call."""
+        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        if shapes != [(buffer.shape, buffer.dtype) for buffer in self.buffers]:
+            self.buffers = []  # freed before as much is allocated again
+            self.buffers = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+        for buffer, tensor in zip(self.buffers, tensors, strict=True):
+            if in_host_memory(tensor):
+                buffer.copy_(tensor)
+                continue
+            rows, done = buffer if buffer.dim() else buffer[None], 0
+            for block in host_blocks(tensor):
+                rows[done : done + len(block)] = block
+                done += len(block)
+        return self.buffers
+
 
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # of Linux; Python names it from 3.12 on
 Tensors = list[torch.Tensor]  # in the order of ShardPlan.items

@@ -15,7 +15,6 @@ from pipeline.checkpoint import random_state
 from pipeline.checkpoint.chains import open_reader
 from pipeline.checkpoint.collective_errors import Ranks
 from pipeline.checkpoint.owners import check_random_state
-from pipeline.checkpoint.replicas import Replicas
 from pipeline.checkpoint.reshard import (
     begin_stored_rows,
     check_fit,
@@ -27,7 +26,7 @@ from pipeline.checkpoint.reshard import (
 )
 from pipeline.checkpoint.step_writer import StepWriter
 from pipeline.checkpoint.steps import file_path, list_steps, read_manifest, step_path
-from pipeline.checkpoint.tables import flatten, inventory_of_state, inventory_of_step, merge
+from pipeline.checkpoint.tables import Replicas, flatten, inventory_of_state, inventory_of_step, merge
 from pipeline.checkpoint.tensors import StepTensors
 from pipeline.runtime.errors import CheckpointError, DamagedError
 from pipeline.runtime.logs import get_logger

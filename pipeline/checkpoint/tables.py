@@ -12,13 +12,43 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from pipeline.checkpoint.replicas import is_replica_key
 from pipeline.checkpoint.tensors import StepTensors
+
+PREFIX = "replica_"
+
+
+class Replicas(Protocol):
+    """The tables of each host. `equal`: all hosts hold the same rows."""
+
+    equal: bool
+
+    def describe(self) -> dict[str, Any]:
+        """Return the entry of the manifest.
+
+        `apart`: the step holds each host's own tables in addition to their mean.
+        """
+
+    def state_to_save(self, state: dict[str, Any], *, average: bool = True) -> dict[str, Any]:
+        """Return the state with the tables' mean.
+
+        Collective unless `average` is False, which is for counting bytes.
+        """
+
+    def state_to_load(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the same tensors under the keys of this host's own tables."""
+
+    def holds_own_tables(self, manifest: Mapping[str, Any]) -> bool:
+        """Return True if the step holds the tables of each of these hosts."""
+
+
+def is_replica_key(key: str) -> bool:
+    return key.startswith(PREFIX)
+
 
 MODEL, STATE = "model.", "optimizer.state."
 TABLE_WEIGHT = re.compile(r".*\bembedding_bags\.(?P<table>[^.]+)\.weight")

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from pipeline.checkpoint.archives import values_offset
-from pipeline.checkpoint.first_weights import FirstWeights, Mask
-from pipeline.checkpoint.metadata import TensorsOnlyReader
+from pipeline.checkpoint.metadata import TensorsOnlyReader, values_offset
+from pipeline.checkpoint.stored_rows import FirstWeights, Mask
 from pipeline.runtime.errors import CheckpointError
 
 BLOCK_BYTES = 8 << 20  # size of one read

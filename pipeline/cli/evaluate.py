@@ -9,8 +9,8 @@ from __future__ import annotations
 from pipeline.cli.verb import verb
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.runtime.process.garbage import none_while_importing
-from pipeline.training.evaluate_summary import EvaluateSummary, describe
 from pipeline.training.run_state import load_trained_job
+from pipeline.training.summary import EvaluateSummary, describe_evaluation
 
 
 def run(job: EvaluateJob) -> EvaluateSummary:
@@ -22,7 +22,7 @@ def run(job: EvaluateJob) -> EvaluateSummary:
 main = verb(
     "evaluate",
     EvaluateJob,
-    describe=describe,
+    describe=describe_evaluation,
     validate=load_trained_job,
     runs_on_ranks=True,
     handles_sigterm=True,

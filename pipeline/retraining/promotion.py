@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline.checkpoint.best import best_step
+from pipeline.checkpoint.retention import best_step
 from pipeline.checkpoint.steps import is_link, list_steps, read_manifest, step_path
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import load_saved_job, plain_values

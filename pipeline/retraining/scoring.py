@@ -32,8 +32,7 @@ from pipeline.runtime.errors import RetrainingError
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.readers import open_reader
-from pipeline.training.resolve import resolve
-from pipeline.training.sharded_model import build_sharded_model
+from pipeline.training.sharded_model import build_sharded_model, resolve
 
 
 def score(

@@ -29,15 +29,12 @@ from pipeline.runtime.shell_words import word
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.signature import requiring
 from pipeline.sharding.compat import allow_untested_versions
-from pipeline.training.data_order import checkpoint_folder
-from pipeline.training.evaluate_summary import EvaluateSummary, file_name, write_summary
 from pipeline.training.evaluation import evaluate_model, open_stats
-from pipeline.training.input_watch import on_all_ranks
-from pipeline.training.readers import open_reader
-from pipeline.training.resolve import resolve
+from pipeline.training.preflight import checkpoint_folder
+from pipeline.training.readers import on_all_ranks, open_reader
 from pipeline.training.run_state import chosen_step, load_trained_job
-from pipeline.training.sharded_model import ShardedModel, build_sharded_model, open_replicas
-from pipeline.training.summary import SUMMARY
+from pipeline.training.sharded_model import ShardedModel, build_sharded_model, open_replicas, resolve
+from pipeline.training.summary import SUMMARY, EvaluateSummary, file_name, write_evaluation
 
 
 def evaluate(job: EvaluateJob) -> EvaluateSummary:
@@ -85,7 +82,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         best_by=trained.best_metric if is_best else "",
     )
     if context.is_main:
-        write_summary(summary, stats)
+        write_evaluation(summary, stats)
     return summary
 
 

@@ -20,7 +20,7 @@ from pipeline.models.tasks.task import Task, task_in
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.distributed import DistributedContext, true_on_any_rank
-from pipeline.training.input_watch import FailSafe, agreed_failure, too_many_bad
+from pipeline.training.readers import FailSafe, agreed_failure, too_many_bad
 
 AGREE_EVERY_BATCHES = 8  # batches between two all-reduces of the flag "stop"
 logger = get_logger(__name__)

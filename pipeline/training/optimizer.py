@@ -1,7 +1,12 @@
-"""Build one optimizer for a sharded model: fused tables, replicated tables and dense layers, each parameter once."""
+"""Build one optimizer for a sharded model, schedule its learning rates, and step it around backward.
+
+It has fused tables, replicated tables and dense layers, each parameter once. A schedule depends on the step only,
+so a resumed run is exact.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +17,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, find_optimizer
+from pipeline.config.training import LRSchedule, ScheduleConfig, TrainerConfig
 from pipeline.runtime.errors import TrainingError
 from pipeline.sharding.torchrec.cpu_tables import FastLookup, fast_lookups
 from pipeline.sharding.torchrec.sharder import ShardedTables
@@ -276,3 +282,88 @@ def clip_dense_numbers(model: DistributedModelParallel, max_abs: float) -> None:
     Tables are excluded.
     """
     torch.nn.utils.clip_grad_value_(dense_parameters(model).values(), max_abs)
+
+
+def lr_factor(schedule: LRSchedule, step: int) -> float:
+    """Return the factor of update `step`, counted from 0.
+
+    Warm-up: (step + 1) / warmup_steps, so the first step trains and the last warm-up step has
+    factor 1. Decay: t = (step - decay_start_step) / decay_steps, at most 1 (`step` schedules
+    continue to decay).
+    """
+    if step < schedule.warmup_steps:
+        return (step + 1) / schedule.warmup_steps
+    if schedule.kind == "constant" or step < schedule.decay_start_step:
+        return 1.0
+    decayed = step - schedule.decay_start_step
+    t = min(1.0, decayed / schedule.decay_steps)
+    if schedule.kind == "poly":
+        factor = (1.0 - t) ** schedule.power
+    elif schedule.kind == "cosine":
+        factor = 0.5 * (1.0 + math.cos(math.pi * t))
+    else:
+        factor = schedule.gamma ** (decayed // schedule.decay_steps)
+    return max(schedule.end_factor, factor)
+
+
+def apply_schedule(optimizer: TrainingOptimizer, schedule: ScheduleConfig, step: int, plateau: float = 1.0) -> None:
+    """Set the learning rates of update `step`. Call it before that step's backward, which updates
+    the tables.
+
+    `plateau` is the current factor of schedule.plateau.
+    """
+    factors = [
+        reduced(lr_factor(own, step), plateau, schedule.plateau.min_lr / lr)
+        for own, lr in zip((schedule.sparse, schedule.dense), optimizer.configured_rates, strict=True)
+    ]
+    optimizer.scale_learning_rates(*factors)
+
+
+def reduced(factor: float, plateau: float, least: float) -> float:
+    """Return `factor` times `plateau`, but at least `least`, and at most `factor`."""
+    return factor if plateau == 1.0 else max(factor * plateau, min(factor, least))
+
+
+class StepOptimizer:
+    """The optimizer that the train pipeline calls around backward. One step is `accumulation`
+    micro-batches.
+
+    Dense gradients add up over the micro-batches. Fused tables update in each backward, with the
+    loss scaled by 1/accumulation. For SGD this equals one larger batch if no row recurs; otherwise
+    it is an approximation.
+    """
+
+    def __init__(
+        self,
+        model: DistributedModelParallel,
+        optimizer: TrainingOptimizer,
+        schedule: ScheduleConfig,
+        trainer: TrainerConfig,
+    ) -> None:
+        self._model, self._optimizer, self._schedule = model, optimizer, schedule
+        self._clip_norm, self._clip_value = trainer.gradient_clip_norm, trainer.gradient_clip_value
+        self._accumulation = trainer.gradient_accumulation_steps
+        self._lookups = fast_lookups(model)
+        self.micro_step = 0
+        self.lr_factor = 1.0  # multiplies both learning rates, in addition to the schedule
+
+    @property
+    def step_count(self) -> int:
+        return self.micro_step // self._accumulation
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for lookup in self._lookups:
+            lookup.step = self.micro_step
+        if self.micro_step % self._accumulation == 0:
+            apply_schedule(self._optimizer, self._schedule, self.step_count, self.lr_factor)
+            # also passes the new rate to the fused tables
+            self._optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self) -> None:
+        self.micro_step += 1
+        if self.micro_step % self._accumulation == 0:
+            if self._clip_value is not None:
+                clip_dense_numbers(self._model, self._clip_value)
+            if self._clip_norm is not None:
+                clip_dense_gradients(self._model, self._clip_norm)
+            self._optimizer.update()

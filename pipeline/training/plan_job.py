@@ -178,7 +178,7 @@ def build_request(resolved: ResolvedJob) -> PlanRequest:
     from pipeline.planner.hardware import resolve_hardware
     from pipeline.planner.request import PlanRequest, cost_of_steps
     from pipeline.sharding.torchrec.sharding import make_sharders
-    from pipeline.training.build import build_task
+    from pipeline.training.sharded_model import build_task
 
     job = resolved.job
     hardware = resolve_hardware(job.hardware, job.world_size)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from pipeline.checkpoint.best import best_step as best_of
+from pipeline.checkpoint.retention import best_step as best_of
 from pipeline.checkpoint.steps import list_steps, read_manifest, step_path
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import TrainJob
@@ -19,12 +19,13 @@ from pipeline.config.registry import from_extra
 from pipeline.config.saved_jobs import job_from_yaml, load_saved_job
 from pipeline.config.tables import TableConfig
 from pipeline.config.training import CheckpointConfig, ParallelConfig, WarmStartConfig
+from pipeline.data.dataset import Dataset
 from pipeline.embeddings.physical import physical_tables, signatures
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.masking import without_hidden
 from pipeline.runtime.storage import signature, storage
 from pipeline.runtime.storage.signature import requiring
-from pipeline.training.data_order import check_data_order, checkpoint_folder
+from pipeline.training.preflight import check_data_order, checkpoint_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from pipeline.checkpoint.changes import ChangedRows
     from pipeline.checkpoint.checkpointer import Checkpointer
-    from pipeline.checkpoint.replicas import Replicas
+    from pipeline.checkpoint.tables import Replicas
     from pipeline.checkpoint.warm_start import NewData
     from pipeline.data.dataset import Dataset
     from pipeline.runtime.process.distributed import DistributedContext

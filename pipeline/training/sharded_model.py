@@ -1,31 +1,211 @@
-"""Shard a model by its plan, and initialize its tables."""
+"""Resolve a job, build its model with its loss on meta tensors, plan its tables and shard it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline import devices
-from pipeline.checkpoint.replicas import Replicas
+from pipeline.checkpoint.tables import Replicas
 from pipeline.config.jobs.train import TrainJob
+from pipeline.config.planner import PlannerConfig
 from pipeline.config.registry import from_extra
+from pipeline.config.saved_jobs import load_saved_job
+from pipeline.config.tables import TableConfig
 from pipeline.config.training import ParallelConfig
-from pipeline.devices.cpu.products import FastLinear
+from pipeline.data.dataset import Dataset
+from pipeline.devices.cpu.products import FastLinear, speed_up_linear_layers
+from pipeline.devices.cpu.stack import speed_up_stacks
+from pipeline.embeddings.limits import check_batch_fits_comms
 from pipeline.embeddings.table import Table
-from pipeline.models.layers.dlrm import join_lookups_to_products
-from pipeline.models.tasks.task import TaskModel
-from pipeline.planner.plan_record import PlanRecord
-from pipeline.planner.resolved_job import ResolvedJob
-from pipeline.runtime.errors import TrainingError
+from pipeline.models.build import build_model
+from pipeline.models.layers.dlrm import join_lookups_to_products, use_torchrec_layers
+from pipeline.models.tasks.task import TaskModel, make_task
+from pipeline.planner.constraints import TableOptimizer
+from pipeline.planner.hardware import Hardware, available_memory, resolve_hardware
+from pipeline.planner.plan_record import PlanRecord, RankLoad
+from pipeline.planner.planner import load_or_search_plan
+from pipeline.planner.request import cost_of_steps
+from pipeline.planner.resolved_job import SPLIT_KEY, ResolvedJob, resolve_job
+from pipeline.runtime.byte_counts import show_bytes
+from pipeline.runtime.errors import PlanError, TrainingError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.sharding.torchrec.sharding import join_hosts, replicates, shard_model
-from pipeline.training.build import build_task
-from pipeline.training.plan import plan_tables
+from pipeline.runtime.storage import storage
+from pipeline.sharding.torchrec.sharding import join_hosts, make_sharders, replicates, shard_model
+from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
+from pipeline.training.preflight import table_optimizer_of
 
 logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+
+def resolve(
+    job: TrainJob, dataset: Dataset, context: DistributedContext, earlier: dict[str, TableConfig] | None = None
+) -> ResolvedJob:
+    """Return the same resolved job on all ranks. Rank 0 chooses `head_rows: auto` and
+    `sharding.tiers: auto`. Collective.
+
+    `earlier` holds the tables of the run that this job resumes; their head rows do not change.
+    """
+
+    def hardware() -> Hardware:
+        return resolve_hardware(
+            job.hardware,
+            context.world_size,
+            local_world_size=context.local_world_size,
+            device_type=devices.current().device_type,
+        )
+
+    def choose(tables: list[Table], auto: list[Table]) -> dict[str, int]:
+        def decide() -> dict[str, int]:
+            choose_heads = from_extra("choose_heads", SPLIT_KEY)
+            room = available_memory(job.planner, hardware())
+            heads: dict[str, int] = choose_heads(job, tables, auto, dataset, context.world_size, room, earlier)
+            return heads
+
+        return _broadcast_from_rank0(context, decide)
+
+    def choose_tiers(whole: ResolvedJob) -> Any:
+        slots_for = from_extra("slots_for", "sharding.tiers=auto")
+        return _broadcast_from_rank0(context, lambda: slots_for(whole, hardware()))
+
+    return resolve_job(job, dataset, context.world_size, choose, choose_tiers)
+
+
+def _broadcast_from_rank0(context: DistributedContext, decide: Callable[[], T]) -> T:
+    """Return rank 0's decision on all ranks.
+
+    Raises TrainingError on all ranks if rank 0 fails. Collective.
+    """
+    message: list[Any] = [None, ""]
+    if context.is_main:
+        try:
+            message[0] = decide()
+        except UserError as error:
+            message[1] = str(error)
+    if context.world_size > 1:
+        dist.broadcast_object_list(message, src=0, device=context.device)
+    if message[1]:
+        raise TrainingError(message[1])
+    decision: T = message[0]
+    return decision
+
+
+def build_task(resolved: ResolvedJob, compute_device: str) -> TaskModel:
+    """Return the model with its loss.
+
+    Its tables are on meta and carry the sparse optimizer. `compute_device` may be auto.
+    """
+    job, trainer = resolved.job, resolved.job.trainer
+    device = devices.named(compute_device, plain=not job.sharding.fast_cpu)
+    num_dense = len(resolved.dataset.dense_features)
+    model = build_model(job.model, resolved.tables, num_dense, seed=trainer.seed, targets=resolved.targets)
+    if device.has_torchrec_layers:
+        use_torchrec_layers(model)
+    elif device.has_kernels and trainer.precision == "fp32":
+        speed_up_stacks(model)
+        speed_up_linear_layers(model)
+    task = make_task(
+        job.model,
+        model,
+        resolved.tables,
+        resolved.targets,
+        precision=trainer.precision,
+    )
+    l2s = {table.name: table.l2 for table in resolved.plain_tables if table.l2}
+    apply_sparse_optimizer(task, table_optimizer_of(job, compute_device), l2s)
+    return task
+
+
+def plan_tables(resolved: ResolvedJob, task: TaskModel, context: DistributedContext) -> PlanRecord:
+    """Return the same plan on all ranks. Hosts with separate tables plan for their own ranks.
+    Collective.
+
+    Raises:
+        PlanError: the tables, or the host memory of asynchronous saves, do not fit the hardware.
+    """
+    job, plain = resolved.job, resolved.plain_tables
+    for report in resolved.head_reports if context.world_size > 1 else []:
+        logger.info("table %s: %s", report.table, report.note())
+    _warn_of_mixed_vocabularies(resolved.tables, resolved.dataset)
+    batch_size = job.trainer.micro_batch_size // context.world_size
+    check_batch_fits_comms(job.comms, batch_size, plain)
+    sparse = job.optimizer.sparse
+    record = load_or_search_plan(
+        job.planner,
+        job.hardware,
+        plain,
+        task,
+        make_sharders(job.comms, job.trainer.seed),
+        optimizer=TableOptimizer(sparse.name, sparse.weight_decay),
+        batch_size=batch_size,
+        context=context,
+        num_ranks=context.local_world_size if replicates(job.parallel, context) else None,
+        earlier=_plan_of_run(job),
+        step_cost=partial(cost_of_steps, resolved, threads=torch.get_num_threads()),
+    )
+    if job.checkpoint.asynchronous and devices.current().has_own_memory:
+        check_host_copy(record.ranks, record.usable_ddr_bytes, record.dense_bytes)
+    return record
+
+
+def _plan_of_run(job: TrainJob) -> str | None:
+    """Return the plan file of the run that this job resumes, if the planner's settings are the same."""
+    path, config = f"{job.run_dir}/plan.json", f"{job.run_dir}/config.yaml"
+    if not (job.checkpoint.resume and storage.is_file(path) and storage.is_file(config)):
+        return None
+    before, now = (_search_settings(each) for each in (load_saved_job(TrainJob, config), job))
+    if before != now:
+        logger.info("plan        searching again because the settings of planner differ from %s", config)
+        return None
+    return path
+
+
+def _search_settings(job: TrainJob) -> PlannerConfig:
+    """Return the settings that a plan depends on. A plan read from a file counts as a searched plan."""
+    kind = "search" if job.planner.kind == "file" else job.planner.kind
+    return replace(job.planner, plan_file="", kind=kind)
+
+
+def _warn_of_mixed_vocabularies(tables: list[Table], dataset: Dataset) -> None:
+    """Warn of features that share a table but give its rows different meanings."""
+    for table in tables:
+        features = [dataset.sparse_feature(name) for name in table.feature_names]
+        owners = {(each.sequence and each.sequence.shares) or each.name for each in features}
+        if len({(feature.hash_size, feature.hash_seed) for feature in features}) > 1 or (
+            len(owners) > 1 and features[0].hash_size is None
+        ):
+            logger.warning(
+                "features %s share table %r, but not a vocabulary: the same row means different "
+                "values; prepare them with ids.kind=hash, one hash_size and one hash_seed",
+                ", ".join(table.feature_names),
+                table.name,
+            )
+
+
+def check_host_copy(ranks: Sequence[RankLoad], usable_ddr_bytes: int, dense_bytes: int) -> None:
+    """Check that host memory holds the copy of a GPU's tables and layers which an asynchronous save writes from.
+
+    Raises:
+        PlanError: a rank's copy and its tables in host memory exceed `usable_ddr_bytes`.
+    """
+    for rank, load in enumerate(ranks):
+        copied = load.hbm_bytes + dense_bytes
+        if copied + load.ddr_bytes > usable_ddr_bytes:
+            raise PlanError(
+                f"checkpoint.asynchronous=true keeps a copy of rank {rank}'s {show_bytes(copied)} of GPU memory in host "
+                f"memory, where {show_bytes(max(0, usable_ddr_bytes - load.ddr_bytes))} are left; "
+                "use checkpoint.asynchronous=false, or raise hardware.ddr_cap_gb"
+            )
 
 
 @dataclass(frozen=True)

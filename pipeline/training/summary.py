@@ -1,14 +1,20 @@
-"""Summarize a finished training for its run folder and for the terminal (without torch)."""
+"""Summarize a training or an evaluation for its run folder and for the terminal (without torch)."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import TrainJob
+from pipeline.config.registry import from_extra, if_installed
+from pipeline.config.training import TrainerConfig
+from pipeline.runtime.logs import to_json
 from pipeline.runtime.shell_words import word
 from pipeline.runtime.storage import storage
-from pipeline.training.result_warnings import undefined
 from pipeline.training.run_state import best_step
 
 if TYPE_CHECKING:
@@ -16,6 +22,81 @@ if TYPE_CHECKING:
     from pipeline.data.dataset import Dataset
     from pipeline.embeddings.describe import Savings
     from pipeline.training.trainer import FitResult
+
+
+FEW_STEPS = 100
+OVERFITTED = 1.1  # ratio of validation NE to training NE
+UNCALIBRATED = 0.1  # distance of calibration from 1
+RISEN = 1.1  # ratio of training NE at the end to its minimum
+RANKS_NOTHING = 0.005  # distance of AUC from 0.5
+
+
+def undefined(metrics: Mapping[str, float]) -> str:
+    """Say why NE and AUC are NaN, for each label; "" if they are defined.
+
+    They need labels of both kinds.
+    """
+    reasons = []
+    for name, rate in metrics.items():
+        label, slash, measure = name.rpartition("/")
+        if measure == "label_rate" and rate in (0.0, 1.0):
+            whose, rows = f"{label}: " if label else "", metrics.get(f"{label}{slash}num_samples", 0)
+            reasons.append(f"{whose}all {rows:,} labels are {rate:.0f}: NE and AUC need both kinds")
+    return "; ".join(reasons)
+
+
+def result_warnings(
+    config: TrainerConfig, step: int, steps_per_epoch: int, metrics: Mapping[str, float], metrics_path: str
+) -> list[str]:
+    """Return a line for each finding at `step`.
+
+    `metrics` are of the validation split; empty without one.
+    """
+    found = []
+    if step < FEW_STEPS:
+        found.append(
+            f"few steps: {step} of {config.global_batch_size:,} rows, {steps_per_epoch} an epoch; a smaller "
+            "trainer.global_batch_size or more trainer.epochs train further"
+        )
+    elif step < steps_per_epoch:
+        found.append(f"under one epoch: {step:,} of {steps_per_epoch:,} steps")
+    if reason := undefined(metrics):
+        return [*found, f"validation: {reason}; choose another data.split"]
+    train = _train_ne(metrics_path)
+    ne, auc = metrics.get("ne", math.nan), metrics.get("auc", math.nan)
+    if ne >= 1.0:
+        found.append(
+            f"validation NE {ne:.4f} is not below 1, the NE of predicting the label rate for every row: train longer, or lower "
+            "optimizer.sparse.lr and optimizer.dense.lr"
+        )
+    elif train and ne > OVERFITTED * train[-1]:
+        found.append(
+            f"overfitting: NE {train[-1]:.4f} in training, {ne:.4f} on validation; fewer trainer.epochs, early_stop=auc, "
+            "optimizer.sparse.weight_decay, tables.default.l2 or model.dropout"
+        )
+    if train and train[-1] > RISEN * min(train):
+        found.append(
+            f"training NE rose from {min(train):.4f} to {train[-1]:.4f}: lower optimizer.sparse.lr or optimizer.dense.lr, or warm "
+            "up (schedule.*.warmup_steps)"
+        )
+    if abs(metrics.get("calibration", 1.0) - 1.0) > UNCALIBRATED:
+        found.append(
+            f"calibration {metrics['calibration']:.3f}: predicted clicks over clicks should be near 1; train longer, or look for "
+            "a validation split of another time or kind"
+        )
+    if abs(auc - 0.5) < RANKS_NOTHING:
+        found.append(
+            f"AUC {auc:.4f}: the predictions rank nothing, or are constant; are the features the right columns?"
+        )
+    return found
+
+
+def _train_ne(path: str) -> list[float]:
+    """Return the NE of the training rows at each log line, in order; empty if the model has no NE."""
+    lines = storage.read_text(path).splitlines() if storage.is_file(path) else []
+    values: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    return [float(each["ne"]) for each in values if each.get("kind") == "train" and each.get("ne") is not None]
+
 
 SUMMARY = "summary.json"
 
@@ -132,3 +213,73 @@ def describe_quality(metrics: dict[str, float], bayes_auc: float | None) -> str:
         share = (metrics["auc"] - 0.5) / (bayes_auc - 0.5)
         text += f" of {bayes_auc:.4f}, the best that the data allows ({100 * share:.1f} % of the lift over 0.5)"
     return f"{text}, NE {metrics['ne']:.4f}, calibration {metrics['calibration']:.3f}"
+
+
+REPORT = "report.html"
+IMPORTANCE = "importance.json"
+MAX_FEATURES = 10  # printed on the terminal
+CLICK_METRICS = ("ne", "logloss", "auc", "gauc", "auprc", "calibration", "label_rate")  # in this order on the terminal
+
+
+@dataclass
+class EvaluateSummary:
+    run: str
+    split: str
+    step: int
+    checkpoint: str
+    metrics: dict[str, float] = field(default_factory=dict)
+    bayes_auc: float | None = None
+    path: str = ""
+    throughput: dict[str, float] = field(default_factory=dict)  # of the training, if it is known
+    tables: str = ""  # which tables were evaluated, if hosts trained separate tables
+    report: str = ""  # path of the run's page, if there is one
+    # of features, if the job sets importance_rows
+    importance: dict[str, Any] = field(default_factory=dict)
+    # the metric that chose this step as the best of the run; empty if the step was not chosen so
+    best_by: str = ""
+
+
+def file_name(job: EvaluateJob, step: int, other_data: str) -> str:
+    """Name the file so that an evaluation of a part of a split, or of other data, does not overwrite another."""
+    part = f".first_{job.max_batches}_batches" if job.max_batches is not None else ""
+    data = f".data_{other_data[:8]}" if other_data else ""
+    tables = ".own_tables" if job.tables == "own" else ""
+    return f"evaluation.{job.split}.step_{step}{part}{data}{tables}.json"
+
+
+def write_evaluation(summary: EvaluateSummary, stats: object | None) -> None:
+    """Write the metrics as JSON, and the statistics of the evaluation to a file next to it."""
+    if stats is not None:
+        from_extra("write_stats", "evaluation")(summary.path, stats)
+    tables = {"tables": summary.tables} if summary.tables else {}
+    why = {"undefined": reason} if (reason := undefined(summary.metrics)) else {}
+    written = {"split": summary.split, "step": summary.step, **tables, **summary.metrics, **why}
+    storage.publish_text(summary.path, to_json(written, indent=1))
+    if summary.importance:
+        storage.publish_text(storage.join(summary.run, IMPORTANCE), to_json(summary.importance, indent=1))
+    try_report = if_installed("try_report")
+    if try_report and storage.exists(storage.join(summary.run, REPORT)):
+        summary.report = try_report(summary.run)
+
+
+def describe_evaluation(summary: EvaluateSummary) -> str:
+    best = f" (best by {summary.best_by})" if summary.best_by else ""
+    lines = [f"{summary.split} split at step {summary.step}{best} of {summary.run}"]
+    width = max(12, *(len(name) + 2 for name in summary.metrics))
+    first = [name for name in CLICK_METRICS if name in summary.metrics]
+    for name in [*first, *(name for name in summary.metrics if name not in first)]:
+        value = summary.metrics[name]
+        lines.append(f"  {name:<{width}}" + (f"{value:,}" if isinstance(value, int) else f"{value:.6g}"))
+    if summary.importance:
+        features = summary.importance["features"]
+        best_first = sorted(features, key=lambda name: -features[name]["ne_increase"])[:MAX_FEATURES]
+        lines.append(
+            "importance  NE rises by " + ", ".join(f"{features[name]['ne_increase']:.4f} {name}" for name in best_first)
+        )
+    if summary.tables:
+        lines.append(f"tables      {summary.tables}")
+    lines.append(f"quality     {describe_quality(summary.metrics, summary.bayes_auc)}")
+    lines += describe_run(summary.run, summary.checkpoint, summary.throughput)
+    lines += [f"report      {summary.report}"] if summary.report else []
+    lines.append(f"written to  {summary.path}")
+    return "\n".join(lines)

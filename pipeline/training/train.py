@@ -16,7 +16,7 @@ from typing import Any
 from pipeline import devices
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.random_state import kept_random_state, seed_random_state
-from pipeline.checkpoint.replicas import Replicas
+from pipeline.checkpoint.tables import Replicas
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import if_installed
 from pipeline.config.saved_jobs import flat
@@ -38,21 +38,15 @@ from pipeline.runtime.storage.run_folder import take_run_folder
 from pipeline.runtime.storage.signature import requiring, signing
 from pipeline.sharding.compat import allow_untested_versions
 from pipeline.sharding.torchrec.table_init import initialize_tables
-from pipeline.training.build import build_task
 from pipeline.training.compiled import DenseCompiler
-from pipeline.training.data_order import describe_data_order
-from pipeline.training.hooks.base import TrainingParts
-from pipeline.training.hooks.build_hooks import build_hooks, hook_names
-from pipeline.training.input_watch import on_all_ranks
+from pipeline.training.hooks.base import TrainingParts, build_hooks, hook_names
 from pipeline.training.memory_watch import MemoryWatch
 from pipeline.training.optimizer import TrainingOptimizer, build_optimizer
-from pipeline.training.plan import plan_tables
-from pipeline.training.readers import open_reader, open_training_split
-from pipeline.training.resolve import resolve
-from pipeline.training.result_warnings import result_warnings
+from pipeline.training.preflight import describe_data_order
+from pipeline.training.readers import on_all_ranks, open_reader, open_training_split
 from pipeline.training.run_state import describe_job, earlier_tables, open_checkpoints, resume, start_warm, table_grower
-from pipeline.training.sharded_model import ShardedModel, open_replicas, shard
-from pipeline.training.summary import TrainSummary, summarize, write_summary
+from pipeline.training.sharded_model import ShardedModel, build_task, open_replicas, plan_tables, resolve, shard
+from pipeline.training.summary import TrainSummary, result_warnings, summarize, write_summary
 from pipeline.training.trainer import FitResult, Trainer
 
 OpenInput = Callable[[ResolvedJob, DistributedContext], BatchReader]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.checkpoint import first_weights
-from pipeline.checkpoint.first_weights import NORMAL, UNIFORM, FirstWeights, SampledPiece, held_groups, pack
+from pipeline.checkpoint import stored_rows
+from pipeline.checkpoint.stored_rows import NORMAL, UNIFORM, FirstWeights, SampledPiece, held_groups, pack
 from pipeline.runtime.storage.checksums import BLOCK_BYTES, ChecksummedWriter, VerifiedFile, checksums_of, damage
 
 FIRST = FirstWeights(UNIFORM, 0x123456789ABCDEF, 2.0**-26, 12, 5, 4)
@@ -24,7 +24,7 @@ def test_rows_are_the_same_without_numba(first: FirstWeights, monkeypatch: pytes
     rows, slots = np.array([0, 3, 977]), np.array([2, 0, 1])
     compiled, plain = np.empty((3, 8), np.float32), np.empty((3, 8), np.float32)
     first.sample(rows, slots, compiled)
-    monkeypatch.setattr(first_weights, "find_spec", lambda name: None)
+    monkeypatch.setattr(stored_rows, "find_spec", lambda name: None)
     first.sample(rows, slots, plain)
     assert np.array_equal(compiled, plain) and (bool(first.kind) == compiled.any())
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from pipeline.checkpoint import stored_rows
-from pipeline.checkpoint.first_weights import FirstWeights
 from pipeline.checkpoint.shards import _save_stored, _without_zip_checksums
-from pipeline.checkpoint.stored_rows import StoredRows
+from pipeline.checkpoint.stored_rows import FirstWeights, StoredRows
 from pipeline.runtime.errors import TierError
 from pipeline.runtime.storage.checksums import ChecksummedWriter
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from pipeline.checkpoint.chains import open_step
-from pipeline.checkpoint.remap import RowMap, match_ids
 from pipeline.checkpoint.steps import list_steps
 from pipeline.checkpoint.tables import inventory_of_step, local_chunks
 from pipeline.checkpoint.vocabularies import IdSpace
+from pipeline.checkpoint.warm_start_policy import RowMap, match_ids
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.training import WarmStartConfig
@@ -27,9 +27,8 @@ from pipeline.devices.process_group import init_distributed
 from pipeline.runtime.errors import ConfigError
 from pipeline.sharding.torchrec.table_init import initialize_tables
 from pipeline.training.optimizer import build_optimizer
-from pipeline.training.resolve import resolve
 from pipeline.training.run_state import start_warm
-from pipeline.training.sharded_model import build_sharded_model
+from pipeline.training.sharded_model import build_sharded_model, resolve
 from tests.checkpoint.resharding import whole
 from tests.support.messages import names
 from tests.support.ranks import RankPool

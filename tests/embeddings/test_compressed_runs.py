@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.checkpoint.remap import RowMap
 from pipeline.checkpoint.tensors import StepTensors
-from pipeline.checkpoint.warm_start_policy import NewData, _fresh_composed, composer_of
+from pipeline.checkpoint.warm_start_policy import NewData, RowMap, _fresh_composed, composer_of
 from pipeline.cli.command_line import load_config
 from pipeline.config.data import ReaderConfig
 from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob

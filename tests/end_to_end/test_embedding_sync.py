@@ -12,8 +12,8 @@ from pipeline.cli.command_line import load_config
 from pipeline.cli.plan import plan
 from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.runtime.errors import TrainingError
-from pipeline.training.evaluate_summary import describe
 from pipeline.training.preflight import validate_job
+from pipeline.training.summary import describe_evaluation
 from tests.support.jobs import evaluate_on_rank, train_on_rank
 from tests.support.messages import names
 from tests.support.ranks import RankPool
@@ -107,7 +107,7 @@ def test_evaluate_says_whose_tables_it_used(ranks: RankPool, run: Path) -> None:
     assert averaged.tables == on_four.tables == "averaged, of 2 hosts (every_8_steps)"
     assert averaged.metrics == pytest.approx(on_four.metrics, abs=1e-4)
     own = ranks.run(4, evaluate_on_rank, [*words, "world_size=4", "tables=own"], local_world_size=2)[0]
-    assert own.tables == "each host's own, of 2 hosts (every_8_steps)" and own.tables in describe(own)
+    assert own.tables == "each host's own, of 2 hosts (every_8_steps)" and own.tables in describe_evaluation(own)
     assert own.metrics["ne"] != averaged.metrics["ne"] and own.path != averaged.path
     assert json.loads(Path(own.path).read_text())["tables"] == own.tables
     equal = ranks.run(1, evaluate_on_rank, [*words, "world_size=1", "step=16"])[0]

@@ -15,7 +15,7 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare
 from pipeline.training.evaluate import evaluate
-from pipeline.training.evaluate_summary import EvaluateSummary
+from pipeline.training.summary import EvaluateSummary
 from tests.support.jobs import train_on_rank
 from tests.support.ranks import RankPool
 

@@ -10,7 +10,6 @@ import pytest
 from pipeline.cli.command_line import load_config
 from pipeline.cli.plan import plan
 from pipeline.config.jobs.train import PlanJob, TrainJob
-from pipeline.training import evaluate_summary
 from pipeline.training import summary as train_summary
 from pipeline.training.preflight import validate_job
 from pipeline.training.summary import TrainSummary
@@ -49,7 +48,7 @@ def test_evaluate_finds_the_recall_of_the_training_on_any_number_of_ranks(
     for world_size in (1, 2):
         summary = ranks.run(world_size, evaluate_on_rank, [*words, f"world_size={world_size}"])[0]
         assert summary.metrics == pytest.approx(retriever.validation, abs=2e-3)
-        assert "AUC" not in evaluate_summary.describe(summary)
+        assert "AUC" not in train_summary.describe_evaluation(summary)
 
 
 @pytest.mark.campaign

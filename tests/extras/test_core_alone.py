@@ -34,7 +34,7 @@ from pipeline.data.prepare.run import prepare
 from pipeline.runtime.errors import ConfigError
 from pipeline.serving.artifact.export import export
 from pipeline.training.evaluate import evaluate
-from pipeline.training.hooks.build_hooks import hook_names
+from pipeline.training.hooks.base import hook_names
 from pipeline.training.train import train
 
 verbs = import_verbs()

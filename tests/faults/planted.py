@@ -66,7 +66,7 @@ def plant_all(faults: list[dict[str, Any]], folder: str) -> None:
     from pipeline.runtime.process import watchdog
     from pipeline.runtime.storage.atomic import LocalFolders
     from pipeline.training import train
-    from pipeline.training.batch_order import BatchOrder
+    from pipeline.training.readers import BatchOrder
 
     def at_beat(step: int | None = None, phase: str | None = None) -> None:
         if step is not None:

@@ -10,8 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from pipeline.checkpoint import step_writer
-from pipeline.checkpoint.async_save import InFlight
-from pipeline.checkpoint.checkpointer import Checkpointer
+from pipeline.checkpoint.checkpointer import Checkpointer, InFlight
 from pipeline.checkpoint.steps import list_steps
 from pipeline.runtime.errors import CheckpointError
 from tests.faults.checkpoints import MIXED, load_once, save_steps

@@ -12,7 +12,7 @@ import torch
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.config.training import LRSchedule, ScheduleConfig
-from pipeline.training.lr_schedule import apply_schedule
+from pipeline.training.optimizer import apply_schedule
 from tests.faults.conftest import FaultRecorder
 from tests.support.ranks import RankPool
 from tests.support.sharded_models import build_sharded, digest, draw_batches, train_steps

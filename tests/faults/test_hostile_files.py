@@ -14,7 +14,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from pipeline.checkpoint.remap import RowMap
+from pipeline.checkpoint.warm_start_policy import RowMap
 from pipeline.cli.command_line import load_config
 from pipeline.cli.plan import plan
 from pipeline.config.jobs.evaluate import EvaluateJob

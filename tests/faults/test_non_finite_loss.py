@@ -16,8 +16,8 @@ import torch
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.steps import list_steps, read_manifest, step_path
 from pipeline.config.training import TrainerConfig
-from pipeline.training.batch_order import BatchOrder
-from pipeline.training.lr_schedule import apply_schedule
+from pipeline.training.optimizer import apply_schedule
+from pipeline.training.readers import BatchOrder
 from pipeline.training.step_sync import NonFiniteLossError
 from tests.faults.conftest import FaultRecorder
 from tests.support.messages import mentions

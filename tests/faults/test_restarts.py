@@ -14,7 +14,7 @@ import pytest
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.process.exit_codes import DONE
-from pipeline.training.batch_order import BatchOrder
+from pipeline.training.readers import BatchOrder
 from pipeline.training.train import train
 from tests.faults import planted
 from tests.faults.conftest import FaultRecorder

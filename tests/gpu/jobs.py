@@ -6,8 +6,7 @@ from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.training.evaluate import evaluate
-from pipeline.training.evaluate_summary import EvaluateSummary
-from pipeline.training.summary import TrainSummary
+from pipeline.training.summary import EvaluateSummary, TrainSummary
 from pipeline.training.train import train
 
 

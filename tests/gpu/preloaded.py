@@ -20,7 +20,7 @@ import pipeline.extras.step_time.prediction  # noqa: E402
 import pipeline.models.tasks.click  # noqa: E402
 import pipeline.models.tasks.labels  # noqa: E402
 import pipeline.training.evaluate  # noqa: E402
-import pipeline.training.hooks.build_hooks  # noqa: E402
+import pipeline.training.hooks.base  # noqa: E402
 import pipeline.training.train  # noqa: E402
 import pipeline.training.trainer  # noqa: E402, F401
 import tests.gpu.jobs  # noqa: E402, F401

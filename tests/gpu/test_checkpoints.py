@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.checkpoint import host_copies, metadata
+from pipeline.checkpoint import metadata, shards
 from pipeline.checkpoint.chains import open_tensors
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.steps import step_path
@@ -48,7 +48,7 @@ def _on_gpu(values: torch.Tensor) -> nn.Embedding:
 
 
 def _save_and_load(rank: int, folder: str) -> dict[str, Any]:
-    host_copies.BLOCK_BYTES = metadata.BLOCK_BYTES = BLOCK_BYTES
+    shards.BLOCK_BYTES = metadata.BLOCK_BYTES = BLOCK_BYTES
     context, expected = init_distributed(), _on_gpu(_values())
     found: dict[str, Any] = {}
     for name in ("whole", "asynchronous"):

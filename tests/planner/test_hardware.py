@@ -13,7 +13,7 @@ from pipeline.planner.hardware import GIB, build_topology, resolve_hardware
 from pipeline.planner.plan_record import RankLoad
 from pipeline.runtime.errors import PlanError
 from pipeline.runtime.host_memory import host_memory_bytes
-from pipeline.training.plan import check_host_copy
+from pipeline.training.sharded_model import check_host_copy
 from tests.planner.problems import on, preset
 from tests.support.messages import names
 from tests.support.sources import shipped_options

@@ -6,8 +6,7 @@ from typing import Any
 
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.training import CheckpointConfig, ScheduleConfig, TrainerConfig
-from pipeline.training.hooks.base import TrainingParts
-from pipeline.training.hooks.build_hooks import build_hooks
+from pipeline.training.hooks.base import TrainingParts, build_hooks
 from pipeline.training.trainer import Trainer
 
 

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from pipeline.checkpoint.best import best_step
+from pipeline.checkpoint.retention import best_step
 from pipeline.checkpoint.steps import list_steps
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob
 from pipeline.retraining.promotion import finished_run
 from pipeline.runtime.errors import ConfigError, TrainingError
 from pipeline.serving.artifact.trained_step import open_trained_step
-from pipeline.training import evaluate_summary
 from pipeline.training import summary as train_summary
 from pipeline.training.summary import TrainSummary
 from tests.support.jobs import evaluate_on_rank, train_on_rank
@@ -68,7 +67,7 @@ def test_evaluate_and_export_take_the_best_step_unless_they_are_told(ranks: Rank
     best = ranks.run(1, evaluate_on_rank, words)[0]
     assert (best.step, best.best_by) == (trained.best_step, "auc")
     assert best.metrics["auc"] == pytest.approx(trained.validation["auc"], abs=1e-9)
-    assert mentions(evaluate_summary.describe(best), f"{best.step} best auc")
+    assert mentions(train_summary.describe_evaluation(best), f"{best.step} best auc")
     last = ranks.run(1, evaluate_on_rank, [*words, "which=last"])[0]
     assert (last.step, last.best_by) == (trained.step, "")
     assert last.metrics["auc"] == pytest.approx(measured(trained.run_dir)[trained.step], abs=1e-9)

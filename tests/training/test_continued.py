@@ -20,7 +20,7 @@ from pipeline.runtime.storage.signature import requiring
 from pipeline.serving.artifact.export import export
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training import summary as train_summary
-from pipeline.training.continued import describe_differences, differences
+from pipeline.training.hooks.record import describe_differences, differences
 from pipeline.training.summary import TrainSummary
 from pipeline.training.train import train
 from tests.runtime.test_signature import make_keys

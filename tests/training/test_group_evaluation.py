@@ -17,7 +17,7 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import GROUP_COLUMN, check_group, load_dataset
 from pipeline.data.prepare.run import prepare
 from pipeline.runtime.errors import ConfigError, DataError
-from pipeline.training import evaluate_summary
+from pipeline.training import summary as train_summary
 from pipeline.training.summary import TrainSummary
 from tests.support.jobs import evaluate_on_rank, train_on_rank
 from tests.support.messages import mentions, names
@@ -89,7 +89,7 @@ def test_evaluate_prints_group_metrics_equal_on_one_and_two_ranks(ranks: RankPoo
     words = [f"run={trained.run_dir}", "split=test"]
     one, two = (ranks.run(world_size, evaluate_on_rank, words)[0] for world_size in (1, 2))
     assert one.metrics == pytest.approx(two.metrics, abs=1e-6)
-    assert mentions(evaluate_summary.describe(one), "gauc ndcg_at_2 hit_rate_at_5 num_one_class_groups")
+    assert mentions(train_summary.describe_evaluation(one), "gauc ndcg_at_2 hit_rate_at_5 num_one_class_groups")
 
 
 def test_a_group_that_is_not_there_is_refused(folder: Path, tmp_path: Path) -> None:

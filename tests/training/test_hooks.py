@@ -26,12 +26,11 @@ from pipeline.extras.debug.hooks.anomaly import AnomalyError
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.logs import MetricsWriter
 from pipeline.runtime.process import preemption
-from pipeline.training.batch_order import BatchOrder
-from pipeline.training.hooks import progress as progress_hook
-from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
-from pipeline.training.hooks.build_hooks import build_hooks, hook_names
-from pipeline.training.hooks.progress import ProgressBar
+from pipeline.training.hooks import throughput as progress_hook
+from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState, build_hooks, hook_names
 from pipeline.training.hooks.saving import SaveCheckpoints
+from pipeline.training.hooks.throughput import ProgressBar
+from pipeline.training.readers import BatchOrder
 from pipeline.training.trainer import FitResult, Trainer
 from tests.support.ranks import RankPool
 from tests.support.sharded_models import build_sharded, digest
@@ -250,8 +249,8 @@ def test_hooks_of_a_users_come_after_ours_and_before_saving_and_a_misspelt_one_i
 
     order = names("test_counting", "test_minute_a_step")
     assert order[order.index("early_stop") :] == [
-        "early_stop", "plateau", "progressive", "test_counting", "test_minute_a_step", "saving", "publishing", "rollback", "monitor",
-        "heartbeat", "table_stats", "tracker",
+        "early_stop", "plateau", "progressive", "test_counting", "test_minute_a_step", "saving", "publishing", "rollback", "heartbeat",
+        "monitor", "table_stats", "tracker",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="test_counting"):
         names("test_countin")

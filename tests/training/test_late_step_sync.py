@@ -21,8 +21,7 @@ from pipeline.data.read.batch import Batch
 from pipeline.runtime.errors import UserError
 from pipeline.training import trainer
 from pipeline.training.hooks.base import Hook, TrainingParts
-from pipeline.training.late_step_sync import LateStepSync
-from pipeline.training.step_sync import StepSync
+from pipeline.training.step_sync import LateStepSync, StepSync
 from tests.support.clicks import Clicks, labelled
 from tests.support.ranks import RankPool
 from tests.support.sharded_models import build_sharded

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.config.training import LRSchedule, ScheduleConfig
-from pipeline.training.lr_schedule import apply_schedule, lr_factor
+from pipeline.training.optimizer import apply_schedule, lr_factor
 from tests.support.ranks import RankPool
 from tests.training.tiny import TABLES, TinyTable, batches, build, full_weights
 

@@ -13,10 +13,9 @@ from pipeline.checkpoint.steps import read_manifest, step_path
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.training import CheckpointConfig, EarlyStopConfig, PlateauConfig, ScheduleConfig, TrainerConfig
 from pipeline.runtime.errors import TrainingError
-from pipeline.training.batch_order import BatchOrder
-from pipeline.training.hooks.base import HookList, TrainingState
-from pipeline.training.hooks.build_hooks import hook_names
-from pipeline.training.lr_schedule import reduced
+from pipeline.training.hooks.base import HookList, TrainingState, hook_names
+from pipeline.training.optimizer import reduced
+from pipeline.training.readers import BatchOrder
 from tests.support.messages import names
 from tests.support.ranks import RankPool
 from tests.support.sharded_models import build_sharded, digest

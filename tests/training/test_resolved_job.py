@@ -15,7 +15,7 @@ from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.config.saved_jobs import job_to_yaml, save_job
 from pipeline.embeddings import tables
 from pipeline.training.evaluate import evaluate
-from pipeline.training.plan import _plan_of_run
+from pipeline.training.sharded_model import _plan_of_run
 from pipeline.training.train import train
 from tests.support.ranks import RankPool
 

@@ -25,12 +25,9 @@ from pipeline.runtime.storage.signature import Purpose
 from pipeline.serving.artifact.certificate import excesses
 from pipeline.serving.artifact.export import export
 from pipeline.serving.artifact.task_quality import LabelledRows, Quality, compare, quality
-from pipeline.training import evaluate_summary
 from pipeline.training import summary as train_summary
 from pipeline.training.evaluate import evaluate
-from pipeline.training.evaluate_summary import EvaluateSummary
-from pipeline.training.result_warnings import result_warnings, undefined
-from pipeline.training.summary import TrainSummary
+from pipeline.training.summary import EvaluateSummary, TrainSummary, result_warnings, undefined
 from pipeline.training.train import train
 from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
@@ -99,7 +96,7 @@ def test_of_several_labels_each_that_is_of_one_kind_is_named_with_its_rows(tmp_p
     assert mentions(reason, "order: all 180 labels are 0 view: all 1,000 labels are 1") and "click" not in reason
     assert undefined({name: value for name, value in metrics.items() if name.startswith("click")}) == ""
     told = EvaluateSummary(str(tmp_path), "test", 3, "", metrics, None, path=str(tmp_path / "evaluation.json"))
-    evaluate_summary.write_summary(told, None)
+    train_summary.write_evaluation(told, None)
     assert json.loads((tmp_path / "evaluation.json").read_text())["undefined"] == reason
 
 
@@ -130,7 +127,7 @@ def test_measures_of_one_kind_of_label_are_null_with_the_reason_and_nothing_is_e
              "logger.tensorboard=false", "checkpoint=at_end"]  # fmt: skip
     trained, evaluated = ranks.run(1, _train_and_evaluate, words, run)[0]
     assert math.isnan(trained.validation["ne"]) and math.isnan(evaluated.metrics["auc"])
-    for text in (train_summary.describe(trained), evaluate_summary.describe(evaluated)):
+    for text in (train_summary.describe(trained), train_summary.describe_evaluation(evaluated)):
         assert mentions(text, "undefined all 200 labels are 0")
     written = json.loads(Path(evaluated.path).read_text())
     assert written["ne"] is None and "all 200 labels are 0" in written["undefined"]

@@ -390,11 +390,11 @@ def _warnings_of_a_shared_table(rank: int, overrides: list[str]) -> list[str]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("pipeline.training.plan").addHandler(handler)
+    logging.getLogger("pipeline.training.sharded_model").addHandler(handler)
     try:
         train_on_rank(rank, overrides)
     finally:
-        logging.getLogger("pipeline.training.plan").removeHandler(handler)
+        logging.getLogger("pipeline.training.sharded_model").removeHandler(handler)
     return messages
 
 

@@ -13,9 +13,8 @@ from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.steps import list_steps
 from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.config.training import EarlyStopConfig, TrainerConfig
-from pipeline.training.hooks.early_stop import EarlyStop
-from pipeline.training.lr_schedule import apply_schedule
-from pipeline.training.optimizer import clip_dense_gradients
+from pipeline.training.hooks.evaluation_hook import EarlyStop
+from pipeline.training.optimizer import apply_schedule, clip_dense_gradients
 from pipeline.training.step_sync import NonFiniteLossError
 from tests.support.exchange_paths import PATHS, PathPool
 from tests.support.ranks import RankPool

@@ -19,8 +19,7 @@ from pipeline.config.training import CheckpointConfig, CommsConfig, LRSchedule, 
 from pipeline.data.read.batch import Batch
 from pipeline.runtime.logs import MetricsWriter
 from pipeline.sharding.torchrec.table_init import initialize_tables
-from pipeline.training.lr_schedule import apply_schedule, lr_factor
-from pipeline.training.optimizer import clip_dense_gradients
+from pipeline.training.optimizer import apply_schedule, clip_dense_gradients, lr_factor
 from pipeline.training.trainer import FitResult
 from tests.support.sharded_models import build_sharded, digest, draw_batches
 from tests.support.trainers import make_trainer

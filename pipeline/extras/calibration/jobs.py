@@ -30,11 +30,9 @@ from pipeline.planner.resolved_job import ResolvedJob, resolve_job
 from pipeline.runtime.errors import UserError
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.torchrec.sharding import make_sharders
-from pipeline.training.build import build_task
-from pipeline.training.hooks.base import TrainingParts
-from pipeline.training.hooks.build_hooks import build_hooks
+from pipeline.training.hooks.base import TrainingParts, build_hooks
 from pipeline.training.optimizer import build_optimizer
-from pipeline.training.sharded_model import ShardedModel, build_sharded_model
+from pipeline.training.sharded_model import ShardedModel, build_sharded_model, build_task
 from pipeline.training.trainer import Trainer
 
 NUM_BATCHES = 24

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from pipeline.checkpoint.replicas import PREFIX
+from pipeline.checkpoint.tables import PREFIX
 
 
 class HostTables(Protocol):

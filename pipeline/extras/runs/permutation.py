@@ -24,7 +24,7 @@ from pipeline.runtime.logs import progress
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.distributed import DistributedContext, true_on_any_rank
 from pipeline.training.evaluation import clicks_of, main_prefix
-from pipeline.training.input_watch import FailSafe, agreed_failure
+from pipeline.training.readers import FailSafe, agreed_failure
 
 SEED = 0
 

@@ -34,7 +34,7 @@ class TableStats(Hook):
     over the tables.
     """
 
-    runs_after = "heartbeat"
+    runs_after = "rollback"
 
     def on_fit_end(self, state: TrainingState) -> None:
         if state.preempted or self.parts.plan is None:

@@ -27,7 +27,7 @@ from pipeline.planner.hardware import Hardware
 from pipeline.planner.resolved_job import ResolvedJob
 from pipeline.runtime.errors import PlanError
 from pipeline.runtime.logs import get_logger
-from pipeline.training.build import build_task
+from pipeline.training.sharded_model import build_task
 
 BATCHES_IN_FLIGHT = 4  # one that trains, two that are prefetched, and one in reserve
 POINTS = 40  # shares that are tried per table

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.checkpoint.first_weights import FirstWeights
+from pipeline.checkpoint.stored_rows import FirstWeights
 from pipeline.config.tables import entry_name
 from pipeline.extras.tiers.row_store import (
     READ_BYTES,

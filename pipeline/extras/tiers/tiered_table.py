@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.checkpoint.first_weights import FirstWeights
+from pipeline.checkpoint.stored_rows import FirstWeights
 from pipeline.extras.tiers.kernels import record as record_kernels
 from pipeline.extras.tiers.kernels import slot_map as slot_map_kernels
 from pipeline.extras.tiers.row_store import RowStore

@@ -23,8 +23,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from pipeline import devices
-from pipeline.checkpoint.first_weights import NORMAL, UNIFORM, FirstWeights
-from pipeline.checkpoint.stored_rows import StoredRows
+from pipeline.checkpoint.stored_rows import NORMAL, UNIFORM, FirstWeights, StoredRows
 from pipeline.devices.base import in_host_memory
 from pipeline.devices.cpu.process import disable_huge_pages_of
 from pipeline.devices.philox import fill_normal, fill_uniform

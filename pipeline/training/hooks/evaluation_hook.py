@@ -1,17 +1,68 @@
-"""Measure the model on the validation split by steps or epochs (trainer.evaluate_every_*), and at the end."""
+"""Measure the model on the validation split (trainer.evaluate_every_*), stop early, and lower the learning rates."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+from pipeline.checkpoint.retention import is_higher_better
+from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import from_extra, register
+from pipeline.config.training import EarlyStopConfig, PlateauConfig
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process import preemption
 from pipeline.training.evaluation import evaluate_model, open_stats
-from pipeline.training.hooks.base import Hook, TrainingState
+from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
 logger = get_logger("pipeline.training.trainer")
+
+
+class EarlyStop:
+    """Counts consecutive evaluations without an improvement. All ranks see the same metrics and
+    decide the same.
+
+    `best` is negated if a higher metric is better.
+    """
+
+    def __init__(
+        self, config: EarlyStopConfig | PlateauConfig, metric: str = "ne", best: float | None = None, num_worse: int = 0
+    ) -> None:
+        self._config, self._metric = config, metric
+        self.best, self.num_worse = best, num_worse
+
+    @property
+    def is_exhausted(self) -> bool:
+        return 0 < self._config.patience <= self.num_worse
+
+    def update(self, metrics: dict[str, float]) -> None:
+        value = metrics[self._metric]
+        if math.isnan(value):  # the AUC of a split with one class is undefined and not counted
+            return
+        value = -value if is_higher_better(self._metric) else value
+        if self.best is None or value < self.best - self._config.min_delta:
+            self.best, self.num_worse = value, 0
+        else:
+            self.num_worse += 1
+
+
+@register("hook", "early_stop")
+class StopEarly(Hook):
+    def __init__(self, job: TrainJob, parts: TrainingParts) -> None:
+        super().__init__(job, parts)
+        self._progress = EarlyStop(job.trainer.early_stop, job.early_stop_metric)
+
+    def on_evaluation_end(self, state: TrainingState, metrics: dict[str, float]) -> None:
+        if state.is_evaluation_due(self.job.trainer):
+            self._progress.update(metrics)
+            state.stopped_early = self._progress.is_exhausted
+
+    def saved_values(self, state: TrainingState) -> dict[str, Any]:
+        return {"early_stop": {"best": self._progress.best, "num_worse": self._progress.num_worse}}
+
+    def on_restore(self, state: TrainingState, manifest: dict[str, Any]) -> None:
+        earlier = manifest.get("early_stop", {})
+        self._progress = EarlyStop(self.job.trainer.early_stop, self.job.early_stop_metric, **earlier)
+        state.stopped_early = self._progress.is_exhausted
 
 
 @register("hook", "evaluation")
@@ -72,3 +123,38 @@ class Evaluation(Hook):
 
 def _described(metrics: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:,.4f}".replace(".0000", "") for name, value in metrics.items())
+
+
+@register("hook", "plateau")
+class ReduceOnPlateau(Hook):
+    """Multiplies `state.lr_factor`.
+
+    A checkpoint holds the factor and the count, so a resume is exact.
+    """
+
+    def __init__(self, job: TrainJob, parts: TrainingParts) -> None:
+        super().__init__(job, parts)
+        self._config = job.schedule.plateau
+        self._progress = EarlyStop(self._config, job.plateau_metric)
+
+    def on_evaluation_end(self, state: TrainingState, metrics: dict[str, float]) -> None:
+        if not self._config.patience or not state.is_evaluation_due(self.job.trainer):
+            return
+        self._progress.update(metrics)
+        if self._progress.is_exhausted:
+            self._progress.num_worse = 0
+            state.lr_factor *= self._config.factor
+            logger.info(
+                "step %d  no better %s: learning rates x %g", state.step, self.job.plateau_metric, state.lr_factor
+            )
+
+    def saved_values(self, state: TrainingState) -> dict[str, Any]:
+        if not self._config.patience:
+            return {}
+        best, num_worse = self._progress.best, self._progress.num_worse
+        return {"plateau": {"factor": state.lr_factor, "best": best, "num_worse": num_worse}}
+
+    def on_restore(self, state: TrainingState, manifest: dict[str, Any]) -> None:
+        earlier = dict(manifest.get("plateau", {}))
+        state.lr_factor = earlier.pop("factor", 1.0)
+        self._progress = EarlyStop(self._config, self.job.plateau_metric, **earlier)

@@ -17,7 +17,7 @@ from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.distributed import true_on_any_rank
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
-from pipeline.training.hooks.early_stop import EarlyStop
+from pipeline.training.hooks.evaluation_hook import EarlyStop
 from pipeline.training.step_sync import NonFiniteLossError
 
 logger = get_logger(__name__)

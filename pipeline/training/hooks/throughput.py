@@ -1,8 +1,9 @@
-"""Log training metrics, samples/s, shares of time that waited for input and for collectives, and memory."""
+"""Log training metrics, samples/s, shares of time that waited, and memory; show a progress bar."""
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -14,7 +15,7 @@ from pipeline import devices
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import if_installed, register
 from pipeline.models.tasks.task import Measure
-from pipeline.runtime.logs import get_logger
+from pipeline.runtime.logs import Progress, get_logger, progress
 from pipeline.runtime.process.comms_wait import MEASURED_BACKENDS, CommsWait
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.table_storage import TierStats
@@ -254,3 +255,41 @@ def straggler_scores(busy_seconds: list[float]) -> list[float]:
     """
     middle = max(statistics.median(busy_seconds), 1e-9)
     return [seconds / middle for seconds in busy_seconds]
+
+
+@register("hook", "memory")
+class MemoryReport(Hook):
+    _is_reported = False
+
+    def on_step_end(self, state: TrainingState) -> None:
+        parts = self.parts
+        if not self._is_reported and parts.memory is not None and parts.plan is not None:
+            parts.memory.report(parts.plan)
+        self._is_reported = True
+
+
+@register("hook", "progress")
+class ProgressBar(Hook):
+    _bar: Progress | None = None
+    _step = 0  # the step that the bar shows
+
+    def on_train_start(self, state: TrainingState) -> None:
+        self._open, self._step = ExitStack(), state.step
+        visible = self.parts.context.is_main and sys.stderr.isatty()
+        self._bar = self._open.enter_context(progress("training", state.total_steps - state.step, visible=visible))
+
+    def on_step_end(self, state: TrainingState) -> None:
+        self._show(state.step)
+
+    def on_rollback(self, state: TrainingState) -> None:
+        self._show(state.step)
+
+    def _show(self, step: int) -> None:
+        if self._bar is not None:
+            self._bar.advance(step - self._step)  # negative after a rollback
+            self._step = step
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar = None
+            self._open.close()

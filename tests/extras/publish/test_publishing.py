@@ -18,12 +18,11 @@ from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.jobs.train import PublishingConfig, TrainJob
 from pipeline.config.serving import ParityConfig
 from pipeline.extras.publish import worker
-from pipeline.extras.publish.hook import Answer, PublishDeltas
+from pipeline.extras.publish.hook import Answer, ProgressiveValidation, PublishDeltas, normalized_entropy
 from pipeline.models.tasks.click import Prediction
 from pipeline.serving.artifact.deltas import deltas_folder, newest_sequence, read_delta
 from pipeline.serving.artifact.manifest import read_manifest
 from pipeline.serving.scoring.predictor import Predictor
-from pipeline.training.hooks.progressive import ProgressiveValidation, normalized_entropy
 from pipeline.training.train import train
 from tests.extras.publish.test_deltas import export_step
 from tests.serving.test_artifacts_served import raw_rows

@@ -14,7 +14,7 @@ from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.extras.runs.folder import open_run
 from pipeline.extras.runs.permutation import with_shuffled
 from pipeline.extras.runs.report import render_report
-from pipeline.training.evaluate_summary import describe
+from pipeline.training.summary import describe_evaluation
 from tests.support.jobs import evaluate_on_rank
 from tests.support.messages import mentions
 from tests.support.ranks import RankPool
@@ -66,6 +66,6 @@ def test_an_evaluation_measures_importance_on_all_ranks_and_the_page_shows_it(
     assert all(each["error"] > 0 for each in found["features"].values())
     increases = {name: each["ne_increase"] for name, each in found["features"].items()}
     assert max(increases.values()) > 2 * found["features"][max(increases, key=lambda name: increases[name])]["error"]
-    assert mentions(describe(summary), f"importance NE {max(increases, key=lambda name: increases[name])}")
+    assert mentions(describe_evaluation(summary), f"importance NE {max(increases, key=lambda name: increases[name])}")
     page = render_report(open_run(str(run)))
     assert 'aria-label="importance of each feature"' in page and "1,024 rows of the validation split" in page

@@ -22,7 +22,7 @@ from pipeline.planner.planner import make_plan
 from pipeline.planner.request import PlanRequest
 from pipeline.planner.resolved_job import ResolvedJob, resolve_job
 from pipeline.sharding.torchrec.sharding import make_sharders
-from pipeline.training.build import build_task
+from pipeline.training.sharded_model import build_task
 
 NUM_DENSE = 13
 CPU = HardwareConfig(

@@ -12,7 +12,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 
-from pipeline.checkpoint.first_weights import UNIFORM, FirstWeights
+from pipeline.checkpoint.stored_rows import UNIFORM, FirstWeights
 from pipeline.extras.tiers.tiered_lookup import ShardRows
 from pipeline.sharding.table_storage import TierSettings
 from pipeline.sharding.torchrec.cpu_tables import (

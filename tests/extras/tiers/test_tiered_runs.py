@@ -27,8 +27,7 @@ from pipeline.runtime.errors import ShardingError
 from pipeline.serving.artifact.export import export
 from pipeline.serving.artifact.manifest import read_manifest
 from pipeline.training.evaluate import evaluate
-from pipeline.training.evaluate_summary import EvaluateSummary
-from pipeline.training.summary import TrainSummary
+from pipeline.training.summary import EvaluateSummary, TrainSummary
 from pipeline.training.train import train
 from tests.support.ranks import RankPool
 

@@ -61,7 +61,7 @@ class Forwarder:
 class Track(Hook):
     """Sends metrics unless logger.tracker=none."""
 
-    runs_after = "heartbeat"
+    runs_after = "rollback"
 
     def __init__(self, job: TrainJob, parts: TrainingParts) -> None:
         super().__init__(job, parts)

@@ -16,8 +16,8 @@ import pytest
 
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.training import LoggerConfig
+from pipeline.extras.monitoring.hooks.heartbeat import Heartbeat, SendHeartbeat
 from pipeline.runtime.errors import ConfigError
-from pipeline.training.hooks.heartbeat import Heartbeat, SendHeartbeat
 from tests.support.messages import names
 
 WRITER: Any = SimpleNamespace(writer=object())
@@ -79,7 +79,7 @@ def test_a_monitor_hears_start_progress_and_end(
 def test_a_training_that_stands_still_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     heartbeat = Heartbeat("http://localhost/none", 60.0, {})
     progress: Callable[[], float] = iter([0.0, 0.0, 5.0, 5.0, 6.0]).__next__
-    monkeypatch.setattr("pipeline.training.hooks.heartbeat.watchdog.progress_at", progress)
+    monkeypatch.setattr("pipeline.extras.monitoring.hooks.heartbeat.watchdog.progress_at", progress)
     waits = iter([False, False, False, False, True])
     heartbeat._ended = SimpleNamespace(wait=lambda seconds: next(waits))
     sent: list[None] = []

@@ -82,6 +82,8 @@ class Heartbeat:
 class SendHeartbeat(Hook):
     """Sends heartbeats if logger.heartbeat_url is set."""
 
+    runs_after = "rollback"
+
     def __init__(self, job: TrainJob, parts: TrainingParts) -> None:
         super().__init__(job, parts)
         self._heartbeat: Heartbeat | None = None

@@ -1,9 +1,7 @@
-"""Go back to a checkpoint after repeated non-finite losses and skip the batches read since; or stop
-and name the rows.
+"""Count quarantined rows, and end the run, or go back to a checkpoint, for bad rows and losses that are not finite.
 
-The same batches would give the same weights and therefore the same loss. So the batches from the
-checkpoint to the last bad one are skipped, as in PaLM (https://arxiv.org/abs/2204.02311, section
-5.1).
+The same batches would give the same weights and therefore the same loss. So the batches from the checkpoint to the
+last bad one are skipped, as in PaLM (https://arxiv.org/abs/2204.02311, section 5.1).
 """
 
 from __future__ import annotations
@@ -16,10 +14,12 @@ from pipeline.checkpoint.steps import list_steps
 from pipeline.config.registry import register
 from pipeline.runtime.logs import get_logger
 from pipeline.training.hooks.base import Hook, TrainingState
+from pipeline.training.readers import too_many_bad
 from pipeline.training.step_sync import NonFiniteLossError
 
-MAX_NAMED = 10
 logger = get_logger(__name__)
+
+MAX_NAMED = 10
 
 
 @register("hook", "rollback")
@@ -91,3 +91,37 @@ class Rollback(Hook):
             text = "Rows with the largest loss" if rows else "The task has no `losses`, and no row can be named"
         named = ", ".join(f"{file} row {row} ({loss:g})" for file, row, loss in rows[:MAX_NAMED])
         return f"{text}: {named}" if named else text
+
+
+@register("hook", "bad_rows")
+class BadRows(Hook):
+    _num_logged = 0
+
+    def on_step_end(self, state: TrainingState) -> None:
+        """Raise TrainingError on every rank if too many rows are bad.
+
+        The step is saved before that.
+        """
+        bad, num_rows = state.sync.num_bad_rows, state.step * self.job.trainer.global_batch_size
+        if problem := too_many_bad(self.parts.reader, bad, num_rows):
+            state.hooks.call("on_failure", state)
+            raise problem
+        if not state.preempted and (state.is_due(self.job.trainer.log_every_steps) or state.is_last):
+            if bad > self._num_logged and self.parts.context.is_main:
+                logger.warning(
+                    "step %d  %s of %s rows quarantined (%.3f %%)",
+                    state.step,
+                    f"{bad:,}",
+                    f"{num_rows:,}",
+                    100 * bad / num_rows,
+                )
+            self._num_logged = bad
+
+    def log_values(self, state: TrainingState) -> dict[str, float]:
+        return {"num_skipped_steps": state.sync.num_skipped, "num_bad_rows": state.sync.num_bad_rows}
+
+    def saved_values(self, state: TrainingState) -> dict[str, Any]:
+        return {"num_bad_rows": state.sync.num_bad_rows}
+
+    def on_restore(self, state: TrainingState, manifest: dict[str, Any]) -> None:
+        state.sync.num_bad_rows = manifest.get("num_bad_rows", 0)
