@@ -29,8 +29,8 @@ from pipeline.serving.artifact.manifest import COMPILED_FILE, DENSE_FILE, Manife
 from pipeline.serving.artifact.quantize import dequantize_rows, quantize_rows, row_bytes
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
 from pipeline.serving.artifact.writer import library_versions, write_bytes, write_rows
-from pipeline.serving.scoring.column_lists import ColumnLists, Rows, as_table
 from pipeline.serving.scoring.raw_rows import EncodedRows, RowEncoder
+from pipeline.serving.scoring.scorer import ColumnLists, Rows, as_table
 
 NUM_DENSE, NUM_FEATURES, DIM = 13, 26, 64
 DENSE = [f"int_{i}" for i in range(NUM_DENSE)]

@@ -20,7 +20,7 @@ from torch import nn
 
 from benchmarks.serving_artifacts import DENSE, SPARSE, DictEncoder, Shape, layers_of, rows_of_table
 from pipeline.serving.artifact.dense_export import Layers, with_gathered_pairs
-from pipeline.serving.scoring.column_lists import ColumnLists
+from pipeline.serving.scoring.scorer import ColumnLists
 
 
 class PlainModel(nn.Module):

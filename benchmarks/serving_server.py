@@ -36,9 +36,9 @@ def _load(kind: str, rows: int, path: str, job):
     from benchmarks.serving_artifacts import COLUMNS, DictEncoder, Eager, IdEncoder, Shape, public_key
     from pipeline.runtime.storage.signature import requiring
     from pipeline.serving.artifact.manifest import read_manifest
-    from pipeline.serving.scoring.column_lists import ColumnLists
     from pipeline.serving.scoring.predictor import Predictor, Scored
     from pipeline.serving.scoring.raw_rows import RowEncoder
+    from pipeline.serving.scoring.scorer import ColumnLists
 
     torch.set_num_threads(job.threads or 1)
     if kind in ("eager", "dictionaries"):

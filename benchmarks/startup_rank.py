@@ -31,7 +31,7 @@ STAGES = (
 )
 # What train() imports once its config is known.
 IMPORTED = (
-    "checkpoint.random_state", "data.dataset", "runtime.logs", "devices.process_group", "runtime.storage.run_folder",
+    "checkpoint.random_state", "data.dataset", "runtime.logs", "devices.process_group", "runtime.storage.lease",
     "checkpoint.replicas", "training.sharded_model", "training.compiled", "training.hooks.base",
     "training.hooks.build_hooks", "training.memory_watch", "training.input_watch", "training.optimizer", "training.trainer",
 )  # fmt: skip

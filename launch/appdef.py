@@ -1,5 +1,4 @@
-"""Build a TorchX AppDef from a Workload: one role with a replica per node, each with a shell that
-becomes the agent.
+"""Build a TorchX AppDef from a Workload: one role, with a replica per node.
 
 It is not part of components.py, because TorchX treats every function there as a component.
 """
@@ -23,9 +22,7 @@ WORKLOAD = "pipeline.workload"  # the metadata of a role that our schedulers rea
 
 
 def app_of(workload: Workload) -> specs.AppDef:
-    """Return TorchX's description of one verb: one role, with a replica per node, or per task if
-    the verb has several tasks.
-    """
+    """Return the description of one verb: a replica per node, or per task of an array."""
     here = this_host()
     role = specs.Role(
         name=workload.verb,
@@ -64,9 +61,8 @@ def component(
 ) -> Callable[[Callable[..., specs.AppDef]], Callable[..., specs.AppDef]]:
     """Make a TorchX component from a function that has a name and a docstring.
 
-    names: its parameters in addition to COMMON, fields of Where or check_data. values: defaults
-    that differ from Where's. TorchX reads a component's options from its signature and its
-    docstring.
+    TorchX reads a component's options from its signature and docstring. names: its parameters in
+    addition to COMMON, fields of Where or check_data. values: defaults that differ from Where's.
     """
 
     def make(function: Callable[..., specs.AppDef]) -> Callable[..., specs.AppDef]:
@@ -102,10 +98,7 @@ def _escaped(workload: Workload, head: str) -> str:
 
 
 def _literally(word: str) -> str:
-    """Double each `$`, because TorchX substitutes `${...}` in arguments.
-
-    The verb then gets the text that was validated.
-    """
+    """Double each `$`, because TorchX substitutes `${...}` in arguments."""
     return word.replace("$", "$$")
 
 

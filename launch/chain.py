@@ -40,10 +40,7 @@ class Chain:
 
 
 def read_chain(path: str) -> Chain:
-    """Read a chain from a file and compose each stage. Raises LaunchError.
-
-    A mistake in a stage ends the process as in every verb.
-    """
+    """Read a chain from a file and compose each stage. Raises LaunchError."""
     with print_user_errors():
         values = _mapping(path, _read(path), ("name", "defaults", "stages"))
         name = str(values.get("name", "chain"))
@@ -101,14 +98,10 @@ def _stage(chain: str, name: str, stage: Any, defaults: dict[str, Any], before: 
 
 
 def render_slurm(name: str, stages: list[Stage], options: SlurmOptions) -> str:
-    """Return a script that submits all stages.
-
-    Each waits for earlier stages, and is cancelled if one of them fails.
-    """
+    """Return a script that submits all stages. A stage is cancelled if an earlier one fails."""
     parts = [
-        f"#!/bin/bash\n# {name}: {' -> '.join(stage.name for stage in stages)}. Run it with bash; "
-        "it prints the job id of each stage.\n"
-        "set -euo pipefail"
+        f"#!/bin/bash\n# {name}: {' -> '.join(stage.name for stage in stages)}. Run it with bash; it prints the job id "
+        "of each stage.\nset -euo pipefail"
     ]
     if any(stage.workload.image for stage in stages):
         parts.append(HAS_CONTAINERS)
@@ -131,9 +124,7 @@ register("chain", "slurm", Target(SlurmOptions, render_slurm))
 
 
 def render_chain(argv: list[str]) -> str:
-    """Return the text for the words after `chain`. --help and errors end the process as in every
-    verb.
-    """
+    """Return the text for the words after `chain`. --help and errors end the process."""
     usage = "python -m launch.render chain TARGET CHAIN.yaml [flags]"
     with print_user_errors():
         targets = registered("chain")

@@ -1,9 +1,7 @@
-"""Define the components of `torchx run -s <scheduler> pipeline.<verb> -j NODESxRANKS -- key=value
-...`.
+"""Define the components of `torchx run -s <scheduler> pipeline.<verb> -j NODESxRANKS -- key=value`.
 
-Each job is composed before it is submitted. TorchX treats every function of this module as a
-component and looks for its name in this file. launch.appdef adds the parameters that a function
-names and those that all share, and the body.
+TorchX treats every function of this module as a component and looks for its name in this file.
+launch.appdef adds the parameters and the body.
 """
 
 from typing import Any
@@ -32,7 +30,7 @@ def prepare(*overrides: str, **where: Any) -> specs.AppDef:
 
 @appdef.component("gpu", "check_data")
 def plan(*overrides: str, **where: Any) -> specs.AppDef:
-    """Plan the sharding of tables: torchx run -s local_cwd pipeline.plan -- experiment=quickstart
+    """Plan the sharding: torchx run -s local_cwd pipeline.plan -- experiment=quickstart
     world_size=2
     """
 

@@ -1,9 +1,8 @@
 """Render a Workload as manifests for Kubernetes.
 
-The kinds are an Indexed Job with a headless Service, which needs no operator, a JobSet, or the kind
-of an operator (launch.extras). Each node is a pod. The pods connect to the pod with index 0, whose
-name the Service publishes. The exit code of a failed pod decides what happens next
-(pipeline.runtime.process.exit_codes).
+The kinds are an Indexed Job with a headless Service, a JobSet, or the kind of an operator
+(launch.extras). Each node is a pod and connects to the pod with index 0. The exit code of a failed
+pod decides what happens next (pipeline.runtime.process.exit_codes).
 """
 
 from __future__ import annotations
@@ -12,9 +11,18 @@ import secrets
 from dataclasses import replace
 from typing import Any
 
-from launch.indexed_job import STAYS_SO, job_spec, jobset_spec, metadata
 from launch.kubernetes_options import KubernetesOptions
-from launch.kubernetes_pod import INSTANCE, check_meeting, is_kept, pod_template, warning_lines
+from launch.kubernetes_pod import (
+    INSTANCE,
+    STAYS_SO,
+    check_meeting,
+    is_kept,
+    job_spec,
+    jobset_spec,
+    metadata,
+    pod_template,
+    warning_lines,
+)
 from launch.manifest import check_letter_first, given, of_kind, patched, to_yaml
 from launch.targets import START_AGAIN, Kind, register, registered
 from launch.workload import Workload, check_one_task
@@ -25,10 +33,7 @@ LONGEST_NAME = 50  # of a workload
 
 
 def render_job(workload: Workload, options: KubernetesOptions) -> str:
-    """Return YAML for `kubectl create -f -`.
-
-    Raises LaunchError for what Kubernetes or the job does not support.
-    """
+    """Return YAML for `kubectl create -f -`. Raises LaunchError."""
     if workload.on_ray:
         options = replace(options, kind="rayjob")
     elif options.kind == "rayjob":
@@ -42,10 +47,7 @@ def render_job(workload: Workload, options: KubernetesOptions) -> str:
 
 
 def named_for_attempt(workload: Workload, options: KubernetesOptions) -> Workload:
-    """Return the workload with the suffix of --attempt.
-
-    The run folder stays the same, so a new attempt resumes its checkpoints.
-    """
+    """Return the workload with the suffix of --attempt. The run folder stays the same."""
     if options.attempt is None:
         return workload
     suffix = secrets.token_hex(3) if options.attempt == "auto" else options.attempt
@@ -53,11 +55,7 @@ def named_for_attempt(workload: Workload, options: KubernetesOptions) -> Workloa
 
 
 def headless_service(workload: Workload, options: KubernetesOptions) -> dict[str, Any]:
-    """Give each pod a name in DNS before it is ready, because the nodes have to connect to become
-    ready.
-
-    Raises LaunchError for a name that begins with a digit, which a Service does not allow.
-    """
+    """Give each pod a name in DNS before it is ready, because nodes connect to become ready."""
     check_letter_first(workload.name, "several nodes")
     spec = {
         "clusterIP": "None",
@@ -69,10 +67,7 @@ def headless_service(workload: Workload, options: KubernetesOptions) -> dict[str
 
 
 def _owned(workload: Workload, options: KubernetesOptions) -> dict[str, Any]:
-    """Let the Job own the Service if its uid is known.
-
-    Otherwise the Service stays when the Job is deleted.
-    """
+    """Let the Job own the Service if its uid is known. Otherwise the Service outlives it."""
     if options.owner is None:
         return {}
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": workload.name, "uid": options.owner}
@@ -104,10 +99,9 @@ register("kind", "jobset", Kind(render_jobset, START_AGAIN))
 def _comment(workload: Workload, options: KubernetesOptions) -> str:
     if workload.on_ray:
         return (
-            f"{workload.verb}: a Ray cluster of {workload.nodes} pods for KubeRay 1.3 or newer. "
-            "It ends with the job.\n"
-            "A lost pod is replaced, and its tasks run again. If the head is lost, --max-retries "
-            "restarts the job, which then resumes."
+            f"{workload.verb}: a Ray cluster of {workload.nodes} pods for KubeRay 1.3 or newer. It ends with the "
+            "job.\nA lost pod is replaced, and its tasks run again. If the head is lost, --max-retries restarts the "
+            "job, which then resumes."
         )
     again = registered("kind")[options.kind].again
     where = "." if workload.nodes == 1 else f", {workload.nodes} pods that connect to the first pod."

@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Optional
 
-from launch.network import NetworkOptions
-from launch.options import flag_of, option
+from launch.options import NetworkOptions, flag_of, option
 from launch.targets import registered
 from pipeline.runtime.errors import LaunchError, check_at_least, check_choice
 
@@ -25,10 +24,9 @@ class KubernetesOptions(NetworkOptions):
 
     kind: str = option(
         "job",
-        "job: a plain Indexed Job; jobset: a JobSet, whose pods restart together; volcano: a Job "
-        "of Volcano; trainjob: "
-        "a TrainJob of Kubeflow Trainer v2; pytorchjob: a PyTorchJob of its Training Operator v1; rayjob: a RayJob of KubeRay, which "
-        "prepare with engine=ray always is",
+        "job: a plain Indexed Job; jobset: a JobSet, whose pods restart together; volcano: a Job of Volcano; "
+        "trainjob: a TrainJob of Kubeflow Trainer v2; pytorchjob: a PyTorchJob of its Training Operator v1; rayjob: a "
+        "RayJob of KubeRay, which prepare with engine=ray always is",
     )
     namespace: Optional[str] = option(None, "namespace; default: kubectl's")
     queue: Optional[str] = option(None, "LocalQueue of Kueue, which waits until all pods fit; queue of Volcano")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -11,6 +12,7 @@ from launch.manifest import given
 from launch.resources import on_cluster
 from launch.workload import ENDPOINT, Mount, Workload
 from pipeline.runtime.errors import LaunchError
+from pipeline.runtime.process.exit_codes import FINAL, REQUEUE
 
 CONTAINER = "main"
 INSTANCE = "app.kubernetes.io/instance"
@@ -47,12 +49,15 @@ def pod_template(
     """Return the template of a pod. `head` and `node` may contain `$(VARIABLE)`.
 
     head: the first node's name, as the other nodes know it. node: the number of this node.
-
-    Raises:
-        LaunchError: the workload has no image, size or hardware for its ranks, or a mount that pods do not support.
+    Raises LaunchError without an image, size or hardware, or for a mount that pods do not support.
     """
     workload = on_cluster(workload)
-    _check(workload)
+    if workload.image is None:
+        raise LaunchError("give --image, because a pod runs in an image; docs/do/cluster.md says how to build it")
+    if not workload.cpu or not workload.mem_mb:
+        raise LaunchError(
+            "give --cpu and --memMB (or --h): a pod without requests may run anywhere and is evicted first"
+        )
     tolerated = {options.gpu_resource: ":NoSchedule"} if workload.gpu else {}
     pod = given(
         restartPolicy="Never",  # the Job makes new pods, by its podFailurePolicy
@@ -64,7 +69,11 @@ def pod_template(
         dnsPolicy="ClusterFirstWithHostNet" if options.host_network else None,
         affinity=_near(workload, options.together) if options.together else None,
         nodeSelector=options.node_selector,
-        tolerations=[_toleration(key, effect) for key, effect in (tolerated | (options.toleration or {})).items()],
+        tolerations=[
+            given(key=key, operator="Equal" if value else "Exists", value=value, effect=effect)
+            for key, rest in (tolerated | (options.toleration or {})).items()
+            for value, _, effect in [rest.partition(":")]
+        ],
         runtimeClassName=options.runtime_class,
         imagePullSecrets=[{"name": options.pull_secret}] if options.pull_secret else [],
         automountServiceAccountToken=False,
@@ -87,10 +96,7 @@ def _near(workload: Workload, label: str) -> dict[str, Any]:
 
 
 def grace_s(workload: Workload, options: KubernetesOptions) -> int:
-    """Return the seconds from SIGTERM to SIGKILL.
-
-    Raises LaunchError if they are fewer than the ranks need.
-    """
+    """Return the seconds from SIGTERM to SIGKILL. Raises LaunchError if the ranks need more."""
     least = int(workload.grace_s) + (GRACE_MARGIN_S if workload.grace_s else 0)
     if options.grace_s is not None and options.grace_s < least:
         raise LaunchError(
@@ -101,9 +107,7 @@ def grace_s(workload: Workload, options: KubernetesOptions) -> int:
 
 
 def is_kept(workload: Workload, options: KubernetesOptions) -> bool:
-    """Return whether the log files, and with them the run folder, are on a volume that outlives the
-    pod.
-    """
+    """Return whether the log files, and so the run folder, are on a volume that outlives the pod."""
     return is_mounted(workload, options, workload.log_dir, for_writing=True)
 
 
@@ -114,10 +118,7 @@ def is_mounted(workload: Workload, options: KubernetesOptions, path: str, for_wr
 
 
 def warning_lines(workload: Workload, options: KubernetesOptions) -> list[str]:
-    """Return warnings about files that the pods would not find, or would lose.
-
-    They are also printed on stderr.
-    """
+    """Return warnings about files that the pods would not find or would lose; print them on stderr."""
     mount = f"mount a volume at {options.workdir}"
     lines = [
         f"WARNING: {path} is read in the pod, but is not on a volume: {mount}, unless the image contains it."
@@ -132,15 +133,6 @@ def warning_lines(workload: Workload, options: KubernetesOptions) -> list[str]:
     for line in lines:
         print(line, file=sys.stderr)
     return lines
-
-
-def _check(workload: Workload) -> None:
-    if workload.image is None:
-        raise LaunchError("give --image, because a pod runs in an image; docs/do/cluster.md says how to build it")
-    if not workload.cpu or not workload.mem_mb:
-        raise LaunchError(
-            "give --cpu and --memMB (or --h): a pod without requests may run anywhere and is evicted first"
-        )
 
 
 def _container(workload: Workload, options: KubernetesOptions, head: str, node: str) -> dict[str, Any]:
@@ -203,9 +195,8 @@ def check_meeting(workload: Workload, options: KubernetesOptions) -> None:
     """Raise LaunchError if pods that leave and join would not find each other."""
     if workload.is_elastic and not is_kept(workload, options):
         raise LaunchError(
-            f"-j {workload.shape}: the pods connect through the run folder, but "
-            f"{workload.log_dir} is not on a volume that they share: mount one at "
-            f"{options.workdir}, or at the run folder"
+            f"-j {workload.shape}: the pods connect through the run folder, but {workload.log_dir} is not on a volume "
+            f"that they share: mount one at {options.workdir}, or at the run folder"
         )
 
 
@@ -263,6 +254,54 @@ def _pod_rights(options: KubernetesOptions) -> dict[str, Any]:
     )
 
 
-def _toleration(key: str, rest: str) -> dict[str, str]:
-    value, _, effect = rest.partition(":")
-    return given(key=key, operator="Equal" if value else "Exists", value=value, effect=effect)
+STAYS_SO = sorted(FINAL - {REQUEUE})  # a restart would end the same way
+QUEUE = "kueue.x-k8s.io/queue-name"
+NODES = "node"  # the only replicated job of a JobSet
+
+
+def metadata(workload: Workload, options: KubernetesOptions, queued: bool = False) -> dict[str, Any]:
+    queue = given(**{QUEUE: options.queue}) if queued else {}
+    return given(name=workload.name, namespace=options.namespace, labels={**labels_of(workload, options), **queue})
+
+
+def job_spec(workload: Workload, options: KubernetesOptions, template: dict[str, Any]) -> dict[str, Any]:
+    """Return an Indexed Job: pod i of the job is node i."""
+    return given(
+        suspend=True if options.queue else None,  # until Kueue lets it start
+        completionMode="Indexed",
+        completions=workload.tasks if workload.tasks > 1 else workload.nodes,
+        parallelism=workload.tasks if workload.tasks > 1 else workload.nodes,
+        # If the first node ends, the other nodes end too, and each of their pods counts.
+        backoffLimit=workload.max_retries * max(workload.nodes, workload.tasks),
+        podFailurePolicy=_failure_policy(),
+        activeDeadlineSeconds=options.deadline_s or None,
+        template=template,
+    )
+
+
+def jobset_spec(workload: Workload, options: KubernetesOptions, subdomain: str = "") -> dict[str, Any]:
+    """Return a JobSet. All pods restart together if one fails for good.
+
+    subdomain: of the pods' names; default: JobSet's name.
+    """
+    head = f"{workload.name}-{NODES}-0-0.{workload.name}" if workload.nodes > 1 else "localhost"
+    template = pod_template(workload, options, head)
+    inner = {**job_spec(workload, replace(options, queue=None), template), "backoffLimit": 0}
+    return {
+        "network": given(enableDNSHostnames=True, subdomain=subdomain, publishNotReadyAddresses=True),
+        "failurePolicy": {
+            "maxRestarts": workload.max_retries,
+            "rules": [{"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+        },
+        "replicatedJobs": [{"name": NODES, "replicas": 1, "template": {"spec": inner}}],
+    }
+
+
+def _failure_policy() -> dict[str, Any]:
+    """Return rules for the exit codes of the agent. Other exit codes count as retries."""
+
+    def on_codes(action: str, codes: list[int]) -> dict[str, Any]:
+        return {"action": action, "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": codes}}
+
+    evicted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    return {"rules": [on_codes("FailJob", STAYS_SO), on_codes("Ignore", [REQUEUE]), evicted]}

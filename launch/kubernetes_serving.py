@@ -1,9 +1,7 @@
-"""Render a server of an artifact for Kubernetes: Deployment, Service, disruption budget, and
-optional autoscaling and ServiceMonitor.
+"""Render a server for Kubernetes: Deployment, Service, disruption budget, autoscaler, ServiceMonitor.
 
-The pods follow the artifact's link or the registry's champion, so a promotion needs no new rollout.
-If the image or the command changes, the Deployment replaces one pod at a time, and stops a pod only
-when its successor is ready.
+The pods follow the artifact's link or the registry's champion, so a promotion needs no rollout. If
+the image or the command changes, a pod stops only when its successor is ready.
 """
 
 from __future__ import annotations
@@ -11,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from launch.indexed_job import metadata
 from launch.kubernetes_options import KubernetesOptions
-from launch.kubernetes_pod import INSTANCE, pod_template, warning_lines
+from launch.kubernetes_pod import INSTANCE, metadata, pod_template, warning_lines
 from launch.manifest import of_kind, patched, to_yaml
 from launch.options import option
 from launch.workload import Workload
@@ -25,8 +22,6 @@ LATENCY = "pipeline_serving_request_p95_seconds"
 
 @dataclass(frozen=True)
 class ServingOptions(KubernetesOptions):
-    """Options of a server in addition to those of a job."""
-
     replicas: int = option(2, "number of pods; with autoscaling, the minimum")
     max_replicas: int = option(0, "maximum number of pods with autoscaling; 0: no autoscaling")
     cpu_percent: int = option(60, "target share of the requested cores for autoscaling; latency grows above it")
@@ -56,10 +51,7 @@ class ServingOptions(KubernetesOptions):
 
 
 def render_serving(workload: Workload, options: ServingOptions) -> str:
-    """Return YAML for `kubectl apply -f -`.
-
-    Raises LaunchError for what Kubernetes or the server does not support.
-    """
+    """Return YAML for `kubectl apply -f -`. Raises LaunchError."""
     comment = f"{workload.verb}: {options.replicas} pods behind {workload.name}:{options.service_port}; it authenticates nobody."
     comment = "\n".join([comment, *warning_lines(workload, options)])
     return to_yaml(patched(serving_objects(workload, options), options.patch), comment)
@@ -67,13 +59,19 @@ def render_serving(workload: Workload, options: ServingOptions) -> str:
 
 def serving_objects(workload: Workload, options: ServingOptions) -> list[dict[str, Any]]:
     """Return all objects, the Deployment first."""
-    objects = [_deployment(workload, options), _service(workload, options)]
-    if options.replicas > 1:
-        objects.append(_disruption_budget(workload, options))
+    about, selected = metadata(workload, options), {"matchLabels": {INSTANCE: workload.name}}
+    port = {"name": "http", "port": options.service_port, "targetPort": "http"}
+    service = {"selector": {INSTANCE: workload.name}, "ports": [port]}
+    objects = [_deployment(workload, options), of_kind("v1", "Service", about, service)]
+    if options.replicas > 1:  # the draining of nodes stops one pod at a time
+        budget = {"maxUnavailable": 1, "selector": selected}
+        objects.append(of_kind("policy/v1", "PodDisruptionBudget", about, budget))
     if options.max_replicas:
         objects.append(_autoscaler(workload, options))
     if options.monitor:
-        objects.append(_monitor(workload, options))
+        endpoint = {"port": "http", "path": "/metrics", "interval": f"{options.scrape_s}s"}
+        monitor = {"selector": selected, "endpoints": [endpoint]}
+        objects.append(of_kind("monitoring.coreos.com/v1", "ServiceMonitor", about, monitor))
     return objects
 
 
@@ -121,24 +119,8 @@ def _probe(path: str, period_s: int, failures: int) -> dict[str, Any]:
     return {**asked, "timeoutSeconds": 3, "failureThreshold": failures}
 
 
-def _service(workload: Workload, options: ServingOptions) -> dict[str, Any]:
-    port = {"name": "http", "port": options.service_port, "targetPort": "http"}
-    spec = {"selector": {INSTANCE: workload.name}, "ports": [port]}
-    return of_kind("v1", "Service", metadata(workload, options), spec)
-
-
-def _disruption_budget(workload: Workload, options: ServingOptions) -> dict[str, Any]:
-    """Let the draining of nodes stop one pod at a time."""
-    spec = {"maxUnavailable": 1, "selector": {"matchLabels": {INSTANCE: workload.name}}}
-    return of_kind("policy/v1", "PodDisruptionBudget", metadata(workload, options), spec)
-
-
 def _autoscaler(workload: Workload, options: ServingOptions) -> dict[str, Any]:
-    """Scale by the share of cores in use, which needs only the metrics server, and by latency if
-    configured.
-
-    The larger number of pods is used.
-    """
+    """Scale by the share of cores in use, and by latency if configured; the larger number is used."""
     target = {"type": "Utilization", "averageUtilization": options.cpu_percent}
     metrics: list[dict[str, Any]] = [{"type": "Resource", "resource": {"name": "cpu", "target": target}}]
     if options.latency_ms:
@@ -153,9 +135,3 @@ def _autoscaler(workload: Workload, options: ServingOptions) -> dict[str, Any]:
         "behavior": {"scaleDown": {"stabilizationWindowSeconds": 300}},
     }
     return of_kind("autoscaling/v2", "HorizontalPodAutoscaler", metadata(workload, options), spec)
-
-
-def _monitor(workload: Workload, options: ServingOptions) -> dict[str, Any]:
-    endpoint = {"port": "http", "path": "/metrics", "interval": f"{options.scrape_s}s"}
-    spec = {"selector": {"matchLabels": {INSTANCE: workload.name}}, "endpoints": [endpoint]}
-    return of_kind("monitoring.coreos.com/v1", "ServiceMonitor", metadata(workload, options), spec)

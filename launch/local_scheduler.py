@@ -1,8 +1,6 @@
-"""Implement TorchX's scheduler `local_cwd` (an entry point) with a grace period for interrupted
-jobs.
+"""Implement TorchX's scheduler `local_cwd` (an entry point) with the job's grace period.
 
-TorchX sends SIGTERM and kills after ten seconds, which is too short to save the tables of a large
-model.
+TorchX kills ten seconds after SIGTERM, which is too short to save the tables of a large model.
 """
 
 from __future__ import annotations

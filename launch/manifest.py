@@ -16,9 +16,7 @@ _WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null",
 
 
 class _Dumper(yaml.SafeDumper):
-    """Indent lists within mappings, as kubectl prints them, and repeat an object instead of linking
-    to it.
-    """
+    """Indent lists as kubectl does, and repeat an object instead of linking to it."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
@@ -45,14 +43,10 @@ def to_yaml(objects: list[dict[str, Any]], comment: str = "") -> str:
 
 
 def patched(objects: list[dict[str, Any]], path: Optional[str]) -> list[dict[str, Any]]:
-    """Merge each document of the file `path` into the objects of its kind, as kubectl's strategic
-    merge does.
+    """Merge each document of the file `path` into the objects of its kind.
 
-    Mappings are merged, and null removes a key. Lists whose members have names are merged by name
-    (containers, env, volumes, ports); other lists are replaced.
-
-    Raises:
-        LaunchError: the file cannot be read, or there is no object of a document's kind.
+    As in kubectl's strategic merge, mappings are merged, null removes a key, and lists whose members
+    have names are merged by name; other lists are replaced. Raises LaunchError.
     """
     if path is None:
         return objects

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import sys
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Any, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pipeline.cli.command_line import print_user_errors
 from pipeline.runtime.errors import LaunchError, check_choice
@@ -39,14 +41,14 @@ def add_flags(parser: argparse.ArgumentParser, kind: type, title: str) -> None:
 
 
 def from_flags(kind: type[Options], typed: argparse.Namespace) -> Options:
-    """Make the dataclass.
-
-    Raises LaunchError for a --env without `=`, and for values that the dataclass refuses.
-    """
+    """Make the dataclass. Raises LaunchError for a --env without `=`, and for refused values."""
     values = {each.name: getattr(typed, each.name) for each, _ in _fields(kind)}
     for each, plain in _fields(kind):
         if get_origin(plain) is dict:
-            values[each.name] = _pairs(flag_of(each.name), values[each.name])
+            words = values[each.name]
+            if wrong := [word for word in words if "=" not in word]:
+                raise LaunchError(f"{flag_of(each.name)} {wrong[0]}: give NAME=VALUE")
+            values[each.name] = dict(word.split("=", 1) for word in words)
     return kind(**values)
 
 
@@ -68,10 +70,7 @@ def parse_job(
 
 
 def main_of(doc: str, what: str, targets: Collection[str], render: Callable[[str, list[str]], str]) -> None:
-    """Print the result of `render` for the words after a target.
-
-    Without a target print the usage, with exit code 2.
-    """
+    """Print the result of `render` for the words after a target. Without a target print the usage."""
     argv = sys.argv[1:]
     if argv[:1] and argv[0] in targets:
         write_out(render(argv[0], argv[1:]).removesuffix("\n"))
@@ -100,8 +99,44 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _pairs(flag: str, words: list[str]) -> dict[str, str]:
-    for word in words:
-        if "=" not in word:
-            raise LaunchError(f"{flag} {word}: give NAME=VALUE")
-    return dict(word.split("=", 1) for word in words)
+NCCL_SETTINGS = {
+    "infiniband": {"NCCL_NET": "IB"},
+    "roce": {"NCCL_NET": "IB"},
+    "efa": {"NCCL_NET": "AWS Libfabric", "FI_PROVIDER": "efa"},
+    "tcp": {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"},
+}
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    network: Optional[str] = option(
+        None, "network that NCCL must use, otherwise the job fails: infiniband, roce, efa or tcp"
+    )
+    interface: Optional[str] = option(None, "network interface that ranks use to connect, for "
+                                            "instance ib0 or eth0")  # fmt: skip
+    hca: Optional[str] = option(None, "InfiniBand or RoCE adapters that NCCL may use, for instance mlx5 or =mlx5_0:1")
+
+    def __post_init__(self) -> None:
+        if self.network is not None:
+            check_choice("--network", self.network, NCCL_SETTINGS)
+        for flag, value in (("--interface", self.interface), ("--hca", self.hca)):
+            if value is not None and not re.fullmatch(r"[\^=]{0,2}[\w.:,-]+", value):
+                raise LaunchError(f"{flag} {value}: give names separated by commas, for instance ib0 or mlx5_0")
+        if self.hca and self.network not in ("infiniband", "roce"):
+            raise LaunchError(
+                f"--hca {self.hca}: give --network infiniband or roce too, because other networks have no adapters"
+            )
+
+    @property
+    def network_env(self) -> dict[str, str]:
+        env = dict(NCCL_SETTINGS.get(self.network or "", {}))
+        if self.interface:
+            env["NCCL_SOCKET_IFNAME"] = self.interface
+            if self.interface[0] not in "^=":  # gloo does not support these
+                env["GLOO_SOCKET_IFNAME"] = self.interface
+        return {**env, "NCCL_IB_HCA": self.hca} if self.hca else env
+
+    @property
+    def locks_memory(self) -> bool:
+        """Return whether the network accesses memory directly, so that it must be locked."""
+        return self.network in ("infiniband", "roce", "efa")

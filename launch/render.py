@@ -1,11 +1,8 @@
 """Print the script, manifest or command of a job on a cluster, to read and keep, without TorchX:
 
-    python -m launch.render slurm|kubernetes|torchrun <verb> [-j 2x8] [flags] -- experiment=... key=value
-    python -m launch.render serving serve [flags] -- artifact=... key=value
-    python -m launch.render chain slurm|argo|airflow|compose CHAIN.yaml [flags]
-
-The job is composed and validated as in the TorchX components. torchrun prints the command of each
-node.
+python -m launch.render slurm|kubernetes|torchrun <verb> [-j 2x8] [flags] -- experiment=... key=value
+python -m launch.render serving serve [flags] -- artifact=... key=value
+python -m launch.render chain slurm|argo|airflow|compose CHAIN.yaml [flags]
 """
 
 from __future__ import annotations
@@ -32,13 +29,11 @@ from pipeline.runtime.errors import LaunchError
 
 @dataclass(frozen=True)
 class TorchrunOptions:
-    """Options that only the user who starts the nodes knows."""
-
     head: str = option("localhost", "name of the first node, as other nodes know it; required for several nodes")
 
 
 def render_torchrun(workload: Workload, options: TorchrunOptions) -> str:
-    """Return the command of every node. It is the same for all nodes."""
+    """Return the command, which is the same for every node."""
     check_one_task(workload, "torchrun")
     if workload.nodes > 1 and options.head == "localhost":
         raise LaunchError(
@@ -61,9 +56,8 @@ TARGETS: dict[str, tuple[type, Callable[[Workload, Any], str]]] = {
 
 
 def rehearse(workload: Workload) -> None:
-    """Rehearse the first and the last rank on shadow GPUs.
-
-    Exit with the rehearsal's code if it fails.
+    """Rehearse the first and the last rank on shadow GPUs. Exit with the rehearsal's code if it
+    fails.
     """
     if workload.verb != "train":
         raise LaunchError(f"--rehearse rehearses a training, but {workload.verb} is not a training: remove it")
@@ -77,9 +71,7 @@ def rehearse(workload: Workload) -> None:
 
 
 def render(target: str, argv: list[str]) -> str:
-    """Return the text for the words after the target. --help and errors end the process as in every
-    verb.
-    """
+    """Return the text for the words after the target. --help and errors end the process."""
     kind, render_with = TARGETS[target]
     parser = argparse.ArgumentParser(
         prog=f"python -m launch.render {target}", allow_abbrev=False,

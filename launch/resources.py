@@ -1,6 +1,4 @@
-"""Resolve the requested resources of a host, given as numbers or as a named host, to cores, GPUs
-and memory.
-"""
+"""Resolve the requested resources of a host to cores, GPUs and memory."""
 
 from __future__ import annotations
 
@@ -42,8 +40,8 @@ CORES_A_RANK = 4  # for GPU ranks if not specified: the reader, the collectives 
 KEPT_CORES, KEPT_SHARE = 6, 0.08  # of a host, for its system, agents and daemon sets
 
 
-def _on_every_cloud(name: str) -> Host:
-    cores, memory_mb = (min(sizes) for sizes in zip(*CLOUD_HOSTS[name].values(), strict=True))
+def _on_every_cloud(sizes: dict[str, tuple[int, int]]) -> Host:
+    cores, memory_mb = map(min, zip(*sizes.values(), strict=True))
     return Host(cpu=cores - KEPT_CORES, gpu=8, mem_mb=int(memory_mb * (1 - KEPT_SHARE)) // 1000 * 1000)
 
 
@@ -52,15 +50,12 @@ def _on_every_cloud(name: str) -> Host:
 NAMED_HOSTS = {
     "cpu_8": Host(cpu=8, gpu=0, mem_mb=30_000),
     "cpu_32": Host(cpu=32, gpu=0, mem_mb=120_000),
-    **{name: _on_every_cloud(name) for name in CLOUD_HOSTS},
+    **{name: _on_every_cloud(sizes) for name, sizes in CLOUD_HOSTS.items()},
 }
 
 
 def asked_host(cpu: Optional[int], gpu: Optional[int], mem_mb: Optional[int], h: Optional[str]) -> Host:
-    """Return the named host `h`, if any, with the given numbers.
-
-    Raises LaunchError for invalid names and numbers.
-    """
+    """Return the named host `h`, if any, with the given numbers. Raises LaunchError."""
     host = Host() if h is None else named_host(h)
     asked = {"cpu": _number("cpu", cpu, 1), "gpu": _number("gpu", gpu, 0), "mem_mb": _number("memMB", mem_mb, 1)}
     return replace(host, **{name: number for name, number in asked.items() if number is not None})
@@ -99,10 +94,7 @@ def this_host() -> Host:
 
 
 def parse_shape(j: str) -> tuple[int, int]:
-    """Return (nodes, ranks): '2x8' -> (2, 8), '8' -> (1, 8).
-
-    Raises LaunchError, also for 2:4x8 (parse_elastic_shape).
-    """
+    """Return (nodes, ranks): '2x8' -> (2, 8), '8' -> (1, 8). Raises LaunchError, also for 2:4x8."""
     least, nodes, ranks = parse_elastic_shape(j)
     if least != nodes:
         raise LaunchError(f"-j {j}: only train supports a varying number of nodes; give -j {nodes}x{ranks}")
@@ -110,10 +102,7 @@ def parse_shape(j: str) -> tuple[int, int]:
 
 
 def parse_elastic_shape(j: str) -> tuple[int, int, int]:
-    """Return (min nodes, max nodes, ranks per node): '2:4x8' -> (2, 4, 8), '4x8' -> (4, 4, 8).
-
-    Raises LaunchError.
-    """
+    """Return (min nodes, max nodes, ranks per node): '2:4x8' -> (2, 4, 8). Raises LaunchError."""
     match = re.fullmatch(r"(?:(?:(\d+):)?(\d+)x)?(\d+)", j)
     nodes, ranks = (int(match[2] or 1), int(match[3])) if match else (0, 0)
     least = int(match[1] or nodes) if match else 0
@@ -125,13 +114,6 @@ def parse_elastic_shape(j: str) -> tuple[int, int, int]:
     return least, nodes, ranks
 
 
-def threads_per_rank(cpu: int, ranks_per_node: int) -> int:
-    """Return OMP_NUM_THREADS: an equal share of the host's cores, because torch would start a
-    thread per core in every rank.
-    """
-    return max(1, cpu // ranks_per_node)
-
-
 def with_hardware(words: list[str], where: Where) -> list[str]:
     """Return the overrides with the preset of --h or --gpu 0, unless they choose a preset."""
     gpus = asked_host(where.cpu, where.gpu, where.memMB, where.h).gpu
@@ -141,9 +123,7 @@ def with_hardware(words: list[str], where: Where) -> list[str]:
 
 
 def on_hardware(workload: Workload, where: Where, hardware: HardwareConfig) -> Workload:
-    """Raise LaunchError if a host's ranks do not fit its cards, or the preset is for other cards
-    than the host's.
-    """
+    """Raise LaunchError if a host's ranks do not fit its cards, or the preset is for other cards."""
     ranks, card = workload.ranks_per_node, PRESETS.get(where.h or "")
     on_gpus = hardware.compute_device == "cuda"
     if on_gpus and card and hardware.name in {*PRESETS.values()} - {card}:
@@ -166,18 +146,15 @@ def _check_ranks(workload: Workload, gpus: int) -> None:
     ranks = workload.ranks_per_node
     if ranks > gpus:
         raise LaunchError(
-            f"-j {workload.shape} starts {ranks} ranks on a host of {gpus} GPU(s), and each rank "
-            f"needs one: give -j {-(-workload.nodes * ranks // gpus)}x{gpus}, or {ranks} GPUs per "
-            f"node (--gpu {ranks})"
+            f"-j {workload.shape} starts {ranks} ranks on a host of {gpus} GPU(s), and each rank needs one: give -j "
+            f"{-(-workload.nodes * ranks // gpus)}x{gpus}, or {ranks} GPUs per node (--gpu {ranks})"
         )
 
 
 def on_cluster(workload: Workload, gpus: Optional[int] = None) -> Workload:
-    """Return the workload with the GPUs to request from a scheduler. gpus: per node, from the
-    scheduler's options.
+    """Return the workload with the GPUs to request. gpus: per node, from the scheduler's options.
 
-    Raises LaunchError if no option names the hardware of several ranks, or if the hardware does not
-    fit them.
+    Raises LaunchError if no option names the hardware of several ranks, or if it does not fit them.
     """
     ranks, gpu = workload.ranks_per_node, workload.gpu if gpus is None else gpus
     if gpu is None and workload.device == "cuda":

@@ -2,8 +2,7 @@
 
     python -m launch.schedule kubernetes|slurm|cron --cron "0 * * * *" [flags] -- experiment=... key=value
 
-The job is `retrain` unless --verb names another verb. It is composed and validated as in the TorchX
-components.
+The job is `retrain` unless --verb names another verb.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from dataclasses import dataclass
 from typing import Optional
 
 from launch.cron import parse_cron
-from launch.indexed_job import job_spec, metadata, queue_label
 from launch.kubernetes import headless_service
 from launch.kubernetes_options import KubernetesOptions
-from launch.kubernetes_pod import JOB_NAME, labels_of, pod_template
+from launch.kubernetes_pod import JOB_NAME, job_spec, metadata, pod_template
 from launch.manifest import given, of_kind, patched, to_yaml
 from launch.options import main_of, option, parse_job
 from launch.targets import Target, register, registered
@@ -33,8 +31,6 @@ START_WITHIN_S = (10, 5940)
 
 @dataclass(frozen=True)
 class CronJobOptions(KubernetesOptions):
-    """Options of a CronJob in addition to those of its Jobs."""
-
     time_zone: Optional[str] = option(None, "time zone of the expression, such as Europe/Berlin; "
                                             "default: the control plane's, often UTC")  # fmt: skip
     concurrency: str = option("Forbid", "Forbid: a run waits for the previous run; Replace: it ends the previous run")
@@ -61,10 +57,7 @@ class CronJobOptions(KubernetesOptions):
 
 
 def render_cronjob(workload: Workload, cron: str, options: CronJobOptions) -> str:
-    """Return YAML for `kubectl apply -f -`.
-
-    Raises LaunchError for what Kubernetes or the job does not support.
-    """
+    """Return YAML for `kubectl apply -f -`. Raises LaunchError."""
     many = workload.nodes > 1
     head = f"{JOB_NAME}-0.{workload.name}" if many else "localhost"
     template = pod_template(workload, options, head, workload.name if many else "")
@@ -76,7 +69,7 @@ def render_cronjob(workload: Workload, cron: str, options: CronJobOptions) -> st
         "successfulJobsHistoryLimit": options.keep_succeeded,
         "failedJobsHistoryLimit": options.keep_failed,
         "jobTemplate": {
-            "metadata": {"labels": {**labels_of(workload, options), **queue_label(options)}},
+            "metadata": {"labels": metadata(workload, options, queued=True)["labels"]},
             "spec": job_spec(workload, options, template),
         },
     }
@@ -104,9 +97,7 @@ class Tick:
 
 
 def schedule(target: str, argv: list[str]) -> str:
-    """Return the text for the words after the target. --help and errors end the process as in every
-    verb.
-    """
+    """Return the text for the words after the target. --help and errors end the process."""
     kind = registered("schedule")[target].options
     parser = argparse.ArgumentParser(
         prog=f"python -m launch.schedule {target}", allow_abbrev=False,

@@ -1,5 +1,4 @@
-"""Render a Workload as a batch script for Slurm: one agent per node starts the ranks; exit codes
-decide on requeues.
+"""Render a Workload as a batch script for Slurm: one agent per node starts the ranks.
 
 `torchx run -s slurm` submits this script, and `python -m launch.render slurm` prints it.
 """
@@ -16,8 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Optional
 
 from launch import slurm_jobs
-from launch.network import NetworkOptions
-from launch.options import option
+from launch.options import NetworkOptions, option
 from launch.resources import CORES_A_RANK, PRESETS, on_cluster
 from launch.workload import Workload
 from pipeline.runtime.errors import LaunchError
@@ -44,10 +42,7 @@ _SIGNAL = re.compile(r"(?:(?:SIG)?TERM@)?(\d+)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class SlurmOptions(NetworkOptions):
-    """Options of sbatch in addition to the shape of the job.
-
-    Raises LaunchError for values that sbatch or the script refuse.
-    """
+    """Options of sbatch in addition to the job's shape. Raises LaunchError for refused values."""
 
     partition: Optional[str] = option(None, "partition to run in")
     account: Optional[str] = option(None, "account that is charged")
@@ -86,18 +81,14 @@ class SlurmOptions(NetworkOptions):
 
 
 def render_sbatch(workload: Workload, options: SlurmOptions) -> str:
-    """Return the complete script, which `sbatch` can run.
-
-    Raises LaunchError for a job that could not make progress.
-    """
+    """Return the complete script. Raises LaunchError for a job that could not make progress."""
     if workload.is_elastic:
         options = _a_task_a_node(workload, options)
     elif workload.tasks > 1:
         every = f"0-{workload.tasks - 1}"
         if (options.array or every).partition("%")[0] != every:
             raise LaunchError(
-                f"array={options.array}, but num_shards={workload.tasks} has the tasks {every}: "
-                "remove array, or give "
+                f"array={options.array}, but num_shards={workload.tasks} has the tasks {every}: remove array, or give "
                 f"{every}%8 for eight at once"
             )
         options = replace(options, array=options.array or every)
@@ -105,9 +96,8 @@ def render_sbatch(workload: Workload, options: SlurmOptions) -> str:
     _check_time(workload, options)
     if options.array and workload.steps and not workload.is_elastic:
         raise LaunchError(
-            f"array={options.array}: every task would train in the run folder of "
-            f"{workload.steps}; give each task a separate folder, for instance "
-            "'run_dir=\"runs/task${oc.env:SLURM_ARRAY_TASK_ID,0}\"'"
+            f"array={options.array}: every task would train in the run folder of {workload.steps}; give each task a "
+            "separate folder, for instance 'run_dir=\"runs/task${oc.env:SLURM_ARRAY_TASK_ID,0}\"'"
         )
     parts = [
         "#!/bin/bash\n" + "\n".join(f"#SBATCH {line}" for line in sbatch_lines(workload, options)),
@@ -122,8 +112,7 @@ def render_sbatch(workload: Workload, options: SlurmOptions) -> str:
 def _a_task_a_node(workload: Workload, options: SlurmOptions) -> SlurmOptions:
     """Return options with an array of one task per node.
 
-    Slurm does not return a lost node to a job, but restarts a task of an array when there is a node
-    for it.
+    Slurm does not return a lost node to a job, but restarts a task of an array.
     """
     if options.array is not None:
         raise LaunchError(
@@ -135,10 +124,7 @@ def _a_task_a_node(workload: Workload, options: SlurmOptions) -> SlurmOptions:
 
 
 def placed(workload: Workload, options: SlurmOptions) -> Workload:
-    """Return the workload with the requested GPUs and cores of a node.
-
-    Raises LaunchError if they do not fit its ranks.
-    """
+    """Return the workload with the requested GPUs and cores of a node. Raises LaunchError."""
     asked = _own_resources(options)
     cards = asked.cards(1 if workload.is_elastic else workload.nodes)
     workload = on_cluster(workload, sum(number for _, number in cards) if cards else None)
@@ -227,7 +213,7 @@ def _signal_s(workload: Workload, options: SlurmOptions) -> int:
 
 
 def _check_time(workload: Workload, options: SlurmOptions) -> None:
-    """Raise LaunchError if the signal would come at once, because the job would be requeued without
+    """Raise LaunchError if the signal would come at once: the job would be requeued without
     progress.
     """
     limit_s, lead_s = limit_seconds(options.time), _signal_s(workload, options)
@@ -239,9 +225,8 @@ def _check_time(workload: Workload, options: SlurmOptions) -> None:
 
 
 def limit_seconds(time: Optional[str]) -> Optional[int]:
-    """Return the seconds of a time limit of sbatch, or None for no limit.
-
-    Formats: minutes, minutes:seconds, h:mm:ss, days-hours[:mm[:ss]].
+    """Return the seconds of a time limit of sbatch (m, m:ss, h:mm:ss, d-h[:mm[:ss]]); None: no
+    limit.
     """
     if time is None or not time[0].isdigit():
         return None
@@ -335,9 +320,8 @@ def _folded(words: list[str]) -> str:
 
 
 def _ending(workload: Workload, options: SlurmOptions) -> str:
-    """Requeue the job if a restart helps.
-
-    A job that is being cancelled, requeued or preempted is not changed.
+    """Requeue the job if a restart helps. A job that is being cancelled or preempted is not
+    changed.
     """
     if not options.requeue:
         return 'echo "the ranks ended with code $code"\nexit $code'
@@ -366,9 +350,7 @@ exit $code"""
 
 
 def _after_sigterm(workload: Workload) -> str:
-    """Count a start that was stopped before it saved anything as a failure, because the next start
-    may not get further.
-    """
+    """Count a start that was stopped before it saved anything as a failure."""
     again = f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {MAX_REQUEUES} ]'
     if not workload.steps:
         return f"        {REQUEUE}) {again} && again=yes ;;"

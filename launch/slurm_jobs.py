@@ -1,8 +1,7 @@
 """Submit, query, cancel and list jobs by Slurm's commands.
 
-slurmctld is queried first, so accounting is optional. If accounting is on, sacct knows jobs that
-slurmctld has forgotten (after MinJobAge, five minutes by default). If Slurm refuses a command,
-LaunchError quotes its message.
+slurmctld is queried first, so accounting is optional. sacct knows jobs that slurmctld has
+forgotten (after MinJobAge, five minutes by default). LaunchError quotes Slurm's refusal.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def find_job(job_id: str) -> Optional[SlurmJob]:
     """Return the job, or None if neither slurmctld nor accounting knows it."""
     if not re.fullmatch(r"\d+(_\d+)?", job_id):  # 14_3: task 3 of an array
         raise LaunchError(f"{job_id} is not the number of a Slurm job or of an array's task; `squeue --me` lists yours")
-    tasks = {task.job_id: task for task in _in_queue(job_id)}
+    tasks = {task.job_id: task for task in (_queued(job_id, shown) for shown in _shown(job_id) if "JobState" in shown)}
     # slurmctld forgets tasks one by one
     if not tasks or (any("_" in task for task in tasks) and "_" not in job_id):
         ended = (task for task in _accounted(["--jobs", job_id]) if not tasks or "[" not in task.job_id)
@@ -63,9 +62,8 @@ def _whole(job_id: str, tasks: list[SlurmJob]) -> Optional[SlurmJob]:
 
 def list_jobs() -> list[SlurmJob]:
     """Return this user's jobs, the newest first."""
-    queued = _ask(["squeue", "--me", "--noheader", "--states=all", f"--format={FIELDS}"])
-    jobs = {job.job_id: job for job in _parsed(queued)}
-    jobs = {job.job_id: job for job in _accounted([])} | jobs
+    queued = _parsed(_ask(["squeue", "--me", "--noheader", "--states=all", f"--format={FIELDS}"]))
+    jobs = {job.job_id: job for job in [*_accounted([]), *queued]}
     return sorted(jobs.values(), key=lambda job: int(re.match(r"\d*", job.job_id)[0] or 0), reverse=True)  # type: ignore[index]
 
 
@@ -79,10 +77,7 @@ def output_paths(job_id: str) -> list[str]:
 
 
 def gives_cores_by_gpu(partition: Optional[str]) -> bool:
-    """Return whether a job in the partition (None: the default) gets cores by its GPUs.
-
-    False without Slurm.
-    """
+    """Return whether a job in the partition (None: the default) gets cores by its GPUs."""
     if shutil.which("scontrol") is None:
         return False
     config, partitions = (_run(["scontrol", "show", what, "--oneliner"]).stdout for what in ("config", "partition"))
@@ -95,11 +90,6 @@ def gives_cores_by_gpu(partition: Optional[str]) -> bool:
     return any("DefCpuPerGPU=" in line for line in [config, *lines])
 
 
-def _in_queue(job_id: str) -> list[SlurmJob]:
-    """Return the job, or each task of an array; empty if slurmctld does not know it."""
-    return [_queued(job_id, shown) for shown in _shown(job_id) if "JobState" in shown]
-
-
 def _queued(job_id: str, shown: dict[str, str]) -> SlurmJob:
     task = f"{shown['ArrayJobId']}_{shown['ArrayTaskId']}" if "ArrayTaskId" in shown else job_id
     reason = shown.get("Reason", "").replace("None", "")
@@ -109,9 +99,7 @@ def _queued(job_id: str, shown: dict[str, str]) -> SlurmJob:
 
 
 def _shown(job_id: str) -> list[dict[str, str]]:
-    """Return slurmctld's fields of a job, or of each task of an array; empty if it does not know
-    the job.
-    """
+    """Return slurmctld's fields of a job, or of each task of an array; empty if it is unknown."""
     words = ["scontrol", "show", "job", "--oneliner", job_id]
     done = _run(words)
     if done.returncode and "Invalid job id" not in done.stderr:
@@ -123,14 +111,11 @@ def _shown(job_id: str) -> list[dict[str, str]]:
 
 
 def _accounted(flags: list[str]) -> list[SlurmJob]:
-    """Return the jobs in accounting.
-
-    Empty if the cluster has no accounting, because sacct then fails or prints a message.
-    """
+    """Return the jobs in accounting; empty if the cluster has no accounting."""
     done = _run(
         ["sacct", "--allocations", "--noheader", "--parsable2", "--starttime=now-30days", "--format=JobID,State,JobName,NodeList", *flags]
     )  # fmt: skip
-    return list(_parsed(done.stdout)) if done.returncode == 0 else []
+    return _parsed(done.stdout) if done.returncode == 0 else []
 
 
 def _parsed(text: str) -> list[SlurmJob]:

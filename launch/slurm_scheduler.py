@@ -1,9 +1,7 @@
-"""Implement TorchX's scheduler `slurm` (an entry point): run, status, log, cancel and list for our
-Slurm job.
+"""Implement TorchX's scheduler `slurm` (an entry point) for our Slurm job.
 
-For our components it submits what launch.slurm renders, instead of TorchX's heterogeneous job, and
-needs no accounting. Other components (dist.ddp, ...) are submitted as TorchX does it. docs/adr/0011
-explains why.
+It submits what launch.slurm renders and needs no accounting. Other components (dist.ddp, ...) are
+submitted as TorchX does it. docs/adr/0011 explains why.
 """
 
 from __future__ import annotations
@@ -128,9 +126,7 @@ class SlurmScheduler(TorchXSlurmScheduler):
         self, app_id: str, role_name: str, k: int = 0, regex: Optional[str] = None, since: Optional[datetime] = None,
         until: Optional[datetime] = None, should_tail: bool = False, streams: Optional[Stream] = None,
     ) -> Iterable[str]:  # fmt: skip
-        """Return the lines of the job's file, or of an array's tasks: script, agents and rank 0,
-        over all requeues.
-        """
+        """Return the lines of the job's file or of its tasks, over all requeues."""
         paths = slurm_jobs.output_paths(app_id) or outputs_nearby(app_id)
         if not paths:
             # A job that this package did not submit, or an old job.
@@ -142,10 +138,7 @@ class SlurmScheduler(TorchXSlurmScheduler):
         return filter_regex(regex, lines) if regex else lines
 
     def _pieces(self, app_id: str, path: str, should_tail: bool) -> Iterator[str]:
-        """Return the text of the file.
-
-        With should_tail also return later text, until the job has ended.
-        """
+        """Return the text of the file. With should_tail wait for more until the job has ended."""
         while should_tail and not os.path.exists(path) and not self._has_ended(app_id):
             time.sleep(POLL_S)
         if not os.path.exists(path):
@@ -189,11 +182,9 @@ def unsealed(value: str) -> str:
 
 
 def copy_sources(folder: str, target: str) -> None:
-    """Copy the files that git tracks in `folder`; without git copy all except what .torchxignore
-    lists. Links stay links.
+    """Copy the files that git tracks; without git all except what .torchxignore lists.
 
-    Raises:
-        LaunchError: `target` exists.
+    Links stay links. Raises LaunchError if `target` exists.
     """
     if os.path.lexists(target):
         raise LaunchError(f"job_dir={target} exists already; give a new folder")
@@ -212,9 +203,7 @@ def copy_sources(folder: str, target: str) -> None:
 
 
 def _check_output(output: str, folder: str) -> None:
-    """Raise LaunchError if the folder of the output does not exist, because Slurm would fail the
-    job without a message.
-    """
+    """Raise LaunchError if the output's folder does not exist: Slurm would fail without a message."""
     where = os.path.join(folder, os.path.dirname(output))
     if "%" not in where and not os.path.isdir(where):
         raise LaunchError(
@@ -223,9 +212,7 @@ def _check_output(output: str, folder: str) -> None:
 
 
 def outputs_nearby(app_id: str) -> list[str]:
-    """Return the output file of a job that Slurm has forgotten, or the files of an array's
-    tasks.
-    """
+    """Return the output files of a job that Slurm has forgotten."""
     folders = [".", *filter(None, [_get_job_dirs().get(app_id)])]
     names = (f"*-{app_id}.out", f"*-{app_id}_[0-9]*.out")
     return [

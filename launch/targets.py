@@ -1,7 +1,6 @@
 """Register what launch renders: kinds of Kubernetes objects, targets of chains and of schedules.
 
-The core registers Slurm and Kubernetes; launch/extras registers the rest. The core finds
-launch/extras by its name and works without the folder.
+The core finds launch/extras, which registers more, by its name and works without the folder.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ EXTRAS = "launch.extras"
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of objects on Kubernetes: how to render a workload, and the effect of exit code
-    REQUEUE and of an eviction.
-
-    again: empty if the kind ignores exit codes.
+    """A kind of objects on Kubernetes. again: the effect of exit code REQUEUE; empty if it is
+    ignored.
     """
 
     render: Callable[[Any, Any], list[dict[str, Any]]]
@@ -44,9 +41,7 @@ def register(place: str, name: str, target: Kind | Target) -> None:
 
 
 def registered(place: str) -> Mapping[str, Any]:
-    """Return name -> Kind (place "kind") or Target ("chain", "schedule"), including those of the
-    extras.
-    """
+    """Return name -> Kind (place "kind") or Target ("chain", "schedule"), with those of the extras."""
     importlib.import_module("launch.kubernetes")
     if importlib.util.find_spec(EXTRAS):
         importlib.import_module(EXTRAS)

@@ -1,8 +1,4 @@
-"""Extend TorchX's commands (entry points) with one-line errors.
-
-TorchX prints a traceback if a scheduler refuses, if the user presses Ctrl-C, or if a job does not
-exist. LOGLEVEL=DEBUG still shows it.
-"""
+"""Extend TorchX's commands (entry points) with one-line errors instead of tracebacks."""
 
 from __future__ import annotations
 
@@ -89,9 +85,7 @@ class Cancel(CmdCancel):
 
 
 def _check_keys(scheduler: str, typed: str) -> None:
-    """Raise LaunchError for a -cfg key that the scheduler does not have, because TorchX ignores
-    such keys.
-    """
+    """Raise LaunchError for an unknown -cfg key, which TorchX ignores."""
     with get_runner() as runner:
         known = [name for name, _ in runner.scheduler_run_opts(scheduler)]
     for word in re.findall(r"(?:^|[,;])([\w-]+)=", typed):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Optional
 
 from launch.options import option
-from launch.resources import asked_host, on_hardware, parse_elastic_shape, parse_shape, threads_per_rank, with_hardware
+from launch.resources import asked_host, on_hardware, parse_elastic_shape, parse_shape, with_hardware
 from pipeline.cli.command_line import (
     check_geometry,
     check_world_sizes,
@@ -51,9 +51,7 @@ RESUMABLE = ("prepare", "train", "retrain", "predict")  # verbs that keep their 
 
 @dataclass(frozen=True)
 class Mount:
-    """A mount.
-
-    `source` is a path of the host (bind, device) or a volume's name; `target` is a path in the
+    """A mount. `source`: a path of the host (bind, device) or a volume's name; `target`: in the
     container.
     """
 
@@ -82,8 +80,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a node runs: one process (a verb without ranks), or one agent that starts
-    `ranks_per_node` ranks.
+    """What a node runs: one process, or one agent that starts `ranks_per_node` ranks.
 
     cpu, gpu and mem_mb are per node. 0 cores, 0 MB or None: not specified, so the place decides.
     """
@@ -125,67 +122,46 @@ class Workload:
 
     @property
     def is_elastic(self) -> bool:
-        """Return whether nodes may leave and join.
-
-        They then connect through a folder, and no node is special.
-        """
+        """Return whether nodes may leave and join. They then connect through a folder."""
         return self.min_nodes > 0
 
     def argv(self, host: str = "localhost", job_id: str = "none") -> list[str]:
-        """Return the command with the head node and the scheduler's job id filled in as
-        plain text.
-        """
+        """Return the command with the head node and the scheduler's job id filled in."""
         known = {ENDPOINT: f"{host}:{self.port}", JOB_ID: job_id}
         return [known.get(word, word) for word in self.command]
 
     def shell_words(self, host: str = "localhost", job_id: str = "none", port: Optional[str] = None) -> list[str]:
-        """Return the command's words, quoted for a shell.
-
-        host, job_id, port: shell text that the shell expands, such as `$head`. All other words
-        arrive as they were typed.
+        """Return the command's words, quoted for a shell, except host, job_id and port: the shell
+        expands these.
         """
         known = {ENDPOINT: f'"{host}:{self.port if port is None else port}"', JOB_ID: f'"{job_id}"'}
         return [known.get(word) or shlex.quote(word) for word in self.command]
 
     def shell_line(self, host: str = "localhost", job_id: str = "none") -> str:
-        """Return shell_words() as one line."""
         return " ".join(self.shell_words(host, job_id))
 
     @property
     def port(self) -> int:
-        """Return the rendezvous port.
-
-        On a single node it is 0, a free port, so that jobs can share a machine.
-        """
+        """Return the rendezvous port; 0, a free port, on a single node, so that jobs can share it."""
         return RDZV_PORT if self.nodes > 1 else 0
 
     @property
     def is_resumable(self) -> bool:
-        """Return whether the same command continues after a SIGTERM.
-
-        An evaluation restarts from its beginning.
-        """
+        """Return whether the same command continues after a SIGTERM."""
         return self.verb in RESUMABLE
 
     def threads(self, default_cpu: int) -> int:
-        """Return OMP_NUM_THREADS of a rank. default_cpu: cores per node if the job does not specify
-        them.
-        """
-        return threads_per_rank(self.cpu or default_cpu, self.ranks_per_node)
+        """Return OMP_NUM_THREADS, an equal share of the cores: torch would take all in every rank."""
+        return max(1, (self.cpu or default_cpu) // self.ranks_per_node)
 
     def whole_env(self, default_cpu: int, more: Optional[dict[str, str]] = None) -> dict[str, str]:
-        """Return the job's environment, with `more` variables of the place and each rank's number
-        of threads.
-        """
+        """Return the job's environment, with `more` variables and each rank's number of threads."""
         ranks = {"OMP_NUM_THREADS": str(self.threads(default_cpu)), "LOGLEVEL": "WARNING"}
         return {**(ranks if self.is_distributed else {}), **(more or {}), **self.env}
 
 
 def _validate_here(job: TrainJob) -> None:
-    """Raises UserError.
-
-    If the data set is not on this machine, the message says how to skip this check.
-    """
+    """Raise UserError. Without the data set, the message says how to skip this check."""
     try:
         validate_train(job)
     except TrainingError as error:
@@ -207,35 +183,27 @@ def _validate_unseen(job: TrainJob) -> None:
 
 
 def train(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
-    validate: Callable[[TrainJob], None] = _validate_here if check_data else _validate_unseen
     words = with_hardware(words, where)
     least, nodes, ranks = parse_elastic_shape(where.j)
     where = replace(where, j=f"{nodes}x{ranks}")
-    if least < nodes:
-        validate = _for_each_size([number * ranks for number in range(least, nodes + 1)], validate)
+
+    def validate(job: TrainJob) -> None:
+        if least < nodes:
+            check_world_sizes(job, [number * ranks for number in range(least, nodes + 1)])
+        (_validate_here if check_data else _validate_unseen)(job)
+
     job = parse_command_line(TrainJob, doc, _as_composed_by_ranks(words, where), validate)
     made = _ranks("train", words, where, job.name, f"{job.run_dir}/logs", job.trainer.grace_s)
     if least < nodes:
         made = _elastic(made, least, f"{job.run_dir}/{MEETINGS}")
     # Each task of an array has a separate run folder, whose name is only known when the task runs.
     varies = any("oc.env:" in word for word in words)
-    return on_hardware(replace(made, steps="" if varies else _local_steps(job)), where, job.hardware)
-
-
-def _for_each_size(world_sizes: list[int], validate: Callable[[TrainJob], None]) -> Callable[[TrainJob], None]:
-    """Extend `validate`: check that the run may continue with each of these numbers of ranks."""
-
-    def validate_all(job: TrainJob) -> None:
-        check_world_sizes(job, world_sizes)
-        validate(job)
-
-    return validate_all
+    steps = job.checkpoint.folder or f"{job.run_dir}/checkpoints"
+    return on_hardware(replace(made, steps="" if varies or "://" in steps else steps), where, job.hardware)
 
 
 def _elastic(workload: Workload, least: int, folder: str) -> Workload:
-    """Let the agents connect through the run folder, which all nodes see, so that no single node is
-    needed.
-    """
+    """Let the agents connect through the run folder, so that no single node is needed."""
     meets = {
         "--rdzv-endpoint": folder,
         "--nnodes": f"{least}:{workload.nodes}",
@@ -257,10 +225,7 @@ def evaluate(doc: Optional[str], words: list[str], where: Where, check_data: boo
 
 
 def prepare(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
-    """Prepare in one process.
-
-    With engine=ray the nodes form a Ray cluster, and the verb runs on the first node.
-    """
+    """Prepare in one process, or with engine=ray on a Ray cluster of the nodes."""
     job = parse_command_line(PrepareJob, doc, words)
     name = f"prepare-{job.data.name}"
     if job.engine != "ray":
@@ -295,9 +260,7 @@ TASK_NUMBER = "${oc.env:SLURM_ARRAY_TASK_ID,${oc.env:JOB_COMPLETION_INDEX,0}}"
 
 
 def predict(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
-    """Predict in one process, or with num_shards=N in an array of N processes, each with
-    one shard.
-    """
+    """Predict in one process, or with num_shards=N in an array of N processes."""
     job = parse_command_line(PredictJob, doc, words)
     if job.num_shards > 1:
         if any(word.partition("=")[0] == "shard" for word in words):
@@ -309,14 +272,13 @@ def predict(doc: Optional[str], words: list[str], where: Where, check_data: bool
 
 
 def check_one_task(workload: Workload, what: str) -> None:
-    """Raise LaunchError for an array, or for nodes that leave and join, if `what` does not support
-    them.
+    """Raise LaunchError for an array, or for nodes that leave and join, which `what` does not
+    support.
     """
     if workload.is_elastic:
         raise LaunchError(
             f"-j {workload.shape}: with {what} a lost node does not return; give -j "
-            f"{workload.nodes}x{workload.ranks_per_node}, or use Slurm, or Kubernetes with --kind "
-            "job"
+            f"{workload.nodes}x{workload.ranks_per_node}, or use Slurm, or Kubernetes with --kind job"
         )
     if workload.tasks > 1:
         raise LaunchError(
@@ -340,14 +302,9 @@ def check_nodes(doc: Optional[str], words: list[str], where: Where, check_data: 
     return replace(made, device=device, hardware=f"backend={job.backend}")
 
 
-def _local_steps(job: TrainJob) -> str:
-    folder = job.checkpoint.folder or f"{job.run_dir}/checkpoints"
-    return "" if "://" in folder else folder
-
-
 def serve(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
-    """Run a server that listens on all interfaces, and keeps answering while load balancers notice
-    that it will stop.
+    """Run a server on all interfaces. It keeps answering while load balancers notice that it will
+    stop.
     """
     given = {word.partition("=")[0] for word in words}
     defaults = {"server.host": "0.0.0.0", "server.shutdown_delay_s": "5"}
@@ -371,9 +328,7 @@ SERVICES = {"serve": serve}  # verbs that run until they are stopped
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a chain: its name, and the stages that must have ended successfully before it
-    starts.
-    """
+    """A stage of a chain, and the stages that must have ended successfully before it starts."""
 
     name: str
     workload: Workload
@@ -381,18 +336,14 @@ class Stage:
 
     @property
     def is_service(self) -> bool:
-        """Return whether the stage runs until it is stopped, so that no stage can wait for
-        its end.
-        """
+        """Return whether the stage runs until it is stopped, so that no stage can wait for its end."""
         return self.workload.verb in SERVICES
 
 
 def make_workload(
     verb: str, doc: Optional[str], overrides: Iterable[str], where: Where, check_data: bool = True
 ) -> Workload:
-    """Return the workload of a verb's command line.
-
-    A user's error is one line with exit code 2, and nothing is submitted.
+    """Return the workload of a verb's command line. A user's error ends the process in one line.
 
     check_data: validate the job with its data (a data set, a run folder) from this machine.
     """
@@ -402,8 +353,8 @@ def make_workload(
 
 
 def check_env(env: dict[str, str]) -> None:
-    """Raise LaunchError for a credential, because these values are written into scripts, manifests
-    and their logs.
+    """Raise LaunchError for a credential, because these values are written into scripts and
+    manifests.
     """
     for name, value in env.items():
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
@@ -417,7 +368,7 @@ def check_env(env: dict[str, str]) -> None:
 
 
 def parse_mounts(text: Optional[str]) -> list[Mount]:
-    """Parse mounts in TorchX's format: 'type=bind,src=/data,dst=/data,readonly', several joined by
+    """Parse mounts in TorchX's format: type=bind,src=/data,dst=/data,readonly; several joined by
     commas.
     """
     found: list[dict[str, str]] = []
@@ -442,9 +393,7 @@ def parse_mounts(text: Optional[str]) -> list[Mount]:
 
 
 def _as_composed_by_ranks(words: list[str], where: Where) -> list[str]:
-    """Return the overrides with the launcher's world size. Raises LaunchError if they set
-    another.
-    """
+    """Return the overrides with the launcher's world size. Raise LaunchError for another one."""
     nodes, ranks = parse_shape(where.j)
     for word in words:
         name, _, value = word.partition("=")
@@ -488,15 +437,10 @@ def _placed(workload: Workload, where: Where) -> Workload:
 
 
 def _python(where: Where) -> str:
-    """Return the command `python`.
-
-    An image has one; otherwise the job runs in this environment, activated or not.
-    """
+    """Return `python` for an image; otherwise this Python, whose environment may not be activated."""
     return "python" if where.image else sys.executable
 
 
 def _app_name(name: str) -> str:
-    """Return lower-case letters, digits and dashes, at most 50 characters, which every scheduler
-    accepts.
-    """
+    """Return lower-case letters, digits and dashes, at most 50, which every scheduler accepts."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower())[:50].strip("-") or "job"

@@ -14,8 +14,7 @@ from pipeline.cli.generate import generate
 from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.data.prepare.run import prepare
-from pipeline.serving.artifact.export import export
-from pipeline.serving.artifact.summary import ExportSummary
+from pipeline.serving.artifact.export import ExportSummary, export
 from tests.support import (
     examples,  # noqa: F401  # its profile holds for all tests
     forks,

@@ -1,8 +1,4 @@
-"""Render a chain as a DAG of Airflow: one task per stage, run by Slurm (sbatch --wait) or on the
-worker.
-
-The file needs Airflow 2 or 3 and its standard provider. Parsing it imports nothing of this package.
-"""
+"""Render a chain as a DAG of Airflow 2 or 3: a task per stage, run by Slurm or on the worker."""
 
 from __future__ import annotations
 
@@ -49,8 +45,6 @@ TASK = """    tasks[{name}] = BashOperator(
 
 @dataclass(frozen=True)
 class AirflowOptions(SlurmOptions):
-    """Options of a DAG in addition to those of sbatch."""
-
     by: str = option("slurm", "slurm: the worker submits and waits; worker: the stages run on the worker itself")
     cron: Optional[str] = option(None, 'when it runs: "0 * * * *", or @daily, ...; default: by hand')
     folder: str = option("", "working folder of the stages on the worker; Airflow's folder is temporary")
@@ -67,10 +61,7 @@ class AirflowOptions(SlurmOptions):
 
 
 def render_dag(name: str, stages: list[Stage], options: AirflowOptions) -> str:
-    """Return a Python file for Airflow's dags folder.
-
-    Raises LaunchError for what a worker cannot run.
-    """
+    """Return a Python file for Airflow's dags folder. Raises LaunchError."""
     title = f"{name}: {' -> '.join(stage.name for stage in stages)}"
     head = HEAD.format(title=title, title_text=json.dumps(title), dag_id=json.dumps(name), schedule=repr(options.cron))
     tasks = [_task(stage, options) for stage in stages]

@@ -1,7 +1,5 @@
 """Render a chain as a Workflow of Argo: a pod per stage, a JobSet for several nodes, a Deployment
-for a server.
-
-Each submission (kubectl create, argo submit) has a separate name, and so have its pods and JobSets.
+to serve.
 """
 
 from __future__ import annotations
@@ -10,10 +8,9 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from launch.indexed_job import STAYS_SO
 from launch.kubernetes import render_jobset
 from launch.kubernetes_options import KubernetesOptions
-from launch.kubernetes_pod import labels_of, pod_template
+from launch.kubernetes_pod import STAYS_SO, labels_of, pod_template
 from launch.kubernetes_serving import ServingOptions, serving_objects
 from launch.manifest import given, to_yaml
 from launch.targets import Target, register
@@ -35,10 +32,7 @@ NOT_OF_A_STEP = (
 
 
 def render_workflow(name: str, stages: list[Stage], options: KubernetesOptions) -> str:
-    """Return YAML for `kubectl create -f -`.
-
-    Raises LaunchError for what Kubernetes or Argo does not support.
-    """
+    """Return YAML for `kubectl create -f -`. Raises LaunchError."""
     if options.kind != "job" or options.attempt or options.owner or options.patch:
         raise LaunchError("a Workflow has one template per stage; remove --kind, --attempt, --owner and --patch")
     templates: list[dict[str, Any]] = []

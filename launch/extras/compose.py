@@ -1,5 +1,4 @@
-"""Render a chain for one host as a file of Docker Compose: stages in sequence, an S3 storage, a
-registry, and a server.
+"""Render a chain for one host as a file of Docker Compose, with an S3 storage.
 
 Credentials of the storage come from the environment or an .env file. The file has none.
 """
@@ -25,8 +24,6 @@ KEY = {
 
 @dataclass(frozen=True)
 class ComposeOptions:
-    """Options of one host in addition to the stages."""
-
     bucket: str = option("pipeline", "bucket to create in the storage: s3://BUCKET/...")
     storage_image: str = option("minio/minio:RELEASE.2025-04-22T22-12-26Z", "image of a storage with the S3 protocol")
     client_image: str = option("minio/mc:RELEASE.2025-04-16T18-13-26Z", "image that creates the bucket")
@@ -38,10 +35,7 @@ class ComposeOptions:
 
 
 def render_compose(name: str, stages: list[Stage], options: ComposeOptions) -> str:
-    """Return YAML for `docker compose up`.
-
-    Raises LaunchError for a stage without an image or on several nodes.
-    """
+    """Return YAML for `docker compose up`. Raises LaunchError."""
     services: dict[str, Any] = {STORAGE: _storage(options), BUCKET: _bucket(options)}
     for stage in stages:
         if stage.name in services:

@@ -1,5 +1,4 @@
-"""Render a Workload and a cron expression as a line for crontab (with folder, lock and log file) or
-Slurm's scrontab.
+"""Render a Workload as a line for crontab (with folder, lock and log file) or Slurm's scrontab.
 
 Slurm submits the next run of a line when the previous run has ended, so two never run at once.
 """
@@ -23,10 +22,6 @@ LONGEST_COMMAND = 998  # the limit of Vixie cron and Debian's cron
 
 @dataclass(frozen=True)
 class CrontabOptions:
-    """Options of a crontab line in addition to the command. cron itself has no folder, log
-    or lock.
-    """
-
     folder: Optional[str] = option(None, "working folder; default: the current folder")
     log: Optional[str] = option(None, "file to append the output to; default: logs/<name>.log in the folder")
 
@@ -73,16 +68,11 @@ NOT_OF_A_TICK = ("--requeue", "--no-requeue")  # the next run follows a run that
 
 @dataclass(frozen=True)
 class ScrontabOptions(SlurmOptions):
-    """Options of scrontab in addition to those of sbatch."""
-
     folder: Optional[str] = option(None, "working folder on every node; default: the current folder")
 
 
 def render_scrontab(workload: Workload, cron: str, options: ScrontabOptions) -> str:
-    """Return a comment, #SCRON lines and a line of the crontab.
-
-    Raises LaunchError for what they cannot express.
-    """
+    """Return a comment, #SCRON lines and a line of the crontab. Raises LaunchError."""
     workload, folder = placed(workload, options), os.path.abspath(options.folder or ".")
     wanted = [*sbatch_lines(workload, options), f"--chdir={folder}"]
     lines = [line for line in wanted if line not in NOT_OF_A_TICK]

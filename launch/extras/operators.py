@@ -1,12 +1,9 @@
-"""Render a Workload for operators of Kubernetes: a Volcano Job, a Kubeflow TrainJob or PyTorchJob,
-a KubeRay RayJob.
+"""Render a Workload for operators of Kubernetes: Volcano, Kubeflow (TrainJob, PyTorchJob), KubeRay.
 
-Volcano starts all pods of a job or none; `torchx run -s kubernetes` submits its Job. A task is a
-node, as in TorchX, so that TorchX's status and log find it. A TrainJob (Trainer v2) has a separate
-runtime. Its pods are those of a JobSet and connect and end as in a JobSet. A PyTorchJob (Training
-Operator v1) has a master and workers, which the operator numbers, and ignores exit codes. A RayJob
-prepares data with engine=ray: the verb runs on a head, and KubeRay sets the command of the workers
-(rayjob_types.go, raycluster_types.go).
+Volcano starts all pods of a job or none. A task is a node, as in TorchX, so that TorchX's status
+and log find it. A TrainJob has a separate runtime, whose pods are those of a JobSet. A PyTorchJob
+has a master and workers, which the operator numbers, and ignores exit codes. A RayJob prepares
+data with engine=ray; KubeRay sets the command of the workers.
 """
 
 from __future__ import annotations
@@ -15,9 +12,8 @@ import shlex
 from dataclasses import replace
 from typing import Any
 
-from launch.indexed_job import NODES, jobset_spec, metadata
 from launch.kubernetes_options import KubernetesOptions
-from launch.kubernetes_pod import CONTAINER, pod_template
+from launch.kubernetes_pod import CONTAINER, NODES, jobset_spec, metadata, pod_template
 from launch.manifest import check_letter_first, given, of_kind
 from launch.targets import START_AGAIN, Kind, register
 from launch.workload import Workload, check_one_task
@@ -54,7 +50,7 @@ def volcano_job(workload: Workload, options: KubernetesOptions) -> dict[str, Any
 
 
 def longest_name(verb: str, nodes: int) -> int:
-    """Return the longest name that leaves space for the host name of the last pod,
+    """Return the longest name that leaves space for the last pod's host name,
     <name>-<verb>-<node>-0.
     """
     return LONGEST_HOST_NAME - len(f"-{verb}-{nodes - 1}-0")
@@ -70,10 +66,7 @@ def _task(workload: Workload, options: KubernetesOptions, node: int) -> dict[str
 
 
 def _policies(workload: Workload) -> list[dict[str, Any]]:
-    """Return what Volcano does for each exit code of the agents.
-
-    The first match counts. All pods restart together.
-    """
+    """Return what Volcano does for each exit code of the agents. The first match counts."""
     return [
         *({"exitCode": code, "action": "TerminateJob"} for code in sorted(FINAL - {REQUEUE})),
         {"exitCode": REQUEUE, "action": "RestartJob"},
@@ -90,10 +83,7 @@ PYTORCH_CONTAINER, PYTORCH_PORT, NODE_RANK = "pytorch", "pytorchjob-port", "$(RA
 
 
 def train_job(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]:
-    """Return a TrainingRuntime and the TrainJob that runs it once.
-
-    Raises LaunchError for what Kubernetes does not support.
-    """
+    """Return a TrainingRuntime and the TrainJob that runs it once. Raises LaunchError."""
     check_letter_first(workload.name, "Kubeflow")
     template = jobset_spec(workload, replace(options, deadline_s=0))
     (nodes,) = template["replicatedJobs"]
@@ -186,9 +176,7 @@ def _workers(workload: Workload, options: KubernetesOptions) -> list[dict[str, A
 
 
 def _template(workload: Workload, options: KubernetesOptions, name: str) -> dict[str, Any]:
-    """Return the template of a pod without the fields that KubeRay sets: the command and the
-    restart policy.
-    """
+    """Return a pod's template without the command and restart policy, which KubeRay sets."""
     template = pod_template(workload, options, "localhost")
     pod = template["spec"]
     container = pod["containers"][0]

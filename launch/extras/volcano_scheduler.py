@@ -1,8 +1,7 @@
-"""Implement TorchX's scheduler `kubernetes` (an entry point): run, status, log, cancel and list for
-our Volcano Job.
+"""Implement TorchX's scheduler `kubernetes` (an entry point) for our Volcano Job.
 
-For our components it submits what `python -m launch.render kubernetes --kind volcano` prints. Other
-components (dist.ddp, ...) are submitted as TorchX does it. docs/adr/0012 explains why.
+It submits what `python -m launch.render kubernetes --kind volcano` prints. Other components are
+submitted as TorchX does it. docs/adr/0012 explains why.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ class KubernetesScheduler(TorchXKubernetesScheduler):
         return opts
 
     def build_workspace_and_update_role(self, role: Role, workspace: str, cfg: Any) -> None:
-        """Add the working folder to the image only if the image can be pushed, because the image
-        contains the wheel.
+        """Add the working folder only to an image that can be pushed.
 
         TorchX asks the docker daemon for every run, even for --dryrun.
         """
@@ -88,7 +86,13 @@ class KubernetesScheduler(TorchXKubernetesScheduler):
             try:
                 config.load_kube_config()
             except config.ConfigException as error:
-                _load_as_in_a_pod(error)
+                try:
+                    config.load_incluster_config()
+                except config.ConfigException:
+                    raise LaunchError(
+                        f"no cluster is configured: {str(error).rstrip('.')}; set KUBECONFIG, or print a manifest: "
+                        "python -m launch.render kubernetes --kind volcano"
+                    ) from None
             self._client = client.ApiClient()
         return self._client
 
@@ -111,20 +115,11 @@ class KubernetesScheduler(TorchXKubernetesScheduler):
         found = api.list_namespaced_custom_object(
             group="batch.volcano.sh", version="v1alpha1", namespace=namespace, plural="jobs", timeout_seconds=30
         )
-        return [ListAppResponse(f"{namespace}:{each['metadata']['name']}", _state(each)) for each in found["items"]]
-
-
-def _load_as_in_a_pod(error: Exception) -> None:
-    from kubernetes import config
-
-    try:
-        config.load_incluster_config()
-    except config.ConfigException:
-        raise LaunchError(
-            f"no cluster is configured: {str(error).rstrip('.')}; set KUBECONFIG, or print a "
-            "manifest: "
-            "python -m launch.render kubernetes --kind volcano"
-        ) from None
+        phases = [each.get("status", {}).get("state", {}).get("phase") for each in found["items"]]  # None: not seen yet
+        return [
+            ListAppResponse(f"{namespace}:{each['metadata']['name']}", JOB_STATE.get(phase, AppState.UNKNOWN))
+            for each, phase in zip(found["items"], phases, strict=True)
+        ]
 
 
 def _own_namespace() -> str:
@@ -136,12 +131,6 @@ def _own_namespace() -> str:
     except config.ConfigException:  # inside a pod
         return "default"
     return str(context["context"].get("namespace", "default"))
-
-
-def _state(job: dict[str, Any]) -> AppState:
-    """Return the state. A job that Volcano has not seen yet has no status."""
-    phase = job.get("status", {}).get("state", {}).get("phase")
-    return JOB_STATE.get(phase, AppState.UNKNOWN)
 
 
 def create_scheduler(

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.devices.philox import fill_normal, fill_uniform
-from pipeline.runtime.storage.unpack import unpack_zlib
+from pipeline.runtime.storage.storage import unpack_zlib
 
 NORMAL, UNIFORM = "normal", "uniform"
 LOW = 0xFFFFFFFF

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pipeline.cli.verb import verb
 from pipeline.config.jobs.evaluate import EvaluateJob
-from pipeline.runtime.process.garbage import none_while_importing
+from pipeline.runtime.process.processes import none_while_importing
 from pipeline.training.run_state import load_trained_job
 from pipeline.training.summary import EvaluateSummary, describe_evaluation
 

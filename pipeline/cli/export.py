@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from pipeline.cli.verb import verb
 from pipeline.config.jobs.evaluate import ExportJob
-from pipeline.serving.artifact.export import export
-from pipeline.serving.artifact.summary import describe
+from pipeline.serving.artifact.export import describe, export
 
 main = verb("export", ExportJob, describe=describe, handles_sigterm=True, runs_kernels=True)(export)

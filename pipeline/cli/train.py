@@ -10,7 +10,7 @@ from __future__ import annotations
 from pipeline.cli.command_line import validate_train
 from pipeline.cli.verb import verb
 from pipeline.config.jobs.train import TrainJob
-from pipeline.runtime.process.garbage import none_while_importing
+from pipeline.runtime.process.processes import none_while_importing
 from pipeline.training.run_state import describe_saved
 from pipeline.training.summary import TrainSummary, describe
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pipeline.config.registry import find
 from pipeline.config.serving import DENSE_PRECISIONS, ParityConfig, PruningConfig, check_precisions
 from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, check_within
-from pipeline.runtime.process.priority import PRIORITIES
+from pipeline.runtime.process.processes import PRIORITIES
 
 WINDOW_KINDS = ("partitions", "timestamps")
 LATE_POLICIES = ("skip", "use")

@@ -19,7 +19,7 @@ from pipeline.config.columns import LabelConfig
 from pipeline.runtime.errors import DataError, did_you_mean
 from pipeline.runtime.shell_words import command
 from pipeline.runtime.storage import storage
-from pipeline.runtime.storage.names import name_problem
+from pipeline.runtime.storage.manifest import name_problem
 
 FILE_NAME = "dataset.json"
 FORMAT_VERSION = 1

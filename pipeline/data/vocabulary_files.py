@@ -8,8 +8,8 @@ from pipeline.data.dataset import FILE_NAME, SparseFeature
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
-from pipeline.runtime.storage.names import path_below
-from pipeline.runtime.storage.stamps import Stamp, stamp_of
+from pipeline.runtime.storage.manifest import path_below
+from pipeline.runtime.storage.storage import Stamp, stamp_of
 
 FIX = "copy it again, or prepare the data set again"
 _intact: set[tuple[str, Stamp, str]] = set()  # files that this process has read whole

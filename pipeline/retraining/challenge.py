@@ -25,7 +25,7 @@ from pipeline.retraining.window_runner import WindowFiles, WindowRunner
 from pipeline.retraining.windows import Window, file_name
 from pipeline.runtime.errors import DamagedError, LimitError, RetrainingError, UserError
 from pipeline.runtime.logs import get_logger
-from pipeline.serving.artifact.summary import ExportSummary
+from pipeline.serving.artifact.export import ExportSummary
 from pipeline.training.step_sync import NonFiniteLossError
 
 logger = get_logger("pipeline.retrain")

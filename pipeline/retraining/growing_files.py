@@ -11,7 +11,7 @@ import duckdb
 from fsspec import AbstractFileSystem
 
 from pipeline.data.raw.source import SourceChangedError, digest_of_samples
-from pipeline.runtime.storage.stamps import stamp_of
+from pipeline.runtime.storage.storage import stamp_of
 
 SCHEME = "wholelines://"
 PIECE_BYTES = 1 << 16

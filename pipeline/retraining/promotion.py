@@ -25,8 +25,7 @@ from pipeline.retraining.registry import ARTIFACT, Pointer, Registry, RegistryEr
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import signature, storage
 from pipeline.runtime.storage.lease import Lease, RunFolderHeldError, take_lease
-from pipeline.runtime.storage.manifest import MANIFEST, read_sealed
-from pipeline.runtime.storage.names import path_below
+from pipeline.runtime.storage.manifest import MANIFEST, path_below, read_sealed
 from pipeline.runtime.storage.signature import Purpose
 
 CONFIG = "config.yaml"

@@ -45,9 +45,8 @@ from pipeline.runtime.errors import CheckpointError, DataError, RetrainingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process import watchdog
 from pipeline.runtime.storage import storage
-from pipeline.serving.artifact.export import export
+from pipeline.serving.artifact.export import ExportSummary, export
 from pipeline.serving.artifact.plan import default_output
-from pipeline.serving.artifact.summary import ExportSummary
 
 NOT_TRAINING = ("run_dir", "source", "follow", "stream", "publishing", "registry", "windows", "checks", "gate", "max_catchup", "retry", "strict",
                 "memory_limit_gb", "threads", "world_size", "profile", "paths", "logger")  # fmt: skip

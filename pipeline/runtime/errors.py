@@ -11,8 +11,7 @@ class UserError(ValueError):
     """An error that a user can fix. A verb prints it in one line and ends with exit code 2.
 
     The text says what is wrong, with numbers, and then how to fix it. `code` names the class for
-    programs and tests. Every other exception is a bug of this codebase or of a library: it keeps
-    its traceback and ends with exit code 1.
+    programs. Every other exception is a bug: it keeps its traceback and ends with exit code 1.
     """
 
     code = "user"
@@ -47,9 +46,7 @@ class ShardingError(UserError):
 
 
 class TierError(ShardingError):
-    """Rows of a table on an SSD cannot be read or written, or a table has too few slots for a
-    batch.
-    """
+    """Rows of a table on an SSD cannot be read or written, or a table has too few slots."""
 
     code = "tiers"
 
@@ -93,9 +90,7 @@ class DamagedError(CheckpointError):
 
 
 class ForeignFileError(DamagedError):
-    """A file of a checkpoint step was written by another save, step or rank, although its checksum
-    may match.
-    """
+    """A file of a checkpoint step was written by another save, step or rank."""
 
     code = "foreign_file"
 
@@ -113,11 +108,9 @@ def did_you_mean(name: str, choices: Collection[str]) -> str:
 
 
 def nearest(name: str, choices: Collection[str], least_alike: float = 0.5) -> str:
-    """Return the choice most similar to `name`, if at least this share of letters matches;
-    otherwise an empty string.
+    """Return the choice most similar to `name`, if at least this share of letters matches; else "".
 
-    A choice that starts with `name` comes before all other choices: h100 means h100_80gb, although
-    h200 shares more letters.
+    A choice that starts with `name` comes first: h100 means h100_80gb, although h200 shares more letters.
     """
     begun = [choice for choice in choices if name and choice.startswith(name)]
     near = difflib.get_close_matches(name, begun or list(choices), n=1, cutoff=0.0 if begun else least_alike)
@@ -172,9 +165,7 @@ def check_above(field: str, value: float, floor: float) -> None:
 
 
 def check_below_one(field: str, value: float) -> None:
-    """Raise ConfigError unless 0 <= `value` < 1, which is the range of decay rates of running
-    means.
-    """
+    """Raise ConfigError unless 0 <= `value` < 1, the range of decay rates of running means."""
     check_finite(field, value)
     if not 0.0 <= value < 1.0:
         raise ConfigError(f"{field}={value} must be at least 0 and below 1")

@@ -1,7 +1,4 @@
-"""Report how much memory this host has and how much is free.
-
-Limits of containers and of Slurm count.
-"""
+"""Report how much memory this host has and how much is free. Limits of containers and Slurm count."""
 
 from __future__ import annotations
 
@@ -13,9 +10,7 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def host_memory_bytes() -> int:
-    """Return the memory of this host, or the lowest limit of the container, of this process's
-    cgroups and of the Slurm job.
-    """
+    """Return the memory of this host, or the lowest limit of its cgroups and of the Slurm job."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([total, *_cgroup_limits(), *_slurm_limits()])
 
@@ -23,8 +18,7 @@ def host_memory_bytes() -> int:
 def _cgroup_limits() -> list[int]:
     """Return the limits of this process's cgroups and their parents.
 
-    Slurm and systemd give a job a cgroup without a separate namespace. /proc/self/cgroup has lines
-    `0::/path` (version 2) and `4:memory:/path` (version 1).
+    /proc/self/cgroup has lines `0::/path` (version 2) and `4:memory:/path` (version 1).
     """
     files = [CGROUPS / "memory.max", CGROUPS / "memory" / "memory.limit_in_bytes"]
     for line in OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.exists() else []:
@@ -38,10 +32,7 @@ def _cgroup_limits() -> list[int]:
 
 
 def _slurm_limits() -> list[int]:
-    """Return the limits of the Slurm job on this node, in bytes.
-
-    Slurm's value 0 asks for all memory and is no limit.
-    """
+    """Return the limits of the Slurm job on this node, in bytes. Slurm's value 0 is no limit."""
     node, cpu = (os.environ.get(f"SLURM_MEM_PER_{part}", "") for part in ("NODE", "CPU"))
     cpus = os.environ.get("SLURM_CPUS_ON_NODE", "")
     limits = [int(node)] if node.isdigit() else [int(cpu) * int(cpus)] if cpu.isdigit() and cpus.isdigit() else []
@@ -49,9 +40,7 @@ def _slurm_limits() -> list[int]:
 
 
 def free_host_bytes(used_bytes: int) -> int:
-    """Return how much more memory processes can get on this host, if the caller's ranks here use
-    `used_bytes`.
-    """
+    """Return how much more memory this host has, if the caller's ranks here use `used_bytes`."""
     import psutil
 
     return min(int(psutil.virtual_memory().available), host_memory_bytes() - used_bytes)

@@ -13,10 +13,9 @@ Kind = TypeVar("Kind")
 
 
 def checked(values: object, kind: type[Kind], source: str) -> Kind:
-    """Return the values as a `kind`, a dataclass for example; unknown keys are left out.
+    """Return the values as a `kind`, such as a dataclass; unknown keys are left out.
 
-    Raises:
-        DamagedError: a value is missing or has another type; names `source` and the key.
+    Raises DamagedError for a missing value or another type; it names `source` and the key.
     """
     try:
         return msgspec.convert(values, kind)
@@ -25,8 +24,8 @@ def checked(values: object, kind: type[Kind], source: str) -> Kind:
 
 
 def finite(value: object) -> object:
-    """Return the value with None instead of every number that is not finite, also in nested dicts,
-    lists and tuples.
+    """Return the value with None for every number that is not finite, also in nested dicts and
+    lists.
     """
     if isinstance(value, dict):
         return {name: finite(inner) for name, inner in value.items()}

@@ -10,16 +10,85 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
-from pipeline.runtime.event_files import EventFiles
 from pipeline.runtime.json_values import finite
 from pipeline.runtime.masking import for_log, mask
 from pipeline.runtime.process.processes import ELASTIC_JOB
 from pipeline.runtime.storage import storage
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+SYSTEM = {
+    "samples_per_s", "samples_per_cpu_s", "input_stall_percent", "comms_percent", "peak_memory_gb", "num_skipped_steps",
+    "num_bad_rows", "embedding_syncs", "embedding_sync_bytes", "embedding_sync_s",
+    "tier_stall_percent", "tier_hit_percent", "tier_row_hit_percent", "tier_read_mb_per_step", "tier_written_mb_per_step",
+}  # fmt: skip
+LEARNING_RATE = "lr_"
+COMPARED = "validation"  # the kind of line that HParams are written with
+
+
+def tag_of(name: str) -> str:
+    """Return the tag of a number of metrics.jsonl, which begins with TensorBoard's group."""
+    if name in SYSTEM:
+        return f"system/{name}"
+    if name.startswith(LEARNING_RATE):
+        return f"learning_rate/{name.removeprefix(LEARNING_RATE)}"
+    return name if "/" in name else f"quality/{name}"  # metrics of several labels, such as label/ne
+
+
+class EventFiles:
+    """Write a folder of TensorBoard's event files for each kind of line; the first line opens it.
+
+    TensorBoard shows a folder as a run, and runs with the same tag in one chart, so training and
+    validation are two folders. config: dotted key -> value, shown as text and, with validation, as
+    HParams.
+    """
+
+    def __init__(self, folder: str, after_step: int, config: Mapping[str, object]) -> None:
+        import torch.utils.tensorboard  # noqa: F401  # costs a second; here, for what is imported may draw random numbers
+
+        self.folder, self._config, self._after_step = folder, config, after_step
+        self._writers: dict[str, SummaryWriter] = {}
+
+    def write(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        writer = self._writers.get(kind) or self._begin(kind, values)
+        for name, value in values.items():
+            writer.add_scalar(tag_of(name), value, step)
+
+    def _begin(self, kind: str, values: Mapping[str, float]) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        purge_step = self._after_step + 1 if self._after_step else None
+        writer = SummaryWriter(storage.join(self.folder, kind), purge_step=purge_step)
+        self._writers[kind] = writer
+        if self._config and kind == COMPARED:
+            told = {key: _plain(value) for key, value in self._config.items()}
+            assert writer.file_writer is not None
+            for summary in hparams(told, {tag_of(name): value for name, value in values.items()}):
+                writer.file_writer.add_summary(summary)
+        elif self._config:
+            writer.add_text("config", "\n".join(f"    {key}: {_plain(value)}" for key, value in self._config.items()))
+        return writer
+
+    def close(self, after_step: int | None = None) -> None:
+        """Close the files. after_step: the run continues there; TensorBoard drops later numbers."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers = {}
+        self._after_step = self._after_step if after_step is None else after_step
+
+
+def _plain(value: object) -> bool | int | float | str:
+    return value if isinstance(value, (bool, int, float)) else mask(str(value))
+
 
 PLAIN_LINE_EVERY_S = 5.0  # without a terminal a bar becomes a line from time to time
 
@@ -45,10 +114,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 class _StderrHandler(logging.StreamHandler):
-    """Write to the current sys.stderr.
-
-    A progress bar replaces sys.stderr, so that it stays below the lines.
-    """
+    """Write to the current sys.stderr, which a progress bar replaces."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -61,16 +127,12 @@ class _DropNoise(logging.Filter):
 
 
 def attempt() -> str:
-    """Return which start of the job this is, from the scheduler's requeues and the agent's
-    restarts; 0.0 for the first.
-    """
+    """Return which start of the job this is, from requeues and the agent's restarts; first: 0.0."""
     return ".".join(os.environ.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
 
 
 def job_id() -> str:
-    """Return the scheduler's or the launcher's name of the job; empty for a process that was
-    started by hand.
-    """
+    """Return the scheduler's or the launcher's name of the job; empty without one."""
     return next(filter(None, map(os.environ.get, (ELASTIC_JOB, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"))), "")
 
 
@@ -80,10 +142,7 @@ def fields(**values: object) -> dict[str, dict[str, object]]:
 
 
 class _JsonFormatter(logging.Formatter):
-    """Write one JSON object per line, for log collectors.
-
-    The line's fields() are next to its message.
-    """
+    """Write one JSON object per line; the line's fields() are next to its message."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -115,8 +174,6 @@ def _full_formatter(rank: int) -> logging.Formatter:
 def configure_logging(rank: int = 0, log_format: str = "text") -> None:
     """Log from INFO on rank 0, and from WARNING with the rank on other ranks.
 
-    Libraries log only what asks for an action.
-
     log_format: text, full (with date, zone, level, job, attempt and rank) or json.
     """
     handler = _StderrHandler()
@@ -127,7 +184,10 @@ def configure_logging(rank: int = 0, log_format: str = "text") -> None:
     handler.addFilter(_DropNoise())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("pipeline").setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    silence_libraries()
+    for message in NOISY_WARNINGS:
+        warnings.filterwarnings("ignore", message=f".*{message}.*")
+    for name in NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @contextmanager
@@ -149,16 +209,9 @@ def log_file(path: str | None) -> Iterator[None]:
         handler.close()
 
 
-def silence_libraries() -> None:
-    """Suppress the libraries' messages about their internals. Call it before importing them."""
-    for message in NOISY_WARNINGS:
-        warnings.filterwarnings("ignore", message=f".*{message}.*")
-    for name in NOISY_LOGGERS:
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
-class Progress(Protocol):
-    def advance(self, count: float) -> None: ...
+@dataclass(frozen=True)
+class Progress:
+    advance: Callable[[float], object]
 
 
 class _PlainProgress:
@@ -184,31 +237,16 @@ class _PlainProgress:
             print(f"{self._description}:{share} after {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
-class _BarProgress:
-    def __init__(self, bar: Any, task: Any) -> None:
-        self._bar, self._task = bar, task
-
-    def advance(self, count: float) -> None:
-        self._bar.advance(self._task, count)
-
-
-class _NoProgress:
-    def advance(self, count: float) -> None:
-        pass
-
-
 @contextmanager
 def progress(description: str, total: float | None = None, visible: bool = True) -> Iterator[Progress]:
-    """Show a progress bar on stderr if it is a terminal, otherwise a line from time to time;
-    nothing unless `visible`.
-    """
+    """Show a progress bar on a terminal, otherwise a line from time to time."""
     if not visible:
-        yield _NoProgress()
+        yield Progress(lambda count: None)
         return
     if not sys.stderr.isatty():
         plain = _PlainProgress(description, total)
         try:
-            yield plain
+            yield Progress(plain.advance)
         finally:
             plain.close()
         return
@@ -218,7 +256,7 @@ def progress(description: str, total: float | None = None, visible: bool = True)
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with RichProgress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-        yield _BarProgress(bar, bar.add_task(description, total=total))
+        yield Progress(partial(bar.advance, bar.add_task(description, total=total)))
 
 
 def to_json(values: Any, indent: int | None = None) -> str:
@@ -233,10 +271,9 @@ class Mirror(Protocol):
 
 
 class MetricsWriter:
-    """Append one JSON object per line to metrics.jsonl, and the same numbers to TensorBoard if
-    configured. Only rank 0 writes.
+    """Append one JSON object per line to metrics.jsonl, and to TensorBoard if configured.
 
-    A resumed run drops the lines after the step it resumes from, so that every step has one line.
+    Only rank 0 writes. A resumed run drops the lines after the step it resumes from.
     config: by dotted key, for TensorBoard.
     """
 
@@ -293,10 +330,7 @@ class MetricsWriter:
 
 
 def _lines_up_to(path: str, step: int) -> list[str]:
-    """Return the complete lines of steps up to `step`.
-
-    A full disk or a power loss leaves a partial line, which is dropped.
-    """
+    """Return the complete lines of steps up to `step`. A full disk may leave a partial line."""
     if not storage.exists(path):
         return []
     lines = storage.read_text(path).splitlines()

@@ -1,8 +1,8 @@
-"""Remove from printed and saved text what must not appear there: credentials and control characters (stdlib only).
+"""Remove credentials and control characters from printed and saved text (stdlib only).
 
-`mask` hides the user and password of a URL, the signing parameters of its query, the values of environment
-variables whose names say that they are secret, and the texts given to `hide`. `printable` and `one_line` escape
-the characters by which a name in somebody's data could move the cursor, forge a line or reverse the text.
+`mask` hides the user and password of a URL, the signing parameters of its query, secret environment
+variables and the texts given to `hide`. `printable` and `one_line` escape the characters by which a
+name in somebody's data could move the cursor, forge a line or reverse the text.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def without_hidden(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def find_secret(values: Any, key: str = "") -> str:
-    """Return the dotted key of a text in nested dicts and lists that holds a credential; empty if there is none.
+    """Return the dotted key of a text in nested values that holds a credential; empty if none does.
 
     Texts given to `hide` do not count: they are masked when they are saved.
     """

@@ -1,9 +1,7 @@
-"""Let FBGEMM's CUDA build load on a host without NVIDIA's driver, such as a login node or a laptop.
+"""Let FBGEMM's CUDA build load on a host without NVIDIA's driver, such as a login node.
 
-A library of FBGEMM links libnvidia-ml.so.1, which only the driver installs, to find out how GPUs
-are connected. Without it `import fbgemm_gpu` fails, although preparing, planning, exporting and
-serving need no GPU. This module then loads a library of the same name, whose functions return the
-error that NVML itself returns without a driver.
+FBGEMM links libnvidia-ml.so.1, which only the driver installs. This module loads a library of that
+name whose functions return the error that NVML returns without a driver.
 """
 
 from __future__ import annotations
@@ -28,10 +26,7 @@ MACHINES = {
 
 
 class BeforeFbgemm:
-    """Load the stub before fbgemm_gpu is imported.
-
-    Python asks this finder of modules, which never finds a module.
-    """
+    """Load the stub before fbgemm_gpu is imported: a finder of modules that finds none."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
         if name == "fbgemm_gpu":
@@ -61,11 +56,9 @@ def load_stub_without_driver() -> bool:
 
 
 def stub(machine: str) -> bytes:
-    """Return a shared library in ELF's format (`man 5 elf`) with LIBRARY's name and FUNCTIONS that
-    all return an error.
+    """Return a shared library in ELF's format (`man 5 elf`) whose FUNCTIONS all return an error.
 
-    It is assembled here because a host may have no compiler. It has two segments: one is read and
-    executed, the other is the dynamic section, which the loader also writes to.
+    A host may have no compiler. One segment is read and executed, the other is the dynamic section.
     """
     elf_machine, code = MACHINES[machine]
     names = b"\0" + b"".join(name.encode() + b"\0" for name in (LIBRARY, *FUNCTIONS))

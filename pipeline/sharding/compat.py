@@ -212,7 +212,7 @@ PRIVATE_NAMES: list[PrivateName] = [
     _call("torch.distributed.checkpoint.filesystem:FileSystemReader", "checkpoint/tensors.py checkpoint/metadata.py", "_slice_file",
           "self file sinfo"),
     *_names("torch.distributed.checkpoint.metadata", "checkpoint/metadata_pickle.py", "_MEM_FORMAT_ENCODING"),
-    *_names("torch._subclasses.fake_tensor", "checkpoint/archives.py extras/step_time/recorded_layers.py serving/scoring/program_sizes.py",
+    *_names("torch._subclasses.fake_tensor", "checkpoint/archives.py extras/step_time/recorded_layers.py serving/scoring/program_graph.py",
             "FakeTensorMode"),
     *_names("torch.utils._python_dispatch", "extras/step_time/recorded_layers.py", "TorchDispatchMode"),
     *_names("torch.nn:Module", "extras/step_time/recorded_layers.py", "_parameters", "_buffers"),

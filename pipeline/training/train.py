@@ -32,9 +32,8 @@ from pipeline.planner.resolved_job import ResolvedJob
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.logs import MetricsWriter, get_logger, log_file
 from pipeline.runtime.process import watchdog
-from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.runtime.process.distributed import DistributedContext, take_run_folder
 from pipeline.runtime.process.exit_codes import INTERRUPTED, REQUEUE
-from pipeline.runtime.storage.run_folder import take_run_folder
 from pipeline.runtime.storage.signature import requiring, signing
 from pipeline.sharding.compat import allow_untested_versions
 from pipeline.sharding.torchrec.table_init import initialize_tables

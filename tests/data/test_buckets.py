@@ -24,8 +24,8 @@ from pipeline.data.raw.dense_transforms import bucket_numbers
 from pipeline.data.read.value_index import index_values
 from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.serving.artifact.raw_schema import RawFeature, schema_of
-from pipeline.serving.scoring.column_lists import ColumnLists
 from pipeline.serving.scoring.raw_rows import RowEncoder
+from pipeline.serving.scoring.scorer import ColumnLists
 from tests.data.criteo_rows import read_split
 from tests.support.messages import names
 

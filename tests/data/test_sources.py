@@ -22,8 +22,8 @@ from pipeline.data.raw.layout import Layout, check_columns
 from pipeline.data.raw.source import TextReader, find_sources
 from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.serving.artifact.raw_schema import schema_of
-from pipeline.serving.scoring.column_lists import ColumnLists
 from pipeline.serving.scoring.raw_rows import RowEncoder
+from pipeline.serving.scoring.scorer import ColumnLists
 from pipeline.serving.scoring.scorer import schema_of as schema_of_columns
 from tests.data.sources import COLUMNS, TRAIN_ALONE, prepare_rows, rows_of, write_lines
 from tests.support.messages import mentions, names

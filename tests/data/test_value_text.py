@@ -21,7 +21,7 @@ from pipeline.data.prepare.run import prepare
 from pipeline.data.raw.value_text import to_text, value_to_text
 from pipeline.runtime.errors import DataError
 from pipeline.serving.http.request_rows import ARROW_TYPE, JSON_TYPE, RequestReader
-from pipeline.serving.scoring.column_lists import as_table
+from pipeline.serving.scoring.scorer import as_table
 from tests.support.messages import names
 
 VALUES = [3.0, -0.0, 12345678901.0, 9007199254740991.0, 2.5, 0.1, 1e20, None, True, "3.0", 7]

@@ -15,9 +15,8 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.config.model import LayersConfig
 from pipeline.config.registry import components
 from pipeline.data.prepare.run import prepare
-from pipeline.serving.scoring.column_lists import ColumnLists
 from pipeline.serving.scoring.predictor import Predictor
-from pipeline.serving.scoring.scorer import schema_of
+from pipeline.serving.scoring.scorer import ColumnLists, schema_of
 from pipeline.training.evaluate import evaluate
 from pipeline.training.train import train
 from tests.models.every_model import CLICK_MODELS, REFUSED

@@ -29,8 +29,8 @@ from pipeline.extras.runs.folder import open_run
 from pipeline.extras.runs.listing import as_text
 from pipeline.retraining.gate import Scores, judge
 from pipeline.retraining.scoring import score
-from pipeline.serving.artifact.summary import ExportSummary
-from pipeline.serving.artifact.summary import describe as describe_export
+from pipeline.serving.artifact.export import ExportSummary
+from pipeline.serving.artifact.export import describe as describe_export
 from pipeline.serving.http.app import _answer
 from pipeline.serving.http.batching import Scores as BatchScores
 from pipeline.serving.http.openapi import openapi_page

@@ -25,15 +25,14 @@ from pipeline.config.serving import LimitsConfig
 from pipeline.data.prepare.run import prepare
 from pipeline.data.read.value_index import index_values
 from pipeline.extras.retrieval.retriever import Retriever
+from pipeline.serving.artifact.export import ExportSummary
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
-from pipeline.serving.artifact.summary import ExportSummary
 from pipeline.serving.http.openapi import openapi_page
 from pipeline.serving.http.request_rows import JSON_TYPE, RequestReader
-from pipeline.serving.scoring.column_lists import ColumnLists
 from pipeline.serving.scoring.predict import predict
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.serving.scoring.raw_rows import RowEncoder
-from pipeline.serving.scoring.scorer import schema_of
+from pipeline.serving.scoring.scorer import ColumnLists, schema_of
 from pipeline.training.evaluate import evaluate
 from pipeline.training.train import train
 from tests.serving.exports import assert_raw_rows_are_prepared_rows, raw_blocks, run_export

@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from torchx.specs.file_linter import validate
 from launch import components
 from launch.render import main as render_main
 from launch.render import render
-from launch.resources import CLOUD_HOSTS, Host, asked_host, named_host, parse_shape, this_host, threads_per_rank
+from launch.resources import CLOUD_HOSTS, Host, asked_host, named_host, parse_shape, this_host
+from launch.workload import Workload
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import PredictJob
 from pipeline.config.jobs.train import TrainJob
@@ -197,7 +199,8 @@ def test_shapes_and_threads() -> None:
     assert parse_shape("2x8") == (2, 8) and parse_shape("4") == (1, 4)
     given = asked_host(16, 2, 1000, None)
     assert (given.cpu, given.gpu, given.mem_mb) == (16, 2, 1000)
-    assert threads_per_rank(given.cpu, 4) == 4 and threads_per_rank(given.cpu, 100) == 1
+    shared = Workload("train", "shared", 1, 4, [], cpu=given.cpu)
+    assert shared.threads(1) == 4 and replace(shared, ranks_per_node=100).threads(1) == 1
     assert asked_host(4, None, None, "h100_80gb_x8") == Host(cpu=4, gpu=8, mem_mb=1_642_000)
     assert asked_host(None, None, None, "gpu.small").cpu == 8  # TorchX's own
     with pytest.raises(ValueError, match=names("h100_80gb_x8")):

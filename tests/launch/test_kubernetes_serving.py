@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from launch.render import render
-from pipeline.serving.http.metrics import ServerMetrics
+from pipeline.serving.http.batching import ServerMetrics
 from tests.launch.manifests import NAME, _against_releases, as_pod, assert_valid, read
 from tests.support.messages import mentions
 

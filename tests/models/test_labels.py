@@ -24,7 +24,7 @@ from pipeline.models.tasks.labels import LabelsTask
 from pipeline.models.tasks.task import TaskModel, make_task
 from pipeline.runtime.errors import ConfigError
 from pipeline.serving.artifact.dense_export import export_layers, program_bytes, take_collection
-from pipeline.serving.artifact.served_tasks import ServedTask, scores_of
+from pipeline.serving.artifact.task_quality import ServedTask, scores_of
 from pipeline.serving.scoring.dense_program import load_program
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer

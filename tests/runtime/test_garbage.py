@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pipeline.runtime.process.garbage import none_while_importing
+from pipeline.runtime.process.processes import none_while_importing
 
 
 def test_nothing_is_collected_while_importing_and_what_was_imported_never_again() -> None:
@@ -38,7 +38,7 @@ def test_an_import_that_fails_leaves_the_collector_on() -> None:
 def test_a_process_that_loaded_duckdb_while_importing_ends_without_a_word() -> None:
     """nanobind reports what it calls leaks: 48 lines at the end of each tick of retrain."""
     code = (
-        "from pipeline.runtime.process.garbage import none_while_importing\n"
+        "from pipeline.runtime.process.processes import none_while_importing\n"
         "with none_while_importing():\n    import duckdb\n"
         "connection = duckdb.connect()\nconnection.execute('select 1').fetchall()\nconnection.close()\n"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.runtime.errors import DamagedError
-from pipeline.runtime.storage.names import path_below
+from pipeline.runtime.storage.manifest import path_below
 from tests.support.messages import names
 
 

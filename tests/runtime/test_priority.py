@@ -11,7 +11,7 @@ import pytest
 
 LOOK = """
 import json, os, sys, threading
-from pipeline.runtime.process.priority import lower_priority
+from pipeline.runtime.process.processes import lower_priority
 
 def state(thread):
     return os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread) - before

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import Std
 
-from pipeline.runtime.process.rank_logs import DAY_S, RankLogs, old_starts, remove_starts
+from pipeline.runtime.process.agent import DAY_S, RankLogs, old_starts, remove_starts
 
 HOST = socket.gethostname().partition(".")[0]
 
@@ -57,7 +57,7 @@ def test_starts_that_are_old_and_not_among_the_newest_are_removed(
     assert old_starts(str(tmp_path), kept=2, days=0.5) == [starts[1], starts[0]]
     assert old_starts(str(tmp_path), kept=0, days=2.5) == [starts[0]]
     assert old_starts(str(tmp_path / "nowhere")) == [] == old_starts(str(tmp_path))
-    monkeypatch.setattr("pipeline.runtime.process.rank_logs.old_starts", lambda base: starts[:3])
+    monkeypatch.setattr("pipeline.runtime.process.agent.old_starts", lambda base: starts[:3])
     (newest,) = _start(tmp_path, range(1))
     assert sorted(str(path) for path in tmp_path.iterdir() if path.is_dir()) == sorted([starts[3], str(Path(newest).parents[2])])  # fmt: skip
     remove_starts([starts[3], str(Path(newest).parents[2])])

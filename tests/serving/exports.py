@@ -18,8 +18,7 @@ from pipeline.data.raw.layout import layout_of
 from pipeline.data.raw.rows import open_source, parse_block
 from pipeline.data.raw.source import find_sources
 from pipeline.data.read.reader import ShardReader
-from pipeline.serving.artifact.export import export
-from pipeline.serving.artifact.summary import ExportSummary
+from pipeline.serving.artifact.export import ExportSummary, export
 from pipeline.serving.scoring.predictor import Predictor
 
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from pipeline.config.columns import ColumnsConfig
 from pipeline.data.raw.blocks import QuarantinedRow
-from pipeline.serving.artifact.served_tasks import ServedTask
-from pipeline.serving.scoring.column_lists import Rows, as_table
+from pipeline.serving.artifact.task_quality import ServedTask
+from pipeline.serving.scoring.scorer import Rows, as_table
 
 COLUMNS = ColumnsConfig(label="label", dense=["price", "age"], sparse=["city", "device"], multi_hot=["tags"])
 REFUSED_CITY = "nowhere"

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.runtime.errors import DamagedError
+from pipeline.serving.artifact.export import ExportSummary
 from pipeline.serving.artifact.manifest import ArtifactError, TableFiles, read_manifest
-from pipeline.serving.artifact.summary import ExportSummary
 from pipeline.serving.scoring.predictor import Predictor
 from tests.serving import kill_worker
 from tests.serving.exports import run_export

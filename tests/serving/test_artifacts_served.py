@@ -23,10 +23,9 @@ from pipeline.extras.ssd_serving.lookup import SsdLookup
 from pipeline.retraining.find_artifact import find_artifact
 from pipeline.runtime.errors import DamagedError, RetrainingError, ServingError
 from pipeline.runtime.storage.signature import requiring
-from pipeline.serving.artifact.export import export
+from pipeline.serving.artifact.export import ExportSummary, export
 from pipeline.serving.artifact.manifest import ArtifactError
 from pipeline.serving.artifact.raw_schema import lookups_of
-from pipeline.serving.artifact.summary import ExportSummary
 from pipeline.serving.scoring.predict import predict
 from pipeline.serving.scoring.predictor import Predictor
 from tests.runtime.test_signature import make_keys

@@ -12,10 +12,8 @@ import pytest
 
 from pipeline.config.serving import BatchingConfig
 from pipeline.serving.http import batching
-from pipeline.serving.http.batching import Batcher
-from pipeline.serving.http.metrics import ServerMetrics
-from pipeline.serving.scoring.column_lists import ColumnLists
-from pipeline.serving.scoring.scorer import schema_of
+from pipeline.serving.http.batching import Batcher, ServerMetrics
+from pipeline.serving.scoring.scorer import ColumnLists, schema_of
 from tests.serving.servers import ROW
 from tests.serving.stand_in import COLUMNS, StandIn, score_of
 

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from pipeline.config.serving import LimitsConfig
 from pipeline.serving.http.admission import Admission, Tokens
 from pipeline.serving.http.app import CLIENT_GONE, HUNG_UP, _Watched
-from pipeline.serving.http.metrics import ServerMetrics
+from pipeline.serving.http.batching import ServerMetrics
 
 
 def test_an_answer_to_a_connection_that_was_closed_since_is_nobodys_error(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,11 +15,10 @@ from pipeline.config.serving import LimitsConfig
 from pipeline.data.read.value_index import ValueIndex, index_values
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
 from pipeline.serving.http.request_rows import ARROW_TYPE, RequestReader
-from pipeline.serving.scoring import column_ids
-from pipeline.serving.scoring.column_ids import MIN_ROWS, ColumnIds
-from pipeline.serving.scoring.column_lists import ColumnLists, concat_rows
+from pipeline.serving.scoring import feature_ids as column_ids
+from pipeline.serving.scoring.feature_ids import MIN_ROWS, ColumnIds
 from pipeline.serving.scoring.raw_rows import RowEncoder
-from pipeline.serving.scoring.scorer import schema_of
+from pipeline.serving.scoring.scorer import ColumnLists, concat_rows, schema_of
 from tests.support.examples import examples
 from tests.support.messages import mentions
 

@@ -12,10 +12,9 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import PredictJob
-from pipeline.serving.artifact.summary import ExportSummary
-from pipeline.serving.scoring.coverage import count_row_zero, unusual, warning
+from pipeline.serving.artifact.export import ExportSummary
 from pipeline.serving.scoring.predict import describe, predict
-from pipeline.serving.scoring.predictor import Predictor
+from pipeline.serving.scoring.predictor import Predictor, count_row_zero, unusual, warning
 from tests.serving.servers import running
 from tests.support.messages import mentions
 

@@ -24,7 +24,7 @@ from pipeline.data.read.reader import ShardReader
 from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact import export as recipe
 from pipeline.serving.artifact.certificate import refusal
-from pipeline.serving.artifact.summary import ExportSummary
+from pipeline.serving.artifact.export import ExportSummary
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.evaluate import evaluate
 from tests.serving.exports import run_export

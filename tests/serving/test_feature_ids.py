@@ -21,10 +21,9 @@ from pipeline.runtime.errors import DataError
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
 from pipeline.serving.http.request_rows import RequestReader
 from pipeline.serving.scoring import feature_ids
-from pipeline.serving.scoring.column_lists import ColumnLists, concat_rows
 from pipeline.serving.scoring.feature_ids import FeatureIds
 from pipeline.serving.scoring.raw_rows import RowEncoder
-from pipeline.serving.scoring.scorer import schema_of
+from pipeline.serving.scoring.scorer import ColumnLists, concat_rows, schema_of
 from tests.support.examples import examples
 from tests.support.messages import mentions
 

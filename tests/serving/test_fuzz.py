@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.config.columns import ColumnsConfig
-from pipeline.serving.artifact.summary import ExportSummary
+from pipeline.serving.artifact.export import ExportSummary
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.serving.scoring.scorer import schema_of
 from tests.serving.requests import ARROW

@@ -22,7 +22,7 @@ from torch import nn
 from pipeline.runtime.errors import DamagedError, UserError
 from pipeline.serving.artifact.dense_export import export_layers, program_bytes
 from pipeline.serving.scoring.dense_program import load_program
-from pipeline.serving.scoring.program_operators import OPERATORS, UnlistedOperatorError
+from pipeline.serving.scoring.program_graph import OPERATORS, UnlistedOperatorError
 from tests.support.messages import names
 
 MODEL = "archive/models/model.json"
@@ -129,7 +129,7 @@ def test_operators_that_are_not_listed_are_refused_by_name(content: bytes) -> No
         def edit(model: dict[str, Any], target: str = target) -> None:
             _graph(model)["nodes"][-1]["target"] = target
 
-        with pytest.raises(UnlistedOperatorError, match=names(f"{target} program_operators.py")):
+        with pytest.raises(UnlistedOperatorError, match=names(f"{target} program_graph.py")):
             load_program(_edited(content, edit), "dense.pt2")
 
 

@@ -12,8 +12,7 @@ import pytest
 from pipeline.config.jobs.evaluate import PredictJob
 from pipeline.data.raw.blocks import Source
 from pipeline.runtime.errors import ConfigError
-from pipeline.serving.scoring.predict import PredictSummary, predict
-from pipeline.serving.scoring.shards import shard_output, sources_of_shard
+from pipeline.serving.scoring.predict import PredictSummary, predict, shard_output, sources_of_shard
 from tests.serving.predictions import job_of, rows_of, write
 from tests.serving.stand_in import REFUSED_CITY, StandIn
 from tests.support.messages import names

@@ -16,10 +16,9 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare
 from pipeline.runtime.errors import ServingError, UserError
-from pipeline.serving.artifact.summary import ExportSummary
-from pipeline.serving.scoring.column_lists import ColumnLists
+from pipeline.serving.artifact.export import ExportSummary
 from pipeline.serving.scoring.predictor import Predictor
-from pipeline.serving.scoring.scorer import schema_of
+from pipeline.serving.scoring.scorer import ColumnLists, schema_of
 from tests.serving.exports import assert_raw_rows_are_prepared_rows, raw_blocks, run_export
 from tests.support.jobs import train_on_rank
 from tests.support.messages import mentions, names

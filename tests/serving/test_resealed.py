@@ -19,8 +19,8 @@ from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage.checksums import checksums_of
 from pipeline.runtime.storage.manifest import SEAL, read_sealed, seal_manifest
 from pipeline.runtime.storage.signature import Purpose, requiring, signing
+from pipeline.serving.artifact.export import ExportSummary
 from pipeline.serving.artifact.manifest import ArtifactError
-from pipeline.serving.artifact.summary import ExportSummary
 from pipeline.serving.artifact.writer import write_bytes
 from pipeline.serving.scoring.predictor import Predictor
 from tests.runtime.test_signature import make_keys

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from pipeline.runtime.errors import ServingError
-from pipeline.serving.artifact.kept_rows import KeptRows, RowMask
-from pipeline.serving.artifact.quantize import BITS, dequantize_rows, fits, quantize_rows, row_bytes
+from pipeline.serving.artifact.quantize import BITS, KeptRows, RowMask, dequantize_rows, fits, quantize_rows, row_bytes
 from pipeline.serving.scoring.lookup import RamLookup, ServedFeature, ServedTable
 from tests.support.messages import names
 

@@ -24,7 +24,7 @@ from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.devices.process_group import init_distributed
 from pipeline.runtime.errors import TrainingError
-from pipeline.runtime.storage.run_folder import take_run_folder
+from pipeline.runtime.process.distributed import take_run_folder
 from pipeline.training import summary as train_summary
 from pipeline.training import train
 from pipeline.training.evaluate import evaluate

@@ -26,7 +26,7 @@ from pipeline.data.prepare.resources import Resources
 from pipeline.data.prepare.vocabulary import open_engine
 from pipeline.data.raw.blocks import Source
 from pipeline.data.raw.layout import Layout, layout_of, with_group
-from pipeline.runtime.storage import atomic, storage
+from pipeline.runtime.storage import storage
 
 MARK = "done.json"  # the last file of a task's folder: the task's result and the sizes of its files
 Json = dict[str, object]
@@ -147,7 +147,7 @@ def finished(path: str) -> Json | None:
 
 
 def _commit_local(attempt: str, path: str, text: str) -> None:
-    atomic.finish_marked_folder(attempt, MARK, text)
+    storage.publish_text(os.path.join(attempt, MARK), text)  # the last file: all others are there
     try:
         storage.rename(attempt, path)
     except OSError:

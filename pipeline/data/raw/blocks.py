@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from pipeline.runtime.storage.stamps import Stamp
+from pipeline.runtime.storage.storage import Stamp
 
 if TYPE_CHECKING:  # layouts are read where neither library is loaded
     import numpy as np

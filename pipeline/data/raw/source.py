@@ -25,7 +25,7 @@ from pipeline.data.raw.blocks import MAX_BLOCK_ROWS, Block, Source
 from pipeline.data.raw.partitions import FOLDER, RANGE, files_below, in_range, is_data, name_of, partitions_of
 from pipeline.runtime.errors import DataError, did_you_mean
 from pipeline.runtime.storage import storage
-from pipeline.runtime.storage.stamps import Stamp, difference, stamp_of
+from pipeline.runtime.storage.storage import Stamp, difference, stamp_of
 
 MAX_LINE_BYTES = 64 << 20
 # The true probabilities of a generated source are in a file next to it, one for each row.

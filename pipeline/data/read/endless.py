@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from pipeline.runtime.errors import DamagedError
-from pipeline.runtime.storage.unpack import unpack_zlib
+from pipeline.runtime.storage.storage import unpack_zlib
 
 ENDLESS_STEPS = 1 << 40  # number of steps in an epoch of a stream
 FILE = "new_values.json.z"  # file of a step, with the content of to_bytes()

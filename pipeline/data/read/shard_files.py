@@ -13,7 +13,7 @@ from pipeline.data.dataset import FILE_NAME, GROUP_COLUMN, Dataset, ShardFile, S
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.storage import storage
-from pipeline.runtime.storage.stamps import Stamp, difference, stamp_of
+from pipeline.runtime.storage.storage import Stamp, difference, stamp_of
 
 HOW_TO_FIX = f"compare the file's checksum with {FILE_NAME}, copy it again, or remove the folder and run `python -m pipeline prepare`"
 logger = get_logger(__name__)

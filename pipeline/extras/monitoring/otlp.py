@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.logs import job_id
-from pipeline.runtime.process.processes import hostname
 
 TIMEOUT_S = 5.0  # of one request; within this time the SDK retries, then it drops the values
 METRICS_PATH = "/v1/metrics"
@@ -32,7 +32,11 @@ class OtlpGauges:
             raise ConfigError(
                 "logger.otlp_endpoint needs OpenTelemetry: pip install 'torchrec-pipeline[otlp]', or leave it out"
             ) from error
-        about = {"service.name": "torchrec-pipeline", "service.instance.id": job.name, "host.name": hostname()}
+        about = {
+            "service.name": "torchrec-pipeline",
+            "service.instance.id": job.name,
+            "host.name": socket.gethostname(),
+        }
         if job_id():
             about["job.id"] = job_id()
         exporter = OTLPMetricExporter(endpoint=job.logger.otlp_endpoint.rstrip("/") + METRICS_PATH, timeout=TIMEOUT_S)

@@ -3,14 +3,83 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import socket
 import statistics
+import subprocess
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+
+import psutil
+import torch
 
 from pipeline.extras.nodes.links import Link, clock_offsets, gather, measure_all_to_all, measure_links
 from pipeline.extras.nodes.shared_folder import REPLACES, FolderFacts, check_folder
-from pipeline.extras.nodes.software import NodeFacts, gpu_problems, node_facts
 from pipeline.runtime.process.distributed import DistributedContext
+
+PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "pyarrow", "torchrec-pipeline")
+GPU_FIELDS = {  # field of nvidia-smi --query-gpu -> key in NodeFacts.gpus
+    "index": "index", "name": "name", "driver_version": "driver", "memory.total": "memory_mib", "memory.used": "used_mib",
+    "ecc.errors.uncorrected.volatile.total": "ecc_errors", "temperature.gpu": "celsius",
+    "clocks_event_reasons.hw_slowdown": "slowdown",
+}  # fmt: skip
+HOT_CELSIUS = 90
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    host: str
+    cores: int
+    memory_gib: float
+    versions: dict[str, str]
+    gpus: list[dict[str, str]] = field(default_factory=list)
+    gpu_error: str = ""
+
+
+def node_facts() -> NodeFacts:
+    """Describe this node."""
+    found = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    cores, memory_gib = len(os.sched_getaffinity(0)), psutil.virtual_memory().total / 2**30
+    try:
+        query = f"--query-gpu={','.join(GPU_FIELDS)}"
+        command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except FileNotFoundError:
+        return NodeFacts(socket.gethostname(), cores, memory_gib, found)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return NodeFacts(socket.gethostname(), cores, memory_gib, found, [], f"nvidia-smi: {error}")
+    problem = (done.stdout + done.stderr).strip().splitlines()[-1] if done.returncode else ""
+    gpus = [] if problem else parse_gpus(done.stdout)
+    return NodeFacts(socket.gethostname(), cores, memory_gib, found, gpus, problem)
+
+
+def parse_gpus(text: str) -> list[dict[str, str]]:
+    """Read the lines of nvidia-smi --query-gpu=GPU_FIELDS --format=csv,noheader,nounits."""
+    lines = [[value.strip() for value in line.split(",")] for line in text.splitlines() if line.strip()]
+    return [dict(zip(GPU_FIELDS.values(), values, strict=True)) for values in lines]
+
+
+def gpu_problems(facts: NodeFacts) -> list[str]:
+    """Return what would slow down or end a run on the GPUs of this node."""
+    found = [facts.gpu_error] if facts.gpu_error else []
+    for gpu in facts.gpus:
+        name = f"GPU {gpu['index']} ({gpu['name']})"
+        if gpu["ecc_errors"].isdigit() and int(gpu["ecc_errors"]):
+            errors = f"{gpu['ecc_errors']} uncorrected memory error(s)"
+            found.append(f"{name}: {errors}; reset it, or drain the node")
+        if gpu["celsius"].isdigit() and int(gpu["celsius"]) >= HOT_CELSIUS:
+            found.append(f"{name}: {gpu['celsius']} degrees Celsius; it slows down above about {HOT_CELSIUS}")
+        if gpu["slowdown"] == "Active":
+            reason = "slowed down by its hardware (heat or power)"
+            found.append(f"{name}: {reason}; see nvidia-smi -q -d PERFORMANCE")
+    return found
+
 
 SLOW_LINK = 0.5  # of the median
 SHOWN_NODES = 16  # with more nodes, the slowest links are listed instead of the matrix
@@ -27,8 +96,8 @@ class Limits:
 
 @dataclass
 class NodesReport:
-    """The result. nodes: by the lowest rank of each. clocks: seconds ahead of the first node, and
-    the bound of this estimate.
+    """The result. nodes: by lowest rank. clocks: seconds ahead of the first node, and the error
+    bound.
     """
 
     world_size: int
@@ -46,9 +115,7 @@ class NodesReport:
 
 
 def check_nodes(context: DistributedContext, folder: str, megabytes: float, limits: Limits) -> NodesReport:
-    """Collective: return the same report on all ranks. folder: a shared folder; empty: do not check
-    a folder.
-    """
+    """Collective: return the same report on all ranks. folder: a shared folder; empty: none."""
     gathered = gather(context, node_facts())
     # Agents that share a host, as when a cluster is simulated on one machine, count as separate
     # nodes.
@@ -120,9 +187,7 @@ def _some(names: list[str], count: int = 4) -> str:
 
 
 def describe(report: NodesReport) -> str:
-    """Return the report as text: the matrix of links, one line per measurement, and the
-    problems.
-    """
+    """Return the report as text: the matrix of links, one line per measurement, and the problems."""
     lines = [f"{len(report.nodes)} node(s), {report.world_size} rank(s), {report.backend}"]
     for rank, facts in report.nodes.items():
         gpus = f", {len(facts.gpus)} x {facts.gpus[0]['name']}" if facts.gpus else ", no GPU"
@@ -136,10 +201,9 @@ def describe(report: NodesReport) -> str:
     if report.folder:
         found = report.folder
         lines.append(
-            f"shared folder: a renamed file is visible after {found.visible_after_s * 1e3:.0f} "
-            f"ms, {found.replaces_seen} of "
-            f"{REPLACES} replacements were seen by a reader, writes {found.write_bytes_per_s / GB:.2f} GB/s with fsync, "
-            f"{found.free_bytes / 2**30:.0f} GiB free"
+            f"shared folder: a renamed file is visible after {found.visible_after_s * 1e3:.0f} ms, "
+            f"{found.replaces_seen} of {REPLACES} replacements were seen by a reader, writes "
+            f"{found.write_bytes_per_s / GB:.2f} GB/s with fsync, {found.free_bytes / 2**30:.0f} GiB free"
         )
     lines += [f"FAIL {problem}" for problem in report.problems]
     return "\n".join(lines if report.problems else [*lines, "all is well"])

@@ -1,8 +1,7 @@
 """Measure the links between nodes and their clocks, by the process group that training would use.
 
-One rank of each node sends to one rank of another node. All pairs take turns in rounds in which
-each node takes part once (the circle method of round-robin tournaments): H nodes take H - 1 rounds.
-Every rank calls all collective functions.
+All pairs of nodes take turns in rounds in which each node takes part once (the circle method):
+H nodes take H - 1 rounds. Every rank calls all collective functions.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Link:
-    """A link from the rank of one node to the rank of another. latency_s: of a message of 8 bytes,
-    one way.
-    """
+    """A link between the ranks of two nodes. latency_s: of a message of 8 bytes, one way."""
 
     source: int
     target: int
@@ -95,9 +92,7 @@ def _wait(tensor: torch.Tensor) -> None:
 
 
 def measure_all_to_all(context: DistributedContext, num_bytes: int) -> float:
-    """Collective: return the bytes per second that the slowest rank sends while all ranks exchange
-    `num_bytes`.
-    """
+    """Collective: return the bytes per second that the slowest rank sends in an all-to-all."""
     share = max(1, num_bytes // 4 // context.world_size)
     sent = torch.ones(share * context.world_size, device=context.device)
     received, times = torch.empty_like(sent), []
@@ -114,8 +109,7 @@ def measure_all_to_all(context: DistributedContext, num_bytes: int) -> float:
 def clock_offsets(
     context: DistributedContext, members: list[int], clock: Callable[[], float] = time.time
 ) -> dict[int, tuple[float, float]]:
-    """Collective: return by how many seconds the clock of each of `members` is ahead of rank 0's,
-    and the error bound.
+    """Collective: return the seconds that each member's clock is ahead of rank 0's, and the error bound.
 
     Cristian's algorithm (1989): the bound is half the round trip of the fastest exchange.
     """

@@ -1,8 +1,7 @@
 """Check that a folder is the same on all nodes, and that it does what checkpoints and leases need.
 
-They need three things: other nodes see a file soon after it is renamed into place; a rename
-replaces a file completely; and if several processes create a name exclusively, one of them
-succeeds.
+Other nodes see a renamed file soon, a rename replaces a file completely, and of several processes
+that create a name exclusively one succeeds.
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ class FolderFacts:
 
 
 def check_folder(context: DistributedContext, folder: str) -> FolderFacts:
-    """Collective: return the same facts on all ranks.
-
-    Writes below `folder`/.node_check-* and removes it.
+    """Collective: return the same facts on all ranks. Writes below `folder`/.node_check-*.
 
     An error of the file system is a problem, not an exception, so that all ranks stay together.
     """
@@ -105,9 +102,8 @@ def _check_exclusive(context: DistributedContext, place: Path, facts: FolderFact
             facts.problems.append(f"{place.parent}: {errors[0]}; every rank must be able to write there")
         elif len(makers) != 1:
             facts.problems.append(
-                f"exclusive creation: {len(makers)} ranks ({makers}) created the same file; "
-                "leases cannot separate two runs here: use another file system, or an object "
-                "store with conditional writes"
+                f"exclusive creation: {len(makers)} ranks ({makers}) created the same file; leases cannot separate two "
+                "runs here: use another file system, or an object store with conditional writes"
             )
         if facts.problems:
             return

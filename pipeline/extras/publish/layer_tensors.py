@@ -14,7 +14,7 @@ import torch
 from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact.dense_export import by_name, program_bytes, trace_layers
 from pipeline.serving.artifact.manifest import DENSE_FILE
-from pipeline.serving.artifact.served_tasks import width_of
+from pipeline.serving.artifact.task_quality import width_of
 from pipeline.serving.artifact.trained_step import TrainedStep
 from pipeline.serving.scoring.dense_program import DenseProgram, load_program
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pipeline.extras.publish.job import PublishJob
 from pipeline.runtime.errors import CheckpointError, ServingError
 from pipeline.runtime.logs import get_logger
-from pipeline.runtime.process.garbage import none_while_importing
+from pipeline.runtime.process.processes import none_while_importing
 from pipeline.runtime.storage.signature import requiring, signing
 from pipeline.serving.scoring.load import FoundArtifact
 

@@ -38,6 +38,8 @@ from pipeline.serving.artifact.deltas import (
     VALUES_FILE,
     Delta,
     NewIds,
+    Patch,
+    StagedDelta,
     TableChange,
     delta_folders,
     deltas_folder,
@@ -56,7 +58,6 @@ from pipeline.serving.artifact.reference import SPLIT, first_batches
 from pipeline.serving.artifact.task_quality import quality
 from pipeline.serving.artifact.trained_step import TrainedStep, block_rows, open_trained_step
 from pipeline.serving.artifact.writer import write_bytes
-from pipeline.serving.scoring.patching import Patch, StagedDelta
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.run_state import folder_of
 

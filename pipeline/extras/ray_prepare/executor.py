@@ -23,7 +23,6 @@ from pipeline.data.prepare.recipe import Recipe
 from pipeline.extras.ray_prepare.node import set_token_mode
 from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.runtime.logs import get_logger, progress
-from pipeline.runtime.process.processes import hostname
 from pipeline.runtime.storage import storage
 
 Item = TypeVar("Item")
@@ -100,7 +99,7 @@ def _call(task: Callable[[Recipe, Item], Result], recipe: Recipe, item: Item) ->
     load_plugins(recipe.plugins)
     if not storage.is_file(recipe.path(PROBE)):
         raise DataError(
-            f"host {hostname()} does not see {recipe.resources.staging}: with engine=ray set data.path, or temp_dir, to a "
+            f"host {socket.gethostname()} does not see {recipe.resources.staging}: with engine=ray set data.path, or temp_dir, to a "
             "folder that all nodes share, or to s3://"
         )
     return run_task(task, recipe, item)

@@ -25,8 +25,8 @@ from pipeline.extras.retrieval.tower import Tower
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
-from pipeline.serving.artifact.kept_rows import KeptRows
 from pipeline.serving.artifact.manifest import RetrievalParts
+from pipeline.serving.artifact.quantize import KeptRows
 from pipeline.serving.artifact.raw_schema import RawFeature
 from pipeline.serving.artifact.writer import vocabulary_path
 from pipeline.serving.scoring.raw_rows import Bag, EncodedRows, bag_of, join_bags

@@ -27,6 +27,7 @@ from pipeline.extras.retrieval.tower_layers import TowerLayers, as_trained, towe
 from pipeline.runtime.byte_counts import show_size
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
+from pipeline.serving.artifact.export import ExportSummary, ending, title
 from pipeline.serving.artifact.manifest import (
     DENSE_FILE,
     ITEM_INDEX,
@@ -38,7 +39,6 @@ from pipeline.serving.artifact.manifest import (
 )
 from pipeline.serving.artifact.plan import ExportPlan, PlannedProgram, given_precisions, plan_export
 from pipeline.serving.artifact.reference import Sample, fp32_lookup, read_samples
-from pipeline.serving.artifact.summary import ExportSummary, ending, title
 from pipeline.serving.artifact.trained_step import TrainedStep
 from pipeline.serving.artifact.writer import ArtifactWriter
 from pipeline.serving.scoring.artifact_files import ArtifactFiles, load_parts

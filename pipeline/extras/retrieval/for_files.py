@@ -13,8 +13,8 @@ from pipeline.extras.retrieval.queries import Found, Wish
 from pipeline.extras.retrieval.retriever import Items, Retriever, open_retrieval
 from pipeline.extras.retrieval.tower import Tower, load_tower
 from pipeline.runtime.errors import ServingError
-from pipeline.serving.scoring.column_lists import Rows
 from pipeline.serving.scoring.predictor import Scored
+from pipeline.serving.scoring.scorer import Rows
 
 
 class VectorOutput:

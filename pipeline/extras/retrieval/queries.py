@@ -11,7 +11,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.serving.scoring.column_lists import ColumnLists, concat_rows
+from pipeline.serving.scoring.scorer import ColumnLists, concat_rows
 
 
 @dataclass(frozen=True)

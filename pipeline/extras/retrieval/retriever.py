@@ -25,11 +25,10 @@ from pipeline.serving.artifact.manifest import (
     RetrievalParts,
     read_manifest,
 )
-from pipeline.serving.artifact.served_tasks import ServedTask
+from pipeline.serving.artifact.task_quality import ServedTask
 from pipeline.serving.scoring.artifact_files import ArtifactFiles
-from pipeline.serving.scoring.column_lists import Rows
 from pipeline.serving.scoring.predictor import Scored
-from pipeline.serving.scoring.scorer import has_scores, schema_of
+from pipeline.serving.scoring.scorer import Rows, has_scores, schema_of
 
 if TYPE_CHECKING:
     from starlette.responses import Response

@@ -18,7 +18,7 @@ from pipeline.checkpoint.retention import is_higher_better, metric_of
 from pipeline.extras.runs.compare import choose_split
 from pipeline.extras.runs.folder import TAGS, Run
 from pipeline.runtime.errors import ConfigError
-from pipeline.runtime.process.rank_logs import DAY_S, old_starts, remove_starts
+from pipeline.runtime.process.agent import DAY_S, old_starts, remove_starts
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.atomic import DAMAGED, DAMAGED_MANIFEST
 from pipeline.runtime.storage.lease import take_lease

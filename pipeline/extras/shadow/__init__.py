@@ -1,5 +1,4 @@
-"""A shadow GPU: run the GPU program with real numbers on a machine without a GPU, and find its
-faults.
+"""A shadow GPU: run the GPU program with real numbers on a machine without a GPU, and find its faults.
 
     from pipeline.extras import shadow
 
@@ -10,9 +9,8 @@ faults.
 
     python -m pipeline.extras.shadow train experiment=quickstart hardware=h100_80gb
 
-It needs the CUDA builds of torch and FBGEMM, and no driver. docs/do/gpu.md explains what it proves
-and what only a GPU proves. `python -m pipeline.extras.shadow --patches` lists what it changes in
-torch.
+It needs the CUDA builds of torch and FBGEMM, and no driver. docs/do/gpu.md explains what it proves.
+`python -m pipeline.extras.shadow --patches` lists what it changes in torch.
 """
 
 from __future__ import annotations
@@ -38,13 +36,10 @@ def activate(
     name: str = "h100_80gb",
     untouched_above_bytes: int | None = None,
 ) -> None:
-    """Give this process `num_gpus` shadow GPUs of a card. Call it before torch is imported.
+    """Give this process `num_gpus` shadow GPUs of a card. Later calls only change the settings.
 
-    Later calls only change the settings. total_memory_bytes: of a GPU; default: the card's.
-    untouched_above_bytes: larger tensors are zeros in memory that is reserved but not touched.
-
-    Raises:
-        ConfigError: torch or FBGEMM is a CPU build, or the card is unknown.
+    Call it before torch is imported. total_memory_bytes: of a GPU. untouched_above_bytes: larger
+    tensors are zeros in memory that is reserved but not touched. Raises ConfigError.
     """
     if name not in CARDS:
         raise ConfigError(f"unknown card {name!r}{did_you_mean(name, CARDS)}; known are {', '.join(CARDS)}")
@@ -61,9 +56,8 @@ def activate(
     build = f"torch {torch.__version__}" if torch.version.cuda is None else _cpu_build_of_fbgemm()
     if build:
         raise ConfigError(
-            f"the shadow GPU needs the CUDA builds of torch and FBGEMM, but {build} is a CPU "
-            "build; "
-            "`make install STACK=gpu VENV=.venv-gpu` installs them, with or without a GPU"
+            f"the shadow GPU needs the CUDA builds of torch and FBGEMM, but {build} is a CPU build; `make install "
+            "STACK=gpu VENV=.venv-gpu` installs them, with or without a GPU"
         )
     from pipeline.extras.shadow import device, patches
 

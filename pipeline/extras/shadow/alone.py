@@ -1,9 +1,8 @@
 """Answer the collectives of one rank that runs without other ranks, as if all ranks were equal.
 
-Sums are multiplied by the number of ranks, gathered parts are copies of this rank's part, and each
-rank sends to this rank what this rank sends to itself. So shapes and bytes are those of ranks with
-equal loads; the numbers are finite but meaningless. What rank 0 broadcasts (plans, decisions) is
-recorded and given to ranks that run later.
+Sums are multiplied by the number of ranks, gathered parts are copies, and each rank sends what this
+rank sends to itself. Shapes and bytes are those of equal loads; the numbers are meaningless. What
+rank 0 broadcasts (plans, decisions) is recorded for ranks that run later.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ class Alone:
         self._sent: Counter[tuple[int, ...]] = Counter()  # by the ranks of the group
 
     def new_group(self, ranks: Any, timeout: Any) -> Any:
-        """Return a group whose collectives do nothing on any device; fill() then writes the
-        results.
-        """
+        """Return a group whose collectives do nothing; fill() then writes the results."""
         return collectives.plain_new_group(ranks, timeout, "fake")
 
     def fill(self, func: Any, args: Any, kwargs: dict[str, Any], ranks: list[int]) -> None:
@@ -74,9 +71,7 @@ class Alone:
                     _copy(part, sent[me])
 
     def _from_rank_0(self, into: list[torch.Tensor], parts: Any, ranks: list[int], root: int) -> None:
-        """Record what rank 0 sends to each rank, or give it to another rank.
-
-        `root` is a rank of the group.
+        """Record what rank 0 sends to each rank, or give it to another rank. root: in the group.
 
         A group without rank 0 gets nothing: its tensors stay unchanged.
         """

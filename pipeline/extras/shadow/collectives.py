@@ -1,13 +1,9 @@
-"""Implement NCCL's process groups with gloo: a group for GPU tensors only, and a gloo twin that
-transfers the numbers.
+"""Implement NCCL's process groups with gloo: a group for GPU tensors, and a gloo twin for the numbers.
 
-Before each collective the ranks of the group compare operation, dtypes, shapes that must agree, and
-sizes that are sent and expected. Ranks that differ would hang on GPUs, or read wrong numbers; here
-each rank gets an error that names both. If a rank does not arrive before the group's timeout, the
-error names the rank and its last collective. Every collective is written to the report.
-
-A collective runs on a stream of its group, as in NCCL. A stream may use the results only after it
-has waited for the work; an earlier read is a race.
+Before each collective the ranks compare operation, dtypes, shapes and sizes. Ranks that differ
+would hang on GPUs, or read wrong numbers; here each rank gets an error that names both. After the
+group's timeout the error names the missing rank and its last collective. Every collective is in the
+report. It runs on a stream of its group; reading its results before waiting is a race.
 """
 
 from __future__ import annotations
@@ -51,7 +47,7 @@ class CollectiveMismatch(RuntimeError):
 class _Group:
     """A group of nccl: its twin, its stream, and the number of its collectives.
 
-    takes_cpu: a group of gloo that is here because its only rank has no peers (alone.py).
+    takes_cpu: a group of gloo whose only rank has no peers (alone.py).
     """
 
     def __init__(self, twin: dist.ProcessGroup, ranks: list[int], takes_cpu: bool = False) -> None:
@@ -150,10 +146,7 @@ def _is_uneven(lists: Any) -> bool:
 
 
 def _uneven(base: str, outputs: Any, inputs: Any, twin: dist.ProcessGroup) -> tuple[Any, Any]:
-    """Gather, or sum and scatter, parts of different sizes.
-
-    NCCL uses one operation per rank; gloo lacks it.
-    """
+    """Gather, or sum and scatter, parts of different sizes, which gloo lacks."""
     if base == "allgather_":
         parts, own = outputs[0], inputs[0].reshape(-1)
         everyone = own.new_zeros(len(parts), max(each.numel() for each in parts))
@@ -234,8 +227,8 @@ def _compare(base: str, known: _Group, given: list[Any], flat: list[Any]) -> Non
 
 
 def _splits(base: str, given: list[Any], flat: list[Any], size: int) -> tuple[list[int], list[int]]:
-    """Return how many rows this rank sends to and expects from each rank: of alltoall_base_,
-    otherwise zeros.
+    """Return how many rows this rank sends to and expects from each rank; zeros except for all-to-
+    all.
     """
     if base == "alltoall_base_":
         into, out_of = given[0], given[1]

@@ -1,7 +1,6 @@
 """Count copies between the host and a shadow GPU, and find reads of memory that a copy still fills.
 
-A non-blocking copy into pinned memory returns at once. The host must wait for it (an event, a
-stream, the device) before it reads that memory.
+A non-blocking copy into pinned memory returns at once; the host must wait before it reads.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Replace torch.cuda without a driver: the number of GPUs, their properties, memory and
-generators.
-"""
+"""Replace torch.cuda without a driver: the GPUs, their properties, memory and generators."""
 
 from __future__ import annotations
 
@@ -142,7 +140,7 @@ def patches() -> list[Patch]:
 
 
 def let_autograd_run(shim: Any) -> None:
-    """Let torch's C++ accept CUDA tensors: install its empty guard, then raise the device count.
+    """Let torch's C++ accept CUDA tensors: install its empty guard, then raise the count.
 
     The guard supports 8 devices, and autograd makes as many queues as the count.
     """

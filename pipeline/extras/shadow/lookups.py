@@ -30,9 +30,7 @@ _DEVICE, _MANAGED_CACHING = 0, 2  # FBGEMM's EmbeddingLocation
 
 @dataclass
 class _Feature:
-    """A feature of a call: the position of its rows, its ids, and the positions of its bags in the
-    flat output.
-    """
+    """A feature of a call: the position of its rows, its ids, and where its bags are in the output."""
 
     number: int
     dim: int
@@ -69,9 +67,7 @@ def _features(call: dict[str, Any]) -> Iterator[_Feature]:
 
 
 def _dims_and_outputs(call: dict[str, Any], num_features: int) -> tuple[list[int], Any]:
-    """Return each feature's width, and a function that returns the output positions of a range of
-    its bags.
-    """
+    """Return each feature's width, and a function: a range of its bags -> output positions."""
     if "D" in call:
         return [int(call["D"])] * num_features, None
     d_offsets = call["D_offsets"].tolist()
@@ -125,9 +121,7 @@ class _Rows:
 
 
 def _locations(call: dict[str, Any], at: slice) -> torch.Tensor | None:
-    """Return the positions of the ids' rows in the cache (-1: not cached), or None without
-    a cache.
-    """
+    """Return the positions of the ids' rows in the cache (-1: not cached); None without a cache."""
     found = call.get("lxu_cache_locations")
     return found[at] if found is not None and found.numel() else None
 
@@ -161,9 +155,7 @@ def _output_shape(call: dict[str, Any]) -> torch.Size:
 
 
 def _row_gradients(call: dict[str, Any], feature: _Feature) -> torch.Tensor:
-    """Return the gradient of each id's row [ids, dim], before the gradients of repeated ids are
-    added up.
-    """
+    """Return the gradient of each id's row [ids, dim], before repeated ids are added up."""
     grad = call["grad_output"].reshape(-1).float()[feature.output_at]
     if call.get("pooling_mode") == _MEAN:
         grad = grad / feature.lengths.clamp(min=1).unsqueeze(1)
@@ -174,9 +166,7 @@ def _row_gradients(call: dict[str, Any], feature: _Feature) -> torch.Tensor:
 
 
 def backward(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Add up the gradients of each row and update the rows by the optimizer in the operation's
-    name.
-    """
+    """Add up the gradients of each row and update the rows by the operation's optimizer."""
     call = named(func, args, kwargs)
     by_table: dict[tuple[int, int], list[_Feature]] = {}
     for feature in _features(call):
@@ -193,9 +183,7 @@ def backward(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def _summed(call: dict[str, Any], features: list[_Feature]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the table's distinct ids, the position of their first occurrence, and their summed
-    gradients.
-    """
+    """Return the table's distinct ids, where they occur first, and their summed gradients."""
     ids = torch.cat([feature.ids for feature in features])
     gradients = torch.cat([_row_gradients(call, feature) for feature in features])
     distinct, inverse = torch.unique(ids, return_inverse=True)
@@ -216,9 +204,7 @@ def dense_backward(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor
 
 
 def weight_gradients(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return the gradient of the ids' weights: the product of each id's row and its bag's
-    gradient.
-    """
+    """Return the gradient of the ids' weights: each id's row times its bag's gradient."""
     call = named(func, args, kwargs)
     out = torch.zeros(len(call["indices"]))
     wanted = call["feature_requires_grad"]
@@ -231,9 +217,7 @@ def weight_gradients(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tens
 
 
 def select_forward(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Replace keyed_jagged_index_select_dim1: select batches of a jagged tensor by index, for every
-    key.
-    """
+    """Replace keyed_jagged_index_select_dim1: select batches of a jagged tensor for every key."""
     call = named(func, args, kwargs)
     batch_size, offsets, indices = int(call["batch_size"]), call["offsets"].long(), call["indices"].long()
     num_keys = call["lengths"].numel() // batch_size
@@ -253,10 +237,7 @@ def _jagged_positions(begins: torch.Tensor, lengths: torch.Tensor) -> torch.Tens
 
 
 def select_rows(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Replace batch_index_select_dim0: select rows of several flat matrices by index.
-
-    Also return what backward needs.
-    """
+    """Replace batch_index_select_dim0: select rows of flat matrices; also return backward's input."""
     call = named(func, args, kwargs)
     rows, dims, counts = (
         torch.tensor([int(each) for each in call[name]])

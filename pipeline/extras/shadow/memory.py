@@ -1,8 +1,7 @@
-"""Count the memory of shadow GPUs: the live bytes of each, the peak by phase, and an error when the
-GPU is full.
+"""Count the memory of shadow GPUs: live bytes, peaks by phase, and an error when the GPU is full.
 
-A block is one storage. It is attached to torch's storage object, so it ends with the storage. Sizes
-are rounded as in torch's allocator. Fragmentation and NCCL's buffers are not counted.
+A block is attached to torch's storage object, so it ends with it. Sizes are rounded as in torch's
+allocator. Fragmentation and NCCL's buffers are not counted.
 """
 
 from __future__ import annotations
@@ -117,9 +116,7 @@ def peak() -> int:
 
 
 def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros in memory that is reserved but not touched, so that a table may exceed this
-    machine's memory.
-    """
+    """Return zeros in memory that is reserved but not touched and may exceed this machine's."""
     count = prod(shape)
     pages = mmap.mmap(-1, max(1, count * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     buffer = (ctypes.c_char * len(pages)).from_buffer(pages)
@@ -129,8 +126,5 @@ def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def is_untouched(inner: torch.Tensor) -> bool:
-    """Return whether a tensor is part of memory from untouched().
-
-    Writing all of it would fill this machine.
-    """
+    """Return whether a tensor is part of memory from untouched(), which must not be filled."""
     return "shadow_untouched" in inner.untyped_storage().__dict__

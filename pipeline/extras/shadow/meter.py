@@ -1,6 +1,4 @@
-"""Measure the CPU time of a program on shadow GPUs, without the time in which the shadow does the
-kernels' work.
-"""
+"""Measure the CPU time of a program on shadow GPUs without the time of the shadow's kernels."""
 
 from __future__ import annotations
 
@@ -13,12 +11,10 @@ from pipeline.extras.shadow import tensors
 
 
 class Meter:
-    """Count the operations of this process on GPU and host tensors, and the CPU time of this thread
-    outside them.
+    """Count this process's operations on tensors, and this thread's CPU time outside them.
 
-    Each operation spends Python time to enter the shadow, which a real GPU does not need. This time
-    is measured on `detach` and subtracted. Backward uses other threads unless
-    torch.autograd.set_multithreading_enabled(False).
+    The time of entering the shadow is measured on `detach` and subtracted. Backward uses other threads
+    unless torch.autograd.set_multithreading_enabled(False).
     """
 
     def __init__(self) -> None:

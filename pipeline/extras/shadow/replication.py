@@ -1,5 +1,4 @@
-"""Replace what torch and TorchRec do in C++, or by changing classes, which a wrapper tensor does
-not support.
+"""Replace what torch and TorchRec do in C++ or by changing classes, which wrappers do not support.
 
 DistributedDataParallel's Reducer makes CUDA events in C++. Here hooks compute the same sums:
 weights are broadcast at the start, and gradients are averaged in buckets when backward ends.
@@ -68,10 +67,7 @@ class _Averages:
 
 
 def _ddp_init(self: Any, module: torch.nn.Module, device_ids: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Replace DistributedDataParallel(module, device_ids, ...).
-
-    A module that is not on a shadow GPU gets torch's.
-    """
+    """Replace DistributedDataParallel(module, device_ids, ...) for modules on a shadow GPU."""
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     trained = [each for name, each in module.named_parameters() if name not in ignored and each.requires_grad]
     if not any(isinstance(each, Shadow) for each in trained):
@@ -99,10 +95,7 @@ def _num_bytes(tensors: list[torch.Tensor]) -> int:
 
 
 class ShadowSlice(TableBatchedEmbeddingSlice, Shadow):
-    """A slice of a flat table.
-
-    TorchRec makes it from a view by as_subclass, which does not work for a wrapper.
-    """
+    """A slice of a flat table, which TorchRec makes by as_subclass: wrappers do not support it."""
 
     def __new__(
         cls, data: Shadow, start_offset: int, end_offset: int, num_embeddings: int, embedding_dim: int

@@ -1,8 +1,7 @@
 """Record what a program did on the shadow GPU: counts, and findings with their places.
 
-`current()` is the record of this process; `start()` begins a new record for the next program. A
-finding is a fault that a real GPU would not report, or not at its place. `Report.problems` lists
-all findings. Counts are per program; subtract two `counts()` to get the counts of one step.
+A finding is a fault that a real GPU would not report, or not at its place. Subtract two `counts()`
+to get the counts of one step.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ _MAX_FINDINGS = 200  # of one kind, because a fault in a loop is found once per 
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault: its kind (race, reuse, host_read, device, collective), what happened, and
-    where.
-    """
+    """One fault: its kind (race, reuse, host_read, device, collective), what happened, and where."""
 
     kind: str
     text: str

@@ -1,9 +1,7 @@
-"""Implement FBGEMM's optimizers of rows: new weights from old weights, a summed gradient and the
-optimizer's state.
+"""Implement FBGEMM's optimizers of rows (fbgemm_gpu/codegen/genscript/optimizers.py).
 
-The formulas are those of FBGEMM's CUDA kernels, fbgemm_gpu/codegen/genscript/optimizers.py. A state
-is flat, in HBM or UVM. The table's part begins at its offset: one number per row, or as wide as the
-row.
+A state is flat, in HBM or UVM. The table's part begins at its offset: one number per row, or as wide
+as the row.
 """
 
 from __future__ import annotations
@@ -37,9 +35,7 @@ class _State:
 def update_rows(
     name: str, call: dict[str, Any], feature: int, ids: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor
 ) -> torch.Tensor:
-    """Return the new weights [ids, dim] and write the new state. name: of the backward
-    operation.
-    """
+    """Return the new weights [ids, dim] and write the new state. name: of the backward operation."""
     found = re.search(r"backward_codegen_(\w+?)_(un)?weighted(_vbe)?(_gwd)?_exact_cuda", name)
     assert found is not None, name
     optimizer = found.group(1)
@@ -78,10 +74,7 @@ def _rowwise_adagrad(call: Any, state: Any, ids: Any, weights: Any, grad: Any, l
 
 
 def _moments(call: Any, state: Any, ids: Any, grad: Any, rowwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return Adam's averages of the gradient and of its square.
-
-    With rowwise the second is one number per row.
-    """
+    """Return Adam's averages of the gradient and of its square, the latter per row with `rowwise`."""
     beta1, beta2, dim = call["beta1"], call["beta2"], grad.shape[1]
     first, second = state("momentum1", dim), state("momentum2", 1 if rowwise else dim)
     square = grad.square().mean(1, keepdim=True) if rowwise else grad.square()

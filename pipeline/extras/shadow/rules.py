@@ -1,9 +1,8 @@
 """Classify an operation by its schema, and check the devices of its tensors.
 
-The rules are those of torch's CUDA kernels: all tensors are on one device, except that a CPU tensor
-without dimensions may replace a number in pointwise operations, indices may be on the CPU, and
-copies connect devices. FBGEMM's kernels take no CPU tensors, except a few that its code reads on
-the host.
+As in torch's CUDA kernels, all tensors are on one device, except that a CPU tensor without
+dimensions may replace a number, indices may be on the CPU, and copies connect devices. FBGEMM's
+kernels take no CPU tensors, except a few that its code reads on the host.
 """
 
 from __future__ import annotations
@@ -137,9 +136,7 @@ def _refuse(text: str) -> None:
 
 
 def _tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield (argument's name, tensor, whether it is written) for all tensors, including those in
-    lists.
-    """
+    """Yield (argument's name, tensor, whether it is written) for all tensors, also in lists."""
     for index, argument in enumerate(func._schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         is_written = argument.alias_info is not None and argument.alias_info.is_write

@@ -31,9 +31,7 @@ CARDS = {
 
 @dataclass
 class Settings:
-    """Settings. num_gpus: of this host. untouched_above_bytes: larger tensors are reserved, not
-    touched.
-    """
+    """num_gpus: of this host. untouched_above_bytes: larger tensors are reserved, not touched."""
 
     num_gpus: int = 0
     card: Card = CARDS["h100_80gb"]

@@ -1,12 +1,9 @@
-"""Implement streams and events of shadow GPUs with vector clocks, which find work that no stream
-waited for.
+"""Implement streams and events of shadow GPUs with vector clocks, which find missing waits.
 
 A stream runs its work in order. Work of another stream comes before it only after a wait, an event
-or a wait of the host. For each storage the last write, and the last use on each stream, are
-recorded. The module finds a read or write without a wait for the previous write or use ("race"),
-and memory that returns to its stream while another stream may still use it ("reuse": a
-record_stream is missing). A clock maps a stream to the last piece of its work that is known to be
-done.
+or a wait of the host. A read or write without a wait for the previous write or use is a "race".
+Memory that returns to its stream while another stream may still use it is a "reuse": record_stream
+is missing. A clock maps a stream to the last piece of its work that is known to be done.
 """
 
 from __future__ import annotations
@@ -26,10 +23,7 @@ Clock = dict[int, int]
 
 
 class Tracked:
-    """Record what streams did with one storage.
-
-    `owner` is the stream whose pool the memory belongs to.
-    """
+    """Record what streams did with one storage. `owner`: the stream whose pool has the memory."""
 
     __slots__ = ("last_op", "owner", "recorded", "uses", "writer")
 
@@ -60,11 +54,7 @@ def reset() -> None:
 
 
 def enter_thread() -> None:
-    """Give a Python thread a separate current device and streams, as CUDA does.
-
-    Threads of torch's autograd are not Python threads: they use those of the main thread, where
-    backward was called.
-    """
+    """Give a Python thread its device and streams. Autograd's threads use the main thread's."""
     _local.own = {"device": 0, "streams": {}}
 
 
@@ -272,10 +262,7 @@ def operation(
     writes: Sequence[tuple[Tracked, Any]],
     stream: int | None = None,
 ) -> None:
-    """Put an operation on the current stream or another one, and find races.
-
-    Pairs are (block, shape).
-    """
+    """Put an operation on the current or another stream, and find races. Pairs: (block, shape)."""
     me = current_stream().number if stream is None else stream
     _ticks[me] += 1
     tick, known = _ticks[me], _clocks[me]
@@ -317,9 +304,7 @@ def freed(block: Tracked) -> None:
 
 
 def _reuse(owner: int) -> None:
-    """Check an allocation: the stream may get freed memory, so it must be ordered after earlier
-    uses of it.
-    """
+    """Check an allocation: freed memory must be ordered after its earlier uses."""
     if not _freed.get(owner):
         return
     known = _clocks[owner]

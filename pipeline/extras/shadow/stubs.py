@@ -1,9 +1,7 @@
-"""Build and load two small libraries with which torch's CUDA build can run a backward pass without
-a driver.
+"""Build and load two small libraries with which torch's CUDA build runs backward without a driver.
 
-They are C, compiled once by the system's `cc`, or by `ziglang` from PyPI, into a folder that only
-this user can read or write. Load them before torch, because the loader uses the first definition.
-pipeline/runtime/nvml.py makes NVML, the library that FBGEMM links.
+They are C, compiled once by the system's `cc`, or by `ziglang` from PyPI, into a private folder.
+Load them before torch, because the loader uses the first definition.
 """
 
 from __future__ import annotations
@@ -40,11 +38,7 @@ LIBRARIES = {"libshadow_shim.so": SHIM, "libcuda.so.1": CUDA}
 
 
 def load_libraries() -> ctypes.CDLL:
-    """Load both libraries for all libraries that are loaded later. Return the shim.
-
-    Raises:
-        ConfigError: torch is already imported, or there is no C compiler.
-    """
+    """Load both for all libraries that are loaded later. Return the shim. Raises ConfigError."""
     if "torch" in sys.modules:
         raise ConfigError("the shadow GPU was activated after torch: call shadow.activate() first")
     folder = build()

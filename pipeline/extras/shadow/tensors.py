@@ -1,10 +1,8 @@
 """Make tensors that report a GPU as their device and hold real numbers in host memory.
 
-A Shadow is what the program sees: device cuda:k. `inner` is a CPU tensor. torch's CPU kernels, or
-lookups.py, run every operation on the inner tensors. ShadowMode makes Shadows when the program asks
-for a CUDA device. So the program takes its GPU path with real values.
-
-What a GPU kernel would refuse is refused with torch's message (rules.py).
+A Shadow is what the program sees: device cuda:k. torch's CPU kernels, or lookups.py, run every
+operation on the `inner` CPU tensors. ShadowMode makes Shadows when the program asks for a CUDA
+device. What a GPU kernel would refuse is refused with torch's message (rules.py).
 """
 
 from __future__ import annotations
@@ -90,10 +88,7 @@ class Shadow(torch.Tensor):
         self.inner = other.inner
 
     def resize_(self, *sizes: Any, **_: Any) -> Any:
-        """Replace this tensor's memory.
-
-        A wrapper cannot change its shape, so it is swapped with another wrapper.
-        """
+        """Replace this tensor's memory, by swapping it with another wrapper."""
         shape = tuple(sizes[0]) if isinstance(sizes[0], (tuple, list)) else sizes
         torch_swap(self, Shadow(self.inner.clone().resize_(shape), self.device))
         return self
@@ -136,10 +131,7 @@ def _unpickled(inner: torch.Tensor, device: torch.device, requires_grad: bool) -
 
 
 class ShadowMode(TorchDispatchMode):
-    """Make Shadows of tensors created on a CUDA device while the mode is active.
-
-    Threads that start enter it too.
-    """
+    """Make Shadows of tensors created on a CUDA device. Threads that start enter the mode too."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
@@ -265,9 +257,7 @@ def _drawn(func: Any, args: Any, kwargs: Any, target: torch.device) -> Any:
 
 
 def _returned(func: Any, rule: Rule, args: Any, kwargs: Any, flat: list[Any], out: Any, target: torch.device) -> Any:
-    """Wrap the results. Arguments that an operation writes into are returned as they were
-    passed.
-    """
+    """Wrap the results. Arguments that an operation writes into are returned as they were passed."""
     written = rule.written(args, kwargs)
     if rule.is_kernel or rule.is_copy:
         outputs = [] if rule.returns_written else tree_flatten(out)[0]

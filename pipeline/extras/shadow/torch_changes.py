@@ -1,6 +1,4 @@
-"""Change torch where a tensor wrapper needs it: threads, pinned memory, attention, module.to and
-swap_tensors.
-"""
+"""Change torch where a tensor wrapper needs it: threads, pinned memory, attention, module.to."""
 
 from __future__ import annotations
 

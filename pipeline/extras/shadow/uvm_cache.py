@@ -1,5 +1,4 @@
-"""Implement FBGEMM's cache of UVM rows (fused_uvm_caching) as a real cache that evicts and writes
-back rows.
+"""Implement FBGEMM's cache of UVM rows (fused_uvm_caching), which evicts and writes back rows.
 
 Tables are in host memory. lxu_cache_weights [sets x ways, D] holds some of their rows, and
 lxu_cache_state [sets, ways] their numbers over all cached tables, or -1. FBGEMM's hash chooses the
@@ -16,9 +15,7 @@ from pipeline.extras.shadow.rules import named
 
 
 class _Tables:
-    """The cached tables of a call: maps a row's number over all tables to its weights in host
-    memory.
-    """
+    """The cached tables of a call: maps a row's number over all tables to its weights on the host."""
 
     def __init__(self, call: dict[str, Any], begins: torch.Tensor) -> None:
         self.weights = call.get("weights", call.get("uvm_weights")).detach().view(-1)  # type: ignore[union-attr]
@@ -73,10 +70,9 @@ def _held(state: torch.Tensor) -> dict[int, int]:
 
 
 def _fill(call: dict[str, Any], number: int, rank: torch.Tensor, held: dict[int, int], stamp: int, lock: Any) -> Any:
-    """Put a row into its set instead of the lowest-ranking row, which is written back.
+    """Put a row into its set and write the lowest-ranking row back.
 
-    Returns None (a miss) if all ways hold rows of this batch or locked rows; the row then stays in
-    its table.
+    Returns None (a miss) if all ways hold rows of this batch or locked rows.
     """
     state, cache = call["lxu_cache_state"], call["lxu_cache_weights"]
     sets, ways = state.shape
@@ -139,8 +135,7 @@ def unlock(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def linearize(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return each id's row number over all cached tables; one past the last for a table without a
-    cache.
+    """Return each id's row number over all cached tables; past the last for uncached tables.
 
     FBGEMM's CPU kernel returns uninitialized memory.
     """
@@ -157,9 +152,7 @@ def linearize(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def unique(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the distinct numbers, padded to the given length, how many they are, and their
-    counts.
-    """
+    """Return the distinct numbers, padded to the given length, how many they are, and their counts."""
     call = named(func, args, kwargs)
     numbers, counts = torch.unique(call["linear_indices"], return_counts=True)
     padded = torch.full_like(call["linear_indices"], int(call["max_indices"]))

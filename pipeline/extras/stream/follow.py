@@ -23,7 +23,7 @@ from pipeline.data.dataset import load_dataset
 from pipeline.extras.stream.table_capacity import capacities_of, with_capacity
 from pipeline.retraining.registry import Registry
 from pipeline.runtime.logs import get_logger
-from pipeline.runtime.process.priority import lower_priority
+from pipeline.runtime.process.processes import lower_priority
 from pipeline.training.run_state import earlier_tables
 from pipeline.training.summary import TrainSummary
 

@@ -12,7 +12,7 @@ from pipeline.data.raw.layout import Layout, check_columns
 from pipeline.extras.stream.source import WHOLE, Range, TableRows
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import storage
-from pipeline.runtime.storage.stamps import Stamp, difference, stamp_of
+from pipeline.runtime.storage.storage import Stamp, difference, stamp_of
 
 MAGIC = b"PAR1"  # first and last bytes of a file
 MIN_BYTES = 12

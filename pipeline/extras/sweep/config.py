@@ -1,5 +1,5 @@
-"""Define the schema of a sweep: which values of a training are searched, how, and how many
-trainings run at a time.
+"""Define the schema of a sweep: which values are searched, how, and how many trainings run at a
+time.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ PRUNERS = ("none", "asha")
 
 @dataclass
 class KnobConfig:
-    """A key of the training and its values: `low` to `high`, or `choices`, which may also be
-    options of a group.
+    """A key of the training and its values: `low` to `high`, or `choices`, also options of a group.
 
-    when: key of another knob -> values of that knob with which this one is searched; otherwise the
-    key is not set.
+    when: key of another knob -> its values with which this one is searched; otherwise the key is not set.
     """
 
     low: float | None = None
@@ -49,8 +47,7 @@ class KnobConfig:
 
 @dataclass
 class SweepConfig:
-    """The sweep. params: key of the training -> its values. metric: of the validation split; None:
-    the model's first.
+    """The sweep. params: key of the training -> its values. metric: of validation; None: the model's.
 
     prune=asha: a training continues from a rung (1/9, 1/3 and all of its steps with
     reduction_factor=3) only while it is among the best 1/reduction_factor there (Li et al. 2020).
@@ -107,8 +104,8 @@ class SweepConfig:
 @job_of("sweep")
 @dataclass
 class SweepJob(TrainJob):
-    """A train job that is repeated with the values of sweep.params. run_dir has the study, and a
-    run per trial in trials/.
+    """A train job repeated with the values of sweep.params; run_dir has the study and a run per
+    trial.
     """
 
     run_dir: str = "${paths.runs}/${name}_sweep"

@@ -1,7 +1,7 @@
 """Run one training of a sweep: as a process of this machine, or as a job that TorchX submits.
 
-A process ends with the sweep. A job outlives it: its handle is stored in <run_dir>.job, and the
-same command follows the job again instead of submitting another job.
+A process ends with the sweep. A job outlives it: its handle is in <run_dir>.job, and the same
+command follows it again.
 """
 
 from __future__ import annotations
@@ -65,26 +65,19 @@ class Ended:
 
 class Launcher(Protocol):
     async def run(self, training: Training) -> Ended:
-        """Start the training and wait for its end.
-
-        Cancelling ends a process, but leaves a job running.
-        """
+        """Start the training and wait for its end. Cancelling ends a process, not a job."""
 
 
 def launcher_of(config: SweepConfig, name: str) -> Launcher:
-    """Return the launcher. Raises ConfigError for an unknown scheduler.
-
-    name: of the sweep; names of its jobs begin with it.
-    """
+    """Return the launcher. Raises ConfigError for an unknown scheduler. name: of the sweep."""
     if config.scheduler is None:
         return LocalProcesses(config.parallel, config.launch)
     return SchedulerJobs(config.scheduler, config.scheduler_args, config.job_args, name)
 
 
 class LocalProcesses:
-    """Run trainings as processes, each with a share of the cores.
-
-    launch: the words before a training's overrides; None: `-m pipeline train` of this Python.
+    """Run trainings as processes, each with a share of the cores. launch: the words before
+    overrides.
     """
 
     poll_s = 0.2
@@ -119,9 +112,7 @@ class LocalProcesses:
 
 
 class SchedulerJobs:
-    """Run trainings as jobs. settings: as in `torchx run -cfg`. job_args: of the component, before
-    `--`: [-j, 1x8].
-    """
+    """Run trainings as jobs. settings: as in `torchx run -cfg`. job_args: before `--`, [-j, 1x8]."""
 
     poll_s = 2.0
 
@@ -142,19 +133,15 @@ class SchedulerJobs:
         for key in settings:
             if key not in self._options:
                 raise ConfigError(
-                    f"sweep.scheduler_args.{key}: unknown option of "
-                    f"{scheduler}{did_you_mean(key, self._options)}; known are "
-                    f"{', '.join(self._options)}"
+                    f"sweep.scheduler_args.{key}: unknown option of {scheduler}{did_you_mean(key, self._options)}; "
+                    f"known are {', '.join(self._options)}"
                 )
         self._settings = {key: str(value) if self._options[key] is str else value for key, value in settings.items()}
         self._scheduler, self._job_args = scheduler, list(job_args)
         self._name = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:MAX_NAME]
 
     async def run(self, training: Training) -> Ended:
-        """Raises LaunchError if the scheduler refuses the job.
-
-        A job that does not compose ends the process with its error.
-        """
+        """Raise LaunchError if the scheduler refuses the job."""
         if not (handle := self._earlier(training)):
             await training.until_free()
             handle = self._submit(training)
@@ -177,9 +164,7 @@ class SchedulerJobs:
             raise
 
     def _earlier(self, training: Training) -> str:
-        """Return the handle of an earlier sweep's job that still runs or waits, or an empty
-        string.
-        """
+        """Return the handle of an earlier sweep's job that still runs or waits, or ""."""
         path = f"{training.run_dir}.job"
         handle = storage.read_text(path).strip() if storage.is_file(path) else ""
         status = self._runner.status(handle) if handle else None

@@ -1,5 +1,5 @@
-"""Report the result of a sweep: ranked trials, which knobs matter, the finalists over their seeds,
-the winner's command.
+"""Report a sweep: ranked trials, which knobs matter, finalists over their seeds, the winner's
+command.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipeline.extras.pages.charts import Bar, Line, bar_chart, line_chart
 from pipeline.extras.runs.compare import Comparison, compare
 from pipeline.extras.runs.folder import open_run
 from pipeline.extras.sweep.run import SweepResult, value_of
-from pipeline.extras.sweep.space import as_overrides
+from pipeline.extras.sweep.study import as_overrides
 from pipeline.runtime.pages.html import cards, document, figure, legend, scrolled, table
 
 if TYPE_CHECKING:
@@ -29,9 +29,7 @@ MIN_TRIALS = 8  # for the importance of knobs
 
 
 def importance(study: optuna.Study) -> dict[str, float]:
-    """Return Optuna's importance (PED-ANOVA) of each knob that all trials have, at the first rung,
-    which most trials reach.
-    """
+    """Return Optuna's importance (PED-ANOVA) of each knob that all trials have, at the first rung."""
     import optuna
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
@@ -60,8 +58,8 @@ def winner_command(result: SweepResult, between: str = " ") -> str:
 
 
 def _rows(result: SweepResult) -> tuple[list[str], list[list[str]]]:
-    """Return the knobs, and a row for each trial: place, number, metric, rungs, state, value of
-    each knob.
+    """Return the knobs, and for each trial: place, number, metric, rungs, state, value of each
+    knob.
     """
     keys = list(dict.fromkeys(key for trial in result.trials for key in trial.params))
 

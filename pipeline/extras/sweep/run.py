@@ -15,8 +15,7 @@ from pipeline.data.read.streams import num_steps
 from pipeline.extras.runs.folder import Run
 from pipeline.extras.sweep.config import SweepJob
 from pipeline.extras.sweep.launchers import Training, launcher_of
-from pipeline.extras.sweep.space import Point, as_overrides, edges
-from pipeline.extras.sweep.study import Search, num_rungs, open_study, steps_at
+from pipeline.extras.sweep.study import Point, Search, as_overrides, edges, num_rungs, open_study, steps_at
 from pipeline.runtime.errors import ConfigError, TrainingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
@@ -31,8 +30,8 @@ logger = get_logger("pipeline.sweep")
 
 @dataclass
 class SweepResult:
-    """The result. words: the overrides of all trials. steps: trained steps, and the steps of
-    training all trials to the end.
+    """The result. words: the overrides of all trials. steps_of_all: of training all trials to the
+    end.
     """
 
     run_dir: str
@@ -120,9 +119,7 @@ class _Trials:
         return storage.join(self.job.run_dir, "trials", name)
 
     async def _train(self, run_dir: str, words: list[str], steps: int) -> float | None:
-        """Return the metric when the run has `steps` steps, which it may already have; None if
-        every start of it failed.
-        """
+        """Return the metric after `steps` steps; None if every start of the run failed."""
         training = Training(run_dir, [*self.words, *words, f"run_dir={run_dir}"], self.job.trainer.lease_ttl_s)
         starts = self.job.sweep.retries + 1
         while (value := self._result(run_dir, steps)) is None and starts:
@@ -136,9 +133,7 @@ class _Trials:
         return value
 
     def _result(self, run_dir: str, steps: int) -> float | None:
-        """Return the metric if the run has reached `steps` (NaN if it is not a number), otherwise
-        None.
-        """
+        """Return the metric (NaN: not a number) if the run has reached `steps`, otherwise None."""
         run = Run(run_dir)
         if not run.summary or (run.summary["step"] < steps and not run.summary.get("stopped_early")):
             return None

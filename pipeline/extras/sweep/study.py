@@ -1,28 +1,105 @@
-"""Search with Optuna.
+"""Search points of the knobs with Optuna; successive halving (Li et al. 2020, ASHA) ends trials early.
 
-The study is a journal file; successive halving (Li et al. 2020, ASHA) ends trials early.
-
-To continue a killed sweep, its study is opened again: trials that were running are run first. Point
-n is sampled with a separate seed, so it does not depend on restarts.
+The study is a journal file. A killed sweep opens it again and runs unfinished trials first. Point n
+is sampled with a separate seed, so it does not depend on restarts.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.extras.sweep.config import SweepConfig
-from pipeline.extras.sweep.space import Point, grid, suggest
+from pipeline.extras.sweep.config import KnobConfig, SweepConfig
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.storage import storage
 
 if TYPE_CHECKING:
     import optuna
+
+Point = dict[str, Any]  # key -> value, of the active knobs
+
+
+def suggest(trial: optuna.Trial, params: Mapping[str, KnobConfig]) -> Point:
+    """Ask Optuna for the value of each knob whose condition holds."""
+
+    def value_of(key: str, knob: KnobConfig) -> Any:
+        if knob.choices:
+            return trial.suggest_categorical(key, knob.choices)
+        assert knob.low is not None and knob.high is not None
+        if knob.integer:
+            return trial.suggest_int(key, int(knob.low), int(knob.high), log=knob.log, step=int(knob.step or 1))
+        return trial.suggest_float(key, knob.low, knob.high, log=knob.log, step=knob.step)
+
+    return _walk(params, value_of)
+
+
+def _walk(params: Mapping[str, KnobConfig], value_of: Callable[[str, KnobConfig], Any]) -> Point:
+    point: Point = {}
+    for key, knob in params.items():
+        if all(other in point and point[other] in allowed for other, allowed in knob.when.items()):
+            point[key] = value_of(key, knob)
+    return point
+
+
+def grid(params: Mapping[str, KnobConfig]) -> list[Point]:
+    """Return all points; the last knob changes fastest. Inactive knobs make no difference."""
+    points: dict[str, Point] = {}
+    for combination in itertools.product(*map(_grid_values, params.values())):
+        chosen = dict(zip(params, combination, strict=True))
+        point = _walk(params, lambda key, _, chosen=chosen: chosen[key])  # type: ignore[misc]
+        points.setdefault(json.dumps(point, sort_keys=True), point)
+    return list(points.values())
+
+
+def _grid_values(knob: KnobConfig) -> list[Any]:
+    if knob.choices:
+        return list(knob.choices)
+    assert knob.low is not None and knob.high is not None
+    step = knob.step or 1.0
+    count = math.floor((knob.high - knob.low) / step + 1e-9) + 1
+    found = [round(knob.low + step * index, 12) for index in range(count)]
+    return [int(value) for value in found] if knob.integer else found
+
+
+def as_overrides(point: Point) -> list[str]:
+    return [f"{key}={_text(value)}" for key, value in point.items()]
+
+
+def _text(value: Any) -> str:
+    """Return the value in Hydra's syntax: plain words unquoted, other text quoted."""
+    if isinstance(value, str):
+        return value if re.fullmatch(r"[\w./-]+", value) else "'" + value.replace("'", "\\'") + "'"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
+    return repr(value)
+
+
+def edges(params: Mapping[str, KnobConfig]) -> Iterator[Point]:
+    """Return points that together have both ends or every choice of each knob, to check them first."""
+    for key, knob in params.items():
+        ends = [edge for edge in (knob.low, knob.high) if edge is not None]
+        for value in knob.choices or [int(end) if knob.integer else end for end in ends]:
+            point: Point = {}
+            _require(key, value, params, point)
+            yield {name: point[name] for name in params if name in point}
+
+
+def _require(key: str, value: Any, params: Mapping[str, KnobConfig], point: Point) -> None:
+    """Set a knob, and the knobs in its condition so that the condition is true."""
+    for other, allowed in params[key].when.items():
+        if other not in point:
+            _require(other, allowed[0], params, point)
+    point[key] = value
+
 
 FILE = "study.journal"
 # Settings that may change when a sweep continues.
@@ -81,8 +158,7 @@ def _check_same(study: optuna.Study, folder: str, config: SweepConfig, words: li
     differing = sorted(name for name in {**before, **identity} if before.get(name) != identity.get(name))
     if differing:
         raise ConfigError(
-            f"{folder} has a sweep with other settings ({', '.join(differing)}), so its trials "
-            "cannot be compared with "
+            f"{folder} has a sweep with other settings ({', '.join(differing)}), so its trials cannot be compared with "
             "these; choose another run_dir, or keep the settings"
         )
     study.set_user_attr("sweep", identity)
@@ -93,9 +169,7 @@ def num_rungs(config: SweepConfig) -> int:
 
 
 def steps_at(rung: int, total_steps: int, config: SweepConfig) -> int:
-    """Return the steps of a rung: all at the last rung, and reduction_factor times fewer at each
-    earlier rung.
-    """
+    """Return the steps of a rung: reduction_factor times fewer at each earlier rung."""
     share = config.reduction_factor ** (num_rungs(config) - 1 - rung)
     return max(1, -(-total_steps // share))
 

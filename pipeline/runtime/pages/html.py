@@ -12,10 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 @cache
 def _environment() -> Environment:
-    """Return the environment.
-
-    A template's name is its path below the package, such as serving/http/docs.html.
-    """
+    """Return the environment. A template's name is its path below the package."""
     return Environment(
         loader=FileSystemLoader(Path(__file__).parents[2]),
         autoescape=True,

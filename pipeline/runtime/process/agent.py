@@ -4,28 +4,34 @@
 
 This is torchrun with the same flags and with exit codes that a scheduler can use. Ranks that end
 with a final code (pipeline.runtime.process.exit_codes) are not restarted. SIGTERM and SIGINT reach
-the ranks, which have a grace period to save. Errors that torchrun would print as a traceback are
-one line.
+the ranks, which have a grace period to save.
 
-With `--nnodes MIN:MAX --rdzv-backend folder` nodes may leave and join. If a node is lost or asked
-to stop, the remaining nodes continue from the newest checkpoint. If a node joins, the ranks save at
-the next step, and all nodes continue from there.
+With `--nnodes MIN:MAX --rdzv-backend folder` nodes may leave and join: the others continue from the
+newest checkpoint. If a node joins, the ranks save at the next step, and all continue from there.
+
+A rank's output is in <log_dir>/<job>_<host>_<random>/attempt_<n>/<local rank>/stdout.log; the links
+<log_dir>/rank_<rank>.stdout.log name the newest files. A start removes the folders of old starts.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
+import shutil
 import signal
+import socket
 import sys
+import tempfile
+import time
 from types import FrameType
 from typing import Any
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api as launcher
@@ -34,7 +40,83 @@ from pipeline.runtime.logs import configure_logging, get_logger
 from pipeline.runtime.process import file_rendezvous
 from pipeline.runtime.process.exit_codes import DONE, FAILED, FINAL, INTERRUPTED, REQUEUE, USER_ERROR
 from pipeline.runtime.process.processes import ELASTIC_JOB, ELASTIC_ROUND, hand_over_agent
-from pipeline.runtime.process.rank_logs import RankLogs
+
+KEPT_STARTS, KEPT_DAYS = 100, 30
+DAY_S = 86400.0
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
+
+
+def old_starts(log_dir: str, kept: int = KEPT_STARTS, days: float = KEPT_DAYS) -> list[str]:
+    """Return starts not written for this many days, except for the newest `kept`."""
+    before = time.time() - days * DAY_S
+    found = []
+    with contextlib.suppress(OSError), os.scandir(log_dir) as entries:
+        for entry in entries:
+            # a start on another host may remove them at the same time
+            with contextlib.suppress(OSError):
+                if entry.is_dir(follow_symlinks=False):
+                    found.append((_last_written(entry.path), entry.path))
+    newest_first = sorted(found, reverse=True)
+    return [path for written, path in newest_first[kept:] if written < before]
+
+
+def _last_written(start: str) -> float:
+    """Return when a start's files were last written."""
+    files = (os.path.join(folder, name) for folder, _, names in os.walk(start) for name in names)
+    return max((os.lstat(file).st_mtime for file in files), default=os.stat(start).st_mtime)
+
+
+def remove_starts(paths: list[str]) -> None:
+    """Remove the folders, and the links that then point to nothing."""
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
+    for log_dir in {os.path.dirname(path) for path in paths}:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(log_dir):
+                if entry.is_symlink() and not os.path.exists(entry.path):
+                    os.unlink(entry.path)
+
+
+class RankLogs(DefaultLogsSpecs):
+    """Extend torchelastic's log files, so that several hosts can write below the same folder."""
+
+    _num_attempts = 0
+
+    def _make_log_dir(self, log_dir: str | None, rdzv_run_id: str) -> str:
+        base = log_dir or tempfile.mkdtemp(prefix="torchelastic_")
+        os.makedirs(base, exist_ok=True)
+        host = socket.gethostname().partition(".")[0]
+        remove_starts(old_starts(base))
+        # A separate name each time, because a second launch under the same id must not clear the
+        # files of the first launch.
+        return tempfile.mkdtemp(prefix=f"{rdzv_run_id}_{host}_", dir=base)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Count an attempt for each start of the ranks; torchelastic's count ignores joins and
+        leaves.
+        """
+        attempt = {RESTART_COUNT: str(self._num_attempts)}
+        self._num_attempts += 1
+        counted = {rank: {**env, **attempt} for rank, env in envs.items()}
+        destinations = super().reify(counted)
+        for local_rank, env in envs.items():  # torchelastic names each rank's error file here
+            env.update({name: value for name, value in counted[local_rank].items() if name != RESTART_COUNT})
+        for files, stream in ((destinations.stdouts, "stdout"), (destinations.stderrs, "stderr")):
+            for local_rank, file in files.items():
+                if rank := envs[local_rank].get("RANK"):
+                    self._link(file, f"rank_{rank}.{stream}.log")
+        return destinations
+
+    def _link(self, file: str, name: str) -> None:
+        if not file or file == os.devnull or not self._run_log_dir:
+            return  # that stream goes to the console
+        folder = os.path.dirname(self._run_log_dir)
+        staged = os.path.join(self._run_log_dir, f".{name}")
+        # Links only help people, so a run does not fail on a file system without links.
+        with contextlib.suppress(OSError):
+            os.symlink(os.path.relpath(file, folder), staged)
+            os.replace(staged, os.path.join(folder, name))
+
 
 GRACE = "--grace-s"
 AFTER_FAILURE_S = 5  # a rank that still runs after this has lost a peer and cannot save
@@ -45,8 +127,8 @@ logger = get_logger("pipeline.agent")
 
 
 class Agent(LocalElasticAgent):
-    """Extend torchelastic's agent. torchelastic makes the object, so its inputs and results are
-    attributes of the class.
+    """Extend torchelastic's agent, which torchelastic makes: inputs and results belong to the
+    class.
     """
 
     grace_s = 30.0
@@ -92,10 +174,6 @@ class Agent(LocalElasticAgent):
         listen()
         return pids
 
-    def _lost_a_node(self, worker_group: Any) -> bool:
-        found = file_rendezvous.FileRendezvous.newest
-        return found is not None and found.lost_one_of(worker_group.group_world_size)
-
     def _exit_codes(self) -> dict[int, int]:
         polled = {rank: each.proc.poll() for rank, each in self._processes.subprocess_handlers.items()}
         return {rank: code for rank, code in polled.items() if code is not None}
@@ -110,8 +188,8 @@ class Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if not result.is_failed():
             return result
-        codes = FINAL & set(self._ended_first.values())
-        if codes == {REQUEUE} and file_rendezvous.FileRendezvous.newest is not None:
+        codes, meeting = FINAL & set(self._ended_first.values()), file_rendezvous.FileRendezvous.newest
+        if codes == {REQUEUE} and meeting is not None:
             # A rank of another node was asked to stop, or to let a node join. All ranks have saved,
             # and none has failed.
             self._remaining_restarts += 1
@@ -124,7 +202,8 @@ class Agent(LocalElasticAgent):
             failure = result.failures.get(worker.global_rank)
             if failure and code != DONE and code not in FINAL:
                 logger.warning("%s", describe_failure(worker.global_rank, failure))
-        if not codes and self._remaining_restarts == 0 and self._lost_a_node(worker_group):
+        is_last = not codes and self._remaining_restarts == 0
+        if is_last and meeting is not None and meeting.lost_one_of(worker_group.group_world_size):
             self._remaining_restarts = 1
             logger.warning("a node was lost: the remaining nodes restart all ranks")
         elif self._remaining_restarts > 0:
@@ -148,9 +227,8 @@ def _message_of(failure: ProcessFailure) -> str:
 
 
 def listen() -> None:
-    """Let the first signal of a scheduler or of the keyboard end the run.
-
-    Further signals change nothing.
+    """Let the first signal of a scheduler or of the keyboard end the run; later ones change
+    nothing.
     """
 
     def hear(signum: int, frame: FrameType | None) -> None:
@@ -163,11 +241,9 @@ def listen() -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the flags as torchrun does.
+    """Parse the flags as torchrun does. With --node-rank, node 0 hosts the rendezvous.
 
-    With --node-rank, which c10d would ignore, node 0 hosts the rendezvous.
-
-    Otherwise torchelastic compares host names, and a pod may start before DNS knows its name.
+    torchelastic would compare host names, and a pod may start before DNS knows its name.
     """
     args = torchrun.parse_args(argv)
     if args.rdzv_backend == "c10d" and any(word.replace("_", "-").startswith("--node-rank") for word in argv):
@@ -223,10 +299,7 @@ def _code_of(error: ChildFailedError) -> int:
 
 
 def _code_after_signal() -> int:
-    """Return the exit code after a signal.
-
-    Killed ranks have an earlier step to resume from, so that is REQUEUE too.
-    """
+    """Return the exit code. Killed ranks resume from an earlier step, so that is REQUEUE too."""
     if Agent.last_codes and set(Agent.last_codes) == {DONE}:
         return DONE
     if USER_ERROR in Agent.last_codes:

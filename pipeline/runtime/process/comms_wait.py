@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +34,8 @@ MAX_NODES = 64  # there are two to five between an awaitable's result and its re
 
 
 class CommsWait:
-    """Count the `seconds` that this rank waits for collectives, on the thread that made this
-    object, while clocked.
+    """Count the `seconds` that the thread which made this object waits for collectives, while
+    clocked.
     """
 
     def __init__(self) -> None:
@@ -46,9 +46,8 @@ class CommsWait:
 
     @contextmanager
     def clocked(self, loss: nn.Module) -> Iterator[None]:
-        """Run the clock while this rank waits.
-
-        `loss` returns the loss first; DDP's wait in its backward counts too.
+        """Run the clock while this rank waits. `loss` returns the loss first; DDP's wait counts
+        too.
         """
         global _clock
         hook = loss.register_forward_hook(self._clock_backward)
@@ -87,36 +86,26 @@ def _current() -> CommsWait | None:
     return _clock if _clock is not None and _clock.thread == threading.get_ident() else None
 
 
-def waiting() -> AbstractContextManager[None]:
+@contextmanager
+def waiting(is_waiting: bool = True) -> Iterator[None]:
     """Count the time in this context as waiting for other ranks, except in an inner `working()`."""
-    return _switched(True)
+    if (clock := _current()) is None:
+        yield
+        return
+    before = clock.switch(is_waiting)
+    try:
+        yield
+    finally:
+        clock.switch(before)
 
 
 def working() -> AbstractContextManager[None]:
     """Do not count the time in this context: the rank works."""
-    return _switched(False)
-
-
-def _switched(on: bool) -> AbstractContextManager[None]:
-    clock = _current()
-    return nullcontext() if clock is None else _Switched(clock, on)
-
-
-class _Switched(AbstractContextManager[None]):
-    def __init__(self, clock: CommsWait, on: bool) -> None:
-        self._clock, self._on, self._before = clock, on, False
-
-    def __enter__(self) -> None:
-        self._before = self._clock.switch(self._on)
-
-    def __exit__(self, *_: object) -> None:
-        self._clock.switch(self._before)
+    return waiting(False)
 
 
 def clock_awaitable(awaitable: Awaitable[Any]) -> None:
-    """Let an awaitable of pooled embeddings count its wait, and in backward the wait for their
-    gradients.
-    """
+    """Let an awaitable of pooled embeddings count its wait, and in backward its gradients'."""
     if _current() is None:
         return
     wait_impl: Callable[[], Any] = awaitable._wait_impl
@@ -132,9 +121,7 @@ def clock_awaitable(awaitable: Awaitable[Any]) -> None:
 
 
 def _clock_requests(last: torch.autograd.graph.Node) -> None:
-    """Measure the backward of TorchRec's requests below `last`, which begins by waiting for the
-    gradients.
-    """
+    """Measure the backward of TorchRec's requests below `last`, which waits for gradients first."""
     nodes, seen = [last], {last}
     while nodes and len(seen) < MAX_NODES:
         node = nodes.pop()

@@ -1,7 +1,4 @@
-"""Define the exit codes of a verb, which schedulers and the launcher's agent read (stdlib only).
-
-docs/do/reliability.md explains them.
-"""
+"""Define the exit codes of a verb (stdlib only). docs/do/reliability.md explains them."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _HINTS = {
 
 
 def describe_os_error(error: OSError, folder: str = "") -> str:
-    """Return one line with path and fix, or an empty string for an error that no user can fix.
+    """Return one line with path and fix; empty for an error that no user can fix.
 
     folder: the folder that was being written.
     """
@@ -43,10 +43,7 @@ def describe_os_error(error: OSError, folder: str = "") -> str:
 
 
 def write_error_file(message: str, error: BaseException | None = None) -> None:
-    """Write the reason why this rank ends to the file of torchelastic's agent.
-
-    Without an agent do nothing.
-    """
+    """Write why this rank ends to the file of torchelastic's agent, if there is one."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

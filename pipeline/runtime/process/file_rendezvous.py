@@ -123,8 +123,7 @@ class FileRendezvous(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round, which has a separate store on its first node.
 
-        torch (2.13 and 2.14) keeps the address of an earlier round on every node that is not first
-        now. If the first node changes, nodes would use different addresses.
+        torch (2.13 and 2.14) keeps the address of an earlier round, so nodes would use different addresses.
         """
         self._bootstrap_store_info, self._shared_tcp_store_server = None, None
         try:
@@ -137,10 +136,7 @@ class FileRendezvous(DynamicRendezvousHandler):
         return int(self._state_holder.state.round)
 
     def lost_one_of(self, num_nodes: int) -> bool:
-        """Return whether fewer nodes are left than the `num_nodes` of this round.
-
-        Waits until a lost node is noticed.
-        """
+        """Return whether fewer nodes are left than `num_nodes`. Waits until a lost node is noticed."""
         until = time.monotonic() + HEARTBEAT_S * (LOST_AFTER + 1)
         while True:
             with self._heartbeat_lock:

@@ -75,9 +75,7 @@ def withdraw() -> None:
 
 
 def when_requested(call: Callable[[], None]) -> None:
-    """Run `call` inside the signal handler, on the main thread. It must be short and take
-    no lock.
-    """
+    """Run `call` in the signal handler, on the main thread. It must be short and take no lock."""
     _on_request.append(call)
 
 

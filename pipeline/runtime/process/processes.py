@@ -1,14 +1,17 @@
-"""Identify processes of this machine and their state, and allow one run at a time in a folder
-(Linux, stdlib only).
+"""Identify processes, tie them to their parents, set priorities, and keep imports from the
+garbage collector (Linux, stdlib only).
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
+import gc
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,14 +27,9 @@ AGENT = "PIPELINE_AGENT"  # the agent of a rank: its process number and start ti
 STATES = {"R": "running", "S": "sleeping", "D": "blocked in the kernel", "T": "stopped by a signal", "Z": "dead"}
 
 
-def hostname() -> str:
-    return socket.gethostname()
-
-
 def start_time(pid: int) -> int:
-    """Return the start time in clock ticks since boot, which with the number identifies a process.
-
-    0: no such process.
+    """Return the start time in clock ticks since boot, which with the number identifies a process;
+    0: none.
     """
     fields = _stat(pid)
     return int(fields[19]) if fields and fields[0] != "Z" else 0
@@ -53,14 +51,12 @@ def _stat(pid: int) -> list[str]:
 
 
 def machine() -> str:
-    """Identify where process numbers are valid: this boot of the kernel and this namespace of
-    process numbers.
-    """
+    """Identify where process numbers are valid: this boot of the kernel and this namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return hostname()
+        return socket.gethostname()
 
 
 def hand_over_agent() -> None:
@@ -69,12 +65,9 @@ def hand_over_agent() -> None:
 
 
 def die_with_parent(wanted: bool = True) -> None:
-    """Let the kernel kill this process when its parent dies for any reason.
+    """Let the kernel kill this process when its parent dies. Affects only the calling thread.
 
-    Affects only the calling thread.
-
-    The kernel does not tell of a parent that died before this call. So if hand_over_agent() named an
-    agent, and the agent is gone, this process ends now.
+    A parent that died before this call goes unnoticed, so the agent of hand_over_agent() is checked.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL) if wanted else 0, 0, 0, 0)
     pid, _, started = os.environ.get(AGENT, "").partition(":")
@@ -83,10 +76,7 @@ def die_with_parent(wanted: bool = True) -> None:
 
 
 def end_with_parent() -> None:
-    """Let the kernel send SIGTERM when the parent dies, so that this process can save.
-
-    It survives exec.
-    """
+    """Let the kernel send SIGTERM when the parent dies, also after exec."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
@@ -100,13 +90,53 @@ def kill(pid: int, started: int) -> bool:
 
 @contextmanager
 def only_one_run(folder: str, doing: str) -> Iterator[None]:
-    """Raise ConfigError while another process is `doing` the same in the folder.
-
-    The lock ends with the process.
-    """
+    """Raise ConfigError while another process is `doing` the same in the folder."""
     with open_lock(os.path.join(folder, LOCK)) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"another run is {doing} in {folder}: wait for it, or set another temp_dir") from error
         yield
+
+
+PRIORITIES = ("normal", "low", "idle")
+LOW = 5  # added to the nice value
+
+
+def lower_priority(priority: str) -> None:
+    """Lower the priority of this process and of threads and processes that it starts later.
+
+    normal: no change. low: as `nice -n 5`. idle: run only on cores that no other process wants.
+    """
+    for thread in map(int, os.listdir("/proc/self/task")) if priority != "normal" else ():
+        try:
+            if priority == "idle":
+                os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+            else:
+                os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + LOW)
+        except ProcessLookupError:  # the thread has ended
+            continue
+
+
+@contextmanager
+def none_while_importing() -> Iterator[None]:
+    """Exclude the objects that imports make from garbage collection; many stay alive.
+
+    If everything was imported before, nothing is excluded: garbage could then never be freed.
+    """
+    was_on, num_modules = gc.isenabled(), len(sys.modules)
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            if len(sys.modules) > num_modules:
+                gc.freeze()
+                atexit.register(_free_at_exit)
+            gc.enable()
+
+
+def _free_at_exit() -> None:
+    """Let the last collection see all objects: nanobind (DuckDB) prints those it cannot reach."""
+    if "duckdb" in sys.modules:
+        gc.unfreeze()

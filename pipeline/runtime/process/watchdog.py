@@ -1,11 +1,9 @@
-"""Detect a rank that hangs (this rank or another), name it, dump its stack, and end with an exit
-code.
+"""Detect a rank that hangs, name it, dump its stack, and end with an exit code (stdlib only).
 
 Each rank has one watchdog thread. The rank must report progress (`beat`, `phase`) within the time
 limit of its phase. It writes a pulse to a board that all ranks see (the launcher's c10d store). The
 next rank checks that the pulse changes, which a stopped process cannot imitate. The process ends by
-os._exit, which no blocked collective can delay, and the launcher restarts all ranks. Stdlib only,
-because it runs before torch is imported.
+os._exit, which no blocked collective can delay, and the launcher restarts all ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -32,10 +31,7 @@ SAFETY_S = 5.0  # part of the grace period, reserved for the launcher and the ke
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits in seconds. 0: no limit.
-
-    stage_s: each stage of start-up. step_s: a step or a batch. save_s: a save.
-    """
+    """Limits in seconds; 0: none. stage_s: a stage of start-up. step_s: a step or a batch."""
 
     stage_s: float = 900.0
     step_s: float = 180.0
@@ -44,9 +40,8 @@ class Limits:
 
 
 class Board(Protocol):
-    """The interface that the watchdog needs of a c10d Store.
-
-    Use a separate client, because another thread may block in one.
+    """What the watchdog needs of a c10d Store: a separate client, because a thread may block in
+    one.
     """
 
     def set(self, key: str, value: str) -> None: ...
@@ -84,7 +79,7 @@ class Watchdog:
         self._board: Board | None = None
         self._world_size, self._prefix = 1, ""
         self._neighbour = (0, time.monotonic())  # the other rank's tick, and when it was first seen
-        self._identity = (processes.hostname(), os.getpid(), processes.start_time(os.getpid()))
+        self._identity = (socket.gethostname(), os.getpid(), processes.start_time(os.getpid()))
         self._ended = threading.Event()
         self._wake_reader, self._wake_writer = os.pipe()
 
@@ -126,10 +121,7 @@ class Watchdog:
         self._phase, self._budget_s = name, budget_s
 
     def watch_others(self, board: Board, world_size: int, attempt: str) -> None:
-        """Watch another rank.
-
-        `attempt` separates this start of the group from earlier starts, whose pulses may remain.
-        """
+        """Watch another rank. `attempt` separates this start of the group from earlier ones."""
         self._world_size, self._prefix = world_size, f"pulse/{attempt}/"
         self._neighbour = (-1, time.monotonic())
         self._board = board
@@ -168,13 +160,11 @@ class Watchdog:
     def _idle_s(self) -> float:
         return time.monotonic() - self._progress_at
 
-    def _pulse(self) -> Pulse:
-        return Pulse(self.rank, self._tick, self._step, self._phase, self._idle_s(), *self._identity)
-
     def _publish(self) -> None:
         self._tick += 1
         if self._board is not None:
-            self._board.set(f"{self._prefix}{self.rank}", json.dumps(asdict(self._pulse())))
+            pulse = Pulse(self.rank, self._tick, self._step, self._phase, self._idle_s(), *self._identity)
+            self._board.set(f"{self._prefix}{self.rank}", json.dumps(asdict(pulse)))
 
     def _read(self, rank: int) -> Pulse | None:
         key = f"{self._prefix}{rank}"
@@ -234,11 +224,10 @@ class Watchdog:
         os._exit(code)
 
     def _suspects(self) -> list[str]:
-        """Return the ranks that cause the hang.
+        """Return the ranks that cause the hang. Takes two seconds.
 
-        These are processes that do not run (killed, if they are on this host), otherwise ranks that
-        wait for input, otherwise the rank without progress for the longest time. Takes two seconds,
-        in which a rank that can dumps its stacks.
+        These are processes that do not run (killed, if they are on this host), otherwise ranks that wait
+        for input, otherwise the rank without progress for the longest time.
         """
         if self._board is None or self._world_size == 1:
             return []
@@ -277,10 +266,7 @@ _current: Watchdog | None = None
 
 
 def start(rank: int, limits: Limits | None = None) -> Watchdog:
-    """Watch this process.
-
-    The functions below call the current watchdog, and do nothing if there is none.
-    """
+    """Watch this process. Without a watchdog the functions below do nothing."""
     global _current
     _current = Watchdog(rank, limits or Limits())
     _current.start()
@@ -309,10 +295,7 @@ def use(limits: Limits) -> None:
 
 
 def watch_others(connect: Callable[[], Board], world_size: int, attempt: str) -> None:
-    """Watch other ranks.
-
-    `connect` makes a client of the store that all ranks see, for the watchdog's thread only.
-    """
+    """Watch other ranks. `connect` makes a client of their store for the watchdog's thread."""
     if _current is not None:
         _current.watch_others(connect(), world_size, attempt)
 
@@ -328,9 +311,7 @@ def stepping(name: str) -> AbstractContextManager[None]:
 
 
 def saving(name: str = "saving") -> AbstractContextManager[None]:
-    """Start a phase that may take long without a beat, such as saving or scoring a complete
-    evaluation.
-    """
+    """Start a phase that may take long without a beat, such as saving."""
     return _phase(name, lambda limits: limits.save_s)
 
 

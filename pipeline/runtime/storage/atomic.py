@@ -1,13 +1,13 @@
-"""Publish folders and files whole or not at all.
+"""Publish folders and files completely or not at all.
 
-A folder is written as an attempt under another name; its manifest is the last file, and one step commits it:
+A folder is written as an attempt under another name. Its manifest is the last file and commits it:
 
     on a disk           <parent>/.attempt-<name>-<id>/...   renamed to <parent>/<name>/
-    in an object store  <parent>/<name>/<id>/...            committed by <parent>/<name>/manifest.json, which is written once
+    in an object store  <parent>/<name>/<id>/...            committed by <parent>/<name>/manifest.json
 
-A killed process leaves an attempt, which nobody reads. Two rules say who removes it. Where one process at a time writes
-(it holds a lease), the next one calls remove_leftovers(). Where many write side by side, each holds a lock file for its
-attempt (locked_attempt), and an attempt whose lock is free was abandoned.
+A killed process leaves an attempt, which nobody reads. If one process at a time writes (it holds a
+lease), the next one calls remove_leftovers(). If many write at the same time, each locks a file for
+its attempt (locked_attempt); an attempt whose lock is free was abandoned.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Fence = Callable[[], None]  # raises OSError where this process may commit no mo
 class Attempt:
     """A folder that is being written.
 
-    path: what its files have before the commit; stage: the local folder to write them to; below: the part of their path
-    below the committed folder, empty where they lie in the folder itself.
+    path: the files' path before the commit; stage: the local folder to write to; below: the part of the
+    path below the committed folder, empty if the files are in that folder.
     """
 
     name: str
@@ -50,9 +50,9 @@ class Attempt:
 
 
 class PublishedFolders(Protocol):
-    """The folders of one parent that are committed whole. Every method raises OSError where the storage fails.
+    """The folders of one parent that are committed completely. Methods raise OSError.
 
-    All but deliver() are for one process; several processes may write the files of one attempt.
+    One process calls them, except deliver(); several may write the files of one attempt.
     """
 
     parent: str
@@ -60,33 +60,33 @@ class PublishedFolders(Protocol):
     def begin(self, name: str, attempt_id: str = "") -> Attempt: ...
 
     def add(self, attempt: Attempt, name: str, source: str) -> FileEntry:
-        """Copy the local file `source` into the attempt; the entry of the bytes that were copied."""
+        """Copy the local file `source` into the attempt; the entry of the copied bytes."""
 
     def deliver(self, attempt: Attempt, names: list[str]) -> None:
-        """Make the files `names`, which this process has written to the stage, durable at the attempt's path."""
+        """Make the staged files `names` durable at the attempt's path."""
 
     def commit(self, attempt: Attempt, manifest: str, fence: Fence | None = None) -> str:
-        """The path of the committed folder. Raises FileExistsError where there is one: it is never written again."""
+        """Return the path of the committed folder. Raises FileExistsError if it exists."""
 
     def discard(self, attempt: Attempt) -> None: ...
 
     def remove(self, name: str) -> None:
-        """In one step out of the list; a removal that is interrupted leaves no half folder there."""
+        """Take it out of the list in one step, so that no half folder is left there."""
 
     def set_aside(self, name: str) -> str:
-        """Out of the list, for a person to look at; where it lies now."""
+        """Take it out of the list, for a person to look at. Return its path."""
 
     def remove_leftovers(self) -> None:
-        """What killed attempts and removals have left; for the process that holds the lease."""
+        """Remove what killed attempts left. The caller holds the lease."""
 
 
 def published_folders(
     parent: str, pattern: re.Pattern[str], *, prefix: str = "", staging: str = "", flat: bool = False
 ) -> PublishedFolders:
-    """Of the names that match `pattern`.
+    """Return the folders whose names match `pattern`.
 
-    prefix: of the names, left out in those of attempts; staging: a local folder for what an object store gets, which
-    begin() and deliver() need; flat: in an object store files lie in the folder itself, for its writers take turns.
+    prefix: of the names, left out in those of attempts. staging: a local folder for an object store's
+    files. flat: in an object store the files are in the folder itself, because its writers take turns.
     """
     if storage.is_local(parent):
         return LocalFolders(parent, prefix)
@@ -214,10 +214,9 @@ class ObjectFolders:
 
 
 def commit_folder(attempt: str, target: str, manifest: str, fence: Fence | None = None) -> None:
-    """Write the manifest, make all names in the local folder `attempt` durable, and rename it to `target`.
+    """Write the manifest, make the local folder `attempt` durable, and rename it to `target`.
 
-    Raises:
-        FileExistsError: somebody else has made `target` in the meantime.
+    Raises FileExistsError if somebody else has made `target` in the meantime.
     """
     for folder, _, _ in os.walk(attempt):
         storage.sync_folder(folder)
@@ -237,9 +236,9 @@ def commit_folder(attempt: str, target: str, manifest: str, fence: Fence | None 
 
 @contextmanager
 def locked_attempt(parent: str, prefix: str) -> Iterator[str]:
-    """The path of a fresh folder <parent>/<prefix><id>, for a process that shares `parent` with others at work.
+    """Yield a fresh folder <parent>/<prefix><id>, for a process that shares `parent` with others.
 
-    What is left of it is removed at the end, whatever the end is; what processes that have ended left, at the beginning.
+    It is removed at the end; what ended processes left is removed at the beginning.
     """
     os.makedirs(parent, exist_ok=True)
     remove_abandoned(parent, prefix)
@@ -284,17 +283,6 @@ def remove_abandoned(parent: str, prefix: str) -> None:
 def _remove_with_lock(path: str) -> None:
     shutil.rmtree(path, ignore_errors=True)
     storage.remove(path + LOCK)
-
-
-def begin_marked_folder(path: str) -> None:
-    """A fresh local folder in place, without what an earlier process left; finish_marked_folder() ends it."""
-    storage.remove(path)
-    os.makedirs(path)
-
-
-def finish_marked_folder(path: str, mark: str, text: str) -> None:
-    """Publish the file `mark` as the folder's last: whoever finds it finds all of the folder's files."""
-    storage.publish_text(os.path.join(path, mark), text)
 
 
 def make_durable(path: str) -> None:

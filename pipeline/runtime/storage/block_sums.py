@@ -40,10 +40,7 @@ def _hash_of(algorithm: str) -> Callable[[], Any] | None:
 
 
 def written_algorithm() -> str:
-    """Return the algorithm of the digests that files get now; empty: they need none.
-
-    What is written while a signature is required is often read again by the same process.
-    """
+    """Return the algorithm of the digests of new files; empty if they need none."""
     if not signature.is_signing() and not signature.is_required():
         return ""
     return next(name for name in ALGORITHMS if _hash_of(name) is not None)
@@ -55,10 +52,7 @@ def digest_algorithm(entry: FileEntry) -> str:
 
 
 def verifying_algorithm(entry: FileEntry) -> str:
-    """Return the key of the digests that blocks are verified by; empty: by their CRC-32.
-
-    BLAKE3 is faster than CRC-32, so its digests are used whenever they are there.
-    """
+    """Return the key of the digests that verify blocks; empty: CRC-32, slower than BLAKE3."""
     algorithm = digest_algorithm(entry)
     is_fast = algorithm == ALGORITHMS[0] and _hash_of(algorithm) is not None
     return algorithm if is_fast or signature.is_required() else ""
@@ -83,7 +77,7 @@ def zero_digest(algorithm: str) -> str:
 
 
 def entry_problem(entry: object) -> str:
-    """Return an empty text, or what is wrong with a file's entry, after the name of the file.
+    """Return what is wrong with a file's entry, after the name of the file; empty if nothing is.
 
     Looks at every checksum. counts_problem() is for files that are opened often.
     """

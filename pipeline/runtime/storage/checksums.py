@@ -9,6 +9,7 @@ is the faster BLAKE3, blocks are verified by the digest. docs/adr/0068 compares 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import io
 import os
@@ -32,7 +33,35 @@ from pipeline.runtime.storage.block_sums import (
     zero_digest,
 )
 from pipeline.runtime.storage.seekable import PositionedReader
-from pipeline.runtime.storage.writeback import begin_writeback, wait_for_writeback
+
+WAIT_BEFORE, WRITE, WAIT_AFTER = 1, 2, 4  # of sync_file_range(2)
+UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP}
+_sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+
+
+def begin_writeback(descriptor: int, offset: int, num_bytes: int) -> None:
+    """Start to write a part of a file to the disk. Raises OSError if the disk refuses bytes.
+
+    Without it the kernel starts late, and fsync waits for nearly all of a file.
+    """
+    _call(descriptor, offset, num_bytes, WRITE)
+
+
+def wait_for_writeback(descriptor: int, offset: int, num_bytes: int) -> None:
+    """Wait until the disk has these bytes; an fsync is still needed for its own cache."""
+    _call(descriptor, offset, num_bytes, WAIT_BEFORE | WRITE | WAIT_AFTER)
+
+
+def _call(descriptor: int, offset: int, num_bytes: int, flags: int) -> None:
+    if _sync_file_range is None or not num_bytes:
+        return
+    if _sync_file_range(descriptor, offset, num_bytes, flags):
+        number = ctypes.get_errno()
+        if number not in UNSUPPORTED:
+            raise OSError(number, os.strerror(number))
+
 
 PIECE_BYTES = 64 << 20  # checksummed and written side by side
 AHEAD_BLOCKS = 8  # that are written and not yet read back
@@ -143,10 +172,10 @@ class ChecksummedWriter(io.RawIOBase):
 
 
 class _ReadBack:
-    """Reads blocks of a file that is being written, on a thread, each once the disk has been given it.
+    """Read blocks of a file that is being written, on a thread, each once the disk has it.
 
-    What was read is dropped from memory, where the next blocks take its place: pages that are new to the process cost more
-    than the copy into them (most of all in a virtual machine), and a checkpoint in memory would push out what others read.
+    Pages that were read are dropped, because new pages cost more than the copy into them, and a
+    checkpoint in memory would push out what others read.
     """
 
     def __init__(self, path: str, descriptor: int) -> None:
@@ -158,7 +187,7 @@ class _ReadBack:
         self.checked: set[int] = set()  # blocks of which no byte was written
 
     def check(self, checksums: list[str]) -> None:
-        """Of all of the file's blocks so far; those that are new among them are read. Waits while many are not yet."""
+        """Read the new ones of all blocks so far. Waits while many are not yet read."""
         for index in range(len(self._checks), len(checksums)):
             if index in self.checked:
                 self._checks.append(Future())
@@ -182,7 +211,7 @@ class _ReadBack:
         _drop_pages(self._descriptor, begin, size)
 
     def end(self, is_whole: bool) -> Exception | None:
-        """The first that a check has raised, when all have ended; of a file that is not whole nothing is checked any more."""
+        """Return the first error of a check, when all have ended. A partial file is not checked."""
         self._thread.shutdown(cancel_futures=not is_whole)
         self._file.close()
         raised = [each.exception() for each in self._checks] if is_whole else []
@@ -190,10 +219,10 @@ class _ReadBack:
 
 
 class VerifiedFile(PositionedReader):
-    """Reads a file, local or remote, as its entry describes it. Raises DamagedError instead of handing out other bytes.
+    """Read a file as its entry describes it. Raises DamagedError instead of returning other bytes.
 
-    keep_pages: else whole blocks leave the page cache as soon as they are read, and the next ones take their place there. For
-    files that nobody reads again soon: as in a save, pages that are new to the system cost more than the copy into them.
+    keep_pages=False: pages of complete blocks leave the cache as soon as they are read, for files that
+    nobody reads again soon.
     """
 
     def __init__(self, path: str, entry: FileEntry, keep_pages: bool = True) -> None:
@@ -323,10 +352,7 @@ class VerifiedFile(PositionedReader):
 
 
 def _read_data(descriptor: int, block: memoryview, begin: int) -> int:
-    """Fill `block` from byte `begin` of a file on; a hole is zeros without being read. Returns how many bytes there were.
-
-    Moves the descriptor's position.
-    """
+    """Fill `block` from byte `begin` of a file; holes are zeros. Return how many bytes there were."""
     done = 0
     while done < len(block):
         position = begin + done

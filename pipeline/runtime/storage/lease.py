@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import threading
 import time
 import uuid
@@ -64,7 +65,7 @@ class Lease:
         threading.Thread(target=self._send_heartbeats, name="lease", daemon=True).start()
 
     def check(self) -> None:
-        """Raises LeaseLostError when another run holds a higher token; call it right before a commit."""
+        """Raise LeaseLostError if another run holds a higher token. Call it right before a commit."""
         newest = _tokens(self._folder)[-1:]
         if newest != [self.token]:
             now = _read(self._folder, newest[0]) if newest else None
@@ -80,7 +81,9 @@ class Lease:
         self._ended.set()
         path = _path(self._folder, self.token)
         if os.path.exists(path):
-            _write_aside(path, replace(self._holder, released=True))
+            staged = os.path.join(self._folder, f".{uuid.uuid4().hex}.tmp")
+            _write(staged, replace(self._holder, released=True))
+            os.replace(staged, path)
 
     def _send_heartbeats(self) -> None:
         while not self._ended.wait(self._ttl_s / 4):
@@ -94,9 +97,9 @@ class Lease:
 
 
 def take_lease(run_dir: str, ttl_s: float, when_lost: Callable[[], None] = lambda: None) -> Lease:
-    """The folder `run_dir`, which is made, for this process.
+    """Take the folder `run_dir`, which is made, for this process.
 
-    Waits only for an earlier start of the same job of which nobody can say whether it still runs.
+    Waits only for an earlier start of the same job if nobody can say whether it still runs.
 
     Raises:
         RunFolderHeldError: another run holds it, or was faster.
@@ -146,7 +149,8 @@ def _make_token(run_dir: str, folder: str, me: Holder) -> Holder:
         os.remove(path)
         raise RunFolderHeldError(_held(run_dir, f"it was faster: token {tokens[-1]}"))
     for old in tokens[:-1]:
-        _remove(_path(folder, old))
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(_path(folder, old))
     return me
 
 
@@ -159,8 +163,8 @@ def _myself(token: int) -> Holder:
         job, attempt = elastic_job, int(os.environ[processes.ELASTIC_ROUND])
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     pid = os.getpid()
-    host, machine = processes.hostname(), processes.machine()
-    return Holder(token, host, machine, pid, processes.start_time(pid), job, attempt, now)
+    start = processes.start_time(pid)
+    return Holder(token, socket.gethostname(), processes.machine(), pid, start, job, attempt, now)
 
 
 def _path(folder: str, token: int) -> str:
@@ -198,17 +202,6 @@ def _write(path: str, holder: Holder) -> None:
         json.dump(asdict(holder), file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _write_aside(path: str, holder: Holder) -> None:
-    staged = os.path.join(os.path.dirname(path), f".{uuid.uuid4().hex}.tmp")
-    _write(staged, holder)
-    os.replace(staged, path)
-
-
-def _remove(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(path)
 
 
 def held_by(run_dir: str, ttl_s: float) -> str:

@@ -17,8 +17,33 @@ from pipeline.runtime.errors import ConfigError, DamagedError
 from pipeline.runtime.json_values import finite
 from pipeline.runtime.storage import signature, storage
 from pipeline.runtime.storage.block_sums import entry_problem
-from pipeline.runtime.storage.names import name_problem
 from pipeline.runtime.storage.signature import Purpose
+
+MAX_NAME_BYTES = 1024
+FORBIDDEN = re.compile(r"[\x00-\x1f\x7f\\]")  # control characters; on Windows \ separates parts
+
+
+def name_problem(name: object) -> str:
+    """Return an empty text for a relative path below a folder, else what is wrong with the name."""
+    if not isinstance(name, str):
+        return f"is a {type(name).__name__}, not a name"
+    if not name or len(name.encode(errors="replace")) > MAX_NAME_BYTES:
+        return f"has {len(name)} characters: a name has 1 to {MAX_NAME_BYTES} bytes"
+    if FORBIDDEN.search(name) or "://" in name:
+        return "has a control character, a backslash or '://' in its name"
+    if wrong := [part for part in name.split("/") if part in ("", ".", "..")]:
+        return f"leads out of its folder: a part of its name is {wrong[0]!r}"
+    return ""
+
+
+def path_below(folder: str, name: object, source: str) -> str:
+    """Return the path of `name` below `folder`. Raises DamagedError if `name`, from `source`, leads
+    elsewhere.
+    """
+    if problem := name_problem(name):
+        raise DamagedError(f"{source}: {str(name)[:100]!r} {problem}")
+    return storage.join(folder, str(name))
+
 
 MANIFEST = "manifest.json"
 SEAL = re.compile(r'\{\n (?:"signature": "(?P<signature>[0-9a-f]{128})",\n )?"sha256": "(?P<sha256>[0-9a-f]{64})",')
@@ -50,10 +75,9 @@ def sealed_digest(path: str) -> str:
 
 
 def open_manifest(path: str, purpose: Purpose, *format_versions: int) -> dict[str, Any]:
-    """Return the values of the manifest file at `path`, with entries of files that can be read.
+    """Return the values of the manifest file at `path`.
 
-    Raises:
-        DamagedError: the file was changed, is of another release, or lists files that cannot be.
+    Raises DamagedError: the file was changed, is of another release, or lists files that cannot be.
     """
     values = read_sealed(path, purpose)
     if problem := files_problem(values.get("files")) or attempt_problem(values.get("attempt")):
@@ -65,13 +89,9 @@ def open_manifest(path: str, purpose: Purpose, *format_versions: int) -> dict[st
 
 
 def read_sealed(path: str, purpose: Purpose | None) -> dict[str, Any]:
-    """Return the values that seal_manifest wrote.
+    """Return the values that seal_manifest wrote. `purpose` None ignores the signature.
 
-    `purpose` None does not look at the signature: the values must decide about nothing that a
-    signature protects.
-
-    Raises:
-        DamagedError: the file is missing, is not what was written, or is not signed as required.
+    Raises DamagedError: the file is missing, is not what was written, or is not signed as required.
     """
     return unseal(_text_of(path), path, purpose)
 
@@ -102,9 +122,8 @@ def pointer_text(values: dict[str, Any], purpose: Purpose) -> str:
 def parse_pointer(text: str, path: str, purpose: Purpose) -> dict[str, Any]:
     """Return the values of a pointer that was read from `path`.
 
-    Raises:
-        DamagedError: it is not what pointer_text() wrote, is not signed as required, or is older
-            than one that was accepted before.
+    Raises DamagedError: it is not what pointer_text() wrote, is not signed as required, or is older
+    than one that was accepted before.
     """
     if SEAL.match(text):
         values = unseal(text, path, purpose)
@@ -151,10 +170,7 @@ def _text_of(path: str) -> str:
 
 
 def files_problem(files: object) -> str:
-    """Return an empty text, or what is wrong with a list of files.
-
-    Memory is asked for by the numbers of the list, and its names become paths.
-    """
+    """Return what is wrong with a list of files; empty if nothing is."""
     if not isinstance(files, dict):
         return "it lists no files"
     for name, entry in files.items():

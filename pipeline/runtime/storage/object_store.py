@@ -1,8 +1,8 @@
 """Fix iopath's S3 handler: errors with path and bytes, retries, and no partial objects.
 
-iopath 0.1.10 logs a failed upload and returns False, says that an object does not exist when the store answers 403 or
-503, uploads what was written when the writing code raises, reads whole objects into memory, and caches by key without
-the bucket. All of that is fixed here; what one may ask of it stays PathHandler's interface.
+iopath 0.1.10 logs a failed upload and returns False, says that an object does not exist if the
+store answers 403 or 503, uploads what was written if the writing code raises, reads whole objects
+into memory, and caches by key without the bucket.
 """
 
 from __future__ import annotations
@@ -126,10 +126,9 @@ class S3Handler(S3PathHandler):
             super()._rm(path, **kwargs)
 
     def put_once(self, path: str, content: bytes) -> bool:
-        """Write an object that must not be there, in one conditional request; False where the store has no such request.
+        """Write an object that must not exist, in one conditional request.
 
-        Raises:
-            FileExistsError: it is there, with other content.
+        Returns False if the store has no such request. Raises FileExistsError if it has other content.
         """
         from botocore.exceptions import ClientError
 
@@ -150,9 +149,9 @@ class S3Handler(S3PathHandler):
         return True
 
     def put_instead(self, path: str, expected: bytes | None, content: bytes) -> bool:
-        """Write an object in the place of `expected` (None: of nothing); False where something else lies there.
+        """Write an object instead of `expected` (None: nothing); False if it has other content.
 
-        One conditional request (If-Match); a store that knows none of those is written to without condition.
+        One conditional request (If-Match); a store without such requests is written to without condition.
         """
         from botocore.exceptions import ClientError
 

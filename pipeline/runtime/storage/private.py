@@ -31,8 +31,7 @@ def private_problem(folder: str) -> str:
 def private_folder(folder: str) -> str:
     """Make the folder with mode 0700 if it is missing, and return its path.
 
-    Raises:
-        ConfigError: it is a link, belongs to another user, or is open to other users.
+    Raises ConfigError if it is a link, belongs to another user, or is open to other users.
     """
     os.makedirs(os.path.dirname(folder) or ".", exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -48,10 +47,9 @@ def temporary_folder() -> str:
 
 
 def open_lock(path: str) -> IO[bytes]:
-    """Open a lock file, and make it if it is missing. Nothing is truncated, and no link is followed.
+    """Open a lock file, and make it if it is missing. Nothing is truncated.
 
-    Raises:
-        ConfigError: the path is a link.
+    Raises ConfigError if the path is a link.
     """
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

@@ -88,11 +88,7 @@ _accepted = _Accepted(None)
 
 @contextmanager
 def signing(path: str | None) -> Iterator[None]:
-    """Sign every manifest and pointer with this key; None changes nothing.
-
-    Raises:
-        ConfigError: the file does not hold a private Ed25519 key.
-    """
+    """Sign every manifest and pointer with this key; None changes nothing. Raises ConfigError."""
     global _private
     before = _private
     _private = before if path is None else _private_key(path)
@@ -106,11 +102,8 @@ def signing(path: str | None) -> Iterator[None]:
 def requiring(paths: str | Sequence[str] | None, accepted: str | None = None) -> Iterator[None]:
     """Read only manifests and pointers that one of these keys has signed; None changes nothing.
 
-    `accepted` is a local file that keeps the numbers of pointers, so that the next process
-    refuses older pointers too.
-
-    Raises:
-        ConfigError: a file does not hold a public Ed25519 key.
+    `accepted` is a local file with the numbers of pointers, so that the next process refuses older
+    pointers too. Raises ConfigError if a file does not hold a public Ed25519 key.
     """
     global _public, _accepted
     before = _public, _accepted
@@ -194,9 +187,9 @@ def accept(path: str, number: int) -> None:
 
 
 def age_problem(path: str, number: int | None) -> str:
-    """Return an empty text, or that a higher number was accepted at `path` before.
+    """Return that a higher number was accepted at `path` before, or an empty text.
 
-    `number` None says that there is nothing at `path`. Without a required key nothing is kept.
+    `number` None: there is nothing at `path`. Without a required key nothing is kept.
     """
     newest = _accepted.newest(path) if _public else None
     if newest is None or (number is not None and number >= newest):
@@ -208,8 +201,7 @@ def age_problem(path: str, number: int | None) -> str:
 def next_number(number: int) -> int:
     """Return the number of a pointer that replaces the one with `number`.
 
-    A signed one is at least the time in seconds: it is then above each number accepted before,
-    even if the pointer that it replaces is an old copy or damaged.
+    A signed one is at least the time in seconds, so it is above each number accepted before.
     """
     return max(number + 1, int(time.time())) if is_signing() else number + 1
 

@@ -1,6 +1,6 @@
-"""Open, list, publish and remove files by path or URI (s3://...).
+"""Open, list, publish and remove files by path or URI (s3://...), by iopath's PathManager.
 
-Thin over iopath's PathManager. Import stays stdlib + iopath, for configs and the launcher read through it.
+Imports only the standard library and iopath, because configs and the launcher read files by it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import logging
 import os
 import posixpath
 import shutil
+import time
 import uuid
+import zlib
 from collections.abc import Callable
 from functools import cache
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 from iopath.common.file_io import PathManager
 
@@ -58,6 +60,11 @@ def _register_s3() -> None:
         raise StorageError(
             "s3:// paths need boto3: pip install 'torchrec-pipeline[s3]', or pip install boto3"
         ) from error
+
+
+def _handler_of(path: str) -> Any:
+    """Return iopath's handler of a remote path, which may do more than PathHandler's interface."""
+    return path_manager()._path_handlers[path.split("://", 1)[0] + "://"]
 
 
 def join(folder: str, *names: str) -> str:
@@ -112,16 +119,16 @@ def list_files(folder: str) -> list[tuple[str, int]]:
     if is_local(folder):
         paths = [os.path.join(at, name) for at, _, names in os.walk(folder) for name in names]
         return sorted((os.path.relpath(path, folder), os.path.getsize(path)) for path in paths)
-    handler = path_manager()._path_handlers[folder.split("://", 1)[0] + "://"]
+    handler = _handler_of(folder)
     if hasattr(handler, "files_below"):
         return sorted(handler.files_below(folder))
     found = []
     for name in list_folder(folder):
         path = join(folder, name)
-        below = (
-            [(name, size_bytes(path))] if is_file(path) else [(join(name, own), size) for own, size in list_files(path)]
-        )
-        found += below
+        if is_file(path):
+            found.append((name, size_bytes(path)))
+        else:
+            found += [(join(name, own), size) for own, size in list_files(path)]
     return sorted(found)
 
 
@@ -146,10 +153,8 @@ def remove(path: str) -> None:
 
 
 def retry_once(task: Callable[[], Made], path: str) -> Made:
-    """Run `task` again if the disk answers EIO: a bad cable or a busy controller may answer the second time.
-
-    Raises:
-        OSError: what the second try raises; it names `path`.
+    """Run `task` again if the disk answers EIO. Raises the second try's OSError, which names
+    `path`.
     """
     try:
         return task()
@@ -167,8 +172,7 @@ def retry_once(task: Callable[[], Made], path: str) -> Made:
 def rename(source: str, target: str) -> None:
     """Rename a local file or folder; a file replaces what is there.
 
-    NFS sends a request again if the answer was lost. The second request does not find what the first
-    one has renamed: the rename is done, and the answer is ENOENT.
+    NFS repeats a request whose answer was lost. The second one finds the rename done and answers ENOENT.
     """
     inode = os.lstat(source).st_ino
     try:
@@ -271,7 +275,7 @@ def publish_once(path: str, text: str) -> None:
             os.remove(staged)
         sync_folder(dirname(path))
         return
-    handler = path_manager()._path_handlers[path.split("://", 1)[0] + "://"]
+    handler = _handler_of(path)
     if hasattr(handler, "put_once") and handler.put_once(path, text.encode()):
         return
     if exists(path) and read_text(path) != text:
@@ -282,12 +286,12 @@ def publish_once(path: str, text: str) -> None:
 
 
 def swap_text(path: str, expected: str | None, text: str) -> bool:
-    """Write a file in the place of one that holds `expected` (None: of nothing); False where another text is there.
+    """Write a file instead of one that holds `expected` (None: nothing); False if it holds another text.
 
-    Readers see the old text or the new one. Of several writers with one expectation, on any hosts, one succeeds.
+    Readers see the old text or the new one. Of several writers, on any hosts, one succeeds.
     """
     if not is_local(path):
-        handler = path_manager()._path_handlers[path.split("://", 1)[0] + "://"]
+        handler = _handler_of(path)
         if hasattr(handler, "put_instead"):
             return bool(handler.put_instead(path, None if expected is None else expected.encode(), text.encode()))
         return _swap(path, expected, text)
@@ -311,3 +315,60 @@ def sync_folder(folder: str) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def unpack_zlib(content: bytes, most_bytes: int) -> bytes:
+    """Raise ValueError if `content` is not one whole zlib stream, or if it holds more than `most_bytes`."""
+    stream = zlib.decompressobj()
+    try:
+        unpacked = stream.decompress(content, most_bytes + 1)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    if len(unpacked) > most_bytes:
+        raise ValueError(f"{len(content)} bytes unpack to more than {most_bytes}")
+    if not stream.eof or stream.unused_data:
+        raise ValueError(f"{len(content)} bytes are not one whole zlib stream")
+    return unpacked
+
+
+class Stamp(NamedTuple):
+    """The size and version of a file. Equal stamps mean equal bytes, unless somebody sets clocks back.
+
+    A local file has a modification time and an inode, an object of S3 an ETag; others only a size.
+    """
+
+    size_bytes: int
+    modified_ns: int = 0
+    inode: int = 0
+    etag: str = ""
+
+
+def stamp_of(path: str) -> Stamp:
+    """Raises FileNotFoundError."""
+    if is_local(path):
+        status = os.stat(path)
+        return Stamp(status.st_size, status.st_mtime_ns, status.st_ino)
+    handler = _handler_of(path)
+    if hasattr(handler, "size_and_etag"):
+        size_bytes, etag = handler.size_and_etag(path)
+        return Stamp(size_bytes, etag=etag)
+    return Stamp(size_bytes(path))
+
+
+def difference(then: Stamp, now: Stamp) -> str:
+    """Say in numbers what changed; empty for equal stamps."""
+    found = []
+    if now.size_bytes != then.size_bytes:
+        found.append(f"it had {then.size_bytes:,} bytes and has {now.size_bytes:,}")
+    if now.modified_ns != then.modified_ns:
+        found.append(f"it was modified at {_clock(then.modified_ns)} and again at {_clock(now.modified_ns)}")
+    if now.inode != then.inode:
+        found.append(f"another file has its name (inode {then.inode}, now {now.inode})")
+    if now.etag != then.etag:
+        found.append(f"its ETag was {then.etag} and is {now.etag}")
+    return ", ".join(found)
+
+
+def _clock(modified_ns: int) -> str:
+    seconds, rest = divmod(modified_ns, 1_000_000_000)
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(seconds))}.{rest // 1000:06d}"

@@ -1,6 +1,5 @@
-"""Certify an artifact: measure how far its scores are from the trained model's, and refuse it past a limit.
-
-The artifact's files are loaded as a server loads them, and score the rows that the trained model has scored.
+"""Certify an artifact: load its files as a server does, compare its scores with the trained
+model's.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ def excesses(found: dict[str, Parity], limits: ParityConfig) -> list[str]:
 def certify(job: ExportJob, reference: Reference, plan: ExportPlan, draft: Manifest, path: str) -> Manifest:
     """Return the manifest `draft` of the files in folder `path` with its certificate.
 
-    Raises:
-        ServingError: the scores are further from the trained model's than job.parity allows.
+    Raises ServingError if the scores are further from the trained model's than job.parity allows.
     """
     certificate = _costs(reference, plan, job.parity)
     found = _compare(reference, draft, path)
@@ -115,9 +113,8 @@ def _by_target(targets: list[Target], found: list[Quality]) -> dict[str, Any]:
 
 
 def refusal(excesses: list[str], certificate: dict[str, Any], hints: list[str], precision: str) -> str:
-    """Say why an artifact of this precision is not written. The first suggestion is the smallest precision that fits.
-
-    Whether a precision fits is known for the validation split only.
+    """Say why nothing is written. The first suggestion is the smallest precision that fits on
+    validation rows.
     """
     limits = certificate["limits"]
     wider = PRECISIONS[: PRECISIONS.index(precision)] if precision in PRECISIONS else PRECISIONS

@@ -1,7 +1,7 @@
 """Serve compressed tables: split their ids and compose their rows as training does.
 
-The parts are ordinary tables of an artifact. The settings of the tables and the parameters that compose rows (cores,
-small networks, projections) are one file: a line of JSON, then numbers. Nothing in the file is a pickle.
+The parts are ordinary tables of an artifact. The settings of the tables and the parameters that
+compose rows are one file: a line of JSON, then numbers. Nothing in the file is a pickle.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ MAX_HEADER_BYTES = 256 << 20
 class RowMap:
     """The rows that hashed ids of a table with managed collision had when its training was saved.
 
-    ids: int64, ascending, as the id splitter hashes them (a bucket, then a number within it).
-    An id that is not among them shares the last row of its bucket.
+    ids: int64, ascending, as the id splitter hashes them. Another id shares the last row of its bucket.
     """
 
     ids: NDArray[np.int64]
@@ -63,10 +62,9 @@ class RowMap:
 
 
 def row_map(sorted_ids: NDArray[np.int64], rows: NDArray[np.int64], num_buckets: int) -> RowMap:
-    """Make a map from the state of a checkpoint.
+    """Make a map from a checkpoint's state: one bucket after the other, with its own rows from 0 on.
 
-    The state holds one bucket after the other: ascending numbers within the bucket, and its own rows from 0 on. If a
-    bucket is not full, its last numbers are the largest integer.
+    If a bucket is not full, its last numbers are the largest integer.
     """
     rows_a_bucket = len(sorted_ids) // num_buckets
     buckets = np.repeat(np.arange(num_buckets), rows_a_bucket)

@@ -1,14 +1,14 @@
-"""Publish and read deltas of an artifact: the rows of its tables that changed since, and its layers, in a chain of folders.
+"""Publish and read deltas of an artifact: its layers and the rows that changed, in a chain of folders.
 
-    <deltas>/00000042/manifest.json   base_version, sequence, previous_sha256, step, saved_at, tables, stats, files; sealed
+    <deltas>/00000042/manifest.json   base_version, sequence, previous_sha256, step, saved_at, tables, files; sealed
                       00003.ids       rows of table 3, uint64 little-endian, ascending
                       00003.rows      these rows, as the artifact stores rows
-                      dense.tensors   all tensors of the layers' program; composed.bin where the artifact has one
-    <deltas>/pin.json                 the sequence that servers stay at: {"sequence": 41}, and a reason where a gate stopped the chain
+                      dense.tensors   all tensors of the layers' program; composed.bin if the artifact has one
+    <deltas>/pin.json                 the sequence that servers stay at: {"sequence": 41}, and a gate's reason
 
-<deltas> is versions/vN/deltas beside a registry version's artifact, and <artifact>/deltas of any other. Each delta names the
-SHA-256 of the one before it, the first that of the artifact's own manifest, so servers take a delta after what it was made for
-or not at all. It is committed as a checkpoint's step is, and never changed.
+<deltas> is versions/vN/deltas of a registry, and <artifact>/deltas of another artifact. Each delta
+names the SHA-256 of the one before it, and the first one that of the artifact's manifest, so servers
+apply a delta after what it was made for or not at all. A committed delta is never changed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import numpy as np
 import torch
 from msgspec import Meta
 
@@ -40,6 +41,9 @@ from pipeline.runtime.storage.manifest import (
 )
 from pipeline.runtime.storage.signature import Purpose
 from pipeline.serving.artifact.manifest import COMPOSED_FILE, Manifest
+
+if TYPE_CHECKING:
+    from pipeline.serving.artifact.composed import ComposedTables
 
 FORMAT_VERSION = 1
 NAME = re.compile(r"\d{8}")
@@ -192,10 +196,8 @@ def why_pinned(folder: str) -> str:
 
 
 def read_delta(folder: str, artifact: str, manifest: Manifest, sequence: int) -> Delta:
-    """Number `sequence`, and that it was made for the artifact and the delta before it.
-
-    Raises:
-        DamagedError: it is missing, not what was written, or made for something else.
+    """Read delta `sequence`. Raises DamagedError: it is missing, changed, or made for something
+    else.
     """
     path = storage.join(folder, name_of(sequence))
     values = open_manifest(storage.join(path, MANIFEST), Purpose.DELTA, FORMAT_VERSION)
@@ -287,3 +289,52 @@ def tensors_from_bytes(content: bytes) -> list[torch.Tensor]:
         raise DamagedError(f"{len(rest)} bytes are no tensors of {sum(sizes)}")
     parts = torch.frombuffer(bytearray(rest), dtype=torch.uint8).split(sizes) if rest else [torch.empty(0)] * len(about)
     return [part.clone().view(dtype).reshape(shape) for part, (dtype, shape) in zip(parts, about, strict=True)]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """`ids` [n] int64 ascending, `rows` [n, row_bytes] uint8: rows of a table as its file has them."""
+
+    table: int
+    ids: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StagedDelta:
+    """A verified delta in memory. Nothing of it serves yet."""
+
+    delta: Delta
+    patches: list[Patch]
+    constants: list[torch.Tensor]
+    composed: ComposedTables | None
+    values: dict[str, NewIds] = field(default_factory=dict)  # by feature: those that have ids from now on
+
+
+def stage_delta(artifact: str, manifest: Manifest, sequence: int) -> StagedDelta:
+    """Raise DamagedError if the delta does not follow on the artifact, or names rows that do not exist."""
+    delta = read_delta(deltas_folder(artifact), artifact, manifest, sequence)
+    patches = [_read_patch(delta, change, manifest.tables[change.table].stored_rows) for change in delta.tables]
+    constants = tensors_from_bytes(delta.content(LAYERS_FILE))
+    composed = None
+    if COMPOSED_FILE in delta.files:
+        from pipeline.serving.artifact.composed import ComposedTables  # it imports TorchRec
+
+        try:
+            composed = ComposedTables.from_bytes(delta.content(COMPOSED_FILE))
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise DamagedError(f"{delta.path}: {COMPOSED_FILE} is not of this release ({error!r})") from None
+    values = values_from_bytes(delta.content(VALUES_FILE), manifest) if VALUES_FILE in delta.files else {}
+    return StagedDelta(delta, patches, constants, composed, values)
+
+
+def _read_patch(delta: Delta, change: TableChange, stored_rows: int) -> Patch:
+    """Compare ids as the unsigned numbers that they are: as int64 an id of 2^63 or more is a negative number."""
+    ids = np.frombuffer(delta.content(change.ids), "<u8")
+    if (ids[1:] <= ids[:-1]).any() or int(ids[-1]) >= stored_rows:
+        raise DamagedError(
+            f"{delta.path}: {change.ids} has ids from {ids.min()} to {ids.max()}, and they must ascend below the "
+            f"{stored_rows} rows of table {change.table}; publish the delta again"
+        )
+    rows = np.frombuffer(bytearray(delta.content(change.values)), np.uint8).reshape(len(ids), -1)
+    return Patch(change.table, torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(rows))

@@ -1,9 +1,8 @@
 """Export a model's layers by torch.export as a program of plain tensors (dense.pt2).
 
-forward(dense [batch, num_dense] float32, pooled [batch, sum of dims] float32) -> logits [batch] float32, for any batch; of
-several labels, or one that is not binary, [batch, sum of their widths].
-The tables stay outside, in files of their own: the collection's place is taken by what was pooled already, so every
-model that hands its ids to an EmbeddingBagCollection and reads the result is exported in the same way.
+forward(dense [batch, num_dense] float32, pooled [batch, sum of dims] float32) -> logits [batch]
+float32, for any batch; of several labels, or one that is not binary, [batch, sum of their widths].
+The tables are files of their own: pooled rows replace the model's EmbeddingBagCollection.
 """
 
 from __future__ import annotations
@@ -81,10 +80,7 @@ class Layers(nn.Module):
 
 
 def take_collection(model: nn.Module, keys: list[str]) -> list[int]:
-    """Put a PooledInput in the place of the model's one collection, and give the dims of `keys`, its features, in their order.
-
-    Where tables are compressed, what composes them goes with the collection.
-    """
+    """Replace the model's collection by a PooledInput. Return the dims of `keys`, in their order."""
     kind = (
         ComposedEmbeddings
         if any(isinstance(module, ComposedEmbeddings) for module in model.modules())
@@ -170,10 +166,9 @@ def _export(module: nn.Module, num_dense: int, pooled_dim: int) -> torch.export.
 
 
 class Int8Linear(nn.Module):
-    """x [..., in] -> x W^T + b, by int8 weights of one scale an output and rows of one scale each, quantized on the way.
+    """x [..., in] -> x W^T + b, by int8 weights with a scale per output, and rows quantized on the way.
 
-    As torch.ao's dynamic quantization, whose packed weights are objects that torch.export cannot write; these are plain
-    tensors, multiplied by oneDNN.
+    torch.ao packs such weights into objects that torch.export cannot write; these are plain tensors.
     """
 
     numbers: torch.Tensor

@@ -37,11 +37,9 @@ from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.block_sums import ALGORITHMS, FileEntry
 from pipeline.runtime.storage.manifest import MANIFEST, open_manifest, seal_manifest
 from pipeline.runtime.storage.signature import Purpose
-from pipeline.serving.artifact.kept_rows import WORD_BITS
-from pipeline.serving.artifact.quantize import fits, row_bytes
-from pipeline.serving.artifact.raw_schema import RawSchema
-from pipeline.serving.artifact.schema_problem import schema_problem
-from pipeline.serving.artifact.served_tasks import ServedTask
+from pipeline.serving.artifact.quantize import WORD_BITS, fits, row_bytes
+from pipeline.serving.artifact.raw_schema import RawSchema, schema_problem
+from pipeline.serving.artifact.task_quality import ServedTask
 
 FORMAT_VERSION = 1
 DENSE_FILE, COMPILED_FILE, COMPOSED_FILE = "dense.pt2", "dense.compiled.pt2", "composed.bin"
@@ -80,10 +78,9 @@ class TableFiles:
 class RetrievalParts:
     """The parts of a two-tower's artifact in addition to tables and the user's program.
 
-    user_features, item_features: the features of each tower, in the order of the batch.
-    item_feature: the feature that names the item. item.pt2 is the item's program. items.vectors
-    has a row of `dim` float32 for each item, items.arrow the raw values of the items in the same
-    order, items.index the index if it has a file. search: candidates that hnsw keeps.
+    user_features, item_features: of each tower, in the order of the batch. item_feature names the item.
+    item.pt2 is the item's program. items.vectors has a row of `dim` float32 for each item, items.arrow
+    their raw values, items.index the index if it has a file. search: candidates that hnsw keeps.
     """
 
     item_feature: str
@@ -155,8 +152,9 @@ class Manifest:
         return seal_manifest({"version": self.version, **self._values()}, Purpose.ARTIFACT)
 
     def _values(self) -> dict[str, Any]:
-        """As the file has them. A feature without boundaries, or no sequence, or without weights, is written as earlier releases wrote it, so its hash stays; so
-        is an artifact without tasks, or without retrieval."""
+        """Return the file's values. Empty values that earlier releases lacked are left out, so
+        hashes stay.
+        """
         values = asdict(self)
         for key in ("tasks", "retrieval"):
             if not values[key]:
@@ -174,10 +172,9 @@ class Manifest:
 
 
 def read_manifest(path: str) -> Manifest:
-    """Of the artifact at `path`.
+    """Read the manifest of the artifact at `path`.
 
-    Raises:
-        ArtifactError: there is none, it is not what was written, of another release, or describes what cannot be.
+    Raises ArtifactError: there is none, it was changed, or is of another release.
     """
     file = storage.join(path, MANIFEST)
     if storage.join(path, "").rstrip("/").rpartition("/")[2].startswith(UNFINISHED):

@@ -19,12 +19,11 @@ from pipeline.config.registry import from_extra
 from pipeline.config.serving import AUTO, PRECISIONS, RetrievalConfig
 from pipeline.embeddings.table import Table
 from pipeline.runtime.logs import get_logger
-from pipeline.serving.artifact.kept_rows import KeptRows
 from pipeline.serving.artifact.manifest import DENSE_FILE, RetrievalParts
 from pipeline.serving.artifact.prune import prune_tables
-from pipeline.serving.artifact.quantize import nearest, row_bytes
+from pipeline.serving.artifact.quantize import KeptRows, nearest, row_bytes
 from pipeline.serving.artifact.raw_schema import RawSchema, lookups_of, schema_of
-from pipeline.serving.artifact.served_tasks import ServedTask, width_of
+from pipeline.serving.artifact.task_quality import ServedTask, width_of
 from pipeline.serving.artifact.trained_step import TrainedStep
 
 if TYPE_CHECKING:
@@ -96,8 +95,7 @@ class ExportPlan:
 def plan_export(job: ExportJob, step: TrainedStep, precisions: Sequence[str]) -> ExportPlan:
     """Plan an artifact that scores rows. precisions: one for each table of the step.
 
-    Raises:
-        ServingError: pruning needs state of the optimizer that the step does not hold.
+    Raises ServingError if pruning needs state of the optimizer that the step does not hold.
     """
     kept = prune_tables(step, job.pruning)
     columns, multi_hot = step.job.data.columns, step.job.data.synthetic_multi_hot
@@ -117,10 +115,9 @@ def plan_export(job: ExportJob, step: TrainedStep, precisions: Sequence[str]) ->
 
 
 def choose_precisions(job: ExportJob, reference: Reference) -> list[str]:
-    """Return one precision for each table: job.precision, or the one that job.tables gives its name.
+    """Return each table's precision: job.precision, or the one that job.tables gives its name.
 
-    Raises:
-        ServingError: a table cannot have rows of its precision.
+    Raises ServingError if a table cannot have rows of its precision.
     """
     if job.precision != AUTO:
         return given_precisions(job, reference.trained)
@@ -186,7 +183,7 @@ def lineage_of(job: ExportJob, step: TrainedStep) -> dict[str, Any]:
 def default_output(job: ExportJob, step: int) -> str:
     """Return <run>/artifacts/step_00000300.int8, or the same in paths.artifacts.
 
-    If the job has settings other than the defaults, the name ends in a hash of them.
+    Settings other than the defaults add their hash.
     """
     settings, usual = settings_of(job), settings_of(ExportJob(run=job.run, precision=job.precision))
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()

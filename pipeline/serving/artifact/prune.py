@@ -16,7 +16,7 @@ from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
-from pipeline.serving.artifact.kept_rows import KeptRows, RowMask
+from pipeline.serving.artifact.quantize import KeptRows, RowMask
 from pipeline.serving.artifact.trained_step import TrainedStep, block_rows
 
 # State that grows each time a row is trained, in the order of search: (row-wise) Adagrad of FBGEMM, Adagrad and Adam of
@@ -30,10 +30,8 @@ def prune_tables(step: TrainedStep, config: PruningConfig) -> list[KeptRows | No
     """Return for each table the rows to keep. None means all rows.
 
     A part of a compressed table keeps all its rows, because each of them stands for many ids.
-    `config.fraction` counts rows of all tables that may be pruned: small tables have hot rows only.
-
-    Raises:
-        ServingError: the optimizer keeps no state that says which rows were trained.
+    `config.fraction` counts rows of all tables that may be pruned. Raises ServingError if the optimizer
+    keeps no state that says which rows were trained.
     """
     if config.kind == "none":
         return [None] * len(step.tables)
@@ -65,9 +63,9 @@ def _trained(tensors: StepTensors, stored: StoredTable, limit: float) -> KeptRow
 
 
 def _limit_of(tensors: StepTensors, stored: Sequence[StoredTable], fraction: float) -> float:
-    """Return the largest state that at most `fraction` of all rows do not exceed, by a histogram of 65,536 buckets.
+    """Return the largest state that at most `fraction` of all rows do not exceed.
 
-    The upper 16 bits of a float32 that is not negative ascend with its value.
+    By a histogram of the upper 16 bits of a float32, which ascend with its value if it is not negative.
     """
     counts = np.zeros(BUCKETS, np.int64)
     for stored_table in stored:

@@ -1,8 +1,7 @@
 """Score rows of the data set with the trained model, to judge an export before its tables are written.
 
-Only the rows of tables that the samples look up are read, and they are stored in files: memory holds
-blocks and samples. Each row is quantized independently of other rows, so a small table gives the
-scores of the whole table.
+Only the rows that the samples look up are read, and stored in files. Each row is quantized
+independently of other rows, so a small table gives the scores of the whole table.
 """
 
 from __future__ import annotations
@@ -24,10 +23,17 @@ from pipeline.data.read.reader import ShardReader
 from pipeline.data.targets import Target
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger, progress
-from pipeline.serving.artifact.kept_rows import KeptRows, RowMask
-from pipeline.serving.artifact.quantize import write_rows
-from pipeline.serving.artifact.served_tasks import ServedTask, scores_of
-from pipeline.serving.artifact.task_quality import LabelledRows, Parity, Quality, compare, measures, qualities
+from pipeline.serving.artifact.quantize import KeptRows, RowMask, write_rows
+from pipeline.serving.artifact.task_quality import (
+    LabelledRows,
+    Parity,
+    Quality,
+    ServedTask,
+    compare,
+    measures,
+    qualities,
+    scores_of,
+)
 from pipeline.serving.artifact.trained_step import TrainedStep, block_rows
 from pipeline.serving.scoring.lookup import MappedLookup, ServedTable
 
@@ -92,7 +98,7 @@ class Sample:
         self,
         program: Program,
         pooled: Callable[[SampleBatch], torch.Tensor],
-        advance: Callable[[float], None] = lambda rows: None,
+        advance: Callable[[float], object] = lambda rows: None,
     ) -> Scores:
         """Return the scores of the real rows [n, targets], float64 of the program's float32 outputs.
 

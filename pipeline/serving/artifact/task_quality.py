@@ -8,10 +8,43 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from pipeline.data.quality import auc, log_losses_of_scores, normalized_entropy
 from pipeline.data.targets import Target
+
+
+@dataclass(frozen=True)
+class ServedTask:
+    """A label that is scored: binary by a probability, regression by its value, ordinal by the expected bucket.
+
+    `width`: the numbers that the layers give for it. An artifact of one binary label names no tasks.
+    """
+
+    name: str
+    kind: str
+    width: int = 1
+
+
+def scores_of(tasks: list[ServedTask], outputs: torch.Tensor) -> torch.Tensor:
+    """Of the layers' outputs, [batch] without tasks, else [batch, sum of widths] -> [batch, tasks]."""
+    if not tasks:
+        return torch.sigmoid(outputs)
+    parts = outputs.split([task.width for task in tasks], dim=1)
+    return torch.stack([_score(task.kind, part) for task, part in zip(tasks, parts, strict=True)], dim=1)
+
+
+def _score(kind: str, outputs: torch.Tensor) -> torch.Tensor:
+    if kind == "regression":
+        return outputs[:, 0]
+    return torch.sigmoid(outputs).sum(1)
+
+
+def width_of(tasks: list[ServedTask]) -> int | None:
+    """Columns of the layers' outputs; None where they are [batch]."""
+    return sum(task.width for task in tasks) if tasks else None
+
 
 Floats = NDArray[np.float64]
 
@@ -35,10 +68,10 @@ class Quality:
 
 @dataclass(frozen=True)
 class Parity:
-    """The artifact beside the trained model on the same rows; the deltas are artifact - model.
+    """The artifact compared with the trained model on the same rows; the deltas are artifact - model.
 
-    Scores of a label that is not binary differ in its standard deviations. Of several labels: the worst of each number,
-    ne and auc of the main one, and in `tasks` each by itself.
+    Scores of a label that is not binary differ in its standard deviations. Of several labels: the
+    worst of each number, ne and auc of the main one, and in `tasks` each alone.
     """
 
     rows: int
@@ -57,9 +90,8 @@ class Parity:
 
 
 def measures(ne: float, auc: float) -> dict[str, str]:
-    """Field -> title of what says how good scores with these numbers, or with these differences of them, are.
-
-    NE and AUC; of a label that is a number, which has no AUC, the squared error over its variance; nothing of labels of one kind.
+    """Return field -> title of what measures these scores: NE and AUC, or the squared error over
+    the variance.
     """
     if math.isnan(ne):
         return {}

@@ -28,8 +28,8 @@ from pipeline.models.build import build_model
 from pipeline.runtime.errors import CheckpointError, ServingError, did_you_mean
 from pipeline.serving.artifact.composed import ComposedTables, RowMap, composed_in, row_map
 from pipeline.serving.artifact.dense_export import Layers, take_collection
-from pipeline.serving.artifact.kept_rows import WORD_BITS, KeptRows
-from pipeline.serving.artifact.served_tasks import ServedTask, width_of
+from pipeline.serving.artifact.quantize import WORD_BITS, KeptRows
+from pipeline.serving.artifact.task_quality import ServedTask, width_of
 from pipeline.serving.scoring.lookup import ServedFeature
 from pipeline.training.preflight import resolve_alone
 from pipeline.training.run_state import as_signed, chosen_step, config_of, folder_of
@@ -50,11 +50,9 @@ class TrainedStep:
     """A step of a run and the data set that the run was trained on.
 
     model: takes pooled rows [batch, sum of model_dims] instead of ids.
-    tables, stored: the tables that are exported, and where the checkpoint stores each of them.
-        If tables are compressed, these are the parts, and `composed` computes the model's
-        input from the pooled rows of the parts.
-    features: the features that look up `tables`. keys: the features that the model reads, in
-        the order of the batch.
+    tables, stored: the exported tables, and where the checkpoint stores them. If tables are
+        compressed, these are the parts, and `composed` computes the model's input from them.
+    features: look up `tables`. keys: the features that the model reads, in the order of the batch.
     new_values: vocabulary -> values that a stream added to it.
     best_by: the metric if the step was chosen because it is the best of the run, else empty.
     """
@@ -112,9 +110,7 @@ class TrainedStep:
     def rows(self, table: StoredTable, kept: KeptRows | None = None) -> Iterator[torch.Tensor]:
         """Yield the rows that are kept, ascending, [n, dim] float32. A block without such rows is not read.
 
-        Raises:
-            ServingError: a row holds NaN or an infinity.
-            DamagedError: the checkpoint is damaged.
+        Raises ServingError for NaN or an infinity, and DamagedError.
         """
         rows_at_once = block_rows(table.dim * table.dtype.itemsize)
         for first in range(0, table.rows, rows_at_once):
@@ -150,9 +146,8 @@ class TrainedStep:
 def open_trained_step(job: ExportJob) -> TrainedStep:
     """Open the step that the job chooses.
 
-    Raises:
-        ServingError: the run, the data set or a table that job.tables names is missing.
-        CheckpointError: the step holds other tables or layers than the run's config says.
+    Raises ServingError: the run, the data set or a table that job.tables names is missing. Raises
+    CheckpointError: the step holds other tables or layers than the run's config says.
     """
     trained = config_of(job.run)
     if trained is None:

@@ -96,9 +96,9 @@ class ArtifactWriter:
             self.add_bytes(COMPOSED_FILE, plan.step.composed.to_bytes())
 
     def write_vocabularies(self, plan: ExportPlan) -> None:
-        """Write the values of each feature that is not hashed.
+        """Write the values of each feature that is not hashed, without those whose row is left out.
 
-        Values whose row is left out are left out too. Values of a stream follow those of the data set.
+        Values of a stream follow those of the data set.
         """
         step = plan.step
         features = [each for each in map(step.dataset.sparse_feature, step.keys) if each.hash_size is None]
@@ -162,11 +162,7 @@ class ArtifactWriter:
         }
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest and move the folder to the output.
-
-        Raises:
-            FileExistsError: another export has made the output in the meantime.
-        """
+        """Write the manifest and move the folder to the output. Raises FileExistsError."""
         shutil.rmtree(self.scratch)
         atomic.commit_folder(self.path, self._output, manifest.to_text())
 
@@ -190,10 +186,7 @@ def library_versions() -> dict[str, str]:
 
 
 def vocabulary_path(feature: SparseFeature, data_path: str) -> str:
-    """Return the path of the feature's vocabulary.
-
-    Raises ServingError if it is missing, and DataError if it is damaged.
-    """
+    """Return the path of the feature's vocabulary. Raises ServingError, and DataError if damaged."""
     path = storage.join(data_path, feature.vocabulary or "")
     if feature.vocabulary is None or not storage.is_file(path):
         raise ServingError(

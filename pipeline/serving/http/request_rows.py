@@ -19,9 +19,8 @@ from pipeline.config.serving import LimitsConfig
 from pipeline.data.raw.value_text import to_text, value_to_text
 from pipeline.runtime.errors import did_you_mean
 from pipeline.serving.http.arrow_bounds import EXPANSION, bytes_before_reading, has_compression, is_flat, text_bytes
-from pipeline.serving.scoring.column_ids import MIN_ROWS, is_whole_number
-from pipeline.serving.scoring.column_lists import ColumnLists, Rows
-from pipeline.serving.scoring.scorer import schema_of
+from pipeline.serving.scoring.feature_ids import MIN_ROWS, is_whole_number
+from pipeline.serving.scoring.scorer import ColumnLists, Rows, schema_of
 
 JSON_TYPE = "application/json"
 USUAL_K = 10  # items of a request to /retrieve that does not say how many

@@ -16,7 +16,7 @@ from pipeline.config.jobs.evaluate import ServeJob
 from pipeline.config.serving import ServerConfig
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
-from pipeline.runtime.process.garbage import none_while_importing
+from pipeline.runtime.process.processes import none_while_importing
 from pipeline.serving.scoring.load import FoundArtifact, find_folder
 
 if TYPE_CHECKING:
@@ -30,10 +30,9 @@ def serve(
     load: Callable[[FoundArtifact], Scorer] | None = None,
     find: Callable[[str], FoundArtifact] = find_folder,
 ) -> None:
-    """Runs until SIGTERM or Ctrl-C, after which what is under way is answered.
+    """Serve until SIGTERM or Ctrl-C, then answer what was accepted.
 
-    Raises:
-        ServingError: the artifact cannot be loaded, or the address cannot be had.
+    Raises ServingError if the artifact cannot be loaded, or the address is not free.
     """
     check_certificate(job.server)
     listener = bind(job.server.host, job.server.port)

@@ -19,7 +19,7 @@ from pipeline.config.serving import BatchingConfig, LimitsConfig, ServerConfig
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.http.admission import Admission, Tokens
 from pipeline.serving.http.app import LOOPBACK_NAMES, ScoringApp
-from pipeline.serving.http.metrics import ServerMetrics
+from pipeline.serving.http.batching import ServerMetrics
 from pipeline.serving.http.protocol import limited_by
 from pipeline.serving.http.switching import FoundArtifact, ModelSlot, try_out
 from pipeline.serving.scoring.scorer import Scorer

@@ -1,8 +1,8 @@
 """Switch to a new artifact between two requests: load it, try it, and then replace the model that serves.
 
-Each request holds the model that it began with; the one before is closed when its last request is answered. An artifact
-that cannot be loaded is refused once, and the one before goes on. Deltas of the artifact that serves are taken in place, on the
-thread that scores and between two requests; a pin on an earlier one loads the artifact anew.
+Each request holds the model that it began with; the earlier model is closed after its last answer.
+An artifact that cannot be loaded is refused once, and the earlier model continues. Deltas are
+applied in place, on the thread that scores; a pin on an earlier delta loads the artifact again.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from pipeline.config.serving import BatchingConfig, LimitsConfig
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.masking import mask
-from pipeline.serving.artifact.deltas import deltas_folder, newest_sequence
-from pipeline.serving.http.batching import Batcher
-from pipeline.serving.http.metrics import ServerMetrics
+from pipeline.serving.artifact.deltas import StagedDelta, deltas_folder, newest_sequence, stage_delta
+from pipeline.serving.http.batching import Batcher, ServerMetrics
 from pipeline.serving.http.request_rows import RequestReader
 from pipeline.serving.scoring.load import FoundArtifact
-from pipeline.serving.scoring.patching import StagedDelta, stage_delta
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.serving.scoring.scorer import Scorer, retrieves
 
@@ -53,8 +51,9 @@ class ServedModel:
 
 
 def try_out(scorer: Scorer) -> None:
-    """Score a row with nothing in it, as a first request would be. Raises ServingError where that gives no probability, or
-    of a label that is not binary no number; of a retriever, where nothing is found."""
+    """Score an empty row, as a first request would be. Raises ServingError if that gives no valid
+    score.
+    """
     if retrieves(scorer):
         scorer.try_out()  # type: ignore[attr-defined]
         return

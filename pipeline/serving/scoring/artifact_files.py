@@ -16,8 +16,8 @@ from pipeline.data.read.value_index import NAMES
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import signature, storage
 from pipeline.runtime.storage.checksums import FileEntry, damage, read_verified, size_problem
-from pipeline.serving.artifact.kept_rows import KeptRows
 from pipeline.serving.artifact.manifest import COMPOSED_FILE, DENSE_FILE, ArtifactError, Manifest, TableFiles
+from pipeline.serving.artifact.quantize import KeptRows
 from pipeline.serving.artifact.raw_schema import RawFeature
 from pipeline.serving.scoring.dense_program import Program, load_program
 from pipeline.serving.scoring.lookup import MappedLookup, RamLookup, ServedFeature, ServedTable, TableLookup

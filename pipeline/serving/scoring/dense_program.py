@@ -22,6 +22,7 @@ from pipeline.runtime.storage import signature
 from pipeline.serving.scoring.program_graph import (
     GraphProblem,
     GraphReader,
+    UnlistedOperatorError,
     a_bool,
     a_dtype,
     a_list,
@@ -29,12 +30,11 @@ from pipeline.serving.scoring.program_graph import (
     an_int,
     an_object,
     check_device,
+    check_sizes,
     get,
     one_of,
     read_json,
 )
-from pipeline.serving.scoring.program_operators import UnlistedOperatorError
-from pipeline.serving.scoring.program_sizes import check_sizes
 
 Program = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 RELU = (torch.ops.aten.relu.default, torch.ops.aten.relu_.default)
@@ -85,9 +85,8 @@ class DenseProgram:
 def load_program(content: bytes, name: str) -> DenseProgram:
     """Load the bytes of dense.pt2. `name` is for errors.
 
-    Raises:
-        DamagedError: the archive is not one of plain tensors and listed kinds of JSON, or needs too much memory.
-        UnlistedOperatorError: it calls an operator that is not in the list.
+    Raises DamagedError: the archive does not hold only plain tensors and known JSON, or needs too much
+    memory. Raises UnlistedOperatorError: it calls an operator that is not in the list.
     """
     try:
         members = read_archive(content)
@@ -224,9 +223,7 @@ def load_compiled(path: str) -> Program:
     """Load an AOTInductor package. It is native code, which runs as soon as it is loaded.
 
     It holds Python's lock while it runs (torch 2.13 and 2.14: boxed_run has no gil_scoped_release).
-
-    Raises:
-        ServingError: no signature is required. If one is, the manifest and the file were checked against it.
+    Raises ServingError if no signature is required. If one is, it was checked before.
     """
     if not signature.is_required():
         raise ServingError(

@@ -42,9 +42,9 @@ def find_folder(artifact: str) -> FoundArtifact:
 def load_artifact(
     artifact: str, memory: str, ssd: SsdConfig, threads: int | None, compiled: bool, job: PredictJob | None = None
 ) -> Scorer:
-    """A Predictor, or the retriever of a two-tower; with a `job` the one that writes its files.
-
-    Raises ServingError where the artifact is damaged, `artifact` names none, or has no compiled layers that are asked for."""
+    """Return a Predictor, or the retriever of a two-tower; with a `job` the one that writes its
+    files.
+    """
     import torch
 
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))

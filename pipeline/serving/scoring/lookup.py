@@ -1,8 +1,7 @@
 """Look up and pool the rows of an artifact's tables.
 
-A TableLookup takes the ids of a batch, feature after feature, and gives one vector a sample and feature. RamLookup
-holds the rows in memory; anything that brings rows into a buffer may pool them by RowPooler, which is FBGEMM's
-inference lookup over a buffer and offsets of the caller's.
+A TableLookup takes the ids of a batch, feature by feature, and gives one vector per sample and
+feature. RowPooler pools any buffer of rows by FBGEMM's inference lookup.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from numpy.typing import NDArray
 
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.storage.checksums import FileEntry, VerifiedFile
-from pipeline.serving.artifact.kept_rows import KeptRows
-from pipeline.serving.artifact.quantize import row_bytes
+from pipeline.serving.artifact.quantize import KeptRows, row_bytes
 
 POOLINGS = {"sum": PoolingMode.SUM, "mean": PoolingMode.MEAN}
 ALIGNMENT = 128  # of each table in a buffer, as FBGEMM lays them out
@@ -31,10 +29,10 @@ ALIGNMENT = 128  # of each table in a buffer, as FBGEMM lays them out
 
 @dataclass(frozen=True)
 class ServedTable:
-    """One table's file: `stored_rows` rows of `row_bytes`, one after the other, as quantize.quantize_rows gives them.
+    """One table's file: `stored_rows` rows of `row_bytes`, as quantize.quantize_rows gives them.
 
-    `rows` is how many rows were trained: ids lie in [0, rows). `kept` says which of these are stored; None: all.
-    `entry` are the checksums of the file, None where nobody has any.
+    `rows`: how many were trained; ids are in [0, rows). `kept`: those that are stored; None: all.
+    `entry`: checksums of the file, None if there are none.
     """
 
     name: str
@@ -71,21 +69,19 @@ class TableLookup(Protocol):
     features: list[ServedFeature]
 
     def patch(self, table: int, ids: torch.Tensor, rows: torch.Tensor) -> Callable[[], None]:
-        """Let rows `ids` [n] of table number `table` be `rows` [n, row_bytes] from now on; the table's file stays as it is.
+        """Replace rows `ids` [n] of table number `table` by `rows` [n, row_bytes] in memory.
 
-        `ids` ascend and are rows of the table. Return a function that puts the earlier rows back. Neither may run
-        while pooled() runs.
+        `ids` ascend. Return a function that restores the earlier rows. Neither may run during pooled().
         """
 
     def stored(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         """[n, row_bytes]: rows `ids` of table number `table` as they are now."""
 
     def pooled(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-        """values [n] int64, offsets [num_features * batch + 1] int64, weights [n] float32 or None, as a KeyedJaggedTensor has
-        them -> [batch, sum of the features' dims] float32. A mean is divided by the number of ids, whatever their weights.
+        """values, offsets, weights as in a KeyedJaggedTensor -> [batch, sum of the features' dims] float32.
 
-        Raises:
-            ServingError: an id lies outside its table.
+        A mean is divided by the number of ids, also with weights. Raises ServingError for an id outside its
+        table.
         """
 
 
@@ -235,10 +231,7 @@ def read_rows(table: ServedTable, into: memoryview) -> None:
 
 
 class MappedLookup:
-    """Leaves every table in its file, of which the system keeps in memory what it has room for.
-
-    Nothing is verified here: the caller has, or trusts the files.
-    """
+    """Read every table from its mapped file, which is not verified here."""
 
     def __init__(self, tables: list[ServedTable], features: list[ServedFeature]) -> None:
         self.tables, self.features = tables, features

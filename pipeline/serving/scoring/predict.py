@@ -1,8 +1,7 @@
 """Score raw rows with an exported artifact:  python -m pipeline predict artifact=artifacts/quickstart source=rows.parquet output=scores.parquet
 
-With a two-tower's artifact, find the best items of each row (retrieve.k=100), or give its vector (retrieve.vectors=true).
-
-Run the same command again to resume a killed run.
+With a two-tower's artifact, find the best items of each row (retrieve.k=100), or give its vector
+(retrieve.vectors=true). Run the same command again to resume a killed run.
 """
 
 from __future__ import annotations
@@ -11,24 +10,22 @@ import fnmatch
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.jobs.evaluate import PredictJob
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger, progress
-from pipeline.runtime.process.garbage import none_while_importing
-from pipeline.runtime.process.processes import only_one_run
+from pipeline.runtime.process.processes import none_while_importing, only_one_run
 from pipeline.runtime.storage import atomic, storage
 from pipeline.serving.scoring.load import FoundArtifact, find_folder
-from pipeline.serving.scoring.shards import MANIFEST_SUFFIX, job_of_shard, publish_manifest, sources_of_shard
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from pipeline.data.raw.blocks import Source
-    from pipeline.serving.scoring.score_parts import StagedScores
+    from pipeline.serving.scoring.score_files import StagedScores
     from pipeline.serving.scoring.scorer import Scorer
 
 REPORT_SUFFIX = ".json"
@@ -57,17 +54,16 @@ def predict(
 ) -> PredictSummary:
     """Write job.output, and <output>.json, which is its commit; bad rows go to <output>.quarantine.jsonl.
 
-    With num_shards the files are this shard's (pipeline.serving.scoring.shards), and the last to end writes the manifest of all.
-
-    Raises:
-        ServingError: artifact or source cannot be read, too many rows are bad, or job.output holds other scores.
+    With num_shards the files are this shard's, and the last shard to end writes the manifest of all.
+    Raises ServingError: artifact or source cannot be read, too many rows are bad, or job.output holds
+    other scores.
     """
     started = time.monotonic()
     # Here, so that a typo in the command fails before torch and pyarrow are imported.
     with none_while_importing():
         from pipeline.data.raw.source import find_sources
         from pipeline.serving.scoring.load import load_artifact
-        from pipeline.serving.scoring.score_parts import StagedScores
+        from pipeline.serving.scoring.score_files import StagedScores
 
     check_apart(job)
     whole, job = job, job_of_shard(job)
@@ -168,8 +164,9 @@ def _score(job: PredictJob, scorer: Scorer, sources: list[Source], staged: Stage
         open_sources,
         output_schema,
         score_source,
+        without_formulas,
+        write_output,
     )
-    from pipeline.serving.scoring.score_parts import without_formulas, write_output
     from pipeline.serving.scoring.scorer import output_of
 
     kind = staged.progress.subject["format"]
@@ -250,3 +247,65 @@ def describe(summary: PredictSummary) -> str:
         rate = (summary.num_rows - summary.num_scored_before) / max(summary.seconds, 1e-9)
         lines.append(f"written to {summary.output} in {summary.seconds:.1f} s ({rate:,.0f} rows/s)")
     return "\n".join(lines)
+
+
+MANIFEST_SUFFIX = ".manifest.json"
+
+
+def shard_output(output: str, shard: int, num_shards: int) -> str:
+    """Of one shard; the output itself where there is but one."""
+    if num_shards == 1:
+        return output
+    stem, _, suffix = output.rpartition(".")
+    return f"{stem}.shard-{shard:05d}-of-{num_shards:05d}.{suffix}"
+
+
+def job_of_shard(job: PredictJob) -> PredictJob:
+    return replace(job, output=shard_output(job.output, job.shard, job.num_shards))
+
+
+def sources_of_shard(sources: Sequence[Source], shard: int, num_shards: int) -> list[Source]:
+    """Files whose middle byte, counted over all files, lies in the shard's share of the bytes: none, where files are few; its output is empty then."""
+    total = sum(max(1, source.size_bytes) for source in sources)
+    found, before = [], 0
+    for source in sources:
+        size = max(1, source.size_bytes)
+        if (2 * before + size) * num_shards // (2 * total) == shard:
+            found.append(source)
+        before += size
+    return found
+
+
+def publish_manifest(job: PredictJob) -> bool:
+    """Write the manifest if every shard has its report of one prediction; return whether it was written.
+
+    Shards that end at the same time write the same bytes.
+    """
+    reports = [_report(shard_output(job.output, shard, job.num_shards)) for shard in range(job.num_shards)]
+    about = [{name: value for name, value in each.get("subject", {}).items() if name != "shard"} for each in reports]
+    if not all(about) or any(each != about[0] for each in about):
+        return False
+    shards = [report["summary"] for report in reports]
+    folder = storage.dirname(job.output)
+    manifest = {
+        "subject": about[0],
+        "num_rows": sum(each["num_rows"] for each in shards),
+        "num_refused": sum(each["num_refused"] for each in shards),
+        "shards": [
+            {
+                "file": each["output"][len(folder) :].lstrip("/"),
+                "num_rows": each["num_rows"],
+                "num_refused": each["num_refused"],
+                "sources": [source["name"] for source in report["sources"]],
+            }
+            for each, report in zip(shards, reports, strict=True)
+        ],
+    }
+    storage.publish_text(job.output + MANIFEST_SUFFIX, json.dumps(manifest, indent=1))
+    return True
+
+
+def _report(output: str) -> dict[str, Any]:
+    """Empty where there is none; another shard may be writing its own at this moment."""
+    path = output + REPORT_SUFFIX
+    return dict(json.loads(storage.read_text(path))) if storage.is_file(path) else {}

@@ -1,7 +1,7 @@
 """Load an artifact, and score raw or prepared rows with it.
 
-Nothing of the training is imported: the tables are files, the layers a program of torch.export, and raw rows are read by
-the functions that prepare reads them with. What is loaded was verified first, byte by byte.
+Nothing of the training is imported: the tables are files, the layers a program of torch.export, and
+prepare's functions read raw rows. Every byte that is loaded was verified first.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,21 +20,65 @@ from pipeline.config.serving import SsdConfig
 from pipeline.data.raw.blocks import QuarantinedRow
 from pipeline.runtime.errors import ServingError, check_choice
 from pipeline.runtime.logs import get_logger
-from pipeline.serving.artifact.deltas import Delta, deltas_folder, newest_sequence
+from pipeline.serving.artifact.deltas import Delta, StagedDelta, deltas_folder, newest_sequence, stage_delta
 from pipeline.serving.artifact.manifest import COMPILED_FILE, ArtifactError, Manifest, read_manifest
-from pipeline.serving.artifact.served_tasks import ServedTask, scores_of
+from pipeline.serving.artifact.raw_schema import ROW_ZERO
+from pipeline.serving.artifact.task_quality import ServedTask, scores_of
 from pipeline.serving.scoring.artifact_files import ArtifactFiles, open_lookup, parts_of
-from pipeline.serving.scoring.column_lists import Rows
-from pipeline.serving.scoring.coverage import by_feature, count_row_zero, warning
 from pipeline.serving.scoring.dense_program import DenseProgram, Program, load_compiled
 from pipeline.serving.scoring.lookup import TableLookup, select_features
-from pipeline.serving.scoring.patching import StagedDelta, stage_delta
 from pipeline.serving.scoring.raw_rows import RowEncoder
+from pipeline.serving.scoring.scorer import Rows
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from pipeline.serving.artifact.composed import ComposedTables
+
+RISE = 0.25  # above the share of the validation rows
+MIN_LOOKUPS = 100
+MAX_NAMED = 5
+Counts = NDArray[np.int64]  # [2, features]: lookups, and those of row 0
+
+
+def count_row_zero(values: NDArray[np.int64], offsets: NDArray[np.int64], num_rows: int) -> Counts:
+    """Of ids as a KeyedJaggedTensor has them: values, and offsets [features * num_rows + 1]."""
+    bounds = offsets[::num_rows]
+    zeros = np.zeros(len(values) + 1, np.int64)
+    np.cumsum(values == 0, out=zeros[1:])
+    counts, before = np.empty((2, len(bounds) - 1), np.int64), zeros[bounds]
+    # np.diff and np.stack would take longer than the counting, for a request of one row.
+    np.subtract(bounds[1:], bounds[:-1], out=counts[0])
+    np.subtract(before[1:], before[:-1], out=counts[1])
+    return counts
+
+
+def by_feature(names: Sequence[str], counts: Counts, lookups: Mapping[str, Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Feature -> [lookups, those of row 0], of those that `lookups` of the manifest says have a vocabulary."""
+    return {name: counts[:, number].tolist() for number, name in enumerate(names) if ROW_ZERO in lookups.get(name, {})}
+
+
+def unusual(counts: Mapping[str, Sequence[int]], lookups: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A phrase for each feature of whose values far more are unknown or missing than on the validation rows, the worst first."""
+    found = []
+    for name, (total, zeros) in counts.items():
+        expected = float(lookups[name][ROW_ZERO])
+        if total >= MIN_LOOKUPS and zeros / total > expected + RISE:
+            found.append((zeros / total - expected, f"{name} {zeros / total:.1%} (validation rows: {expected:.1%})"))
+    return [text for _, text in sorted(found, reverse=True)]
+
+
+def warning(counts: Mapping[str, Sequence[int]], lookups: Mapping[str, Mapping[str, Any]]) -> str:
+    """Empty where all is as usual."""
+    texts = unusual(counts, lookups)
+    if not texts:
+        return ""
+    more = f" and {len(texts) - MAX_NAMED} more" if len(texts) > MAX_NAMED else ""
+    return (
+        f"values that the model does not know, or none: {', '.join(texts[:MAX_NAMED])}{more}; are these rows of the "
+        "kind that it was trained on, with the same spelling?"
+    )
+
 
 logger = get_logger(__name__)
 MEMORIES = ("ram", "mapped", "ssd")
@@ -82,12 +126,10 @@ class Predictor:
         verify: bool = True,
         compiled: bool = False,
     ) -> Predictor:
-        """memory: ram reads the tables, mapped leaves them to the page cache, ssd keeps `cache_bytes` of hot rows, or as
-        many as `ssd` asks for.
-        compiled: run the AOTInductor package in the place of dense.pt2. Without `verify` sizes alone are checked.
+        """memory: ram reads the tables, mapped leaves them to the page cache, ssd keeps `cache_bytes` of rows.
 
-        Raises:
-            ArtifactError: it is missing, damaged, of another release, or holds what is not loaded.
+        compiled: run the AOTInductor package instead of dense.pt2. Without `verify` only sizes are checked.
+        Raises ArtifactError: it is missing, damaged, of another release, or holds what is not loaded.
         """
         check_choice("memory", memory, MEMORIES)
         manifest = read_manifest(artifact)
@@ -105,8 +147,7 @@ class Predictor:
         return predictor
 
     def _try(self) -> None:
-        """Two rows without ids through tables and layers: they raise where their widths are not each other's. No row of a
-        table is read, so none counts as a lookup."""
+        """Score two rows without ids, which raises if the widths of tables and layers differ."""
         nothing = torch.zeros(2, len(self.encoder.schema.dense))
         ids, offsets = torch.zeros(0, dtype=torch.int64), torch.zeros(2 * len(self._keys) + 1, dtype=torch.int64)
         wanted, features = (2, *self._width), [feature.name for feature in self.lookup.features]
@@ -161,8 +202,7 @@ class Predictor:
     def apply(self, staged: StagedDelta) -> None:
         """Apply the next delta. Call it on the thread that scores, between two calls of score().
 
-        Raises:
-            ServingError: the delta follows on another delta or does not fit. Every score is then as it was, to the bit.
+        Raises ServingError if the delta does not fit. Every score is then unchanged, to the bit.
         """
         program, names = self._check_follows(staged), dict(staged.values)
         try:
@@ -218,10 +258,9 @@ class Predictor:
         return warning(row_zero, self.manifest.lookups)
 
     def score(self, rows: Rows) -> Scored:
-        """Raw columns, as prepare reads them, without a label; a table, or lists of schema_of(self.columns).
+        """Score raw columns without a label: a table, or lists of schema_of(self.columns).
 
-        Raises:
-            ServingError: a column is missing, or of a type that cannot be what it should.
+        Raises ServingError if a column is missing, or of a wrong type.
         """
         scores = np.full((rows.num_rows, *self._width), np.nan, np.float32)
         bad: list[QuarantinedRow] = []
@@ -235,10 +274,9 @@ class Predictor:
         return Scored(scores, bad, by_feature(self._keys, counts, self.manifest.lookups))
 
     def score_batch(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """[batch], or [batch, tasks], float32 of prepared rows: dense [batch, num_dense], ids by the features that the model reads, among others.
+        """Score prepared rows -> [batch], or [batch, tasks], float32. dense: [batch, num_dense].
 
-        Raises:
-            ServingError: a feature is missing, an id outside its table, or the dense values are of another number.
+        Raises ServingError: a feature is missing, an id outside its table, or `dense` has another width.
         """
         keys = list(sparse.keys())
         if lacking := [key for key in self._keys if key not in keys]:

@@ -8,6 +8,7 @@ becomes code. The format is torch/_export/serde/schema.py; docs/adr/0068 says wh
 from __future__ import annotations
 
 import json
+import logging
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -15,8 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.fx
+from torch._subclasses import fake_tensor
 
-from pipeline.serving.scoring.program_operators import CHECKS, SYMBOLIC, find_operator
+from pipeline.runtime.errors import ServingError
 
 MAX_BYTES = 16 << 20  # of model.json; our largest models have less than 1 MB
 MAX_VALUES = 2_000_000  # in it: a value takes up to 100 bytes of memory
@@ -299,3 +301,141 @@ _READERS: dict[str, Callable[[GraphReader, Any], Any]] = {
     "as_layout": GraphReader._layout,
     "as_device": GraphReader._device,
 }
+
+
+# Operators of aten that read and write nothing but their tensors, and check sizes and indices. All variants of a name
+# are allowed except those that write to an output argument; in-place variants end with an underscore.
+LISTED = """
+abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil
+clamp clamp_max clamp_min copysign cos cosh div eq erf erfc exp exp2 expm1 floor floor_divide fmod frac ge gt
+isfinite isinf isnan le lerp log log10 log1p log2 logaddexp logical_and logical_not logical_or logical_xor logit lt
+masked_fill maximum minimum mul nan_to_num ne neg pow reciprocal remainder round rsqrt rsub sigmoid sign sin sinh
+sqrt square sub tan tanh true_divide trunc where xlogy
+
+_log_softmax _softmax celu elu gelu glu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid log_softmax
+mish prelu relu relu6 selu silu softmax softplus softshrink threshold
+
+all amax amin any argmax argmin argsort cummax cummin cumprod cumsum linalg_vector_norm logcumsumexp logsumexp max
+mean median min norm prod sort std std_mean sum topk var var_mean
+
+_int_mm addbmm addmm addmv baddbmm bilinear bmm cosine_similarity dot einsum linear matmul mm mv outer
+scaled_dot_product_attention tensordot
+
+alias broadcast_to cat chunk clone concat contiguous detach diagonal expand expand_as flatten flip gather index
+index_add index_copy index_fill index_select lift_fresh lift_fresh_copy mT masked_scatter movedim narrow permute
+repeat repeat_interleave reshape reshape_as roll scatter scatter_add select slice split split_with_sizes squeeze
+stack swapaxes t take_along_dim tile transpose tril triu type_as unbind unflatten unsqueeze view view_as
+
+_to_copy arange eye full full_like linspace new_full new_ones new_zeros ones ones_like scalar_tensor to tril_indices
+triu_indices zeros zeros_like
+
+adaptive_avg_pool1d alpha_dropout avg_pool1d batch_norm constant_pad_nd conv1d conv2d dropout embedding
+feature_dropout group_norm instance_norm layer_norm native_dropout native_group_norm native_layer_norm pad rms_norm
+
+sym_numel sym_size
+"""
+OPERATORS = frozenset(LISTED.split())
+CHECKS = {
+    "_assert_scalar",
+    "_assert_tensor_metadata",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+}  # left out
+SYMBOLIC: dict[str, Callable[..., Any]] = {
+    **{f"_operator.{each.__name__}": each for each in (
+        operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv, operator.mod, operator.neg,
+        operator.pos, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
+    )},
+    **{f"torch.{each.__name__}": each for each in (torch.sym_int, torch.sym_float, torch.sym_max, torch.sym_min)},
+}  # fmt: skip
+
+
+class UnlistedOperatorError(ServingError):
+    """The layers call an operator that is not in the list."""
+
+
+def find_operator(target: str) -> torch._ops.OpOverload:
+    """torch.ops.aten.<name>.<overload>. Raises UnlistedOperatorError."""
+    name, _, overload = target.removeprefix("torch.ops.aten.").partition(".")
+    is_listed = target.startswith("torch.ops.aten.") and (name in OPERATORS or name.removesuffix("_") in OPERATORS)
+    packet = getattr(torch.ops.aten, name, None) if is_listed else None
+    if packet is not None and overload in packet.overloads():
+        found = getattr(packet, overload)
+        if not any(argument.is_out for argument in found._schema.arguments):
+            return found
+    raise UnlistedOperatorError(
+        f"the layers call the operator {target!r:.100}, which is not in the list of operators that an artifact may run; "
+        "write the model with operators of the list (LISTED in pipeline/serving/scoring/program_graph.py), or add the "
+        "operator there if it reads and writes nothing except its tensors"
+    )
+
+
+MAX_VALUE_ELEMENTS = 1 << 24  # of one intermediate value for SAMPLE_ROWS rows, besides those that the file stores
+MAX_ELEMENTS = 1 << 28  # of all intermediate values together
+SAMPLE_ROWS = 2
+MAX_PARTS = 1 << 16  # of one value that an operator takes apart
+
+
+class _Sizes(torch.fx.Interpreter):
+    """Computes the sizes of all values without computing the values. Raises GraphProblem for more than the limits."""
+
+    def __init__(self, module: torch.fx.GraphModule, mode: Any, num_stored: int) -> None:
+        super().__init__(module)
+        self._mode, self._largest, self._total = mode, MAX_VALUE_ELEMENTS + num_stored, 0
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self._mode.from_tensor(vars(self.module)[target])
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if (num_parts := _num_parts(target, args, kwargs)) > MAX_PARTS:
+            raise GraphProblem(f"takes a value apart into {num_parts}, more than {MAX_PARTS}")
+        return super().call_function(target, args, kwargs)
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        found = super().run_node(n)
+        n.meta["val"] = found
+        for value in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(value, torch.Tensor):
+                self._total += value.numel()
+                if value.numel() > self._largest or self._total > MAX_ELEMENTS + self._largest:
+                    raise GraphProblem(f"computes a value of {value.numel()} numbers for {SAMPLE_ROWS} rows")
+            elif isinstance(value, int | float) and not -MAX_INT <= value < MAX_INT:
+                raise GraphProblem(f"computes the size {value!r:.80}")
+        return found
+
+
+def _num_parts(target: Any, args: Any, kwargs: Any) -> int:
+    """How many tensors the operator gives, counted before they are made; 1 for an operator that gives a fixed number."""
+    name = getattr(getattr(target, "_schema", None), "name", "").removeprefix("aten::")
+    if name not in ("unbind", "split", "chunk"):
+        return 1
+    given = {**dict(zip((each.name for each in target._schema.arguments), args, strict=False)), **kwargs}
+    size, parts = given["self"].shape[given.get("dim", 0)], given.get("split_size", given.get("chunks", 1))
+    if isinstance(parts, list | tuple):
+        return len(parts)
+    return int(parts) if name == "chunk" else int(size) // max(int(parts), 1)
+
+
+def check_sizes(module: torch.fx.GraphModule, widths: list[int], num_stored: int) -> None:
+    """Give each node of `module` its value in meta["val"], a tensor without memory.
+
+    Raises GraphProblem if operators do not fit each other, or a value is larger than the limits.
+    """
+    logger = logging.getLogger(fake_tensor.__name__)
+    logger.addFilter(_nothing)  # it logs the traceback of what is reported below
+    try:
+        with fake_tensor.FakeTensorMode() as mode:
+            inputs = [torch.empty(SAMPLE_ROWS, width) for width in widths]
+            (found,) = _Sizes(module, mode, num_stored).run(*inputs, enable_io_processing=False)
+    except GraphProblem:
+        raise
+    except Exception as error:  # an operator may raise anything for arguments that do not fit it
+        raise GraphProblem(f"cannot be computed: {' '.join(str(error).split())[:200]}") from None
+    finally:
+        logger.removeFilter(_nothing)
+    if not isinstance(found, torch.Tensor) or found.dtype != torch.float32:
+        raise GraphProblem("does not give numbers in float32")
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False

@@ -1,8 +1,8 @@
 """Encode raw rows as the dense values and ids that the model was trained on.
 
-Parsing, transforms, codes and hashes are the functions that prepare uses (data.rows, data.encode, data.hashing); only
-the join of values with their ids, which prepare leaves to DuckDB for all rows at once, is another one (data.value_index).
-Rows with nothing wrong in them go a shorter way to the same numbers: a few as Python values, more of them column by column.
+Parsing, transforms, codes and hashes are prepare's functions. Only the join of values with their
+ids differs (feature_ids.py). Valid rows take a shorter way to the same numbers: a few rows as Python
+values, more rows column by column.
 """
 
 from __future__ import annotations
@@ -30,19 +30,17 @@ from pipeline.data.raw.weighted import weights_of_lists
 from pipeline.data.read.multi_hot import sample_bags
 from pipeline.runtime.errors import ServingError, did_you_mean
 from pipeline.serving.artifact.raw_schema import DENSE, MULTI_HOT, SPARSE, RawFeature, RawSchema
-from pipeline.serving.scoring.column_ids import MIN_ROWS, is_read
-from pipeline.serving.scoring.column_lists import ColumnLists, Rows, with_text
-from pipeline.serving.scoring.feature_ids import AddedIds, FeatureIds
+from pipeline.serving.scoring.feature_ids import MIN_ROWS, AddedIds, FeatureIds, is_read
+from pipeline.serving.scoring.scorer import ColumnLists, Rows, with_text
 
 FEW_ROWS = 512  # of a table: more are as quick column by column
 
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """dense [n, num_dense] float32; values int64 and offsets [num_features * n + 1] int64 as a KeyedJaggedTensor has them,
-    and weights float32 of the values where a feature is weighted.
+    """dense [n, num_dense] float32; values, offsets and weights as a KeyedJaggedTensor has them.
 
-    `kept` are the numbers of the rows that were encoded, from 0, of those that were given; the others are bad.
+    `kept`: the numbers of the rows that were encoded, from 0; the other rows are bad.
     """
 
     dense: torch.Tensor
@@ -115,9 +113,9 @@ class RowEncoder:
         self._ids.forget_added()
 
     def encode(self, rows: Rows) -> EncodedRows:
-        """ColumnLists have the columns of schema_of(self.layout.columns).
+        """Encode rows; ColumnLists have the columns of schema_of(self.layout.columns).
 
-        Raises ServingError for a column that is missing, or of a type that cannot be what it should.
+        Raises ServingError if a column is missing, or of a wrong type.
         """
         if rows.num_rows >= MIN_ROWS and (encoded := self._encode_whole(rows)) is not None:
             return encoded

@@ -31,7 +31,7 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.config.training import LoggerConfig, TrainerConfig
 from pipeline.extras.monitoring.hooks.monitor import Monitor
 from pipeline.runtime.logs import MetricsWriter
-from pipeline.serving.http.metrics import ServerMetrics
+from pipeline.serving.http.batching import ServerMetrics
 
 MONITORING = Path(__file__).resolve().parents[3] / "launch" / "monitoring"
 ALERTS = MONITORING / "training_alerts.yml"

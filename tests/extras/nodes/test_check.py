@@ -13,9 +13,17 @@ import pytest
 
 from pipeline.devices.process_group import init_distributed
 from pipeline.extras.nodes import shared_folder
-from pipeline.extras.nodes.check import Limits, NodesReport, check_nodes, describe, find_problems
+from pipeline.extras.nodes.check import (
+    Limits,
+    NodeFacts,
+    NodesReport,
+    check_nodes,
+    describe,
+    find_problems,
+    gpu_problems,
+    parse_gpus,
+)
 from pipeline.extras.nodes.links import Link, clock_offsets, rounds_of_pairs
-from pipeline.extras.nodes.software import NodeFacts, gpu_problems, parse_gpus
 from tests.support.ranks import RankPool
 
 WELL = "0, H100, 570, 81559, 10, 0, 40, Not Active\n"

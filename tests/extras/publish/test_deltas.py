@@ -32,17 +32,15 @@ from pipeline.serving.artifact.deltas import (
     deltas_folder,
     newest_sequence,
     pin,
+    stage_delta,
     tensors_from_bytes,
     tensors_to_bytes,
 )
-from pipeline.serving.artifact.export import export
+from pipeline.serving.artifact.export import ExportSummary, export
 from pipeline.serving.artifact.manifest import read_manifest
-from pipeline.serving.artifact.summary import ExportSummary
 from pipeline.serving.artifact.writer import write_bytes
-from pipeline.serving.http.batching import Batcher, Scores
-from pipeline.serving.http.metrics import ServerMetrics
+from pipeline.serving.http.batching import Batcher, Scores, ServerMetrics
 from pipeline.serving.scoring.load import find_folder
-from pipeline.serving.scoring.patching import stage_delta
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.train import train
 from tests.serving.servers import ROW, running

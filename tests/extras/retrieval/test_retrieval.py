@@ -27,9 +27,8 @@ from pipeline.extras.retrieval.retriever import Retriever
 from pipeline.runtime.errors import DamagedError, ServingError
 from pipeline.runtime.storage.manifest import read_sealed, seal_manifest
 from pipeline.runtime.storage.signature import Purpose
-from pipeline.serving.artifact.export import export
+from pipeline.serving.artifact.export import ExportSummary, describe, export
 from pipeline.serving.artifact.manifest import ArtifactError, read_manifest
-from pipeline.serving.artifact.summary import ExportSummary, describe
 from pipeline.serving.scoring.predict import predict
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.summary import TrainSummary

@@ -20,8 +20,7 @@ from pipeline.extras.ssd_serving.cache_plan import (
 )
 from pipeline.extras.ssd_serving.lookup import SsdLookup, read_latency_us
 from pipeline.runtime.errors import ServingError
-from pipeline.serving.artifact.kept_rows import RowMask
-from pipeline.serving.artifact.quantize import quantize_rows
+from pipeline.serving.artifact.quantize import RowMask, quantize_rows
 from pipeline.serving.scoring.lookup import RamLookup, ServedFeature, ServedTable
 from tests.support.messages import names
 

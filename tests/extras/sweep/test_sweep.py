@@ -25,8 +25,7 @@ from pipeline.extras.sweep.config import KnobConfig, SweepConfig, SweepJob
 from pipeline.extras.sweep.launchers import Ended, SchedulerJobs, Training
 from pipeline.extras.sweep.outcome import describe, importance, render_page, winner_command
 from pipeline.extras.sweep.run import SweepResult, sweep, value_of
-from pipeline.extras.sweep.space import Point, as_overrides, edges, grid
-from pipeline.extras.sweep.study import Search, open_study, steps_at
+from pipeline.extras.sweep.study import Point, Search, as_overrides, edges, grid, open_study, steps_at
 from pipeline.runtime.errors import ConfigError, TrainingError
 from pipeline.runtime.storage.lease import held_by
 from tests.support import forks

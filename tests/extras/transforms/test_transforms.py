@@ -24,10 +24,9 @@ from pipeline.data.prepare.run import prepare
 from pipeline.data.raw.derived import derive
 from pipeline.data.read.value_index import index_values
 from pipeline.runtime.errors import ConfigError, DataError
-from pipeline.serving.artifact.raw_schema import schema_of
-from pipeline.serving.artifact.schema_problem import schema_problem
-from pipeline.serving.scoring.column_lists import ColumnLists
+from pipeline.serving.artifact.raw_schema import schema_of, schema_problem
 from pipeline.serving.scoring.raw_rows import RowEncoder
+from pipeline.serving.scoring.scorer import ColumnLists
 from pipeline.serving.scoring.scorer import schema_of as types_of
 from tests.data.criteo_rows import read_split
 from tests.support.examples import examples

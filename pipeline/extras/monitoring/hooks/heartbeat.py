@@ -8,6 +8,7 @@ scheduler or a Prometheus that is down.
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import urllib.request
 from datetime import UTC, datetime
@@ -17,7 +18,6 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import register
 from pipeline.runtime.logs import attempt, get_logger, job_id
 from pipeline.runtime.process import watchdog
-from pipeline.runtime.process.processes import hostname
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
 TIMEOUT_S = 5.0  # of one request
@@ -93,7 +93,7 @@ class SendHeartbeat(Hook):
         url = self.job.logger.heartbeat_url
         if url is None or self.parts.writer is None:
             return
-        about: dict[str, object] = {"run": self.job.name, "run_dir": self.job.run_dir, "host": hostname()}
+        about: dict[str, object] = {"run": self.job.name, "run_dir": self.job.run_dir, "host": socket.gethostname()}
         about |= {"steps": state.total_steps, "attempt": attempt()} | ({"job": job_id()} if job_id() else {})
         self._heartbeat = Heartbeat(url, self.job.logger.heartbeat_every_s, about)
         self._heartbeat.start(state.step)

@@ -12,12 +12,10 @@ from pipeline.runtime.errors import ConfigError, check_at_least
 @job_of("rehearse")
 @dataclass
 class RehearseJob(PlanJob):
-    """The job.
+    """A PlanJob, which needs no data set: a missing one is replaced by generated rows.
 
-    It is a PlanJob, which needs no data set; a missing data set is replaced by generated rows.
-
-    ranks: the ranks to rehearse, always including rank 0, because other ranks get its plan. steps:
-    trained by each rank. output: a JSON file for the counts.
+    ranks: to rehearse, always including rank 0, because other ranks get its plan. steps: of each rank.
+    output: a JSON file for the counts.
     """
 
     ranks: list[int] = field(default_factory=lambda: [0])

@@ -1,8 +1,6 @@
-"""Run one rank of a rehearsal alone in its process:  python -m
-pipeline.extras.shadow.rehearsal.rank JOB.yaml RANK FOLDER
+"""Run one rank alone:  python -m pipeline.extras.shadow.rehearsal.rank JOB.yaml RANK FOLDER
 
-Writes FOLDER/rank<RANK>.json. Rank 0 writes what it broadcasts to FOLDER/broadcasts, and other
-ranks read it.
+Writes FOLDER/rank<RANK>.json. Rank 0's broadcasts go to FOLDER/broadcasts; other ranks read them.
 """
 
 from __future__ import annotations
@@ -74,10 +72,7 @@ def run(job: TrainJob, rank: int, folder: Path) -> dict[str, Any]:
 
 
 def _leave_out_untouched_tables() -> dict[str, int]:
-    """Neither initialize nor save tables whose memory is only reserved.
-
-    Return key -> bytes, which a save fills.
-    """
+    """Skip tables whose memory is only reserved. Return key -> bytes, which a save fills."""
     from pipeline.checkpoint.shards import ShardPlanner
     from pipeline.extras.shadow import memory
     from pipeline.sharding.torchrec import table_init
@@ -117,10 +112,7 @@ def _local(value: Any) -> list[Any]:
 
 
 def _save_own_shards(rank: int) -> None:
-    """Let a rank write its shards.
-
-    Rank 0 decides who writes which shard, but knows only its own shards here.
-    """
+    """Let a rank write its shards. Rank 0, which decides this, knows only its own here."""
     from torch.distributed.checkpoint import default_planner
 
     from pipeline.checkpoint.shards import ShardPlan, ShardPlanner

@@ -25,8 +25,7 @@ MAX_SEARCH_S = 15.0  # CPU-seconds for a plan
 MAX_PROBLEMS = 4  # of a rank, printed
 MAX_LISTED = 24  # collectives of a step, printed
 UNKNOWN = (
-    "a rehearsal cannot show: speed, the numbers and faults of CUDA kernels, NCCL itself, "
-    "fragmentation, memory of "
+    "a rehearsal cannot show: speed, the numbers and faults of CUDA kernels, NCCL itself, fragmentation, memory of "
     "libraries (about 1 to 2 GiB), CUDA graphs, drivers"
 )
 logger = get_logger("pipeline.rehearse")
@@ -48,9 +47,7 @@ class Rehearsal:
 
 
 def check_job(job: RehearseJob) -> None:
-    """Raise UserError for mistakes that are visible without torch: batches that do not divide, keys
-    that contradict.
-    """
+    """Raise UserError for mistakes that are visible without torch."""
     if job.hardware.compute_device == "cpu":
         raise TrainingError(
             f"hardware={job.hardware.name} has no GPU: rehearse with hardware=h100_80gb or another card"
@@ -63,9 +60,7 @@ def check_job(job: RehearseJob) -> None:
 def rehearse(job: RehearseJob) -> Rehearsal:
     """Run each rank in a separate process. Rank 0 is first; other ranks get its broadcasts.
 
-    Raises:
-        UserError: a rank ended with one, for example because tables do not fit.
-        RehearsalError: a rank failed for another reason; the message has the end of its output.
+    Raises UserError if a rank ended with one, and RehearsalError with the end of another rank's output.
     """
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         tried, made_up = _tried_job(job, folder)

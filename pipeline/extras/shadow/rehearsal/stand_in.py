@@ -1,6 +1,4 @@
-"""Write a small prepared data set that replaces a missing one: random ids, dense values and
-labels.
-"""
+"""Write a small prepared data set that replaces a missing one: random ids, values and labels."""
 
 from __future__ import annotations
 
@@ -18,10 +16,7 @@ ROWS_PER_GROUP = 16_384
 
 
 def write_stand_in(dataset: Dataset, folder: str, num_rows: dict[str, int]) -> None:
-    """Write the data set.
-
-    `dataset` is described by a config, so a feature has one id per sample. num_rows: by split.
-    """
+    """Write the data set; a feature has one id per sample. num_rows: by split."""
     random = np.random.default_rng(0)
     splits = {}
     for split, count in num_rows.items():
