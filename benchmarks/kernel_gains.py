@@ -45,7 +45,7 @@ JOIN = {f"{SHARDED}.join_lookups_to_products": 0}
 WITHOUT: dict[str, dict[str, object]] = {
     "all": {},
     "dots": {"pipeline.models.layers.interaction.multiplies_rows": False},
-    "stacks": {f"{BUILD}.speed_up_stacks": 0},
+    "stacks": {"pipeline.extras.narrow_stacks.stack.speed_up_stacks": 0},
     "join": JOIN,
     "fused_lookup": {f"{SHARDER}._lookup_of_all": None, **JOIN},
     "tables": {f"{SHARDER}.speed_up_cpu_tables": 0},

@@ -6,18 +6,20 @@ The reader's thread does this in training. Serving uses the same code.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from pipeline.config.registry import from_extra
 from pipeline.data.read.batch import keyed_jagged_tensor
-from pipeline.embeddings.bags import leave_out_empty_bags
 from pipeline.embeddings.compression.kind import Bags, Split, compressed
 from pipeline.embeddings.positions import position_features
 from pipeline.embeddings.table import Table
+
+SKIPPED = "tables.*.compression.skip_empty_bags"
 
 
 class IdSplitter:
@@ -77,7 +79,10 @@ class IdSplitter:
             [len(part.ids) for part in parts],
             None if features.weights_or_none() is None else torch.from_numpy(_weights_of(parts)),
         )
-        return leave_out_empty_bags(split, self._skipped) if self._skipped else split
+        if not self._skipped:
+            return split
+        leave_out: Callable[..., KeyedJaggedTensor] = from_extra("leave_out_empty_bags", SKIPPED)
+        return leave_out(split, self._skipped)
 
     def _split(self, key: str, own: Bags, bags: dict[str, Bags]) -> Iterator[tuple[str, Bags]]:
         if key not in self._positions:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pipeline.data.dataset import FrequencyCurve, SparseFeature
 
 POINTS = 64  # maximum number of points of a part's curve
-TERMS = 4096  # maximum number of ids of one row that are added up one by one
 
 
 @dataclass(frozen=True)
@@ -80,21 +79,10 @@ def hashed_frequencies(frequencies: RowFrequencies | None, num_rows: int) -> Row
     unknown."""
     if frequencies is None:
         return None
-    points = _points(num_rows)
+    points = points_of(num_rows)
     # Most of the hottest ids have different rows; the other ids are even over all rows.
     shares = [first + (1 - first) * row / num_rows for row in points for first in [share_of_first(frequencies, row)]]
     return RowFrequencies(points, shares, by_row=False)
-
-
-def digit_frequencies(
-    frequencies: RowFrequencies | None, num_rows: int, stride: int, num_ids: int
-) -> RowFrequencies | None:
-    """Estimate the frequencies of a part's rows, id // stride % num_rows each; None if nothing
-    is known."""
-    if frequencies is None or not frequencies.by_row:
-        return hashed_frequencies(frequencies, num_rows)
-    points = _points(num_rows)
-    return RowFrequencies(points, [_share_of_digits(frequencies, num_rows, stride, row, num_ids) for row in points])
 
 
 def frequencies_of_block(frequencies: RowFrequencies | None, first: int, end: int) -> RowFrequencies | None:
@@ -104,7 +92,7 @@ def frequencies_of_block(frequencies: RowFrequencies | None, first: int, end: in
     before, all_ = share_of_first(frequencies, first), share_of_first(frequencies, end)
     if all_ <= before:
         return None
-    points = _points(end - first)
+    points = points_of(end - first)
     return RowFrequencies(
         points, [(share_of_first(frequencies, first + row) - before) / (all_ - before) for row in points]
     )
@@ -118,21 +106,7 @@ def share_of_block(frequencies: RowFrequencies | None, first: int, end: int, num
     return share_of_first(frequencies, end) - share_of_first(frequencies, first)
 
 
-def _share_of_digits(frequencies: RowFrequencies, num_rows: int, stride: int, row: int, num_ids: int) -> float:
-    """Return the share of ids whose digit is below `row`: row * stride ids in every stride *
-    num_rows."""
-    period = stride * num_rows
-    runs = min(-(-num_ids // period), TERMS)
-    share = sum(
-        share_of_first(frequencies, begin + row * stride) - share_of_first(frequencies, begin)
-        for begin in range(0, runs * period, period)
-    )
-    # these ids are so rare that they count as even
-    remaining = 1 - share_of_first(frequencies, runs * period)
-    return min(1.0, share + remaining * row / num_rows)
-
-
-def _points(num_rows: int) -> list[int]:
+def points_of(num_rows: int) -> list[int]:
     """Return 0, 1, 2, 4, ... and num_rows, with more steps between if possible."""
     points, row = {0, num_rows}, 1.0
     factor = max(1.2, num_rows ** (1 / (POINTS - 2))) if num_rows > 1 else 2.0

@@ -8,6 +8,10 @@ from pipeline.config.tables import CompressionConfig, ConstraintConfig, InitConf
 from pipeline.embeddings.row_frequencies import RowFrequencies
 
 SHARD_WIDTH = 4  # FBGEMM needs columns of a table, and of each shard, to be a multiple of this
+# Managed collision: the part with the rows, and the maps' name in the keys of a checkpoint.
+MANAGED, MANAGED_STATE = "managed", "managed_rows"
+# hashes within a bucket: two of a billion ids collide with probability 1 / 5,000 at 8 buckets
+IDS_A_BUCKET = 1 << 48
 
 
 @dataclass(frozen=True)

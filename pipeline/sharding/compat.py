@@ -107,7 +107,7 @@ SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor"
 SHARDER, CPU_TABLES = "sharding/torchrec/sharder.py", "sharding/torchrec/cpu_tables.py"
 HOST_DISTS, MANAGED = "sharding/collectives/host_dists.py", "extras/managed_collision/managed_tables.py"
 CHANGED = "extras/differential/tracked_rows.py"
-ORDER, VARIABLE = "sharding/torchrec/feature_order.py", "sharding/torchrec/variable_batches.py"
+ORDER, VARIABLE = "sharding/torchrec/feature_order.py", "extras/frequency_split/variable_batches.py"
 SKIPPED = "sharding/torchrec/skipped_updates.py"
 SYNC, ESTIMATOR = "extras/embedding_sync/replicas.py", "planner/estimator.py"
 COMMS_WAIT, AVERAGING = "runtime/process/comms_wait.py", "sharding/collectives/averaging.py"
@@ -216,7 +216,7 @@ PRIVATE_NAMES: list[PrivateName] = [
             "FakeTensorMode"),
     *_names("torch.utils._python_dispatch", "extras/step_time/recorded_layers.py", "TorchDispatchMode"),
     *_names("torch.nn:Module", "extras/step_time/recorded_layers.py", "_parameters", "_buffers"),
-    *_names("torch.nn:Module", "devices/cpu/stack.py", "_parameters", "_forward_hooks"),
+    *_names("torch.nn:Module", "extras/narrow_stacks/stack.py", "_parameters", "_forward_hooks"),
     *_names("torch", "checkpoint/archives.py", "_C"),
     *_names("torch:Tensor", "checkpoint/stored_rows.py", "_make_wrapper_subclass"),
     # TorchRec's planner.
@@ -224,8 +224,8 @@ PRIVATE_NAMES: list[PrivateName] = [
     *_names(ENUMERATOR, ESTIMATOR, "_last_stored_module", "_compute_device"),
     _call(ENUMERATOR, ESTIMATOR, "populate_estimates", "self sharding_options"),
     # Layers.
-    *_names("torchrec.modules.mlp:Perceptron", "models/layers/dlrm.py devices/cpu/stack.py", "_activation_fn"),
-    *_names("torchrec.modules.mlp:Perceptron", "devices/cpu/stack.py", "_linear"),
+    *_names("torchrec.modules.mlp:Perceptron", "models/layers/dlrm.py extras/narrow_stacks/stack.py", "_activation_fn"),
+    *_names("torchrec.modules.mlp:Perceptron", "extras/narrow_stacks/stack.py", "_linear"),
     *_names("torch.ops:mkldnn", "devices/cpu/products.py", "_linear_pointwise"),
-    *_names("torchrec.modules.mlp:MLP", "models/layers/dlrm.py devices/cpu/stack.py", "_mlp"),
+    *_names("torchrec.modules.mlp:MLP", "models/layers/dlrm.py extras/narrow_stacks/stack.py", "_mlp"),
 ]  # fmt: skip

@@ -16,13 +16,12 @@ from pipeline import devices
 from pipeline.checkpoint.tables import Replicas
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.planner import PlannerConfig
-from pipeline.config.registry import from_extra
+from pipeline.config.registry import from_extra, if_installed
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.tables import TableConfig
 from pipeline.config.training import ParallelConfig
 from pipeline.data.dataset import Dataset
 from pipeline.devices.cpu.products import FastLinear, speed_up_linear_layers
-from pipeline.devices.cpu.stack import speed_up_stacks
 from pipeline.embeddings.limits import check_batch_fits_comms
 from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
@@ -112,7 +111,8 @@ def build_task(resolved: ResolvedJob, compute_device: str) -> TaskModel:
     if device.has_torchrec_layers:
         use_torchrec_layers(model)
     elif device.has_kernels and trainer.precision == "fp32":
-        speed_up_stacks(model)
+        if (speed_up_stacks := if_installed("speed_up_stacks")) is not None:
+            speed_up_stacks(model)
         speed_up_linear_layers(model)
     task = make_task(
         job.model,

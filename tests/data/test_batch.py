@@ -12,7 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
-from pipeline.embeddings.bags import leave_out_empty_bags
+from pipeline.extras.frequency_split.variable_batches import leave_out_empty_bags
 
 KEYS = ["a", "b"]
 VALUES = torch.tensor([5, 6, 7, 1, 2], dtype=torch.int32)

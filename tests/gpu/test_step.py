@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from pipeline import devices
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.devices.process_group import init_distributed
-from pipeline.embeddings.bags import leave_out_empty_bags
+from pipeline.extras.frequency_split.variable_batches import leave_out_empty_bags
 from pipeline.training.readers import pinned
 from tests.gpu.conftest import Gpus
 from tests.support import sharded_models

@@ -11,9 +11,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from pipeline.config.tables import CompressionConfig
 from pipeline.embeddings.collection import Managed
-from pipeline.embeddings.compression.managed_collision import IDS_A_BUCKET
 from pipeline.embeddings.id_splitter import IdSplitter
-from pipeline.embeddings.table import ManagedRows
+from pipeline.embeddings.table import IDS_A_BUCKET, ManagedRows
 from pipeline.extras.managed_collision.managed_tables import LocalTable, ManagedTable
 from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact.composed import ComposedTables, row_map

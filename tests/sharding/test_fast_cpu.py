@@ -20,7 +20,7 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.devices.cpu import device as cpu_device
 from pipeline.devices.cpu import host_exchange
 from pipeline.devices.cpu.products import FastLinear, onednn_multiplies_faster
-from pipeline.devices.cpu.stack import FastStack
+from pipeline.extras.narrow_stacks.stack import FastStack
 from pipeline.models.layers.interaction import DotInteraction
 from pipeline.sharding.collectives.host_dists import IdsOnHost, PooledOnHost, keep_ids
 from pipeline.sharding.torchrec.cpu_tables import FastLookup

@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.config.training import CommsConfig
-from pipeline.embeddings.bags import leave_out_empty_bags
+from pipeline.extras.frequency_split.variable_batches import leave_out_empty_bags
 from pipeline.sharding.torchrec.table_init import initialize_tables
 from tests.support.ranks import RankPool
 from tests.training.tiny import TinyModel, TinyTable, batches, build, full_weights

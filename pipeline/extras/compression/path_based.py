@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from pipeline.config.registry import register
 from pipeline.config.tables import CompressionConfig
 from pipeline.embeddings.compression.kind import Bags, CompressionKind, Split
-from pipeline.embeddings.row_frequencies import digit_frequencies
 from pipeline.embeddings.table import Table
+from pipeline.extras.compression.digits import by_slot, digit_frequencies, pool_rows
 from pipeline.runtime.errors import ConfigError, check_at_least
 
 if TYPE_CHECKING:
@@ -91,7 +91,6 @@ class PathBased(CompressionKind):
         """Return the rows of the base table by their slots in the bag, and all buckets of the bag
         in one feature.
         """
-        from pipeline.embeddings.bags import by_slot
 
         num_rows, slots = self.paths.num_rows, [slot for slot in self.slots(index) if slot is not None]
         what = f"feature {self.table.feature_names[index]!r} of table {self.table.name!r}"
@@ -136,8 +135,6 @@ class PathBased(CompressionKind):
         rows of a bag are pooled.
         """
         import torch
-
-        from pipeline.embeddings.bags import pool_rows
 
         slots = self.slots(index)
         base = torch.stack(

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Protocol
 from pipeline.config.registry import from_extra, register
 from pipeline.config.tables import CompressionConfig
 from pipeline.embeddings.compression.kind import Bags, CompressionKind, Split
-from pipeline.embeddings.row_frequencies import RowFrequencies, digit_frequencies
+from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
+from pipeline.extras.compression.digits import by_slot, digit_frequencies
 from pipeline.runtime.errors import ConfigError, check_at_least, check_choice
 
 if TYPE_CHECKING:
@@ -125,7 +126,6 @@ class QuotientRemainder(CompressionKind):
         ]
 
     def split(self, index: int) -> Split:
-        from pipeline.embeddings.bags import by_slot
 
         slots = [slot for slot in self.slots(index) if slot is not None]
         what = f"feature {self.table.feature_names[index]!r} of table {self.table.name!r}"

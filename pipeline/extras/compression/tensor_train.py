@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pipeline.config.registry import register
 from pipeline.embeddings.compression.kind import CompressionKind, Split
 from pipeline.embeddings.table import Table
+from pipeline.extras.compression.digits import pool_rows
 from pipeline.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -121,7 +122,6 @@ class TensorTrain(CompressionKind):
         features: KeyedJaggedTensor,
         index: int,
     ) -> torch.Tensor:
-        from pipeline.embeddings.bags import pool_rows
 
         bags = features[self.feature(index, "cores")]
         return pool_rows(self.rows_of(parameters, bags.values()), bags)

@@ -81,7 +81,7 @@ class Wire:
 
     by_rows: the tail is split by rows, so every rank has a part of every bag. summed_twice: a
     reduce-scatter is an all-reduce whose result is mostly discarded, as in gloo;
-    sharding/torchrec/variable_batches.py avoids it. column_shards: each gets all ids.
+    extras/frequency_split/variable_batches.py avoids it. column_shards: each gets all ids.
     """
 
     world_size: int

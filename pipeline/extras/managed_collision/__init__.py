@@ -2,4 +2,5 @@
 theirs (docs/do/embeddings.md).
 """
 
+COMPONENTS = {"compression": "pipeline.extras.managed_collision.kind"}
 FUNCTIONS = {"add_managed_tables": "pipeline.extras.managed_collision.managed_tables:add_managed_tables"}

@@ -42,8 +42,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from pipeline import devices
 from pipeline.checkpoint.changes import ShardPlace
 from pipeline.embeddings.collection import Managed
-from pipeline.embeddings.compression.managed_collision import IDS_A_BUCKET, MANAGED, STATE
-from pipeline.embeddings.table import ManagedRows
+from pipeline.embeddings.table import IDS_A_BUCKET, MANAGED, MANAGED_STATE, ManagedRows
 from pipeline.runtime.errors import ShardingError
 
 POLICIES: dict[str, Callable[[], MCHEvictionPolicy]] = {
@@ -488,12 +487,12 @@ def add_managed_tables(
         state = managed.state()
 
         def save(module: nn.Module, destination: dict[str, Any], prefix: str, _: Any) -> None:
-            destination.update({f"{prefix}{STATE}.{name}": value for name, value in state.items()})
+            destination.update({f"{prefix}{MANAGED_STATE}.{name}": value for name, value in state.items()})
 
         def load(module: nn.Module, source: dict[str, Any], prefix: str, *_: Any) -> None:
             managed.state_has_changed()
             for name, value in state.items():
-                loaded = source.pop(f"{prefix}{STATE}.{name}", None)
+                loaded = source.pop(f"{prefix}{MANAGED_STATE}.{name}", None)
                 if loaded is None:
                     continue
                 for shard, new in zip(value.local_shards(), loaded.local_shards(), strict=True):

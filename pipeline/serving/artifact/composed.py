@@ -21,10 +21,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from pipeline.data.read.batch import keyed_jagged_tensor
 from pipeline.embeddings.collection import ComposedEmbeddings, Composition
 from pipeline.embeddings.compression.kind import compressed, kind_of
-from pipeline.embeddings.compression.managed_collision import IDS_A_BUCKET
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.physical import physical_tables
-from pipeline.embeddings.table import Table
+from pipeline.embeddings.table import IDS_A_BUCKET, Table
 from pipeline.runtime.errors import ServingError
 from pipeline.serving.scoring.lookup import TableLookup
 

@@ -21,9 +21,8 @@ from pipeline.config.registry import find
 from pipeline.data.dataset import Dataset
 from pipeline.data.read.endless import FILE, Values, from_bytes
 from pipeline.data.targets import Target
-from pipeline.embeddings.compression.managed_collision import STATE
 from pipeline.embeddings.physical import physical_tables
-from pipeline.embeddings.table import Table
+from pipeline.embeddings.table import MANAGED_STATE, Table
 from pipeline.models.build import build_model
 from pipeline.runtime.errors import CheckpointError, ServingError, did_you_mean
 from pipeline.serving.artifact.composed import ComposedTables, RowMap, composed_in, row_map
@@ -241,7 +240,7 @@ def _row_map(tensors: StepTensors, table: str, num_buckets: int) -> RowMap:
     """Return which id had which row of a table with managed collision when the step was saved."""
     found = []
     for name in ("sorted_ids", "rows"):
-        ending = f".{STATE}.{table}.{name}"
+        ending = f".{MANAGED_STATE}.{table}.{name}"
         key = next((key for key in tensors.entries if key.startswith(MODEL) and key.endswith(ending)), None)
         if key is None:
             raise CheckpointError(f"{tensors.path} has no map of ids for table {table!r}, which the run's config names")

@@ -35,7 +35,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from pipeline import devices
 from pipeline.checkpoint.changes import ShardPlace
 from pipeline.checkpoint.stored_rows import StoredRows
-from pipeline.config.registry import from_extra
+from pipeline.config.registry import from_extra, if_installed
 from pipeline.data.read.batch import ID_DTYPE, LENGTH_DTYPE
 from pipeline.devices.cpu.host_exchange import HostExchange
 from pipeline.embeddings.collection import Managed
@@ -49,11 +49,6 @@ from pipeline.sharding.torchrec.fused_lookup import FusedLookup
 from pipeline.sharding.torchrec.sharding_checks import check_sharding, check_tiers, optimizer_class_of
 from pipeline.sharding.torchrec.sparse_optimizer import configure_fbgemm
 from pipeline.sharding.torchrec.update_rule import UpdateRule
-from pipeline.sharding.torchrec.variable_batches import (
-    accept_variable_batches,
-    in_order_of,
-    reduce_scatter_variable_batches,
-)
 from pipeline.sharding.torchrec.weighted_means import divide_weights_of_means
 
 ROW_SHARDING_TYPES = ("row_wise", "table_row_wise")
@@ -124,7 +119,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
             # copy.
             self._free_features_storage_early = False
         if features.variable_stride_per_key():
-            features = in_order_of(
+            features = from_extra("in_order_of", "tables.*.compression.skip_empty_bags")(
                 features, [name for sharding in self._embedding_shardings for name in sharding.feature_names()]
             )
         with _means_by_number_of_ids():
@@ -351,8 +346,8 @@ class TableSharder(EmbeddingBagCollectionSharder):
         if here.has_kernels:
             # a plain list, which modules() does not enter
             speed_up_cpu_tables(sharded._lookups, sharded.update_rules)
-        accept_variable_batches(sharded._lookups)
-        reduce_scatter_variable_batches(sharded._output_dists)
+        if (accept_variable_batches := if_installed("accept_variable_batches")) is not None:
+            accept_variable_batches(sharded._lookups, sharded._output_dists)
         if here.has_kernels and env.world_size == 1:
             sharded.fused_lookup = _lookup_of_all(sharded)
         return sharded

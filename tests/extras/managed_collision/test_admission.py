@@ -9,8 +9,8 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from pipeline.config.tables import CompressionConfig
-from pipeline.embeddings.compression.managed_collision import IDS_A_BUCKET, ManagedCollision
-from pipeline.embeddings.table import ManagedRows
+from pipeline.embeddings.table import IDS_A_BUCKET, ManagedRows
+from pipeline.extras.managed_collision.kind import ManagedCollision
 from pipeline.extras.managed_collision.managed_tables import LocalTable, ManagedTable, state_sizes
 from pipeline.runtime.errors import ConfigError
 from tests.embeddings.compressed import table_of

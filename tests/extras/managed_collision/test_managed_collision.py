@@ -15,10 +15,10 @@ from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.config.tables import CompressionConfig, ConstraintConfig
 from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.compression.kind import Bags
-from pipeline.embeddings.compression.managed_collision import IDS_A_BUCKET, ManagedCollision
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.physical import physical_tables
-from pipeline.embeddings.table import Table
+from pipeline.embeddings.table import IDS_A_BUCKET, Table
+from pipeline.extras.managed_collision.kind import ManagedCollision
 from pipeline.runtime.errors import ConfigError
 from pipeline.sharding.torchrec.sharder import ShardedTables
 from tests.embeddings.compressed import as_features, table_of

@@ -109,7 +109,7 @@ def _dot_products() -> None:
 def _stacks() -> None:
     import torch
 
-    from pipeline.devices.cpu.stack import speed_up_stacks
+    from pipeline.extras.narrow_stacks.stack import speed_up_stacks
     from pipeline.models.layers.mlp import MLP
 
     stack = MLP(4, [4], out_features=1)

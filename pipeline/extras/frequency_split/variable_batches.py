@@ -9,7 +9,7 @@ has no alternative, so the padding also runs with sharding.fast_cpu=false.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -30,6 +30,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.runtime.process.comms_wait import waiting
 
+# int8 communication needs multiples of 32 numbers, and a shard of a row has at least 4
+MULTIPLE = 8
 # The optimizers of this package that FBGEMM's CUDA kernels combine with variable batches
 # (_generate_vbe_metadata).
 WITH_VARIABLE_BATCHES = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM)
@@ -38,15 +40,54 @@ WITH_VARIABLE_BATCHES = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ROWWISE_ADAG
 WITHIN_HOSTS = (TwRwPooledEmbeddingDist, GridPooledEmbeddingDist)
 
 
-def accept_variable_batches(lookups: Iterable[nn.Module]) -> None:
+def leave_out_empty_bags(features: KeyedJaggedTensor, names: Collection[str]) -> KeyedJaggedTensor:
+    """Keep all ids. For each feature in `names` keep only bags with ids, after one empty bag, in
+    multiples of MULTIPLE.
+
+    A bag without ids has a pooled row of zeros, but TorchRec sends it and its gradient like any other. A
+    KeyedJaggedTensor may have fewer bags of a feature than samples, and map samples to bags (TorchRec's "variable
+    batch per feature"): all empty bags map to the first one. `lengths` become flat [sum of all features' bags];
+    `inverse_indices` [keys, samples] hold the bag of each sample.
+    """
+    keys, num_samples = features.keys(), features.stride()
+    lengths = features.lengths().view(len(keys), num_samples)
+    every = torch.arange(num_samples, device=lengths.device)
+    parts, bags = [], []
+    for key, own in zip(keys, lengths, strict=True):
+        if key in names:
+            filled = own > 0
+            kept = own[filled]
+            parts.append(torch.cat([own.new_zeros(1), kept, own.new_zeros(-(len(kept) + 1) % MULTIPLE)]))
+            bags.append(filled.cumsum(0) * filled)
+        else:
+            parts.append(own)
+            bags.append(every)
+    return KeyedJaggedTensor(
+        keys,
+        features.values(),
+        features.weights_or_none(),
+        lengths=torch.cat(parts),
+        stride_per_key_per_rank=[[len(part)] for part in parts],
+        length_per_key=features.length_per_key(),
+        offset_per_key=features.offset_per_key(),
+        inverse_indices=(keys, torch.stack(bags)),
+    )
+
+
+def accept_variable_batches(lookups: Iterable[nn.Module], output_dists: Iterable[nn.Module]) -> None:
     """Replace the forward of TorchRec's grouped lookups by one that pads, if FBGEMM needs equal
-    numbers of bags.
+    numbers of bags. On gloo, whose all-gather needs equal batches, change the output dists too.
     """
     for lookup in lookups:
         inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
         kernels: Iterable[Any] = inner._emb_modules  # type: ignore[assignment]
         if not all(takes_variable_batches(kernel.emb_module) for kernel in kernels):
             inner.forward = _PaddedLookup(inner)
+    for output_dist in output_dists:
+        if isinstance(output_dist, RwPooledEmbeddingDist) and output_dist._pg.name() == "gloo":
+            output_dist._create_output_dist_module = partial(_create_output_dist_module, output_dist)
+        elif isinstance(output_dist, WITHIN_HOSTS) and output_dist._intra_pg.name() == "gloo":
+            output_dist._create_output_dist_modules = partial(_create_output_dist_modules, output_dist)
 
 
 def takes_variable_batches(fbgemm: nn.Module) -> bool:
@@ -158,15 +199,6 @@ def in_order_of(features: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTen
         offset_per_key=features.offset_per_key_or_none(),
         inverse_indices=(names, bags[[keys.index(name) for name in names]]),
     )
-
-
-def reduce_scatter_variable_batches(output_dists: Iterable[nn.Module]) -> None:
-    """Let row shards exchange variable batches on gloo, whose all-gather needs equal batches."""
-    for output_dist in output_dists:
-        if isinstance(output_dist, RwPooledEmbeddingDist) and output_dist._pg.name() == "gloo":
-            output_dist._create_output_dist_module = partial(_create_output_dist_module, output_dist)
-        elif isinstance(output_dist, WITHIN_HOSTS) and output_dist._intra_pg.name() == "gloo":
-            output_dist._create_output_dist_modules = partial(_create_output_dist_modules, output_dist)
 
 
 def _create_output_dist_module(rows: RwPooledEmbeddingDist, context: EmbeddingShardingContext | None = None) -> None:

@@ -14,7 +14,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from pipeline.config.model import LayerSettings
-from pipeline.devices.cpu.stack import FastStack, _Stack, speed_up_stacks
+from pipeline.extras.narrow_stacks.stack import FastStack, _Stack, speed_up_stacks
 from pipeline.models.layers.dlrm import DotDLRM
 from pipeline.models.layers.mlp import MLP
 

@@ -16,14 +16,10 @@ from functools import cached_property
 from pipeline.config.registry import register
 from pipeline.config.tables import CompressionConfig, ConstraintConfig
 from pipeline.embeddings.compression.kind import Bags, CompressionKind, Split
-from pipeline.embeddings.table import ManagedRows, Table
+from pipeline.embeddings.table import IDS_A_BUCKET, MANAGED, ManagedRows, Table
 from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_within
 
-MANAGED = "managed"
 POLICIES = ("lfu", "lru", "distance_lfu")
-STATE = "managed_rows"  # name of the maps in the keys of a checkpoint
-# hashes within a bucket: two of a billion ids collide with probability 1 / 5,000 at 8 buckets
-IDS_A_BUCKET = 1 << 48
 # one rank holds complete rows, and no other rank has them
 SHARDING_TYPES = ("row_wise", "table_wise")
 

@@ -12,12 +12,12 @@ from pipeline.embeddings.describe import savings_of
 from pipeline.embeddings.physical import physical_tables
 from pipeline.embeddings.row_frequencies import (
     RowFrequencies,
-    digit_frequencies,
     frequencies_of_block,
     hashed_frequencies,
     share_of_block,
 )
 from pipeline.embeddings.table import Table
+from pipeline.extras.compression.digits import digit_frequencies
 from pipeline.extras.compression.quotient_remainder import Digit
 
 NUM_IDS = 10_000

@@ -19,8 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from benchmarks.wiretap import wiretap
 from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig, all_optimizers
 from pipeline.config.training import CommsConfig
-from pipeline.embeddings.bags import leave_out_empty_bags
-from pipeline.sharding.torchrec.variable_batches import takes_variable_batches
+from pipeline.extras.frequency_split.variable_batches import leave_out_empty_bags, takes_variable_batches
 from tests.support.ranks import RankPool
 from tests.training.tiny import TinyModel, TinyTable, batches, build, full_weights
 from tests.training.tiny_training import NUM_STEPS, SEED, distance, train_unsharded

@@ -19,7 +19,7 @@ from torch import nn
 from pipeline.devices.base import autocast_dtype
 from pipeline.devices.cpu.kernel_pool import can_read, kernels, on_all_threads
 
-KERNELS = "pipeline.devices.cpu.kernels.stack"
+KERNELS = "pipeline.extras.narrow_stacks.kernels"
 # in a stack; more do not fit the second-level cache, and oneDNN multiplies wide layers faster
 MAX_WEIGHTS = 1 << 16
 MIN_GROUP, MAX_GROUPS = 2, 32  # blocks whose gradients are summed together; groups of a batch
