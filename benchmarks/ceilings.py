@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.reader import cpu_name
 from benchmarks.step_models import NUM_DENSE, PRESETS, Preset, draw
-from pipeline.devices.cpu.dots import dots_kernels
+from pipeline.devices.cpu.products import dots_kernels
 
 STATE_BYTES = 4  # row-wise Adagrad, a row
 FLOAT_BYTES = 4

@@ -112,7 +112,7 @@ def join(rank: int, store: str) -> Any:
     logging.disable(logging.WARNING)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
-    from pipeline.devices.cpu.memory import keep_freed_memory
+    from pipeline.devices.cpu.process import keep_freed_memory
     from pipeline.runtime.process.distributed import DistributedContext
 
     keep_freed_memory(RANKS)

@@ -150,7 +150,7 @@ def run_rank(rank: int, ranks: int, model: str, rounds: int, folder: str) -> Non
     warnings.simplefilter("ignore")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
-    from pipeline.devices.cpu.memory import keep_freed_memory
+    from pipeline.devices.cpu.process import keep_freed_memory
     from pipeline.extras.calibration.jobs import InMemoryTraining, SmallJob
     from pipeline.runtime.process.distributed import DistributedContext
 

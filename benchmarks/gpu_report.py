@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_report_page import render
-from pipeline.planner.cards import CARDS, find_card
+from pipeline.planner.hardware import CARDS, find_card
 
 ROOT = Path(__file__).resolve().parents[1]
 SECTION_TIMEOUT_S = 240
 # Relative differences of losses that rounding explains: fp32 sums in another order, then shorter formats.
 SAME, HALF, INT8 = 1e-4, 2e-2, 5e-2
 STEP_FACTOR = 2.0  # between a measured and a predicted step
-# Options of conf/hardware by the names in planner.cards.
+# Options of conf/hardware by the names in planner.hardware.
 PRESETS = {
     "A100-SXM4-40GB": "a100_40gb",
     "A100-SXM4-80GB": "a100_80gb",
@@ -268,7 +268,7 @@ def predictions(machine: Machine) -> Iterator[Check]:
         return
     run = machine.train("predicted", f"hardware={preset}", steps=40)
     summary = json.loads((run / "summary.json").read_text())
-    from pipeline.planner.plan_file import read_view
+    from pipeline.planner.plan_record import read_view
 
     plan = read_view(str(run / "plan.json")).description
     predicted_gb = (max(load.hbm_bytes for load in plan.ranks) + plan.dense_bytes) / 2**30

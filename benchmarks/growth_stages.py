@@ -335,7 +335,7 @@ def step_ids(work: Path, size: int) -> Cost:
 def _step(work: Path, shape: Shape) -> Cost:
     """Of DLRM-DCN, whose layers grow as tables do: the dot products of DLRM would by their square."""
     from benchmarks.step_models import Preset, draw, our_side
-    from pipeline.devices.cpu.memory import keep_freed_memory
+    from pipeline.devices.cpu.process import keep_freed_memory
 
     torch.set_num_threads(1)
     keep_freed_memory()  # as train does

@@ -32,7 +32,7 @@ import torch.distributed as dist  # noqa: E402
 
 from benchmarks.reader import cpu_name  # noqa: E402
 from benchmarks.step_models import PRESETS, Timed, draw, our_loop  # noqa: E402
-from pipeline.devices.cpu.memory import keep_freed_memory  # noqa: E402
+from pipeline.devices.cpu.process import keep_freed_memory  # noqa: E402
 from pipeline.runtime.process.distributed import DistributedContext  # noqa: E402
 
 BUILD, SHARDED, SHARDER = (

@@ -39,14 +39,12 @@ from benchmarks.planner_report import Outcome, append_row, read_rows, report, sh
 from benchmarks.planner_suites import RANKS, SUITES, TIGHTNESS, build_request, build_suite, reserve
 from pipeline.config.planner import PlannerConfig
 from pipeline.planner.chosen_plan import rank_loads
-from pipeline.planner.collectives import links_of
-from pipeline.planner.constraints import build_constraints, place_tables
 from pipeline.planner.cost_model import CostModel, wire_of
 from pipeline.planner.estimator import CostedEnumerator, KeepFree, dense_part_bytes, usable_bytes
-from pipeline.planner.hardware import Hardware, build_topology
+from pipeline.planner.hardware import Hardware, build_topology, links_of
 from pipeline.planner.plan_record import critical_path_ms
 from pipeline.planner.planner import make_plan
-from pipeline.planner.request import PlanRequest
+from pipeline.planner.request import PlanRequest, build_constraints, place_tables
 from pipeline.runtime.logs import configure_logging, get_logger
 
 SMALL_SUITES = ("criteo_kaggle", "mlperf_dlrmv2", "rmc1", "rmc2", "rmc3")

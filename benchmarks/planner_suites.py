@@ -20,10 +20,9 @@ from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.config.training import CommsConfig
 from pipeline.embeddings.collection import build_embedding_bag_collection
 from pipeline.embeddings.table import Table
-from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.estimator import shard_state_bytes
 from pipeline.planner.hardware import GIB, resolve_hardware
-from pipeline.planner.request import PlanRequest
+from pipeline.planner.request import PlanRequest, TableOptimizer
 from pipeline.sharding.torchrec.sharding import make_sharders
 
 PRESETS = Path(__file__).resolve().parents[1] / "conf" / "hardware"

@@ -41,7 +41,7 @@ from pipeline.config.tables import InitConfig, TableConfig
 from pipeline.config.training import CommsConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, SequenceFeature, SparseFeature, Split
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
-from pipeline.devices.cpu.memory import keep_freed_memory
+from pipeline.devices.cpu.process import keep_freed_memory
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.extras.models.din import DINConfig

@@ -82,7 +82,7 @@ def run_side(rank: int, ranks: int, threads: int, preset_name: str, side: str, s
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     torch.set_num_threads(threads)
     from benchmarks.step_models import PRESETS, draw, our_loop, torchrec_loop
-    from pipeline.devices.cpu.memory import keep_freed_memory
+    from pipeline.devices.cpu.process import keep_freed_memory
     from pipeline.runtime.process.distributed import DistributedContext
 
     if side != TORCHREC:

@@ -53,7 +53,7 @@ def run_side(threads: int, preset_name: str, precision: str, steps: int, store: 
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     torch.set_num_threads(threads)
     from benchmarks.step_models import PRESETS, draw, our_loop
-    from pipeline.devices.cpu.memory import keep_freed_memory
+    from pipeline.devices.cpu.process import keep_freed_memory
     from pipeline.runtime.process.distributed import DistributedContext
 
     keep_freed_memory()

@@ -127,7 +127,9 @@ def test_an_installed_wheel_takes_a_users_own_conf_folder(python: Path, elsewher
 
 @pytest.mark.campaign
 def test_an_installed_wheel_finds_the_plans_that_it_ships(python: Path, elsewhere: Path) -> None:
-    code = f"from pipeline.planner.plan_file import find_plan_file as f; print(f('sharding_plans/{SHIPPED_PLAN}', ''))"
+    code = (
+        f"from pipeline.planner.plan_record import find_plan_file as f; print(f('sharding_plans/{SHIPPED_PLAN}', ''))"
+    )
     done = _run(python, elsewhere, "-c", code)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(python.parents[1])

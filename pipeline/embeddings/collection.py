@@ -13,11 +13,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from pipeline.config.tables import InitConfig
-from pipeline.embeddings.bags import sum_of_lengths
 from pipeline.embeddings.compression.kind import compressed
+from pipeline.embeddings.id_splitter import sum_of_lengths
 from pipeline.embeddings.physical import physical_tables
-from pipeline.embeddings.positions import COUNT_UNIT, position_features, width_of
-from pipeline.embeddings.table import Block, ManagedRows, Table
+from pipeline.embeddings.table import COUNT_UNIT, Block, ManagedRows, Table, position_features, width_of
 
 POOLING_TYPES = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
 DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}

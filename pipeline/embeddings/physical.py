@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from pipeline.config.registry import components
 from pipeline.embeddings.compression.kind import compressed
-from pipeline.embeddings.positions import by_position
-from pipeline.embeddings.table import SHARD_WIDTH, Table
+from pipeline.embeddings.table import SHARD_WIDTH, Table, by_position
 from pipeline.runtime.errors import ConfigError
 
 HEAD_OF_SLOTS = 0.5  # for a table in tiers whose rows are sorted by descending frequency

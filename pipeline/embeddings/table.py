@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipeline.config.tables import CompressionConfig, ConstraintConfig, InitConfig, TiersConfig, entry_name
 from pipeline.embeddings.row_frequencies import RowFrequencies
@@ -71,7 +71,7 @@ class Table:
     managed: the map that assigns rows to ids of any number.
     note: a sentence for the plan's report.
     l2: added to the gradient of touched rows, times the row.
-    positions: its sequences that are not pooled (embeddings.positions).
+    positions: its sequences that are not pooled (position_features).
     padding: rows per sample of positions without an id, which are returned and sent as zeros.
     is_weighted: ids of some feature have weights.
     tiers: set if most rows are on an SSD.
@@ -108,3 +108,47 @@ class Table:
     def config_name(self) -> str:
         """Return the entry of the job's `tables` that defines this table."""
         return entry_name(self.whole_name)
+
+
+# The number of ids is stored as two numbers, count // 128 and count % 128, because bf16 represents
+# both exactly, but not 257.
+COUNT_COLUMNS, COUNT_UNIT = 2, 128
+
+
+def position_features(positions: Positions) -> list[str]:
+    """Return the features that a table embeds instead of the sequence, oldest position first."""
+    return [f"{positions.feature}__{number}" for number in range(positions.num_positions)]
+
+
+def by_position(table: Table) -> Table:
+    """Return the table with a feature for each position of its sequences.
+
+    Without sequences it is unchanged.
+    """
+    if not table.positions:
+        return table
+    read = {positions.feature: positions for positions in table.positions}
+    names: list[str] = []
+    factors: list[float] = []
+    max_ids: list[int | None] = []
+    padding = 0.0
+    limits = table.max_ids or [1] * len(table.feature_names)
+    for feature, factor, limit in zip(table.feature_names, table.pooling_factors, limits, strict=True):
+        if feature not in read:
+            names, factors, max_ids = [*names, feature], [*factors, factor], [*max_ids, limit]
+            continue
+        count = read[feature].num_positions
+        names += position_features(read[feature])
+        factors += [min(1.0, factor / count)] * count
+        max_ids += [1] * count
+        padding += max(0.0, count - factor)
+    return replace(table, feature_names=names, pooling_factors=factors, max_ids=max_ids, positions=[], padding=padding)
+
+
+def width_of(table: Table, feature: str) -> int:
+    """Return the number of columns that a model gets for a feature: a sequence's rows, then the
+    number of ids."""
+    for positions in table.positions:
+        if positions.feature == feature:
+            return positions.num_positions * table.embedding_dim + COUNT_COLUMNS
+    return table.embedding_dim

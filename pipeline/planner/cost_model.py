@@ -33,8 +33,7 @@ from torchrec.distributed.types import CommOp, ModuleSharder, QuantizedCommCodec
 from pipeline.config.registry import from_extra
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
-from pipeline.planner.collectives import links_of
-from pipeline.planner.hardware import BYTES_PER_MS, Hardware
+from pipeline.planner.hardware import BYTES_PER_MS, Hardware, links_of
 from pipeline.planner.plan_record import TierForecast
 from pipeline.planner.search.problem import Floats
 

@@ -1,8 +1,8 @@
-"""Resolve capacities and bandwidths from a HardwareConfig and the devices of this host, and build
-TorchRec's Topology.
+"""Resolve capacities and bandwidths of hardware, estimate its collectives, and build TorchRec's Topology.
 
 TorchRec's defaults are a 32 GB V100; they are never used here. Values that the config does not set
-are probed from the device. An error names the keys that no device can answer.
+are probed from the devices of this host, or taken from the card's data sheet. An error names the
+keys that no device can answer.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+import numpy as np
 from torchrec.distributed.planner import types as torchrec_planner
 from torchrec.distributed.planner.types import Topology
 
 from pipeline import devices
 from pipeline.config.planner import HardwareConfig, PlannerConfig
 from pipeline.devices.base import Device
-from pipeline.planner.cards import PCIE, Card, find_card, is_mig_slice
+from pipeline.planner.search.problem import Floats
 from pipeline.runtime.errors import PlanError
 from pipeline.runtime.host_memory import host_memory_bytes
 
@@ -262,3 +263,150 @@ def _here(device: Device, name: str) -> Device:
             "use a preset (hardware=h100_80gb), or hardware=cpu"
         )
     return device
+
+
+PCIE = 25.0  # measured PCIe 4.0 bandwidth between two cards
+
+
+@dataclass(frozen=True)
+class Card:
+    """Bandwidths in GB/s in one direction; peaks of dense products in TFLOPS."""
+
+    hbm_gb_per_s: float
+    hbm_to_ddr_gb_per_s: float
+    intra_host_gb_per_s: float
+    tflops_fp32: float
+    tflops_bf16: float
+
+
+# The first words of torch's name, without "NVIDIA". NVIDIA's data sheets; bf16 without sparsity.
+CARDS = {
+    "A100-SXM4-40GB": Card(1555.0, 32.0, 300.0, 19.5, 312.0),
+    "A100-SXM4-80GB": Card(2039.0, 32.0, 300.0, 19.5, 312.0),
+    "A100-PCIE-40GB": Card(1555.0, 32.0, PCIE, 19.5, 312.0),
+    "A100 80GB PCIe": Card(1935.0, 32.0, PCIE, 19.5, 312.0),
+    "H100 80GB HBM3": Card(3350.0, 64.0, 450.0, 67.0, 989.0),
+    "H100 PCIe": Card(2000.0, 64.0, PCIE, 51.0, 756.0),
+    "H100 NVL": Card(3900.0, 64.0, PCIE, 60.0, 835.0),
+    "H200": Card(4800.0, 64.0, 450.0, 67.0, 989.0),
+    "H200 NVL": Card(4800.0, 64.0, PCIE, 60.0, 835.0),
+    "B200": Card(7700.0, 64.0, 900.0, 75.0, 2250.0),
+    "GB300": Card(8000.0, 225.0, 900.0, 80.0, 2500.0),
+    "L40S": Card(864.0, 32.0, PCIE, 91.6, 362.0),
+    "L4": Card(300.0, 32.0, PCIE, 30.3, 121.0),
+}
+
+
+def find_card(name: str) -> Card | None:
+    """Return the card that torch.cuda calls `name`, or None if it is not listed."""
+    words = name.removeprefix("NVIDIA ")
+    found = [key for key in CARDS if words == key or words.startswith(f"{key} ")]
+    return CARDS[max(found, key=len)] if found else None
+
+
+def is_mig_slice(name: str) -> bool:
+    """Return whether the name is that of a part of a GPU, such as "NVIDIA A100-SXM4-40GB MIG
+    1g.5gb".
+    """
+    return "MIG" in name.split()
+
+
+# Each sharding type of a collection has separate collectives (torchrec/distributed/dist_data.py).
+# The exchange of ids has three all-to-alls: of counts, of lengths, of ids. Order of the columns:
+# plan_record.PHASES.
+NUM_INPUT_ALL_TO_ALLS = 3
+
+
+@dataclass(frozen=True)
+class Links:
+    """The network of one rank. Bandwidths in bytes/ms, latencies in ms."""
+
+    world_size: int
+    local_world_size: int
+    intra: float
+    inter: float
+    launch_ms: float
+    intra_hop_ms: float
+    inter_hop_ms: float
+
+    @property
+    def num_hosts(self) -> int:
+        return self.world_size // self.local_world_size
+
+    def all_to_all_ms(self, num_bytes: Floats) -> Floats:
+        """Return the time of an all-to-all: 1/W of S stays on the rank, (L-1)/W goes to its host,
+        (W-L)/W to other hosts.
+
+        The slower of both links counts, not their sum, because all sends start at once on links
+        that share no wires.
+        """
+        world, local = self.world_size, self.local_world_size
+        return np.maximum(
+            num_bytes * (local - 1) / world / self.intra, num_bytes * (world - local) / world / self.inter
+        )
+
+    def ring_ms(self, num_bytes: Floats) -> Floats:
+        """Return the time of a reduce-scatter or all-gather of S: a ring sends (W-1)/W of it
+        through every rank.
+
+        Each of a host's L ring channels leaves through another rank's port, so hosts are connected
+        by L ports (NVIDIA/nccl-tests, doc/PERFORMANCE.md: the bus bandwidth is that of the slowest
+        link of the ring).
+        """
+        joined = self.local_world_size * self.inter
+        speed = self.intra if self.num_hosts == 1 else min(self.intra, joined) if self.local_world_size > 1 else joined
+        return num_bytes * (self.world_size - 1) / self.world_size / speed
+
+    def host_ring_ms(self, num_bytes: Floats) -> Floats:
+        """Return the time of the same collective among the ranks of a host."""
+        return num_bytes * (self.local_world_size - 1) / self.local_world_size / self.intra
+
+    def across_hosts_ms(self, num_bytes: Floats) -> Floats:
+        """Return the time of an all-to-all among ranks with equal positions on their hosts. 1/H
+        stays.
+        """
+        return num_bytes * (self.num_hosts - 1) / self.num_hosts / self.inter
+
+    def latencies_ms(self) -> dict[str, Floats]:
+        """Return sharding type -> [phases of plan_record.PHASES]: the time of its collectives
+        before the first byte.
+
+        Counted as in NCCL's tuner (src/graph/tuning.cc): a launch, and a hop for each step of a
+        ring, H of which leave a host. For an all-to-all, whose sends start at once, only the
+        longest hop counts.
+        """
+        if self.world_size == 1:
+            return {}
+        far = self.inter_hop_ms if self.num_hosts > 1 else self.intra_hop_ms
+        all_to_all = self.launch_ms + far
+        inter_steps = self.num_hosts - 1
+        ring = (
+            self.launch_ms + (self.world_size - 1 - inter_steps) * self.intra_hop_ms + inter_steps * self.inter_hop_ms
+        )
+        in_host = self.launch_ms + (self.local_world_size - 1) * self.intra_hop_ms
+        by_host = in_host + (self.launch_ms + self.inter_hop_ms if self.num_hosts > 1 else 0.0)
+        ids = NUM_INPUT_ALL_TO_ALLS * all_to_all
+        whole, rows, host = [ids, 0, all_to_all, 0, all_to_all], [ids, 0, ring, 0, ring], [ids, 0, by_host, 0, by_host]
+        kinds = {
+            "table_wise": whole,
+            "column_wise": whole,
+            "table_column_wise": whole,
+            "row_wise": rows,
+            "table_row_wise": host,
+            "grid_shard": host,
+            # an all-reduce passes the ring twice
+            "data_parallel": [0, 0, 0, 0, 2 * ring - self.launch_ms],
+        }
+        return {kind: np.array(phases, dtype=float) for kind, phases in kinds.items()}
+
+
+def links_of(hardware: Hardware) -> Links:
+    return Links(
+        world_size=hardware.world_size,
+        local_world_size=hardware.local_world_size,
+        intra=hardware.intra_host_gb_per_s * BYTES_PER_MS,
+        inter=hardware.inter_host_gb_per_s * BYTES_PER_MS,
+        launch_ms=hardware.collective_launch_us / 1e3,
+        intra_hop_ms=hardware.intra_host_latency_us / 1e3,
+        inter_hop_ms=hardware.inter_host_latency_us / 1e3,
+    )

@@ -10,9 +10,9 @@ from itertools import islice
 import numpy as np
 from torchrec.distributed.planner.types import ParameterConstraints
 
-from pipeline.planner.constraints import PlacedTable
 from pipeline.planner.estimator import shard_state_bytes
 from pipeline.planner.hardware import Hardware
+from pipeline.planner.request import PlacedTable
 from pipeline.planner.search.shortfall import Shortfall
 from pipeline.runtime.byte_counts import show_bytes
 

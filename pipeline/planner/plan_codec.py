@@ -17,17 +17,22 @@ from typing import Any
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
-from pipeline.planner.fingerprint import MAX_LINES, differing_libraries, differing_lines, sha256_of
-from pipeline.planner.plan_file import (
+from pipeline.planner.plan_record import (
     COMMAND,
     DAMAGE,
     FORMAT_VERSION,
+    MAX_LINES,
+    Fingerprint,
+    PlanRecord,
+    TableChoice,
     description_fields,
+    differing_libraries,
+    differing_lines,
     find_plan_file,
     read_content,
+    sha256_of,
     to_json,
 )
-from pipeline.planner.plan_record import Fingerprint, PlanRecord, TableChoice
 from pipeline.runtime.errors import PlanError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage

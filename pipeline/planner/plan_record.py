@@ -1,12 +1,30 @@
-"""Describe a plan: choices, loads, cost, and what it was made for, in addition to the ShardingPlan.
+"""Describe a plan, fingerprint what it is made for, and read plan files as plain values.
 
-This module does not import torch, so that showing and comparing plan files is fast.
+This module does not import torch, so that showing and comparing plan files is fast. plan_codec.py
+turns files into TorchRec's objects.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # both import torch, which comparing fingerprints does not need
+    from pipeline.planner.hardware import Hardware
+    from pipeline.planner.request import PlacedTable, TableOptimizer
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pipeline.runtime.errors import PlanError
+from pipeline.runtime.storage import storage
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlan
@@ -137,3 +155,232 @@ def critical_path_ms(ranks: list[RankLoad]) -> float:
     Every phase ends in a collective, in which all ranks wait for the slowest.
     """
     return sum(max(getattr(load, phase) for load in ranks) for phase in PHASES)
+
+
+FOLDER = "sharding_plans"
+OF_THIS_MACHINE = ".autox"  # part of the name of a plan for hardware=auto; no shipped plan has it
+PACKAGE = Path(__file__).resolve().parents[1]
+FORMAT_VERSION = 2
+COMMAND = "python -m pipeline plan experiment=<name> hardware=<preset> world_size=<ranks>"
+# What decoding a damaged file raises: torch gives ValueErrors for shards, RuntimeErrors for devices.
+DAMAGE = (KeyError, TypeError, AttributeError, ValueError, IndexError, OverflowError, RuntimeError)
+
+
+def find_plan_file(path: str, command: str) -> str:
+    """Search `path`, then the plans that ship.
+
+    Raises PlanError if neither exists, with `command`, which makes a plan.
+    """
+    if storage.is_file(path):
+        return path
+    looked = [path]
+    # paths.root may have moved the folder
+    _, in_folder, name = f"/{path}".rpartition(f"/{FOLDER}/")
+    may_ship = OF_THIS_MACHINE not in path and (in_folder or not (path.startswith("/") or "://" in path))
+    if may_ship:
+        looked.append(str(shipped_folder() / (name if in_folder else path)))
+        if storage.is_file(looked[-1]):
+            return looked[-1]
+    raise PlanError(f"no plan file at {' or '.join(looked)}; make one: {command}")
+
+
+def shipped_folder() -> Path:
+    """Return sharding_plans/ of a checkout or of a copy of it, otherwise the folder in the
+    installed package.
+    """
+    return (PACKAGE.parent if (PACKAGE.parent / "setup.cfg").is_file() else PACKAGE) / FOLDER
+
+
+@dataclass(frozen=True)
+class PlanView:
+    """A plan. `shardings`: module path -> table -> its ParameterSharding as in the file."""
+
+    description: PlanDescription
+    shardings: dict[str, dict[str, dict[str, Any]]]
+
+
+def read_view(path: str) -> PlanView:
+    """Read the plan in `path` to show it, without checking what training needs of its shards.
+
+    Raises:
+        PlanError: the file does not exist, is not a plan file, or is damaged.
+    """
+    path = find_plan_file(path, COMMAND)
+    content = read_content(path)
+    try:
+        view = PlanView(PlanDescription(**description_fields(content)), content["plan"])
+        planned = {table for tables in view.shardings.values() for table in tables}
+        if planned != {choice.name for choice in view.description.tables}:
+            raise PlanError("its plan and its tables differ")
+    except DAMAGE as error:
+        raise PlanError(f"plan file {path} is damaged: {str(error)[:500]}; make it again: {COMMAND}") from error
+    return view
+
+
+def read_content(path: str, command: str = COMMAND) -> dict[str, Any]:
+    """Return the file's JSON object.
+
+    Raises PlanError if it is not a plan, or has a format that this release cannot read.
+    """
+    try:
+        content: dict[str, Any] = json.loads(storage.read_text(path))
+        version = content["format_version"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise PlanError(f"{path} is not a plan file ({repr(error)[:500]}); make one: {command}") from None
+    if version != FORMAT_VERSION:
+        raise PlanError(
+            f"plan file {path} has format_version {str(version)[:100]}, this release reads {FORMAT_VERSION}; make it again: {command}"
+        )
+    return content
+
+
+def description_fields(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a PlanDescription. Raises one of DAMAGE if the file is damaged."""
+    if sha256_of(content["fingerprint"]) != content["fingerprint_sha256"]:
+        raise PlanError("its fingerprint was changed by hand")
+    description = msgspec.convert(content, PlanDescription)  # a ValidationError is a ValueError
+    return {field.name: getattr(description, field.name) for field in fields(PlanDescription)}
+
+
+def to_json(value: Any, indent: int = 0) -> str:
+    """Format JSON with one line for each shard, table and rank."""
+    items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    if not any(isinstance(item, dict) or (isinstance(item, list) and _is_nested(item)) for item in items):
+        return json.dumps(value)
+    pad, end = "\n" + " " * (indent + 1), "\n" + " " * indent
+    if isinstance(value, dict):
+        inner = f",{pad}".join(f"{json.dumps(key)}: {to_json(item, indent + 1)}" for key, item in value.items())
+        return f"{{{pad}{inner}{end}}}"
+    return f"[{pad}{f',{pad}'.join(to_json(item, indent + 1) for item in value)}{end}]"
+
+
+def _is_nested(value: list[Any]) -> bool:
+    return any(isinstance(item, (dict, list)) for item in value)
+
+
+# One of each line's packages is installed. The CUDA and the CPU build have different names.
+LIBRARIES = {"torch": ("torch",), "torchrec": ("torchrec",), "fbgemm": ("fbgemm-gpu", "fbgemm-gpu-cpu")}
+MAX_LINES = 8
+
+
+def take_fingerprint(
+    placed: list[PlacedTable],
+    hardware: Hardware,
+    optimizer: TableOptimizer,
+    batch_size: int,
+    comms: dict[str, dict[str, str]],
+) -> Fingerprint:
+    """Return JSON values: topology, tables, optimizer, precision on the wire, batch size per rank
+    and library versions.
+    """
+    topology = asdict(hardware)
+    for label in ("name", "tflops_fp32", "tflops_bf16", "issue_us"):  # no plan depends on them
+        del topology[label]
+    if hardware.hosts_per_nvlink_domain == 1:  # plans of earlier releases lack it
+        del topology["hosts_per_nvlink_domain"]
+    return {
+        "topology": topology,
+        "tables": {entry.table.name: _describe_table(entry) for entry in placed},
+        "sparse_optimizer": asdict(optimizer),
+        "comms": comms,
+        "batch_size": batch_size,
+        "libraries": library_versions(),
+    }
+
+
+def _describe_table(entry: PlacedTable) -> dict[str, Any]:
+    """Describe a table without frequencies, because a plan without the data, or with last week's,
+    is still valid.
+
+    Parts of compressed tables are ordinary tables.
+    """
+    described = asdict(entry.table)
+    for left_out in (
+        "name",
+        "init",
+        "frequencies",
+        "compression",
+        "max_ids",
+        "part_of",
+        "rows_of",
+        "managed",
+        "note",
+        "l2",
+        "positions",
+        "padding",
+    ):
+        del described[left_out]
+    for absent, is_default in (("is_weighted", not entry.table.is_weighted), ("tiers", entry.table.tiers is None)):
+        if is_default:  # plans of earlier releases lack it
+            del described[absent]
+    return {**described, "module": entry.module}
+
+
+def describe_hosts(topology: dict[str, Any]) -> str:
+    """Return how many ranks of a fingerprint's topology share a host and, if NVLink joins hosts, a domain."""
+    joined, hosts = topology["local_world_size"], topology.get("hosts_per_nvlink_domain", 1)
+    return f"{joined // hosts} per host" + (f", {hosts} hosts per NVLink domain" if hosts > 1 else "")
+
+
+def library_versions() -> dict[str, str]:
+    return {name: next(_installed(packages), "none") for name, packages in LIBRARIES.items()}
+
+
+def _installed(packages: tuple[str, ...]) -> Iterator[str]:
+    for package in packages:
+        try:
+            yield metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+
+
+def canonical_text(fingerprint: Fingerprint) -> str:
+    """Return equal bytes only for equal values: floats are written so that they are read back
+    exactly.
+    """
+    return json.dumps(fingerprint, sort_keys=True, separators=(",", ":"))
+
+
+def sha256_of(fingerprint: Fingerprint) -> str:
+    return hashlib.sha256(canonical_text(fingerprint).encode()).hexdigest()
+
+
+def differing_lines(
+    plan: Fingerprint, job: Fingerprint, names: tuple[str, str] = ("the plan", "this job")
+) -> list[str]:
+    """Return `key: value in the plan, value in this job` for every value that differs, except for
+    library versions.
+    """
+    in_plan, in_job = dict(_flatten(plan)), dict(_flatten(job))
+    return [
+        f"{key}: {_show(in_plan, key)} in {names[0]}, {_show(in_job, key)} in {names[1]}"
+        for key in sorted(in_plan.keys() | in_job.keys())
+        if not key.startswith("libraries.") and _show(in_plan, key) != _show(in_job, key)
+    ]
+
+
+def differing_libraries(plan: Fingerprint, job: Fingerprint) -> list[str]:
+    """Return `torch 2.11.0 (here 2.14.1)` for every version that differs.
+
+    Other versions do not make a plan wrong: a ShardingPlan means the same in TorchRec 1.6 to 1.9,
+    and a plan for a cluster is made on a laptop with other builds. A new search may find another
+    plan, though.
+    """
+    versions = job["libraries"]
+    return [
+        f"{name} {version} (here {versions[name]})"
+        for name, version in plan["libraries"].items()
+        if version != versions[name]
+    ]
+
+
+def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, child in value.items():
+            yield from _flatten(child, f"{key}.{name}" if key else name)
+    else:
+        yield key, value
+
+
+def _show(values: dict[str, Any], key: str) -> str:
+    return json.dumps(values[key]) if key in values else "nothing"

@@ -22,14 +22,20 @@ from pipeline import devices
 from pipeline.config.planner import HardwareConfig, PlannerConfig
 from pipeline.embeddings.table import Table
 from pipeline.planner.chosen_plan import ChosenPlan, build_record, rank_loads
-from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.estimator import CostedEnumerator
-from pipeline.planner.fingerprint import differing_libraries, differing_lines
 from pipeline.planner.hardware import build_topology, resolve_hardware
 from pipeline.planner.infeasible import describe_shortfall, explain_infeasible
 from pipeline.planner.plan_codec import decode_record, encode_record, load_plan, read_plan
-from pipeline.planner.plan_record import Objective, PlanRecord
-from pipeline.planner.request import Placement, PlanRequest, Problem, StepCost, build_problem, fingerprint_of
+from pipeline.planner.plan_record import Objective, PlanRecord, differing_libraries, differing_lines
+from pipeline.planner.request import (
+    Placement,
+    PlanRequest,
+    Problem,
+    StepCost,
+    TableOptimizer,
+    build_problem,
+    fingerprint_of,
+)
 from pipeline.planner.search.incumbent import Infeasible, SearchConfig
 from pipeline.planner.search.portfolio import FIRST_PLAN
 from pipeline.planner.search.shortfall import least_shortfall

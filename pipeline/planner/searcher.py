@@ -14,14 +14,12 @@ from torchrec.distributed.types import CacheParams
 
 from pipeline.config.registry import from_extra
 from pipeline.embeddings.limits import COLUMN_SHARDING_TYPES, allowed_sharding_types
-from pipeline.planner.constraints import COLUMN_STEP, PlacedTable, TableOptimizer
 from pipeline.planner.cost_model import KEY_VALUE
 from pipeline.planner.estimator import CostedEnumerator
 from pipeline.planner.hardware import Hardware, build_topology
 from pipeline.planner.infeasible import table_bytes
-from pipeline.planner.request import Problem
-from pipeline.planner.search.clock import WorkClock
-from pipeline.planner.search.incumbent import SearchConfig
+from pipeline.planner.request import COLUMN_STEP, PlacedTable, Problem, TableOptimizer
+from pipeline.planner.search.incumbent import SearchConfig, WorkClock
 from pipeline.planner.search.portfolio import SearchResult, search
 from pipeline.planner.search.problem import Assignment, Floats, Option, Rule, SearchProblem
 from pipeline.runtime.logs import get_logger

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from pipeline.embeddings.table import Table
-from pipeline.planner.constraints import PlacedTable, TableOptimizer
 from pipeline.planner.infeasible import UVM_KERNELS, table_bytes
-from pipeline.planner.request import PlanRequest
+from pipeline.planner.request import PlacedTable, PlanRequest, TableOptimizer
 
 NUM_NAMED = 3  # tables whose config lines are written out
 

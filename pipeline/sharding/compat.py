@@ -105,12 +105,12 @@ ENUMERATOR = f"{TORCHREC}.planner.enumerators:EmbeddingEnumerator"
 IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
 SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor"
 SHARDER, CPU_TABLES = "sharding/torchrec/sharder.py", "sharding/torchrec/cpu_tables.py"
-HOST_DISTS, MANAGED = "sharding/collectives/host_dists.py", "extras/managed_collision/managed_tables.py"
+HOST_DISTS, MANAGED = "sharding/host_collectives.py", "extras/managed_collision/managed_tables.py"
 CHANGED = "extras/differential/tracked_rows.py"
-ORDER, VARIABLE = "sharding/torchrec/feature_order.py", "extras/frequency_split/variable_batches.py"
-SKIPPED = "sharding/torchrec/skipped_updates.py"
+ORDER, VARIABLE = "sharding/host_collectives.py", "extras/frequency_split/variable_batches.py"
+SKIPPED = "sharding/torchrec/fbgemm_lookups.py"
 SYNC, ESTIMATOR = "extras/embedding_sync/replicas.py", "planner/estimator.py"
-COMMS_WAIT, AVERAGING = "runtime/process/comms_wait.py", "sharding/collectives/averaging.py"
+COMMS_WAIT, AVERAGING = "runtime/process/comms_wait.py", "sharding/host_collectives.py"
 
 PRIVATE_NAMES: list[PrivateName] = [
     # FBGEMM's lookup on CPU: the attributes are public by name, but internal.

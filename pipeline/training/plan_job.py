@@ -174,9 +174,8 @@ def build_request(resolved: ResolvedJob) -> PlanRequest:
     """Build the model on meta and return the request for a plan."""
     if resolved.job.sharding.allow_untested_versions:
         allow_untested_versions()
-    from pipeline.planner.constraints import TableOptimizer
     from pipeline.planner.hardware import resolve_hardware
-    from pipeline.planner.request import PlanRequest, cost_of_steps
+    from pipeline.planner.request import PlanRequest, TableOptimizer, cost_of_steps
     from pipeline.sharding.torchrec.sharding import make_sharders
     from pipeline.training.sharded_model import build_task
 
@@ -202,8 +201,7 @@ def show(path: str) -> str:
     Raises ConfigError if there is none, or it cannot be read.
     """
     from pipeline.planner.explain import explain
-    from pipeline.planner.fingerprint import describe_hosts
-    from pipeline.planner.plan_file import read_view
+    from pipeline.planner.plan_record import describe_hosts, read_view
 
     description = read_view(path).description
     topology, sparse = (description.fingerprint[key] for key in ("topology", "sparse_optimizer"))
@@ -219,7 +217,7 @@ def diff(a: str, b: str) -> str:
 
     Raises ConfigError as `show` does.
     """
-    from pipeline.planner.plan_file import read_view
+    from pipeline.planner.plan_record import read_view
 
     compare: Callable[..., str] = from_extra("compare_plans", "plan diff")
     return compare(read_view(a).description, read_view(b).description)
@@ -230,7 +228,7 @@ def check(path: str, job: PlanJob) -> list[str]:
 
     Raises ConfigError as `show` and `plan_job` do.
     """
-    from pipeline.planner.plan_file import COMMAND, find_plan_file
+    from pipeline.planner.plan_record import COMMAND, find_plan_file
 
     found = find_plan_file(path, COMMAND)
     request = build_request(resolve(job))

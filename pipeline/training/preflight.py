@@ -21,7 +21,7 @@ from pipeline.data.raw.layout import columns_of
 from pipeline.embeddings.compression.kind import compressed
 from pipeline.embeddings.limits import check_batch_fits_comms, check_widths
 from pipeline.embeddings.table import Table
-from pipeline.planner.plan_file import find_plan_file
+from pipeline.planner.plan_record import find_plan_file
 from pipeline.planner.resolved_job import ResolvedJob, resolve_job
 from pipeline.runtime.errors import DamagedError, TrainingError
 from pipeline.runtime.shell_words import command

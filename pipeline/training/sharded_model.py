@@ -27,11 +27,10 @@ from pipeline.embeddings.table import Table
 from pipeline.models.build import build_model
 from pipeline.models.layers.dlrm import join_lookups_to_products, use_torchrec_layers
 from pipeline.models.tasks.task import TaskModel, make_task
-from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.hardware import Hardware, available_memory, resolve_hardware
 from pipeline.planner.plan_record import PlanRecord, RankLoad
 from pipeline.planner.planner import load_or_search_plan
-from pipeline.planner.request import cost_of_steps
+from pipeline.planner.request import TableOptimizer, cost_of_steps
 from pipeline.planner.resolved_job import SPLIT_KEY, ResolvedJob, resolve_job
 from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.errors import PlanError, TrainingError, UserError

@@ -24,7 +24,7 @@ from pipeline.data.read.batch import Batch
 from pipeline.devices.base import in_host_memory
 from pipeline.devices.cpu.host_exchange import all_reduce
 from pipeline.runtime.errors import TrainingError
-from pipeline.sharding.torchrec.skipped_updates import without_updates
+from pipeline.sharding.torchrec.fbgemm_lookups import without_updates
 from pipeline.training.optimizer import TrainingOptimizer
 
 MAX_SUSPECTS = 5  # rows that an error names on each rank if the loss is not finite

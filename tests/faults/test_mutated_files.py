@@ -32,7 +32,7 @@ from pipeline.config.saved_jobs import job_to_yaml, load_saved_job
 from pipeline.data.dataset import load_dataset
 from pipeline.extras.checkpoints.survey import summarize_step
 from pipeline.planner.plan_codec import read_plan
-from pipeline.planner.plan_file import read_view
+from pipeline.planner.plan_record import read_view
 from pipeline.retraining.ledger import Ledger
 from pipeline.retraining.registry import Registry
 from pipeline.runtime.errors import UserError

@@ -10,7 +10,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from pipeline.devices.cpu.dots import multiplies_rows
+from pipeline.devices.cpu.products import multiplies_rows
 from pipeline.models.layers.dlrm import CrossDLRM, DotDLRM
 from pipeline.models.layers.interaction import DotInteraction, PooledRows
 

@@ -14,9 +14,8 @@ from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.config.training import CommsConfig
 from pipeline.embeddings.collection import build_embedding_bag_collection
 from pipeline.embeddings.table import Table
-from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.hardware import Hardware, resolve_hardware
-from pipeline.planner.request import PlanRequest
+from pipeline.planner.request import PlanRequest, TableOptimizer
 from pipeline.sharding.torchrec.sharding import make_sharders
 
 HARDWARE = Path(__file__).resolve().parents[2] / "conf" / "hardware"

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.planner.search import exact, restarts
+from pipeline.planner.search import annealing, exact
 from pipeline.planner.search.annealing import (
     EVEN_LOADS,
     FULL_RANKS,
@@ -141,21 +141,21 @@ def test_the_search_takes_what_annealing_finds() -> None:
 
 
 def test_without_numba_the_search_does_without_annealing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "can_anneal", lambda: False)
+    monkeypatch.setattr(annealing, "can_anneal", lambda: False)
     found = search(uneven(), replace(WITHOUT, anneal_moves=60_000))
     assert "annealing" not in found.values and found.score == search(uneven(), WITHOUT).score
 
 
 @pytest.mark.parametrize(
     ("easy_variables", "tightness", "tries"),
-    [(10**6, 3.0, 1), (0, 3.0, restarts.ENOUGH_IN_VAIN), (10**6, 1.02, restarts.ENOUGH_IN_VAIN)],
+    [(10**6, 3.0, 1), (0, 3.0, annealing.ENOUGH_IN_VAIN), (10**6, 1.02, annealing.ENOUGH_IN_VAIN)],
     ids=["easy", "hard", "easy_in_scarce_memory"],
 )
 def test_annealing_in_vain_ends_sooner_where_the_integer_program_is_easy_and_there_is_room(
     monkeypatch: pytest.MonkeyPatch, easy_variables: int, tightness: float, tries: int
 ) -> None:
     begun = []
-    monkeypatch.setattr(restarts, "improve_by_annealing", lambda *_, **options: begun.append(options["moves"]))
+    monkeypatch.setattr(annealing, "improve_by_annealing", lambda *_, **options: begun.append(options["moves"]))
     config = replace(WITHOUT, anneal_moves=1000, easy_variables=easy_variables)
     found = search(uneven(tightness), config)
     assert len(begun) == tries and begun[0] <= begun[-1] and found.winner != "annealing"
@@ -166,7 +166,7 @@ def test_annealing_ends_once_an_integer_program_that_is_not_easy_has_proven_the_
 ) -> None:
     """It went on for a minute with plans that a second of the program would have proven."""
     begun = []
-    monkeypatch.setattr(restarts, "improve_by_annealing", lambda *_, **options: begun.append(options["moves"]))
+    monkeypatch.setattr(annealing, "improve_by_annealing", lambda *_, **options: begun.append(options["moves"]))
     asked = []
 
     def solve(*_: Any, bound: float, cutoff: float, max_nodes: int, **__: Any) -> exact.ExactResult:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.planner.search.clock import MAX_WAITING, WorkClock
+from pipeline.planner.search.incumbent import MAX_WAITING, WorkClock
 
 
 class Hands:

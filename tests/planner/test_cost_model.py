@@ -11,17 +11,14 @@ from torchrec.distributed.planner.types import Perf, ShardingOption
 from pipeline.config.planner import PlannerConfig
 from pipeline.config.tables import SHARDING_TYPES, ConstraintConfig
 from pipeline.config.training import CommsConfig
-from pipeline.embeddings.positions import by_position
 from pipeline.embeddings.row_frequencies import RowFrequencies
-from pipeline.embeddings.table import Positions, Table
+from pipeline.embeddings.table import Positions, Table, by_position
 from pipeline.planner import searcher
-from pipeline.planner.collectives import Links
-from pipeline.planner.constraints import build_constraints, place_tables
 from pipeline.planner.cost_model import CostModel, StepPerf, hit_rates, shard_shares, wire_of
 from pipeline.planner.estimator import CostedEnumerator
-from pipeline.planner.hardware import Hardware, build_topology
+from pipeline.planner.hardware import Hardware, Links, build_topology
 from pipeline.planner.planner import explain_misfit, make_plan
-from pipeline.planner.request import PlanRequest
+from pipeline.planner.request import PlanRequest, build_constraints, place_tables
 from pipeline.planner.search.portfolio import search
 from pipeline.planner.search.problem import SearchProblem
 from pipeline.planner.searcher import PHASES

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from pipeline.config.planner import HardwareConfig
-from pipeline.planner.cards import Card, find_card
-from pipeline.planner.collectives import links_of
-from pipeline.planner.hardware import GIB, build_topology, resolve_hardware
+from pipeline.planner.hardware import GIB, Card, build_topology, find_card, links_of, resolve_hardware
 from pipeline.planner.plan_record import RankLoad
 from pipeline.runtime.errors import PlanError
 from pipeline.runtime.host_memory import host_memory_bytes

@@ -34,8 +34,7 @@ from pipeline.config.planner import PlannerConfig
 from pipeline.config.tables import SHARDING_TYPES, ConstraintConfig
 from pipeline.config.training import CommsConfig
 from pipeline.embeddings.table import Table
-from pipeline.planner import plan_file
-from pipeline.planner.constraints import TableOptimizer
+from pipeline.planner import plan_record
 from pipeline.planner.plan_codec import (
     decode_plan,
     encode_plan,
@@ -44,9 +43,9 @@ from pipeline.planner.plan_codec import (
     read_plan,
     write_plan,
 )
-from pipeline.planner.plan_file import find_plan_file
-from pipeline.planner.plan_record import PlanRecord
+from pipeline.planner.plan_record import PlanRecord, find_plan_file
 from pipeline.planner.planner import make_plan
+from pipeline.planner.request import TableOptimizer
 from pipeline.runtime.errors import PlanError
 from pipeline.sharding.torchrec.sharding import make_sharders
 from tests.planner.problems import TinyModel, make_tables, on, request
@@ -275,7 +274,7 @@ def test_a_plan_file_is_looked_for_here_then_in_the_checkout_then_in_the_package
     checkout, package = tmp_path / "checkout", tmp_path / "checkout" / "pipeline"
     for folder in (checkout, package):
         (folder / "sharding_plans").mkdir(parents=True)
-    monkeypatch.setattr(plan_file, "PACKAGE", package)
+    monkeypatch.setattr(plan_record, "PACKAGE", package)
     with pytest.raises(PlanError, match=names(f"{name} {package}/{name} {COMMAND}")):
         find_plan_file(name, COMMAND)
     (package / name).touch()
@@ -297,7 +296,7 @@ def test_a_plan_for_this_machine_is_none_of_the_plans_that_ship(
 ) -> None:
     """A plan that `make train` has left in a checkout is for the folder that it is in."""
     name = "sharding_plans/a.autox2.json"
-    monkeypatch.setattr(plan_file, "PACKAGE", tmp_path)
+    monkeypatch.setattr(plan_record, "PACKAGE", tmp_path)
     (tmp_path / "sharding_plans").mkdir()
     (tmp_path / name).touch()
     with pytest.raises(PlanError, match=names(name)):

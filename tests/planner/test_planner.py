@@ -17,14 +17,13 @@ from pipeline.config.training import CommsConfig
 from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.table import ManagedRows, Table
 from pipeline.planner import planner
-from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.estimator import shard_state_bytes
 from pipeline.planner.explain import explain, summarize
 from pipeline.planner.hardware import GIB
 from pipeline.planner.plan_codec import encode_record, write_plan
 from pipeline.planner.plan_record import PlanRecord
 from pipeline.planner.planner import load_or_search_plan, make_plan
-from pipeline.planner.request import PlanRequest
+from pipeline.planner.request import PlanRequest, TableOptimizer
 from pipeline.runtime.errors import PlanError
 from pipeline.sharding.torchrec.sharding import make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer

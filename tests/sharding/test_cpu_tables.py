@@ -18,7 +18,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 
 from pipeline.sharding.torchrec import cpu_tables
 from pipeline.sharding.torchrec.cpu_tables import partition_tables, speed_up_cpu_tables
-from pipeline.sharding.torchrec.weighted_means import divide_weights_of_means
+from pipeline.sharding.torchrec.fbgemm_lookups import divide_weights_of_means
 
 ROWS, DIMS = (1, 7, 300, 20_000), (4, 8, 20, 64)
 BATCH = 96

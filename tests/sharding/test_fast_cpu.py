@@ -22,7 +22,7 @@ from pipeline.devices.cpu import host_exchange
 from pipeline.devices.cpu.products import FastLinear, onednn_multiplies_faster
 from pipeline.extras.narrow_stacks.stack import FastStack
 from pipeline.models.layers.interaction import DotInteraction
-from pipeline.sharding.collectives.host_dists import IdsOnHost, PooledOnHost, keep_ids
+from pipeline.sharding.host_collectives import IdsOnHost, PooledOnHost, keep_ids
 from pipeline.sharding.torchrec.cpu_tables import FastLookup
 from pipeline.sharding.torchrec.sharder import ShardedTables
 from pipeline.sharding.torchrec.sparse_optimizer import ReplicatedTablesOptimizer

@@ -7,7 +7,7 @@ import torch
 
 from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.config.training import CommsConfig
-from pipeline.sharding.collectives.host_dists import IdsOnHost, PooledOnHost
+from pipeline.sharding.host_collectives import IdsOnHost, PooledOnHost
 from pipeline.sharding.torchrec.sharder import ShardedTables
 from tests.support.optimizers import ROWWISE
 from tests.support.ranks import RankPool

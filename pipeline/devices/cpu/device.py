@@ -15,7 +15,7 @@ import torch
 from pipeline.config.registry import register
 from pipeline.devices.base import Device
 from pipeline.devices.cpu.host_exchange import HostExchange, connect
-from pipeline.devices.cpu.memory import keep_freed_memory
+from pipeline.devices.cpu.process import keep_freed_memory
 
 if TYPE_CHECKING:
     from torch.autograd.profiler_util import FunctionEventAvg

@@ -1,7 +1,7 @@
-"""Set OpenMP's spin time, huge pages and Numba's cache folder for a process that computes on the
-CPU.
+"""Set OpenMP's spin time, huge pages, freed memory and Numba's cache for a process that computes on the CPU.
 
-Call these functions before torch and Numba are imported. Settings of the user are kept.
+All except keep_freed_memory are called before torch and Numba are imported. Settings of the user
+are kept.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pipeline
 from pipeline.runtime.errors import ConfigError
+from pipeline.runtime.host_memory import host_memory_bytes
 from pipeline.runtime.storage.private import private_folder
 
 logger = logging.getLogger(__name__)
@@ -132,3 +133,40 @@ def _copy(source: Path, folder: Path) -> None:
         os.chmod(staged, 0o700)  # copytree gives it the mode of `source`
         os.rename(staged, folder)
     shutil.rmtree(staged, ignore_errors=True)
+
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+LARGEST_KEPT_BYTES = 64 << 20
+MAX_KEPT_BYTES = 512 << 20
+# Larger blocks are tables, buffers of checkpoints, and activations of very large batches. If these
+# are kept too, a step of 65,536 samples is twice as fast, but memory fragments by 1 to 2 GiB
+# (docs/explain/performance.md). So they are kept only if a rank has this much memory.
+LARGE_MEMORY_BYTES = 8 << 30
+LARGEST_KEPT_IN_ROOM_BYTES = 256 << 20
+MAX_KEPT_BYTES_OF_LARGE_MEMORY = 2 << 30
+
+
+def kept_bytes(memory_bytes: int) -> tuple[int, int]:
+    """Return the largest block to keep, and the most bytes to keep at the end of the heap.
+
+    memory_bytes: a rank's share of its host's memory.
+    """
+    if memory_bytes < LARGE_MEMORY_BYTES:
+        return LARGEST_KEPT_BYTES, MAX_KEPT_BYTES
+    return LARGEST_KEPT_IN_ROOM_BYTES, min(MAX_KEPT_BYTES_OF_LARGE_MEMORY, memory_bytes // 8)
+
+
+def keep_freed_memory(num_ranks: int = 1) -> bool:
+    """Keep freed memory for the rest of this process. Returns False if the C library is not glibc.
+
+    num_ranks: ranks of this host, which share its memory.
+    """
+    return keep_blocks(*kept_bytes(host_memory_bytes() // num_ranks))
+
+
+def keep_blocks(largest_bytes: int, most_bytes: int) -> bool:
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:  # musl, macOS
+        return False
+    return bool(mallopt(M_MMAP_THRESHOLD, largest_bytes) and mallopt(M_TRIM_THRESHOLD, most_bytes))

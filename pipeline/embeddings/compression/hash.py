@@ -33,7 +33,7 @@ class Hash(CompressionKind):
         return lambda bags: iter([(feature, bags._replace(ids=self.shared_rows(bags.ids)))])
 
     def shared_rows(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        from pipeline.embeddings.bags import hashed_to
+        from pipeline.embeddings.id_splitter import hashed_to
 
         return hashed_to(self.num_rows(), self.config.seed, ids)
 

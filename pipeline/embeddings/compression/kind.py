@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pipeline.config.registry import find, register
 from pipeline.config.tables import CompressionConfig, InitConfig
-from pipeline.embeddings.positions import by_position
 from pipeline.embeddings.row_frequencies import RowFrequencies
-from pipeline.embeddings.table import Table
+from pipeline.embeddings.table import Table, by_position
 from pipeline.runtime.errors import ConfigError
 
 if TYPE_CHECKING:

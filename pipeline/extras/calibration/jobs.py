@@ -23,9 +23,8 @@ from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.extras.step_time.calibration import TimedJob, median_and_spread
 from pipeline.extras.step_time.plan_forecast import step_request
 from pipeline.extras.step_time.work import Placement, placements_of
-from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.hardware import resolve_hardware
-from pipeline.planner.request import PlanRequest
+from pipeline.planner.request import PlanRequest, TableOptimizer
 from pipeline.planner.resolved_job import ResolvedJob, resolve_job
 from pipeline.runtime.errors import UserError
 from pipeline.runtime.process.distributed import DistributedContext

@@ -254,7 +254,7 @@ def _run_rank(rank: int, setup: Setup, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from pipeline.devices.cpu.memory import keep_freed_memory
+    from pipeline.devices.cpu.process import keep_freed_memory
     from pipeline.extras.calibration.jobs import TimedTrainings
     from pipeline.extras.calibration.speeds import measure_exchange, measure_host, seconds_of
     from pipeline.runtime.process.distributed import DistributedContext

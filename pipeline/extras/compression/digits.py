@@ -54,7 +54,7 @@ def by_slot(bags: Bags, slots: list[int], what: str) -> Iterator[tuple[int, Bags
         )
     import numpy as np
 
-    from pipeline.embeddings.bags import at
+    from pipeline.embeddings.id_splitter import at
 
     begins = np.cumsum(bags.lengths, dtype=np.int64) - bags.lengths
     for slot in slots:

@@ -107,7 +107,7 @@ class MixedDimension(CompressionKind):
         ]
 
     def split(self, index: int) -> Split:
-        from pipeline.embeddings.bags import in_range
+        from pipeline.embeddings.id_splitter import in_range
 
         def split(bags: Bags) -> Iterator[tuple[str, Bags]]:
             for feature, block in zip(self.id_features(index), self.blocks, strict=True):

@@ -5,7 +5,7 @@ gradient there. A replicated row sends none of these, but its part of an all-red
 every step, used or not. So the head grows as long as a row saves more than it costs.
 
 TorchRec sends one pooled row per bag, not per lookup, so a bag is saved if none of its ids is cold
-(embeddings/bags.py). The ids of a bag are assumed to be independent.
+(embeddings/id_splitter.py). The ids of a bag are assumed to be independent.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def step_bytes(table: HeadTable, head_rows: int, wire: Wire) -> StepBytes:
     for bag in table.bags:
         num_ids += wire.batch_size * bag.cold_ids(head_rows)
         # Bags without a cold id share the first bag; empty bags fill up to a multiple of 8
-        # (embeddings/bags.py).
+        # (embeddings/id_splitter.py).
         num_bags += wire.batch_size * bag.cold_bags(head_rows) + 1 + (8 - 1) / 2 if head_rows else wire.batch_size
     copies = wire.world_size if wire.by_rows else 1
     numbers = num_bags * table.embedding_dim * copies

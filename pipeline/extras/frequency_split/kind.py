@@ -111,7 +111,7 @@ class FrequencySplit(CompressionKind):
         return [hot, *cold]
 
     def split(self, index: int) -> Split:
-        from pipeline.embeddings.bags import in_range
+        from pipeline.embeddings.id_splitter import in_range
 
         hot, end, feature = self.head_rows, self.table.num_embeddings, self.feature(index, HOT)
         split_cold = None if self.tail is None else self.tail.split(index)

@@ -7,8 +7,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.planner.explain import print_grid, show_ranks
-from pipeline.planner.fingerprint import MAX_LINES, differing_libraries, differing_lines
-from pipeline.planner.plan_record import PHASES, Objective, PlanDescription, RankLoad, TableChoice
+from pipeline.planner.plan_record import (
+    MAX_LINES,
+    PHASES,
+    Objective,
+    PlanDescription,
+    RankLoad,
+    TableChoice,
+    differing_libraries,
+    differing_lines,
+)
 from pipeline.runtime.byte_counts import show_bytes
 
 MAX_TABLES = 40

@@ -19,8 +19,7 @@ from pipeline.extras.pages.plan_charts import Cell, Column, MapRow, column_chart
 from pipeline.extras.pages.step_charts import step_sections
 from pipeline.extras.step_time.forecast import PlanForecast
 from pipeline.planner.explain import TABLE_HEADINGS, show_ranks, table_cells
-from pipeline.planner.fingerprint import describe_hosts
-from pipeline.planner.plan_record import PHASES, PlanDescription, PlanRecord, RankLoad, TableChoice
+from pipeline.planner.plan_record import PHASES, PlanDescription, PlanRecord, RankLoad, TableChoice, describe_hosts
 from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.pages.html import cards, document, figure, folded, legend, table
 from pipeline.runtime.storage import storage

@@ -258,7 +258,7 @@ def _run_folders(folder: str, deeper: int) -> Iterator[str]:
 def describe_plan(run: Run) -> str:
     """Return one line on the run's plan; empty if there is none that can be read."""
     from pipeline.planner.explain import summarize
-    from pipeline.planner.plan_file import read_view
+    from pipeline.planner.plan_record import read_view
 
     path = storage.join(run.path, PLAN)
     try:

@@ -23,8 +23,7 @@ from pipeline.extras.runs.report_features import (
     slice_rows,
 )
 from pipeline.planner.explain import explain
-from pipeline.planner.plan_file import read_view
-from pipeline.planner.plan_record import PlanDescription
+from pipeline.planner.plan_record import PlanDescription, read_view
 from pipeline.runtime.errors import DataError, PlanError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.pages.html import fixed, render

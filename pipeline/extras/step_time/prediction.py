@@ -16,9 +16,8 @@ from pipeline.extras.step_time.clocks import COMMS, COMPUTE, Clocks, Span, StepC
 from pipeline.extras.step_time.data_sheet import DataSheetTimes
 from pipeline.extras.step_time.recorded_layers import DensePart
 from pipeline.extras.step_time.work import Placement, layer_amounts, placements_of, table_amounts
-from pipeline.planner.collectives import links_of
 from pipeline.planner.cost_model import Wire
-from pipeline.planner.hardware import Hardware
+from pipeline.planner.hardware import Hardware, links_of
 from pipeline.planner.plan_record import PHASES, PlanRecord, RankLoad
 
 BUCKET_BYTES = 25 << 20  # of DistributedDataParallel: what is not yet averaged when backward ends

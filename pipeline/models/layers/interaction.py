@@ -10,7 +10,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from pipeline.devices.base import autocast_dtype, in_host_memory
-from pipeline.devices.cpu.dots import dots, dots_backward, multiplies_rows
+from pipeline.devices.cpu.products import dots, dots_backward, multiplies_rows
 
 
 class PooledRows(nn.Module):

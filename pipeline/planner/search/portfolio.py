@@ -18,6 +18,7 @@ import numpy as np
 
 from pipeline.config.registry import from_extra
 from pipeline.planner.search import exact
+from pipeline.planner.search.annealing import MIN_GAP, Restarts
 from pipeline.planner.search.incumbent import SLACK, Incumbent, Infeasible, SearchConfig
 from pipeline.planner.search.local_search import improve
 from pipeline.planner.search.problem import (
@@ -32,7 +33,6 @@ from pipeline.planner.search.problem import (
 from pipeline.planner.search.proposals import try_proposals
 from pipeline.planner.search.ranks import RankState, fill
 from pipeline.planner.search.relaxation import Choice, LinearProgram, Mask, Relaxation
-from pipeline.planner.search.restarts import MIN_GAP, Restarts
 from pipeline.runtime.logs import progress
 
 # in units of the bound: the weight of filling a rank's memory compared with time

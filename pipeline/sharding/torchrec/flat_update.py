@@ -18,8 +18,7 @@ from torchrec.distributed.composable.table_batched_embedding_slice import TableB
 from torchrec.optim import RowWiseAdagrad
 
 from pipeline.devices.base import in_host_memory
-from pipeline.sharding.torchrec.touched_rows import STATES, TouchedRows
-from pipeline.sharding.torchrec.update_rule import ADAGRAD, ROWWISE_ADAGRAD, SGD, UpdateRule
+from pipeline.sharding.torchrec.update_rule import ADAGRAD, ROWWISE_ADAGRAD, SGD, STATES, TouchedRows, UpdateRule
 
 # torch's optimizer of replicated tables and its number in our kernels.
 KINDS: dict[type[torch.optim.Optimizer], int] = {

@@ -20,7 +20,7 @@ from pipeline.embeddings.limits import describe_comms, precisions
 from pipeline.embeddings.table import Table
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
-from pipeline.sharding.collectives.averaging import GradientAverage
+from pipeline.sharding.host_collectives import GradientAverage
 from pipeline.sharding.table_storage import TierSettings
 from pipeline.sharding.torchrec.sharder import ShardedTables, TableSharder
 from pipeline.sharding.torchrec.sharding_checks import (

@@ -23,8 +23,7 @@ from pipeline.config.tables import entry_name
 from pipeline.devices.base import in_host_memory
 from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.torchrec.flat_update import flat_update
-from pipeline.sharding.torchrec.touched_rows import TouchedRows
-from pipeline.sharding.torchrec.update_rule import UpdateRule
+from pipeline.sharding.torchrec.update_rule import TouchedRows, UpdateRule
 
 # Optimizers whose state materialize_state knows.
 # rows with an all-zero gradient stay unchanged

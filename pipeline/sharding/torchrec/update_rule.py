@@ -1,10 +1,10 @@
-"""Compute the numbers of a table's update at a step, for the CPU kernels and for replicated tables
-on any device.
+"""Define how a table's rows are updated at a step, and update replicated tables so on any device.
 
 By default (optimizer.sparse.update_rows) a rule is lazy: it changes the rows that a batch touches,
-and leaves other rows and their moments unchanged. Adam's bias correction uses the step of the run,
-as torch.optim.SparseAdam and FBGEMM do. eps is added after the correction, as in torch.optim.AdamW
-and FBGEMM. SparseAdam adds it before, which makes its eps larger in the first steps by 1 / sqrt(1 -
+and leaves other rows and their moments unchanged. torch's Adam would also move untouched rows, and
+its weight decay would shrink every row. Adam's bias correction uses the step of the run, as
+torch.optim.SparseAdam and FBGEMM do. eps is added after the correction, as in torch.optim.AdamW and
+FBGEMM. SparseAdam adds it before, which makes its eps larger in the first steps by 1 / sqrt(1 -
 beta2 ** step). A row counts as touched if the sum of its gradients is not all zero (in a table
 sharded by columns: the sum of the shard's part), because the gradient of a replicated table tells
 no more. SparseAdam and FBGEMM also update rows whose gradient is exactly zero.
@@ -12,10 +12,13 @@ no more. SparseAdam and FBGEMM also update rows whose gradient is exactly zero.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 from pipeline.config.optimizers import SparseOptimizerConfig, find_optimizer
 
@@ -84,3 +87,74 @@ class UpdateRule:
              1 - lr * self.decay, self.clip_value, self.clip_norm],
             dtype=np.float32,
         )  # fmt: skip
+
+
+# Kind -> its states; True: one number per row, as [rows, 1].
+STATES: dict[int, dict[str, bool]] = {
+    ADAGRAD: {"sum": False},
+    ROWWISE_ADAGRAD: {"sum": True},
+    ADAM: {"exp_avg": False, "exp_avg_sq": False},
+    ROWWISE_ADAM: {"exp_avg": False, "exp_avg_sq": True},
+}
+
+
+class TouchedRows(torch.optim.Optimizer):
+    """Optimize one group with a variable rate.
+
+    `rules[i]`, all of one kind, is the rule of `weights[i]`, [rows, dim] in fp32.
+    """
+
+    def __init__(self, weights: Sequence[nn.Parameter], rules: Sequence[UpdateRule], lr: float) -> None:
+        super().__init__(list(weights), {"lr": lr})
+        self.rules, self.num_steps = list(rules), 0
+        for weight, rule in zip(weights, rules, strict=True):
+            for name, by_row in STATES.get(rule.kind, {}).items():
+                shape = (len(weight), 1) if by_row else weight.shape
+                self.state[weight][name] = torch.zeros(shape, dtype=torch.float32, device=weight.device)
+
+    def updates_all(self, weight: nn.Parameter) -> bool:
+        """Return whether a step also updates the rows of this table that the batch does not
+        touch.
+        """
+        (group,) = self.param_groups
+        return any(rule.all_rows for one, rule in zip(group["params"], self.rules, strict=True) if one is weight)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        self.num_steps += 1
+        (group,) = self.param_groups
+        for weight, rule in zip(group["params"], self.rules, strict=True):
+            if weight.grad is not None:
+                _update(weight, weight.grad, self.state[weight], rule, group["lr"], self.num_steps)
+
+
+def _update(
+    weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], rule: UpdateRule, lr: float, step: int
+) -> None:
+    touched = (gradient != 0).any(dim=1, keepdim=True)  # a row with NaN is not equal to 0
+    if rule.all_rows:
+        touched = torch.ones_like(touched)
+    if rule.clip_value:
+        gradient = gradient.clamp(-rule.clip_value, rule.clip_value)
+    if rule.clip_norm:
+        norm = gradient.norm(dim=1, keepdim=True)
+        gradient = torch.where(norm > rule.clip_norm, gradient * (rule.clip_norm / norm), gradient)
+    if rule.l2:
+        gradient = gradient + rule.l2 * weight
+    square = gradient.square()
+    fresh, direction = dict(state), gradient
+    if rule.kind in (ADAGRAD, ROWWISE_ADAGRAD):
+        fresh["sum"] = state["sum"] + (square if rule.kind == ADAGRAD else square.mean(dim=1, keepdim=True))
+        direction = gradient / (fresh["sum"].sqrt() + rule.eps)
+    elif rule.kind in (ADAM, ROWWISE_ADAM):
+        square = square if rule.kind == ADAM else square.mean(dim=1, keepdim=True)
+        fresh["exp_avg"] = rule.beta1 * state["exp_avg"] + (1 - rule.beta1) * gradient
+        fresh["exp_avg_sq"] = rule.beta2 * state["exp_avg_sq"] + (1 - rule.beta2) * square
+        root = (fresh["exp_avg_sq"] / (1 - rule.beta2**step)).sqrt()
+        direction = fresh["exp_avg"] / (1 - rule.beta1**step) / (root + rule.eps)
+    for name, values in fresh.items():
+        state[name].copy_(torch.where(touched, values, state[name]))
+    if rule.decay:
+        direction = direction + rule.decay * weight
+    weight.sub_(torch.where(touched, lr * direction, 0.0))

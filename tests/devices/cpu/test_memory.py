@@ -13,13 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.devices.cpu.memory import kept_bytes
-from pipeline.devices.cpu.process import disable_huge_pages_of
+from pipeline.devices.cpu.process import disable_huge_pages_of, kept_bytes
 
 VARIABLE = "THP_MEM_ALLOC_ENABLE"
 SCRIPT = """
 import resource, sys, torch
-from pipeline.devices.cpu.memory import keep_blocks, kept_bytes
+from pipeline.devices.cpu.process import keep_blocks, kept_bytes
 if sys.argv[1] == "kept":
     assert keep_blocks(*kept_bytes(int(sys.argv[2]) << 30))
 def step():
@@ -55,7 +54,7 @@ import resource, sys
 from pipeline.devices.cpu.process import use_huge_pages
 use_huge_pages()
 import torch
-from pipeline.devices.cpu.memory import keep_blocks, kept_bytes
+from pipeline.devices.cpu.process import keep_blocks, kept_bytes
 keep_blocks(*kept_bytes(0))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(4):

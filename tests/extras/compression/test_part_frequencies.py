@@ -7,8 +7,8 @@ import pytest
 from numpy.typing import NDArray
 
 from pipeline.config.tables import CompressionConfig, ConstraintConfig, InitConfig
-from pipeline.embeddings.bags import hashed_to
 from pipeline.embeddings.describe import savings_of
+from pipeline.embeddings.id_splitter import hashed_to
 from pipeline.embeddings.physical import physical_tables
 from pipeline.embeddings.row_frequencies import (
     RowFrequencies,

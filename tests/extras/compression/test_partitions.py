@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.tables import CompressionConfig, ConstraintConfig, InitConfig
-from pipeline.embeddings.bags import hashed_to
+from pipeline.embeddings.id_splitter import hashed_to
 from pipeline.embeddings.physical import num_numbers
 from pipeline.embeddings.table import Table
 from pipeline.extras.compression import partitions, quotient_remainder

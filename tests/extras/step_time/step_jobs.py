@@ -15,11 +15,10 @@ from pipeline.config.training import TrainerConfig
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
 from pipeline.extras.step_time.calibration import Calibration, Conditions, Machine, Speeds, TimedJob
 from pipeline.extras.step_time.work import AMOUNTS
-from pipeline.planner.constraints import TableOptimizer
 from pipeline.planner.hardware import resolve_hardware
 from pipeline.planner.plan_record import PlanRecord
 from pipeline.planner.planner import make_plan
-from pipeline.planner.request import PlanRequest
+from pipeline.planner.request import PlanRequest, TableOptimizer
 from pipeline.planner.resolved_job import ResolvedJob, resolve_job
 from pipeline.sharding.torchrec.sharding import make_sharders
 from pipeline.training.sharded_model import build_task

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from pipeline.devices.cpu.kernels.llvm_intrinsics import bits, from_bits
-from pipeline.devices.philox_constants import (
+from pipeline.devices.philox import (
     COSINE,
     GROUP,
     KEY_STEPS,

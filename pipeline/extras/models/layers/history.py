@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from pipeline.embeddings.positions import COUNT_COLUMNS, COUNT_UNIT
+from pipeline.embeddings.table import COUNT_COLUMNS, COUNT_UNIT
 
 
 class History(NamedTuple):

@@ -1,12 +1,13 @@
-"""Skip the update of a batch in tables whose optimizer runs inside backward. The device decides."""
+"""Change FBGEMM's lookups: skip the update of a bad batch, and divide weighted means on CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     DenseTableBatchedEmbeddingBagsCodegen,
     SplitTableBatchedEmbeddingBagsCodegen,
@@ -48,3 +49,37 @@ def fbgemm_lookups(model: nn.Module) -> list[nn.Module]:
     sharded = [each for each in model.modules() if isinstance(each, ShardedEmbeddingBagCollection)]
     children = (child for each in sharded for lookup in each._lookups for child in lookup.modules())
     return [child for child in children if isinstance(child, LOOKUPS)]
+
+
+def divide_weights_of_means(modules: Iterable[nn.Module]) -> None:
+    """Replace the forward of every lookup of means in `modules`."""
+    for lookup in (child for module in modules for child in module.modules() if isinstance(child, LOOKUPS)):
+        if lookup.pooling_mode == PoolingMode.MEAN:
+            lookup.forward = _MeansAsSums(lookup)
+
+
+class _MeansAsSums:
+    """Replace the module's forward(indices [L], offsets [F * B + 1], weights of the ids [L])."""
+
+    def __init__(self, lookup: nn.Module) -> None:
+        self._fbgemm_forward, self._lookup = lookup.forward, lookup
+
+    def __call__(
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None = None,
+        *arguments: Any,
+        **keywords: Any,
+    ) -> torch.Tensor:
+        if per_sample_weights is None:
+            return self._fbgemm_forward(indices, offsets, None, *arguments, **keywords)
+        lengths = offsets.diff()
+        shares = (1 / lengths).repeat_interleave(lengths, output_size=len(indices))
+        lookup: Any = self._lookup
+        lookup.pooling_mode = PoolingMode.SUM
+        try:
+            weights = per_sample_weights * shares
+            return self._fbgemm_forward(indices, offsets, weights, *arguments, **keywords)
+        finally:
+            lookup.pooling_mode = PoolingMode.MEAN

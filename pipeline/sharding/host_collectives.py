@@ -1,28 +1,34 @@
-"""Exchange ids and pooled rows without gloo if all CPU ranks are on one host.
+"""Exchange ids, pooled rows and gradients without gloo if all CPU ranks are on one host.
 
 TorchRec sends ids and pooled rows through the process group. A single rank keeps its ids without a
 copy. Several ranks of one host send the ids and rows of table_wise and column_wise tables through
 HostExchange. Ids then need no previous exchange of splits, because a message states its sizes.
 Numbers, their order and autograd are TorchRec's. TorchRec still exchanges batches whose features
 have different numbers of bags, quantized rows and row-sharded tables.
+
+DDP copies gradients into buckets, which gloo's threads send; for a small model that takes longer
+than the layers. Here each rank sends one message at the end of backward (GradientAverage). The
+parts of several shardings are joined in the order of the configs at once (InOrder); TorchRec joins
+them in its own order, and the model would copy them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.dist_data import KJTAllToAll, KJTAllToAllTensorsAwaitable
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionAwaitable, ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist, TwSparseFeaturesDist
 from torchrec.distributed.types import Awaitable, NoWait
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from pipeline.data.read.batch import ID_DTYPE, LENGTH_DTYPE
 from pipeline.devices.cpu.host_exchange import HostExchange
@@ -36,8 +42,8 @@ def skip_id_exchange(input_dists: Iterable[nn.Module]) -> None:
 
     TrainPipelineSparseDist replaces this with its exchange.
     """
-    for dist in input_dists:
-        for module in dist.modules():
+    for input_dist in input_dists:
+        for module in input_dist.modules():
             if isinstance(module, KJTAllToAll):
                 module.forward = keep_ids
 
@@ -256,3 +262,133 @@ class _Read(torch.autograd.Function):
         batch.local_block = blocks[batch.exchange.rank]
         batch.number = batch.exchange.post(batch.backward_channel, [[block] for block in blocks])
         return gradient.new_empty(0), None
+
+
+BROADCAST_BYTES = 25 << 20  # sent at a time
+
+
+class GradientAverage:
+    """Average the gradients of `parameters` after each backward that reaches any of them.
+
+    Every rank must reach the same parameters. A parameter that no rank has reached stays without a
+    gradient.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], exchange: HostExchange) -> None:
+        """Collective: set the parameters to those of rank 0, as DDP does."""
+        world = dist.GroupMember.WORLD
+        assert world is not None
+        dist._broadcast_coalesced(world, [parameter.detach() for parameter in parameters], BROADCAST_BYTES, 0)
+        self._exchange, self._parameters = exchange, list(parameters)
+        self._blocks = []
+        for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
+            of_dtype = [parameter for parameter in parameters if parameter.dtype == dtype]
+            self._blocks.append(_Block(of_dtype, exchange.new_channel()))
+        self._is_queued = False
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._queue)
+
+    def _queue(self, _: torch.Tensor) -> None:
+        if not self._is_queued:
+            self._is_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        self._is_queued = False
+        with working():  # the exchange measures its waits itself
+            for block in self._blocks:
+                block.gather()
+                block.flat.div_(self._exchange.world_size)
+                self._exchange.all_reduce(block.channel, block.flat)
+
+
+class _Block:
+    """The gradients of parameters of one dtype, one after the other."""
+
+    def __init__(self, parameters: list[nn.Parameter], channel: int) -> None:
+        self._parameters, self.channel = parameters, channel
+        sizes = [parameter.numel() for parameter in parameters]
+        self.flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype)
+        self._views = [
+            part.view(parameter.shape) for parameter, part in zip(parameters, self.flat.split(sizes), strict=True)
+        ]
+
+    def gather(self) -> None:
+        """Copy the gradients that are not in the block yet.
+
+        From now on the parameters' gradients are views of the block.
+        """
+        views, gradients = [], []
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                view.zero_()
+            elif gradient.data_ptr() != view.data_ptr():
+                views.append(view)
+                gradients.append(gradient)
+                parameter.grad = view
+        if views:
+            torch._foreach_copy_(views, gradients)
+
+
+class Columns(NamedTuple):
+    """Columns begin..end of the pooled rows of sharding number `part`."""
+
+    part: int
+    begin: int
+    end: int
+
+
+class FeatureOrder:
+    """The features of `tables` in the order of their configs, and the columns of each feature in
+    the parts.
+    """
+
+    def __init__(self, tables: ShardedEmbeddingBagCollection) -> None:
+        columns = {}
+        for part, sharding in enumerate(tables._embedding_shardings):
+            ends = [0, *accumulate(sharding.embedding_dims())]
+            for name, begin, end in zip(sharding.embedding_names(), ends[:-1], ends[1:], strict=True):
+                columns[name] = Columns(part, begin, end)
+        wanted = [name for config in tables._embedding_bag_configs for name in config.feature_names]
+        self.names = [name for name in wanted if name in columns]
+        self.dims = [columns[name].end - columns[name].begin for name in self.names]
+        self.is_complete = len(self.names) == len(tables._embedding_names) == len(set(self.names))
+        self.runs: list[Columns] = []  # adjacent columns are copied together
+        for part, begin, end in (columns[name] for name in self.names):
+            if self.runs and self.runs[-1].part == part and self.runs[-1].end == begin:
+                begin = self.runs.pop().begin
+            self.runs.append(Columns(part, begin, end))
+
+
+class InOrder(EmbeddingBagCollectionAwaitable):
+    """TorchRec's awaitable of a KeyedTensor, with the features in `order`."""
+
+    def __init__(self, torchrec_awaitable: EmbeddingBagCollectionAwaitable, order: FeatureOrder) -> None:
+        super().__init__(
+            torchrec_awaitable._awaitables, torchrec_awaitable._embedding_dims, torchrec_awaitable._embedding_names
+        )
+        self._order = order
+
+    def _wait_impl(self) -> KeyedTensor:
+        parts = [awaitable.wait() for awaitable in self._awaitables]
+        values = _Combined.apply(self._order.runs, *parts)
+        return KeyedTensor(self._order.names, self._order.dims, values, key_dim=1)
+
+
+class _Combined(torch.autograd.Function):
+    """Join [B, D of each part] to [B, all D], run by run."""
+
+    @staticmethod
+    def forward(ctx: Any, runs: list[Columns], *parts: torch.Tensor) -> torch.Tensor:
+        ctx.runs, ctx.shapes = runs, [part.shape for part in parts]
+        return torch.cat([parts[part][:, begin:end] for part, begin, end in runs], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        pieces = gradient.split([run.end - run.begin for run in ctx.runs], dim=1)
+        gradients = [gradient.new_empty(shape) for shape in ctx.shapes]
+        for (part, begin, end), piece in zip(ctx.runs, pieces, strict=True):
+            gradients[part][:, begin:end] = piece
+        return None, *gradients

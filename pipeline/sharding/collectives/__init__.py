@@ -1,1 +1,0 @@
-"""Replace collectives between the ranks of one host."""
