@@ -24,10 +24,7 @@ from pipeline.runtime.byte_counts import show_bytes
 
 @dataclass(frozen=True)
 class ChosenPlan:
-    """A plan as options whose shards have ranks.
-
-    Lower bound and gap are set if the searcher proves them.
-    """
+    """A plan as options whose shards have ranks. Bound and gap are set if they are proven."""
 
     plan: ShardingPlan
     options: list[ShardingOption]
@@ -59,9 +56,8 @@ def build_record(planner: str, problem: Problem, found: ChosenPlan) -> PlanRecor
 
 
 def rank_loads(options: list[ShardingOption], world_size: int, latencies_ms: Mapping[str, Floats]) -> list[RankLoad]:
-    """Sum the loads of options whose shards have ranks.
-
-    Each rank has the latency of all collectives, because it waits in each.
+    """Sum the loads of shards by rank. Each rank waits in, and so has the latency of, all
+    collectives.
     """
     shards: list[list[Shard]] = [[] for _ in range(world_size)]
     for option in options:
@@ -107,9 +103,7 @@ def _choice(entry: PlacedTable, option: ShardingOption, problem: Problem) -> Tab
 
 
 def _reason(entry: PlacedTable, option: ShardingOption, problem: Problem) -> str:
-    """Return in a few words why a table is sharded like this, and whether its sharding type is
-    inexact.
-    """
+    """Say why a table is sharded like this, and whether its sharding type is inexact."""
     optimizer, world_size = problem.request.optimizer.name, problem.request.hardware.world_size
     size, room = table_bytes(entry, optimizer), max(problem.usable[:1] if problem.usable[0] else problem.usable)
     if len(problem.constraints[entry.table.name].sharding_types or []) == 1 and entry.table.sharding.sharding_types:

@@ -52,10 +52,7 @@ Rows = NDArray[np.int64]
 
 
 class StepPerf(Perf):
-    """Include the input in the total.
-
-    TorchRec's total, which its planner minimizes, omits it, but a step waits for its ids.
-    """
+    """Include the input in the total, because a step waits for its ids. TorchRec's total omits it."""
 
     @property
     def total(self) -> float:
@@ -70,9 +67,8 @@ class StepPerf(Perf):
 
 @dataclass(frozen=True)
 class Wire:
-    """Bytes per number on the wire; None: as in the table.
-
-    `summed`: by reduce-scatter and all-gather.
+    """Bytes per number on the wire; None: as in the table. summed_*: by reduce-scatter and
+    all-gather.
     """
 
     forward: float | None = None
@@ -89,9 +85,7 @@ UNQUANTIZED = "as pooled"
 
 
 def wire_precisions(sharders: Iterable[ModuleSharder[nn.Module]]) -> dict[str, dict[str, str]]:
-    """Return collective -> direction -> the precision that the sharders' codecs give to its
-    numbers.
-    """
+    """Return collective -> direction -> the precision that the sharders' codecs give."""
     registries = (sharder.qcomm_codecs_registry for sharder in sharders)
     registry: dict[str, QuantizedCommCodecs] = next((found for found in registries if found), {})
 
@@ -119,10 +113,7 @@ def wire_of(sharders: Iterable[ModuleSharder[nn.Module]]) -> Wire:
 
 @dataclass(frozen=True)
 class _Work:
-    """One option in numbers.
-
-    Arrays are [S] by shard. `lookups` and `outputs` count the samples of all ranks.
-    """
+    """One option in numbers. Arrays are [S] by shard. `lookups`, `outputs`: of all ranks' samples."""
 
     option: ShardingOption
     element_bytes: int
@@ -151,9 +142,8 @@ class CostModel:
         self.links = links_of(hardware)
 
     def estimate(self, sharding_options: list[ShardingOption], *_: Any, **__: Any) -> None:
-        """Estimate the options.
-
-        TorchRec renames the other arguments, which describe the sharder, between versions.
+        """Estimate. TorchRec renames the other arguments, which describe the sharder, between
+        versions.
         """
         for option in sharding_options:
             cost = self.phases_ms(option)
@@ -177,9 +167,7 @@ class CostModel:
         return float((work.hits * work.lookups).sum() / max(work.lookups.sum(), 1e-30))
 
     def tier_forecast(self, option: ShardingOption) -> TierForecast | None:
-        """Return the forecast of a table with tiers, or None for a table that is completely in
-        memory.
-        """
+        """Return the forecast of a table with tiers; None if it is completely in memory."""
         table = self.in_tiers.get(option.name)
         if table is None:
             return None
@@ -188,10 +176,7 @@ class CostModel:
         return found
 
     def weights_bytes(self, option: ShardingOption) -> Floats:
-        """Return [S]: the bytes of the weights of ids that each shard looks up in a step.
-
-        TorchRec counts only the ids.
-        """
+        """Return [S]: bytes of the weights of ids that a shard looks up in a step."""
         work = self._work(option)
         return work.lookups * (WEIGHT_BYTES if work.weighted else 0)
 
@@ -231,7 +216,7 @@ class CostModel:
         return self._hardware.memory_gb_per_s * BYTES_PER_MS
 
     def _kernel_speed(self, option: ShardingOption) -> float:
-        """Bytes/ms by TorchRec's table, which makes an average of bandwidths where a cache serves a part."""
+        """Bytes/ms by TorchRec's table, an average of bandwidths if a cache serves a part."""
         hardware = self._hardware
         ddr, uvm = hardware.ddr_gb_per_s * BYTES_PER_MS, hardware.hbm_to_ddr_gb_per_s * BYTES_PER_MS
         device, kernel = hardware.compute_device, option.compute_kernel
@@ -301,7 +286,6 @@ class CostModel:
         return self._output_ms(work, forward=True)
 
     def _backward_comms(self, work: _Work) -> Floats:
-        """A shard of rows also spreads the gradients out in memory; a replicated table is summed up and updated."""
         if work.kind == "data_parallel":
             return self._replicas_ms(work)
         moved = self._output_ms(work, forward=False)
@@ -312,7 +296,7 @@ class CostModel:
         return moved + copied / speed
 
     def _output_ms(self, work: _Work, forward: bool) -> Floats:
-        """Pooled rows on their way to the samples' ranks, or their gradients on the way back: the same bytes."""
+        """Return the time of pooled rows to the samples' ranks, or of their gradients back."""
         links, whole = self.links, work.outputs * work.num_columns * self._wire_bytes(work, forward)
         if work.kind in BY_TABLE:
             return self._exchange(whole)
@@ -337,25 +321,19 @@ class CostModel:
 
 
 def cache_load_factor(option: ShardingOption) -> float:
-    """Return the share of a shard's rows that its cache in HBM holds.
-
-    FBGEMM's and TorchRec's defaults are equal.
-    """
+    """Return the share of a shard's rows that its cache in HBM holds."""
     return UVM_CACHING_RATIO if option.cache_load_factor is None else option.cache_load_factor
 
 
 def _narrowness(num_columns: Floats) -> Floats:
-    """Return the slowdown of narrow rows by TorchRec's measurements, because FBGEMM's blocks are
-    128 columns wide.
-    """
+    """Return the slowdown of narrow rows (measured by TorchRec): FBGEMM's blocks are 128 wide."""
     narrow = np.where(num_columns >= FULL_BLOCK_EMB_DIM // 2, HALF_BLOCK_PENALTY, QUARTER_BLOCK_PENALTY)
     return np.where(num_columns >= FULL_BLOCK_EMB_DIM, 1.0, narrow)
 
 
 def shard_shares(frequencies: RowFrequencies | None, first_rows: Rows, num_rows: Rows, table_rows: int) -> Floats:
     """Return [S]: the share of a table's lookups on rows first_rows .. first_rows + num_rows.
-
-    It is uniform over rows without frequencies, and if ids are hashed and thus scattered.
+    It is uniform without frequencies, and if ids are hashed.
     """
     if frequencies is None or not frequencies.by_row:
         return num_rows / table_rows
@@ -364,9 +342,8 @@ def shard_shares(frequencies: RowFrequencies | None, first_rows: Rows, num_rows:
 
 def hit_rates(frequencies: RowFrequencies | None, first_rows: Rows, num_rows: Rows, load_factor: float) -> Floats:
     """Return [S]: the share of each shard's lookups on its load_factor x num_rows hottest rows.
-
-    A cache of frequently used rows comes close to it (FBGEMM's LFU, and LRU if hot rows are in
-    every batch). Without frequencies lookups are uniform, and the rate is the load factor.
+    FBGEMM's LFU cache comes close to it, and LRU if hot rows are in every batch. Without
+    frequencies lookups are uniform.
     """
     cached = np.minimum(num_rows, load_factor * num_rows)
     if frequencies is None:

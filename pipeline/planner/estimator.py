@@ -39,10 +39,7 @@ DENSE_PARAMETER_COPIES = 6
 
 
 def shard_state_bytes(optimizer_name: str, num_rows: int, num_columns: int) -> int:
-    """Return the optimizer state of a shard [num_rows, num_columns].
-
-    A row-wise state is counted once for each column shard.
-    """
+    """Return the bytes of optimizer state of a shard. A row-wise state counts per column shard."""
     entry = find_optimizer(optimizer_name)
     return STATE_BYTES * num_rows * (entry.state_per_element * num_columns + entry.state_per_row)
 
@@ -64,11 +61,7 @@ class CostedEnumerator(EmbeddingEnumerator):
         self._estimated: list[list[Shard]] = []
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
-        """Enumerate.
-
-        TorchRec also copies all shards for a second call that never comes: half of the time with
-        856 tables.
-        """
+        """Enumerate without TorchRec's copies of all shards for a second call that never comes."""
         options = super().enumerate(module, sharders)
         self._last_stored_module = None  # the copies have no shards
         for option, shards in zip(options, self._estimated, strict=True):
@@ -128,10 +121,7 @@ class CostedEnumerator(EmbeddingEnumerator):
 
     @staticmethod
     def _key_value_cache_bytes(option: ShardingOption, shard: Shard) -> int:
-        """Return the bytes of the cache.
-
-        TorchRec counts none unless its size is given, but FBGEMM caches a fifth of the rows.
-        """
+        """Return a fifth of the rows, FBGEMM's default. TorchRec counts no cache."""
         num_rows, num_columns = shard.size
         return math.ceil(cache_load_factor(option) * num_rows) * num_columns * option.tensor.element_size()
 
@@ -151,9 +141,7 @@ def _without_optimizer(options: list[ShardingOption]) -> Iterator[None]:
 
 
 class KeepFree(StorageReservation):
-    """Reserve a fraction of each rank's memory (activations, workspace) and the bytes of the dense
-    part.
-
+    """Reserve a fraction of each rank's memory and the dense part's bytes.
     TorchRec's reservations leave host memory out, so a CPU plan would use all of it.
     """
 
@@ -186,10 +174,7 @@ class KeepFree(StorageReservation):
 def usable_bytes(
     compute_device: str, hbm_cap_bytes: int, ddr_cap_bytes: int, fraction: float, dense_bytes: int
 ) -> tuple[int, int]:
-    """Return HBM and host memory of a rank for tables.
-
-    It is negative if the dense part alone is too large.
-    """
+    """Return HBM and host memory of a rank for tables. Negative: the dense part is too large."""
     hbm, ddr = int((1 - fraction) * hbm_cap_bytes), int((1 - fraction) * ddr_cap_bytes)
     has_hbm = devices.named(compute_device).has_own_memory
     return (hbm - dense_bytes, ddr) if has_hbm else (0, ddr - dense_bytes)

@@ -38,9 +38,7 @@ def summarize(record: PlanDescription) -> str:
 
 
 def explain(record: PlanDescription) -> str:
-    """Return the tables, the largest MAX_TABLES of them, and the ranks; of many ranks only the
-    extremes.
-    """
+    """Return the tables, the largest MAX_TABLES of them, and the ranks; of many ranks the extremes."""
     shown = sorted(record.tables, key=lambda choice: (-choice.weight_bytes - choice.state_bytes, choice.name))
     hidden = shown[MAX_TABLES:]
     lines = [_table_grid(record, shown[:MAX_TABLES])]
@@ -72,9 +70,7 @@ def _table_grid(record: PlanDescription, choices: list[TableChoice]) -> str:
 def print_grid(
     headings: Sequence[str], rows: list[list[str]], right: Sequence[str] = (), folded: Sequence[str] = ()
 ) -> str:
-    """Print columns as wide as needed, except for `folded` columns, which continue over several
-    lines.
-    """
+    """Print columns as wide as needed. `folded` columns continue over several lines."""
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
         justify: Literal["left", "right"] = "right" if heading in right else "left"

@@ -30,7 +30,6 @@ PROBE_STEP_BYTES = GIB // 4
 @dataclass(frozen=True)
 class Hardware:
     """One rank's capacities in bytes and bandwidths in GB/s. On cpu both hbm_ values are 0.
-
     `local_world_size` ranks are connected with the intra_host values: the ranks of one host, or of
     all `hosts_per_nvlink_domain` hosts that NVLink joins.
     """
@@ -88,13 +87,9 @@ def resolve_hardware(
     config: HardwareConfig, world_size: int, *, local_world_size: int | None = None, device_type: str | None = None
 ) -> Hardware:
     """Fill in what the config does not set, from the devices of this host.
-
-    A running rank passes its `local_world_size` and `device_type`. A plan for other hardware passes
-    neither.
-
-    Raises:
-        PlanError: a value is neither set nor can be probed, ranks do not fill complete hosts, or the hardware is of
-            another kind than the running rank's.
+    A running rank passes its `local_world_size` and `device_type`; a plan for other hardware
+    neither. Raises PlanError if a value cannot be found, ranks do not fill hosts, or the hardware
+    is of another kind than the running rank's.
     """
     compute_device = _compute_device(config, device_type)
     device = devices.named(compute_device)
@@ -237,10 +232,8 @@ def _probe_hbm_bytes(device: Device) -> int:
 
 
 def _probe_hbm_gb_per_s(device: Device) -> float:
-    """Return the bandwidth in the card's data sheet, or the peak of an unknown card.
-
-    Raises:
-        PlanError: for a MIG slice, which has a part of the bus, because torch reports the card's.
+    """Return the data sheet's bandwidth, or the peak of an unknown card.
+    Raises PlanError for a MIG slice, which has a part of the bus: torch reports the card's.
     """
     name = _here(device, "hbm_gb_per_s").card_name()
     if is_mig_slice(name):
@@ -253,10 +246,7 @@ def _probe_hbm_gb_per_s(device: Device) -> float:
 
 
 def _here(device: Device, name: str) -> Device:
-    """Return `device`, from which `name` is probed.
-
-    Raises PlanError if this host has no such device.
-    """
+    """Return `device`, to probe `name` from. Raises PlanError if this host has no such device."""
     if not device.is_available():
         raise PlanError(
             f"hardware.{name} is not set and torch sees no GPU to probe it from; "
@@ -305,9 +295,7 @@ def find_card(name: str) -> Card | None:
 
 
 def is_mig_slice(name: str) -> bool:
-    """Return whether the name is that of a part of a GPU, such as "NVIDIA A100-SXM4-40GB MIG
-    1g.5gb".
-    """
+    """Return whether torch's name is that of a part of a GPU (... MIG 1g.5gb)."""
     return "MIG" in name.split()
 
 
@@ -319,7 +307,10 @@ NUM_INPUT_ALL_TO_ALLS = 3
 
 @dataclass(frozen=True)
 class Links:
-    """The network of one rank. Bandwidths in bytes/ms, latencies in ms."""
+    """The network of one rank, of W ranks on H hosts of L ranks. Bandwidths in bytes/ms, latencies
+    in ms.
+    S is what a rank sends or receives, including its own part, as TorchRec counts it.
+    """
 
     world_size: int
     local_world_size: int
@@ -334,11 +325,9 @@ class Links:
         return self.world_size // self.local_world_size
 
     def all_to_all_ms(self, num_bytes: Floats) -> Floats:
-        """Return the time of an all-to-all: 1/W of S stays on the rank, (L-1)/W goes to its host,
-        (W-L)/W to other hosts.
-
-        The slower of both links counts, not their sum, because all sends start at once on links
-        that share no wires.
+        """Return the time: (L-1)/W of S goes to the own host, (W-L)/W to other hosts.
+        The slower of both links counts, because all sends start at once on links that share no
+        wires.
         """
         world, local = self.world_size, self.local_world_size
         return np.maximum(
@@ -346,34 +335,25 @@ class Links:
         )
 
     def ring_ms(self, num_bytes: Floats) -> Floats:
-        """Return the time of a reduce-scatter or all-gather of S: a ring sends (W-1)/W of it
-        through every rank.
-
+        """Return the time of a reduce-scatter or all-gather of S: (W-1)/W passes every rank.
         Each of a host's L ring channels leaves through another rank's port, so hosts are connected
-        by L ports (NVIDIA/nccl-tests, doc/PERFORMANCE.md: the bus bandwidth is that of the slowest
-        link of the ring).
+        by L ports (NVIDIA/nccl-tests, doc/PERFORMANCE.md).
         """
         joined = self.local_world_size * self.inter
         speed = self.intra if self.num_hosts == 1 else min(self.intra, joined) if self.local_world_size > 1 else joined
         return num_bytes * (self.world_size - 1) / self.world_size / speed
 
     def host_ring_ms(self, num_bytes: Floats) -> Floats:
-        """Return the time of the same collective among the ranks of a host."""
         return num_bytes * (self.local_world_size - 1) / self.local_world_size / self.intra
 
     def across_hosts_ms(self, num_bytes: Floats) -> Floats:
-        """Return the time of an all-to-all among ranks with equal positions on their hosts. 1/H
-        stays.
-        """
+        """Return the time of an all-to-all among ranks with equal positions. 1/H stays."""
         return num_bytes * (self.num_hosts - 1) / self.num_hosts / self.inter
 
     def latencies_ms(self) -> dict[str, Floats]:
-        """Return sharding type -> [phases of plan_record.PHASES]: the time of its collectives
-        before the first byte.
-
-        Counted as in NCCL's tuner (src/graph/tuning.cc): a launch, and a hop for each step of a
-        ring, H of which leave a host. For an all-to-all, whose sends start at once, only the
-        longest hop counts.
+        """Return sharding type -> [PHASES]: the time of its collectives before the first byte.
+        As in NCCL's tuner (src/graph/tuning.cc): a launch, and a hop for each step of a ring, H of
+        which leave a host. For an all-to-all only the longest hop counts.
         """
         if self.world_size == 1:
             return {}

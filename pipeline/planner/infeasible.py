@@ -32,11 +32,9 @@ def explain_infeasible(
     missing: Sequence[str] = (),
     working: Sequence[tuple[str, int]] = (),
 ) -> str:
-    """Return the explanation. usable: HBM and host memory per rank for tables
-    (estimator.usable_bytes).
-
-    missing: where the best attempt exceeds capacities. working: config lines for which a plan was
-    found, with the free bytes of the fullest rank.
+    """Return the explanation. usable: HBM and host memory per rank for tables.
+    missing: where the best attempt exceeds capacities. working: config lines that were tried, with
+    the free bytes of the fullest rank.
     """
     sizes = {entry.table.name: table_bytes(entry, optimizer_name) for entry in placed}
     largest = sorted(sizes, key=lambda name: -sizes[name])[:NUM_LARGEST]
@@ -75,10 +73,7 @@ def _capacity(hardware: Hardware, usable: tuple[int, int]) -> str:
 
 
 def _room(entry: PlacedTable, constraints: dict[str, ParameterConstraints], usable: tuple[int, int]) -> int:
-    """Return a rank's bytes for a shard of the table.
-
-    On a GPU host memory counts if the table may be there.
-    """
+    """Return a rank's bytes for a shard. On a GPU host memory counts if the table may be there."""
     hbm, ddr = usable
     if hbm <= 0:
         return ddr
@@ -104,10 +99,7 @@ def _unsplittable(
 
 
 def describe_shortfall(shortfall: Shortfall, names: list[str], kinds: list[str], taken: list[int]) -> list[str]:
-    """Describe which ranks the best attempt overfills, by how much, and with which tables.
-
-    kinds, taken: sharding type and bytes of each table.
-    """
+    """Say which ranks the best attempt overfills. kinds, taken: types and bytes of tables."""
     memories = ("HBM", "host memory", "SSD")
     lines = []
     ranks = np.argsort(-shortfall.over.sum(axis=1), kind="stable")

@@ -74,11 +74,8 @@ def encode_record(record: PlanRecord) -> str:
 
 
 def load_plan(path: str, expected: Fingerprint, command: str) -> PlanRecord:
-    """Return the plan in `path`, which must be made for `expected`. command: prints in errors how
-    to make a new plan.
-
-    Raises:
-        PlanError: the file does not exist, is not a plan file, or has a plan for something else.
+    """Return the plan in `path`. `command` makes a new plan, for errors.
+    Raises PlanError if there is none, or it is damaged, or not made for `expected`.
     """
     found = find_plan_file(path, command)
     record = read_plan(found, command)
@@ -92,10 +89,7 @@ def load_plan(path: str, expected: Fingerprint, command: str) -> PlanRecord:
 
 
 def read_plan(path: str, command: str = COMMAND) -> PlanRecord:
-    """Return the plan in `path`, made for anything.
-
-    Raises PlanError if the file is damaged or not a plan.
-    """
+    """Return the plan in `path`, made for anything. Raises PlanError if it is not a valid plan."""
     content = read_content(path, command)
     try:
         record = _decode_content(content)
@@ -115,10 +109,7 @@ def encode_plan(plan: ShardingPlan) -> dict[str, Any]:
 
 
 def decode_plan(encoded: dict[str, Any]) -> ShardingPlan:
-    """Return the plan that was encoded, field by field.
-
-    Raises PlanError for a field that this TorchRec lacks.
-    """
+    """Return the encoded plan. Raises PlanError for a field that this TorchRec lacks."""
     return ShardingPlan(
         {
             path: EmbeddingModuleShardingPlan({table: _decode_sharding(raw) for table, raw in tables.items()})
@@ -152,9 +143,7 @@ def _decode_sharding(raw: dict[str, Any]) -> ParameterSharding:
 
 
 def _encode(value: Any) -> Any:
-    """Encode dataclasses and named tuples as their fields that differ from the default, and enums
-    by name.
-    """
+    """Encode dataclasses as fields that differ from the default, tuples' fields, enums by name."""
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, enum.Enum):
@@ -201,9 +190,7 @@ def _decode_content(content: dict[str, Any]) -> PlanRecord:
 
 
 def _check_shards(record: PlanRecord) -> None:
-    """Raise PlanError unless each table of the fingerprint occurs once and its shards cover it
-    exactly.
-    """
+    """Raise PlanError unless the fingerprint's tables are planned once, and completely."""
     described, world_size = record.fingerprint["tables"], record.fingerprint["topology"]["world_size"]
     planned = {
         (path, table): sharding for path, tables in record.plan.plan.items() for table, sharding in tables.items()
@@ -225,9 +212,7 @@ def _check_shards(record: PlanRecord) -> None:
 
 
 def _check_tiling(name: str, shape: tuple[int, int], shards: list[ShardMetadata], ranks: list[int]) -> None:
-    """Check column blocks next to each other, each split into rows from top to bottom, as in all of
-    TorchRec's types.
-    """
+    """Check column blocks next to each other, each split into rows from top to bottom."""
     if [shard.placement and shard.placement.rank() for shard in shards] != ranks:
         raise PlanError(f"table {name!r} names ranks {ranks} that its shards are not on")
     blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -240,9 +225,7 @@ def _check_tiling(name: str, shape: tuple[int, int], shards: list[ShardMetadata]
 
 
 def _tiles(pieces: list[tuple[int, int]], length: int) -> bool:
-    """Return whether pieces (offset, size), some of them empty, cover 0..length without gap or
-    overlap.
-    """
+    """Return whether pieces (offset, size) cover 0..length without gap or overlap."""
     end = 0
     for offset, size in pieces:
         if size and offset != end:

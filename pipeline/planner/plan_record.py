@@ -53,10 +53,8 @@ class TierForecast:
 
 @dataclass(frozen=True)
 class TableChoice:
-    """A table's choice.
-
-    Byte counts and `cost_ms` are sums over its shards; input and output buffers count as memory.
-
+    """A table's choice. Byte counts and `cost_ms` are sums over shards, with input and output
+    buffers.
     cache_load_factor: the share of rows that a cache in HBM holds; None without a cache.
     """
 
@@ -84,10 +82,7 @@ class TableChoice:
 
 @dataclass(frozen=True)
 class RankLoad:
-    """Memory and time of a rank's tables.
-
-    Times are estimates. The latency of each collective of the plan is in its phase, on every rank.
-    """
+    """Memory and estimated time of a rank's tables. All ranks have the latency of all collectives."""
 
     rank: int
     hbm_bytes: int
@@ -106,10 +101,9 @@ class RankLoad:
 
 @dataclass(frozen=True)
 class Objective:
-    """The objectives. max_rank: the slowest rank's total cost, which TorchRec minimizes.
-    critical_path: the sum of each phase's slowest rank.
-
-    `lower_bound_ms` and `gap` (of the objective named `minimised`) are None if nothing was proven.
+    """max_rank: the slowest rank's total cost, which TorchRec minimizes. critical_path: the sum of
+    each phase's slowest rank. `lower_bound_ms` and `gap` (of `minimised`) are None if nothing is
+    proven.
     """
 
     minimised: str
@@ -122,11 +116,9 @@ class Objective:
 @dataclass(frozen=True, kw_only=True)
 class PlanDescription:
     """A plan without its ShardingPlan.
-
-    `usable_*_bytes`: a rank's memory for tables, without the reserve and the dense part.
-
-    `dense_bytes`: training memory of the layers on each rank. `torchrec_objective`: what TorchRec's
-    planner reached for the same request; None if it was not called.
+    usable_*_bytes: a rank's memory for tables. dense_bytes: training memory of the layers on each
+    rank. torchrec_objective: what TorchRec's planner reached for the same request, if it was
+    called.
     """
 
     planner: str
@@ -150,10 +142,7 @@ class PlanRecord(PlanDescription):
 
 
 def critical_path_ms(ranks: list[RankLoad]) -> float:
-    """Return the critical path.
-
-    Every phase ends in a collective, in which all ranks wait for the slowest.
-    """
+    """Return the critical path: all ranks wait for the slowest at the end of each phase."""
     return sum(max(getattr(load, phase) for load in ranks) for phase in PHASES)
 
 
@@ -167,10 +156,7 @@ DAMAGE = (KeyError, TypeError, AttributeError, ValueError, IndexError, OverflowE
 
 
 def find_plan_file(path: str, command: str) -> str:
-    """Search `path`, then the plans that ship.
-
-    Raises PlanError if neither exists, with `command`, which makes a plan.
-    """
+    """Search `path`, then the plans that ship. Raises PlanError, with `command`, which makes one."""
     if storage.is_file(path):
         return path
     looked = [path]
@@ -185,9 +171,7 @@ def find_plan_file(path: str, command: str) -> str:
 
 
 def shipped_folder() -> Path:
-    """Return sharding_plans/ of a checkout or of a copy of it, otherwise the folder in the
-    installed package.
-    """
+    """Return sharding_plans/ of the checkout, otherwise of the installed package."""
     return (PACKAGE.parent if (PACKAGE.parent / "setup.cfg").is_file() else PACKAGE) / FOLDER
 
 
@@ -200,11 +184,7 @@ class PlanView:
 
 
 def read_view(path: str) -> PlanView:
-    """Read the plan in `path` to show it, without checking what training needs of its shards.
-
-    Raises:
-        PlanError: the file does not exist, is not a plan file, or is damaged.
-    """
+    """Read the plan in `path` to show it, without checking shards. Raises PlanError."""
     path = find_plan_file(path, COMMAND)
     content = read_content(path)
     try:
@@ -218,10 +198,7 @@ def read_view(path: str) -> PlanView:
 
 
 def read_content(path: str, command: str = COMMAND) -> dict[str, Any]:
-    """Return the file's JSON object.
-
-    Raises PlanError if it is not a plan, or has a format that this release cannot read.
-    """
+    """Return the file's JSON object. Raises PlanError for another format or no plan."""
     try:
         content: dict[str, Any] = json.loads(storage.read_text(path))
         version = content["format_version"]
@@ -270,9 +247,7 @@ def take_fingerprint(
     batch_size: int,
     comms: dict[str, dict[str, str]],
 ) -> Fingerprint:
-    """Return JSON values: topology, tables, optimizer, precision on the wire, batch size per rank
-    and library versions.
-    """
+    """Return topology, tables, optimizer, wire precision, batch size per rank, and versions."""
     topology = asdict(hardware)
     for label in ("name", "tflops_fp32", "tflops_bf16", "issue_us"):  # no plan depends on them
         del topology[label]
@@ -289,11 +264,7 @@ def take_fingerprint(
 
 
 def _describe_table(entry: PlacedTable) -> dict[str, Any]:
-    """Describe a table without frequencies, because a plan without the data, or with last week's,
-    is still valid.
-
-    Parts of compressed tables are ordinary tables.
-    """
+    """Describe a table without frequencies: a plan stays valid with last week's data."""
     described = asdict(entry.table)
     for left_out in (
         "name",
@@ -335,9 +306,7 @@ def _installed(packages: tuple[str, ...]) -> Iterator[str]:
 
 
 def canonical_text(fingerprint: Fingerprint) -> str:
-    """Return equal bytes only for equal values: floats are written so that they are read back
-    exactly.
-    """
+    """Return equal text only for equal values, floats exactly."""
     return json.dumps(fingerprint, sort_keys=True, separators=(",", ":"))
 
 
@@ -348,9 +317,7 @@ def sha256_of(fingerprint: Fingerprint) -> str:
 def differing_lines(
     plan: Fingerprint, job: Fingerprint, names: tuple[str, str] = ("the plan", "this job")
 ) -> list[str]:
-    """Return `key: value in the plan, value in this job` for every value that differs, except for
-    library versions.
-    """
+    """Return `key: value in the plan, value in this job` for all except library versions."""
     in_plan, in_job = dict(_flatten(plan)), dict(_flatten(job))
     return [
         f"{key}: {_show(in_plan, key)} in {names[0]}, {_show(in_job, key)} in {names[1]}"
@@ -361,10 +328,7 @@ def differing_lines(
 
 def differing_libraries(plan: Fingerprint, job: Fingerprint) -> list[str]:
     """Return `torch 2.11.0 (here 2.14.1)` for every version that differs.
-
-    Other versions do not make a plan wrong: a ShardingPlan means the same in TorchRec 1.6 to 1.9,
-    and a plan for a cluster is made on a laptop with other builds. A new search may find another
-    plan, though.
+    Other versions do not make a plan wrong: a ShardingPlan means the same in TorchRec 1.6 to 1.9.
     """
     versions = job["libraries"]
     return [

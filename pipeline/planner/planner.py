@@ -68,13 +68,9 @@ def load_or_search_plan(
     earlier: str | None = None,
     step_cost: Callable[[PlanRequest], StepCost] | None = None,
 ) -> PlanRecord:
-    """Collective: rank 0 reads or searches the plan. Every rank gets the same plan or PlanError.
-
-    num_ranks: how many ranks the plan is for; None: all. earlier: the plan file of the run that is
-    resumed. step_cost: for planner.objective=step_time and auto.
-
-    Raises:
-        PlanError: no plan holds the tables, or the plan file is missing, damaged or for another job.
+    """Collective: rank 0 reads or searches the plan; every rank gets the same plan or PlanError.
+    num_ranks: of the plan; None: all. earlier: the plan file of the resumed run. step_cost: for
+    planner.objective=step_time and auto.
     """
     text, error = "", ""
     if context.is_main:
@@ -117,11 +113,7 @@ def load_or_search_plan(
 
 
 def make_plan(config: PlannerConfig, request: PlanRequest, earlier: str | None = None) -> PlanRecord:
-    """Local: return the plan of planner.plan_file, the plan in file `earlier` if it is valid, or a
-    new plan.
-
-    Raises PlanError as load_or_search_plan does.
-    """
+    """Local: return the plan of planner.plan_file, of `earlier` if it is valid, or a new plan."""
     problem = build_problem(config, request)
     if config.kind != "file":
         return (_earlier_plan(earlier, config, problem) if earlier else None) or search_plan(config, problem)
@@ -134,10 +126,7 @@ def make_plan(config: PlannerConfig, request: PlanRequest, earlier: str | None =
 
 
 def _earlier_plan(path: str, config: PlannerConfig, problem: Problem) -> PlanRecord | None:
-    """Return the plan in `path` if it was made for exactly this problem.
-
-    Log it, or why a new plan is searched.
-    """
+    """Return the plan in `path` if it was made for exactly this problem, otherwise log why not."""
     try:
         record = read_plan(path)
         expected = fingerprint_of(problem)
@@ -156,10 +145,7 @@ def _earlier_plan(path: str, config: PlannerConfig, problem: Problem) -> PlanRec
 
 
 def explain_misfit(record: PlanRecord, config: PlannerConfig, request: PlanRequest) -> list[str]:
-    """List why a plan cannot be used for `request`: values that differ, ranks that it overfills.
-
-    Empty: it can be used.
-    """
+    """List why a plan cannot be used for `request`. Empty: it can."""
     problem = build_problem(config, request)
     expected = fingerprint_of(problem)
     differing = differing_lines(record.fingerprint, expected)
@@ -167,10 +153,7 @@ def explain_misfit(record: PlanRecord, config: PlannerConfig, request: PlanReque
 
 
 def search_plan(config: PlannerConfig, problem: Problem) -> PlanRecord:
-    """Search a plan.
-
-    It is the same in every process, unless planner.timeout_s ends the search early.
-    """
+    """Search a plan, the same in every process unless planner.timeout_s ends the search."""
     found = SEARCHERS[config.kind](config, problem) if problem.placed else NO_TABLES
     record = build_record(config.kind, problem, found)
     _check_fits(record, problem.usable, f"{config.kind}'s plan", "raise planner.reserved_memory_fraction")
@@ -210,9 +193,7 @@ def _search_torchrec(config: PlannerConfig, problem: Problem) -> ChosenPlan:
 
 
 def _search_portfolio(config: PlannerConfig, problem: Problem) -> ChosenPlan:
-    """Let TorchRec enumerate and estimate, our search choose, and TorchRec's validators check the
-    result.
-    """
+    """Let TorchRec enumerate and estimate, our search choose, and TorchRec validate."""
     request = problem.request
     topology = build_topology(request.hardware)
     try:
@@ -253,10 +234,7 @@ def _search_portfolio(config: PlannerConfig, problem: Problem) -> ChosenPlan:
 
 def _step_cost(config: PlannerConfig, request: PlanRequest) -> StepCost | None:
     """Return the prediction of a plan's step, if the objective uses it.
-
-    Raises:
-        PlanError: planner.objective=step_time, and the verb predicts no steps.
-        UserError: planner.objective=step_time, and this step cannot be predicted.
+    Raises PlanError or UserError if planner.objective=step_time and the step cannot be predicted.
     """
     if config.objective == STEP_TIME:
         if request.step_cost is None:
@@ -276,9 +254,6 @@ def _step_cost(config: PlannerConfig, request: PlanRequest) -> StepCost | None:
 
 
 def _step_price(problem: Problem, cost: StepCost) -> PlanPrice:
-    """Return a function that predicts a step in milliseconds for options whose shards have
-    ranks.
-    """
     request, latencies = problem.request, problem.costs.links.latencies_ms()
 
     def price(options: list[ShardingOption]) -> float:
@@ -332,9 +307,7 @@ def _describe_missing(problem: Problem) -> list[str]:
 
 
 def _free_bytes(config: PlannerConfig, suggestion: Suggestion) -> int | None:
-    """Return the free memory of the fullest rank under the first plan that is found for a changed
-    request.
-    """
+    """Return the free bytes of the fullest rank under the first plan of a changed request."""
     try:
         problem = build_problem(replace(config, reserved_memory_fraction=suggestion.fraction), suggestion.request)
         options, num_proposed = enumerate_options(problem)

@@ -44,13 +44,9 @@ class StepCost(Protocol):
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The model, hardware and batch that a plan is made for.
-
-    `batch_size` is per rank; tables must be on meta.
-
-    suggests: if nothing fits, try other settings to make a suggestion, which takes seconds.
-    step_cost: makes what planner.objective=step_time minimizes. calibration: the file of
-    measurements that it uses.
+    """The model (tables on meta), hardware and batch (per rank) that a plan is made for.
+    suggests: if nothing fits, try other settings, which takes seconds. step_cost: makes what
+    planner.objective=step_time minimizes, by the measurements in the file `calibration`.
     """
 
     tables: list[Table]
@@ -132,10 +128,7 @@ class TableOptimizer:
 
 @dataclass(frozen=True)
 class PlacedTable:
-    """A table and the position of its parameter in the model.
-
-    `module`: the path of its EmbeddingBagCollection.
-    """
+    """A table and its parameter in the model. `module`: the path of its EmbeddingBagCollection."""
 
     table: Table
     module: str
@@ -167,11 +160,8 @@ def _sharded_modules(path: str, module: nn.Module, types: set[type]) -> Iterator
 def build_constraints(
     placed: list[PlacedTable], hardware: Hardware, optimizer: TableOptimizer
 ) -> dict[str, ParameterConstraints]:
-    """Return per table: pooling factors from the data, and the sharding types and kernels that keep
-    training exact.
-
-    Raises:
-        PlanError: a table has no option left. The message states what it requests and what exists.
+    """Return per table: pooling factors, and sharding types and kernels that train exactly.
+    Raises PlanError if a table has no option left.
     """
     return {
         entry.table.name: ParameterConstraints(
@@ -205,9 +195,7 @@ def _sharding_types(entry: PlacedTable, hardware: Hardware, optimizer: TableOpti
 
 
 def _worth_trying(table: Table, hardware: Hardware, optimizer: TableOptimizer) -> list[str]:
-    """List the types to try if the config names none: types that train, and that differ from each
-    other on this hardware.
-    """
+    """List the types to try if the config names none: they train, and differ on this hardware."""
     if hardware.world_size == 1:
         return ["table_wise"]
     by_columns = table.embedding_dim > (table.sharding.min_partition or TORCHREC_MIN_PARTITION)
@@ -238,7 +226,6 @@ def _compute_kernels(entry: PlacedTable, hardware: Hardware) -> list[str]:
 
 def _min_partition(table: Table) -> int | None:
     """Return the minimum width of a column shard; None is TorchRec's 128.
-
     A table that must be split by columns is split at least in two.
     """
     sharding, half = table.sharding, table.embedding_dim // 2

@@ -45,11 +45,9 @@ class HeadReport(Protocol):
 @dataclass(frozen=True)
 class ResolvedJob:
     """A job and its data set, resolved for `world_size` ranks.
-
-    job: the given job with a number for every `head_rows: auto`, and with the tiers that
-    sharding.tiers=auto chooses. all_tables: one for every sparse feature of the data set, as the
-    reader needs them. tables: the tables that the model uses, each with a note of what its head is
-    expected to save. targets: the labels to learn.
+    job: with a number for every `head_rows: auto`, and the tiers of sharding.tiers=auto.
+    all_tables: one for every sparse feature, for the reader. tables: those that the model uses.
+    targets: the labels to learn.
     """
 
     job: TrainJob
@@ -62,9 +60,7 @@ class ResolvedJob:
 
     @cached_property
     def plain_tables(self) -> list[Table]:
-        """Return the tables to shard: the parts of compressed tables, and all other tables
-        unchanged.
-        """
+        """Return the tables to shard: the parts of compressed tables, and all others."""
         return physical_tables(self.tables)
 
 
@@ -76,12 +72,8 @@ def resolve_job(
     choose_tiers: TierChoice | None = None,
 ) -> ResolvedJob:
     """Resolve, locally. `choose` is called if a head is `auto`, `choose_tiers` if tiers are.
-
-    None: memory has no limit.
-
-    Raises:
-        ConfigError: tables or compression do not fit the data set or the model.
-        DataError: data.columns names labels that the data set lacks.
+    None: memory has no limit. Raises ConfigError or DataError if tables, compression or labels do
+    not fit.
     """
     job = replace(job, tables=expand_patterns(job.tables, dataset.sparse_feature_names))
     is_split = any(_is_split(config) for config in job.tables.values())

@@ -49,8 +49,8 @@ PHASES = {  # phase -> its name in TorchRec
 
 
 def enumerate_options(problem: Problem) -> tuple[list[ShardingOption], int]:
-    """Return TorchRec's options and their number, followed by column shards of widths that TorchRec
-    does not try.
+    """Return TorchRec's options, then column shards of other widths and caches; the number of
+    TorchRec's.
     """
     request, constraints, placed = problem.request, problem.constraints, problem.placed
     module, sharders, hardware, optimizer = request.model, request.sharders, request.hardware, request.optimizer
@@ -87,9 +87,7 @@ def _with_caches(
     hardware: Hardware,
     optimizer: TableOptimizer,
 ) -> list[ShardingOption]:
-    """Return each option with a cache in HBM for each of CACHE_LOAD_FACTORS; none if HBM holds all
-    tables anyway.
-    """
+    """Return options with caches of CACHE_LOAD_FACTORS; none if HBM holds all tables anyway."""
     sizes = {entry.table.name: table_bytes(entry, optimizer.name) for entry in placed}
     asked = {entry.table.name for entry in placed if CACHED in entry.table.sharding.compute_kernels}
     if not asked and sum(sizes.values()) < hardware.world_size * hardware.hbm_cap_bytes / 2:
@@ -137,13 +135,9 @@ def search_options(
     latency_ms: dict[str, Floats],
     price: PlanPrice | None = None,
 ) -> tuple[list[ShardingOption], SearchResult]:
-    """Return one option per table, whose shards have ranks, as TorchRec's partitioner returns them.
-
-    price: of a complete plan; if given, it refines the result for at most as long as the search
-    took.
-
-    Raises:
-        Infeasible: no assignment keeps to `usable` HBM and host memory per rank, or none was found.
+    """Return one option per table, whose shards have ranks, as TorchRec's partitioner does.
+    price: of a complete plan, to refine the result for as long as the search took. Raises
+    Infeasible.
     """
     problem, by_table = build_search_problem(options, num_proposed, hardware, usable, latency_ms)
     tables = [[options[index] for index in indices] for indices in by_table.values()]
@@ -169,9 +163,7 @@ def build_search_problem(
     usable: tuple[int, int],
     latency_ms: dict[str, Floats],
 ) -> tuple[SearchProblem, dict[str, list[int]]]:
-    """Return the problem as arrays, and for each of its tables, by fully qualified name, the
-    indexes of its options.
-    """
+    """Return the problem as arrays, and fully qualified name -> indexes of its options."""
     by_table: dict[str, list[int]] = {}
     for index, option in enumerate(options):
         by_table.setdefault(option.fqn, []).append(index)

@@ -19,10 +19,7 @@ NUM_NAMED = 3  # tables whose config lines are written out
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A suggestion. `lines`: overrides for the command line.
-
-    `fraction`: planner.reserved_memory_fraction.
-    """
+    """`lines`: overrides for the command line. `fraction`: planner.reserved_memory_fraction."""
 
     lines: str
     request: PlanRequest
@@ -37,11 +34,8 @@ def working_suggestions(
     free_bytes: Callable[[Suggestion], int | None],
     others: Sequence[Suggestion] = (),
 ) -> list[tuple[Suggestion, int]]:
-    """Find the smallest change of each kind that works, cheapest kinds first, with the free bytes
-    of the fullest rank.
-
-    others: tried first. free_bytes: returns the free memory of the fullest rank under a plan for
-    the changed request, or None if there is no plan.
+    """Find the smallest change of each kind that works, cheapest kinds first, after `others`.
+    free_bytes: returns the free memory of the fullest rank for the changed request; None: no plan.
     """
     unchanged = Suggestion("", request, fraction)
     working = []
@@ -126,7 +120,6 @@ def _allowing(table: Table, key: str, value: list[str] | None) -> Table:
 
 
 def _in_fp16(request: PlanRequest, placed: list[PlacedTable]) -> PlanRequest:
-    """Return the request on meta with fp16 tables of half the size."""
     model = copy.deepcopy(request.model)
     for entry in placed:
         bag = model.get_submodule(entry.module).get_submodule(f"embedding_bags.{entry.table.name}")
@@ -136,7 +129,6 @@ def _in_fp16(request: PlanRequest, placed: list[PlacedTable]) -> PlanRequest:
 
 
 def _more_hosts(unchanged: Suggestion, total_bytes: int, usable: tuple[int, int]) -> Iterator[Suggestion]:
-    """Add hosts, starting with the number that the sum of bytes needs."""
     hardware = unchanged.request.hardware
     local = hardware.local_world_size
     least = max(hardware.num_hosts + 1, math.ceil(total_bytes / max(1, max(usable)) / local))

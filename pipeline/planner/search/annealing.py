@@ -35,10 +35,7 @@ LEVELS = 60  # of the temperature
 
 
 class Schedule(NamedTuple):
-    """Values at the first and the last level.
-
-    From level to level they are multiplied by a constant factor.
-    """
+    """Values at the first and the last level, with a constant factor from level to level."""
 
     sharpness: tuple[float, float]  # of the maxima, in units of one over the value
     heat: tuple[float, float]  # in units of the value: the temperature
@@ -55,12 +52,11 @@ FULL_RANKS = Schedule((20.0, 600.0), (1e-2, 1e-4), (1.0, 10.0))
 
 
 class Packed(NamedTuple):
-    """A problem as arrays.
-
-    An option's number counts through all tables. `key`: equal for options that differ only in size.
-
+    """A problem as arrays. An option's number counts through all tables. `key`: equal for options
+    that
+    differ only in size.
     T tables, O options of all tables, S shards of all options, R ranks, H hosts, P maxima, M kinds
-    of memory, K kinds of options with a latency, W shards of an option at most.
+    of memory, K kinds with a latency, W shards of an option at most.
     """
 
     first_option: Ranks  # [T + 1]
@@ -94,9 +90,7 @@ class Laid(NamedTuple):
 
 
 class Change(NamedTuple):
-    """The effect of a move: new options and ranks of tables, and the changes of the affected ranks
-    and hosts.
-    """
+    """The effect of a move: new options and ranks of tables, and changes of ranks and hosts."""
 
     counts: Ranks  # [3] tables, ranks touched, hosts touched
     tables: Ranks  # [2]
@@ -131,10 +125,8 @@ def improve_by_annealing(
     stop: Callable[[], bool],
 ) -> Assignment | None:
     """Return the best assignment found that fits, including `start`, or None.
-
-    `scale_ms`: the approximate value.
-
-    `start` may overfill ranks. The result is the same for a seed unless `stop` ends it early.
+    `start` may overfill ranks. scale_ms: the approximate value. The result is the same for a seed
+    unless `stop` ends it.
     """
     annealing = Annealing(problem, start, objective, seed)
     for level in range(LEVELS):
@@ -145,10 +137,7 @@ def improve_by_annealing(
 
 
 class Annealing:
-    """The state.
-
-    `choices` and `ranks` change; `best_choices` and `best_ranks`, with the value `best`, are kept.
-    """
+    """The state: `choices` and `ranks` change; `best_*` are kept, with the value `best`."""
 
     def __init__(self, problem: SearchProblem, start: Assignment, objective: str, seed: int) -> None:
         self.problem = problem
@@ -212,9 +201,7 @@ class Annealing:
 
 
 def pack(problem: SearchProblem, objective: str) -> Packed:
-    """Return the problem as arrays for the kernel: options of all tables one after the other, and
-    shards of all options.
-    """
+    """Return the problem as arrays for the kernel."""
     options = [option for table in problem.tables for option in table]
     kinds, rules = problem.kind_ms, list(Rule)
     keys: dict[tuple[Rule, str, int, bool], int] = {}
@@ -239,9 +226,7 @@ def pack(problem: SearchProblem, objective: str) -> Packed:
 
 
 def _alike(problem: SearchProblem, objective: str) -> Ranks:
-    """Return [T, N]: for each table the tables whose free single-shard options have the most
-    similar cost.
-    """
+    """Return [T, N]: for each table the tables whose free single-shard options cost most alike."""
     count = len(problem.tables)
     if problem.world_size <= MANY_RANKS or not NEAREST < count <= MAX_TABLES:
         return np.zeros((count, 0), dtype=np.int64)
@@ -301,13 +286,9 @@ class Restarts:
         self, relaxation: Relaxation, cheapest: Assignment | None, solve: Callable[[], None]
     ) -> None:
         """Anneal from the best plan, or from the cheapest choice if no plan fits yet.
-
-        Skip it if the gap is small.
-
-        `solve` is called after the first attempt: its plan may be proven optimal, which makes later
-        attempts useless. If the cheapest choice overfills ranks, every other attempt starts from
-        it, hot, with only its kinds. Half of the remaining attempts use only kinds in use. The
-        first attempt is hot, unless most tables are equal.
+        `solve` is called after the first attempt: it may prove the plan optimal. If the cheapest
+        choice overfills ranks, every other attempt starts from it, hot, with only its kinds. Half
+        of the others use only kinds in use.
         """
         overfull = cheapest is not None and bool(violations(self.state.problem, cheapest))
         is_easy = (
@@ -358,7 +339,6 @@ class Restarts:
         return self.state.done() or self.state.best_value <= self.state.bound * (1 + MIN_GAP)
 
     def _of_kinds_in_use(self, kept: list[list[int]], using: Assignment) -> list[list[int]]:
-        """Return the options of `kept` whose kind has no latency or is used by other tables."""
         used = {options[choice].kind for options, choice in zip(self.state.problem.tables, using.choices, strict=True)}
         return [
             [index for index in indices if options[index].kind in used or options[index].kind not in self.state.late]

@@ -113,9 +113,7 @@ def _draw_ranks(index, change, packed, local, seed):  # type: ignore[no-untyped-
 
 @part()
 def _free_shard(index, change, laid, packed, seed):  # type: ignore[no-untyped-def]
-    """Sample two tables, keep the one on the slower rank and choose one of its shards; -1: it has
-    no free shard.
-    """
+    """Sample two tables, keep the one on the slower rank, and choose a shard; -1: none is free."""
     best, best_shard, best_weight = int64(-1), int64(-1), -1.0
     for _ in range(2 - index):
         table = _below(len(laid.choices), seed)
@@ -132,9 +130,7 @@ def _free_shard(index, change, laid, packed, seed):  # type: ignore[no-untyped-d
 
 @part()
 def _shard_alike(change, laid, packed, seed):  # type: ignore[no-untyped-def]
-    """Choose a free shard of a table that is similar to the change's first one; -1: it has no free
-    shard.
-    """
+    """Choose a free shard of a table similar to the change's first one; -1: none is free."""
     table = packed.alike[change.tables[0], _below(packed.alike.shape[1], seed)]
     option = laid.choices[table]
     if not _is_free(option, packed):
@@ -145,9 +141,8 @@ def _shard_alike(change, laid, packed, seed):  # type: ignore[no-untyped-def]
 
 @part()
 def _swap(change, laid, packed, local, seed):  # type: ignore[no-untyped-def]
-    """Swap the ranks of two free shards.
-
-    Sometimes the tables have similar cost, because loads then change little.
+    """Swap the ranks of two free shards, sometimes of similar tables, because loads then change
+    little.
     """
     one = _free_shard(0, change, laid, packed, seed)
     if one >= 0 and packed.alike.shape[1] > 0 and _random(seed) < ALIKE:
@@ -281,9 +276,7 @@ def _later(change, laid, packed):  # type: ignore[no-untyped-def]
 
 @part()
 def _least_ratios(change, laid):  # type: ignore[no-untyped-def]
-    """Compute lower limits of each sum's factor, as if the affected ranks had no load, and their
-    product.
-    """
+    """Compute lower limits of each sum's factor, as if affected ranks had no load; the product."""
     product = 1.0
     for maximum in range(len(laid.sums)):
         left = laid.sums[maximum]
@@ -296,10 +289,7 @@ def _least_ratios(change, laid):  # type: ignore[no-untyped-def]
 
 @part()
 def _rises_less(change, laid, most_ms, per_ms):  # type: ignore[no-untyped-def]
-    """Return whether the smooth maxima rise by at most `most_ms`.
-
-    The remaining sums are skipped when the answer is clear.
-    """
+    """Return whether the smooth maxima rise by at most `most_ms`. Stop when that is clear."""
     if most_ms * per_ms < -LARGEST_EXPONENT:
         return False
     most, ratio = math.exp(min(most_ms * per_ms, LARGEST_EXPONENT)), _least_ratios(change, laid)
@@ -391,12 +381,8 @@ def _value(laid, packed):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def anneal(packed, laid, best_choices, best_ranks, change, local, moves, heat, seed, best):  # type: ignore[no-untyped-def]
-    """Change `laid`.
-
-    `best` [1] is the value of the best assignment that fits, in `best_choices` and `best_ranks`.
-
+    """Change `laid`. `best` [1]: value of `best_choices` and `best_ranks`. Return accepted changes.
     heat: exponents per millisecond, milliseconds of a temperature, milliseconds per byte too much.
-    Returns the number of accepted changes.
     """
     per_ms, temperature, per_byte = heat
     taken = 0

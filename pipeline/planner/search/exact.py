@@ -26,10 +26,7 @@ SAFE = 1e-6  # relative; the possible error of the bound by the solver's toleran
 
 @dataclass(frozen=True, eq=False)
 class ExactResult:
-    """The result. `bound_ms`: no plan is below it.
-
-    `assignment` is None if none better than the cutoff was found.
-    """
+    """No plan is below `bound_ms`. `assignment`: None if none better than the cutoff was found."""
 
     assignment: Assignment | None
     bound_ms: float
@@ -38,11 +35,10 @@ class ExactResult:
 
 @dataclass(frozen=True, eq=False)
 class _Way:
-    """The shards that a variable places, [S], or [similar blocks, S], of which it counts some, from
-    `first_rank` on.
-
-    used: for a count, the variable with the number of tables of these blocks; that variable itself
-    places no shard.
+    """Shards [S] that a variable places from `first_rank` on, or [similar blocks, S] of which it
+    counts some.
+    used: for a count, the variable with the number of tables of these blocks, which places no
+    shard.
     """
 
     table: int
@@ -71,9 +67,7 @@ class _Matrix:
 
 
 def equal_tables(problem: SearchProblem) -> list[list[int]]:
-    """Group tables with equal options, because it does not matter which of them has which
-    sharding.
-    """
+    """Group tables with equal options: it does not matter which of them has which sharding."""
     groups: dict[bytes, list[int]] = {}
     for table, options in enumerate(problem.tables):
         key = b"|".join(
@@ -110,9 +104,8 @@ def solve(
     tolerance: float = GAP,
 ) -> ExactResult:
     """Find an assignment better than `cutoff`, or nothing. `bound`: a known lower bound.
-
-    The node limit ends the search at the same point on every machine. The time limit, or a plan
-    within `tolerance` of the bound, ends it earlier.
+    The node limit ends the search at the same point on every machine; seconds or `tolerance`
+    earlier.
     """
     program = _Program(_level(problem) if problem.world_size > MANY_RANKS else problem, objective)
     found = program.solve(bound, cutoff, max_nodes, seconds, max(GAP, tolerance))
@@ -154,10 +147,7 @@ class _Program:
         self.first_maximum = len(self.upper)
 
     def _order_ranks(self, table: int) -> None:
-        """Order a host's ranks by their unsharded tables of this group, and hosts by the total.
-
-        Other orders only rename ranks.
-        """
+        """Order a host's ranks by their unsharded tables of this group, and hosts by the total."""
         local, options = self.problem.ranks_per_host, self.problem.tables[table]
         held: list[list[int]] = [[] for _ in range(self.problem.world_size)]
         for variable, way in enumerate(self.ways):
@@ -186,9 +176,7 @@ class _Program:
             self.at_most.add(row, variable, -1.0)
 
     def _by_size(self) -> list[int]:
-        """Return tables by decreasing cost, because restricting expensive tables to the first ranks
-        prunes most.
-        """
+        """Return tables by decreasing cost: restricting expensive tables prunes most."""
         least = [min(float(cost.sum()) for cost in costs) for costs in self.costs]
         return sorted(self.groups, key=lambda table: (-least[table], table))
 
@@ -223,9 +211,7 @@ class _Program:
                 )
 
     def _add_counts(self, choose: int, table: int, choice: int, blocks: list[list[int]], first_ranks: range) -> None:
-        """Add blocks of shards (or single ones) that may be apart: for similar blocks, how many
-        from each rank on.
-        """
+        """Add blocks of shards that may be apart: how many similar ones from each rank on."""
         used = self._new_variable(_Way(table, choice, 0, np.empty(0, dtype=np.intp)), self.copies)
         self._choose(choose, used, table, choice)
         option, per_rank = self.problem.tables[table][choice], len(blocks)
@@ -257,19 +243,14 @@ class _Program:
         self._lay(variable, way.table, way.choice, way.first_rank, way.shards.tolist())
 
     def _choose(self, choose: int, variable: int, table: int, choice: int) -> None:
-        """Add one of the table's variables that sum to 1.
-
-        If its kind has a latency, the kind is in use.
-        """
+        """Add one of the table's variables that sum to 1. Its kind is then in use."""
         self.equal.add(choose, variable, 1.0)
         kind = self.problem.tables[table][choice].kind
         if kind in self.late:
             self.at_most.add(self.kind_rows[kind], variable, 1.0)
 
     def _ranks(self) -> list[int]:
-        """List the ranks that a shard needs to try: of equal ranks, those in use and the first
-        unused one.
-        """
+        """List the ranks to try: of equal ranks, those in use and the first unused one."""
         local = self.problem.ranks_per_host
         every = range(self.problem.world_size)
         return [rank for rank in every if not self.symmetric or max(rank // local, rank % local) <= self.first]
@@ -367,9 +348,7 @@ class _Program:
 
 
 def _deal(tables: list[int], ways: list[tuple[_Way, int]], placements: list[dict[int, int]]) -> None:
-    """Deal similar blocks to the tables in turn, rank by rank, so that no table has too many of
-    them on a rank.
-    """
+    """Deal similar blocks to the tables in turn, so that no table has too many on a rank."""
     first_ranks = [way.first_rank for way, count in ways for _ in range(count)]
     blocks = ways[0][0].shards.tolist()
     for position, first_rank in enumerate(first_ranks[: len(tables) * len(blocks)]):
@@ -387,9 +366,8 @@ def _alike(option: Option, blocks: list[list[int]]) -> list[list[list[int]]]:
 
 
 def _level(problem: SearchProblem) -> SearchProblem:
-    """Return the problem with last, shorter row shards made equal to their cheapest siblings.
-
-    No plan becomes more expensive.
+    """Make last, shorter row shards equal to their cheapest siblings. No plan becomes more
+    expensive.
     """
 
     def leveled(option: Option) -> Option:

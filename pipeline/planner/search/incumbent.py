@@ -30,13 +30,8 @@ SLACK = 0.3  # of the gap: local search tries options that cost at most this mor
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """The settings.
-
-    `seconds` of CPU is an outer limit (WorkClock); all other limits count work, equal on every
-    machine.
-
-    The search ends when the gap is at most `gap_tolerance`, but not before TorchRec's proposals
-    were tried.
+    """`seconds` of CPU is an outer limit (WorkClock); all other limits count work.
+    The search ends when the gap is at most `gap_tolerance`, but TorchRec's proposals come first.
     """
 
     objective: str = "critical_path"
@@ -117,9 +112,7 @@ class Incumbent:
         return score(self.problem, assignment).of(self.config.objective)
 
     def worth(self, relaxation: Relaxation, share: float, using: Assignment) -> list[list[int]]:
-        """Return options that, by the relaxation's prices, cost at most a share of the gap, and the
-        options in use.
-        """
+        """Return options that by the relaxation cost at most a share of the gap, and those in use."""
         assert relaxation.bound_ms is not None
         ceiling = max(0.0, self.best_value * (1 + 1e-6) - relaxation.bound_ms) * share
         used = [
@@ -143,10 +136,7 @@ class Incumbent:
             self.small = narrow(self.problem, self.kept)
 
     def within(self, kept: list[list[int]], whole: Assignment) -> list[int]:
-        """Return the choices among options `kept`.
-
-        A dropped option is replaced by one that is as good.
-        """
+        """Return the choices among options `kept`. A dropped one is replaced by one as good."""
         choices = []
         for options, indices, choice in zip(self.problem.tables, kept, whole.choices, strict=True):
             if choice not in indices:
@@ -192,8 +182,6 @@ class WorkClock:
 
     @property
     def remaining_s(self) -> float:
-        """Return the remaining wall seconds, for a solver that counts these, if the machine stays
-        as busy as it was.
-        """
+        """Return wall seconds that are left, for a solver, if the machine stays as busy."""
         left = (self.limit_s - (self._cpu() - self._cpu_begin)) * min(self.busy, MAX_WAITING)
         return min(left, self.limit_s * MAX_WAITING - self.wall_s)

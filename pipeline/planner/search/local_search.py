@@ -34,19 +34,14 @@ def improve(
     stop: Callable[[], bool],
     tolerance: float = PROVEN,
 ) -> Assignment:
-    """Return the best assignment in `steps` steps from `start`, or the first within `tolerance` of
-    `bound`.
-
+    """Return the best assignment in `steps` steps, or the first within `tolerance` of `bound`.
     The result is the same for a seed unless `stop` ends it early.
     """
     return _Climb(state, start, random.Random(seed), bound * (1 + max(PROVEN, tolerance)), stop).run(steps)
 
 
 class _Climb:
-    """One run. `state` changes, `best` is kept.
-
-    `before`: previous positions of tables that changed since the last kick.
-    """
+    """One run. `state` changes, `best` is kept. `before`: positions of tables before the last kick."""
 
     def __init__(
         self, state: RankState, start: Assignment, generator: random.Random, enough: float, stop: Callable[[], bool]
@@ -66,10 +61,7 @@ class _Climb:
         return self.best
 
     def _climb(self, until: int) -> None:
-        """Descend until no single step helps, then kick and descend again.
-
-        A kick that led to nothing better is undone.
-        """
+        """Descend until no step helps, then kick and descend again. A useless kick is undone."""
         self._descend(until)
         while self.steps < until and not self._done():
             self.before, value = {}, self.state.smooth_value
@@ -110,9 +102,7 @@ class _Climb:
         return rank if weight[rank] >= RELEVANT else None
 
     def _exchange(self, rank: int) -> bool:
-        """Move a free shard of the rank to another rank, or swap it with another rank's shard, if
-        that lowers the value most.
-        """
+        """Exchange a free shard of the rank with another rank's, or move it, if that helps."""
         state, soft, free = self.state, self.state.soft, self.state.free
         local = np.flatnonzero(free.ranks[: free.num_rows] == rank)
         if not len(local):
@@ -130,8 +120,8 @@ class _Climb:
         return True
 
     def _fit(self, rank: int, there: Ranks, change: Floats) -> NDArray[np.bool_]:
-        """Return whether the rank's memory may change by [local, others, M], and that of the ranks
-        `there` by the opposite.
+        """Return whether the rank's memory may change by [local, others, M], and `there` by the
+        opposite.
         """
         memory, capacity = self.state.memory, self.state.problem.capacity
         room, other_room = capacity[rank] - memory[rank], capacity[there] - memory[there]
@@ -184,9 +174,7 @@ class _Climb:
         return False
 
     def _ruin_and_recreate(self) -> None:
-        """Remove some tables, half of them from the slowest ranks, and place each again at its best
-        position.
-        """
+        """Place some tables again, one by one, half of them from the slowest ranks."""
         state, generator = self.state, self.generator
         rank = self._rank_to_relieve(set())
         near = [] if rank is None else list(state.on_rank[rank])

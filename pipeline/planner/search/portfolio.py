@@ -76,10 +76,7 @@ FIRST_PLAN = SearchConfig(
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """The result. `torchrec`: what TorchRec's planner would choose.
-
-    `torchrec_complete`: all of its proposals were tried.
-    """
+    """`torchrec`: what TorchRec's planner would choose; complete: all its proposals were tried."""
 
     assignment: Assignment
     score: Score
@@ -95,14 +92,8 @@ class SearchResult:
 
 
 def search(problem: SearchProblem, config: SearchConfig, warm_starts: Iterable[Assignment] = ()) -> SearchResult:
-    """Return the best assignment within config's time, with a lower bound of the cost of any
-    assignment.
-
-    warm_starts: assignments of other planners, tried first. The result is at least as good as the
-    best of them.
-
-    Raises:
-        Infeasible: no assignment fits into memory, or none was found in the time.
+    """Return the best assignment within config's time, with a lower bound of any cost.
+    warm_starts: assignments of other planners, tried first. Raises Infeasible.
     """
     return _Search(problem, config).run(warm_starts)
 
@@ -169,17 +160,13 @@ class _Search:
         )
 
     def _had_its_share(self) -> bool:
-        """Return whether the time for TorchRec's proposals is over, so that the other methods get
-        time.
-        """
+        """Return whether the time for TorchRec's proposals is over."""
         return self.state.used(PROPOSALS_SHARE)
 
     def _by_kinds(self, program: LinearProgram, first: Relaxation) -> list[tuple[str, ...]]:
         """Return sets of kinds to exclude, most promising first.
-
-        If kinds have a latency, a plan uses one set of them.
-
-        So the smallest of their bounds is a bound of all plans.
+        If kinds have a latency, a plan uses one set of them, so their smallest bound bounds all
+        plans.
         """
         assert first.bound_ms is not None
         if (
@@ -201,11 +188,9 @@ class _Search:
         return sorted(promising, key=lambda left_out: bounds[left_out])[:KIND_SETS] or [()]
 
     def _choose(self, program: LinearProgram, first: Relaxation, sets: list[tuple[str, ...]]) -> list[Choice]:
-        """Choose options for each set of kinds, then under tighter and tighter limits on the
-        largest shard.
-
-        Small shards can be spread evenly, large ones cost less in total. Placing shows which
-        matters more.
+        """Choose options for each set of kinds, then under tighter limits on the largest shard.
+        Small shards can be spread evenly, large ones cost less in total. Placing shows what
+        matters.
         """
         found: dict[tuple[int, ...], Choice] = {}
 
@@ -235,10 +220,7 @@ class _Search:
         return list(found.values())
 
     def _place_choices(self, choices: list[Choice]) -> list[Assignment]:
-        """Return the best placement of each choice, the best first.
-
-        Placements that save more memory are tried until one is no better.
-        """
+        """Return the best placement of each choice, saving more and more memory; best first."""
         best: dict[tuple[int, ...], Assignment] = {}
         for weight in MEMORY_WEIGHTS:
             before = min(map(self.state.value, best.values()), default=np.inf)
@@ -255,9 +237,7 @@ class _Search:
         return sorted(best.values(), key=self.state.value)
 
     def _place_largest_first(self, choice: Choice, memory_weight: float) -> Assignment | None:
-        """Place towards the relaxation's maxima: while all loads are below them, a load costs
-        little.
-        """
+        """Place towards the relaxation's maxima, below which a load costs little."""
         state = RankState(
             self.state.small, self.state.config.objective, self.state.bound, memory_weight, choice.maxima_ms
         )
@@ -282,11 +262,8 @@ class _Search:
         return [sorted(range(len(chosen)), key=lambda table: (free[table], key[table])) for key in (by_time, by_memory)]
 
     def _improve(self, relaxation: Relaxation, starts: list[Assignment]) -> None:
-        """Run local search in rounds: each result excludes more options, and fewer options are
-        searched faster.
-
-        If few enough are left, the integer program solves the rest. It also looks for a first plan
-        if there is none.
+        """Run local search in rounds: each result excludes options, and fewer are searched faster.
+        If few are left, the integer program solves the rest. It also looks for a first plan.
         """
         config = self.state.config
         if self.state.best is not None and not any(
@@ -332,9 +309,7 @@ class _Search:
         return improved
 
     def _place_over_capacity(self, choices: list[Choice]) -> Assignment | None:
-        """Place the first, cheapest choice evenly, even if it overfills ranks; None if a rule
-        cannot be kept.
-        """
+        """Place the cheapest choice even if ranks overfill; None if a rule breaks."""
         if not choices:
             return None
         choice = choices[0]
@@ -344,9 +319,7 @@ class _Search:
         return self.state.whole(state.assignment()) if filled else None
 
     def _bound_by_patterns(self) -> None:
-        """Raise the bound step by step towards the best plan, if few options are left and the gap
-        is large enough.
-        """
+        """Raise the bound step by step towards the best plan, if few options are left."""
         state, lowest = self.state, self.state.bound
         is_near = state.best_value <= lowest * (1 + MIN_GAP)
         if is_near or state.best is None or not state.has_patterns or (state.late and not self.bounds_by_kinds):
@@ -362,9 +335,7 @@ class _Search:
             state.bound = max(state.bound, cutoff)
 
     def _solve_exactly(self, work: int, share: float = 1.0) -> None:
-        """Solve the integer program with at most `share` of all seconds; then it may be tried again
-        with the remaining ones.
-        """
+        """Solve the integer program in `share` of all seconds; later attempts may go on."""
         size = exact.count_variables(self.state.small)
         if self.state.done() or size > self.state.config.exact_variables or (size, work, share) in self.tried:
             return

@@ -20,9 +20,7 @@ OBJECTIVES = ("critical_path", "max_rank")
 
 
 class Rule(Enum):
-    """Which ranks an option's shards may have. The names in brackets are TorchRec's
-    sharding types.
-    """
+    """Which ranks an option's shards may have; in brackets TorchRec's sharding types."""
 
     EVERY_RANK = "shard i on rank i (row_wise, data_parallel)"
     ANY_RANK = "each shard on any rank (table_wise, column_wise)"
@@ -33,10 +31,7 @@ class Rule(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """One way of sharding one table. `kind`: its sharding type.
-
-    `proposed`: TorchRec's planner has it too.
-    """
+    """One way of sharding one table. `kind`: its sharding type. `proposed`: TorchRec has it too."""
 
     rule: Rule
     cost_ms: Floats  # [S, P]
@@ -52,13 +47,9 @@ class Option:
 
 @dataclass(frozen=True, eq=False)
 class SearchProblem:
-    """The problem.
-
-    `host_memory` limits what the ranks of each host use together, in addition to each rank's limit.
-
-    It applies to the second kind of memory if it is [hosts], and to every kind if it is [hosts, M];
-    infinite means no limit. `latency_ms`: Option.kind -> [P], the additional time of each phase,
-    once, if any table's option has that kind: the start of one more collective.
+    """`host_memory` limits what the ranks of each host use together: [hosts] for the second kind of
+    memory, or [hosts, M]; infinite: no limit. `latency_ms`: Option.kind -> [P], added once if any
+    table's option has that kind.
     """
 
     tables: list[list[Option]]
@@ -101,9 +92,7 @@ class SearchProblem:
 
     @property
     def kind_ms(self) -> dict[str, float]:
-        """Return the cost of each kind in use under either objective, because the slowest rank
-        waits for each phase's start.
-        """
+        """Return the latency of each kind under either objective."""
         there = dict.fromkeys(option.kind for options in self.tables for option in options)
         sums = {kind: float(self.latency_ms[kind].sum()) for kind in there if kind in self.latency_ms}
         return {kind: total for kind, total in sums.items() if total > 0}
@@ -119,11 +108,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Score:
-    """Both objectives. max_rank: the slowest rank's total cost. critical_path: the sum of each
-    phase's slowest rank.
-
-    In both, the latency of the kinds in use is counted once.
-    """
+    """max_rank: the slowest rank's total. critical_path: the sum of each phase's slowest rank."""
 
     max_rank_ms: float
     critical_path_ms: float
@@ -195,11 +180,7 @@ def keeps_rule(problem: SearchProblem, option: Option, ranks: Ranks) -> bool:
 
 
 def worth_trying(problem: SearchProblem) -> list[list[int]]:
-    """Return each table's options, without those that fit on no empty rank and those that another
-    option dominates.
-
-    A table may have none left; then there is no plan.
-    """
+    """Return each table's options that fit on some empty rank and are not dominated. May be none."""
     kept: list[list[int]] = []
     late = problem.kind_ms
     for options in problem.tables:
@@ -242,9 +223,7 @@ FREER_THAN = {
 
 
 def dominates(option: Option, other: Option, late: Iterable[str] = ()) -> bool:
-    """Return whether `option` can replace `other` everywhere, at no more cost and memory for each
-    shard.
-
+    """Return whether `option` can replace `other` everywhere, at no more cost and memory per shard.
     late: kinds with a latency, which only an option of the same kind may add.
     """
     return (

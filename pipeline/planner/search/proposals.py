@@ -25,10 +25,7 @@ Proposal = list[int]  # for each table the index of an option
 
 @dataclass(frozen=True, eq=False)
 class TorchRecResult:
-    """The result. `chosen`: what TorchRec takes, the first of lowest max_rank.
-
-    `best`: the best by the objective.
-    """
+    """`chosen`: what TorchRec takes, the first of lowest max_rank. `best`: by the objective."""
 
     chosen: Assignment | None
     best: Assignment | None
@@ -37,10 +34,7 @@ class TorchRecResult:
 
 
 def try_proposals(problem: SearchProblem, objective: str, budget: int, stop: Callable[[], bool]) -> TorchRecResult:
-    """Place each proposal as TorchRec does.
-
-    `budget` counts placements; `stop` is called between proposals.
-    """
+    """Place each proposal as TorchRec does. `budget`: placements. `stop`: between proposals."""
     partitioner = _Partitioner(problem)
     walks, complete = _walks(partitioner, budget)
     seen: set[tuple[int, ...]] = set()
@@ -91,9 +85,7 @@ def _walks(partitioner: _Partitioner, budget: int) -> tuple[list[Iterator[Propos
 
 
 def _greedy_walk(partitioner: _Partitioner, by_largest: bool) -> Iterator[Proposal]:
-    """Start from each table's cheapest option, and always take the next option of the table whose
-    shards use most memory.
-    """
+    """Start from the cheapest options; always change the table whose shards use most memory."""
     order = [partitioner.sorted_options(table, by_largest) for table in range(len(partitioner.offered))]
     position = [0] * len(order)
 
@@ -158,9 +150,7 @@ class _Partitioner:
         )
 
     def place(self, proposal: Proposal) -> tuple[Assignment, float] | None:
-        """Return the assignment and its slowest rank's cost, or None if TorchRec finds no
-        placement.
-        """
+        """Return the assignment and its slowest rank's cost; None if TorchRec finds none."""
         problem = self.problem
         load, room = np.zeros(problem.world_size), problem.capacity.copy()
         ranks: list[Ranks | None] = [None] * len(proposal)
@@ -224,10 +214,7 @@ def _heap(load: Floats, ranks: range | list[int], ranks_per_host: int) -> list[t
 def _on_emptiest(
     option: Option, costs: Floats, heap: list[tuple[float, int, int]], load: Floats, room: Floats
 ) -> Ranks | None:
-    """Place each shard on the least loaded rank of the heap with enough memory.
-
-    Updates `load`, `room` and the heap.
-    """
+    """Place each shard on the heap's least loaded rank with enough memory. Updates all three."""
     chosen: list[int] = []
     for cost, memory in zip(costs.tolist(), option.memory, strict=True):
         passed = []
@@ -248,10 +235,7 @@ def _on_emptiest(
 
 
 def _on_a_run_of_hosts(option: Option, costs: Floats, load: Floats, room: Floats, hosts: list[Ranks]) -> Ranks | None:
-    """Return the first run of adjacent `hosts`, sorted by load, with enough memory.
-
-    It wraps around if hosts are too few.
-    """
+    """Return the first run of adjacent `hosts`, sorted by load, with enough memory."""
     wanted = option.num_shards // len(hosts[0])
     if wanted >= len(hosts):
         runs = [[hosts[index % len(hosts)] for index in range(wanted)]]

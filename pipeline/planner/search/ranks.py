@@ -16,11 +16,9 @@ TINY = 1e-12  # of a sum of exponentials; less is rounding after its largest par
 
 class RankState:
     """Loads of all ranks under one objective, for placing tables one by one.
-
-    Under both objectives the value is a sum of maxima over ranks: of the total cost for max_rank,
-    of each phase's cost for critical_path. `load` is [R, maxima]. Steps are judged by a smooth
-    approximation of the maxima, the logarithm of the sum of exponentials. It also takes
-    second-largest loads into account, less so the sharper it is.
+    The value is a sum of maxima over ranks: of the total cost for max_rank, of each phase's cost
+    for critical_path. Steps are judged by a smooth approximation, the logarithm of the sum of
+    exponentials, in which second-largest loads count too. `load` is [R, maxima].
     """
 
     def __init__(
@@ -31,9 +29,7 @@ class RankState:
         memory_weight: float = 0.0,
         targets: Floats | None = None,
     ) -> None:
-        """scale_ms: the approximate value. targets [maxima]: a load costs little up to
-        about this.
-        """
+        """scale_ms: the approximate value. targets [maxima]: loads up to these cost little."""
         self.problem = problem
         self.objective = objective
         self.costs = [[project(option, objective) for option in options] for options in problem.tables]
@@ -131,9 +127,7 @@ class RankState:
             self.put(table, choice, ranks)
 
     def find_placement(self, table: int, choice: int) -> tuple[Ranks, float] | None:
-        """Return ranks for an option's shards by its rule, each where it costs least, and the
-        smooth value; None if none fits.
-        """
+        """Return the cheapest ranks by the option's rule, and the smooth value; None if full."""
         option, cost = self.problem.tables[table][choice], self.costs[table][choice]
         if option.rule is Rule.ANY_RANK and option.num_shards == 1:
             return self._find_rank(option, cost)
@@ -149,9 +143,7 @@ class RankState:
         return None if ranks is None else (ranks, self._value_with(option, cost, ranks))
 
     def find_best(self, table: int) -> tuple[int, Ranks] | None:
-        """Return the option and placement that raise the smooth value least; None if
-        nothing fits.
-        """
+        """Return the option and ranks that raise the smooth value least; None if nothing fits."""
         best: tuple[float, int, Ranks] | None = None
         for choice, option in enumerate(self.problem.tables[table]):
             found = self.find_placement(table, choice)
@@ -204,9 +196,7 @@ class RankState:
         return (np.array([rank]), float(prices[rank])) if np.isfinite(prices[rank]) else None
 
     def _spread(self, option: Option, cost: Floats, on: slice) -> Ranks | None:
-        """Place shards one after another on the best of the ranks `on`; None if one does
-        not fit.
-        """
+        """Place shards one by one on the best of the ranks `on`; None if one does not fit."""
         load, memory, room = self.load.copy(), self.memory[on].copy(), self.problem.capacity[on]
         ranks, first = np.empty(option.num_shards, dtype=np.intp), on.start or 0
         for shard in np.argsort(-cost.sum(axis=1), kind="stable"):
@@ -270,9 +260,8 @@ class RankState:
 
 class FreeShards:
     """The shards that may be on any rank, as arrays, which ranks can exchange one for one.
-
-    Every table has a row for each shard of its options with that rule. After them comes one empty
-    row per rank: a shard exchanged for it just moves. `ranks` is -1 if a row is not in use.
+    Every table has a row for each shard of its options with that rule; then comes one empty row per
+    rank: a shard exchanged for it just moves. `ranks` is -1 if a row is not in use.
     """
 
     def __init__(self, problem: SearchProblem, costs: list[list[Floats]]) -> None:
@@ -322,9 +311,7 @@ class Soft:
         return float((self.highest + np.log(self.sums) / self._per_ms).sum())
 
     def instead(self, gone: Floats, loads: Floats) -> Floats:
-        """Return [...] with `loads` [..., ranks, maxima] instead of those whose exponentials sum to
-        `gone` [..., maxima].
-        """
+        """Return [...] with `loads` [..., ranks, maxima] instead of those with exponentials `gone`."""
         beyond = self._per_ms * (loads - self.highest)
         remaining = np.maximum(self.sums - gone, TINY * self.sums)
         if beyond.max() < LARGEST_EXPONENT:
@@ -335,11 +322,7 @@ class Soft:
         return self._constant + (shift + np.log(total)).sum(axis=-1) / self._per_ms
 
     def exchanged(self, load: Floats, rank: int, there: Ranks, change: Floats) -> Floats:
-        """Return [...] with `change` [maxima, ...] added on the rank and subtracted on the ranks
-        `there`.
-
-        Infinite for changes that are much worse.
-        """
+        """Return [...] with `change` [maxima, ...] added on the rank and subtracted on `there`."""
         lifted = (1,) * (change.ndim - 2)
         gone = self.exponentials[rank][:, None] + self.exponentials[there].T  # [maxima, there]
         remaining = np.maximum(self.sums[:, None] - gone, TINY * self.sums[:, None]).reshape(len(gone), *lifted, -1)
@@ -359,10 +342,7 @@ def project(option: Option, objective: str) -> Floats:
 
 
 def fill(state: RankState, choices: list[int] | None, order: list[int]) -> bool:
-    """Place all tables in `order`, by `choices` or at the best position.
-
-    A choice that does not fit is replaced. False: full.
-    """
+    """Place all tables in `order`, by `choices` if they fit, otherwise best. False: full."""
     for table in order:
         placement: tuple[int, Ranks] | None = None
         if choices is not None:

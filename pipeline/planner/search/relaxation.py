@@ -31,12 +31,8 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Relaxation:
-    """The result.
-
-    `bound_ms` is None if even the relaxation has no solution: then nothing fits, and other fields
-    are empty.
-
-    Per option: its share of the table, and the minimum increase of the bound if it is chosen.
+    """`bound_ms` is None if nothing fits; then other fields are empty. Per option: its share of the
+    table, and the minimum increase of the bound if it is chosen.
     """
 
     bound_ms: float | None
@@ -47,10 +43,7 @@ class Relaxation:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """One option per table, with minimum total cost for evenly spread loads.
-
-    No allowed plan is below the bound.
-    """
+    """One option per table, with minimum total cost for evenly spread loads, and the bound."""
 
     choices: tuple[int, ...]
     bound_ms: float
@@ -58,9 +51,7 @@ class Choice:
 
 
 class LinearProgram:
-    """The relaxation of a problem under an objective, solved several times with some options
-    excluded.
-
+    """The relaxation under an objective, solved several times with some options excluded.
     Variables: each option's share, each maximum, what every rank has of it at least, each kind with
     a latency.
     """
@@ -90,10 +81,7 @@ class LinearProgram:
         self.one_each = scipy.sparse.csr_matrix((np.ones(len(ends)), (ends, np.arange(len(ends)))), shape=shape)
 
     def crowd(self, relaxation: Relaxation) -> bool:
-        """Add rows for tables whose shards nearly fill one maximum of a complete host.
-
-        Return whether there are any.
-
+        """Add rows for tables whose shards nearly fill one maximum of a complete host; whether any.
         For n ranks that hold such an option's shards, and for any rate, the load of maximum p is at
         most n times `rate` times maximum q, plus what the shards have of p beyond `rate` times q.
         Other ranks have at most maximum p. So what does not fit there raises p or q.
@@ -121,10 +109,7 @@ class LinearProgram:
         return bool(rows)
 
     def _crowded_rows(self, index: int, full: int) -> list[Floats]:
-        """Return rows for each other maximum and each rate.
-
-        `full`: the maximum that the option nearly fills.
-        """
+        """Return rows for each other maximum and rate. `full`: the maximum that is filled."""
         costs = [cost for table in self.costs for cost in table]
         starts, shards = np.cumsum([0, *map(len, costs[:-1])]), np.concatenate(costs)
         own, count, world = costs[index], len(costs[index]), self.problem.world_size
@@ -144,9 +129,7 @@ class LinearProgram:
         return rows
 
     def small_shards(self, limits_ms: Floats) -> Mask:
-        """Return options without a shard above the limits [maxima]; a table without such an option
-        keeps its smallest one.
-        """
+        """Return options without a shard above the limits [maxima], or the smallest one."""
         free = self.largest - self.least
         excess = np.max(free / np.maximum(limits_ms, 1e-12), axis=1)
         least = np.repeat(np.minimum.reduceat(excess, self.starts), self.sizes)
@@ -154,16 +137,13 @@ class LinearProgram:
         return allowed
 
     def lumps(self, maxima_ms: Floats) -> Floats:
-        """Return [options]: how hard large shards are to spread. n equal shards per rank sum to 1/n
-        of its load.
-        """
+        """Return [options]: how hard large shards are to spread. n equal ones sum to 1/n of a load."""
         per_rank = self.squares / np.maximum(maxima_ms, 1e-12) / self.problem.world_size
         summed: Floats = per_rank.sum(axis=1)
         return summed
 
     def solve(self, allowed: Mask | None = None, without: Collection[str] = (), all_in_use: bool = False) -> Relaxation:
         """Bound plans with the `allowed` options and no kind in `without`.
-
         With `without` or `all_in_use`, all other kinds with a latency count as in use.
         """
         goal, bounds = self._goal(), self._bounds(allowed, without, all_in_use)
@@ -188,7 +168,6 @@ class LinearProgram:
         unevenness: Floats | None = None,
     ) -> Choice | None:
         """Return one undivided option per table; None if none were found.
-
         unevenness [options]: additional milliseconds (see lumps). Only without it the bound is
         valid.
         """
@@ -256,9 +235,7 @@ class LinearProgram:
         return rows, np.concatenate([np.zeros(2 * maxima), [limit for _, limit in packing], zeros])
 
     def _kind_rows(self) -> scipy.sparse.csr_matrix:
-        """Return rows for each kind with a latency and each table: the kind is in use at least by
-        the table's share of it.
-        """
+        """Return rows by which a kind is in use at least by each table's share of it."""
         tables = np.repeat(np.arange(len(self.sizes)), self.sizes)
         kinds = np.array(self.kinds)
         data, row, column, line = [], [], [], 0
@@ -272,12 +249,9 @@ class LinearProgram:
         return scipy.sparse.csr_matrix((data, (row, column)), shape=(line, self.width))
 
     def _packing_rows(self) -> list[tuple[Floats, float]]:
-        """Return rows by which two shards that each use more than half of a rank's memory need two
-        ranks.
-
-        Martello and Toth's functions for bin packing: a shard below a threshold counts nothing, a
-        shard above one minus the threshold counts a complete rank. Only if all ranks have the same
-        memory.
+        """Return rows by which two shards of more than half a rank's memory need two ranks.
+        Martello and Toth's functions for bin packing: below a threshold a shard counts nothing,
+        above one minus the threshold a complete rank. Only if all ranks have the same memory.
         """
         rows = []
         for tier in range(self.problem.num_memories):
@@ -294,9 +268,7 @@ class LinearProgram:
         return rows
 
     def _largest_shard_rows(self) -> scipy.sparse.csr_matrix:
-        """Return rows for each table: a maximum is at least its largest shard, by shares, plus what
-        every rank has.
-        """
+        """Return rows by which a maximum is at least a table's largest shard, by shares."""
         count = len(self.sizes)
         tables, lines, ones = np.repeat(np.arange(count), self.sizes), np.arange(count), np.ones(count)
         blocks = []

@@ -15,9 +15,7 @@ ROUNDS = 4  # of placing the tables on overfull ranks again
 
 @dataclass(frozen=True, eq=False)
 class Shortfall:
-    """The attempt that exceeds capacities least: for each table an option and ranks, and the
-    excess.
-    """
+    """The attempt that exceeds capacities least: options, ranks and the excess."""
 
     choices: list[int]
     ranks: list[Ranks]
@@ -29,9 +27,7 @@ class Shortfall:
 
 
 def least_shortfall(problem: SearchProblem) -> Shortfall:
-    """Place the largest table first, each where it adds least excess; then place tables on overfull
-    ranks again.
-    """
+    """Place the largest table first, where it adds least excess; then overfull ones again."""
     attempt = _Attempt(problem)
     least = [min(float(option.memory.sum()) for option in options) for options in problem.tables]
     order = sorted(range(len(least)), key=lambda table: (-least[table], table))
