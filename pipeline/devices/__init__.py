@@ -17,9 +17,7 @@ _current: Device | None = None
 
 
 def current() -> Device:
-    """Return the device that init_distributed chose. Return the CPU before that call and in verbs
-    without ranks.
-    """
+    """Return the device that init_distributed chose; the CPU before, and in verbs without ranks."""
     global _current
     if _current is None:
         _current = named("cpu")
@@ -44,13 +42,8 @@ def using(device: Device) -> Iterator[Device]:
 
 
 def named(name: str, index: int = 0, plain: bool = False) -> Device:
-    """Return the device of this kind, or the current device if the name is auto.
-
-    plain: without this package's kernels (sharding.fast_cpu=false). The host need not have the
-    device, because a plan may be made for hardware of another host.
-
-    Raises:
-        ConfigError: no device of that name is registered.
+    """Return the device of this kind (this host need not have it); "auto": the current one.
+    plain: without this package's kernels (sharding.fast_cpu=false). Raises ConfigError if unknown.
     """
     from pipeline.config.registry import find
 

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 
 class Device:
-    """Describe the device of one rank. Class attributes describe its kind, so planning needs no
-    hardware.
-    """
+    """Describe the device of one rank. Class attributes describe its kind, without hardware."""
 
     device_type: ClassVar[str]  # torch's name: torch.device(device_type, index)
     backend: ClassVar[str]  # the backend of the process group
@@ -74,15 +72,11 @@ class Device:
 
     @classmethod
     def check_absence(cls) -> None:
-        """Raise ConfigError if the host has such a device and torch does not see it (an old driver,
-        a CPU build).
-        """
+        """Raise ConfigError if the host has such a device and torch does not see it."""
 
     @classmethod
     def index_of(cls, local_rank: int) -> int:
-        """Return the index of the device of a rank. Raises ConfigError if a host has more ranks
-        than devices.
-        """
+        """Return the index of a rank's device. Raises ConfigError if there are too few."""
         return local_rank
 
     def needs_claim(self, num_ranks: int) -> bool:
@@ -90,9 +84,7 @@ class Device:
         return False
 
     def claim(self, store: dist.Store, local_rank: int) -> None:
-        """Claim the device for this rank. Raises ConfigError if another rank of the host has
-        claimed it.
-        """
+        """Claim the device for this rank. Raises ConfigError if another rank has it."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -115,18 +107,14 @@ class Device:
         self._module.synchronize(self.torch_device)
 
     def record_event(self) -> torch.Event:
-        """Return an event that completes when the operations issued so far on the current stream
-        complete.
-        """
+        """Return an event that completes after what is issued on the current stream."""
         event: torch.Event = self._module.current_stream().record_event()
         return event
 
     # The step
 
     def pipeline(self, asked: str, world_size: int) -> str:
-        """Return the train pipeline for trainer.pipeline: sparse_dist, base, or plain (no copies,
-        no overlap).
-        """
+        """Return the train pipeline: sparse_dist, base, or plain (no copies, no overlap)."""
         return "sparse_dist" if asked == "auto" else asked
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
@@ -138,17 +126,13 @@ class Device:
     # Tables, layers, exchanges
 
     def exchange(self, context: DistributedContext, timeout_s: float) -> HostExchange | None:
-        """Collective: return the exchange that ranks of one host use instead of the process group,
-        or None.
-        """
+        """Collective: return the exchange of one host's ranks, or None."""
         return None
 
     # Memory
 
     def count_here(self) -> int:
-        """Return how many such devices torch sees on this host. 0: ranks are not bound to one
-        device each.
-        """
+        """Return the number of such devices. 0: ranks are not bound to one device each."""
         return int(self._module.device_count())
 
     def memory_bytes(self) -> int:
@@ -156,9 +140,7 @@ class Device:
         return int(self._module.get_device_properties(self._module.current_device()).total_memory)
 
     def memory_gb_per_s(self) -> float:
-        """Return the peak memory bandwidth of one device of this host; 0.0 if torch cannot report
-        it.
-        """
+        """Return the peak memory bandwidth; 0.0 if torch cannot report it."""
         return 0.0
 
     def card_name(self) -> str:
@@ -200,10 +182,9 @@ class Device:
         return [ProfilerActivity.CPU, getattr(ProfilerActivity, self.device_type.upper())]
 
     def own_time_us(self, event: FunctionEventAvg) -> float:
-        """Return the time of one event of the profiler, without the time of events that it calls.
-
-        A kernel is an event of the device. The operation that launches the kernel also reports the
-        kernel's time, and so does a range that the user names. Both are excluded.
+        """Return a profiler event's time without the events that it calls.
+        Only kernels count. Operations that launch them, and the user's ranges, report the same time
+        again.
         """
         is_kernel = event.device_type.name == self.device_type.upper() and not event.is_user_annotation
         return float(event.self_device_time_total) if is_kernel else 0.0
@@ -216,8 +197,6 @@ def in_host_memory(tensors: torch.Tensor | Iterable[torch.Tensor]) -> bool:
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
-    """Return the type in which autocast computes products of this tensor, or None without
-    autocast.
-    """
+    """Return the type of autocast's products of this tensor, or None without autocast."""
     device_type = tensor.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None

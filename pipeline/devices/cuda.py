@@ -35,9 +35,7 @@ class Cuda(Device):
         check_cpu_is_meant()
 
     def memory_gb_per_s(self) -> float:
-        """Return the peak bandwidth: two transfers per clock over the complete bus. Clock rates are
-        in kHz.
-        """
+        """Return the peak: two transfers per clock (kHz) over the complete bus."""
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return float(2 * properties.memory_clock_rate * 1e3 * properties.memory_bus_width / 8 / 1e9)
 
@@ -49,11 +47,8 @@ class Cuda(Device):
 
 
 def gpu_of_rank(local_rank: int) -> int:
-    """Return the index of the rank's GPU. A process that sees one GPU uses that GPU (see
-    claim_gpu).
-
-    Raises:
-        ConfigError: this host has more ranks than GPUs.
+    """Return the rank's GPU; the only one that the process sees (see claim_gpu).
+    Raises ConfigError if this host has more ranks than GPUs.
     """
     count = torch.cuda.device_count()
     if local_rank < count:
@@ -67,13 +62,8 @@ def gpu_of_rank(local_rank: int) -> int:
 
 
 def check_cpu_is_meant() -> None:
-    """Refuse to train on the CPU of a GPU host if torch merely fails to see the GPU.
-
-    An old driver or a CPU build of torch would otherwise cost hours at a fraction of the speed. An
-    empty CUDA_VISIBLE_DEVICES hides the GPUs on purpose and is accepted.
-
-    Raises:
-        ConfigError: with torch's reason.
+    """Refuse to train on the CPU of a GPU host if torch fails to see the GPU.
+    An empty CUDA_VISIBLE_DEVICES hides GPUs on purpose. Raises ConfigError with torch's reason.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not GPU_FILE.exists():
         return
@@ -94,13 +84,8 @@ def why_no_gpu() -> str:
 
 
 def claim_gpu(store: dist.Store, local_rank: int) -> None:
-    """Check that no other rank uses this rank's GPU, if each task sees one GPU (Slurm's
-    --gpus-per-task=1).
-
-    CUDA_VISIBLE_DEVICES cannot tell: Slurm's cgroups renumber GPUs, so it may be 0 in each task.
-
-    Raises:
-        ConfigError: another rank of this host has claimed the same GPU.
+    """Check that no other rank uses this GPU, if each task sees one (Slurm's --gpus-per-task=1).
+    CUDA_VISIBLE_DEVICES cannot tell, because Slurm's cgroups renumber GPUs. Raises ConfigError.
     """
     gpu = torch.cuda.get_device_properties(0).uuid
     if store.add(f"gpu/{socket.gethostname()}/{gpu}", 1) > 1:

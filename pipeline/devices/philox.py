@@ -24,18 +24,12 @@ OTHERWISE_AT_ONCE = 1 << 8
 
 
 def fill_uniform(out: torch.Tensor, key: int, first: int, bound: float) -> None:
-    """Fill out [n] (float32, contiguous) with numbers uniform in [-bound, bound].
-
-    They are the numbers from `first` on of the 64-bit `key`.
-    """
+    """Fill out [n] (float32) with the key's numbers from `first` on, in [-bound, bound]."""
     _fill(out, key, first, is_normal=False, unit=bound * 2.0**-23)
 
 
 def fill_normal(out: torch.Tensor, key: int, first: int, std: float) -> None:
-    """Fill out [n] (float32, contiguous) with normal numbers of mean 0; none is beyond 5.9 std.
-
-    They are the numbers from `first` on of the 64-bit `key`.
-    """
+    """Fill out [n] (float32) with the key's normal numbers from `first` on, within 5.9 std."""
     _fill(out, key, first, is_normal=True, unit=std)
 
 
@@ -60,9 +54,7 @@ def _fill(out: torch.Tensor, key: int, first: int, *, is_normal: bool, unit: flo
 
 
 def _words(key: int, first_group: int, num_groups: int, device: torch.device) -> torch.Tensor:
-    """Return [num_groups, 4, LANES] int64 in 0..2^32 - 1. A product that passes 2^63 wraps and
-    keeps its bits.
-    """
+    """Return [num_groups, 4, LANES] int64 in 0..2^32 - 1. Products that pass 2^63 keep their bits."""
     counter = torch.arange(first_group * LANES, (first_group + num_groups) * LANES, device=device)
     x0, x1 = counter & LOW, counter >> 32
     x2, x3 = torch.zeros_like(x0), torch.zeros_like(x0)

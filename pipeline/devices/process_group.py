@@ -27,15 +27,9 @@ STORE_TIMEOUT_S = 10.0
 def init_distributed(
     backend: str = "auto", timeout_s: float = 300.0, compute_device: str = "auto", fast_cpu: bool = True
 ) -> DistributedContext:
-    """Collective: join the process group that torchrun describes. Without torchrun, make a group of
-    one rank.
-
-    Chooses the device of this process, which devices.current() then returns. compute_device:
-    hardware.compute_device; cpu leaves a host's accelerators unused. fast_cpu=False: CPU ranks do
-    not use this package's kernels.
-
-    Raises:
-        ConfigError: the host has no device for this backend, or has more ranks than devices.
+    """Collective: choose the device, and join torchrun's group, or make one of one rank.
+    compute_device: hardware.compute_device; cpu leaves accelerators unused. fast_cpu=False: without
+    this package's CPU kernels. Raises ConfigError if the host has no device for a rank or backend.
     """
     environ = os.environ
     rank, world_size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
@@ -70,10 +64,7 @@ def init_for(job: TrainJob) -> DistributedContext:
 
 def _choose_device(backend: str, compute_device: str, local_rank: int, fast_cpu: bool) -> Device:
     """Return the first accelerator of this host with this backend, otherwise the CPU.
-
-    Raises:
-        ConfigError: the host has no device for this backend, or has more ranks than devices, or
-            torch does not see the host's device.
+    Raises ConfigError if there is none for the backend, too few, or torch does not see it.
     """
     host = devices.named("cpu", local_rank, plain=not fast_cpu)
     for name, kind in devices.kinds().items():
@@ -96,9 +87,7 @@ def _choose_device(backend: str, compute_device: str, local_rank: int, fast_cpu:
 
 
 def describe_threads(context: DistributedContext) -> str:
-    """Describe how many ranks and threads share this host's cores, and which setting
-    decided that.
-    """
+    """Describe how ranks and threads share this host's cores, and why."""
     ranks, threads, cores = context.local_world_size, torch.get_num_threads(), len(os.sched_getaffinity(0))
     asked = os.environ.get("OMP_NUM_THREADS")
     why = f"OMP_NUM_THREADS={asked}" if asked else "torch's default: one thread per physical core"
@@ -111,15 +100,9 @@ def describe_threads(context: DistributedContext) -> str:
 
 
 def _join(rank: int, world_size: int, timeout_s: float) -> dist.Store | None:
-    """Return the agent's store after all ranks have joined. Return None without an agent; rank 0
-    then makes a store.
-
-    torch 2.13 assumes that the agent makes a new store for each restart, and drops the prefix that
-    separates attempts. The c10d agent keeps its store, so a restarted rank might connect to the
-    dead rank's address.
-
-    Raises:
-        TimeoutError: a rank has not joined, and no watchdog runs to report it.
+    """Return the agent's store after all ranks have joined; None without an agent.
+    The c10d agent keeps its store, so a restarted rank might connect to the dead rank's address;
+    torch 2.13 drops the prefix that separates attempts. Raises TimeoutError if a rank is missing.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None

@@ -23,10 +23,7 @@ DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
 
 
 class Composer(nn.Module):
-    """Computes one compressed table's pooled rows from its parts' rows.
-
-    Holds the dense parameters of its kind.
-    """
+    """Computes a compressed table's pooled rows from its parts' rows. Holds its dense parameters."""
 
     def __init__(self, table: Table) -> None:
         super().__init__()
@@ -35,14 +32,12 @@ class Composer(nn.Module):
             _add_parameter(self, name, value)
 
     def id_features(self, index: int) -> list[str]:
-        """Return the features that together have each id of the table's feature number `index`
-        once."""
+        """Return the features that have each id of feature number `index` once."""
         return self._kind.id_features(index)
 
     def forward(self, pooled: Mapping[str, torch.Tensor], features: KeyedJaggedTensor, index: int) -> torch.Tensor:
         """Return [batch, embedding_dim] of the table's feature number `index`.
-
-        pooled: part's feature -> [batch, its part's columns]; features: the ids after the split.
+        pooled: part's feature -> [batch, its columns]; features: the ids after the split.
         """
         rows = self._kind.compose(dict(self.named_parameters()), pooled, features, index)
         if self._kind.table.pooling != "mean":
@@ -63,9 +58,7 @@ def _add_parameter(module: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 class Composition(nn.Module):
-    """forward(pooled parts, features) -> KeyedTensor by logical features, in the order of `tables`,
-    in float32.
-
+    """forward(pooled parts, features) -> float32 KeyedTensor by features, in the order of `tables`.
     A sequence's columns are the rows of its positions, oldest first, zeros without an id, then the
     number of ids.
     """
@@ -101,9 +94,8 @@ class Composition(nn.Module):
 
     @staticmethod
     def _count(features: KeyedJaggedTensor, composer: nn.Module | None, names: list[str], end: int) -> torch.Tensor:
-        """Return [batch, COUNT_COLUMNS] float32: the number of ids of the positions `names`.
-
-        `end` is the index after them in their table.
+        """Return [batch, COUNT_COLUMNS] float32: the ids of the positions `names`, which end at
+        `end`.
         """
         if isinstance(composer, Composer):
             names = [name for index in range(end - len(names), end) for name in composer.id_features(index)]
@@ -122,19 +114,13 @@ def _columns_of(pooled: KeyedTensor, names: list[str]) -> torch.Tensor:
 
 
 def _key(table: Table) -> str:
-    """Return the module's name.
-
-    A module cannot have the names of some tables (train, type, values).
-    """
+    """Return the module's name. A module cannot have some tables' names (train, type, values)."""
     return f"{table.name}__parts"
 
 
 class ComposedEmbeddings(nn.Module):
-    """Plain tables, and the composition of compressed ones: forward(split features) -> KeyedTensor
-    by logical features.
-
-    A model uses it like an EmbeddingBagCollection. Ids must be split by id_splitter.IdSplitter
-    first.
+    """Plain tables and composed ones: forward(split features) -> KeyedTensor by features.
+    A model uses it like an EmbeddingBagCollection, after id_splitter.IdSplitter.
     """
 
     def __init__(self, tables: Sequence[Table], device: torch.device | None = None) -> None:
@@ -157,11 +143,8 @@ class ComposedEmbeddings(nn.Module):
 
 
 class NoTables(EmbeddingBagCollection):
-    """The lookup of a model without categorical features: forward(features) -> KeyedTensor without
-    keys, [batch, 0].
-
-    TorchRec's class would concatenate no tensors, which torch refuses. No sharder takes this class,
-    because there is nothing to place.
+    """The lookup without categorical features: forward(features) -> KeyedTensor [batch, 0].
+    TorchRec's class would concatenate no tensors, which torch refuses. No sharder takes this class.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -174,11 +157,8 @@ class NoTables(EmbeddingBagCollection):
 def build_embeddings(
     tables: Sequence[Table], device: torch.device | None = None
 ) -> EmbeddingBagCollection | ComposedEmbeddings:
-    """Build the module in which a model looks its tables up: forward(features) -> KeyedTensor by
-    logical feature names.
-
-    It is a plain EmbeddingBagCollection if no table is compressed or has sequences. `device` None:
-    meta.
+    """Build the lookup of a model's tables: forward(features) -> KeyedTensor by features.
+    A plain EmbeddingBagCollection without compressed tables and sequences. `device` None: meta.
     """
     if not tables:
         return NoTables(device)
@@ -190,12 +170,9 @@ def build_embeddings(
 def build_embedding_bag_collection(
     tables: Sequence[Table], device: torch.device | None = None
 ) -> EmbeddingBagCollection:
-    """Return a collection with one EmbeddingBagConfig per table. `device` None: meta, without
-    memory before sharding.
-
-    The pooled output is a KeyedTensor by feature name. Its order of values depends on the plan, so
-    read it by key. If ids of a table have weights, the features of all tables have weights, 1 for
-    those without.
+    """Return a collection with a config per table. `device` None: meta.
+    Read the pooled KeyedTensor by key: its order depends on the plan. If ids of a table have
+    weights, all have, 1 for those without.
     """
     return EmbeddingBagCollection(
         tables=[_config(table) for table in tables],
@@ -218,8 +195,9 @@ def _config(table: Table) -> EmbeddingBagConfig:
 
 @dataclass(frozen=True)
 class RowsOf:
-    """The init_fn of a part with rows of another table: the same numbers as there
-    (sharding/torchrec/table_init.py)."""
+    """The init_fn of a part with another table's rows: the same numbers
+    (sharding/torchrec/table_init.py).
+    """
 
     block: Block
     initialize: Callable[[torch.Tensor], torch.Tensor]
@@ -230,8 +208,9 @@ class RowsOf:
 
 @dataclass(frozen=True)
 class Managed:
-    """The init_fn of rows that are assigned to ids during training, each initialized on
-    assignment (extras/managed_collision/managed_tables.py)."""
+    """The init_fn of rows that ids get during training
+    (extras/managed_collision/managed_tables.py).
+    """
 
     rows: ManagedRows
     initialize: Callable[[torch.Tensor], torch.Tensor]
@@ -276,10 +255,7 @@ class Zeros:
 
 
 def init_function(init: InitConfig, num_embeddings: int, embedding_dim: int) -> Uniform | Normal | Zeros:
-    """Return a function that fills a table's weights in place.
-
-    The scale follows the complete table, not the shard.
-    """
+    """Return a function that fills weights in place, by the scale of the complete table."""
     init = init.scaled(num_embeddings, embedding_dim)
     if init.scale is None:
         return Zeros()

@@ -23,10 +23,9 @@ ITEM_BYTES = {"fp32": 4, "fp16": 2}
 
 @dataclass(frozen=True)
 class Collisions:
-    """Shares of the counted ids and of their lookups (None without data about lookups).
-
-    `ids`: ids that share a row with another id. `lookups`: lookups of such ids. `lookups_of_others`: lookups of
-    ids that are not the most frequent id of their row, which is trained mostly for that id.
+    """Shares of the counted ids, and of their lookups (None without data about lookups).
+    `ids`: share a row. `lookups`: of such ids. `lookups_of_others`: of ids that are not the most
+    frequent of their row, which is trained mostly for that one.
     """
 
     counted: int
@@ -59,10 +58,7 @@ class Savings:
 
 
 def savings_of(tables: Iterable[Table]) -> list[Savings]:
-    """Measure the compressed tables.
-
-    Shared rows are counted id by id: one second for a hundred million ids.
-    """
+    """Measure the compressed tables. Shared rows are counted id by id: 1 s for a hundred million."""
     return [_savings(table) for table in tables if table.compression is not None]
 
 

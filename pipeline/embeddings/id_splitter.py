@@ -23,13 +23,10 @@ SKIPPED = "tables.*.compression.skip_empty_bags"
 
 
 class IdSplitter:
-    """Converts a KeyedJaggedTensor by the data set's features to one by the parts' or positions'
-    features.
-
-    It runs on the CPU. Features of uncompressed tables are unchanged. Keys have the same order in
-    every batch. Besides the features that the collection looks up, there are features whose ids
-    dense parameters turn into rows. skip_empty_bags: leave out bags without ids of cold parts, if
-    ranks would send them to each other.
+    """Converts a KeyedJaggedTensor by features to one by the parts' or positions' features, on the
+    CPU.
+    Keys have the same order in every batch. There are also features whose ids dense parameters turn
+    into rows. skip_empty_bags: leave out bags without ids of cold parts, if ranks would send them.
     """
 
     def __init__(self, tables: Iterable[Table], *, skip_empty_bags: bool = False) -> None:
@@ -55,10 +52,7 @@ class IdSplitter:
         return bool(self._splits or self._positions)
 
     def __call__(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Split a batch.
-
-        Raises ConfigError if a bag is longer than the table's compression allows.
-        """
+        """Split a batch. Raises ConfigError if a bag is too long for the compression."""
         if not self:
             return features
         keys: list[str] = []
@@ -119,10 +113,8 @@ def _weights_of(parts: list[Bags]) -> NDArray[np.float32]:
 
 
 def newest(bags: Bags, num_positions: int) -> Iterator[Bags]:
-    """Yield the ids of the first position of all samples, then of the second, and so on. Longer
-    lists keep the last ids.
-
-    A shorter list fills the first positions and has no id in later positions.
+    """Yield the ids of the first position of all samples, then of the second, and so on.
+    Longer lists keep the last ids. Shorter ones have no id in later positions.
     """
     lengths = bags.lengths.astype(np.int64)
     begins = np.cumsum(lengths) - lengths
@@ -138,11 +130,7 @@ def newest(bags: Bags, num_positions: int) -> Iterator[Bags]:
 
 
 def matching(bags: Bags, searched: Bags, wanted: Bags) -> Bags:
-    """Keep the ids of each list where `searched`, a list of equal length, has the sample's single
-    id of `wanted`.
-
-    Samples without exactly one id of `wanted` keep no ids.
-    """
+    """Keep the ids of each list where `searched` has the sample's single id of `wanted`, if one."""
     targets: NDArray[np.int64] = np.full(len(wanted.lengths), -1, np.int64)
     has_one = wanted.lengths == 1
     targets[has_one] = wanted.ids[np.repeat(has_one, wanted.lengths)]
@@ -190,8 +178,7 @@ def at(weights: NDArray[np.float32] | None, chosen: NDArray[Any]) -> NDArray[np.
 
 
 def sum_of_lengths(features: KeyedJaggedTensor, names: Sequence[str]) -> torch.Tensor:
-    """Return [batch]: the number of ids of the features of every sample, also if empty bags are
-    left out."""
+    """Return [batch]: the number of ids of the features, also without empty bags."""
     keys = features.keys()
     if not features.variable_stride_per_key():
         lengths = features.lengths().view(-1, features.stride())

@@ -24,18 +24,14 @@ INT8_ROW = 32  # fbgemm's codec quantizes this many adjacent values with one sca
 
 
 def sharding_types_exact_for(optimizer_name: str) -> tuple[str, ...]:
-    """Return the sharding types under which `optimizer_name` updates a table exactly as without
-    sharding.
-    """
+    """Return the types under which the optimizer updates as without sharding."""
     if not find_optimizer(optimizer_name).whole_rows:
         return SHARDING_TYPES
     return tuple(kind for kind in SHARDING_TYPES if kind not in COLUMN_SHARDING_TYPES)
 
 
 def allowed_sharding_types(table: Table, optimizer_name: str) -> tuple[str, ...]:
-    """List the types that a planner may choose: the types in the table's config, or all exact
-    types.
-    """
+    """List the types that a planner may choose: the config's, or all exact ones."""
     return tuple(table.sharding.sharding_types) or sharding_types_exact_for(optimizer_name)
 
 
@@ -53,9 +49,8 @@ def check_widths(tables: list[Table]) -> None:
 
 def precisions(comms: CommsConfig) -> dict[str, tuple[str, str]]:
     """Return collective -> (forward, backward) precision in use.
-
-    A reduce-scatter adds numbers on the wire, which int8 does not allow (each 32 values have a
-    separate scale): it uses fp16, and so does the all-gather of its gradients.
+    A reduce-scatter adds numbers, which int8 does not allow (32 values have one scale): it uses
+    fp16, and so does the all-gather of its gradients.
     """
     asked = (comms.forward_precision, comms.backward_precision)
     summed = ["fp16" if precision == "int8" else precision for precision in asked]
@@ -63,9 +58,7 @@ def precisions(comms: CommsConfig) -> dict[str, tuple[str, str]]:
 
 
 def describe_comms(comms: CommsConfig) -> dict[str, str]:
-    """Return collective -> description of its bytes, e.g. {"all_to_all": "int8 forward / fp16
-    backward", ...}.
-    """
+    """Return {"all_to_all": "int8 forward / fp16 backward", ...}."""
     described = {
         name: f"{forward} forward / {backward} backward" for name, (forward, backward) in precisions(comms).items()
     }
@@ -73,10 +66,7 @@ def describe_comms(comms: CommsConfig) -> dict[str, str]:
 
 
 def check_batch_fits_comms(comms: CommsConfig, batch_size: int, tables: list[Table]) -> None:
-    """Raise PlanError if int8 all-to-all would fail at the first step.
-
-    It splits a rank's values into rows of 32.
-    """
+    """Raise PlanError if int8 all-to-all, in rows of 32, would fail at the first step."""
     if "int8" not in precisions(comms)["all_to_all"]:
         return
     for table in tables:

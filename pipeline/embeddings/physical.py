@@ -29,12 +29,7 @@ SIZES = (
 
 
 def physical_tables(tables: Sequence[Table]) -> list[Table]:
-    """Return the plain tables of `tables`, in their order. An uncompressed table is returned
-    itself.
-
-    Raises:
-        ConfigError: settings do not fit a table, or two tables have one name.
-    """
+    """Return the plain tables of `tables`, in order. ConfigError if settings do not fit."""
     found: dict[str, Table] = {}
     for table in tables:
         for part in leaves(table):
@@ -55,8 +50,7 @@ def leaves(table: Table) -> list[Table]:
 
 
 def _in_memory_or_tiers(table: Table) -> Table:
-    """Return the table without tiers if it is small or replicated: then it is completely in
-    memory."""
+    """Return the table without tiers if it is small or replicated."""
     is_replicated = table.sharding.sharding_types == ["data_parallel"]
     if table.tiers is None:
         return table
@@ -124,10 +118,7 @@ def _check_weights(table: Table) -> None:
 
 
 def signatures(tables: Iterable[Table]) -> dict[str, str]:
-    """Return table -> signature of the meaning of its parts' rows.
-
-    With another signature the rows mean other ids.
-    """
+    """Return table -> signature: with another one the rows of its parts mean other ids."""
     return {table.name: signature(table) for table in tables if table.compression is not None}
 
 

@@ -17,9 +17,7 @@ POINTS = 64  # maximum number of points of a part's curve
 
 @dataclass(frozen=True)
 class RowFrequencies:
-    """`shares[i]` of a table's lookups are for its `rows[i]` hottest rows (both ascending, from 0
-    to 1).
-
+    """`shares[i]` of a table's lookups are for its `rows[i]` hottest rows (ascending from 0).
     `by_row`: the hottest rows are the first rows.
     """
 
@@ -31,10 +29,8 @@ class RowFrequencies:
 def merge_frequencies(
     features: list[SparseFeature], pooling_factors: list[float], multi_hot: dict[str, int]
 ) -> RowFrequencies | None:
-    """Merge the curves of the features that a table embeds; None if no curve has more than its end
-    point.
-
-    `multi_hot`: features whose bags are one id of the data and further uniform ids (data/read/multi_hot.py).
+    """Merge the curves of a table's features; None if no curve has more than its end point.
+    `multi_hot`: features with one id of the data and further uniform ids (data/read/multi_hot.py).
     """
     curves = [feature.frequency_curve for feature in features]
     if all(len(curve.ranks) < 2 for curve in curves) or not sum(pooling_factors):
@@ -51,10 +47,7 @@ def merge_frequencies(
 
 
 def share_of(curve: FrequencyCurve, rank: int) -> float:
-    """Return the share of all lookups of the `rank` most frequent ids.
-
-    Between two points of the curve ids count equally.
-    """
+    """Return the share of lookups of the `rank` most frequent ids, linear between points."""
     after = bisect_right(curve.ranks, rank)
     if after == len(curve.ranks):
         return 1.0
@@ -75,8 +68,7 @@ def share_of_first(frequencies: RowFrequencies, num_ids: float) -> float:
 
 
 def hashed_frequencies(frequencies: RowFrequencies | None, num_rows: int) -> RowFrequencies | None:
-    """Estimate the frequencies of a part's rows whose ids are hashed; None if the table's are
-    unknown."""
+    """Estimate the frequencies of a part's rows with hashed ids, or None."""
     if frequencies is None:
         return None
     points = points_of(num_rows)
@@ -99,8 +91,7 @@ def frequencies_of_block(frequencies: RowFrequencies | None, first: int, end: in
 
 
 def share_of_block(frequencies: RowFrequencies | None, first: int, end: int, num_ids: int) -> float:
-    """Return the share of a table's lookups of ids first .. end - 1; even over ids if unknown or
-    hashed."""
+    """Return the share of lookups of ids first .. end - 1; even if unknown or hashed."""
     if frequencies is None or not frequencies.by_row:
         return (end - first) / num_ids
     return share_of_first(frequencies, end) - share_of_first(frequencies, first)

@@ -25,10 +25,9 @@ class Block:
 
 @dataclass(frozen=True)
 class ManagedRows:
-    """Settings of the map from hashed ids to rows. `table` is the part that holds the rows.
-
+    """Settings of the map from hashed ids to rows. `table`: the part that holds the rows.
     admit_count, admit_probability: conditions for an id to get a row. max_idle_steps: an id that
-    does not occur for this many steps loses its row; None: only other ids take its row.
+    does not occur for so many steps loses its row; None: only other ids take it.
     """
 
     table: str
@@ -47,10 +46,8 @@ class ManagedRows:
 
 @dataclass(frozen=True)
 class Positions:
-    """A sequence that a model reads by position: its newest `num_positions` ids, and their number.
-
-    search_in, search_for: only positions where the sequence search_in has the id of the feature
-    search_for.
+    """A sequence read by position: its newest `num_positions` ids, and their number.
+    search_in, search_for: only positions where the sequence search_in has the id of search_for.
     """
 
     feature: str
@@ -121,10 +118,7 @@ def position_features(positions: Positions) -> list[str]:
 
 
 def by_position(table: Table) -> Table:
-    """Return the table with a feature for each position of its sequences.
-
-    Without sequences it is unchanged.
-    """
+    """Return the table with a feature for each position of its sequences."""
     if not table.positions:
         return table
     read = {positions.feature: positions for positions in table.positions}
@@ -146,8 +140,9 @@ def by_position(table: Table) -> Table:
 
 
 def width_of(table: Table, feature: str) -> int:
-    """Return the number of columns that a model gets for a feature: a sequence's rows, then the
-    number of ids."""
+    """Return the columns that a model gets for a feature: a sequence's rows, then the number of
+    ids.
+    """
     for positions in table.positions:
         if positions.feature == feature:
             return positions.num_positions * table.embedding_dim + COUNT_COLUMNS

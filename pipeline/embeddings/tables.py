@@ -38,17 +38,11 @@ def resolve_tables(
     auto_init: InitConfig = InitConfig("uniform"),  # noqa: B008  # never changed
     sequences: Sequence[SequenceInput] = (),
 ) -> list[Table]:
-    """Return tables such that every sparse feature of `dataset` has exactly one, in the order of
-    their first features.
-
-    A feature that no table names gets its own table. `multi_hot` replaces the pooling factor of
-    features whose ids are sampled while reading. `auto_init` initializes tables with
-    init.kind=auto. A sequence that shares another feature's ids uses its table, unless a table
-    names the sequence. `sequences` are read by position, others are pooled.
-
-    Raises:
-        ConfigError: a feature is missing in the data set or in two tables, a table has fewer rows than the
-            data's cardinality, or `default` sets num_embeddings.
+    """Return one table for each sparse feature of `dataset`, in the order of first features.
+    A feature that no table names gets its own table; a sequence that shares another feature's ids
+    uses its table. `multi_hot` replaces pooling factors of ids that are sampled while reading.
+    `auto_init` is for init.kind=auto. `sequences` are read by position, others are pooled. Raises
+    ConfigError.
     """
     tables = expand_patterns(tables, dataset.sparse_feature_names)
     default = tables.get(DEFAULT, TableConfig())
@@ -89,12 +83,7 @@ def resolve_tables(
 
 
 def resolve_positions(sequences: Sequence[SequenceInput], dataset: Dataset) -> dict[str, Positions]:
-    """Return positions by feature.
-
-    Raises:
-        ConfigError: not a sequence of the data set, more positions than it keeps, or a search in another
-            sequence.
-    """
+    """Return positions by feature. Raises ConfigError if the data set cannot give them."""
     held = {feature.name: feature.sequence for feature in dataset.sparse_features if feature.sequence is not None}
     found = {}
     for each in sequences:
@@ -186,11 +175,7 @@ def _resolve(
 
 
 def _compressed(table: Table, own: CompressionConfig | None, default: CompressionConfig | None) -> Table:
-    """Return the table with its compression. The default compression is skipped if it would not
-    make the table smaller.
-
-    A split by frequency is never skipped.
-    """
+    """Return the table with its compression; the default's only if it makes the table smaller."""
     config = own or default
     if config is None or kind_of(config) is Whole or table.num_embeddings < config.min_rows:
         return table

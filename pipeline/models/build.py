@@ -24,18 +24,10 @@ def build_model(
     seed: int = 0,
     targets: Sequence[Target] | None = None,
 ) -> nn.Module:
-    """Return a module with forward(dense_features [batch, num_dense], sparse_features) -> logits
-    [batch, 1].
-
-    A model that learns all labels returns as many numbers per row as the targets have in total. A
-    two-tower model returns (users, items) and is trained by a separate task (models.tasks). Tables
-    of features that the model does not read are left out.
-
-    Dense layers are initialized from `seed` alone, so every rank builds the same layers. The random
-    state of the caller is restored.
-
-    Raises:
-        ConfigError: the model cannot be built on these tables.
+    """Return a module: (dense_features [batch, num_dense], sparse_features) -> logits [batch, 1].
+    A model that learns all labels returns the targets' width; a two-tower model (users, items).
+    Tables that the model does not read are left out. Dense layers depend on `seed` alone; the
+    random state is restored. Raises ConfigError if the tables do not fit.
     """
     import torch  # imported here, because the configs of models are composed without torch
 

@@ -16,11 +16,7 @@ def check_layer_sizes(name: str, sizes: list[int], least: int = 1) -> None:
 
 
 def check_one_dim(tables: list[Table]) -> int:
-    """Return the embedding_dim that all tables share.
-
-    Raises:
-        ConfigError: the tables differ, or there are none.
-    """
+    """Return the tables' one embedding_dim. Raises ConfigError if they differ or there are none."""
     if not tables:
         raise ConfigError(
             "the model reads tables of categorical features, and the data set has 0; name some in "
@@ -46,9 +42,7 @@ def check_least_dim(tables: list[Table], least: int, why: str) -> None:
 
 
 def check_features(roles: Iterable[tuple[str, str]], tables: list[Table]) -> None:
-    """Raise ConfigError unless each (config key, feature) names a feature of the data and no
-    feature occurs twice.
-    """
+    """Raise ConfigError unless each (config key, feature) names another feature of the data."""
     known = [feature for table in tables for feature in table.feature_names]
     seen: dict[str, str] = {}
     for key, feature in roles:

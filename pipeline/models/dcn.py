@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 @register("model", "dcn")
 @dataclass
 class DCNConfig(VectorsConfig):
-    """Configure DCN (arXiv 1708.05123): crosses by a weight vector per layer, an MLP, and a linear
-    layer over both.
-
+    """Configure DCN (arXiv 1708.05123): crosses by a vector per layer, an MLP, a linear layer over
+    both.
     The defaults are those that BARS (arXiv 2205.09626) found best on most of its data sets.
     """
 
@@ -73,10 +72,7 @@ class DCNv2Config(VectorsConfig):
 
     @property
     def table_init(self) -> InitConfig:
-        """Use smaller weights than for an MLP alone.
-
-        Otherwise crosses start with noise from rare ids.
-        """
+        """Use smaller weights than for an MLP, or crosses start with noise from rare ids."""
         return InitConfig("normal", 0.001)
 
     def __post_init__(self) -> None:

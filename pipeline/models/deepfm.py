@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 @register("model", "deepfm")
 @dataclass
 class DeepFMConfig(LinearVectorsConfig):
-    """Configure DeepFM (arXiv 1703.04247): the sum of linear terms, a factorization machine and an
-    MLP over the vectors.
-
+    """Configure DeepFM (arXiv 1703.04247): linear terms, a factorization machine and an MLP.
     The defaults are those that BARS (arXiv 2205.09626) found best on most of its data sets.
     """
 
@@ -49,11 +47,8 @@ class DeepFMConfig(LinearVectorsConfig):
 @register("model", "simple_deepfm")
 @dataclass
 class SimpleDeepFMConfig(ModelConfig):
-    """Configure torchrec.models.deepfm.SimpleDeepFMNN: an MLP over the dense features gives one
-    more vector of an FM.
-
-    The model of the paper is `deepfm`. A saved run with SimpleDeepFMConfig under the name `deepfm`
-    is read as this model.
+    """Configure torchrec.models.deepfm.SimpleDeepFMNN; the paper's model is `deepfm`.
+    A saved run with SimpleDeepFMConfig under the name `deepfm` is read as this model.
     """
 
     kind: str = "simple_deepfm"

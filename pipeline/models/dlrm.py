@@ -23,13 +23,9 @@ if TYPE_CHECKING:
 @register("model", "dlrm")
 @dataclass
 class DLRMConfig(LayersConfig):
-    """Configure DLRM with dot interaction (arXiv 1906.00091).
-
-    Layer sizes are those of torchrec.models.dlrm.DLRM.
-
-    dense_arch_layer_sizes: the layers over the dense features; the last size is the embedding_dim
-    of the tables. None: 512, 256 and the embedding_dim. Without dense features there are no such
-    layers, and the interaction is over the tables only.
+    """Configure DLRM with dot interaction (arXiv 1906.00091), with TorchRec's layer sizes.
+    dense_arch_layer_sizes: ends in the tables' embedding_dim; None: 512, 256 and that. Without
+    dense features the interaction is over the tables only.
     """
 
     kind: str = "dlrm"
@@ -92,9 +88,7 @@ class DLRMConfig(LayersConfig):
 @register("model", "dlrm_dcn")
 @dataclass
 class DLRMDCNConfig(DLRMConfig):
-    """Configure DLRM with a low-rank cross network (DCNv2, arXiv 2008.13535), the model of MLPerf
-    DLRMv2.
-    """
+    """Configure DLRM with a low-rank cross network (arXiv 2008.13535): MLPerf's DLRMv2."""
 
     kind: str = "dlrm_dcn"
     dcn_num_layers: int = 3

@@ -25,20 +25,15 @@ if TYPE_CHECKING:
 @register("model", "logistic_regression")
 @dataclass
 class LogisticRegressionConfig(ModelConfig):
-    """Configure logistic regression: a weight per id, a weight per dense feature, a bias.
-
-    The weight of an id is the sum of its row. Sharded tables have at least 4 columns; data_parallel
-    tables may have 1.
+    """Configure logistic regression. The weight of an id is the sum of its row.
+    Sharded tables have at least 4 columns; data_parallel tables may have 1.
     """
 
     kind: str = "logistic_regression"
 
     @property
     def table_init(self) -> InitConfig:
-        """Start near 0.
-
-        With 1/sqrt(rows) the ids of small tables would start with large random scores.
-        """
+        """Start near 0; small tables would start with large random scores."""
         return InitConfig("normal", 0.001)
 
     def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
@@ -52,9 +47,8 @@ class LogisticRegressionConfig(ModelConfig):
 @dataclass
 class FMConfig(ModelConfig):
     """Configure a factorization machine of second order (Rendle, ICDM 2010).
-
-    dense_features: "vectors": a dense feature is a learnt vector times its value; "values": only a
-    linear term. linear_scale: as in deepfm.
+    dense_features: "vectors": a learnt vector times the value; "values": a linear term.
+    linear_scale: as in deepfm.
     """
 
     kind: str = "fm"
@@ -68,10 +62,7 @@ class FMConfig(ModelConfig):
 
     @property
     def table_init(self) -> InitConfig:
-        """Start near 0 as logistic regression does.
-
-        Pairs of vectors take effect when the vectors have grown.
-        """
+        """Start near 0. Pairs of vectors take effect when the vectors have grown."""
         return InitConfig("normal", 0.001)
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
@@ -93,9 +84,7 @@ class FMConfig(ModelConfig):
 @register("model", "wide_deep")
 @dataclass
 class WideDeepConfig(DeepConfig):
-    """Configure Wide&Deep (arXiv 1606.07792): linear weights of ids and dense features, and an MLP
-    over their vectors.
-
+    """Configure Wide&Deep (arXiv 1606.07792): linear weights, and an MLP over vectors.
     Tables may differ in embedding_dim, because the MLP takes the concatenated vectors.
     """
 

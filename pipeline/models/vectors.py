@@ -24,11 +24,9 @@ DIM_WITHOUT_TABLES = 16  # the width of dense features' vectors; tables set thei
 
 @dataclass
 class VectorsConfig(LayersConfig):
-    """Configure a model over one vector per feature, all of one width: [batch, num_features,
-    embedding_dim].
-
-    dense_features: "vectors": a dense feature is a learnt vector times its value, like other
-        features; "values": its value is an input only of the layers over all columns.
+    """Configure a model over one vector per feature: [batch, num_features, embedding_dim].
+    dense_features: "vectors": a learnt vector times the value; "values": an input only of the
+    layers over all columns.
     """
 
     init: str = "xavier_normal"
@@ -40,10 +38,7 @@ class VectorsConfig(LayersConfig):
 
     @property
     def table_init(self) -> InitConfig:
-        """Start small for any number of rows.
-
-        With 1/sqrt(rows) the rows of small tables would outweigh all other rows.
-        """
+        """Start small: with 1/sqrt(rows) small tables would outweigh all others."""
         return InitConfig("normal", 0.01)
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
@@ -64,20 +59,16 @@ class VectorsConfig(LayersConfig):
         return RowsModel(build_embeddings(tables), list(dims), dim, self.build_over_arch(inputs, list(dims), dim))
 
     def build_over_arch(self, inputs: FeatureInputs, feature_names: list[str], dim: int) -> nn.Module:
-        """Return a module that maps dense features [B, num_dense] and rows [B, len(feature_names),
-        dim] to logits [B, 1].
-        """
+        """Return (dense [B, num_dense], rows [B, F, dim]) -> logits [B, 1]."""
         raise NotImplementedError(f"{type(self).__name__} has no build_over_arch()")
 
 
 @dataclass
 class LinearVectorsConfig(VectorsConfig):
-    """Configure a model that stores an id's linear weight in the last column of its row, so that
-    one lookup reads both.
-
-    linear_scale: the factor of the ids' linear weights in the logit. A table has one L2 penalty
-    (tables.*.l2) for vectors and weights. With a factor of 3 and nine times the penalty, weights
-    are as free as before, and vectors of rare ids stay nearer to 0.
+    """Configure a model with an id's linear weight in the last column of its row.
+    linear_scale: factor of linear weights in the logit. A table has one L2 penalty (tables.*.l2).
+    With a factor of 3 and nine times the penalty, weights are as free as before, and vectors of
+    rare ids stay nearer to 0.
     """
 
     linear_scale: float = 1.0
@@ -102,7 +93,5 @@ class LinearVectorsConfig(VectorsConfig):
         return RowsModel(build_embeddings(tables), list(dims), dim, self.build_logits(inputs, num_dense_features))
 
     def build_logits(self, inputs: FeatureInputs, num_dense_features: int) -> nn.Module:
-        """Return a module that maps dense features [B, num_dense] and rows [B, F, embedding_dim] to
-        logits [B, 1].
-        """
+        """Return (dense [B, num_dense], rows [B, F, embedding_dim]) -> logits [B, 1]."""
         raise NotImplementedError(f"{type(self).__name__} has no build_logits()")

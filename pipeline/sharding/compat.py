@@ -25,9 +25,7 @@ DISTRIBUTIONS = {"fbgemm": ("fbgemm-gpu-cpu", "fbgemm-gpu")}
 
 
 class VersionError(ShardingError):
-    """torch, torchrec or fbgemm is missing, or has a version that pipeline.sharding does not
-    support.
-    """
+    """torch, torchrec or fbgemm is missing, or has an unsupported version."""
 
     code = "version"
 
@@ -36,10 +34,7 @@ _are_untested_allowed = False
 
 
 def allow_untested_versions() -> None:
-    """Allow untested versions in this process.
-
-    Call it before pipeline.sharding.torchrec is imported.
-    """
+    """Call it in this process before pipeline.sharding.torchrec is imported."""
     global _are_untested_allowed
     _are_untested_allowed = True
 
@@ -74,10 +69,9 @@ def _how_to_install() -> str:
 
 @dataclass(frozen=True)
 class PrivateName:
-    """A private name of a library.
-
-    owner: "module" or "module:Class". parameters: of a method or function; None for an attribute.
-    used_by: the files, below pipeline/, to check if the name changes.
+    """A private name of a library. owner: "module" or "module:Class".
+    parameters: of a function; None for an attribute. used_by: files below pipeline/ to check if it
+    changes.
     """
 
     owner: str

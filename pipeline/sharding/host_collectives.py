@@ -38,10 +38,7 @@ COUNT_DTYPE = torch.int64
 
 
 def skip_id_exchange(input_dists: Iterable[nn.Module]) -> None:
-    """Let a collection on one rank keep its ids.
-
-    TrainPipelineSparseDist replaces this with its exchange.
-    """
+    """Let a collection on one rank keep its ids. TrainPipelineSparseDist restores its exchange."""
     for input_dist in input_dists:
         for module in input_dist.modules():
             if isinstance(module, KJTAllToAll):
@@ -54,12 +51,8 @@ def keep_ids(features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTens
 
 
 def exchange_on_host(tables: ShardedEmbeddingBagCollection, exchange: HostExchange) -> int:
-    """Replace the collectives of `tables`, whose input dists exist.
-
-    Return the number of shardings that changed.
-
-    Quantized embeddings keep TorchRec's collectives, so that the requested precision is the
-    precision in use.
+    """Replace the collectives of `tables`, whose input dists exist; return how many shardings.
+    Quantized embeddings keep TorchRec's collectives and so the requested precision.
     """
     changed = 0
     for index, (ids, pooled) in enumerate(zip(tables._input_dists, tables._output_dists, strict=True)):
@@ -72,8 +65,8 @@ def exchange_on_host(tables: ShardedEmbeddingBagCollection, exchange: HostExchan
 
 
 class IdsOnHost(nn.Module):
-    """Exchange ids: forward(features, rank 0's first) -> awaitable of an awaitable of this rank's
-    features, from all ranks.
+    """Exchange ids: forward(features, rank 0's first) -> awaitable of awaitable of this rank's
+    features.
     """
 
     def __init__(self, torchrec_dist: TwSparseFeaturesDist, exchange: HostExchange) -> None:
@@ -148,9 +141,7 @@ def _by_feature(of_ranks: list[tuple[torch.Tensor, ...]], dtype: torch.dtype) ->
 
 
 class _ReceivedIds(KJTAllToAllTensorsAwaitable):
-    """Ids that have already arrived, in the type from which TorchRec knows that it has to store
-    batch sizes.
-    """
+    """Ids that have arrived, in the type by which TorchRec knows to store batch sizes."""
 
     def __init__(self, features: KeyedJaggedTensor, strides: list[int]) -> None:
         Awaitable.__init__(self)
@@ -162,9 +153,7 @@ class _ReceivedIds(KJTAllToAllTensorsAwaitable):
 
 
 class PooledOnHost(nn.Module):
-    """Exchange pooled rows: forward(pooled [all ranks' B, this rank's D]) -> awaitable of [B, all
-    ranks' D].
-    """
+    """Exchange pooled rows: forward([all ranks' B, own D]) -> awaitable of [own B, all ranks' D]."""
 
     def __init__(self, torchrec_dist: TwPooledEmbeddingDist, exchange: HostExchange) -> None:
         super().__init__()
@@ -269,9 +258,7 @@ BROADCAST_BYTES = 25 << 20  # sent at a time
 
 class GradientAverage:
     """Average the gradients of `parameters` after each backward that reaches any of them.
-
-    Every rank must reach the same parameters. A parameter that no rank has reached stays without a
-    gradient.
+    Every rank must reach the same ones. One that no rank has reached stays without a gradient.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], exchange: HostExchange) -> None:
@@ -315,10 +302,7 @@ class _Block:
         ]
 
     def gather(self) -> None:
-        """Copy the gradients that are not in the block yet.
-
-        From now on the parameters' gradients are views of the block.
-        """
+        """Copy gradients that are not in the block yet; they become views of the block."""
         views, gradients = [], []
         for parameter, view in zip(self._parameters, self._views, strict=True):
             gradient = parameter.grad
@@ -341,9 +325,7 @@ class Columns(NamedTuple):
 
 
 class FeatureOrder:
-    """The features of `tables` in the order of their configs, and the columns of each feature in
-    the parts.
-    """
+    """The features of `tables` in the order of their configs, and their columns in the parts."""
 
     def __init__(self, tables: ShardedEmbeddingBagCollection) -> None:
         columns = {}

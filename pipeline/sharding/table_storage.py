@@ -19,10 +19,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 @dataclass(frozen=True)
 class TierSettings:
     """Settings of tables with tiers.
-
-    slots: for each table the share of its rows that have a slot, or, above 1, the number of slots.
-    folder: on a local SSD. heads: for each table the share of a shard's slots that is reserved for
-    its first rows; a missing table has none.
+    slots: share of a table's rows that have a slot, or, above 1, the number of slots. folder: on a
+    local SSD. heads: share of a shard's slots that is reserved for its first rows.
     """
 
     slots: Mapping[str, float]
@@ -33,9 +31,8 @@ class TierSettings:
 @dataclass
 class TierStats:
     """Statistics since the start; of training only, except for reads and writes.
-
-    rows: distinct rows per batch. missed: the share of lookups and of rows without a slot when
-    first resolved. stall_seconds: how long the training thread waited for rows.
+    rows: distinct rows per batch. missed: those without a slot when first resolved. stall_seconds:
+    how long the training thread waited for rows.
     """
 
     lookups: int = 0
@@ -111,9 +108,7 @@ class TableStorage(Protocol):
     def stored_states(self, states: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]: ...
 
     def group(self, first_feature: int) -> StorageGroup:
-        """Return the group. first_feature: the position of the module's first feature in its
-        lookup.
-        """
+        """Return the group. first_feature: the module's first feature in its lookup."""
 
 
 def storage_groups(lookup: nn.Module) -> list[StorageGroup]:

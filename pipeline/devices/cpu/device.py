@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 
 
 class PlainCpu(Device):
-    """Train on the CPU with sharding.fast_cpu=false, with the fixes that FBGEMM and gloo need to be
-    correct.
-    """
+    """Train with sharding.fast_cpu=false, with the fixes that FBGEMM and gloo need."""
 
     device_type = "cpu"
     backend = "gloo"
@@ -62,9 +60,7 @@ class PlainCpu(Device):
         pass
 
     def pipeline(self, asked: str, world_size: int) -> str:
-        """Return plain: one rank has no exchange to overlap with, and no batch is copied to a
-        device.
-        """
+        """Return plain for one rank: it exchanges nothing, and copies no batch."""
         chosen = asked if asked != "auto" else "base" if world_size == 1 else "sparse_dist"
         return "plain" if chosen == "base" else chosen
 
@@ -84,9 +80,7 @@ class PlainCpu(Device):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # Linux counts KiB
 
     def watch_memory(self) -> Callable[[], int]:
-        """Return a function that returns the growth of this process's peak memory since
-        this call.
-        """
+        """Return a function that returns the growth of peak memory since this call."""
         resident, before = psutil.Process().memory_info().rss, self.peak_memory_bytes()
 
         def peak() -> int:
@@ -118,9 +112,7 @@ class PlainCpu(Device):
 
 @register("device", "cpu")
 class Cpu(PlainCpu):
-    """Train on the CPU with this package's kernels for lookups, updates, layers and the exchange of
-    one host's ranks.
-    """
+    """Train with this package's kernels for lookups, updates, layers and one host's exchange."""
 
     plain = PlainCpu
     has_kernels = True

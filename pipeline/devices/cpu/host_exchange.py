@@ -46,9 +46,7 @@ FLAGS, AVERAGE = 0, 1  # channels that exist from the start
 
 
 class HostExchange:
-    """One rank's end of the exchange. Every rank sends and receives a channel's messages in the
-    same order.
-    """
+    """One rank's end. Every rank sends and receives a channel's messages in one order."""
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], files: dict[int, int]) -> None:
         self.rank, self.world_size = rank, len(files)
@@ -64,14 +62,9 @@ class HostExchange:
         return len(self._posted) - 1
 
     def post(self, channel: int, parts: Sequence[Sequence[torch.Tensor]]) -> int:
-        """Write parts[other] for every other rank, notify the ranks, and return the message's
-        number.
-
-        This rank's part is not written. If several ranks get the same sequence object, it is
-        written once.
-
-        Raises:
-            RuntimeError: another rank has exited, or has not answered within the timeout.
+        """Write parts[other] for every other rank, notify them, and return the message's number.
+        A sequence object that several ranks get is written once. Raises RuntimeError if a rank has
+        exited or is silent.
         """
         number = self._posted[channel] + 1
         for other in self._sockets:
@@ -96,12 +89,8 @@ class HostExchange:
         return number
 
     def take(self, channel: int, number: int) -> list[Message | None]:
-        """Return message `number` of each rank, and None for this rank.
-
+        """Return message `number` of each rank, and None for this rank. Raises as post does.
         Read the messages before the channel's next post.
-
-        Raises:
-            RuntimeError: another rank has exited, or has not answered within the timeout.
         """
         messages: list[Message | None] = [None] * self.world_size
         for other in self._sockets:
@@ -110,9 +99,7 @@ class HostExchange:
         return messages
 
     def all_gather(self, channel: int, local: torch.Tensor) -> list[torch.Tensor]:
-        """Return every rank's `local` by rank. All have one shape. Read them before the channel's
-        next post.
-        """
+        """Return every rank's `local` (one shape). Read them before the channel's next post."""
         parts = [local]
         number = self.post(channel, [parts] * self.world_size)
         return [
@@ -121,17 +108,11 @@ class HostExchange:
         ]
 
     def all_reduce(self, channel: int, flat: torch.Tensor) -> None:
-        """Add up [n] in place over all ranks.
-
-        The order is fixed, so every rank gets the same bits.
-        """
+        """Add up [n] in place over all ranks, in one order: all get the same bits."""
         flat.copy_(_sum(self.all_gather(channel, flat)))
 
     def reduce_scatter(self, channel: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum over all ranks of their part for this rank, added in the order of ranks.
-
-        parts: one tensor for each rank, all of one shape.
-        """
+        """Return the sum over ranks of their part for this rank; parts have one shape."""
         number = self.post(channel, [[part] for part in parts])
         local = parts[self.rank]
         return _sum(
@@ -254,9 +235,7 @@ def all_reduce(tensor: torch.Tensor) -> None:
 
 
 def all_gather(local: torch.Tensor) -> torch.Tensor:
-    """Collective: return every rank's tensor as [ranks, *shape], by the exchange if there
-    is one.
-    """
+    """Collective: return every rank's tensor as [ranks, *shape], by the exchange if any."""
     exchange = _current_for(local)
     if exchange is not None:
         return torch.stack(exchange.all_gather(FLAGS, local))
@@ -268,10 +247,7 @@ def all_gather(local: torch.Tensor) -> torch.Tensor:
 
 
 def reduce_scatter(whole: torch.Tensor) -> torch.Tensor:
-    """Collective: return this rank's [*shape] of the sum over all ranks of [ranks, *shape].
-
-    Uses the exchange if there is one.
-    """
+    """Collective: return this rank's [*shape] of the sum over all ranks of [ranks, *shape]."""
     exchange = _current_for(whole)
     if exchange is not None:
         return exchange.reduce_scatter(FLAGS, whole.unbind())
@@ -282,18 +258,13 @@ def reduce_scatter(whole: torch.Tensor) -> torch.Tensor:
 
 
 def num_exchanging_ranks() -> int:
-    """Return the number of ranks whose rows a layer exchanges.
-
-    It is 1 without a process group, and inside exchanging_nothing().
-    """
+    """Return the ranks whose rows a layer exchanges; 1 without a process group."""
     return 1 if _exchanges_nothing or not dist.is_initialized() else dist.get_world_size()
 
 
 @contextmanager
 def exchanging_nothing() -> Iterator[None]:
-    """Let layers use this rank's rows as all rows, so that their operations can be recorded on fake
-    tensors.
-    """
+    """Let layers use this rank's rows only, to record their operations on fake tensors."""
     global _exchanges_nothing
     before, _exchanges_nothing = _exchanges_nothing, True
     try:
@@ -307,9 +278,8 @@ def _current_for(tensor: torch.Tensor) -> HostExchange | None:
 
 
 def connect(context: DistributedContext, timeout_s: float) -> HostExchange | None:
-    """Collective: return the exchange of all ranks, or None.
-
-    None if the ranks are not a few CPU ranks of one host, or if connecting fails.
+    """Collective: return the exchange of all ranks; None if they are not a few CPU ranks of one
+    host.
     """
     global _current
     if current() is not None:
@@ -346,9 +316,7 @@ def connect(context: DistributedContext, timeout_s: float) -> HostExchange | Non
 def _join(
     context: DistributedContext, listener: socket.socket, addresses: list[bytes], timeout_s: float
 ) -> HostExchange:
-    """Connect to the ranks before this one and accept the ranks after it; pass a descriptor each
-    way.
-    """
+    """Connect to the ranks before this one, accept those after it; pass a descriptor each way."""
     local_file = os.memfd_create(f"rank {context.rank}")
     os.ftruncate(local_file, NUM_SLOTS * SLOT_BYTES)
     sockets: dict[int, socket.socket] = {}

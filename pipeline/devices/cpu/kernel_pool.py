@@ -20,19 +20,13 @@ _is_forked = False
 
 
 def can_read(tensor: torch.Tensor) -> bool:
-    """Return whether a kernel can read this tensor.
-
-    False while torch.export, torch.compile or torch.fx traces, and for a fake tensor, because numpy
-    sees no numbers.
-    """
+    """Return whether a kernel can read this tensor: numpy sees no numbers of traced or fake ones."""
     return not torch.compiler.is_compiling() and type(tensor) is torch.Tensor and tensor.device.type == "cpu"
 
 
 @cache
 def kernels(module: str) -> ModuleType | None:
-    """Return the module of this name, or None without Numba; torch's operations are then used
-    instead.
-    """
+    """Return the module, or None without Numba; torch's operations are then used."""
     try:
         return import_module(module)
     except ImportError:
@@ -47,13 +41,10 @@ def on_all_threads(
     most_shares: int | None = None,
 ) -> bool:
     """Run kernel(*arguments, begin, end) on shares of 0..count on torch's threads, in any order.
-
-    kernel: compiled by Numba. It must compute each of the `count` items (mostly samples)
-    independently, so that the number of threads changes no result. A share has at least
-    `least_share` items. There are at most `most_shares` shares; the default is two per thread,
-    because a thread may start late. Returns False if a call of the kernel returned False.
-
-    Raises the kernel's exception, or RuntimeError if the kernel ran on several threads.
+    kernel: compiled by Numba; each item is independent, so threads change no result. A share has at
+    least `least_share` items. most_shares: two per thread by default, because a thread may start
+    late. Returns False if a call did. Raises the kernel's exception; RuntimeError from several
+    threads.
     """
     threads = 1 if _is_forked else torch.get_num_threads()
     region = _region_of(kernel) if threads > 1 else None
@@ -78,9 +69,7 @@ def _region_of(
 
 
 def _forget_threads() -> None:
-    """Forget OpenMP's threads: they do not exist in a forked process, where a region would wait for
-    them forever.
-    """
+    """Forget OpenMP's threads: a region in a forked process would wait for them forever."""
     global _is_forked
     _is_forked = True
 

@@ -33,9 +33,7 @@ START = "GOMP_parallel"
 
 @cache
 def is_there() -> bool:
-    """Return whether torch's OpenMP is accessible. If not (torch for macOS), kernels run on the
-    calling thread.
-    """
+    """Return whether torch's OpenMP is accessible (not on macOS); else one thread runs kernels."""
     try:
         start = getattr(ctypes.CDLL(torch._C.__file__), START)
     except (OSError, AttributeError):
@@ -46,11 +44,10 @@ def is_there() -> bool:
 
 @cache
 def region_of(kernel: Kernel) -> Callable[[tuple[Any, ...], np.uint64, np.uint64, np.uint32], int]:
-    """Return region(arguments, count, shares, threads), which runs kernel(*arguments, begin, end)
-    on all shares.
-
-    The shares divide 0..count. The region returns the bits ALL_TRUE and NONE_RAISED. It is compiled
-    as part of the kernel's file and cached on disk with the kernel.
+    """Return region(arguments, count, shares, threads): kernel(*arguments, begin, end) on all
+    shares.
+    It returns the bits ALL_TRUE and NONE_RAISED, and is cached on disk as part of the kernel's
+    file.
     """
     own, name = kernel.py_func, f"{kernel.py_func.__name__}_region"
     code = _region.__code__.replace(

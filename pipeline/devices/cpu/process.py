@@ -30,44 +30,33 @@ GPU_FILE = Path("/dev/nvidia0")  # the NVIDIA driver makes it for the first GPU 
 
 
 def computes_here(overrides: Sequence[str]) -> bool:
-    """Return whether a training computes on this host's CPU, as far as this is known before torch
-    is imported.
-    """
+    """Return whether a training computes on this CPU, as far as it is known without torch."""
     asked = {"hardware=cpu", "comms.backend=gloo"} & set(overrides)
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return bool(asked) or hidden or not GPU_FILE.exists()
 
 
 def limit_openmp_spin() -> None:
-    """Let OpenMP's threads (libgomp) sleep soon after a parallel region. Call it before torch is
-    imported.
-
-    By default the threads spin for milliseconds on cores that readers or other programs need. 1,000
-    turns are about 50 us, so a thread is mostly still awake when the next operation begins. 20,000
-    turns made a step 3 to 6 % shorter on reserved cores, and 4 to 8 times longer on shared cores. A
-    user's setting is kept.
+    """Let OpenMP's threads (libgomp) sleep soon after a parallel region.
+    By default they spin for milliseconds on cores that others need. 1,000 turns are about 50 us, so
+    a thread is mostly awake for the next operation. 20,000 made a step 3 to 6 % shorter on reserved
+    cores, and 4 to 8 times longer on shared ones.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def use_huge_pages() -> None:
-    """Request huge pages for CPU tensors of 2 MiB and more. Call it before torch is imported.
-
-    The C library returns temporary tensors to the kernel, which clears their pages again in the
-    next step. Huge pages save 512 page faults for each 2 MiB, and random rows cause fewer TLB
-    misses. THP_MEM_ALLOC_ENABLE is torch's setting (c10/core/impl/alloc_cpu.cpp, madvise for each
-    tensor). It has no effect if /sys/kernel/mm/transparent_hugepage/enabled is `never`. A user's
-    setting is kept.
+    """Request huge pages for CPU tensors of 2 MiB and more.
+    They save 512 page faults for each 2 MiB of temporary tensors, and TLB misses. torch's setting
+    (c10/core/impl/alloc_cpu.cpp); no effect if transparent_hugepage/enabled is `never`.
     """
     os.environ.setdefault(HUGE_PAGES, "1")
 
 
 def disable_huge_pages_of(address: int, num_bytes: int) -> None:
-    """Use small pages for memory that is allocated once and kept. Call it before the memory is
-    written.
-
-    If a virtual machine returns free memory to its host, the host has to find each huge page again:
-    initializing tables of 2 GiB took 5.2 CPU-seconds instead of 1.1 (docs/adr/0054).
+    """Use small pages for memory that is kept. Call it before it is written.
+    If a virtual machine returns free memory to its host, the host must find each huge page again:
+    tables of 2 GiB took 5.2 CPU-seconds instead of 1.1 (docs/adr/0054).
     """
     if os.environ.get(HUGE_PAGES) != "1" or not hasattr(mmap, "MADV_NOHUGEPAGE"):
         return
@@ -79,11 +68,8 @@ def disable_huge_pages_of(address: int, num_bytes: int) -> None:
 
 
 def find_kernel_cache() -> None:
-    """Set Numba's cache folder. Copy the kernels of an image, because Numba only uses a folder that
-    it can write to.
-
-    Compiled kernels are pickles, which run when they are read. So a folder is used only if no other
-    user can write to it.
+    """Set Numba's cache folder, which must be writable; copy an image's kernels there.
+    Compiled kernels are pickles, so a folder is used only if no other user can write to it.
     """
     given, is_shared = os.environ.get(KERNEL_CACHE), False
     if given:
@@ -117,10 +103,7 @@ def _others_write(folder: Path) -> bool:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Return whether the folder is writable.
-
-    If it does not exist, check its closest existing parent.
-    """
+    """Return whether the folder, or its closest existing parent, is writable."""
     there = next((each for each in (folder, *folder.parents) if each.exists()), folder)
     return os.access(there, os.W_OK | os.X_OK)
 
@@ -147,9 +130,8 @@ MAX_KEPT_BYTES_OF_LARGE_MEMORY = 2 << 30
 
 
 def kept_bytes(memory_bytes: int) -> tuple[int, int]:
-    """Return the largest block to keep, and the most bytes to keep at the end of the heap.
-
-    memory_bytes: a rank's share of its host's memory.
+    """Return the largest block to keep, and the most bytes at the end of the heap, for a rank's
+    memory.
     """
     if memory_bytes < LARGE_MEMORY_BYTES:
         return LARGEST_KEPT_BYTES, MAX_KEPT_BYTES
@@ -157,9 +139,9 @@ def kept_bytes(memory_bytes: int) -> tuple[int, int]:
 
 
 def keep_freed_memory(num_ranks: int = 1) -> bool:
-    """Keep freed memory for the rest of this process. Returns False if the C library is not glibc.
-
-    num_ranks: ranks of this host, which share its memory.
+    """Keep freed memory in this process. False: the C library is not glibc.
+    glibc returns large blocks to the kernel at once, which clears each page of the next step's
+    memory: 2,000 to 8,000 page faults, a third of a DLRM's step.
     """
     return keep_blocks(*kept_bytes(host_memory_bytes() // num_ranks))
 

@@ -35,9 +35,7 @@ MIN_PRODUCTS = 1 << 20
 
 @cache
 def onednn_multiplies_faster() -> bool:
-    """Return whether oneDNN is faster on this CPU. It depends on vendor and width only, so a resume
-    gives equal bits.
-    """
+    """Return whether oneDNN is faster, by vendor and width only: equal bits on resume."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
         return False
     info = Path("/proc/cpuinfo")
@@ -63,8 +61,7 @@ def gradient_of_inputs(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Te
 
 def gradient_of_weight(gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     """Return the transposed gradient [B, O] times inputs [B, I]: [O, I].
-
-    oneDNN's wrapper transposes one factor in memory. The function chooses the narrower factor.
+    oneDNN's wrapper transposes one factor in memory; this passes the narrower one.
     """
     if not is_for_onednn(gradient, inputs, len(inputs)):
         return gradient.t() @ inputs
@@ -112,9 +109,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Apply a linear layer [..., I] -> [..., O] by the faster library. Other types and autocast use
-    torch.
-    """
+    """Apply a linear layer [..., I] -> [..., O] by the faster library; torch if not plain fp32."""
     if not _takes_onednn(inputs):
         return F.linear(inputs, weight, bias)
     values = _Linear.apply(inputs.reshape(-1, inputs.shape[-1]), weight, bias)
@@ -137,9 +132,7 @@ class FastLinear:
 
 
 class FastCross:
-    """Replace the forward of TorchRec's low-rank cross network in fp32: [B, width] -> [B,
-    width].
-    """
+    """Replace the forward of TorchRec's low-rank cross network in fp32."""
 
     def __init__(self, network: LowRankCrossNet) -> None:
         self._forward, self._network = network.forward, network
@@ -177,11 +170,7 @@ def multiplies_rows(rows: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def dots(rows: torch.Tensor, lead: int) -> torch.Tensor:
-    """Multiply the rows of each sample with each other. rows [B, n, D] must be contiguous.
-
-    Returns [B, lead + n (n - 1) / 2]: the first `lead` numbers of a sample, then the products of
-    its pairs.
-    """
+    """Return [B, lead + n (n - 1) / 2] of rows [B, n, D]: `lead` numbers, then products of pairs."""
     batch, num_rows, dim = rows.shape
     out = rows.new_empty(batch, lead + num_rows * (num_rows - 1) // 2)
     sizes = map(np.uint64, (num_rows, dim, lead))

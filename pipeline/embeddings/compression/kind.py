@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 
 
 class Bags(NamedTuple):
-    """The bags of a feature: ids [sum of lengths] int64, sample after sample, and lengths [batch]
-    int32.
-
+    """The bags of a feature: ids [sum of lengths] int64 by sample, lengths [batch] int32.
     weights: float32, one per id; None: each counts 1.
     """
 
@@ -50,10 +48,7 @@ Split = Callable[[Bags], Iterator[tuple[str, Bags]]]
 
 
 class CompressionKind(ABC):
-    """One table in the form its kind stores.
-
-    `config` is the table's compression, `key` its config key for errors.
-    """
+    """One table in the form its kind stores. `key`: its config key, for errors."""
 
     # The fields of CompressionConfig that the kind uses, in addition to `kind`, `min_rows` and
     # `options`. Others are refused.
@@ -80,14 +75,12 @@ class CompressionKind(ABC):
 
     @property
     def is_for_size(self) -> bool:
-        """Return True if tables.default does not apply this kind to a table that it would not
-        make smaller."""
+        """Return True if tables.default applies it only to tables that get smaller."""
         return True
 
     @property
     def can_average(self) -> bool:
-        """Return True if replicas of the table may be averaged: a row means the same ids on
-        every host."""
+        """Return True if replicas may be averaged: rows mean the same ids everywhere."""
         return True
 
     @property
@@ -97,25 +90,19 @@ class CompressionKind(ABC):
 
     @property
     def composes_each_id(self) -> bool:
-        """Return True if the rows of each id are composed before pooling, with one feature for
-        each slot of a bag."""
+        """Return True if each id is composed before pooling, by its slot of a bag."""
         return False
 
     @abstractmethod
     def parts(self) -> list[Table]:
-        """Return the tables that hold the rows.
-
-        They may be compressed themselves. Raises ConfigError if settings do not fit.
-        """
+        """Return the tables with the rows, maybe compressed. ConfigError if settings do not fit."""
 
     @abstractmethod
     def split(self, index: int) -> Split:
-        """Return the function that turns bags of feature number `index` into bags of the parts'
-        features, in a fixed order."""
+        """Return the function from bags of feature number `index` to the parts' bags."""
 
     def id_features(self, index: int) -> list[str]:
-        """Return the features that together have each id of feature number `index` once, after
-        the split."""
+        """Return the features that have each id of feature number `index` once, split."""
         return [self.feature(index, self.id_part)]
 
     def often_empty_features(self) -> set[str]:
@@ -129,10 +116,7 @@ class CompressionKind(ABC):
         return 0
 
     def initial_parameters(self) -> dict[str, torch.Tensor]:
-        """Return dense parameters in addition to the parts, sampled by torch's generator.
-
-        Names with dots are of nested modules.
-        """
+        """Return dense parameters, sampled by torch's generator. Dots in names: nested modules."""
         return {}
 
     def compose(
@@ -142,11 +126,9 @@ class CompressionKind(ABC):
         features: KeyedJaggedTensor,
         index: int,
     ) -> torch.Tensor:
-        """Return [batch, embedding_dim]: the sum of the rows of each bag of the table's feature
-        number `index`.
-
-        pooled: part's feature -> [batch, its part's columns]. features: the batch after `split`. A
-        mean is computed afterwards. This default returns the pooled row of the part `id_part`.
+        """Return [batch, embedding_dim]: the sums of the bags of feature number `index`.
+        pooled: part's feature -> [batch, its columns]. features: the batch after `split`. This
+        default returns the pooled row of the part `id_part`.
         """
         return pooled[self.feature(index, self.id_part)]
 
@@ -166,22 +148,17 @@ class CompressionKind(ABC):
         return f"{count:,} dense parameters"
 
     def least_numbers(self) -> int | None:
-        """Return the numbers of the smallest table of this kind with a separate row per id; None
-        if rows are shared."""
+        """Return the numbers of this kind's smallest table without shared rows, or None."""
         return None
 
     def shared_rows(self, ids: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Return the row of each id in the first part, if ids share rows; None if each id has
-        its own row."""
+        """Return the row of each id in the first part; None if each id has its own row."""
         return None
 
     # Checkpoints and artifacts.
 
     def assignments(self) -> Sequence[Sequence[int]]:
-        """Return lists of classes by id that the settings do not contain.
-
-        A checkpoint's check includes them.
-        """
+        """Return classes by id that the settings lack, for a checkpoint's check."""
         return []
 
     def embed_files(self) -> tuple[CompressionConfig, Sequence[Sequence[int]]]:
@@ -201,19 +178,13 @@ class CompressionKind(ABC):
         return None if self.Options is None else self.config.read_options(self.Options)
 
     def feature(self, index: int, part: str, slot: int | None = None) -> str:
-        """Return the feature of a part for the table's feature number `index`.
-
-        `slot`: of an id in its bag.
-        """
+        """Return the feature of a part for feature number `index`. `slot`: of an id in its bag."""
         name = f"{self.table.feature_names[index]}__{part}"
         return name if slot is None else f"{name}_{slot}"
 
     def slots(self, index: int) -> list[int] | list[None]:
-        """Return the slots of a bag of feature number `index`; [None] if bags are pooled first, or
-        have one id.
-
-        Raises:
-            ConfigError: ids are composed one by one, and lists may have any length.
+        """Return the slots of a bag; [None] if bags are pooled first, or have one id.
+        Raises ConfigError if ids are composed one by one, and lists may have any length.
         """
         if not self.composes_each_id:
             return [None]
@@ -239,11 +210,8 @@ class CompressionKind(ABC):
         frequencies: RowFrequencies | None = None,
         share: float = 1.0,
     ) -> Table:
-        """Return a part that looks up `share` of the table's ids. Its rows are initialized with
-        standard deviation `std`.
-
-        dim and std None: same as the table. Parts are added up; a mean is the sum divided by the
-        bag's length after composing.
+        """Return a part that looks up `share` of the ids, initialized with `std`.
+        dim and std None: same as the table. Parts are added up; means are divided after composing.
         """
         table = self.table
         features, factors = [], []
@@ -306,10 +274,7 @@ def kind_of(config: CompressionConfig) -> type[CompressionKind]:
 
 
 def compressed(table: Table) -> CompressionKind:
-    """Return the table in the form its kind stores, with sequences by position.
-
-    Without compression it is Whole.
-    """
+    """Return the table in the form its kind stores (Whole without), with sequences by position."""
     table = by_position(table)
     return Whole(table) if table.compression is None else kind_of(table.compression)(table)
 

@@ -17,11 +17,9 @@ from pipeline.devices.cpu.host_exchange import all_gather, all_reduce, num_excha
 
 class BatchNorm(nn.Module):
     """Map [B, width] -> [B, width], as nn.BatchNorm1d on the rows of all ranks (arXiv 1502.03167).
-
-    Collective during training: every rank must call it, with any number of rows. Forward and
-    backward exchange one message each. The running mean and variance are state and equal on all
-    ranks. Evaluation uses them and exchanges nothing. Numbers are float32 under any autocast; the
-    output has the input's type.
+    Collective during training, with any number of rows; forward and backward exchange one message
+    each. Running mean and variance are equal on all ranks, and evaluation exchanges nothing.
+    Numbers are float32; the output has the input's type.
     """
 
     def __init__(self, width: int, momentum: float = 0.1, eps: float = 1e-5, affine: bool = True) -> None:
@@ -73,11 +71,8 @@ def _over_all_ranks(norm: BatchNorm, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _global_statistics(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Collective: return mean [width], variance [width] and number of the rows of all ranks, with
-    equal bits on each.
-
-    Each rank sends its mean and the squared deviations from it, which stay precise if the mean is
-    much larger than the deviations.
+    """Collective: return mean, variance [width] and number of all ranks' rows, bit for bit.
+    Ranks send squared deviations from their means, which stay precise if means are large.
     """
     local_count = rows.new_tensor([rows.shape[0]])
     local_mean = rows.sum(dim=0) / local_count.clamp(min=1)

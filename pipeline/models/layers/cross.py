@@ -11,9 +11,7 @@ from pipeline.models.layers.features import FeatureInputs
 
 
 class VectorCross(nn.Module):
-    """Map first, last [B, width] to first * (last . w) + b + last (arXiv 1708.05123,
-    equation 3).
-    """
+    """Map first, last [B, width] to first * (last . w) + b + last (arXiv 1708.05123, equation 3)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -25,10 +23,7 @@ class VectorCross(nn.Module):
 
 
 class MatrixCross(nn.Module):
-    """Map first, last [B, width] to first * (W last + b) + last.
-
-    W has full rank or is U V of `rank` (arXiv 2008.13535, 3.1, 3.2).
-    """
+    """Map first, last [B, width] to first * (W last + b) + last; W full or U V of `rank`."""
 
     def __init__(self, width: int, rank: int | None = None) -> None:
         super().__init__()
@@ -41,13 +36,10 @@ class MatrixCross(nn.Module):
 
 
 class MixtureCross(nn.Module):
-    """Map first, last [B, width] to first * (sum of gated experts + b) + last.
-
-    An expert is U tanh(C tanh(V last)).
-
-    Source: arXiv 2008.13535, section 3.2 (DCN-Mix). The gates are a softmax of a linear map of
-    `last`. All experts are computed as two products, with the gate applied before the second
-    product; the sum is the same.
+    """Map first, last [B, width] to first * (sum of gated experts + b) + last (DCN-Mix).
+    An expert is U tanh(C tanh(V last)); gates are a softmax of a linear map of `last` (arXiv
+    2008.13535, 3.2). All experts are two products, with the gate before the second one; the sum is
+    the same.
     """
 
     def __init__(self, width: int, rank: int, num_experts: int) -> None:
@@ -67,9 +59,7 @@ class MixtureCross(nn.Module):
 
 
 class CrossNetwork(nn.Module):
-    """Map inputs [B, width] -> [B, width]: each layer crosses the inputs with the output of the
-    previous layer.
-    """
+    """Map inputs [B, width] -> [B, width]: a layer crosses them with the last layer's output."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
@@ -83,17 +73,12 @@ class CrossNetwork(nn.Module):
 
 
 class CrossAndDeep(nn.Module):
-    """Map dense [B, num_dense] and rows [B, F, D] to logits [B, 1]: a cross network with up to two
-    MLPs.
-    """
+    """Map dense [B, num_dense], rows [B, F, D] to logits [B, 1]: crosses with up to two MLPs."""
 
     def __init__(
         self, inputs: FeatureInputs, cross: CrossNetwork, behind: nn.Module | None, beside: nn.Module | None
     ) -> None:
-        """behind: an MLP over the crosses. beside: an MLP over the inputs.
-
-        Both take [B, inputs.width] and end in a hidden layer (their `out_features`).
-        """
+        """behind: an MLP over the crosses. beside: over the inputs. Both have `out_features`."""
         super().__init__()
         self.inputs, self.cross, self.behind, self.beside = inputs, cross, behind, beside
         widths = [inputs.width if behind is None else behind.out_features]

@@ -54,10 +54,8 @@ class CrossDLRM(DLRM_DCN):
 
 
 class SparseDLRM(nn.Module):
-    """Compute a DLRM over tables only, without a dense arch.
-
-    forward(dense_features [B, 0], sparse_features) -> logits [B, 1]. `inter_arch` takes (None, rows
-    [B, F, D]) and returns [B, inter_arch.out_features].
+    """forward(dense_features [B, 0], sparse_features) -> logits [B, 1], without a dense arch.
+    `inter_arch`: (None, rows [B, F, D]) -> [B, inter_arch.out_features].
     """
 
     def __init__(
@@ -95,12 +93,8 @@ class CrossedRows(nn.Module):
 
 
 def _set_layers(model: DotDLRM | CrossDLRM, settings: LayerSettings) -> None:
-    """Replace TorchRec's layers by layers with norms, dropout or another activation.
-
-    Names of weights stay the same.
-
-    The output of the dense arch that enters the interaction has neither norm nor dropout, like the
-    vectors of the tables.
+    """Replace layers by ones with norms, dropout or other activations; names of weights stay.
+    The dense arch's output has neither norm nor dropout, like the vectors of the tables.
     """
     if settings == LayerSettings():
         _activate_in_place(model)
@@ -119,20 +113,14 @@ def _sizes(mlp: nn.Module) -> list[int]:
 
 
 def _activate_in_place(model: nn.Module) -> None:
-    """Apply relu in place.
-
-    Only its layer uses the output, and its backward does not need the input.
-    """
+    """Apply relu in place: only its layer uses the output, its backward not the input."""
     for layer in model.modules():
         if isinstance(layer, Perceptron) and layer._activation_fn is torch.relu:
             layer._activation_fn = torch.relu_
 
 
 def use_torchrec_layers(model: nn.Module) -> None:
-    """Let each DLRM in `model` run TorchRec's forward, interaction and activations, as a baseline.
-
-    Parameters and their names stay the same.
-    """
+    """Let each DLRM run TorchRec's forward, interaction and activations, as a baseline."""
     for dlrm in model.modules():
         if isinstance(dlrm, DotDLRM):
             dlrm.inter_arch = InteractionArch(len(dlrm.sparse_arch.sparse_feature_names))
@@ -155,13 +143,9 @@ def _forward(
 
 
 def join_lookups_to_products(model: nn.Module) -> int:
-    """Let the lookup of each DLRM write its rows in the type and place that the dot products need.
-
-    Return how many do.
-
-    This needs one lookup with all tables in the model's order and of one width. Its output is then
-    the complete input of the dot products, except for the row of the dense layers. The numbers are
-    the same: each row is rounded once, at another point.
+    """Let lookups write rows in the type and place of the dot products; return how many.
+    This needs one lookup with all tables in the model's order and of one width. Each row is rounded
+    once, so the numbers are the same.
     """
     joined = 0
     for dlrm in (module for module in model.modules() if isinstance(module, DotDLRM)):

@@ -12,9 +12,7 @@ from pipeline.models.layers.interaction import PooledRows
 
 
 class RowsModel(nn.Module):
-    """Compute forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1] =
-    over_arch(dense, rows [B, F, D]).
-
+    """forward(dense_features [B, num_dense], sparse_features) -> over_arch(dense, rows [B, F, D]).
     The rows are in the order of `feature_names` under any plan. Without features they are [B, 0,
     D].
     """
@@ -38,10 +36,7 @@ class RowsModel(nn.Module):
 
 
 class DenseVectors(nn.Module):
-    """Map dense [B, N] and rows [B, F, D] to [B, N + F, D].
-
-    Dense feature n is its value times a learnt vector.
-    """
+    """Map dense [B, N] and rows [B, F, D] to [B, N + F, D]: values times learnt vectors first."""
 
     def __init__(self, num_dense_features: int, dim: int) -> None:
         super().__init__()
@@ -58,9 +53,7 @@ class DenseVectors(nn.Module):
 
 class FeatureInputs(nn.Module):
     """Map dense [B, N] and rows [B, F, D] to (vectors [B, num_vectors, D], inputs [B, width]).
-
-    `inputs` are for layers over all columns. Dense features are part of the vectors, or enter
-    `inputs` only, by value.
+    Dense features are part of the vectors, or enter `inputs` only, by value.
     """
 
     def __init__(self, num_sparse_features: int, num_dense_features: int, dim: int, dense_as_vectors: bool) -> None:

@@ -13,9 +13,7 @@ from pipeline.models.layers.features import FeatureInputs
 
 
 class DenseTerm(nn.Module):
-    """Map dense_features [B, num_dense] to weights . dense + bias [B, 1], or to the bias if there
-    are no dense features.
-    """
+    """Map dense_features [B, num_dense] to weights . dense + bias [B, 1], or to the bias."""
 
     def __init__(self, num_dense_features: int) -> None:
         super().__init__()
@@ -30,9 +28,7 @@ class DenseTerm(nn.Module):
 
 
 class PairTerms(nn.Module):
-    """Map dense [B, num_dense] and rows [B, F, D + 1] to [B, 1]: linear terms and the dot products
-    of all pairs of vectors.
-
+    """Map dense [B, num_dense], rows [B, F, D + 1] to [B, 1]: linear terms and pairs' dot products.
     The last column of a row is its linear weight. A dense feature is a learnt vector times its
     value, or only a linear term if `dense_as_vectors` is False.
     """
@@ -59,11 +55,8 @@ class PairTerms(nn.Module):
 
 
 class _SumsOfRows(torch.autograd.Function):
-    """Map rows [B, F, D + 1] to the sum of vectors [B, D], the sum of squares [B, D] and the sum of
-    last columns [B, 1].
-
-    Backward writes the gradient of the rows once. Autograd would fill one tensor with zeros for
-    each slice and add them up. The numbers are the same.
+    """Map rows [B, F, D + 1] to sums of vectors, of squares [B, D], and of last columns [B, 1].
+    Backward writes the gradient once; autograd would add up one zero-filled tensor per slice.
     """
 
     @staticmethod
@@ -81,10 +74,7 @@ class _SumsOfRows(torch.autograd.Function):
 
 
 class _SplitRows(torch.autograd.Function):
-    """Map rows [B, F, D + 1] to vectors [B, F, D] and the sum of last columns [B, 1].
-
-    Backward: as in _SumsOfRows.
-    """
+    """Map rows [B, F, D + 1] to vectors [B, F, D] and the sum of last columns [B, 1]."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,9 +86,7 @@ class _SplitRows(torch.autograd.Function):
 
 
 def split_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split rows [B, F, D + 1] into vectors [B, F, D] and the sum of their linear weights
-    [B, 1].
-    """
+    """Split rows [B, F, D + 1] into vectors [B, F, D] and the sum of linear weights [B, 1]."""
     return _SplitRows.apply(rows)
 
 
@@ -107,10 +95,7 @@ def scaled(weights: torch.Tensor, linear_scale: float) -> torch.Tensor:
 
 
 class _PairProducts(torch.autograd.Function):
-    """Sum the products of pairs.
-
-    Backward computes (sum of vectors - vector) at once, rounded as autograd rounds it.
-    """
+    """Backward computes (sum of vectors - vector) at once, rounded as autograd rounds it."""
 
     @staticmethod
     def forward(ctx: Any, vectors: torch.Tensor) -> torch.Tensor:
@@ -125,19 +110,12 @@ class _PairProducts(torch.autograd.Function):
 
 
 def pair_products(vectors: torch.Tensor) -> torch.Tensor:
-    """Map [B, F, D] to [B, 1]: the sum of the dot products of all pairs.
-
-    It is ((sum of vectors)^2 - sum of vectors^2) / 2 (Rendle 2010, lemma 3.1).
-    """
+    """Map [B, F, D] to the sum of all pairs' dot products [B, 1]: ((sum v)^2 - sum v^2) / 2."""
     return _PairProducts.apply(vectors)
 
 
 class FMAndDeep(nn.Module):
-    """Map dense [B, num_dense] and rows [B, F, D + 1] to logits [B, 1]: linear terms, all pairs of
-    vectors, and an MLP.
-
-    The last column of a row is its linear weight.
-    """
+    """Map dense [B, num_dense], rows [B, F, D + 1] to logits [B, 1]: linear terms, pairs, an MLP."""
 
     def __init__(
         self, inputs: FeatureInputs, num_dense_features: int, deep: nn.Module, linear_scale: float = 1.0

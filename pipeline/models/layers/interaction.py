@@ -14,10 +14,7 @@ from pipeline.devices.cpu.products import dots, dots_backward, multiplies_rows
 
 
 class PooledRows(nn.Module):
-    """Map a KeyedTensor to [batch, F, D] in the order of `feature_names`.
-
-    The plan may order the columns differently.
-    """
+    """Map a KeyedTensor to [batch, F, D] in the order of `feature_names` under any plan."""
 
     def __init__(self, feature_names: list[str]) -> None:
         super().__init__()
@@ -39,10 +36,7 @@ class PooledRows(nn.Module):
 
 
 class _Reordered(torch.autograd.Function):
-    """Permute dimension 1 by an index_select.
-
-    Backward is a permutation too; torch's adds up from zeros.
-    """
+    """Permute dimension 1. Backward is a permutation too; torch's adds up from zeros."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, there: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
@@ -56,13 +50,10 @@ class _Reordered(torch.autograd.Function):
 
 
 class DotInteraction(nn.Module):
-    """Map dense [B, D] and rows [B, F, D] to [B, D + F + F (F - 1) / 2]: dense, then the dot
-    product of every pair.
-
-    The numbers and their order are those of torchrec.models.dlrm.InteractionArch. The matrix of
-    products X X^T is symmetric, so backward is one product (G + G^T) X, where autograd's backward
-    of bmm takes two. Without dense features dense is None, and the result has only the products of
-    the rows [B, F (F - 1) / 2].
+    """Map dense [B, D] and rows [B, F, D] to [B, D + F + F (F - 1) / 2]: dense, then pairs' dots.
+    Numbers and order are those of torchrec.models.dlrm.InteractionArch. X X^T is symmetric, so
+    backward is one product (G + G^T) X; autograd's takes two. dense None: only pairs [B, F (F - 1)
+    / 2].
     """
 
     def __init__(self, num_sparse_features: int, has_dense: bool = True) -> None:
@@ -82,11 +73,8 @@ class DotInteraction(nn.Module):
         return _Dots.apply(dense, rows, dtype, self.rows_are_padded, positions)
 
     def _positions_on(self, device: torch.device, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the positions of the pairs in a flat [n, n], and the position of each of the flat
-        [n, n] in the pairs and a zero.
-
-        With them torch gathers the pairs in one call. Slices would need one call from the host for
-        each row.
+        """Return the pairs' positions in a flat [n, n], and its positions in pairs and a zero.
+        torch then gathers in one call; slices would need a call for each row.
         """
         if torch.compiler.is_compiling():  # tensors made during tracing are not kept
             return _positions(device, num_rows)
@@ -134,11 +122,7 @@ class _Dots(torch.autograd.Function):
 def _split(
     both: torch.Tensor, first: torch.Tensor | None, to_dense: torch.dtype | None, to_rows_type: torch.dtype
 ) -> tuple[torch.Tensor | None, torch.Tensor, None, None, None]:
-    """Return the gradients of dense and of rows.
-
-    both: [B, F + 1, D], with the gradient of dense first, or [B, F, D] without dense. first: the
-    gradient of dense.
-    """
+    """Return the gradients of dense (`first`) and of rows, from both [B, F (+ 1), D]."""
     to_rows = both if first is None else both[:, 1:]
     if to_rows.dtype != to_rows_type:
         to_rows = to_rows.to(to_rows_type, memory_format=torch.contiguous_format)
@@ -146,8 +130,8 @@ def _split(
 
 
 def _in_place(dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Write `dense` into the reserved memory before `rows` and return all as [B, F + 1, D]; None if
-    none is reserved.
+    """Write `dense` into the reserved memory before `rows`: [B, F + 1, D]; None if none is
+    reserved.
     """
     batch, num_features, dim = rows.shape
     strides, count = ((num_features + 1) * dim, dim, 1), batch * (num_features + 1) * dim
@@ -161,9 +145,7 @@ def _in_place(dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> to
 
 
 def _combined(dense: torch.Tensor | None, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Join [B, D] and [B, F, D] to [B, F + 1, D], cast on the way. Without dense return the
-    rows.
-    """
+    """Join [B, D] and [B, F, D] to [B, F + 1, D] of `dtype`. Without dense return the rows."""
     if dense is None:
         return rows.to(dtype).contiguous()
     if torch.compiler.is_compiling() or not in_host_memory(dense):
@@ -174,9 +156,7 @@ def _combined(dense: torch.Tensor | None, rows: torch.Tensor, dtype: torch.dtype
 
 
 def _symmetric(gradient: torch.Tensor, both_ways: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return G + G^T [B, n, n] of gradient [B, P], which lists the upper triangle of G row
-    by row.
-    """
+    """Return G + G^T [B, n, n] of gradient [B, P], the upper triangle of G row by row."""
     with_zero = torch.nn.functional.pad(gradient, (0, 1))
     return with_zero.index_select(1, both_ways).view(len(gradient), num_rows, num_rows)
 

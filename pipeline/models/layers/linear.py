@@ -12,10 +12,7 @@ from pipeline.models.layers.mlp import MLP
 
 
 class LogisticRegression(nn.Module):
-    """Compute forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1].
-
-    The weight of an id is the sum of its row.
-    """
+    """forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1]."""
 
     def __init__(self, embedding_bag_collection: nn.Module, num_dense_features: int) -> None:
         super().__init__()
@@ -30,10 +27,7 @@ class LogisticRegression(nn.Module):
 
 
 class WideDeep(nn.Module):
-    """Compute forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1].
-
-    Tables may differ in embedding_dim.
-    """
+    """forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1]. Dims may differ."""
 
     def __init__(
         self,
@@ -59,9 +53,7 @@ class WideDeep(nn.Module):
 
 
 class WideAndDeepColumns(nn.Module):
-    """Map a KeyedTensor to (sum of all last columns [B, 1], the other columns [B, sum of dims - F]
-    in the order of features).
-    """
+    """Map a KeyedTensor to sums of last columns [B, 1], and other columns in order."""
 
     def __init__(self, feature_names: list[str]) -> None:
         super().__init__()

@@ -27,14 +27,9 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Dice(nn.Module):
-    """Apply the activation of DIN, a PReLU that bends at the mean of the batch (arXiv 1706.06978,
-    4.3).
-
-    [rows, width] -> [rows, width]: p x + (1 - p) alpha x, where p = sigmoid(x normalized over the
-    rows of all ranks).
-
-    Collective during training, because BatchNorm is. Its running mean and variance are state.
-    `alpha` starts at 0.
+    """DIN's activation, a PReLU that bends at the batch's mean (arXiv 1706.06978, 4.3).
+    [rows, width]: p x + (1 - p) alpha x, where p = sigmoid(x normalized over the rows of all
+    ranks). Collective during training, because BatchNorm is.
     """
 
     def __init__(self, width: int) -> None:
@@ -48,10 +43,7 @@ class Dice(nn.Module):
 
 
 class Activation(nn.Module):
-    """Apply the activation of this name: [rows, width] -> [rows, width].
-
-    Only "dice" has parameters.
-    """
+    """Apply the named activation: [rows, width] -> [rows, width]. Only "dice" has parameters."""
 
     def __init__(self, name: str, width: int) -> None:
         super().__init__()
@@ -66,11 +58,9 @@ class Activation(nn.Module):
 
 
 class MLP(nn.Module):
-    """Map [B, in_features] to [B, layer_sizes[-1]], or to [B, out_features] if it ends in a linear
-    layer without activation.
-
-    The names of parameters are those of torchrec.modules.mlp.MLP, and layers with plain relu give
-    the same numbers.
+    """Map [B, in_features] to [B, layer_sizes[-1]], or through a last linear layer to [B,
+    out_features].
+    Names of parameters, and numbers with plain relu, are those of torchrec.modules.mlp.MLP.
     """
 
     def __init__(
@@ -92,9 +82,7 @@ class MLP(nn.Module):
         return hidden if self.last is None else self.last(hidden)
 
     def linear_layers(self) -> list[tuple[nn.Linear, bool]]:
-        """Return each linear layer with whether relu follows it; empty if the layers have anything
-        else between them.
-        """
+        """Return each linear layer with whether relu follows; empty if anything else is between."""
         layers = [layer for layer in self._mlp if isinstance(layer, Layer)]
         if not all(layer.is_relu_alone for layer in layers):
             return []
@@ -126,9 +114,7 @@ class Layer(nn.Module):
 
 
 def initialize_linear_layers(model: nn.Module, init: str) -> None:
-    """Initialize the weights of all linear layers of `model` again, in their order, and set their
-    biases to 0.
-
+    """Initialize all linear layers of `model` again, in order; biases to 0.
     init: torch (no change), xavier (Glorot and Bengio 2010), or kaiming (arXiv 1502.01852, for
     relu).
     """

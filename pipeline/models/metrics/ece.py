@@ -22,9 +22,7 @@ NUM_BUCKETS = 100  # of equal width
 @register("metric", "ece")
 class ExpectedCalibrationError(Metric):
     def sums(self, predictions: Floats, labels: Floats, weights: Floats) -> Floats:
-        """Return [1 + NUM_BUCKETS]: the weight of all rows, then for each bucket the predictions
-        minus the labels.
-        """
+        """Return the weight of all rows, then predictions minus labels by bucket."""
         buckets = np.minimum((predictions * NUM_BUCKETS).astype(np.int64), NUM_BUCKETS - 1)
         excess = np.bincount(buckets, weights * (predictions - labels), minlength=NUM_BUCKETS)
         return np.concatenate([[weights.sum()], excess])

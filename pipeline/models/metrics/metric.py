@@ -24,19 +24,13 @@ from pipeline.data.quality import Floats
 
 
 class Metric:
-    """Compute a number from sums over rows, so that the order of rows and the number of ranks do
-    not change it.
-    """
+    """Compute a number from sums over rows, so that their order and the ranks do not change it."""
 
     higher_is_better: ClassVar[bool] = False
 
     def sums(self, predictions: Floats, labels: Floats, weights: Floats) -> Floats:
-        """Local: return the sums [k] over the rows [n] of a batch.
-
-        The sums of all batches and ranks are added up.
-
-        predictions: probabilities, the sigmoid of the logits. labels: 0 or 1. weights: above 0;
-        other rows are left out. A batch may have no row.
+        """Local: return the sums [k] over the rows [n] of a batch, which may have none.
+        predictions: probabilities. labels: 0 or 1. weights: above 0; other rows are left out.
         """
         raise NotImplementedError(f"{type(self).__name__} has no sums")
 

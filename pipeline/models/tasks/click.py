@@ -46,9 +46,7 @@ class ClickTask(nn.Module):
 
 
 def logit_a_row(output: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return the logits [batch] as float32. Raises ConfigError if the model returns
-    anything else.
-    """
+    """Return logits [batch] as float32. Raises ConfigError if the model returns anything else."""
     if not isinstance(output, torch.Tensor) or output.numel() != num_rows:
         given = list(output.shape) if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
         raise ConfigError(

@@ -64,9 +64,7 @@ class BinaryTargetMeasure:
 
 
 class SumsMeasure:
-    """Measure metrics of weighted sums over rows. The sums are float64 and are added up
-    over ranks.
-    """
+    """Measure metrics of weighted float64 sums over rows, which are added up over ranks."""
 
     def __init__(
         self,
@@ -75,11 +73,7 @@ class SumsMeasure:
         metrics: Callable[[list[float]], dict[str, float]],
         starts_anew: bool,
     ) -> None:
-        """sums: returns the sums [n] of a batch. metrics: returns the metrics of the sums of all
-        batches.
-
-        starts_anew: reset the sums after each compute().
-        """
+        """sums: of a batch [n]. metrics: of all sums. starts_anew: after each compute()."""
         self._context, self._sums_of, self._metrics, self._starts_anew = context, sums, metrics, starts_anew
         self._sums: torch.Tensor | None = None
         self._num_samples = 0

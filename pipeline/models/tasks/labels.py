@@ -27,9 +27,7 @@ from pipeline.runtime.process.distributed import DistributedContext
 
 
 class LabelsPrediction(NamedTuple):
-    """Detached tensors: outputs [B, sum of the targets' widths], labels and sample_weights [B,
-    targets], losses [B].
-    """
+    """Detached: outputs [B, sum of widths], labels and sample_weights [B, targets], losses [B]."""
 
     loss: torch.Tensor  # scalar
     outputs: torch.Tensor
@@ -40,10 +38,7 @@ class LabelsPrediction(NamedTuple):
 
 @register("task", "labels")
 class LabelsTask(nn.Module):
-    """Compute the sum over targets of weight * loss.
-
-    A loss is a mean over all rows of the batch; a masked row adds 0.
-
+    """The sum over targets of weight * loss, a mean over all rows; a masked row adds 0.
     So a step is the same for any number of ranks. A target with few unmasked rows has less
     influence, which `weight` may compensate.
     """
@@ -86,10 +81,7 @@ class LabelsTask(nn.Module):
         ]
 
     def total(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """Return the scalar loss: the sum of the targets' mean losses.
-
-        With uncertainty weights s it is the sum of exp(-s) * loss + s / 2.
-        """
+        """Return the sum of the targets' mean losses; with learnt s: exp(-s) * loss + s / 2."""
         means = torch.stack([each.mean() for each in losses])
         if self.log_variances is None:
             return means.sum()
@@ -100,10 +92,7 @@ class LabelsTask(nn.Module):
         return prediction.losses
 
     def clicks(self, prediction: LabelsPrediction) -> dict[str, Prediction]:
-        """Return the predictions of binary targets by the prefix of their metrics' names.
-
-        Groups of rows are ranked by them.
-        """
+        """Return the predictions of binary targets, to rank groups, by their metrics' prefix."""
         return {
             prefix: self.of_target(prediction, number).as_click()
             for number, (prefix, target) in enumerate(zip(self.prefixes, self.targets, strict=True))

@@ -26,9 +26,7 @@ class NamedMetrics:
         self._sums: dict[str, Floats] = {}
 
     def update(self, clicks: Mapping[str, Any]) -> None:
-        """Local: add a batch. clicks: by the prefix of each binary label, an object with logits,
-        labels and sample_weights [batch].
-        """
+        """Local: add a batch. clicks: by binary label's prefix, its logits, labels, sample_weights."""
         for prefix, prediction in clicks.items() if self._metrics else ():
             weights = prediction.sample_weights.double()
             counts = weights > 0

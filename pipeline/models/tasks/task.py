@@ -32,62 +32,41 @@ class Measure(Protocol):
         """Local: add one batch."""
 
     def compute(self) -> dict[str, float]:
-        """Collective: return the metrics, equal on every rank.
-
-        Those of an evaluation include `num_samples`.
-        """
+        """Collective: return the metrics, equal on all ranks; an evaluation's with `num_samples`."""
 
 
 class Task(Protocol):
-    """The interface of a registered "task": an nn.Module, made from the model's config and its
-    tables.
-
-    no_export: why models of this task cannot be exported; empty if they can. A model can be
-    exported if its outputs are one logit per row, or the targets' widths. exports="towers": the
-    model gives vectors of users and items by user_vectors and item_vectors
-    (extras/models/layers/two_tower.py), its config has `user_features` and `item_features`, and items are
-    retrieved by the dot product of the vectors (extras/retrieval). takes_targets=True: the task
-    also takes the list of data.targets.Target and learns labels of any kind and number. Other tasks
-    learn one binary label.
+    """The interface of a registered "task": an nn.Module of the model's config and tables.
+    no_export: why models of this task cannot be exported; empty if they can, with one logit per
+    row, or the targets' widths. exports="towers": the model has user_vectors and item_vectors
+    (extras/models/layers/two_tower.py), its config `user_features` and `item_features`; items are
+    retrieved by dot product (extras/retrieval). takes_targets=True: the task takes the list of
+    data.targets.Target. Other tasks learn one binary label.
     """
 
     no_export: str
 
     def forward(self, outputs: Any, batch: Batch) -> tuple[torch.Tensor, Any]:
         """Return (loss, prediction) for the model's outputs of a batch.
-
-        The loss is a scalar, a mean over the batch's rows. Rows of sample weight 0 count nothing.
-        The prediction is a NamedTuple of detached tensors with the loss as `loss`, for the
-        measures.
+        The loss is a scalar mean over the rows; rows of sample weight 0 count nothing. The
+        prediction is a NamedTuple of detached tensors with the loss as `loss`.
         """
 
     def losses(self, prediction: Any) -> torch.Tensor:
-        """Return the loss of each row [batch], for the error that names rows whose loss is not
-        finite.
-        """
+        """Return the loss of each row [batch], to name rows whose loss is not finite."""
 
     def training_measure(self, context: DistributedContext, batch_size: int, window_samples: int) -> Measure:
-        """Return the measure of training steps, over about the last `window_samples` of all ranks.
-        batch_size: per rank.
-        """
+        """Return the measure of about the last `window_samples` of all ranks."""
 
     def evaluation_measure(self, context: DistributedContext, batch_size: int) -> Measure:
-        """Return the measure of an evaluation.
-
-        The model config's `metrics` lists the names of its metrics.
-        """
+        """Return the measure of an evaluation: the metrics that the config's `metrics` lists."""
 
 
 class TaskModel(nn.Module):
-    """Join a model and its task: forward(batch) -> (loss, prediction).
-
-    `bf16` autocasts all except the loss.
-    """
+    """Join a model and its task: forward(batch) -> (loss, prediction). bf16: all except the loss."""
 
     def __init__(self, model: nn.Module, loss: nn.Module, precision: str = "fp32", train_offset: float = 0.0) -> None:
-        """train_offset: added to the logits in training mode, if rows were sampled
-        (data.targets).
-        """
+        """train_offset: added to logits in training if rows were sampled (data.targets)."""
         super().__init__()
         self.model, self.loss = model, loss
         self._bf16, self._train_offset = precision == "bf16", train_offset
@@ -124,14 +103,9 @@ def make_task(
     *,
     precision: str = "fp32",
 ) -> TaskModel:
-    """Join `model` (made by build_model from the same config and tables) and the task that the
-    config names.
-
-    targets: the labels to learn; None: one binary label. A model of one logit learns one label of
-    any kind except ordinal.
-
-    Raises:
-        ConfigError: the task learns one binary label, and the targets are others.
+    """Join `model` and the task that its config names.
+    targets: the labels to learn; None: one binary label. Raises ConfigError if the model cannot
+    learn them.
     """
     targets = targets or [Target("label")]
     if not config.learns_all and targets[0].width > 1:

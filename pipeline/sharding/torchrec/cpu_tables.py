@@ -52,11 +52,9 @@ logger = get_logger(__name__)
 
 
 class TablesWithMoments(SplitTableBatchedEmbeddingBagsCodegen):
-    """Give FBGEMM's module Adam's state on CPU. It looks rows up; a FastLookup in it trains them.
-
-    FBGEMM refuses these optimizers in its CPU constructor. The module is built for Adagrad, whose
-    state serves as the first moment, and gets the second moment. get_optimizer_state, which
-    checkpoints use, then answers as on GPUs.
+    """Give FBGEMM's module Adam's state on CPU. A FastLookup in it trains the rows.
+    FBGEMM refuses these optimizers on CPU. The module is built for Adagrad, whose state serves as
+    the first moment, and gets the second one. get_optimizer_state then answers as on GPUs.
     """
 
     tiers: TableStorage | None = None
@@ -77,7 +75,7 @@ class TablesWithMoments(SplitTableBatchedEmbeddingBagsCodegen):
             self.tiers = tiers
 
     def split_embedding_weights(self) -> list[torch.Tensor]:
-        """Return each table's rows. For a table with tiers: all its rows, which are in a store."""
+        """Return each table's rows; with tiers all rows, from the store."""
         weights: list[torch.Tensor] = super().split_embedding_weights()
         return weights if self.tiers is None else self.tiers.stored_weights(weights)
 
@@ -86,9 +84,7 @@ class TablesWithMoments(SplitTableBatchedEmbeddingBagsCodegen):
         return states if self.tiers is None else self.tiers.stored_states(states)
 
     def forward(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        """Raises ShardingError if FBGEMM would have to train, which is if weights of ids are
-        trained too.
-        """
+        """Raises ShardingError if FBGEMM would have to train (trained weights of ids)."""
         if self.optimizer not in MOMENTS:
             return super().forward(*arguments, **keywords)
         if torch.is_grad_enabled():
@@ -105,10 +101,7 @@ class TablesWithMoments(SplitTableBatchedEmbeddingBagsCodegen):
 
 
 def feature_begins(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> np.ndarray[Any, Any]:
-    """Return [T + 1]: where each table's features begin.
-
-    A table's features are adjacent; FBGEMM checks it.
-    """
+    """Return [T + 1]: where each table's features, which are adjacent, begin."""
     tables = lookup.feature_table_map
     begins = [0, *(index for index, (before, table) in enumerate(pairwise(tables), start=1) if table != before)]
     return np.array([*begins, len(tables)], dtype=np.int64)
@@ -118,9 +111,7 @@ _tiers: TierSettings | None = None  # settings of the tables that are being buil
 
 
 def _storage_of(keywords: Mapping[str, Any]) -> TableStorage | None:
-    """Return the storage of the module that TorchRec builds with `keywords`, or None if no table of
-    it has tiers.
-    """
+    """Return the storage of the module that TorchRec builds; None if no table has tiers."""
     if _tiers is None:
         return None
     storage: TableStorage | None = from_extra("table_storage", "tables.*.tiers")(_tiers, keywords)
@@ -129,9 +120,7 @@ def _storage_of(keywords: Mapping[str, Any]) -> TableStorage | None:
 
 @contextmanager
 def tables_with_moments(tiers: TierSettings | None = None) -> Iterator[None]:
-    """Let TorchRec build TablesWithMoments for optimizers that FBGEMM lacks, and tables with
-    `tiers` in a storage.
-    """
+    """Let TorchRec build TablesWithMoments, and tables with `tiers` in a storage."""
     global _tiers
     if devices.current().fbgemm_is_complete:
         yield
@@ -146,14 +135,10 @@ def tables_with_moments(tiers: TierSettings | None = None) -> Iterator[None]:
 
 
 def speed_up_cpu_tables(modules: Iterable[nn.Module], rules: Mapping[str, UpdateRule] | None = None) -> int:
-    """Replace forward and backward of every lookup in `modules` that the kernels support.
-
-    Return the number of lookups.
-
-    The kernels support fp32 and fp16 tables with SUM or MEAN pooling and optimizers that have a
-    cpu_kernel. On CPU, FBGEMM rounds fp16 to the nearest, the kernels round stochastically. Without
-    Numba nothing is replaced. rules: the update rules of tables that need more than FBGEMM's
-    settings, by table.
+    """Replace forward and backward of each lookup that the kernels support; return how many.
+    They support fp32 and fp16 (rounded stochastically), SUM and MEAN, and optimizers that have a
+    cpu_kernel. Without Numba nothing is replaced. rules: of tables that need more than FBGEMM's
+    settings.
     """
     inside = (child for module in modules for child in module.modules())
     lookups = [
@@ -204,9 +189,7 @@ class Bags(NamedTuple):
 
 
 class FastLookup:
-    """Replace the module's forward(indices [L], offsets [F * B + 1], weights of the ids [L]) -> [B,
-    all features' D].
-    """
+    """Replace forward(indices [L], offsets [F * B + 1], weights [L]) -> [B, all features' D]."""
 
     def __init__(
         self,
@@ -254,9 +237,7 @@ class FastLookup:
         return [int(dim) for dim in np.diff(self._columns)]
 
     def track_rows(self) -> list[np.ndarray[Any, Any]]:
-        """Keep a bitmap for each table of the rows that updates change, in the format of
-        numpy.packbits(bitorder="little").
-
+        """Keep a bitmap of updated rows for each table (numpy.packbits, bitorder="little").
         The reader of a bitmap must clear it.
         """
         if not len(self._marks):
@@ -309,10 +290,7 @@ class FastLookup:
         return torch.bfloat16 if bf16 and self.follows_autocast else torch.float32
 
     def _in_tiers(self, tiered: StorageLookup, bags: Bags, by_fbgemm: bool) -> torch.Tensor:
-        """Look up slots instead of rows.
-
-        The slots keep their rows until the batch's backward has finished.
-        """
+        """Look up slots, which keep their rows until the batch's backward has finished."""
         if by_fbgemm:
             raise ShardingError("tables with tiers do not train the weights of ids; remove tables.*.tiers")
         training = torch.is_grad_enabled()
@@ -326,10 +304,8 @@ class FastLookup:
             pins.release()
 
     def look_up(self, bags: Bags, dtype: torch.dtype) -> tuple[torch.Tensor, Bags]:
-        """Return pooled rows and their bags. If FBGEMM corrected ids, return the corrected bags.
-
-        Raises:
-            RuntimeError: FBGEMM found ids out of range and its bounds check is set to raise.
+        """Return pooled rows and their bags, as FBGEMM corrected them.
+        Raises RuntimeError if ids are out of range and FBGEMM's bounds check is set to raise.
         """
         num_samples = (len(bags.offsets) - 1) // len(self._num_rows)
         out = torch.empty(num_samples, self.reserved_columns + int(self._columns[-1]), dtype=dtype)
@@ -338,22 +314,15 @@ class FastLookup:
         return out[:, self.reserved_columns :], bags
 
     def fill_fixed(self, out: torch.Tensor, begin: int, bags: Bags) -> Bags:
-        """Fill as fill() does, with the bags as FBGEMM corrects them.
-
-        Raises RuntimeError as look_up does.
-        """
+        """Fill as fill() does, with the bags as FBGEMM corrects them. Raises as look_up does."""
         bags = Bags(*self._lookup.prepare_inputs(*bags, force_cast_input_types=True)[:3])
         if not self.fill(out, begin, bags):
             raise RuntimeError("FBGEMM accepted ids or offsets that are out of range")
         return bags
 
     def fill(self, out: torch.Tensor, begin: int, bags: Bags) -> bool:
-        """Fill the columns of `out` [B, width] from `begin` on.
-
-        Return False if an id or an offset is out of range.
-
-        Samples are partitioned over torch's threads. Offsets may begin after the first of the bags'
-        ids.
+        """Fill the columns of `out` [B, width] from `begin` on. False: an id is out of range.
+        Samples are partitioned over torch's threads. Offsets need not begin at 0.
         """
         fbgemm, num_samples, width = self._lookup, len(out), out.shape[1]
         if not num_samples:
@@ -366,10 +335,7 @@ class FastLookup:
         return on_all_threads(self._pool, arguments, num_samples, max(least_share, MIN_SAMPLES))
 
     def update(self, gradients: torch.Tensor, bags: Bags) -> None:
-        """Update the tables on torch's threads.
-
-        Each row belongs to one thread, so their number changes no result.
-        """
+        """Update the tables on torch's threads. One thread has a row, so bits do not change."""
         fbgemm, rule = self._lookup, self._rule
         is_half = fbgemm.weights_precision == SparseType.FP16
         stored = _flat(fbgemm.weights_host)
@@ -399,10 +365,7 @@ def _rule_of(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> UpdateRule:
 def _state(
     lookup: SplitTableBatchedEmbeddingBagsCodegen, values: torch.Tensor, offsets: torch.Tensor
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return a state's numbers, and where the part of each feature's table begins.
-
-    Empty if the optimizer has no such state.
-    """
+    """Return a state's numbers and where each feature's table begins; empty without such a state."""
     if values.dtype != torch.float32:  # FBGEMM's placeholder
         return np.empty(0, np.float32), lookup.weights_offsets.numpy()
     return values.detach().numpy(), offsets.detach().numpy()
@@ -416,9 +379,7 @@ def _flat(values: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _rows(gradients: torch.Tensor) -> tuple[np.ndarray[Any, Any], int]:
-    """Return the memory of fp32 or bf16 [B, D] from the first to the last number, and the distance
-    of rows.
-    """
+    """Return the memory of fp32 or bf16 [B, D], flat, and the distance of rows."""
     if gradients.dtype not in (torch.float32, torch.bfloat16):
         gradients = gradients.float()
     if gradients.stride(1) != 1 or gradients.stride(0) < gradients.shape[1]:
@@ -434,12 +395,9 @@ def partition_tables(
     every: np.ndarray[Any, Any] | int = 0,
     can_split: bool = True,
 ) -> np.ndarray[Any, Any]:
-    """Return units of work for threads, the largest first: [n, 3] of table, part and number of
-    parts.
-
-    first_ids [T + 1]: where each table's ids begin. dims [T]. every [T]: rows that are updated even
-    if no id names them; such a table is not split. Parts have separate rows, so no result depends
-    on parts.
+    """Return units of work, the largest first: [n, 3] of table, part and number of parts.
+    first_ids [T + 1]: where a table's ids begin. every [T]: rows that are updated even without an
+    id; such a table is not split. Parts have separate rows, so no result depends on them.
     """
     # Reading a row costs about as much as 16 of its numbers.
     work = np.diff(first_ids) * (dims + 16) + every * dims + 256
@@ -457,10 +415,7 @@ def partition_tables(
 
 
 class _Pooled(torch.autograd.Function):
-    """Pooled rows whose backward updates the tables and returns no gradient.
-
-    Autograd calls it because `weights` is an input.
-    """
+    """Pooled rows whose backward updates the tables. Autograd calls it because of `weights`."""
 
     @staticmethod
     def forward(

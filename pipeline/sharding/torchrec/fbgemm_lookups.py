@@ -20,11 +20,8 @@ LOOKUPS = (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBags
 
 @contextmanager
 def without_updates(model: nn.Module, is_bad: torch.Tensor) -> Iterator[None]:
-    """Give FBGEMM's lookups of `model` zero gradients in a backward for which `is_bad` is True.
-
-    is_bad: [] bool on the model's device. The device reads it during backward, so it may be written
-    after forward. If the loss is not finite, its gradients have NaN even after a multiplication by
-    zero, so they are replaced.
+    """Give FBGEMM's lookups zero gradients in a backward for which `is_bad` [] bool is True.
+    The device reads it during backward. Gradients are replaced, because NaN times zero is NaN.
     """
     zeros: dict[torch.dtype, torch.Tensor] = {}
 

@@ -32,9 +32,7 @@ PLAIN = ("weight_decay", "momentum", "nesterov", "dampening", "lr_decay", "maxim
 
 @dataclass(frozen=True)
 class _Block:
-    """One flat parameter. The arrays have one entry per table; each state of all tables is
-    in one array.
-    """
+    """One flat parameter. Arrays have one entry per table; a state of all tables is one array."""
 
     tables: list[int]  # the id() of each table's weight
     weights: torch.Tensor
@@ -46,9 +44,7 @@ class _Block:
 
 
 class FlatUpdate:
-    """Replace the step of a torch optimizer whose parameters are the tables of complete flat
-    parameters.
-    """
+    """Replace the step of an optimizer whose parameters are all tables of flat parameters."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, rule: UpdateRule, blocks: list[_Block], update: Callable[..., None]
@@ -57,10 +53,7 @@ class FlatUpdate:
         self._marks = [np.empty(0, np.uint8) for _ in blocks]
 
     def track_rows(self) -> dict[int, np.ndarray[Any, Any]]:
-        """Keep a byte for each row, set to 1 if the row is updated.
-
-        Return the bytes by the id() of the table's weight.
-        """
+        """Keep a byte per row, 1 if it is updated. Return id() of a table's weight -> bytes."""
         self._marks = [np.zeros(int(block.rows.sum()), np.uint8) for block in self._blocks]
         found: dict[int, np.ndarray[Any, Any]] = {}
         for block, marks in zip(self._blocks, self._marks, strict=True):
@@ -72,10 +65,7 @@ class FlatUpdate:
             block.weights.grad = None  # also removes the gradients of the slices
 
     def step(self) -> None:
-        """Make one step, as optimizer.step() does.
-
-        Counts steps only for TouchedRows, because other updates do not depend on them.
-        """
+        """Make one step, as optimizer.step() does. Only TouchedRows depends on the number of steps."""
         optimizer, step = self._optimizer, 1
         if isinstance(optimizer, TouchedRows):
             optimizer.num_steps += 1
@@ -91,10 +81,7 @@ class FlatUpdate:
 
 
 def flat_update(params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> FlatUpdate | None:
-    """Return None if the kernel does not support the optimizer.
-
-    The optimizer's states become views of one array, so load them in place.
-    """
+    """Return None if the kernel lacks the optimizer. States become views: load them in place."""
     rules = _rules(optimizer)
     if not rules:
         return None
@@ -115,10 +102,7 @@ def flat_update(params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optim
 
 
 def _rules(optimizer: torch.optim.Optimizer) -> dict[int, UpdateRule]:
-    """Return the rule of each weight by its id().
-
-    They differ only in l2 and all_rows. Empty if the kernel lacks the optimizer.
-    """
+    """Return id() of each weight -> its rule (equal except l2, all_rows); empty if unsupported."""
     if len(optimizer.param_groups) != 1:
         return {}
     (group,) = optimizer.param_groups

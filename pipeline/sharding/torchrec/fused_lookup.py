@@ -21,9 +21,7 @@ class FusedLookup:
     """Map a batch with the keys `feature_names`, in their order, to [B, all features' D]."""
 
     def __init__(self, lookups: Sequence[FastLookup], feature_names: list[str]) -> None:
-        """The features are those of the first lookup, then those of the second lookup, and
-        so on.
-        """
+        """The features are those of the first lookup, then of the second, and so on."""
         self.lookups, self.feature_names = list(lookups), feature_names
         self.reserved_columns = 0
         self.dims = [dim for lookup in lookups for dim in lookup.dims]
@@ -33,18 +31,13 @@ class FusedLookup:
         self._orders: dict[tuple[str, ...], torch.Tensor | None] = {}
 
     def reserve_columns(self, columns: int) -> None:
-        """Reserve columns before the features' columns, which the model writes.
-
-        Return rows in autocast's type if it is on.
-        """
+        """Reserve columns before the features', which the model writes; follow autocast."""
         self.reserved_columns = columns
         for lookup in self.lookups:
             lookup.reserved_columns, lookup.follows_autocast = columns, True
 
     def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Raises RuntimeError if FBGEMM finds ids out of range and its bounds check is set to
-        raise.
-        """
+        """Raises RuntimeError as FastLookup.look_up does."""
         values, offsets, weights = features.values(), features.offsets(), features.weights_or_none()
         if len(self.lookups) == 1:
             return self.lookups[0](values, offsets, weights)
@@ -82,10 +75,7 @@ class FusedLookup:
         return parts
 
     def look_up(self, bags: Bags, dtype: torch.dtype) -> tuple[torch.Tensor, list[Bags]]:
-        """Return pooled rows and each lookup's bags.
-
-        If FBGEMM corrected ids, return the corrected bags.
-        """
+        """Return pooled rows, and each lookup's bags as FBGEMM corrected them."""
         num_samples = (len(bags.offsets) - 1) // len(self.dims)
         out = torch.empty(num_samples, self.reserved_columns + sum(self.dims), dtype=dtype)
         parts = []
@@ -103,10 +93,7 @@ class FusedLookup:
 
 
 class _Rows(torch.autograd.Function):
-    """The same as in cpu_tables: backward updates the tables.
-
-    Autograd calls it because `weights` is an input.
-    """
+    """The same as in cpu_tables: backward updates the tables."""
 
     @staticmethod
     def forward(

@@ -68,9 +68,7 @@ class ManagedTables(Protocol):
 
 
 class ShardedTables(ShardedEmbeddingBagCollection):
-    """TorchRec's sharded collection, which checks its inputs and uses this package's exchanges if
-    they apply.
-    """
+    """TorchRec's sharded collection, which checks inputs and uses this package's exchanges."""
 
     tables_without_optimizer: list[str]
     update_rules: dict[str, UpdateRule]  # by table
@@ -87,10 +85,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         self._order = order if order is not None and order.is_complete and len(order.runs) > 1 else None
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor | LazyAwaitable[KeyedTensor]:
-        """Collective: return the pooled rows as a KeyedTensor or an awaitable of one.
-
-        Raises ShardingError as input_dist does.
-        """
+        """Collective: return pooled rows, or an awaitable. Raises as input_dist does."""
         lookup = self.fused_lookup
         # TorchRec runs the first batch, because it checks names and ids.
         if lookup is not None and not self._has_uninitialized_input_dist and not features.variable_stride_per_key():
@@ -108,9 +103,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
         """Collective: send the ids to the ranks that hold the tables.
-
-        Raises:
-            ShardingError: the dtype of ids or lengths differs from the dtype that all ranks have agreed on.
+        Raises ShardingError if the dtype of ids or lengths is not the one that all ranks use.
         """
         _check_dtypes(features)
         if not devices.current().copies_batches:
@@ -130,9 +123,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         return awaitable
 
     def prefetch_rows(self, features: KeyedJaggedTensor) -> None:
-        """Start loading the rows of this single rank's coming batch into slots, if tables have
-        tiers.
-        """
+        """Start loading a single rank's coming rows, if tables have tiers."""
         if not self.tiered_groups:
             return
         keys, offsets, values = features.keys(), features.offset_per_key(), features.values()
@@ -237,10 +228,8 @@ def _given(value: Any) -> Any:
 
 @contextmanager
 def _means_by_number_of_ids() -> Iterator[None]:
-    """Let TorchRec divide row-sharded MEAN bags by their number of ids, even if ids have weights.
-
-    TorchRec would divide by the sum of the weights. FBGEMM, which divides in all other tables, uses
-    the number of ids.
+    """Let TorchRec divide row-sharded MEAN bags by the number of ids, as FBGEMM does.
+    TorchRec would divide by the sum of the weights.
     """
     torchrec_divisor = embeddingbag._create_mean_pooling_divisor
     embeddingbag._create_mean_pooling_divisor = partial(_without_weights, torchrec_divisor)
@@ -273,9 +262,7 @@ def _check_dtypes(features: KeyedJaggedTensor) -> None:
 
 
 class TableSharder(EmbeddingBagCollectionSharder):
-    """Shard tables by any sharding type on any device, without initializing their weights. seed:
-    for managed rows.
-    """
+    """Shard tables by any type on any device, without initializing them. seed: for managed rows."""
 
     def __init__(
         self,
@@ -301,9 +288,7 @@ class TableSharder(EmbeddingBagCollectionSharder):
         module_fqn: str | None = None,
     ) -> ShardedTables:
         """Collective: shard the tables of `module`.
-
-        Raises:
-            ShardingError: TorchRec would execute the plan wrongly without an error.
+        Raises ShardingError if TorchRec would execute the plan wrongly without an error.
         """
         here = devices.current()
         check_sharding(module, params)
@@ -353,10 +338,7 @@ class TableSharder(EmbeddingBagCollectionSharder):
 
 
 def _lookup_of_all(sharded: ShardedTables) -> FusedLookup | None:
-    """Return a lookup that replaces the collection's.
-
-    None if not all tables have our kernels, or rows are changed later.
-    """
+    """Return a lookup for all tables; None if kernels are missing or rows are changed later."""
     lookups = fast_lookups(sharded)
     changes = sharded.managed or sharded._has_mean_pooling_callback
     if not lookups or changes or (len(lookups) > 1 and any(lookup.tiered is not None for lookup in lookups)):
@@ -367,10 +349,7 @@ def _lookup_of_all(sharded: ShardedTables) -> FusedLookup | None:
 
 
 def _give_each_parameter_its_own_kwargs(module: EmbeddingBagCollection) -> None:
-    """Copy each table's kwargs.
-
-    TorchRec renames `lr` in the dict of apply_optimizer_in_backward, which all tables share.
-    """
+    """Copy each table's kwargs: TorchRec renames `lr` in the shared dict."""
     for weight in module.parameters():
         if hasattr(weight, "_optimizer_kwargs"):
             weight._optimizer_kwargs = [dict(kwargs) for kwargs in weight._optimizer_kwargs]
@@ -378,10 +357,7 @@ def _give_each_parameter_its_own_kwargs(module: EmbeddingBagCollection) -> None:
 
 @contextmanager
 def _pooled_as_sum(configs: list[EmbeddingBagConfig]) -> Iterator[None]:
-    """Pool MEAN tables under grid_shard as sums.
-
-    Each rank has some of a bag's rows, and partial means do not add up.
-    """
+    """Pool MEAN tables under grid_shard as sums: partial means do not add up."""
     for config in configs:
         config.pooling = PoolingType.SUM
     try:
@@ -393,9 +369,7 @@ def _pooled_as_sum(configs: list[EmbeddingBagConfig]) -> Iterator[None]:
 
 @contextmanager
 def _not_initialized(configs: list[EmbeddingBagConfig]) -> Iterator[None]:
-    """Skip TorchRec's initialization from the rank's random state. initialize_tables
-    replaces it.
-    """
+    """Skip TorchRec's initialization, which initialize_tables replaces."""
     init_fns = [config.init_fn for config in configs]
     for config in configs:
         config.init_fn = _keep
@@ -416,12 +390,9 @@ def _fix_mean_pooling(
     grid_means: list[EmbeddingBagConfig],
     params: dict[str, ParameterSharding],
 ) -> None:
-    """Let TorchRec divide the sums of row-sharded MEAN tables by the bags' lengths, and no other
-    tables.
-
+    """Let TorchRec divide row-sharded MEAN tables by the bags' lengths, and no other tables.
     TorchRec divides every feature that is not on its list of row-sharded SUM features. Tables that
-    are not sharded by rows are on no list. This puts them on the SUM list, so that their divisor is
-    1.
+    are not sharded by rows are on no list; on the SUM list their divisor is 1.
     """
     features = sharded._pooling_type_to_rs_features
     for config in grid_means:

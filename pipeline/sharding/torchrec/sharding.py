@@ -42,23 +42,16 @@ logger = get_logger(__name__)
 
 
 def join_hosts(hosts_per_nvlink_domain: int) -> None:
-    """Let table_row_wise and grid_shard treat this many hosts as one.
-
-    Every rank calls it before shard_model.
-
-    TorchRec reads the number from the environment
+    """Let table_row_wise and grid_shard treat this many hosts as one. Call it before shard_model.
+    TorchRec reads it from the environment
     (torchrec.distributed.comm.get_topology_group_world_size).
     """
     os.environ[HOSTS_OF_DOMAIN] = str(hosts_per_nvlink_domain)
 
 
 def make_codecs(comms: CommsConfig) -> dict[str, QuantizedCommCodecs] | None:
-    """Return the registry of codecs that TorchRec's sharders take, two codecs for each collective.
-
-    None: nothing is quantized.
-
-    Ids and lengths are never quantized, and neither is the all-reduce of data_parallel tables and
-    dense layers.
+    """Return TorchRec's registry of two codecs for each collective. None: nothing is quantized.
+    Ids, lengths and the all-reduce of replicated parameters never are.
     """
     registry: dict[str, QuantizedCommCodecs] = {}
     for name, (forward, backward) in precisions(comms).items():
@@ -75,9 +68,7 @@ def make_sharders(
     exchange: HostExchange | None = None,
     tiers: TierSettings | None = None,
 ) -> list[ModuleSharder[nn.Module]]:
-    """Return the sharders that a planner uses to enumerate sharding types, and that shard_model
-    uses.
-    """
+    """Return the sharders for planning and for shard_model."""
     return [TableSharder(make_codecs(comms), seed, exchange, tiers)]
 
 
@@ -100,18 +91,12 @@ def shard_model(
     initialize: bool = True,
     tier_folder: str | None = None,
 ) -> DistributedModelParallel:
-    """Collective: shard tables by `plan`, replicate the dense layers, initialize modules on meta
-    from `seed`.
-
-    Every rank must pass the same seed. The initial weights do not depend on plan or world size.
-    With `tables`, column shards under a row-wise optimizer are refused unless the table's config
-    names them. replicated: the plan is for the ranks of one host, and every host has a replica of
-    the tables (parallel.embedding_sync). tier_folder: where rows of `tables` with tiers are stored;
-    None: all tables are in memory. initialize=False: tables stay as allocated, so that
-    initialize_tables or a checkpoint can fill them. The random state of the caller is restored.
-
-    Raises:
-        ShardingError: the plan does not fit the model, or TorchRec would execute it wrongly without an error.
+    """Collective: shard tables by `plan`, replicate dense layers, initialize modules on meta.
+    Initial weights depend on `seed` (equal on all ranks), not on plan or world size. With `tables`,
+    column shards under a row-wise optimizer are refused unless their config names them. replicated:
+    the plan is for one host, and every host has a replica (parallel.embedding_sync). tier_folder:
+    for rows of tables with tiers; None: in memory. initialize=False: tables stay as allocated.
+    Raises ShardingError.
     """
     check_plan_covers_tables(model, plan)
     check_dense_layers_can_be_initialized(model)
@@ -159,11 +144,7 @@ def _tier_settings(tables: list[Table], folder: str | None) -> TierSettings | No
 
 
 class _AverageOverRanks(DefaultDataParallelWrapper):
-    """Use DDP, except for one rank and for ranks with an exchange.
-
-    With one rank DDP would copy every gradient into buckets for nothing. With an exchange
-    GradientAverage averages.
-    """
+    """Use DDP, except for one rank, which needs none, and for ranks with an exchange."""
 
     def __init__(self, exchange: HostExchange | None) -> None:
         super().__init__(static_graph=True)

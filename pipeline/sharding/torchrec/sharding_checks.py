@@ -35,9 +35,7 @@ def _entry(fused: type) -> type[Optimizer]:
 
 
 def check_sharding(module: EmbeddingBagCollection, params: dict[str, ParameterSharding]) -> None:
-    """Raise ShardingError for the first table whose plan and optimizer do not work together on this
-    device.
-    """
+    """Raise ShardingError for a table whose plan and optimizer do not work on this device."""
     for config in module.embedding_bag_configs():
         weight = module.embedding_bags[config.name].weight
         sharding = params[config.name]
@@ -67,9 +65,7 @@ def check_tiers(
     params: dict[str, ParameterSharding],
     tiers: TierSettings,
 ) -> None:
-    """Raise ShardingError for the first table with tiers that would not train exactly, or not at
-    all.
-    """
+    """Raise ShardingError for a table with tiers that would not train exactly."""
     for config in module.embedding_bag_configs():
         if config.name in tiers.slots and (problem := _tiers_problem(config, module, params)):
             raise ShardingError(
@@ -198,9 +194,7 @@ def _warn_once(message: str, *values: object) -> None:
 
 
 def check_plan_covers_tables(model: nn.Module, plan: ShardingPlan) -> None:
-    """Raise ShardingError if a table would stay unsharded without an error, or the plan names an
-    unknown table.
-    """
+    """Raise ShardingError for a table without a plan, or a plan of an unknown table."""
     collections = {name: child for name, child in model.named_modules() if isinstance(child, EmbeddingBagCollection)}
     for path, collection in collections.items():
         planned = set(plan.plan.get(path, {}))
@@ -221,9 +215,7 @@ def check_plan_covers_tables(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def check_plan_is_exact(model: nn.Module, plan: ShardingPlan, tables: list[Table]) -> None:
-    """Raise ShardingError for column shards under a row-wise optimizer unless the table's config
-    names them.
-    """
+    """Raise ShardingError for column shards under a row-wise optimizer that no config names."""
     by_name = {table.name: table for table in tables}
     for path, shardings in plan.plan.items():
         for name, sharding in shardings.items():
@@ -241,9 +233,7 @@ def check_plan_is_exact(model: nn.Module, plan: ShardingPlan, tables: list[Table
 
 
 def check_dense_layers_can_be_initialized(model: nn.Module) -> None:
-    """Raise ShardingError for a module on meta that would start with uninitialized memory or zeroed
-    buffers.
-    """
+    """Raise ShardingError for modules on meta that nothing initializes."""
     for name, child in model.named_modules():
         if isinstance(child, EmbeddingBagCollection) or "embedding_bags" in name.split("."):
             continue

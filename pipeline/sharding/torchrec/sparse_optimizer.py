@@ -32,9 +32,7 @@ KNOWN = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Ada
 
 
 def check_sparse_optimizer(config: SparseOptimizerConfig) -> None:
-    """Raise ShardingError for settings that FBGEMM would ignore without an error, on every
-    device.
-    """
+    """Raise ShardingError for settings that FBGEMM would ignore on every device."""
     if config.momentum:
         raise ShardingError(
             f"optimizer.sparse.momentum={config.momentum:g}: {config.name} for tables has no "
@@ -50,12 +48,8 @@ def check_sparse_optimizer(config: SparseOptimizerConfig) -> None:
 def apply_sparse_optimizer(
     model: nn.Module, config: SparseOptimizerConfig, l2s: Mapping[str, float] | None = None
 ) -> None:
-    """Attach the optimizer to every table of `model`. Call it once, before planning and sharding.
-
-    l2s: the L2 penalty of tables that do not use the default.
-
-    Raises:
-        ShardingError: a setting would be ignored.
+    """Attach the optimizer to each table, once, before planning and sharding.
+    l2s: penalties that are not the default. Raises ShardingError if one would be ignored.
     """
     check_sparse_optimizer(config)
     l2s = l2s or {}
@@ -88,11 +82,8 @@ def _fused_kwargs(config: SparseOptimizerConfig) -> dict[str, Any]:
 
 
 def configure_fbgemm(name: str, weight: nn.Parameter) -> None:
-    """Pass the weight decay of a table's rule to FBGEMM on GPUs, where FBGEMM's kernels update the
-    rows.
-
-    Raises:
-        ShardingError: FBGEMM would ignore the decay or the clipping.
+    """Pass the weight decay of a table's rule to FBGEMM on GPUs.
+    Raises ShardingError if FBGEMM would ignore the decay or the clipping.
     """
     rule: UpdateRule | None = getattr(weight, "update_rule", None)
     if rule is None or not rule.extras:
@@ -115,11 +106,9 @@ def configure_fbgemm(name: str, weight: nn.Parameter) -> None:
 
 
 class ReplicatedTablesOptimizer(KeyedOptimizer):
-    """A torch optimizer over data_parallel tables, whose state looks like the state of the fused
-    optimizer.
-
-    `params` maps "<path>.embedding_bags.<table>.weight" to the table. As in the fused optimizer,
-    the number of steps is not part of the state: TrainingOptimizer stores it.
+    """A torch optimizer over data_parallel tables, with the state of the fused one.
+    `params`: "<path>.embedding_bags.<table>.weight" -> table. TrainingOptimizer stores the step
+    number.
     """
 
     def __init__(
@@ -145,10 +134,7 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
         super().__init__(params, state, self._optimizer.param_groups)
 
     def track_rows(self) -> dict[str, torch.Tensor]:
-        """Keep a number for each row of each table, by the table's name.
-
-        A step that updates the row sets it to 1.
-
+        """Keep by table a number per row, which an update sets to 1.
         The reader must clear the numbers.
         """
         by_weight = {weight: key.split(".")[-2] for key, weight in self.params.items()}
@@ -161,10 +147,7 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
         return {by_weight[weight]: marks for weight, marks in self._marks.items()}
 
     def _mark_rows(self) -> None:
-        """Mark rows as TouchedRows does.
-
-        For an unknown optimizer mark all rows, because it may change any row.
-        """
+        """Mark rows as TouchedRows does; all rows for an unknown optimizer."""
         for weight, marks in self._marks.items():
             if not isinstance(self._optimizer, (TouchedRows, *KEEP_OTHER_ROWS)) or (
                 isinstance(self._optimizer, TouchedRows) and self._optimizer.updates_all(weight)
@@ -225,9 +208,7 @@ def _make_replicated(
 
 @torch.no_grad()
 def materialize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state that torch makes at the first step, so that a checkpoint can be loaded before
-    a step.
-    """
+    """Make the state of torch's first step, so that a checkpoint can be loaded before it."""
     if not isinstance(optimizer, KNOWN):
         _step_on_nothing(optimizer)
         return
@@ -246,10 +227,7 @@ def materialize_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _step_on_nothing(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state of an unknown optimizer by a step without gradients.
-
-    Weights and step count stay the same.
-    """
+    """Make an unknown optimizer's state by a step without gradients, and undo it."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     before = [weight.detach().clone() for weight in weights]
     for weight in weights:
@@ -265,11 +243,8 @@ def _step_on_nothing(optimizer: torch.optim.Optimizer) -> None:
 
 
 class RowWiseAdagradAtOnce(optim.RowWiseAdagrad):
-    """Update replicated tables in a few launches for each width, on devices without our kernels.
-
-    The formula and the state are those of TorchRec's RowWiseAdagrad without decay. TorchRec's class
-    calls seven operations per table, which its host cannot issue fast enough for small tables on a
-    GPU.
+    """TorchRec's RowWiseAdagrad without decay, in a few launches for each width.
+    TorchRec's class calls seven operations per table, too many for small tables on a GPU.
     """
 
     @torch.no_grad()

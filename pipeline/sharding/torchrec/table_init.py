@@ -38,9 +38,7 @@ OWN_KERNELS = {"dense", "fused", "fused_uvm", "fused_uvm_caching"}
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows and columns of a table in one tensor, which begins at `row` and `column` of the
-    table.
-    """
+    """Rows and columns of a table in a tensor that begins at `row` and `column` of the table."""
 
     values: torch.Tensor
     row: int
@@ -48,12 +46,9 @@ class _Part:
 
 
 def initialize_tables(module: nn.Module, seed: int, only: Collection[str] | None = None) -> None:
-    """Initialize the tables inside `module`, sharded or not, by their configs' init_fn.
-
-    The random state is restored.
-
-    only: the names of tables to initialize; None: all. A foreign init_fn must sample element by
-    element: it is called on float32 blocks of rows.
+    """Initialize the tables `only` (None: all) inside `module`, sharded or not, by their init_fn.
+    The random state is restored. A foreign init_fn must sample element by element: it fills float32
+    blocks.
     """
     for config, parts in _tables(module):
         for part in parts if only is None or config.name in only else []:
@@ -66,10 +61,7 @@ def initialize_tables(module: nn.Module, seed: int, only: Collection[str] | None
 
 
 def disable_huge_pages(module: nn.Module) -> None:
-    """Use small pages for tables inside `module` that are in this host's memory.
-
-    Call it before they are filled.
-    """
+    """Use small pages for tables in this host's memory. Call it before they are filled."""
     for _, parts in _tables(module):
         for part in parts:
             if in_host_memory(part.values) and not isinstance(part.values, StoredRows):

@@ -29,13 +29,10 @@ SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM, ROWWISE_ADAM = range(5)
 @dataclass(frozen=True)
 class UpdateRule:
     """Settings of the tables' optimizer that stay the same from step to step.
-
-    kind: see above. l2: l2 * weights is added to the gradient of a touched row, once per step.
-    decay: lr * decay * weights is subtracted from a touched row in addition to the update, as in
-    AdamW. clip_value, clip_norm: limits of the numbers and then of the norm of a row's summed
-    gradient, before l2 is added; 0: no limit. Clipping by value is exact under any sharding. The
-    norm is that of a row, or of the shard's part if the table is sharded by columns. all_rows: a
-    step also updates untouched rows, with a gradient of 0, as torch.optim.Adam does.
+    l2: l2 * weights is added to the gradient of a touched row. decay: lr * decay * weights is
+    subtracted from it, as in AdamW. clip_value, clip_norm: limits of the numbers, then of the norm,
+    of a row's (shard's) gradient, before l2; 0: none. all_rows: untouched rows are updated with a
+    gradient of 0, as by torch.optim.Adam.
     """
 
     kind: int
@@ -50,10 +47,7 @@ class UpdateRule:
 
     @classmethod
     def of(cls, config: SparseOptimizerConfig, l2: float = 0.0, num_rows: int = 0) -> UpdateRule:
-        """Make the rule of a table. Asserts that the optimizer has a rule (Optimizer.cpu_kernel).
-
-        l2, num_rows: of the complete table under any sharding.
-        """
+        """Make the rule of a table, if the optimizer has one. l2, num_rows: of the complete table."""
         entry = find_optimizer(config.name)
         assert entry.cpu_kernel is not None
         decay = config.weight_decay if config.decouples else 0.0
@@ -78,8 +72,8 @@ class UpdateRule:
         return ", ".join(f"{name}={value:g}" for name, value in values.items() if value)
 
     def numbers(self, lr: float, step: int) -> np.ndarray[Any, Any]:
-        """Return the kernels' numbers for `step` (from 1): float32, in the order of
-        kernels.optimizer.LR and the constants after it.
+        """Return the kernels' float32 numbers of `step` (from 1), in the order of
+        kernels.optimizer.LR.
         """
         first, second = 1 - self.beta1**step, 1 - self.beta2**step
         return np.array(
@@ -99,10 +93,7 @@ STATES: dict[int, dict[str, bool]] = {
 
 
 class TouchedRows(torch.optim.Optimizer):
-    """Optimize one group with a variable rate.
-
-    `rules[i]`, all of one kind, is the rule of `weights[i]`, [rows, dim] in fp32.
-    """
+    """Optimize one group. `rules[i]`, all of one kind, is for `weights[i]`, [rows, dim] in fp32."""
 
     def __init__(self, weights: Sequence[nn.Parameter], rules: Sequence[UpdateRule], lr: float) -> None:
         super().__init__(list(weights), {"lr": lr})
@@ -113,9 +104,7 @@ class TouchedRows(torch.optim.Optimizer):
                 self.state[weight][name] = torch.zeros(shape, dtype=torch.float32, device=weight.device)
 
     def updates_all(self, weight: nn.Parameter) -> bool:
-        """Return whether a step also updates the rows of this table that the batch does not
-        touch.
-        """
+        """Return whether a step also updates this table's untouched rows."""
         (group,) = self.param_groups
         return any(rule.all_rows for one, rule in zip(group["params"], self.rules, strict=True) if one is weight)
 

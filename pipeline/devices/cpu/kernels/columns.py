@@ -42,10 +42,7 @@ def hash_values(words, offsets, seed, hashes, begin, end):  # type: ignore[no-un
 
 @njit(nogil=True, cache=True)
 def find_slots(hashes, directory, directory_bits, first, slots, begin, end):  # type: ignore[no-untyped-def]
-    """Set slots[i] to a slot of the vocabulary at or before the key of hashes[i].
-
-    first: the vocabulary's first slot.
-    """
+    """Set slots[i] to a slot at or before the key of hashes[i]. first: the vocabulary's first."""
     for i in range(begin, end):
         slots[i] = first + directory[hashes[i] >> (U(64) - directory_bits)]
 
@@ -53,10 +50,8 @@ def find_slots(hashes, directory, directory_bits, first, slots, begin, end):  # 
 @njit(nogil=True, cache=True)
 def listed_ids(texts, slots, index, vocabulary, ids, begin, end):  # type: ignore[no-untyped-def]
     """Set ids[i] to the id of text i in a vocabulary, for texts begin..end. 0: unknown or empty.
-
-    texts: words, offsets, hashes. index: the keys, ids, words and offsets of all vocabularies
-    (data.read.value_index.ValueIndex). vocabulary: its number, and how many bits a number has in a
-    key.
+    texts: words, offsets, hashes. index: keys, ids, words and offsets of all vocabularies
+    (data.read.value_index.ValueIndex). vocabulary: its number, and the bits of a number in a key.
     """
     words, offsets, hashes = texts
     keys, row_ids, known_words, known_offsets = index

@@ -22,12 +22,7 @@ FLOAT, HALF, INT32, INT16 = ir.FloatType(), ir.HalfType(), ir.IntType(32), ir.In
 
 
 class _SayOnce(event.Listener):
-    """Log once that kernels are compiled, so that the first job of a new checkout does not wait
-    silently.
-
-    Numba reports each cache miss. A kernel that Numba cannot cache is compiled in each process in a
-    short time.
-    """
+    """Log once that kernels are compiled, so that a new checkout's first job is not silent."""
 
     said = False
 
@@ -75,10 +70,7 @@ def _load(builder: Any, data: Any, index: Any, dtype: Any, is_table: bool, lanes
 
 
 def _store(builder: Any, numbers: Any, data: Any, index: Any, dtype: Any, lanes: int) -> None:
-    """Store fp32 as fp32 or bf16.
-
-    Round as torch does: to the nearest, ties to even; NaN stays NaN.
-    """
+    """Store fp32 as fp32 or bf16, rounded to the nearest, ties to even; NaN stays NaN."""
     if dtype == types.float32:
         builder.store(numbers, _pointer(builder, data, index, FLOAT, lanes), align=4)
         return

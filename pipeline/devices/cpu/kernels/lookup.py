@@ -45,9 +45,7 @@ def _prefetch(table, begin, indices, position, limit, dim):  # type: ignore[no-u
 
 @part()
 def _sum_scaled(table, begin, indices, factors, first, last, scale, dim, sums):  # type: ignore[no-untyped-def]
-    """Set sums[:dim] = scale * the sum of the rows of indices[first:last], each times its factor if
-    given.
-    """
+    """Set sums[:dim] = scale * the sum of the rows of indices[first:last], times their factors."""
     sums[:dim] = np.float32(0)
     whole = dim // U(LANES) * U(LANES)
     for position in range(first, last):
@@ -66,13 +64,10 @@ def _sum_scaled(table, begin, indices, factors, first, last, scale, dim, sums): 
 def look_up(  # type: ignore[no-untyped-def]
     indices, offsets, factors, num_samples, columns, table, table_begins, num_rows, is_mean, out, width, begin, end
 ):  # fmt: skip
-    """Fill out[s * width + columns[f]:] with the pooled rows of each feature f for samples s in
-    begin..end.
-
-    indices [L], offsets [F * B + 1], columns [F + 1]. factors: a weight for each id [L], or empty
-    [0]; a mean is divided by the number of ids, not by the sum of weights. table: the rows of all
-    tables, flat; feature f's rows start at table_begins[f], and there are num_rows[f]. Returns
-    False if an id or an offset is out of range; `out` is then incomplete.
+    """Fill out[s * width + columns[f]:] with each feature's pooled rows, for samples begin..end.
+    indices [L], offsets [F * B + 1], columns [F + 1]. factors: weights [L], or [0]; a mean is
+    divided by the number of ids. table: all rows, flat; feature f has num_rows[f] from
+    table_begins[f] on. Returns False if an id or an offset is out of range.
     """
     num_features = U(len(columns) - 1)
     widest = U(0)

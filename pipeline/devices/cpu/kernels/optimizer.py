@@ -46,9 +46,7 @@ def subtract(into, at, gradient, scale, keep, dim):  # type: ignore[no-untyped-d
 
 @part()
 def _rounded(value, key):  # type: ignore[no-untyped-def]
-    """Round fp32 to fp16 (as uint16): to a neighbour, chosen by `key`, so that the mean equals
-    `value`.
-    """
+    """Round fp32 to a neighbour in fp16 (uint16), chosen by `key` so that the mean is `value`."""
     key ^= key >> U(33)  # the finalizer of MurmurHash3
     key *= U(0xFF51AFD7ED558CCD)
     key ^= key >> U(33)
@@ -87,9 +85,7 @@ def _adagrad(states, at, gradient, lr, eps, dim):  # type: ignore[no-untyped-def
 
 @part()
 def _adam(states, squares, at, square_at, gradient, begin, numbers, dim):  # type: ignore[no-untyped-def]
-    """Replace the gradient with Adam's direction, without the bias correction of the first
-    moment.
-    """
+    """Replace the gradient with Adam's direction, without the first moment's bias correction."""
     decay, share, scale = numbers[SQUARE_DECAY], numbers[SQUARE_SHARE], numbers[SQUARE_SCALE]
     first_decay, first_share, eps = numbers[DECAY], numbers[SHARE], numbers[EPS]
     whole = dim // U(LANES) * U(LANES)
@@ -134,10 +130,7 @@ def _squares(gradient, begin, end):  # type: ignore[no-untyped-def]
 
 @part(fastmath=True)
 def clip(gradient, begin, end, most, norm):  # type: ignore[no-untyped-def]
-    """Clip numbers to [-most, most], then scale the row to a norm of at most `norm`.
-
-    0: no limit.
-    """
+    """Clip numbers to [-most, most], then scale the row to a norm of at most `norm`. 0: no limit."""
     if most > np.float32(0):
         for k in range(begin, end):
             gradient[k] = min(max(gradient[k], -most), most)
@@ -150,9 +143,7 @@ def clip(gradient, begin, end, most, norm):  # type: ignore[no-untyped-def]
 
 @part(fastmath=True)
 def to_direction(gradient, states, squares, state, square, kind, numbers, dim):  # type: ignore[no-untyped-def]
-    """Update the row's state and replace its gradient with the direction. Return the factor of the
-    direction.
-    """
+    """Update the row's state, turn its gradient into the direction, and return its factor."""
     scale = numbers[LR]
     if kind == ROWWISE_ADAGRAD:
         states[state] += _mean_square(gradient, dim)

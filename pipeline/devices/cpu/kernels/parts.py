@@ -27,11 +27,9 @@ L = U(LANES)
 
 
 def part(*, fastmath: bool = False) -> Callable[[Kernel], Kernel]:
-    """Compile a function that allocates nothing. It is inlined and counts no references to its
-    arrays.
-
-    Otherwise Numba counts a reference to each array during a call, by two atomic operations. These
-    took three quarters of the time of a table update, because its parts take up to eight arrays.
+    """Compile a function that allocates nothing: inlined, without references to its arrays.
+    Numba would count a reference to each array by two atomic operations, which took three quarters
+    of the time of a table update.
     """
     settings: dict[str, Any] = {"nogil": True, "cache": True, "forceinline": True, "_nrt": False, "fastmath": fastmath}
     compiled: Callable[[Kernel], Kernel] = njit(**settings)
@@ -53,10 +51,8 @@ def move(source, at, into, position, count):  # type: ignore[no-untyped-def]
 @part()
 def sum_rows(table, begin, dim, order, factors, is_scaled, first, last, sums):  # type: ignore[no-untyped-def]
     """Set sums[:dim] = the sum over e in first..last of table[begin + order[e] * dim:][:dim].
-
-    Each row is multiplied by factors[e] if is_scaled; otherwise `factors` is any fp32 array and is
-    not read. Sums stay in registers: 64 columns at a time, then 32, 16 and single columns. Rows are
-    added in order, in fp32. uint16 is fp16.
+    Each row is multiplied by factors[e] if is_scaled. Sums stay in registers: 64 columns at a time,
+    then 32, 16 and single ones, in order, in fp32. uint16 is fp16.
     """
     k = U(0)
     while k + U(4) * L <= dim:

@@ -90,10 +90,8 @@ def _normal(words, out, at, std):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def fill(out, first, key0, key1, is_normal, unit, begin, end):  # type: ignore[no-untyped-def]
-    """Write the key's numbers from `first` on into `out`, for groups begin..end counted from out's
-    first group.
-
-    unit: the standard deviation of normal numbers, or 2^-23 of the bound of uniform numbers.
+    """Write the key's numbers from `first` on into `out`, for its groups begin..end.
+    unit: the standard deviation of normal numbers, or 2^-23 of the bound of uniform ones.
     """
     words, group_out = np.empty(GROUP, np.uint32), np.empty(GROUP, np.float32)
     offset = first % G  # position of out[0] in its group
@@ -113,10 +111,7 @@ def fill(out, first, key0, key1, is_normal, unit, begin, end):  # type: ignore[n
 
 @njit(nogil=True, cache=True)
 def sample_rows(rows, slots, first_row, first_column, width, key0, key1, is_normal, unit, values):  # type: ignore[no-untyped-def]
-    """Set values[slots[i]] to the initial weights of row first_row + rows[i] of a table.
-
-    width: columns of the table. first_column: the first column to sample.
-    """
+    """Set values[slots[i]] to the initial weights of row first_row + rows[i] from first_column on."""
     numbers = np.empty(width, np.float32)
     for position in range(len(rows)):
         first = U(first_row + rows[position]) * U(width)

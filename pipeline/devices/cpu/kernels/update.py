@@ -62,11 +62,10 @@ def buffer_sizes(units, feature_begins, offsets, columns, num_samples):  # type:
 def own_ids(  # type: ignore[no-untyped-def]
     indices, offsets, factors, first_bag, last_bag, is_mean, part, num_parts, ids, bags, scales
 ):  # fmt: skip
-    """Write the part's ids, their bags (counted from the first) and factors. Return their number
-    and the largest id.
-
-    num_parts: a power of two, at most 64; a hash of the row chooses its part. The arrays need space
-    for one more id than there are.
+    """Write the part's ids, bags (from the first) and factors. Return their number and the largest
+    id.
+    num_parts: a power of two up to 64; a hash of the row chooses. The arrays have room for one id
+    more.
     """
     count, largest, is_weighted = U(0), U(0), len(factors) > 0
     for bag in range(first_bag, last_bag):
@@ -89,11 +88,10 @@ def own_ids(  # type: ignore[no-untyped-def]
 
 @part()
 def find_rows(ids, count, largest, slots, rows, counts, entries):  # type: ignore[no-untyped-def]
-    """Write the distinct ids of ids[:count] to `rows`, their counts, and each id's entry. Return
-    the number of rows.
-
-    If ids are small enough, the slot of a row is its id. Frequent rows have small ids, so their
-    slots stay in the cache. Otherwise the slots are a hash table.
+    """Write the distinct ids of ids[:count] to `rows`, their counts, and each id's entry; return
+    how many.
+    Small ids are their own slots, and frequent rows have small ids, so these stay in the cache.
+    Otherwise the slots are a hash table.
     """
     distinct = U(0)
     counts[:count] = 0
@@ -132,7 +130,6 @@ def find_rows(ids, count, largest, slots, rows, counts, entries):  # type: ignor
 @part()
 def sort_bags(bags, scales, entries, count, distinct, has_scales, ends, order, factors):  # type: ignore[no-untyped-def]
     """Write the bags of each row to `order`, row by row, with their factors.
-
     ends: on entry the count of each row, on return the end of each row in `order`.
     """
     total = U(0)
@@ -182,10 +179,8 @@ def _prefetch_row(row, weights, halves, is_half, states, squares, kind, begins, 
 def _update_row(  # type: ignore[no-untyped-def]
     row, gradient, weights, halves, is_half, states, squares, kind, numbers, l2, step, begins, sizes
 ):  # fmt: skip
-    """Update a row of a table whose weights and two states begin at `begins`, with `sizes` numbers
-    per row.
-
-    `gradient` is overwritten. Thirteen parameters, for the reason that update_tables states.
+    """Update a row. Weights and two states begin at `begins` with `sizes` numbers per row.
+    `gradient` is overwritten. Thirteen parameters: see update_tables.
     """
     at, state, square = begins[0] + row * sizes[0], begins[1] + row * sizes[1], begins[2] + row * sizes[2]
     dim = sizes[0]
@@ -202,9 +197,7 @@ def _update_row(  # type: ignore[no-untyped-def]
 def _update_others(  # type: ignore[no-untyped-def]
     touched, gradient, weights, halves, is_half, states, squares, kind, numbers, l2, step, begins, sizes
 ):  # fmt: skip
-    """Update the rows not in `touched` [rows of the table, or 0] with a gradient of 0. Parameters:
-    as _update_row's.
-    """
+    """Update the rows not in `touched` [rows, or 0] with a gradient of 0. See _update_row."""
     for row in range(U(0), U(len(touched))):
         if not touched[row]:
             gradient[:] = np.float32(0)
@@ -224,9 +217,7 @@ def _update_rows_of(  # type: ignore[no-untyped-def]
     near, order, scales, has_scales, rows, ends, distinct, gradient, weights, halves, is_half, states, squares, kind,
     numbers, l2, step, begins, sizes, marks, touched,
 ):  # fmt: skip
-    """Update each row of a unit with the sum over its bags. Parameters: as update_tables' and
-    _update_row's.
-    """
+    """Update each row of a unit with the sum over its bags. See update_tables, _update_row."""
     # With these settings the formulas do not change an untouched row.
     skips, begin = kind >= ADAM or numbers[KEEP] != np.float32(1) or l2 != np.float32(0), U(0)
     for entry in range(distinct):
@@ -247,9 +238,7 @@ def _update_rows_of(  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def mark_ids(marks, mark_begins, feature_begins, indices, offsets, num_samples):  # type: ignore[no-untyped-def]
-    """Set the bits of all rows of a batch in the bitmaps of update_tables, for updates made
-    elsewhere.
-    """
+    """Set the bits of all rows of a batch in update_tables' bitmaps, for other updates."""
     for table in range(len(feature_begins) - 1):
         first, last = U(feature_begins[table]) * num_samples, U(feature_begins[table + 1]) * num_samples
         for position in range(U(offsets[first]), U(offsets[last])):
@@ -262,20 +251,14 @@ def update_tables(  # type: ignore[no-untyped-def]
     weight_begins, states, state_begins, squares, square_begins, kind, is_mean, numbers, l2s, every, step,
     marks, mark_begins, begin, end,
 ):  # fmt: skip
-    """Update tables in `halves` (fp16 as uint16) if `is_half`, otherwise in `weights`: the units
-    begin..end.
-
-    Twenty-seven parameters, because Numba compiles arrays and numbers: a structure would be boxed
-    or copied at each call.
-
-    units [n, 3]: a table, a part of its rows, and the number of parts; tables with `every` or
-    `marks` have one part. feature_begins [T + 1]: the features of a table are adjacent. offsets [F
-    * B + 1] into indices [L]. factors: a weight for each id [L], or empty [0]. gradients: fp32, or
-    bf16 as uint16; those of sample b begin at b * width, and those of feature f at columns [F + 1]
-    from there. numbers: see LR and the constants after it. l2s [T]: l2 * weights is added to the
-    gradient of a touched row. every [T]: the number of rows of the table if untouched rows are also
-    updated, with a gradient of 0; otherwise 0. marks: a bitmap of updated rows for each table,
-    which begins at byte mark_begins [T + 1]; empty if not needed.
+    """Update `halves` (fp16 as uint16) if `is_half`, otherwise `weights`: the units begin..end.
+    Twenty-seven parameters, because a structure would be boxed or copied at each call.
+    units [n, 3]: a table, a part of its rows, and the number of parts (1 with `every` or `marks`).
+    feature_begins [T + 1]. offsets [F * B + 1] into indices [L]. factors: weights [L], or [0].
+    gradients: fp32, or bf16 as uint16; sample b begins at b * width, feature f at columns [F + 1]
+    from there. numbers: see LR. l2s [T]: l2 * weights is added to the gradient of a touched row.
+    every [T]: the table's rows if untouched rows are updated with a gradient of 0; otherwise 0.
+    marks: bitmaps of updated rows, which begin at byte mark_begins [T + 1], or empty.
     """
     longest, most = buffer_sizes(units[begin:end], feature_begins, offsets, columns, num_samples)
     slots = np.empty(U(4) * longest + U(16), np.int32)
@@ -325,11 +308,10 @@ def _has_bits(bits, begin, end):  # type: ignore[no-untyped-def]
 def update_rows(  # type: ignore[no-untyped-def]
     weights, gradient, states, squares, rows, dims, kind, numbers, l2s, every, marks
 ):  # fmt: skip
-    """Update tables like update_tables, but from a dense gradient. Tables have `rows` [T] of `dims` [T] numbers.
-
-    States have a number for each weight or for each row. A row is touched if its gradient is not
-    all zero. every [T]: not 0 if untouched rows are also updated. marks: a byte for each row of all
-    tables, set to 1 if the row is updated; empty if not needed.
+    """Update tables of `rows` [T] x `dims` [T] like update_tables, from a dense gradient.
+    States have a number per weight or per row. A row is touched if its gradient is not all zero.
+    every [T]: not 0 if untouched rows are updated too. marks: a byte per row, 1 if updated, or
+    empty.
     """
     begin, state, square, marked = U(0), U(0), U(0), U(0)
     bits = gradient.view(np.uint32)
