@@ -43,6 +43,7 @@ def using(device: Device) -> Iterator[Device]:
 
 def named(name: str, index: int = 0, plain: bool = False) -> Device:
     """Return the device of this kind (this host need not have it); "auto": the current one.
+
     plain: without this package's kernels (sharding.fast_cpu=false). Raises ConfigError if unknown.
     """
     from pipeline.config.registry import find

@@ -183,6 +183,7 @@ class Device:
 
     def own_time_us(self, event: FunctionEventAvg) -> float:
         """Return a profiler event's time without the events that it calls.
+
         Only kernels count. Operations that launch them, and the user's ranges, report the same time
         again.
         """

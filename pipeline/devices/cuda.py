@@ -48,6 +48,7 @@ class Cuda(Device):
 
 def gpu_of_rank(local_rank: int) -> int:
     """Return the rank's GPU; the only one that the process sees (see claim_gpu).
+
     Raises ConfigError if this host has more ranks than GPUs.
     """
     count = torch.cuda.device_count()
@@ -63,6 +64,7 @@ def gpu_of_rank(local_rank: int) -> int:
 
 def check_cpu_is_meant() -> None:
     """Refuse to train on the CPU of a GPU host if torch fails to see the GPU.
+
     An empty CUDA_VISIBLE_DEVICES hides GPUs on purpose. Raises ConfigError with torch's reason.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not GPU_FILE.exists():
@@ -85,6 +87,7 @@ def why_no_gpu() -> str:
 
 def claim_gpu(store: dist.Store, local_rank: int) -> None:
     """Check that no other rank uses this GPU, if each task sees one (Slurm's --gpus-per-task=1).
+
     CUDA_VISIBLE_DEVICES cannot tell, because Slurm's cgroups renumber GPUs. Raises ConfigError.
     """
     gpu = torch.cuda.get_device_properties(0).uuid

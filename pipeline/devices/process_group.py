@@ -28,6 +28,7 @@ def init_distributed(
     backend: str = "auto", timeout_s: float = 300.0, compute_device: str = "auto", fast_cpu: bool = True
 ) -> DistributedContext:
     """Collective: choose the device, and join torchrun's group, or make one of one rank.
+
     compute_device: hardware.compute_device; cpu leaves accelerators unused. fast_cpu=False: without
     this package's CPU kernels. Raises ConfigError if the host has no device for a rank or backend.
     """
@@ -64,6 +65,7 @@ def init_for(job: TrainJob) -> DistributedContext:
 
 def _choose_device(backend: str, compute_device: str, local_rank: int, fast_cpu: bool) -> Device:
     """Return the first accelerator of this host with this backend, otherwise the CPU.
+
     Raises ConfigError if there is none for the backend, too few, or torch does not see it.
     """
     host = devices.named("cpu", local_rank, plain=not fast_cpu)
@@ -101,6 +103,7 @@ def describe_threads(context: DistributedContext) -> str:
 
 def _join(rank: int, world_size: int, timeout_s: float) -> dist.Store | None:
     """Return the agent's store after all ranks have joined; None without an agent.
+
     The c10d agent keeps its store, so a restarted rank might connect to the dead rank's address;
     torch 2.13 drops the prefix that separates attempts. Raises TimeoutError if a rank is missing.
     """

@@ -37,6 +37,7 @@ class Composer(nn.Module):
 
     def forward(self, pooled: Mapping[str, torch.Tensor], features: KeyedJaggedTensor, index: int) -> torch.Tensor:
         """Return [batch, embedding_dim] of the table's feature number `index`.
+
         pooled: part's feature -> [batch, its columns]; features: the ids after the split.
         """
         rows = self._kind.compose(dict(self.named_parameters()), pooled, features, index)
@@ -59,6 +60,7 @@ def _add_parameter(module: nn.Module, name: str, value: torch.Tensor) -> None:
 
 class Composition(nn.Module):
     """forward(pooled parts, features) -> float32 KeyedTensor by features, in the order of `tables`.
+
     A sequence's columns are the rows of its positions, oldest first, zeros without an id, then the
     number of ids.
     """
@@ -120,6 +122,7 @@ def _key(table: Table) -> str:
 
 class ComposedEmbeddings(nn.Module):
     """Plain tables and composed ones: forward(split features) -> KeyedTensor by features.
+
     A model uses it like an EmbeddingBagCollection, after id_splitter.IdSplitter.
     """
 
@@ -144,6 +147,7 @@ class ComposedEmbeddings(nn.Module):
 
 class NoTables(EmbeddingBagCollection):
     """The lookup without categorical features: forward(features) -> KeyedTensor [batch, 0].
+
     TorchRec's class would concatenate no tensors, which torch refuses. No sharder takes this class.
     """
 
@@ -158,6 +162,7 @@ def build_embeddings(
     tables: Sequence[Table], device: torch.device | None = None
 ) -> EmbeddingBagCollection | ComposedEmbeddings:
     """Build the lookup of a model's tables: forward(features) -> KeyedTensor by features.
+
     A plain EmbeddingBagCollection without compressed tables and sequences. `device` None: meta.
     """
     if not tables:
@@ -171,6 +176,7 @@ def build_embedding_bag_collection(
     tables: Sequence[Table], device: torch.device | None = None
 ) -> EmbeddingBagCollection:
     """Return a collection with a config per table. `device` None: meta.
+
     Read the pooled KeyedTensor by key: its order depends on the plan. If ids of a table have
     weights, all have, 1 for those without.
     """

@@ -24,6 +24,7 @@ ITEM_BYTES = {"fp32": 4, "fp16": 2}
 @dataclass(frozen=True)
 class Collisions:
     """Shares of the counted ids, and of their lookups (None without data about lookups).
+
     `ids`: share a row. `lookups`: of such ids. `lookups_of_others`: of ids that are not the most
     frequent of their row, which is trained mostly for that one.
     """

@@ -25,6 +25,7 @@ SKIPPED = "tables.*.compression.skip_empty_bags"
 class IdSplitter:
     """Converts a KeyedJaggedTensor by features to one by the parts' or positions' features, on the
     CPU.
+
     Keys have the same order in every batch. There are also features whose ids dense parameters turn
     into rows. skip_empty_bags: leave out bags without ids of cold parts, if ranks would send them.
     """
@@ -114,6 +115,7 @@ def _weights_of(parts: list[Bags]) -> NDArray[np.float32]:
 
 def newest(bags: Bags, num_positions: int) -> Iterator[Bags]:
     """Yield the ids of the first position of all samples, then of the second, and so on.
+
     Longer lists keep the last ids. Shorter ones have no id in later positions.
     """
     lengths = bags.lengths.astype(np.int64)

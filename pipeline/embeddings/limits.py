@@ -49,6 +49,7 @@ def check_widths(tables: list[Table]) -> None:
 
 def precisions(comms: CommsConfig) -> dict[str, tuple[str, str]]:
     """Return collective -> (forward, backward) precision in use.
+
     A reduce-scatter adds numbers, which int8 does not allow (32 values have one scale): it uses
     fp16, and so does the all-gather of its gradients.
     """

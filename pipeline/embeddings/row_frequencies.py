@@ -18,6 +18,7 @@ POINTS = 64  # maximum number of points of a part's curve
 @dataclass(frozen=True)
 class RowFrequencies:
     """`shares[i]` of a table's lookups are for its `rows[i]` hottest rows (ascending from 0).
+
     `by_row`: the hottest rows are the first rows.
     """
 
@@ -30,6 +31,7 @@ def merge_frequencies(
     features: list[SparseFeature], pooling_factors: list[float], multi_hot: dict[str, int]
 ) -> RowFrequencies | None:
     """Merge the curves of a table's features; None if no curve has more than its end point.
+
     `multi_hot`: features with one id of the data and further uniform ids (data/read/multi_hot.py).
     """
     curves = [feature.frequency_curve for feature in features]

@@ -26,6 +26,7 @@ class Block:
 @dataclass(frozen=True)
 class ManagedRows:
     """Settings of the map from hashed ids to rows. `table`: the part that holds the rows.
+
     admit_count, admit_probability: conditions for an id to get a row. max_idle_steps: an id that
     does not occur for so many steps loses its row; None: only other ids take it.
     """
@@ -47,6 +48,7 @@ class ManagedRows:
 @dataclass(frozen=True)
 class Positions:
     """A sequence read by position: its newest `num_positions` ids, and their number.
+
     search_in, search_for: only positions where the sequence search_in has the id of search_for.
     """
 

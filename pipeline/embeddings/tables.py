@@ -39,6 +39,7 @@ def resolve_tables(
     sequences: Sequence[SequenceInput] = (),
 ) -> list[Table]:
     """Return one table for each sparse feature of `dataset`, in the order of first features.
+
     A feature that no table names gets its own table; a sequence that shares another feature's ids
     uses its table. `multi_hot` replaces pooling factors of ids that are sampled while reading.
     `auto_init` is for init.kind=auto. `sequences` are read by position, others are pooled. Raises

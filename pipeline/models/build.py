@@ -25,6 +25,7 @@ def build_model(
     targets: Sequence[Target] | None = None,
 ) -> nn.Module:
     """Return a module: (dense_features [batch, num_dense], sparse_features) -> logits [batch, 1].
+
     A model that learns all labels returns the targets' width; a two-tower model (users, items).
     Tables that the model does not read are left out. Dense layers depend on `seed` alone; the
     random state is restored. Raises ConfigError if the tables do not fit.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 class DCNConfig(VectorsConfig):
     """Configure DCN (arXiv 1708.05123): crosses by a vector per layer, an MLP, a linear layer over
     both.
+
     The defaults are those that BARS (arXiv 2205.09626) found best on most of its data sets.
     """
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @dataclass
 class DeepFMConfig(LinearVectorsConfig):
     """Configure DeepFM (arXiv 1703.04247): linear terms, a factorization machine and an MLP.
+
     The defaults are those that BARS (arXiv 2205.09626) found best on most of its data sets.
     """
 
@@ -48,6 +49,7 @@ class DeepFMConfig(LinearVectorsConfig):
 @dataclass
 class SimpleDeepFMConfig(ModelConfig):
     """Configure torchrec.models.deepfm.SimpleDeepFMNN; the paper's model is `deepfm`.
+
     A saved run with SimpleDeepFMConfig under the name `deepfm` is read as this model.
     """
 

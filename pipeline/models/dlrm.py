@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @dataclass
 class DLRMConfig(LayersConfig):
     """Configure DLRM with dot interaction (arXiv 1906.00091), with TorchRec's layer sizes.
+
     dense_arch_layer_sizes: ends in the tables' embedding_dim; None: 512, 256 and that. Without
     dense features the interaction is over the tables only.
     """

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 @dataclass
 class LogisticRegressionConfig(ModelConfig):
     """Configure logistic regression. The weight of an id is the sum of its row.
+
     Sharded tables have at least 4 columns; data_parallel tables may have 1.
     """
 
@@ -47,6 +48,7 @@ class LogisticRegressionConfig(ModelConfig):
 @dataclass
 class FMConfig(ModelConfig):
     """Configure a factorization machine of second order (Rendle, ICDM 2010).
+
     dense_features: "vectors": a learnt vector times the value; "values": a linear term.
     linear_scale: as in deepfm.
     """
@@ -85,6 +87,7 @@ class FMConfig(ModelConfig):
 @dataclass
 class WideDeepConfig(DeepConfig):
     """Configure Wide&Deep (arXiv 1606.07792): linear weights, and an MLP over vectors.
+
     Tables may differ in embedding_dim, because the MLP takes the concatenated vectors.
     """
 

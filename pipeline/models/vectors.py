@@ -25,6 +25,7 @@ DIM_WITHOUT_TABLES = 16  # the width of dense features' vectors; tables set thei
 @dataclass
 class VectorsConfig(LayersConfig):
     """Configure a model over one vector per feature: [batch, num_features, embedding_dim].
+
     dense_features: "vectors": a learnt vector times the value; "values": an input only of the
     layers over all columns.
     """
@@ -66,6 +67,7 @@ class VectorsConfig(LayersConfig):
 @dataclass
 class LinearVectorsConfig(VectorsConfig):
     """Configure a model with an id's linear weight in the last column of its row.
+
     linear_scale: factor of linear weights in the logit. A table has one L2 penalty (tables.*.l2).
     With a factor of 3 and nine times the penalty, weights are as free as before, and vectors of
     rare ids stay nearer to 0.

@@ -333,6 +333,7 @@ def _narrowness(num_columns: Floats) -> Floats:
 
 def shard_shares(frequencies: RowFrequencies | None, first_rows: Rows, num_rows: Rows, table_rows: int) -> Floats:
     """Return [S]: the share of a table's lookups on rows first_rows .. first_rows + num_rows.
+
     It is uniform without frequencies, and if ids are hashed.
     """
     if frequencies is None or not frequencies.by_row:
@@ -342,6 +343,7 @@ def shard_shares(frequencies: RowFrequencies | None, first_rows: Rows, num_rows:
 
 def hit_rates(frequencies: RowFrequencies | None, first_rows: Rows, num_rows: Rows, load_factor: float) -> Floats:
     """Return [S]: the share of each shard's lookups on its load_factor x num_rows hottest rows.
+
     FBGEMM's LFU cache comes close to it, and LRU if hot rows are in every batch. Without
     frequencies lookups are uniform.
     """

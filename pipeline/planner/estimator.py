@@ -142,6 +142,7 @@ def _without_optimizer(options: list[ShardingOption]) -> Iterator[None]:
 
 class KeepFree(StorageReservation):
     """Reserve a fraction of each rank's memory and the dense part's bytes.
+
     TorchRec's reservations leave host memory out, so a CPU plan would use all of it.
     """
 

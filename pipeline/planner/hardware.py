@@ -30,6 +30,7 @@ PROBE_STEP_BYTES = GIB // 4
 @dataclass(frozen=True)
 class Hardware:
     """One rank's capacities in bytes and bandwidths in GB/s. On cpu both hbm_ values are 0.
+
     `local_world_size` ranks are connected with the intra_host values: the ranks of one host, or of
     all `hosts_per_nvlink_domain` hosts that NVLink joins.
     """
@@ -87,6 +88,7 @@ def resolve_hardware(
     config: HardwareConfig, world_size: int, *, local_world_size: int | None = None, device_type: str | None = None
 ) -> Hardware:
     """Fill in what the config does not set, from the devices of this host.
+
     A running rank passes its `local_world_size` and `device_type`; a plan for other hardware
     neither. Raises PlanError if a value cannot be found, ranks do not fill hosts, or the hardware
     is of another kind than the running rank's.
@@ -233,6 +235,7 @@ def _probe_hbm_bytes(device: Device) -> int:
 
 def _probe_hbm_gb_per_s(device: Device) -> float:
     """Return the data sheet's bandwidth, or the peak of an unknown card.
+
     Raises PlanError for a MIG slice, which has a part of the bus: torch reports the card's.
     """
     name = _here(device, "hbm_gb_per_s").card_name()
@@ -309,6 +312,7 @@ NUM_INPUT_ALL_TO_ALLS = 3
 class Links:
     """The network of one rank, of W ranks on H hosts of L ranks. Bandwidths in bytes/ms, latencies
     in ms.
+
     S is what a rank sends or receives, including its own part, as TorchRec counts it.
     """
 
@@ -326,6 +330,7 @@ class Links:
 
     def all_to_all_ms(self, num_bytes: Floats) -> Floats:
         """Return the time: (L-1)/W of S goes to the own host, (W-L)/W to other hosts.
+
         The slower of both links counts, because all sends start at once on links that share no
         wires.
         """
@@ -336,6 +341,7 @@ class Links:
 
     def ring_ms(self, num_bytes: Floats) -> Floats:
         """Return the time of a reduce-scatter or all-gather of S: (W-1)/W passes every rank.
+
         Each of a host's L ring channels leaves through another rank's port, so hosts are connected
         by L ports (NVIDIA/nccl-tests, doc/PERFORMANCE.md).
         """
@@ -352,6 +358,7 @@ class Links:
 
     def latencies_ms(self) -> dict[str, Floats]:
         """Return sharding type -> [PHASES]: the time of its collectives before the first byte.
+
         As in NCCL's tuner (src/graph/tuning.cc): a launch, and a hop for each step of a ring, H of
         which leave a host. For an all-to-all only the longest hop counts.
         """

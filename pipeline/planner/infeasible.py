@@ -33,6 +33,7 @@ def explain_infeasible(
     working: Sequence[tuple[str, int]] = (),
 ) -> str:
     """Return the explanation. usable: HBM and host memory per rank for tables.
+
     missing: where the best attempt exceeds capacities. working: config lines that were tried, with
     the free bytes of the fullest rank.
     """

@@ -75,6 +75,7 @@ def encode_record(record: PlanRecord) -> str:
 
 def load_plan(path: str, expected: Fingerprint, command: str) -> PlanRecord:
     """Return the plan in `path`. `command` makes a new plan, for errors.
+
     Raises PlanError if there is none, or it is damaged, or not made for `expected`.
     """
     found = find_plan_file(path, command)

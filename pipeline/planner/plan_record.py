@@ -55,6 +55,7 @@ class TierForecast:
 class TableChoice:
     """A table's choice. Byte counts and `cost_ms` are sums over shards, with input and output
     buffers.
+
     cache_load_factor: the share of rows that a cache in HBM holds; None without a cache.
     """
 
@@ -116,6 +117,7 @@ class Objective:
 @dataclass(frozen=True, kw_only=True)
 class PlanDescription:
     """A plan without its ShardingPlan.
+
     usable_*_bytes: a rank's memory for tables. dense_bytes: training memory of the layers on each
     rank. torchrec_objective: what TorchRec's planner reached for the same request, if it was
     called.
@@ -328,6 +330,7 @@ def differing_lines(
 
 def differing_libraries(plan: Fingerprint, job: Fingerprint) -> list[str]:
     """Return `torch 2.11.0 (here 2.14.1)` for every version that differs.
+
     Other versions do not make a plan wrong: a ShardingPlan means the same in TorchRec 1.6 to 1.9.
     """
     versions = job["libraries"]

@@ -69,6 +69,7 @@ def load_or_search_plan(
     step_cost: Callable[[PlanRequest], StepCost] | None = None,
 ) -> PlanRecord:
     """Collective: rank 0 reads or searches the plan; every rank gets the same plan or PlanError.
+
     num_ranks: of the plan; None: all. earlier: the plan file of the resumed run. step_cost: for
     planner.objective=step_time and auto.
     """
@@ -234,6 +235,7 @@ def _search_portfolio(config: PlannerConfig, problem: Problem) -> ChosenPlan:
 
 def _step_cost(config: PlannerConfig, request: PlanRequest) -> StepCost | None:
     """Return the prediction of a plan's step, if the objective uses it.
+
     Raises PlanError or UserError if planner.objective=step_time and the step cannot be predicted.
     """
     if config.objective == STEP_TIME:

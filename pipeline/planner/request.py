@@ -45,6 +45,7 @@ class StepCost(Protocol):
 @dataclass(frozen=True)
 class PlanRequest:
     """The model (tables on meta), hardware and batch (per rank) that a plan is made for.
+
     suggests: if nothing fits, try other settings, which takes seconds. step_cost: makes what
     planner.objective=step_time minimizes, by the measurements in the file `calibration`.
     """
@@ -161,6 +162,7 @@ def build_constraints(
     placed: list[PlacedTable], hardware: Hardware, optimizer: TableOptimizer
 ) -> dict[str, ParameterConstraints]:
     """Return per table: pooling factors, and sharding types and kernels that train exactly.
+
     Raises PlanError if a table has no option left.
     """
     return {
@@ -226,6 +228,7 @@ def _compute_kernels(entry: PlacedTable, hardware: Hardware) -> list[str]:
 
 def _min_partition(table: Table) -> int | None:
     """Return the minimum width of a column shard; None is TorchRec's 128.
+
     A table that must be split by columns is split at least in two.
     """
     sharding, half = table.sharding, table.embedding_dim // 2

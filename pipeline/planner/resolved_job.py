@@ -45,6 +45,7 @@ class HeadReport(Protocol):
 @dataclass(frozen=True)
 class ResolvedJob:
     """A job and its data set, resolved for `world_size` ranks.
+
     job: with a number for every `head_rows: auto`, and the tiers of sharding.tiers=auto.
     all_tables: one for every sparse feature, for the reader. tables: those that the model uses.
     targets: the labels to learn.
@@ -72,6 +73,7 @@ def resolve_job(
     choose_tiers: TierChoice | None = None,
 ) -> ResolvedJob:
     """Resolve, locally. `choose` is called if a head is `auto`, `choose_tiers` if tiers are.
+
     None: memory has no limit. Raises ConfigError or DataError if tables, compression or labels do
     not fit.
     """

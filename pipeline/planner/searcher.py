@@ -136,6 +136,7 @@ def search_options(
     price: PlanPrice | None = None,
 ) -> tuple[list[ShardingOption], SearchResult]:
     """Return one option per table, whose shards have ranks, as TorchRec's partitioner does.
+
     price: of a complete plan, to refine the result for as long as the search took. Raises
     Infeasible.
     """

@@ -35,6 +35,7 @@ def working_suggestions(
     others: Sequence[Suggestion] = (),
 ) -> list[tuple[Suggestion, int]]:
     """Find the smallest change of each kind that works, cheapest kinds first, after `others`.
+
     free_bytes: returns the free memory of the fullest rank for the changed request; None: no plan.
     """
     unchanged = Suggestion("", request, fraction)

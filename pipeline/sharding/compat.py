@@ -70,6 +70,7 @@ def _how_to_install() -> str:
 @dataclass(frozen=True)
 class PrivateName:
     """A private name of a library. owner: "module" or "module:Class".
+
     parameters: of a function; None for an attribute. used_by: files below pipeline/ to check if it
     changes.
     """

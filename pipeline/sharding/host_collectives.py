@@ -52,6 +52,7 @@ def keep_ids(features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTens
 
 def exchange_on_host(tables: ShardedEmbeddingBagCollection, exchange: HostExchange) -> int:
     """Replace the collectives of `tables`, whose input dists exist; return how many shardings.
+
     Quantized embeddings keep TorchRec's collectives and so the requested precision.
     """
     changed = 0
@@ -258,6 +259,7 @@ BROADCAST_BYTES = 25 << 20  # sent at a time
 
 class GradientAverage:
     """Average the gradients of `parameters` after each backward that reaches any of them.
+
     Every rank must reach the same ones. One that no rank has reached stays without a gradient.
     """
 

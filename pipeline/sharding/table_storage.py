@@ -19,6 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 @dataclass(frozen=True)
 class TierSettings:
     """Settings of tables with tiers.
+
     slots: share of a table's rows that have a slot, or, above 1, the number of slots. folder: on a
     local SSD. heads: share of a shard's slots that is reserved for its first rows.
     """
@@ -31,6 +32,7 @@ class TierSettings:
 @dataclass
 class TierStats:
     """Statistics since the start; of training only, except for reads and writes.
+
     rows: distinct rows per batch. missed: those without a slot when first resolved. stall_seconds:
     how long the training thread waited for rows.
     """

@@ -63,6 +63,7 @@ class HostExchange:
 
     def post(self, channel: int, parts: Sequence[Sequence[torch.Tensor]]) -> int:
         """Write parts[other] for every other rank, notify them, and return the message's number.
+
         A sequence object that several ranks get is written once. Raises RuntimeError if a rank has
         exited or is silent.
         """
@@ -90,6 +91,7 @@ class HostExchange:
 
     def take(self, channel: int, number: int) -> list[Message | None]:
         """Return message `number` of each rank, and None for this rank. Raises as post does.
+
         Read the messages before the channel's next post.
         """
         messages: list[Message | None] = [None] * self.world_size

@@ -41,6 +41,7 @@ def on_all_threads(
     most_shares: int | None = None,
 ) -> bool:
     """Run kernel(*arguments, begin, end) on shares of 0..count on torch's threads, in any order.
+
     kernel: compiled by Numba; each item is independent, so threads change no result. A share has at
     least `least_share` items. most_shares: two per thread by default, because a thread may start
     late. Returns False if a call did. Raises the kernel's exception; RuntimeError from several

@@ -46,6 +46,7 @@ def is_there() -> bool:
 def region_of(kernel: Kernel) -> Callable[[tuple[Any, ...], np.uint64, np.uint64, np.uint32], int]:
     """Return region(arguments, count, shares, threads): kernel(*arguments, begin, end) on all
     shares.
+
     It returns the bits ALL_TRUE and NONE_RAISED, and is cached on disk as part of the kernel's
     file.
     """

@@ -38,6 +38,7 @@ def computes_here(overrides: Sequence[str]) -> bool:
 
 def limit_openmp_spin() -> None:
     """Let OpenMP's threads (libgomp) sleep soon after a parallel region.
+
     By default they spin for milliseconds on cores that others need. 1,000 turns are about 50 us, so
     a thread is mostly awake for the next operation. 20,000 made a step 3 to 6 % shorter on reserved
     cores, and 4 to 8 times longer on shared ones.
@@ -47,6 +48,7 @@ def limit_openmp_spin() -> None:
 
 def use_huge_pages() -> None:
     """Request huge pages for CPU tensors of 2 MiB and more.
+
     They save 512 page faults for each 2 MiB of temporary tensors, and TLB misses. torch's setting
     (c10/core/impl/alloc_cpu.cpp); no effect if transparent_hugepage/enabled is `never`.
     """
@@ -55,6 +57,7 @@ def use_huge_pages() -> None:
 
 def disable_huge_pages_of(address: int, num_bytes: int) -> None:
     """Use small pages for memory that is kept. Call it before it is written.
+
     If a virtual machine returns free memory to its host, the host must find each huge page again:
     tables of 2 GiB took 5.2 CPU-seconds instead of 1.1 (docs/adr/0054).
     """
@@ -69,6 +72,7 @@ def disable_huge_pages_of(address: int, num_bytes: int) -> None:
 
 def find_kernel_cache() -> None:
     """Set Numba's cache folder, which must be writable; copy an image's kernels there.
+
     Compiled kernels are pickles, so a folder is used only if no other user can write to it.
     """
     given, is_shared = os.environ.get(KERNEL_CACHE), False
@@ -140,6 +144,7 @@ def kept_bytes(memory_bytes: int) -> tuple[int, int]:
 
 def keep_freed_memory(num_ranks: int = 1) -> bool:
     """Keep freed memory in this process. False: the C library is not glibc.
+
     glibc returns large blocks to the kernel at once, which clears each page of the next step's
     memory: 2,000 to 8,000 page faults, a third of a DLRM's step.
     """

@@ -61,6 +61,7 @@ def gradient_of_inputs(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Te
 
 def gradient_of_weight(gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     """Return the transposed gradient [B, O] times inputs [B, I]: [O, I].
+
     oneDNN's wrapper transposes one factor in memory; this passes the narrower one.
     """
     if not is_for_onednn(gradient, inputs, len(inputs)):

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 class Bags(NamedTuple):
     """The bags of a feature: ids [sum of lengths] int64 by sample, lengths [batch] int32.
+
     weights: float32, one per id; None: each counts 1.
     """
 
@@ -127,6 +128,7 @@ class CompressionKind(ABC):
         index: int,
     ) -> torch.Tensor:
         """Return [batch, embedding_dim]: the sums of the bags of feature number `index`.
+
         pooled: part's feature -> [batch, its columns]. features: the batch after `split`. This
         default returns the pooled row of the part `id_part`.
         """
@@ -184,6 +186,7 @@ class CompressionKind(ABC):
 
     def slots(self, index: int) -> list[int] | list[None]:
         """Return the slots of a bag; [None] if bags are pooled first, or have one id.
+
         Raises ConfigError if ids are composed one by one, and lists may have any length.
         """
         if not self.composes_each_id:
@@ -211,6 +214,7 @@ class CompressionKind(ABC):
         share: float = 1.0,
     ) -> Table:
         """Return a part that looks up `share` of the ids, initialized with `std`.
+
         dim and std None: same as the table. Parts are added up; means are divided after composing.
         """
         table = self.table

@@ -17,6 +17,7 @@ from pipeline.devices.cpu.host_exchange import all_gather, all_reduce, num_excha
 
 class BatchNorm(nn.Module):
     """Map [B, width] -> [B, width], as nn.BatchNorm1d on the rows of all ranks (arXiv 1502.03167).
+
     Collective during training, with any number of rows; forward and backward exchange one message
     each. Running mean and variance are equal on all ranks, and evaluation exchanges nothing.
     Numbers are float32; the output has the input's type.
@@ -72,6 +73,7 @@ def _over_all_ranks(norm: BatchNorm, rows: torch.Tensor) -> torch.Tensor:
 
 def _global_statistics(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Collective: return mean, variance [width] and number of all ranks' rows, bit for bit.
+
     Ranks send squared deviations from their means, which stay precise if means are large.
     """
     local_count = rows.new_tensor([rows.shape[0]])

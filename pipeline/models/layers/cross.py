@@ -37,6 +37,7 @@ class MatrixCross(nn.Module):
 
 class MixtureCross(nn.Module):
     """Map first, last [B, width] to first * (sum of gated experts + b) + last (DCN-Mix).
+
     An expert is U tanh(C tanh(V last)); gates are a softmax of a linear map of `last` (arXiv
     2008.13535, 3.2). All experts are two products, with the gate before the second one; the sum is
     the same.

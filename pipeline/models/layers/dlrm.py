@@ -55,6 +55,7 @@ class CrossDLRM(DLRM_DCN):
 
 class SparseDLRM(nn.Module):
     """forward(dense_features [B, 0], sparse_features) -> logits [B, 1], without a dense arch.
+
     `inter_arch`: (None, rows [B, F, D]) -> [B, inter_arch.out_features].
     """
 
@@ -94,6 +95,7 @@ class CrossedRows(nn.Module):
 
 def _set_layers(model: DotDLRM | CrossDLRM, settings: LayerSettings) -> None:
     """Replace layers by ones with norms, dropout or other activations; names of weights stay.
+
     The dense arch's output has neither norm nor dropout, like the vectors of the tables.
     """
     if settings == LayerSettings():
@@ -144,6 +146,7 @@ def _forward(
 
 def join_lookups_to_products(model: nn.Module) -> int:
     """Let lookups write rows in the type and place of the dot products; return how many.
+
     This needs one lookup with all tables in the model's order and of one width. Each row is rounded
     once, so the numbers are the same.
     """

@@ -13,6 +13,7 @@ from pipeline.models.layers.interaction import PooledRows
 
 class RowsModel(nn.Module):
     """forward(dense_features [B, num_dense], sparse_features) -> over_arch(dense, rows [B, F, D]).
+
     The rows are in the order of `feature_names` under any plan. Without features they are [B, 0,
     D].
     """
@@ -53,6 +54,7 @@ class DenseVectors(nn.Module):
 
 class FeatureInputs(nn.Module):
     """Map dense [B, N] and rows [B, F, D] to (vectors [B, num_vectors, D], inputs [B, width]).
+
     Dense features are part of the vectors, or enter `inputs` only, by value.
     """
 

@@ -29,6 +29,7 @@ class DenseTerm(nn.Module):
 
 class PairTerms(nn.Module):
     """Map dense [B, num_dense], rows [B, F, D + 1] to [B, 1]: linear terms and pairs' dot products.
+
     The last column of a row is its linear weight. A dense feature is a learnt vector times its
     value, or only a linear term if `dense_as_vectors` is False.
     """
@@ -56,6 +57,7 @@ class PairTerms(nn.Module):
 
 class _SumsOfRows(torch.autograd.Function):
     """Map rows [B, F, D + 1] to sums of vectors, of squares [B, D], and of last columns [B, 1].
+
     Backward writes the gradient once; autograd would add up one zero-filled tensor per slice.
     """
 

@@ -51,6 +51,7 @@ class _Reordered(torch.autograd.Function):
 
 class DotInteraction(nn.Module):
     """Map dense [B, D] and rows [B, F, D] to [B, D + F + F (F - 1) / 2]: dense, then pairs' dots.
+
     Numbers and order are those of torchrec.models.dlrm.InteractionArch. X X^T is symmetric, so
     backward is one product (G + G^T) X; autograd's takes two. dense None: only pairs [B, F (F - 1)
     / 2].
@@ -74,6 +75,7 @@ class DotInteraction(nn.Module):
 
     def _positions_on(self, device: torch.device, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the pairs' positions in a flat [n, n], and its positions in pairs and a zero.
+
         torch then gathers in one call; slices would need a call for each row.
         """
         if torch.compiler.is_compiling():  # tensors made during tracing are not kept

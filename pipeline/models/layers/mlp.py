@@ -28,6 +28,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 class Dice(nn.Module):
     """DIN's activation, a PReLU that bends at the batch's mean (arXiv 1706.06978, 4.3).
+
     [rows, width]: p x + (1 - p) alpha x, where p = sigmoid(x normalized over the rows of all
     ranks). Collective during training, because BatchNorm is.
     """
@@ -60,6 +61,7 @@ class Activation(nn.Module):
 class MLP(nn.Module):
     """Map [B, in_features] to [B, layer_sizes[-1]], or through a last linear layer to [B,
     out_features].
+
     Names of parameters, and numbers with plain relu, are those of torchrec.modules.mlp.MLP.
     """
 
@@ -115,6 +117,7 @@ class Layer(nn.Module):
 
 def initialize_linear_layers(model: nn.Module, init: str) -> None:
     """Initialize all linear layers of `model` again, in order; biases to 0.
+
     init: torch (no change), xavier (Glorot and Bengio 2010), or kaiming (arXiv 1502.01852, for
     relu).
     """

@@ -30,6 +30,7 @@ class Metric:
 
     def sums(self, predictions: Floats, labels: Floats, weights: Floats) -> Floats:
         """Local: return the sums [k] over the rows [n] of a batch, which may have none.
+
         predictions: probabilities. labels: 0 or 1. weights: above 0; other rows are left out.
         """
         raise NotImplementedError(f"{type(self).__name__} has no sums")

@@ -39,6 +39,7 @@ class LabelsPrediction(NamedTuple):
 @register("task", "labels")
 class LabelsTask(nn.Module):
     """The sum over targets of weight * loss, a mean over all rows; a masked row adds 0.
+
     So a step is the same for any number of ranks. A target with few unmasked rows has less
     influence, which `weight` may compensate.
     """

@@ -37,6 +37,7 @@ class Measure(Protocol):
 
 class Task(Protocol):
     """The interface of a registered "task": an nn.Module of the model's config and tables.
+
     no_export: why models of this task cannot be exported; empty if they can, with one logit per
     row, or the targets' widths. exports="towers": the model has user_vectors and item_vectors
     (extras/models/layers/two_tower.py), its config `user_features` and `item_features`; items are
@@ -48,6 +49,7 @@ class Task(Protocol):
 
     def forward(self, outputs: Any, batch: Batch) -> tuple[torch.Tensor, Any]:
         """Return (loss, prediction) for the model's outputs of a batch.
+
         The loss is a scalar mean over the rows; rows of sample weight 0 count nothing. The
         prediction is a NamedTuple of detached tensors with the loss as `loss`.
         """
@@ -104,6 +106,7 @@ def make_task(
     precision: str = "fp32",
 ) -> TaskModel:
     """Join `model` and the task that its config names.
+
     targets: the labels to learn; None: one binary label. Raises ConfigError if the model cannot
     learn them.
     """

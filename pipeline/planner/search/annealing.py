@@ -55,6 +55,7 @@ class Packed(NamedTuple):
     """A problem as arrays. An option's number counts through all tables. `key`: equal for options
     that
     differ only in size.
+
     T tables, O options of all tables, S shards of all options, R ranks, H hosts, P maxima, M kinds
     of memory, K kinds with a latency, W shards of an option at most.
     """
@@ -125,6 +126,7 @@ def improve_by_annealing(
     stop: Callable[[], bool],
 ) -> Assignment | None:
     """Return the best assignment found that fits, including `start`, or None.
+
     `start` may overfill ranks. scale_ms: the approximate value. The result is the same for a seed
     unless `stop` ends it.
     """
@@ -286,6 +288,7 @@ class Restarts:
         self, relaxation: Relaxation, cheapest: Assignment | None, solve: Callable[[], None]
     ) -> None:
         """Anneal from the best plan, or from the cheapest choice if no plan fits yet.
+
         `solve` is called after the first attempt: it may prove the plan optimal. If the cheapest
         choice overfills ranks, every other attempt starts from it, hot, with only its kinds. Half
         of the others use only kinds in use.

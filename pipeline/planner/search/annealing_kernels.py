@@ -382,6 +382,7 @@ def _value(laid, packed):  # type: ignore[no-untyped-def]
 @njit(nogil=True, cache=True)
 def anneal(packed, laid, best_choices, best_ranks, change, local, moves, heat, seed, best):  # type: ignore[no-untyped-def]
     """Change `laid`. `best` [1]: value of `best_choices` and `best_ranks`. Return accepted changes.
+
     heat: exponents per millisecond, milliseconds of a temperature, milliseconds per byte too much.
     """
     per_ms, temperature, per_byte = heat

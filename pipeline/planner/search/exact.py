@@ -37,6 +37,7 @@ class ExactResult:
 class _Way:
     """Shards [S] that a variable places from `first_rank` on, or [similar blocks, S] of which it
     counts some.
+
     used: for a count, the variable with the number of tables of these blocks, which places no
     shard.
     """
@@ -104,6 +105,7 @@ def solve(
     tolerance: float = GAP,
 ) -> ExactResult:
     """Find an assignment better than `cutoff`, or nothing. `bound`: a known lower bound.
+
     The node limit ends the search at the same point on every machine; seconds or `tolerance`
     earlier.
     """

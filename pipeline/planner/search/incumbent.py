@@ -31,6 +31,7 @@ SLACK = 0.3  # of the gap: local search tries options that cost at most this mor
 @dataclass(frozen=True)
 class SearchConfig:
     """`seconds` of CPU is an outer limit (WorkClock); all other limits count work.
+
     The search ends when the gap is at most `gap_tolerance`, but TorchRec's proposals come first.
     """
 

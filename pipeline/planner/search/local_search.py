@@ -35,6 +35,7 @@ def improve(
     tolerance: float = PROVEN,
 ) -> Assignment:
     """Return the best assignment in `steps` steps, or the first within `tolerance` of `bound`.
+
     The result is the same for a seed unless `stop` ends it early.
     """
     return _Climb(state, start, random.Random(seed), bound * (1 + max(PROVEN, tolerance)), stop).run(steps)

@@ -93,6 +93,7 @@ class SearchResult:
 
 def search(problem: SearchProblem, config: SearchConfig, warm_starts: Iterable[Assignment] = ()) -> SearchResult:
     """Return the best assignment within config's time, with a lower bound of any cost.
+
     warm_starts: assignments of other planners, tried first. Raises Infeasible.
     """
     return _Search(problem, config).run(warm_starts)
@@ -165,6 +166,7 @@ class _Search:
 
     def _by_kinds(self, program: LinearProgram, first: Relaxation) -> list[tuple[str, ...]]:
         """Return sets of kinds to exclude, most promising first.
+
         If kinds have a latency, a plan uses one set of them, so their smallest bound bounds all
         plans.
         """
@@ -189,6 +191,7 @@ class _Search:
 
     def _choose(self, program: LinearProgram, first: Relaxation, sets: list[tuple[str, ...]]) -> list[Choice]:
         """Choose options for each set of kinds, then under tighter limits on the largest shard.
+
         Small shards can be spread evenly, large ones cost less in total. Placing shows what
         matters.
         """
@@ -263,6 +266,7 @@ class _Search:
 
     def _improve(self, relaxation: Relaxation, starts: list[Assignment]) -> None:
         """Run local search in rounds: each result excludes options, and fewer are searched faster.
+
         If few are left, the integer program solves the rest. It also looks for a first plan.
         """
         config = self.state.config

@@ -224,6 +224,7 @@ FREER_THAN = {
 
 def dominates(option: Option, other: Option, late: Iterable[str] = ()) -> bool:
     """Return whether `option` can replace `other` everywhere, at no more cost and memory per shard.
+
     late: kinds with a latency, which only an option of the same kind may add.
     """
     return (

@@ -16,6 +16,7 @@ TINY = 1e-12  # of a sum of exponentials; less is rounding after its largest par
 
 class RankState:
     """Loads of all ranks under one objective, for placing tables one by one.
+
     The value is a sum of maxima over ranks: of the total cost for max_rank, of each phase's cost
     for critical_path. Steps are judged by a smooth approximation, the logarithm of the sum of
     exponentials, in which second-largest loads count too. `load` is [R, maxima].
@@ -260,6 +261,7 @@ class RankState:
 
 class FreeShards:
     """The shards that may be on any rank, as arrays, which ranks can exchange one for one.
+
     Every table has a row for each shard of its options with that rule; then comes one empty row per
     rank: a shard exchanged for it just moves. `ranks` is -1 if a row is not in use.
     """

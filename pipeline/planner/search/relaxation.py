@@ -52,6 +52,7 @@ class Choice:
 
 class LinearProgram:
     """The relaxation under an objective, solved several times with some options excluded.
+
     Variables: each option's share, each maximum, what every rank has of it at least, each kind with
     a latency.
     """
@@ -82,6 +83,7 @@ class LinearProgram:
 
     def crowd(self, relaxation: Relaxation) -> bool:
         """Add rows for tables whose shards nearly fill one maximum of a complete host; whether any.
+
         For n ranks that hold such an option's shards, and for any rate, the load of maximum p is at
         most n times `rate` times maximum q, plus what the shards have of p beyond `rate` times q.
         Other ranks have at most maximum p. So what does not fit there raises p or q.
@@ -144,6 +146,7 @@ class LinearProgram:
 
     def solve(self, allowed: Mask | None = None, without: Collection[str] = (), all_in_use: bool = False) -> Relaxation:
         """Bound plans with the `allowed` options and no kind in `without`.
+
         With `without` or `all_in_use`, all other kinds with a latency count as in use.
         """
         goal, bounds = self._goal(), self._bounds(allowed, without, all_in_use)
@@ -168,6 +171,7 @@ class LinearProgram:
         unevenness: Floats | None = None,
     ) -> Choice | None:
         """Return one undivided option per table; None if none were found.
+
         unevenness [options]: additional milliseconds (see lumps). Only without it the bound is
         valid.
         """
@@ -250,6 +254,7 @@ class LinearProgram:
 
     def _packing_rows(self) -> list[tuple[Floats, float]]:
         """Return rows by which two shards of more than half a rank's memory need two ranks.
+
         Martello and Toth's functions for bin packing: below a threshold a shard counts nothing,
         above one minus the threshold a complete rank. Only if all ranks have the same memory.
         """

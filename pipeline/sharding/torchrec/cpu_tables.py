@@ -53,6 +53,7 @@ logger = get_logger(__name__)
 
 class TablesWithMoments(SplitTableBatchedEmbeddingBagsCodegen):
     """Give FBGEMM's module Adam's state on CPU. A FastLookup in it trains the rows.
+
     FBGEMM refuses these optimizers on CPU. The module is built for Adagrad, whose state serves as
     the first moment, and gets the second one. get_optimizer_state then answers as on GPUs.
     """
@@ -136,6 +137,7 @@ def tables_with_moments(tiers: TierSettings | None = None) -> Iterator[None]:
 
 def speed_up_cpu_tables(modules: Iterable[nn.Module], rules: Mapping[str, UpdateRule] | None = None) -> int:
     """Replace forward and backward of each lookup that the kernels support; return how many.
+
     They support fp32 and fp16 (rounded stochastically), SUM and MEAN, and optimizers that have a
     cpu_kernel. Without Numba nothing is replaced. rules: of tables that need more than FBGEMM's
     settings.
@@ -238,6 +240,7 @@ class FastLookup:
 
     def track_rows(self) -> list[np.ndarray[Any, Any]]:
         """Keep a bitmap of updated rows for each table (numpy.packbits, bitorder="little").
+
         The reader of a bitmap must clear it.
         """
         if not len(self._marks):
@@ -305,6 +308,7 @@ class FastLookup:
 
     def look_up(self, bags: Bags, dtype: torch.dtype) -> tuple[torch.Tensor, Bags]:
         """Return pooled rows and their bags, as FBGEMM corrected them.
+
         Raises RuntimeError if ids are out of range and FBGEMM's bounds check is set to raise.
         """
         num_samples = (len(bags.offsets) - 1) // len(self._num_rows)
@@ -322,6 +326,7 @@ class FastLookup:
 
     def fill(self, out: torch.Tensor, begin: int, bags: Bags) -> bool:
         """Fill the columns of `out` [B, width] from `begin` on. False: an id is out of range.
+
         Samples are partitioned over torch's threads. Offsets need not begin at 0.
         """
         fbgemm, num_samples, width = self._lookup, len(out), out.shape[1]
@@ -396,6 +401,7 @@ def partition_tables(
     can_split: bool = True,
 ) -> np.ndarray[Any, Any]:
     """Return units of work, the largest first: [n, 3] of table, part and number of parts.
+
     first_ids [T + 1]: where a table's ids begin. every [T]: rows that are updated even without an
     id; such a table is not split. Parts have separate rows, so no result depends on them.
     """

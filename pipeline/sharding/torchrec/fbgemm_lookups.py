@@ -21,6 +21,7 @@ LOOKUPS = (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBags
 @contextmanager
 def without_updates(model: nn.Module, is_bad: torch.Tensor) -> Iterator[None]:
     """Give FBGEMM's lookups zero gradients in a backward for which `is_bad` [] bool is True.
+
     The device reads it during backward. Gradients are replaced, because NaN times zero is NaN.
     """
     zeros: dict[torch.dtype, torch.Tensor] = {}

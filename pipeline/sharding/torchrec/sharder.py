@@ -103,6 +103,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
         """Collective: send the ids to the ranks that hold the tables.
+
         Raises ShardingError if the dtype of ids or lengths is not the one that all ranks use.
         """
         _check_dtypes(features)
@@ -229,6 +230,7 @@ def _given(value: Any) -> Any:
 @contextmanager
 def _means_by_number_of_ids() -> Iterator[None]:
     """Let TorchRec divide row-sharded MEAN bags by the number of ids, as FBGEMM does.
+
     TorchRec would divide by the sum of the weights.
     """
     torchrec_divisor = embeddingbag._create_mean_pooling_divisor
@@ -288,6 +290,7 @@ class TableSharder(EmbeddingBagCollectionSharder):
         module_fqn: str | None = None,
     ) -> ShardedTables:
         """Collective: shard the tables of `module`.
+
         Raises ShardingError if TorchRec would execute the plan wrongly without an error.
         """
         here = devices.current()
@@ -391,6 +394,7 @@ def _fix_mean_pooling(
     params: dict[str, ParameterSharding],
 ) -> None:
     """Let TorchRec divide row-sharded MEAN tables by the bags' lengths, and no other tables.
+
     TorchRec divides every feature that is not on its list of row-sharded SUM features. Tables that
     are not sharded by rows are on no list; on the SUM list their divisor is 1.
     """

@@ -43,6 +43,7 @@ logger = get_logger(__name__)
 
 def join_hosts(hosts_per_nvlink_domain: int) -> None:
     """Let table_row_wise and grid_shard treat this many hosts as one. Call it before shard_model.
+
     TorchRec reads it from the environment
     (torchrec.distributed.comm.get_topology_group_world_size).
     """
@@ -51,6 +52,7 @@ def join_hosts(hosts_per_nvlink_domain: int) -> None:
 
 def make_codecs(comms: CommsConfig) -> dict[str, QuantizedCommCodecs] | None:
     """Return TorchRec's registry of two codecs for each collective. None: nothing is quantized.
+
     Ids, lengths and the all-reduce of replicated parameters never are.
     """
     registry: dict[str, QuantizedCommCodecs] = {}
@@ -92,6 +94,7 @@ def shard_model(
     tier_folder: str | None = None,
 ) -> DistributedModelParallel:
     """Collective: shard tables by `plan`, replicate dense layers, initialize modules on meta.
+
     Initial weights depend on `seed` (equal on all ranks), not on plan or world size. With `tables`,
     column shards under a row-wise optimizer are refused unless their config names them. replicated:
     the plan is for one host, and every host has a replica (parallel.embedding_sync). tier_folder:

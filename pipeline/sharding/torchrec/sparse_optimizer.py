@@ -49,6 +49,7 @@ def apply_sparse_optimizer(
     model: nn.Module, config: SparseOptimizerConfig, l2s: Mapping[str, float] | None = None
 ) -> None:
     """Attach the optimizer to each table, once, before planning and sharding.
+
     l2s: penalties that are not the default. Raises ShardingError if one would be ignored.
     """
     check_sparse_optimizer(config)
@@ -83,6 +84,7 @@ def _fused_kwargs(config: SparseOptimizerConfig) -> dict[str, Any]:
 
 def configure_fbgemm(name: str, weight: nn.Parameter) -> None:
     """Pass the weight decay of a table's rule to FBGEMM on GPUs.
+
     Raises ShardingError if FBGEMM would ignore the decay or the clipping.
     """
     rule: UpdateRule | None = getattr(weight, "update_rule", None)
@@ -107,6 +109,7 @@ def configure_fbgemm(name: str, weight: nn.Parameter) -> None:
 
 class ReplicatedTablesOptimizer(KeyedOptimizer):
     """A torch optimizer over data_parallel tables, with the state of the fused one.
+
     `params`: "<path>.embedding_bags.<table>.weight" -> table. TrainingOptimizer stores the step
     number.
     """
@@ -135,6 +138,7 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
 
     def track_rows(self) -> dict[str, torch.Tensor]:
         """Keep by table a number per row, which an update sets to 1.
+
         The reader must clear the numbers.
         """
         by_weight = {weight: key.split(".")[-2] for key, weight in self.params.items()}
@@ -244,6 +248,7 @@ def _step_on_nothing(optimizer: torch.optim.Optimizer) -> None:
 
 class RowWiseAdagradAtOnce(optim.RowWiseAdagrad):
     """TorchRec's RowWiseAdagrad without decay, in a few launches for each width.
+
     TorchRec's class calls seven operations per table, too many for small tables on a GPU.
     """
 

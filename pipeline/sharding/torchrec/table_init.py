@@ -47,6 +47,7 @@ class _Part:
 
 def initialize_tables(module: nn.Module, seed: int, only: Collection[str] | None = None) -> None:
     """Initialize the tables `only` (None: all) inside `module`, sharded or not, by their init_fn.
+
     The random state is restored. A foreign init_fn must sample element by element: it fills float32
     blocks.
     """

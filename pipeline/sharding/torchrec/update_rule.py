@@ -29,6 +29,7 @@ SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM, ROWWISE_ADAM = range(5)
 @dataclass(frozen=True)
 class UpdateRule:
     """Settings of the tables' optimizer that stay the same from step to step.
+
     l2: l2 * weights is added to the gradient of a touched row. decay: lr * decay * weights is
     subtracted from it, as in AdamW. clip_value, clip_norm: limits of the numbers, then of the norm,
     of a row's (shard's) gradient, before l2; 0: none. all_rows: untouched rows are updated with a

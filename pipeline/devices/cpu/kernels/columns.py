@@ -50,6 +50,7 @@ def find_slots(hashes, directory, directory_bits, first, slots, begin, end):  # 
 @njit(nogil=True, cache=True)
 def listed_ids(texts, slots, index, vocabulary, ids, begin, end):  # type: ignore[no-untyped-def]
     """Set ids[i] to the id of text i in a vocabulary, for texts begin..end. 0: unknown or empty.
+
     texts: words, offsets, hashes. index: keys, ids, words and offsets of all vocabularies
     (data.read.value_index.ValueIndex). vocabulary: its number, and the bits of a number in a key.
     """

@@ -28,6 +28,7 @@ L = U(LANES)
 @part()
 def _multiply(a, rows, step, b, columns, width, count, c):  # type: ignore[no-untyped-def]
     """Set c[r, j] = the sum over k < count of a[r, k] b[k, j], 16 columns at a time from `columns`.
+
     rows: (first, last), a multiple of 4 apart. a: `step` numbers per row; b, c: `width`, a multiple
     of 16.
     """

@@ -65,6 +65,7 @@ def look_up(  # type: ignore[no-untyped-def]
     indices, offsets, factors, num_samples, columns, table, table_begins, num_rows, is_mean, out, width, begin, end
 ):  # fmt: skip
     """Fill out[s * width + columns[f]:] with each feature's pooled rows, for samples begin..end.
+
     indices [L], offsets [F * B + 1], columns [F + 1]. factors: weights [L], or [0]; a mean is
     divided by the number of ids. table: all rows, flat; feature f has num_rows[f] from
     table_begins[f] on. Returns False if an id or an offset is out of range.

@@ -28,6 +28,7 @@ L = U(LANES)
 
 def part(*, fastmath: bool = False) -> Callable[[Kernel], Kernel]:
     """Compile a function that allocates nothing: inlined, without references to its arrays.
+
     Numba would count a reference to each array by two atomic operations, which took three quarters
     of the time of a table update.
     """
@@ -51,6 +52,7 @@ def move(source, at, into, position, count):  # type: ignore[no-untyped-def]
 @part()
 def sum_rows(table, begin, dim, order, factors, is_scaled, first, last, sums):  # type: ignore[no-untyped-def]
     """Set sums[:dim] = the sum over e in first..last of table[begin + order[e] * dim:][:dim].
+
     Each row is multiplied by factors[e] if is_scaled. Sums stay in registers: 64 columns at a time,
     then 32, 16 and single ones, in order, in fp32. uint16 is fp16.
     """

@@ -91,6 +91,7 @@ def _normal(words, out, at, std):  # type: ignore[no-untyped-def]
 @njit(nogil=True, cache=True)
 def fill(out, first, key0, key1, is_normal, unit, begin, end):  # type: ignore[no-untyped-def]
     """Write the key's numbers from `first` on into `out`, for its groups begin..end.
+
     unit: the standard deviation of normal numbers, or 2^-23 of the bound of uniform ones.
     """
     words, group_out = np.empty(GROUP, np.uint32), np.empty(GROUP, np.float32)

@@ -64,6 +64,7 @@ def own_ids(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Write the part's ids, bags (from the first) and factors. Return their number and the largest
     id.
+
     num_parts: a power of two up to 64; a hash of the row chooses. The arrays have room for one id
     more.
     """
@@ -90,6 +91,7 @@ def own_ids(  # type: ignore[no-untyped-def]
 def find_rows(ids, count, largest, slots, rows, counts, entries):  # type: ignore[no-untyped-def]
     """Write the distinct ids of ids[:count] to `rows`, their counts, and each id's entry; return
     how many.
+
     Small ids are their own slots, and frequent rows have small ids, so these stay in the cache.
     Otherwise the slots are a hash table.
     """
@@ -130,6 +132,7 @@ def find_rows(ids, count, largest, slots, rows, counts, entries):  # type: ignor
 @part()
 def sort_bags(bags, scales, entries, count, distinct, has_scales, ends, order, factors):  # type: ignore[no-untyped-def]
     """Write the bags of each row to `order`, row by row, with their factors.
+
     ends: on entry the count of each row, on return the end of each row in `order`.
     """
     total = U(0)
@@ -180,6 +183,7 @@ def _update_row(  # type: ignore[no-untyped-def]
     row, gradient, weights, halves, is_half, states, squares, kind, numbers, l2, step, begins, sizes
 ):  # fmt: skip
     """Update a row. Weights and two states begin at `begins` with `sizes` numbers per row.
+
     `gradient` is overwritten. Thirteen parameters: see update_tables.
     """
     at, state, square = begins[0] + row * sizes[0], begins[1] + row * sizes[1], begins[2] + row * sizes[2]
@@ -252,7 +256,9 @@ def update_tables(  # type: ignore[no-untyped-def]
     marks, mark_begins, begin, end,
 ):  # fmt: skip
     """Update `halves` (fp16 as uint16) if `is_half`, otherwise `weights`: the units begin..end.
+
     Twenty-seven parameters, because a structure would be boxed or copied at each call.
+
     units [n, 3]: a table, a part of its rows, and the number of parts (1 with `every` or `marks`).
     feature_begins [T + 1]. offsets [F * B + 1] into indices [L]. factors: weights [L], or [0].
     gradients: fp32, or bf16 as uint16; sample b begins at b * width, feature f at columns [F + 1]
@@ -309,6 +315,7 @@ def update_rows(  # type: ignore[no-untyped-def]
     weights, gradient, states, squares, rows, dims, kind, numbers, l2s, every, marks
 ):  # fmt: skip
     """Update tables of `rows` [T] x `dims` [T] like update_tables, from a dense gradient.
+
     States have a number per weight or per row. A row is touched if its gradient is not all zero.
     every [T]: not 0 if untouched rows are updated too. marks: a byte per row, 1 if updated, or
     empty.
