@@ -12,11 +12,10 @@ from torchrec.distributed.planner.types import Shard, ShardingOption
 from torchrec.distributed.types import ShardingPlan
 
 from pipeline.embeddings.limits import sharding_types_exact_for
-from pipeline.planner.cost_model import CACHED_KERNELS, KEY_VALUE, cache_load_factor
+from pipeline.planner.cost_model import CACHED_KERNELS, KEY_VALUE, UVM_KERNELS, cache_load_factor
 from pipeline.planner.estimator import shard_state_bytes
-from pipeline.planner.infeasible import UVM_KERNELS, table_bytes
 from pipeline.planner.plan_record import Objective, PlanRecord, RankLoad, TableChoice, critical_path_ms
-from pipeline.planner.request import PlacedTable, Problem, fingerprint_of
+from pipeline.planner.request import PlacedTable, Problem, fingerprint_of, table_bytes
 from pipeline.planner.search.problem import Floats
 from pipeline.planner.searcher import PHASES
 from pipeline.runtime.byte_counts import show_bytes

@@ -46,6 +46,7 @@ SSD_READ_BYTES = 4096  # a block device reads at least this
 BY_TABLE = ("table_wise", "column_wise", "table_column_wise")
 BY_HOST = ("table_row_wise", "grid_shard")
 KEY_VALUE = "key_value"
+UVM_KERNELS = ("fused_uvm", "fused_uvm_caching")
 CACHED_KERNELS = ("fused_uvm_caching", KEY_VALUE)
 
 Rows = NDArray[np.int64]

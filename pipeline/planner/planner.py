@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
@@ -20,11 +19,11 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from pipeline import devices
 from pipeline.config.planner import HardwareConfig, PlannerConfig
+from pipeline.config.registry import if_installed
 from pipeline.embeddings.table import Table
 from pipeline.planner.chosen_plan import ChosenPlan, build_record, rank_loads
 from pipeline.planner.estimator import CostedEnumerator
 from pipeline.planner.hardware import build_topology, resolve_hardware
-from pipeline.planner.infeasible import describe_shortfall, explain_infeasible
 from pipeline.planner.plan_codec import decode_record, encode_record, load_plan, read_plan
 from pipeline.planner.plan_record import Objective, PlanRecord, differing_libraries, differing_lines
 from pipeline.planner.request import (
@@ -35,12 +34,10 @@ from pipeline.planner.request import (
     TableOptimizer,
     build_problem,
     fingerprint_of,
+    table_bytes,
 )
 from pipeline.planner.search.incumbent import Infeasible, SearchConfig
-from pipeline.planner.search.portfolio import FIRST_PLAN
-from pipeline.planner.search.shortfall import least_shortfall
-from pipeline.planner.searcher import PlanPrice, build_search_problem, enumerate_options, search_options
-from pipeline.planner.suggestions import Suggestion, working_suggestions
+from pipeline.planner.searcher import PlanPrice, enumerate_options, search_options
 from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.errors import PlanError, UserError
 from pipeline.runtime.logs import get_logger
@@ -183,7 +180,7 @@ def _search_torchrec(config: PlannerConfig, problem: Problem) -> ChosenPlan:
     try:
         plan = planner.plan(request.model, request.sharders)
     except (PlannerError, RuntimeError) as error:  # TorchRec raises both if nothing fits
-        raise PlanError(_explain_infeasible(config, problem)) from error
+        raise _no_plan(config, problem) from error
     if time.monotonic() - started > config.timeout_s:
         logger.warning(
             "planner.timeout_s=%g ended the search early: a longer search may find a better plan", config.timeout_s
@@ -207,7 +204,7 @@ def _search_portfolio(config: PlannerConfig, problem: Problem) -> ChosenPlan:
             None if step_cost is None else _step_price(problem, step_cost),
         )  # fmt: skip
     except (Infeasible, RuntimeError) as error:  # TorchRec raises RuntimeError if a table has no option
-        raise PlanError(_explain_infeasible(config, problem)) from error
+        raise _no_plan(config, problem) from error
     if result.cut_short:
         busy = f" (the machine is busy: {result.busy:.1f} s of the clock for each of CPU)" if result.busy > 1.5 else ""
         logger.warning(
@@ -274,52 +271,16 @@ def _placement(option: ShardingOption) -> Placement:
     )
 
 
-def _explain_infeasible(config: PlannerConfig, problem: Problem) -> str:
-    request, fraction = problem.request, config.reserved_memory_fraction
-    until = time.monotonic() + config.timeout_s
-
-    def free_bytes(suggestion: Suggestion) -> int | None:
-        return None if time.monotonic() > until else _free_bytes(config, suggestion)
-
-    others = () if config.kind == "search" else (Suggestion("planner=search", request, fraction),)
-    suggestions = (
-        working_suggestions(request, problem.placed, problem.usable, fraction, free_bytes, others)
-        if request.suggests
-        else []
+def _no_plan(config: PlannerConfig, problem: Problem) -> PlanError:
+    hardware, optimizer = problem.request.hardware, problem.request.optimizer.name
+    needed = sum(table_bytes(entry, optimizer) for entry in problem.placed)
+    head = (
+        f"no plan holds the {len(problem.placed)} tables: with their {optimizer} state they need "
+        f"{show_bytes(needed)}, but {hardware.world_size} rank(s) of {hardware.name} "
+        f"have {show_bytes(hardware.world_size * sum(problem.usable))} for them"
     )
-    return explain_infeasible(
-        problem.placed, problem.constraints, request.hardware, request.optimizer.name, problem.usable, fraction,
-        _describe_missing(problem), [(suggestion.lines, free) for suggestion, free in suggestions],
-    )  # fmt: skip
-
-
-def _describe_missing(problem: Problem) -> list[str]:
-    """Describe the ranks that the best attempt overfills. Empty if a table has no option at all."""
-    try:
-        options, num_proposed = enumerate_options(problem)
-    except RuntimeError:
-        return []
-    search_problem, by_table = build_search_problem(options, num_proposed, problem.request.hardware, problem.usable, {})
-    shortfall = least_shortfall(search_problem)
-    chosen = [options[numbers[choice]] for numbers, choice in zip(by_table.values(), shortfall.choices, strict=True)]
-    taken = [int(option.total_storage.hbm + option.total_storage.ddr) for option in chosen]
-    return describe_shortfall(
-        shortfall, [option.name for option in chosen], [option.sharding_type for option in chosen], taken
-    )
-
-
-def _free_bytes(config: PlannerConfig, suggestion: Suggestion) -> int | None:
-    """Return the free bytes of the fullest rank under the first plan of a changed request."""
-    try:
-        problem = build_problem(replace(config, reserved_memory_fraction=suggestion.fraction), suggestion.request)
-        options, num_proposed = enumerate_options(problem)
-        settings = replace(FIRST_PLAN, seconds=config.timeout_s)
-        chosen, _ = search_options(options, num_proposed, suggestion.request.hardware, problem.usable, settings, {})
-    except (Infeasible, RuntimeError, ValueError):
-        return None
-    loads = rank_loads(chosen, suggestion.request.hardware.world_size, problem.costs.links.latencies_ms())
-    hbm, ddr = problem.usable
-    return min((hbm - load.hbm_bytes) if hbm > 0 else (ddr - load.ddr_bytes) for load in loads)
+    explain = if_installed("explain_infeasible")
+    return PlanError("\n".join([head, *(explain(config, problem) if explain else ())]))
 
 
 SEARCHERS: dict[str, Callable[[PlannerConfig, Problem], ChosenPlan]] = {

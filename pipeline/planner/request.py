@@ -16,7 +16,7 @@ from pipeline.config.registry import from_extra
 from pipeline.embeddings.limits import COLUMN_SHARDING_TYPES, KERNELS_OF_MANAGED_ROWS, allowed_sharding_types
 from pipeline.embeddings.table import Table
 from pipeline.planner.cost_model import CostModel, wire_of, wire_precisions
-from pipeline.planner.estimator import KeepFree, dense_part_bytes, usable_bytes
+from pipeline.planner.estimator import KeepFree, dense_part_bytes, shard_state_bytes, usable_bytes
 from pipeline.planner.hardware import Hardware
 from pipeline.planner.plan_record import Fingerprint, PlanRecord, RankLoad, take_fingerprint
 from pipeline.planner.resolved_job import ResolvedJob
@@ -135,6 +135,14 @@ class PlacedTable:
     module: str
     parameter: nn.Parameter
     sharder: ModuleSharder[nn.Module]
+
+
+def table_bytes(entry: PlacedTable, optimizer_name: str) -> int:
+    """Return the bytes of one copy of a table and its optimizer state."""
+    table = entry.table
+    size = entry.parameter.element_size()
+    weights = table.num_embeddings * table.embedding_dim * size
+    return weights + shard_state_bytes(optimizer_name, table.num_embeddings, table.embedding_dim)
 
 
 def place_tables(tables: list[Table], model: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[PlacedTable]:

@@ -17,8 +17,7 @@ from pipeline.embeddings.limits import COLUMN_SHARDING_TYPES, allowed_sharding_t
 from pipeline.planner.cost_model import KEY_VALUE
 from pipeline.planner.estimator import CostedEnumerator
 from pipeline.planner.hardware import Hardware, build_topology
-from pipeline.planner.infeasible import table_bytes
-from pipeline.planner.request import COLUMN_STEP, PlacedTable, Problem, TableOptimizer
+from pipeline.planner.request import COLUMN_STEP, PlacedTable, Problem, TableOptimizer, table_bytes
 from pipeline.planner.search.incumbent import SearchConfig, WorkClock
 from pipeline.planner.search.portfolio import SearchResult, search
 from pipeline.planner.search.problem import Assignment, Floats, Option, Rule, SearchProblem

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from pipeline.embeddings.table import Table
-from pipeline.planner.infeasible import UVM_KERNELS, table_bytes
-from pipeline.planner.request import PlacedTable, PlanRequest, TableOptimizer
+from pipeline.planner.cost_model import UVM_KERNELS
+from pipeline.planner.request import PlacedTable, PlanRequest, TableOptimizer, table_bytes
 
 NUM_NAMED = 3  # tables whose config lines are written out
 

@@ -11,10 +11,10 @@ import pytest
 
 from pipeline.config.planner import PlannerConfig
 from pipeline.config.tables import ConstraintConfig
+from pipeline.extras.infeasible_plans.shortfall import least_shortfall
 from pipeline.planner.planner import make_plan
 from pipeline.planner.request import PlanRequest
 from pipeline.planner.search.problem import Option, Rule, SearchProblem
-from pipeline.planner.search.shortfall import least_shortfall
 from tests.planner.plans import assert_capacity_kept
 from tests.planner.problems import DLRMV2_ROWS, DLRMV2_SIZES, make_tables, on, request
 
