@@ -10,10 +10,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from pipeline.config.model import ModelConfig
 from pipeline.config.tables import InitConfig, TableConfig
 from pipeline.embeddings.tables import resolve_tables
+from pipeline.extras.models.simple_deepfm import SimpleDeepFMConfig
 from pipeline.extras.models.xdeepfm import XDeepFMConfig
 from pipeline.models.build import build_model
 from pipeline.models.dcn import DCNConfig, DCNv2Config
-from pipeline.models.deepfm import DeepFMConfig, SimpleDeepFMConfig
+from pipeline.models.deepfm import DeepFMConfig
 from pipeline.models.dlrm import DLRMConfig, DLRMDCNConfig
 from pipeline.models.linear import FMConfig, LogisticRegressionConfig, WideDeepConfig
 from pipeline.runtime.errors import ConfigError

@@ -18,8 +18,8 @@ from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.config.training import CommsConfig
 from pipeline.data.read.batch import Batch
 from pipeline.embeddings.table import Table
+from pipeline.extras.models.simple_deepfm import SimpleDeepFMConfig
 from pipeline.models.build import build_model
-from pipeline.models.deepfm import SimpleDeepFMConfig
 from pipeline.models.dlrm import DLRMConfig, DLRMDCNConfig
 from pipeline.sharding.torchrec.sharding import join_hosts, make_sharders, shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
