@@ -62,7 +62,8 @@ def build(way: str, rows: int, slots: float, folder: str, sparse: bool, head: fl
 
     from pipeline.checkpoint.stored_rows import StoredRows
     from pipeline.sharding.table_storage import TierSettings
-    from pipeline.sharding.torchrec.cpu_tables import TablesWithMoments, speed_up_cpu_tables, tables_with_moments
+    from pipeline.sharding.torchrec.cpu_tables import speed_up_cpu_tables
+    from pipeline.sharding.torchrec.table_moments import TablesWithMoments, tables_with_moments
 
     names = [f"t{number}" for number in range(NUM_TABLES)]
     slots_of, heads = dict.fromkeys(names, slots), dict.fromkeys(names, head)

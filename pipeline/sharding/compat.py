@@ -100,6 +100,7 @@ ENUMERATOR = f"{TORCHREC}.planner.enumerators:EmbeddingEnumerator"
 IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
 SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor"
 SHARDER, CPU_TABLES = "sharding/torchrec/sharder.py", "sharding/torchrec/cpu_tables.py"
+MOMENTS = "sharding/torchrec/table_moments.py"
 HOST_DISTS, MANAGED = "sharding/host_collectives.py", "extras/managed_collision/managed_tables.py"
 CHANGED = "extras/differential/tracked_rows.py"
 ORDER, VARIABLE = "sharding/host_collectives.py", "extras/frequency_split/variable_batches.py"
@@ -110,19 +111,21 @@ COMMS_WAIT, AVERAGING = "runtime/process/comms_wait.py", "sharding/host_collecti
 PRIVATE_NAMES: list[PrivateName] = [
     # FBGEMM's lookup on CPU: the attributes are public by name, but internal.
     *_names(LOOKUP, CPU_TABLES, "weights_host", "weights_offsets", "momentum1_host", "momentum1_offsets", "rows_per_table",
-            "D_offsets", "feature_table_map", "step", "optimizer_args", "use_cpu", "optimizer", "weights_precision",
-            "output_dtype", "pooling_mode", "momentum2_host", "embedding_specs", "table_names"),
-    _call(LOOKUP, CPU_TABLES, "_apply_split", "self split prefix dtype enforce_hbm make_dev_param dev_reshape uvm_host_mapped "
+            "D_offsets", "step", "optimizer_args", "use_cpu", "optimizer", "weights_precision",
+            "output_dtype", "pooling_mode", "table_names"),
+    *_names(LOOKUP, f"{CPU_TABLES} {MOMENTS}", "momentum2_host", "embedding_specs"),
+    _call(LOOKUP, MOMENTS, "_apply_split", "self split prefix dtype enforce_hbm make_dev_param dev_reshape uvm_host_mapped "
           "preallocated_host_buffer"),
-    *_names(f"{TORCHREC}.batched_embedding_kernel", CPU_TABLES, "SplitTableBatchedEmbeddingBagsCodegen"),
+    *_names(f"{TORCHREC}.batched_embedding_kernel", MOMENTS, "SplitTableBatchedEmbeddingBagsCodegen"),
     _call(LOOKUP, CPU_TABLES, "forward", "self indices offsets per_sample_weights feature_requires_grad batch_size_per_feature_per_rank "
           "total_unique_indices hash_zch_identities hash_zch_runtime_meta vbe_output vbe_output_offsets"),
     _call(LOOKUP, CPU_TABLES, "prepare_inputs", "self indices offsets per_sample_weights batch_size_per_feature_per_rank "
           "force_cast_input_types prefetch_pipeline vbe_output vbe_output_offsets"),
     _call(LOOKUP, CPU_TABLES, "get_learning_rate", "self"),
+    *_names(LOOKUP, MOMENTS, "feature_table_map"),
     *_names(LOOKUP, VARIABLE, "use_cpu", "optimizer"),
-    _call(LOOKUP, CPU_TABLES, "split_embedding_weights", "self"),
-    _call(LOOKUP, CPU_TABLES, "split_optimizer_states", "self"),
+    _call(LOOKUP, MOMENTS, "split_embedding_weights", "self"),
+    _call(LOOKUP, MOMENTS, "split_optimizer_states", "self"),
     # TorchRec's sharded collection.
     *_names(COLLECTION, f"{SHARDER} {HOST_DISTS}", "_input_dists", "_output_dists"),
     *_names(COLLECTION, f"{SHARDER} {CPU_TABLES} {MANAGED} {CHANGED} {SKIPPED}", "_lookups"),

@@ -1,16 +1,12 @@
-"""Run FBGEMM's lookup modules on CPU by Numba kernels, with FBGEMM's weights, states and learning
-rates.
+"""Run FBGEMM's lookup modules on CPU by Numba kernels, with FBGEMM's weights, states and learning rates.
 
-FBGEMM still holds the tables and the optimizer's state, so checkpoints and schedules do not change.
-The kernels replace FBGEMM's forward, which reads the ids twice, and its backward, which sorts the
-ids of each table. FBGEMM has Adam and partial row-wise Adam on GPUs only. Here their state has the
-form that it has on GPUs (TablesWithMoments).
+FBGEMM still holds the tables and the optimizer's state. The kernels replace FBGEMM's forward, which
+reads the ids twice, and its backward, which sorts the ids of each table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -20,19 +16,17 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
-    construct_split_state,
 )
 from torch import nn
-from torchrec.distributed import batched_embedding_kernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from pipeline import devices
 from pipeline.config.optimizers import all_optimizers
-from pipeline.config.registry import from_extra
 from pipeline.devices.cpu.kernel_pool import MIN_SHARE, on_all_threads
 from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.logs import get_logger
-from pipeline.sharding.table_storage import PinnedSlots, StorageLookup, TableStorage, TierSettings
+from pipeline.sharding.table_storage import PinnedSlots, StorageLookup
+from pipeline.sharding.torchrec.table_moments import feature_begins
 from pipeline.sharding.torchrec.update_rule import UpdateRule
 
 # FBGEMM's optimizer and its number in our kernels.
@@ -40,99 +34,12 @@ KINDS = {
     EmbOptimType[entry.fbgemm]: entry.cpu_kernel for entry in all_optimizers().values() if entry.cpu_kernel is not None
 }
 POOLINGS = (PoolingMode.SUM, PoolingMode.MEAN)
-# Optimizers whose state FBGEMM allocates on GPUs only. True: the second moment is one number per
-# row.
-MOMENTS = {EmbOptimType.ADAM: False, EmbOptimType.PARTIAL_ROWWISE_ADAM: True}
 MIN_SAMPLES = 32  # minimum for each thread of a lookup, for any number of ids
 SHARES = 2  # per thread; a table with more than one share is split
 # of the work in partition_tables, because each part reads all ids of its table
 MIN_UNIT = 100_000
 MAX_SPLITS = 6  # each halves a table: 64 parts
 logger = get_logger(__name__)
-
-
-class TablesWithMoments(SplitTableBatchedEmbeddingBagsCodegen):
-    """Give FBGEMM's module Adam's state on CPU. A FastLookup in it trains the rows.
-
-    FBGEMM refuses these optimizers on CPU. The module is built for Adagrad, whose state serves as
-    the first moment, and gets the second one. get_optimizer_state then answers as on GPUs.
-    """
-
-    tiers: TableStorage | None = None
-
-    def __init__(self, *arguments: Any, optimizer: EmbOptimType = EmbOptimType.EXACT_SGD, **keywords: Any) -> None:
-        moments = MOMENTS.get(optimizer)
-        tiers = _storage_of(keywords)
-        if tiers is not None:
-            keywords["embedding_specs"] = tiers.slot_specs(keywords["embedding_specs"])
-        super().__init__(*arguments, optimizer=optimizer if moments is None else EmbOptimType.EXACT_ADAGRAD, **keywords)
-        if moments is not None:
-            state = construct_split_state(self.embedding_specs, rowwise=moments, cacheable=False)
-            del self.momentum2_host  # a buffer, which a parameter replaces
-            self._apply_split(state, prefix="momentum2", dtype=torch.float32)
-            self.optimizer = optimizer
-        if tiers is not None:
-            tiers.open(super().split_embedding_weights(), super().split_optimizer_states(), feature_begins(self))
-            self.tiers = tiers
-
-    def split_embedding_weights(self) -> list[torch.Tensor]:
-        """Return each table's rows; with tiers all rows, from the store."""
-        weights: list[torch.Tensor] = super().split_embedding_weights()
-        return weights if self.tiers is None else self.tiers.stored_weights(weights)
-
-    def split_optimizer_states(self) -> list[list[torch.Tensor]]:
-        states: list[list[torch.Tensor]] = super().split_optimizer_states()
-        return states if self.tiers is None else self.tiers.stored_states(states)
-
-    def forward(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        """Raises ShardingError if FBGEMM would have to train (trained weights of ids)."""
-        if self.optimizer not in MOMENTS:
-            return super().forward(*arguments, **keywords)
-        if torch.is_grad_enabled():
-            raise ShardingError(
-                f"on CPU {self.optimizer.name} does not train the weights of ids; use "
-                "optimizer.sparse.name=adagrad, or train on a GPU"
-            )
-        # its forward exists on CPU
-        optimizer, self.optimizer = self.optimizer, EmbOptimType.EXACT_ADAGRAD
-        try:
-            return super().forward(*arguments, **keywords)
-        finally:
-            self.optimizer = optimizer
-
-
-def feature_begins(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> np.ndarray[Any, Any]:
-    """Return [T + 1]: where each table's features, which are adjacent, begin."""
-    tables = lookup.feature_table_map
-    begins = [0, *(index for index, (before, table) in enumerate(pairwise(tables), start=1) if table != before)]
-    return np.array([*begins, len(tables)], dtype=np.int64)
-
-
-_tiers: TierSettings | None = None  # settings of the tables that are being built
-
-
-def _storage_of(keywords: Mapping[str, Any]) -> TableStorage | None:
-    """Return the storage of the module that TorchRec builds; None if no table has tiers."""
-    if _tiers is None:
-        return None
-    storage: TableStorage | None = from_extra("table_storage", "tables.*.tiers")(_tiers, keywords)
-    return storage
-
-
-@contextmanager
-def tables_with_moments(tiers: TierSettings | None = None) -> Iterator[None]:
-    """Let TorchRec build TablesWithMoments, and tables with `tiers` in a storage."""
-    global _tiers
-    if devices.current().fbgemm_is_complete:
-        yield
-        return
-    _tiers = tiers
-    batched_embedding_kernel.SplitTableBatchedEmbeddingBagsCodegen = TablesWithMoments
-    try:
-        yield
-    finally:
-        _tiers = None
-        batched_embedding_kernel.SplitTableBatchedEmbeddingBagsCodegen = SplitTableBatchedEmbeddingBagsCodegen
 
 
 def speed_up_cpu_tables(modules: Iterable[nn.Module], rules: Mapping[str, UpdateRule] | None = None) -> int:
@@ -204,16 +111,14 @@ class FastLookup:
         self._pool, self._update = pool, update
         tiers = getattr(lookup, "tiers", None)
         self.tiered: StorageLookup | None = tiers.lookup if tiers is not None else None
-        own = [rules[name] for name in lookup.table_names or [] if name in rules]
-        # rules of one optimizer, so they differ only in l2 and all_rows
-        self._rule = own[0] if own else _rule_of(lookup)
-        self._l2s = np.array([rule.l2 for rule in own] or [0.0] * len(lookup.embedding_specs), dtype=np.float32)
         shard_rows = [spec[0] for spec in lookup.embedding_specs]
+        own = [rules[name] for name in lookup.table_names or [] if name in rules]
+        own = own or [_rule_of(lookup)] * len(shard_rows)
+        self._rule = own[0]  # rules of one optimizer, so they differ only in l2 and all_rows
+        self._l2s = np.array([rule.l2 for rule in own], dtype=np.float32)
         self._every = np.array(
-            [rows if rule.all_rows else 0 for rows, rule in zip(shard_rows, own, strict=False)], np.int64
+            [rows if rule.all_rows else 0 for rows, rule in zip(shard_rows, own, strict=True)], np.int64
         )
-        if not own:
-            self._every = np.zeros(len(shard_rows), np.int64)
         # Bitmaps of the rows that were updated, one table after the other. Empty until track_rows()
         # is called.
         self._marks, self._mark_begins = np.empty(0, np.uint8), np.zeros(len(shard_rows) + 1, np.int64)
@@ -420,8 +325,90 @@ def partition_tables(
     return np.array(units, dtype=np.int64).reshape(-1, 3)
 
 
+class FusedLookup:
+    """Look up all tables of one CPU rank at once: a batch with the keys `feature_names` -> [B, all D].
+
+    TorchRec has a lookup for each pooling and data type, splits a batch between them and joins their
+    rows. For a small model that takes longer than the lookups.
+    """
+
+    def __init__(self, lookups: Sequence[FastLookup], feature_names: list[str]) -> None:
+        """The features are those of the first lookup, then of the second, and so on."""
+        self.lookups, self.feature_names = list(lookups), feature_names
+        self.reserved_columns = 0
+        self.dims = [dim for lookup in lookups for dim in lookup.dims]
+        counts = [len(lookup.dims) for lookup in lookups]
+        self._features = list(pairwise(accumulate(counts, initial=0)))
+        self._columns = list(pairwise(accumulate((sum(lookup.dims) for lookup in lookups), initial=0)))
+        self._orders: dict[tuple[str, ...], torch.Tensor | None] = {}
+
+    def reserve_columns(self, columns: int) -> None:
+        """Reserve columns before the features', which the model writes; follow autocast."""
+        self.reserved_columns = columns
+        for lookup in self.lookups:
+            lookup.reserved_columns, lookup.follows_autocast = columns, True
+
+    def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """Raises RuntimeError as FastLookup.look_up does."""
+        values, offsets, weights = features.values(), features.offsets(), features.weights_or_none()
+        if len(self.lookups) == 1:
+            return self.lookups[0](values, offsets, weights)
+        bags = Bags(values, offsets.to(values.dtype), weights)
+        if not torch.is_grad_enabled() or (weights is not None and weights.requires_grad):
+            pairs = zip(self.lookups, self._parts(bags), strict=True)
+            return torch.cat([lookup(*part) for lookup, part in pairs], dim=1)
+        for lookup in self.lookups:
+            lookup.count_step()
+        dtype = self.lookups[0].row_dtype()
+        return _Pooled.apply(self.lookups[0].weights, *bags, dtype, self, None)
+
+    def in_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor | None:
+        """Return the batch with the keys feature_names, or None if a key is missing."""
+        keys = features.keys()
+        if keys == self.feature_names:
+            return features
+        known = tuple(keys)
+        if known not in self._orders:
+            has_all = set(self.feature_names) <= set(keys)
+            order = [keys.index(name) for name in self.feature_names] if has_all else []
+            self._orders[known] = torch.tensor(order, dtype=torch.int32) if has_all else None
+        permutation = self._orders[known]
+        return None if permutation is None else features.permute(permutation.tolist(), permutation)
+
+    def _parts(self, bags: Bags) -> list[Bags]:
+        """Return the bags of each lookup, with offsets that begin at 0."""
+        stride = (len(bags.offsets) - 1) // len(self.dims)
+        parts = []
+        for first, last in self._features:
+            offsets = bags.offsets[first * stride : last * stride + 1]
+            begin, end = int(offsets[0]), int(offsets[-1])
+            weights = None if bags.weights is None else bags.weights[begin:end]
+            parts.append(Bags(bags.indices[begin:end], offsets - begin, weights))
+        return parts
+
+    def look_up(self, bags: Bags, dtype: torch.dtype) -> tuple[torch.Tensor, list[Bags]]:
+        """Return pooled rows, and each lookup's bags as FBGEMM corrected them."""
+        num_samples = (len(bags.offsets) - 1) // len(self.dims)
+        out = torch.empty(num_samples, self.reserved_columns + sum(self.dims), dtype=dtype)
+        parts = []
+        for number, (lookup, (first, last)) in enumerate(zip(self.lookups, self._features, strict=True)):
+            # Offsets of the complete batch. The kernels accept offsets that do not begin at 0.
+            part = bags._replace(offsets=bags.offsets[first * num_samples : last * num_samples + 1])
+            position = self.reserved_columns + self._columns[number][0]
+            is_whole = lookup.fill(out, position, part)
+            parts.append(part if is_whole else lookup.fill_fixed(out, position, self._parts(bags)[number]))
+        return out[:, self.reserved_columns :], parts
+
+    def update(self, gradients: torch.Tensor, parts: list[Bags]) -> None:
+        for lookup, (begin, end), part in zip(self.lookups, self._columns, parts, strict=True):
+            lookup.update(gradients[:, begin:end], part)
+
+
 class _Pooled(torch.autograd.Function):
-    """Pooled rows whose backward updates the tables. Autograd calls it because of `weights`."""
+    """Pooled rows of a FastLookup or FusedLookup, whose backward updates the tables.
+
+    Autograd calls it because `weights` is an input.
+    """
 
     @staticmethod
     def forward(
@@ -431,17 +418,16 @@ class _Pooled(torch.autograd.Function):
         offsets: torch.Tensor,
         factors: torch.Tensor | None,
         dtype: torch.dtype,
-        lookup: FastLookup,
+        lookup: FastLookup | FusedLookup,
         pins: PinnedSlots | None,
     ) -> torch.Tensor:
-        pooled, bags = lookup.look_up(Bags(indices, offsets, factors), dtype)
-        ctx.save_for_backward(*bags)
+        pooled, ctx.bags = lookup.look_up(Bags(indices, offsets, factors), dtype)
         ctx.lookup, ctx.pins = lookup, pins
         return pooled
 
     @staticmethod
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[None, ...]:
-        ctx.lookup.update(gradients, Bags(*ctx.saved_tensors))
+        ctx.lookup.update(gradients, ctx.bags)
         if ctx.pins is not None:
             ctx.pins.release()
         return None, None, None, None, None, None, None

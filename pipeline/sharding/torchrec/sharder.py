@@ -43,11 +43,11 @@ from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.process.comms_wait import clock_awaitable, waiting
 from pipeline.sharding.host_collectives import FeatureOrder, InOrder, exchange_on_host, skip_id_exchange
 from pipeline.sharding.table_storage import StorageGroup, TierSettings, storage_groups
-from pipeline.sharding.torchrec.cpu_tables import fast_lookups, speed_up_cpu_tables, tables_with_moments
+from pipeline.sharding.torchrec.cpu_tables import FusedLookup, fast_lookups, speed_up_cpu_tables
 from pipeline.sharding.torchrec.fbgemm_lookups import divide_weights_of_means
-from pipeline.sharding.torchrec.fused_lookup import FusedLookup
 from pipeline.sharding.torchrec.sharding_checks import check_sharding, check_tiers, optimizer_class_of
 from pipeline.sharding.torchrec.sparse_optimizer import configure_fbgemm
+from pipeline.sharding.torchrec.table_moments import tables_with_moments
 from pipeline.sharding.torchrec.update_rule import UpdateRule
 
 ROW_SHARDING_TYPES = ("row_wise", "table_row_wise")

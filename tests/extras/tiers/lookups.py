@@ -15,12 +15,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 from pipeline.checkpoint.stored_rows import UNIFORM, FirstWeights
 from pipeline.extras.tiers.tiered_lookup import ShardRows
 from pipeline.sharding.table_storage import TierSettings
-from pipeline.sharding.torchrec.cpu_tables import (
-    FastLookup,
-    TablesWithMoments,
-    speed_up_cpu_tables,
-    tables_with_moments,
-)
+from pipeline.sharding.torchrec.cpu_tables import FastLookup, speed_up_cpu_tables
+from pipeline.sharding.torchrec.table_moments import TablesWithMoments, tables_with_moments
 
 OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
