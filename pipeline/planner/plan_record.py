@@ -9,17 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
-from importlib import metadata
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:  # both import torch, which comparing fingerprints does not need
-    from pipeline.planner.hardware import Hardware
-    from pipeline.planner.request import PlacedTable, TableOptimizer
-
 from dataclasses import dataclass, fields
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -29,7 +22,7 @@ from pipeline.runtime.storage import storage
 if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlan
 
-Fingerprint = dict[str, Any]  # JSON values, see fingerprint.py
+Fingerprint = dict[str, Any]  # JSON values, see request.fingerprint_of
 # In the order of a step.
 PHASES = ("input_dist_ms", "forward_compute_ms", "forward_comms_ms", "backward_compute_ms", "backward_comms_ms")
 
@@ -240,53 +233,6 @@ def _is_nested(value: list[Any]) -> bool:
 # One of each line's packages is installed. The CUDA and the CPU build have different names.
 LIBRARIES = {"torch": ("torch",), "torchrec": ("torchrec",), "fbgemm": ("fbgemm-gpu", "fbgemm-gpu-cpu")}
 MAX_LINES = 8
-
-
-def take_fingerprint(
-    placed: list[PlacedTable],
-    hardware: Hardware,
-    optimizer: TableOptimizer,
-    batch_size: int,
-    comms: dict[str, dict[str, str]],
-) -> Fingerprint:
-    """Return topology, tables, optimizer, wire precision, batch size per rank, and versions."""
-    topology = asdict(hardware)
-    for label in ("name", "tflops_fp32", "tflops_bf16", "issue_us"):  # no plan depends on them
-        del topology[label]
-    if hardware.hosts_per_nvlink_domain == 1:  # plans of earlier releases lack it
-        del topology["hosts_per_nvlink_domain"]
-    return {
-        "topology": topology,
-        "tables": {entry.table.name: _describe_table(entry) for entry in placed},
-        "sparse_optimizer": asdict(optimizer),
-        "comms": comms,
-        "batch_size": batch_size,
-        "libraries": library_versions(),
-    }
-
-
-def _describe_table(entry: PlacedTable) -> dict[str, Any]:
-    """Describe a table without frequencies: a plan stays valid with last week's data."""
-    described = asdict(entry.table)
-    for left_out in (
-        "name",
-        "init",
-        "frequencies",
-        "compression",
-        "max_ids",
-        "part_of",
-        "rows_of",
-        "managed",
-        "note",
-        "l2",
-        "positions",
-        "padding",
-    ):
-        del described[left_out]
-    for absent, is_default in (("is_weighted", not entry.table.is_weighted), ("tiers", entry.table.tiers is None)):
-        if is_default:  # plans of earlier releases lack it
-            del described[absent]
-    return {**described, "module": entry.module}
 
 
 def describe_hosts(topology: dict[str, Any]) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints
@@ -18,7 +18,7 @@ from pipeline.embeddings.table import Table
 from pipeline.planner.cost_model import CostModel, wire_of, wire_precisions
 from pipeline.planner.estimator import KeepFree, dense_part_bytes, shard_state_bytes, usable_bytes
 from pipeline.planner.hardware import Hardware
-from pipeline.planner.plan_record import Fingerprint, PlanRecord, RankLoad, take_fingerprint
+from pipeline.planner.plan_record import Fingerprint, PlanRecord, RankLoad, library_versions
 from pipeline.planner.resolved_job import ResolvedJob
 from pipeline.runtime.byte_counts import show_bytes
 from pipeline.runtime.errors import PlanError
@@ -84,9 +84,45 @@ class PlannedJob:
 
 
 def fingerprint_of(problem: Problem) -> Fingerprint:
-    request = problem.request
-    comms = wire_precisions(request.sharders)
-    return take_fingerprint(problem.placed, request.hardware, request.optimizer, request.batch_size, comms)
+    """Return topology, tables, optimizer, wire precision, batch size per rank, and versions."""
+    request, hardware = problem.request, problem.request.hardware
+    topology = asdict(hardware)
+    for label in ("name", "tflops_fp32", "tflops_bf16", "issue_us"):  # no plan depends on them
+        del topology[label]
+    if hardware.hosts_per_nvlink_domain == 1:  # plans of earlier releases lack it
+        del topology["hosts_per_nvlink_domain"]
+    return {
+        "topology": topology,
+        "tables": {entry.table.name: _describe_table(entry) for entry in problem.placed},
+        "sparse_optimizer": asdict(request.optimizer),
+        "comms": wire_precisions(request.sharders),
+        "batch_size": request.batch_size,
+        "libraries": library_versions(),
+    }
+
+
+def _describe_table(entry: PlacedTable) -> dict[str, Any]:
+    """Describe a table without frequencies: a plan stays valid with last week's data."""
+    described = asdict(entry.table)
+    for left_out in (
+        "name",
+        "init",
+        "frequencies",
+        "compression",
+        "max_ids",
+        "part_of",
+        "rows_of",
+        "managed",
+        "note",
+        "l2",
+        "positions",
+        "padding",
+    ):
+        del described[left_out]
+    for absent, is_default in (("is_weighted", not entry.table.is_weighted), ("tiers", entry.table.tiers is None)):
+        if is_default:  # plans of earlier releases lack it
+            del described[absent]
+    return {**described, "module": entry.module}
 
 
 def build_problem(config: PlannerConfig, request: PlanRequest) -> Problem:

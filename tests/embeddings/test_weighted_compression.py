@@ -12,8 +12,7 @@ from pipeline.data.read.batch import keyed_jagged_tensor
 from pipeline.embeddings.collection import build_embeddings
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.tables import resolve_tables
-from pipeline.planner.plan_record import _describe_table
-from pipeline.planner.request import PlacedTable
+from pipeline.planner.request import PlacedTable, _describe_table
 from pipeline.runtime.errors import ConfigError
 from tests.embeddings.compressed import NUM_IDS, table_of
 from tests.support.datasets import described_dataset

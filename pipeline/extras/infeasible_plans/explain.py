@@ -10,7 +10,6 @@ from dataclasses import replace
 from itertools import islice
 
 import numpy as np
-from torchrec.distributed.planner.types import ParameterConstraints
 
 from pipeline.config.planner import PlannerConfig
 from pipeline.extras.infeasible_plans.shortfall import Shortfall, least_shortfall
@@ -41,7 +40,7 @@ def explain_infeasible(config: PlannerConfig, problem: Problem) -> Iterator[str]
         "the dense part needs its share)"
     )
     if hardware.world_size > 1:
-        yield from islice(_unsplittable(problem.placed, problem.constraints, sizes, problem.usable), NUM_LARGEST)
+        yield from islice(_unsplittable(problem, sizes), NUM_LARGEST)
     yield from _describe_missing(problem)
     until = time.monotonic() + config.timeout_s
 
@@ -100,24 +99,19 @@ def _capacity(hardware: Hardware, usable: tuple[int, int]) -> str:
     )
 
 
-def _room(entry: PlacedTable, constraints: dict[str, ParameterConstraints], usable: tuple[int, int]) -> int:
+def _room(entry: PlacedTable, problem: Problem) -> int:
     """Return a rank's bytes for a shard. On a GPU host memory counts if the table may be there."""
-    hbm, ddr = usable
+    hbm, ddr = problem.usable
     if hbm <= 0:
         return ddr
-    uvm = set(UVM_KERNELS) & set(constraints[entry.table.name].compute_kernels or ())
+    uvm = set(UVM_KERNELS) & set(problem.constraints[entry.table.name].compute_kernels or ())
     return max(hbm, ddr) if uvm else hbm
 
 
-def _unsplittable(
-    placed: list[PlacedTable],
-    constraints: dict[str, ParameterConstraints],
-    sizes: dict[str, int],
-    usable: tuple[int, int],
-) -> Iterator[str]:
-    for entry in placed:
-        name, room = entry.table.name, _room(entry, constraints, usable)
-        types = constraints[name].sharding_types or []
+def _unsplittable(problem: Problem, sizes: dict[str, int]) -> Iterator[str]:
+    for entry in problem.placed:
+        name, room = entry.table.name, _room(entry, problem)
+        types = problem.constraints[name].sharding_types or []
         if sizes[name] > room and not set(types) & set(SPLITTING_TYPES):
             yield (
                 f"table {name} may only be {' or '.join(types)}, so one rank needs "
