@@ -36,11 +36,8 @@ Manifest = dict[str, Any]
 
 
 def step_before(path: str, manifest: Manifest) -> str:
-    """Return the path of the step that the link at `path` builds on.
-
-    Raises:
-        DamagedError: that step is missing, or it is not the step that the link was written for.
-    """
+    """Return the path of the step that the link at `path` builds on. Raises DamagedError if that
+    step is missing, or it is not the step that the link was written for."""
     chain, step = manifest["chain"], int(manifest["step"])
     previous = int(chain["previous"])
     if not chain["base"] <= previous < step:
@@ -54,11 +51,8 @@ def step_before(path: str, manifest: Manifest) -> str:
 
 
 def chain_of(path: str, manifest: Manifest) -> list[tuple[str, Manifest]]:
-    """Return (path, manifest) of a step and of all steps that it builds on, the base first.
-
-    Raises:
-        DamagedError: a step of the chain is missing, or its manifest was changed.
-    """
+    """Return (path, manifest) of a step and of all steps that it builds on, the base first. Raises
+    DamagedError if a step of the chain is missing, or its manifest was changed."""
     chain = [(path, manifest)]
     while is_link(chain[0][1]):
         before = step_before(*chain[0])
@@ -70,11 +64,8 @@ def chain_of(path: str, manifest: Manifest) -> list[tuple[str, Manifest]]:
 
 def link_after(path: str, most_links: int, most_bytes: float) -> Manifest | None:
     """Return the chain entry for the manifest of a link after the step at `path`; None if a base is
-    due.
-
-    A base is due after `most_links` links, or if the links hold more than `most_bytes` times the
-    base's bytes. Raises DamagedError.
-    """
+    due. A base is due after `most_links` links, or if the links hold more than `most_bytes` times
+    the base's bytes. Raises DamagedError."""
     manifest = read_manifest(path)
     size = sum(int(entry["size_bytes"]) for entry in manifest["files"].values())
     if is_link(manifest):
@@ -96,28 +87,22 @@ def link_after(path: str, most_links: int, most_bytes: float) -> Manifest | None
 
 
 def open_reader(path: str, manifest: Manifest | None = None) -> TensorsOnlyReader:
-    """Return a reader of the step at `path` with all steps that it builds on.
-
-    Raises DamagedError as chain_of does.
-    """
+    """Return a reader of the step at `path` with all steps that it builds on. Raises DamagedError
+    as chain_of does."""
     manifest = manifest or read_manifest(path)
     return ChainReader(chain_of(path, manifest)) if is_link(manifest) else TensorsOnlyReader(path, manifest)
 
 
 def open_tensors(path: str, manifest: Manifest | None = None) -> StepTensors:
-    """Open the tensors of a step or chain.
-
-    Raises DamagedError as chain_of, CheckpointError as StepTensors.
-    """
+    """Open the tensors of a step or chain. Raises DamagedError as chain_of, CheckpointError as
+    StepTensors."""
     return StepTensors(path, open_reader(path, manifest))
 
 
 def rows_changed_since(path: str, manifest: Manifest, save_id: str) -> dict[str, Rows] | None:
-    """Return key of weights -> rows that may differ from the step that `save_id` wrote.
-
-    None if the step at `path` does not build on that step, because then any row may differ. Raises
-    DamagedError as chain_of does.
-    """
+    """Return key of weights -> rows that may differ from the step that `save_id` wrote. None if the
+    step at `path` does not build on that step, because then any row may differ. Raises DamagedError
+    as chain_of does."""
     chain = chain_of(path, manifest)
     before = [number for number, (_, one) in enumerate(chain) if save_id and one.get("save_id") == save_id]
     if not before:
@@ -154,11 +139,7 @@ class ChainReader(TensorsOnlyReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata of the chain as one step: tables from its base, everything else from
-        its newest link.
-
-        Raises:
-            DamagedError: a link changes a table that the base does not hold.
-        """
+        its newest link. Raises DamagedError if a link changes a table that the base does not hold."""
         if self._metadata is None:
             parts = [reader.read_metadata() for reader in self._readers]
             self._changes = [LinkChanges(StepTensors(reader.step_path, reader)) for reader in self._readers[1:]]
@@ -197,11 +178,8 @@ def _folder(reader: TensorsOnlyReader) -> str:
 
 
 def open_step(folder: str, step: int | None) -> tuple[int, dict[str, Any], StepTensors]:
-    """Step `step`, None the newest one whose manifest and .metadata can be read: its number, manifest and tensors.
-
-    Raises:
-        CheckpointError: there is no such step, or it cannot be read.
-    """
+    """Step `step`, None the newest one whose manifest and .metadata can be read: its number,
+    manifest and tensors. Raises CheckpointError if there is no such step, or it cannot be read."""
     steps = list_steps(folder)
     if not steps:
         raise CheckpointError(f"{folder} holds no checkpoint; train first: python -m pipeline train run_dir=... ...")

@@ -29,10 +29,8 @@ class ChangedRows(Protocol):
     """The changed rows of this rank's shards. No other rank returns rows of these shards."""
 
     def take(self, consumer: str) -> ShardRows:
-        """Return the rows of every shard that changed since `consumer` last called this.
-
-        Local; call it between two steps.
-        """
+        """Return the rows of every shard that changed since `consumer` last called this. Local;
+        call it between two steps."""
 
     def put_back(self, consumer: str, rows: ShardRows) -> None:
         """Return rows that could not be saved. The next take() returns them again."""
@@ -40,11 +38,9 @@ class ChangedRows(Protocol):
 
 @dataclass(frozen=True)
 class Differential:
-    """Settings to save links of a chain with the changed rows.
-
-    A base follows after `most_links` links, or if they hold more than `most_bytes` times the base's
-    bytes. is_packed: shard files of links are compressed.
-    """
+    """Settings to save links of a chain with the changed rows. A base follows after `most_links`
+    links, or if they hold more than `most_bytes` times the base's bytes. is_packed: shard files of
+    links are compressed."""
 
     rows: ChangedRows
     most_links: int

@@ -138,14 +138,12 @@ class Checkpointer:
         self._in_flight: InFlight | None = None
 
     def save(self, step: int, values: dict[str, Any] | None = None, files: dict[str, bytes] | None = None) -> str:
-        """Write step `step` and return the path of its folder.
+        """Write step `step` and return the path of its folder. `values` (position, metrics) go into
+        its manifest, and this rank's `files` are stored next to it. An asynchronous save returns
+        when the state is copied; wait() or the next save() reports its result.
 
-        `values` (position, metrics) go into its manifest, and this rank's `files` are stored next to it. An
-        asynchronous save returns when the state is copied; wait() or the next save() reports its result.
-
-        Raises:
-            CheckpointError: a rank could not write, and nothing is committed; or the save in progress failed,
-                and this one was not started.
+        Raises CheckpointError if a rank could not write, and nothing is committed; or the save in
+        progress failed, and this one was not started.
         """
         self.wait()
         path = step_path(self.folder, step)
@@ -235,20 +233,15 @@ class Checkpointer:
             logger.info("waited %.1f s for step %d to be saved", waited, in_flight.step)
 
     def close(self) -> None:
-        """Wait for the save in progress and release the process group.
-
-        Raises CheckpointError if the save failed.
-        """
+        """Wait for the save in progress and release the process group. Raises CheckpointError if
+        the save failed."""
         self.wait()
         self._ranks.close()
 
     def check_free_space(self, num_saves: int | None = None) -> None:
         """Check that the steps to keep and one attempt fit, and the host copy of an asynchronous
-        save.
-
-        `num_saves` is the number of future saves, if it is smaller than the number of steps to keep. Raises
-        CheckpointError with the numbers.
-        """
+        save. `num_saves` is the number of future saves, if it is smaller than the number of steps
+        to keep. Raises CheckpointError with the numbers."""
         state = self._trained.state()
         whole = self._replicas.state_to_save(state, average=False) if self._replicas else state
         self._planners[False].plan(whole)
@@ -267,12 +260,8 @@ class Checkpointer:
 
     def newest(self) -> dict[str, Any] | None:
         """Return the manifest of the newest step that verifies; None if the folder holds no step.
-
         In an object store only sizes are verified here; bytes are verified while they are loaded.
-
-        Raises:
-            CheckpointError: there are steps, but none can be used.
-        """
+        Raises CheckpointError if there are steps, but none can be used."""
         return newest_usable(self.folder, self._ranks, self._writer, self._writer.verify)
 
     def restore_latest(
@@ -281,11 +270,9 @@ class Checkpointer:
         """Restore the newest step that verifies while it is read, and return its manifest; None
         without a step.
 
-        `check` may refuse a manifest by raising CheckpointError before anything is read. `grow` fills model and
-        optimizer from the step at a path whose tables have fewer rows; with None such a step is refused.
-
-        Raises:
-            CheckpointError: as newest() and restore() do.
+        `check` may refuse a manifest by raising CheckpointError before anything is read. `grow`
+        fills model and optimizer from the step at a path whose tables have fewer rows; with None
+        such a step is refused. Raises CheckpointError as newest() and restore() do.
         """
         self._grow = grow
 
@@ -300,10 +287,8 @@ class Checkpointer:
 
     def restore(self, step: int, verified: bool = False) -> dict[str, Any]:
         """Restore step `step` in place, written under any plan and world size. Return its manifest.
-
-        Raises:
-            CheckpointError: the step is missing, damaged (DamagedError), or does not fit this model and plan.
-        """
+        Raises CheckpointError if the step is missing, damaged (DamagedError), or does not fit this
+        model and plan."""
         if step not in (steps := list_steps(self.folder)):
             raise CheckpointError(
                 f"there is no step {step} in {self.folder}; there are steps {', '.join(map(str, steps)) or 'none'}"
@@ -317,18 +302,13 @@ class Checkpointer:
         return manifest
 
     def read_file(self, step: int, name: str) -> bytes | None:
-        """Return the content that save() got as file `name`, None if there is none.
-
-        Local. Raises DamagedError.
-        """
+        """Return the content that save() got as file `name`, None if there is none. Local. Raises
+        DamagedError."""
         return read_step_file(step_path(self.folder, step), name)
 
     def clear_after(self, step: int) -> None:
-        """Prepare the folder for a run that continues from `step`.
-
-        Later steps did not verify, and the run will write them again, so they are renamed.
-        Leftovers of killed saves are removed.
-        """
+        """Prepare the folder for a run that continues from `step`. Later steps did not verify, and
+        the run will write them again, so they are renamed. Leftovers of killed saves are removed."""
 
         def clear() -> None:
             for later in (number for number in list_steps(self.folder) if number > step):
@@ -356,11 +336,8 @@ class Checkpointer:
         logger.info("step %d  committed after %.1f s beside training", save.step, seconds)
 
     def _check_space(self, num_bytes: int, copies: int, held_bytes: int, what: str) -> None:
-        """Check the free space. `num_bytes` is this rank's.
-
-        All ranks write to one folder. For an object store the ranks of a host share the staging
-        folder.
-        """
+        """Check the free space. `num_bytes` is this rank's. All ranks write to one folder. For an
+        object store the ranks of a host share the staging folder."""
         ranks = self._ranks.gather((platform.node(), num_bytes))
         here, _ = ranks[self._context.rank]
         sizes = [size for host, size in ranks if self._is_local or host == here]
@@ -398,10 +375,8 @@ class Checkpointer:
         return held
 
     def _load(self, step: int, manifest: dict[str, Any]) -> None:
-        """Load a step.
-
-        Raises DamagedError with a half overwritten state, or CheckpointError if it does not fit.
-        """
+        """Load a step. Raises DamagedError with a half overwritten state, or CheckpointError if it
+        does not fit."""
         path, began = step_path(self.folder, step), time.monotonic()
         loaded = self._loader.load(step, manifest, self._grow)
         if self._trained.optimizer is not None and loaded.random is not None:

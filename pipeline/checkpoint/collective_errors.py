@@ -46,10 +46,8 @@ class Ranks:
             dist.destroy_process_group(self.group)
 
     def from_main(self, compute: Callable[[], Value]) -> Value:
-        """Return on every rank what rank 0 computes.
-
-        If rank 0 raises, every rank raises the same error.
-        """
+        """Return on every rank what rank 0 computes. If rank 0 raises, every rank raises the same
+        error."""
         box: list[Any] = [None, None]
         if self.context.is_main:
             try:
@@ -107,10 +105,8 @@ def _new_group() -> dist.ProcessGroup:
 
 
 def _shared_group() -> dist.ProcessGroup:
-    """Create the shared group on first use.
-
-    Collective after a process has joined its default group.
-    """
+    """Create the shared group on first use. Collective after a process has joined its default
+    group."""
     global _shared
     if _shared is None or _shared[0] is not dist.group.WORLD:
         _shared = (dist.group.WORLD, _new_group())

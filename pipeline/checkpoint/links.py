@@ -32,11 +32,7 @@ def is_change(key: str) -> bool:
 
 def link_state(flat: Mapping[str, Any], rows: ShardRows, rank: int) -> dict[str, Any]:
     """Return what a link writes of a flat state (see tables.flatten). Values of changed rows are
-    copies.
-
-    Raises:
-        CheckpointError: a table's changed rows are not among `rows`.
-    """
+    copies. Raises CheckpointError if a table's changed rows are not among `rows`."""
     inventory = inventory_of_state(flat)
     state = {key: flat[key] for key in inventory.layers}
     number = 0
@@ -95,10 +91,8 @@ def _state_of(value: Any, table: StoredTable, place: ShardPlace) -> tuple[tuple[
 
 @dataclass(frozen=True)
 class _Change:
-    """Changed rows of one tensor.
-
-    `rows_key` names the rows, counted from `row`; `values_key` their values from `column` on.
-    """
+    """Changed rows of one tensor. `rows_key` names the rows, counted from `row`; `values_key` their
+    values from `column` on."""
 
     rows_key: str
     values_key: str
@@ -107,10 +101,8 @@ class _Change:
 
 
 class LinkChanges:
-    """The changed rows of one link, by tensor.
-
-    Rows are kept in memory, values are read when needed.
-    """
+    """The changed rows of one link, by tensor. Rows are kept in memory, values are read when
+    needed."""
 
     def __init__(self, tensors: StepTensors) -> None:
         """Index the changes. Raises DamagedError if a key does not follow the format of links."""

@@ -34,10 +34,8 @@ from pipeline.runtime.storage.checksums import VerifiedFile, read_verified
 
 
 def values_offset(archive: IO[bytes], sizes: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the offset of the values in `archive`.
-
-    Raises RuntimeError unless it holds one contiguous tensor of that shape and dtype.
-    """
+    """Return the offset of the values in `archive`. Raises RuntimeError unless it holds one
+    contiguous tensor of that shape and dtype."""
     with FakeTensorMode():
         found = torch.load(archive, map_location="cpu", weights_only=True)
     if not isinstance(found, torch.Tensor) or (tuple(found.shape), found.dtype) != (sizes, dtype):
@@ -53,10 +51,8 @@ BLOCK_BYTES = 64 << 20  # of one read for a GPU's tensor
 
 
 class _VerifiedFiles(FileSystem):
-    """The files of one step.
-
-    Each read is verified by checksums, and the owner of each file is checked once.
-    """
+    """The files of one step. Each read is verified by checksums, and the owner of each file is
+    checked once."""
 
     def __init__(self, path: str, manifest: dict[str, Any]) -> None:
         self._path, self._manifest = path, manifest
@@ -130,10 +126,8 @@ class TensorsOnlyReader(FileSystemReader):
         return found
 
     def stored_groups(self, piece: SampledPiece) -> Mask:
-        """Return which groups of rows of a piece are stored.
-
-        Raises DamagedError if the bits are invalid.
-        """
+        """Return which groups of rows of a piece are stored. Raises DamagedError if the bits are
+        invalid."""
         if piece not in self._stored_groups:
             with self.fs.create_stream(piece.file, "rb") as file:
                 file.seek(piece.begin)
@@ -159,10 +153,8 @@ class TensorsOnlyReader(FileSystemReader):
         return done
 
     def _read_item(self, stream: io.IOBase, item: ReadItem, planner: LoadPlanner) -> None:
-        """Read one item and release it.
-
-        DCP's own loop keeps a shard while it reads the next one.
-        """
+        """Read one item and release it. DCP's own loop keeps a shard while it reads the next
+        one."""
         if item.type == LoadItemType.BYTE_IO:
             raise pickle.UnpicklingError(f"{item.storage_index.fqn} is asked for as a pickled value, not a tensor")
         target = planner.resolve_tensor(item).detach()
@@ -183,11 +175,8 @@ class TensorsOnlyReader(FileSystemReader):
 
     def _read_in_place(self, stream: io.IOBase, item: ReadItem, target: torch.Tensor) -> bool:
         """Read complete rows directly to their place, and return True. Return False if the item is
-        not such rows.
-
-        Rows are stored as in memory. A GPU's tensor is filled in blocks, so host memory never holds
-        a full table.
-        """
+        not such rows. Rows are stored as in memory. A GPU's tensor is filled in blocks, so host
+        memory never holds a full table."""
         place, sizes = self.storage_data[item.storage_index], self._stored_sizes(item)
         is_plain = not in_host_memory(target) or (type(target) is torch.Tensor and target.is_contiguous())
         if not is_plain or target.nbytes < IN_PLACE_BYTES or tuple(target.shape) != tuple(item.lengths):
@@ -222,10 +211,8 @@ class TensorsOnlyReader(FileSystemReader):
 
 
 def _fill(rows: torch.Tensor, stream: io.IOBase) -> bool:
-    """Read the values of `rows`, contiguous and on the CPU.
-
-    Return False if the stream ends too early.
-    """
+    """Read the values of `rows`, contiguous and on the CPU. Return False if the stream ends too
+    early."""
     values = memoryview(rows.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     while len(values):
         count = stream.readinto(values)  # type: ignore[attr-defined]

@@ -97,10 +97,8 @@ def check_metadata(where: str, manifest: Mapping[str, Any], metadata: Metadata) 
 
 
 def _compare(where: str, manifest: Mapping[str, Any], rank: int, content: bytes) -> None:
-    """Check the owner in `content`, which is JSON.
-
-    Earlier releases stored none in random states. Raises ForeignFileError.
-    """
+    """Check the owner in `content`, which is JSON. Earlier releases stored none in random states.
+    Raises ForeignFileError."""
     step = manifest["step"]
     try:
         found = json.loads(content)

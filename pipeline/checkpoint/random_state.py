@@ -29,10 +29,8 @@ def rank_of(name: str) -> str:
 
 
 def seed_random_state(seed: int, rank: int) -> None:
-    """Seed each rank differently and every run equally.
-
-    Without this a new process seeds itself from the system.
-    """
+    """Seed each rank differently and every run equally. Without this a new process seeds itself
+    from the system."""
     own = random.Random(f"{seed} {rank}").getrandbits(32)
     random.seed(own)
     np.random.seed(own)
@@ -72,10 +70,8 @@ def restore_random_state(content: bytes) -> None:
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Restore the generators after the block.
-
-    Some libraries draw numbers while they are imported (rich does).
-    """
+    """Restore the generators after the block. Some libraries draw numbers while they are imported
+    (rich does)."""
     before = capture_random_state()
     yield
     restore_random_state(before)

@@ -183,14 +183,10 @@ def without(state: Mapping[str, Any], keys: list[str], prefix: str = "") -> dict
 
 @torch.no_grad()
 def fill_row_states(tensors: StepTensors, flat: Mapping[str, Any], keys: list[str], wanted: Inventory) -> None:
-    """Fill this rank's parts of `keys` with averages over the columns of each part. Local.
-
-    Every element of a row is assumed to have the state of its block. The average over a block's
-    columns is then the state that the block's optimizer would have after the same gradients.
-
-    Raises:
-        CheckpointError: the step's files cannot be read.
-    """
+    """Fill this rank's parts of `keys` with averages over the columns of each part. Local. Every
+    element of a row is assumed to have the state of its block. The average over a block's columns
+    is then the state that the block's optimizer would have after the same gradients. Raises
+    CheckpointError if the step's files cannot be read."""
     if not keys:
         return
     stored = inventory_of_step(tensors).tables
@@ -217,10 +213,8 @@ def stored_keys(flat: Mapping[str, Any]) -> list[str]:
 
 @torch.no_grad()
 def begin_stored_rows(tensors: StepTensors, flat: Mapping[str, Any], keys: list[str]) -> None:
-    """Reset this rank's rows of `keys`.
-
-    Rows that the step leaves out get the initial weights of the run that saved it. Local.
-    """
+    """Reset this rank's rows of `keys`. Rows that the step leaves out get the initial weights of
+    the run that saved it. Local."""
     for key in keys:
         for part, offsets in local_chunks(flat[key]):
             if isinstance(part, StoredRows) and part.column == 0:
@@ -232,9 +226,7 @@ def begin_stored_rows(tensors: StepTensors, flat: Mapping[str, Any], keys: list[
 @torch.no_grad()
 def fill_stored_rows(tensors: StepTensors, flat: Mapping[str, Any], keys: list[str]) -> None:
     """Fill this rank's parts of `keys` in blocks, except for rows that were never updated. Local.
-
-    Call begin_stored_rows first. Raises CheckpointError if the step's files cannot be read.
-    """
+    Call begin_stored_rows first. Raises CheckpointError if the step's files cannot be read."""
     parts = [
         (key, part, offsets)
         for key in keys
@@ -248,10 +240,8 @@ def fill_stored_rows(tensors: StepTensors, flat: Mapping[str, Any], keys: list[s
 
 
 def _fill_stored_part(tensors: StepTensors, key: str, part: StoredRows, offsets: Any, weights: _StoredPart) -> None:
-    """Fill one part.
-
-    `weights` are the weights of the same rows, which tell the rows that were never updated.
-    """
+    """Fill one part. `weights` are the weights of the same rows, which tell the rows that were
+    never updated."""
     weight_key, weight, at = weights
     for first in range(0, len(part), part.rows_a_block):
         count = min(part.rows_a_block, len(part) - first)
@@ -266,10 +256,8 @@ def _fill_stored_part(tensors: StepTensors, key: str, part: StoredRows, offsets:
 def read_row_state(
     tensors: StepTensors, table: StoredTable, state: str, first_row: int, num_rows: int, columns: tuple[int, int]
 ) -> torch.Tensor:
-    """Return [num_rows] of a row-wise state, averaged over columns begin..end.
-
-    Exact if they are one of the step's blocks.
-    """
+    """Return [num_rows] of a row-wise state, averaged over columns begin..end. Exact if they are
+    one of the step's blocks."""
     total = torch.zeros(num_rows, dtype=torch.float64)
     alone = None
     for piece in table.pieces:

@@ -56,10 +56,8 @@ class Retention:
 
 
 def is_higher_better(metric: str) -> bool:
-    """Return True if a higher `metric` is better.
-
-    `metric` may be <label>/<metric>, or a registered metric.
-    """
+    """Return True if a higher `metric` is better. `metric` may be <label>/<metric>, or a registered
+    metric."""
     name = metric_of(metric)
     if name in (registered := components("metric")):
         return bool(registered[name].higher_is_better)
@@ -81,10 +79,8 @@ def measured_metric(manifest: Mapping[str, object], name: str) -> float | None:
 
 
 def best_step(folder: str, metric: str) -> tuple[int, dict[str, Any]] | None:
-    """Return the step with the best `metric` and all its metrics; of equal steps the later one.
-
-    A step with an unreadable manifest, or saved without an evaluation, is not considered.
-    """
+    """Return the step with the best `metric` and all its metrics; of equal steps the later one. A
+    step with an unreadable manifest, or saved without an evaluation, is not considered."""
     found: list[tuple[float, int, dict[str, Any]]] = []
     sign = 1.0 if is_higher_better(metric) else -1.0
     for step in list_steps(folder):

@@ -45,10 +45,7 @@ PINNED_BYTES = 2 * BLOCK_BYTES  # maximum of one save
 
 def host_blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the rows of a GPU's tensor in order, in pinned memory. A block is valid until the next
-    is requested.
-
-    While a block is used, the next one is copied.
-    """
+    is requested. While a block is used, the next one is copied."""
     rows = tensor.detach() if tensor.dim() else tensor.detach()[None]
     rows_at_once = max(1, BLOCK_BYTES // max(1, rows[:1].nbytes))
     parts = rows.split(rows_at_once) if len(rows) else ()
@@ -73,10 +70,8 @@ def _arrived(block: torch.Tensor, copied: torch.Event) -> torch.Tensor:
 
 @dataclass
 class HostCopy:
-    """Copies a state to host memory for a save that runs during training.
-
-    The memory is reused by the next save.
-    """
+    """Copies a state to host memory for a save that runs during training. The memory is reused by
+    the next save."""
 
     buffers: list[torch.Tensor] = field(default_factory=list)
 
@@ -123,10 +118,8 @@ class ShardPlanner:
         self._planner = DefaultSavePlanner()
 
     def plan(self, state: dict[str, Any]) -> ShardPlan:
-        """Plan a state.
-
-        Raises CheckpointError if it does not cover its tensors, or holds other values than tensors.
-        """
+        """Plan a state. Raises CheckpointError if it does not cover its tensors, or holds other
+        values than tensors."""
         self._planner.set_up_planner(state, StorageMeta(), self._context.is_main)
         local = self._planner.create_local_plan()
         changed = torch.tensor([self._local is None or local.items != self._local.items], dtype=torch.int32)
@@ -170,9 +163,8 @@ def write_shards(
     folder: str, owner: Owner, items: list[WriteItem], tensors: Tensors, read_back: bool, is_packed: bool = False
 ) -> tuple[dict[str, FileEntry], Places, Sampled]:
     """Write this rank's file into a local folder. Return its entry by name, the place of each
-    shard, and the left-out rows.
-
-    is_packed: the file is compressed; places are offsets in the uncompressed content.
+    shard, and the left-out rows. is_packed: the file is compressed; places are offsets in the
+    uncompressed content.
 
     Raises:
         OSError: the file cannot be written; the message has the path and the bytes.
@@ -245,10 +237,8 @@ def _without_zip_checksums() -> Iterator[None]:
 
 
 class _ValuesWriter(io.RawIOBase):
-    """Forwards what torch.save writes.
-
-    For the values of an empty tensor it calls `write_values` instead.
-    """
+    """Forwards what torch.save writes. For the values of an empty tensor it calls `write_values`
+    instead."""
 
     def __init__(self, out: _Out, write_values: Callable[[], None], empty: torch.Tensor) -> None:
         self._out, self._write_values = out, write_values
@@ -273,10 +263,8 @@ class _ValuesWriter(io.RawIOBase):
 
 
 def _save_by_blocks(shape: torch.Size, dtype: torch.dtype, out: _Out, write_values: Callable[[], None]) -> None:
-    """Write the bytes that torch.save would write for a tensor in memory.
-
-    `write_values` writes the values to `out`.
-    """
+    """Write the bytes that torch.save would write for a tensor in memory. `write_values` writes the
+    values to `out`."""
     count = shape.numel()
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     # never accessed, so it takes no memory
@@ -303,10 +291,7 @@ def _save_from_gpu(tensor: torch.Tensor, out: _Out) -> None:
 
 def _save_stored(rows: StoredRows, writer: ChecksummedWriter) -> NDArray[np.bool_]:
     """Write stored rows in blocks, as torch.save would, with a hole for each group of unchanged
-    rows.
-
-    Return which groups are written.
-    """
+    rows. Return which groups are written."""
     held = rows.held_groups()
     _save_by_blocks(rows.shape, rows.dtype, writer, partial(_write_rows, writer, rows, held))
     return held

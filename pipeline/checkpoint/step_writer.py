@@ -86,10 +86,8 @@ class StepWriter:
         self._verified: set[int] = set()
 
     def write(self, save: Save) -> None:
-        """Write and commit a step.
-
-        If any rank fails, nothing is committed and every rank raises CheckpointError.
-        """
+        """Write and commit a step. If any rank fails, nothing is committed and every rank raises
+        CheckpointError."""
         failure, files, places, sampled = "", dict[str, FileEntry](), Places(), Sampled()
         try:
             files, places, sampled = self._write_files(save)
@@ -118,10 +116,8 @@ class StepWriter:
         return files, places, sampled
 
     def _deliver(self, attempt: Attempt, files: dict[str, FileEntry]) -> None:
-        """Move files to their destination.
-
-        Raises DamagedError if a size is wrong. On disks all bytes were read back before.
-        """
+        """Move files to their destination. Raises DamagedError if a size is wrong. On disks all
+        bytes were read back before."""
         self._steps.deliver(attempt, list(files))
         for name, entry in files.items():
             if problem := size_problem(storage.join(attempt.path, name), entry):
@@ -184,10 +180,8 @@ class StepWriter:
                 check_file(path, manifest, name)
 
     def is_intact_itself(self, step: int) -> bool:
-        """Return True if the files of a step itself verify.
-
-        Steps that it builds on may be damaged. Collective.
-        """
+        """Return True if the files of a step itself verify. Steps that it builds on may be damaged.
+        Collective."""
         path = step_path(self.folder, step)
 
         def check() -> None:
@@ -220,11 +214,9 @@ class StepWriter:
         self._verified.add(step)
 
     def _purge(self, saved: int) -> None:
-        """Remove steps that need not be kept, once two later steps are known to be intact.
-
-        Only steps up to `saved` are considered. Links are removed before their base, the newest
-        first. The two later steps are then the last steps of two later chains.
-        """
+        """Remove steps that need not be kept, once two later steps are known to be intact. Only
+        steps up to `saved` are considered. Links are removed before their base, the newest first.
+        The two later steps are then the last steps of two later chains."""
         bases, expendable = self._ranks.from_main(lambda: self._expendable(saved))
         for step in expendable:
             later = sorted(
@@ -274,8 +266,6 @@ class StepWriter:
 
 
 def file_problem(path: str, entry: FileEntry) -> str:
-    """Return "" if a file verifies.
-
-    In an object store only the size is checked, because a checksum needs a download.
-    """
+    """Return "" if a file verifies. In an object store only the size is checked, because a checksum
+    needs a download."""
     return damage(path, entry) if storage.is_local(path) else size_problem(path, entry)

@@ -81,10 +81,8 @@ def file_path(path: str, manifest: dict[str, Any], name: str) -> str:
 
 
 def list_steps(folder: str) -> list[int]:
-    """Return committed steps, ascending.
-
-    Raises OSError if an object store does not answer, because the folder may not be empty.
-    """
+    """Return committed steps, ascending. Raises OSError if an object store does not answer, because
+    the folder may not be empty."""
     return sorted(int(name.removeprefix(PREFIX)) for name in committed_names(folder, STEP_FOLDER))
 
 
@@ -94,11 +92,8 @@ def step_folders(folder: str, staging: str) -> PublishedFolders:
 
 
 def read_manifest(path: str) -> dict[str, Any]:
-    """Return the manifest of the step at `path`.
-
-    Raises:
-        DamagedError: it is missing, was changed, has an unknown format, or values of wrong types.
-    """
+    """Return the manifest of the step at `path`. Raises DamagedError if it is missing, was changed,
+    has an unknown format, or values of wrong types."""
     versions = (FORMAT_VERSION, LINK_VERSION, SAMPLED_VERSION, PACKED_VERSION)
     manifest = open_manifest(f"{path}/{MANIFEST}", Purpose.STEP, *versions)
     checked(manifest, _StepValues, f"{path}/{MANIFEST}")
@@ -109,10 +104,8 @@ def read_manifest(path: str) -> dict[str, Any]:
 
 
 def read_step_file(path: str, name: str) -> bytes | None:
-    """Return the verified content of a file; None if the step at `path` does not have it.
-
-    Raises DamagedError.
-    """
+    """Return the verified content of a file; None if the step at `path` does not have it. Raises
+    DamagedError."""
     manifest = read_manifest(path)
     if name not in manifest["files"]:
         return None

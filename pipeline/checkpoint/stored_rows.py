@@ -33,10 +33,7 @@ Mask = NDArray[np.bool_]
 @dataclass(frozen=True)
 class FirstWeights:
     """Initial weights of a shard that begins at (row, column) of a table with `width` columns, as
-    table_init fills it.
-
-    kind "" means zeros.
-    """
+    table_init fills it. kind "" means zeros."""
 
     kind: str = ""
     key: int = 0
@@ -75,10 +72,8 @@ def rows_a_group(row_bytes: int) -> int:
 
 
 def held_groups(changed: NDArray[np.uint8], first_row: int, num_rows: int, group: int) -> Mask:
-    """Return which groups of the rows from first_row on contain a changed row.
-
-    `changed` has one bit per row (bitorder "little").
-    """
+    """Return which groups of the rows from first_row on contain a changed row. `changed` has one
+    bit per row (bitorder "little")."""
     low, high = first_row // 8, -(-(first_row + num_rows) // 8)
     bits = np.unpackbits(changed[low:high], bitorder="little")[first_row - 8 * low :][:num_rows]
     padded = np.zeros(-(-num_rows // group) * group, np.uint8)
@@ -94,9 +89,7 @@ def pack(held: Mask) -> bytes:
 @dataclass(frozen=True)
 class SampledPiece:
     """A stored piece of a tensor [rows, columns] with groups of rows that were never updated.
-
-    `first` belongs to its row 0.
-    """
+    `first` belongs to its row 0."""
 
     key: str
     offsets: tuple[int, int]
@@ -109,10 +102,8 @@ class SampledPiece:
 
     @classmethod
     def of(cls, entry: dict[str, Any]) -> SampledPiece:
-        """Read an entry of a manifest.
-
-        Raises KeyError, TypeError or ValueError if it is invalid.
-        """
+        """Read an entry of a manifest. Raises KeyError, TypeError or ValueError if it is
+        invalid."""
         fields = {**entry, "offsets": tuple(map(int, entry["offsets"])), "sizes": tuple(map(int, entry["sizes"]))}
         return cls(**fields | {"first": FirstWeights(**entry["first"])})
 
@@ -120,10 +111,8 @@ class SampledPiece:
         return asdict(self)
 
     def unpack(self, content: bytes) -> Mask:
-        """Return which groups are stored, from the bytes in the file.
-
-        Raises ValueError if pack() did not write them.
-        """
+        """Return which groups are stored, from the bytes in the file. Raises ValueError if pack()
+        did not write them."""
         count = -(-self.sizes[0] // self.rows_a_group)
         bits = np.frombuffer(unpack_zlib(content, -(-count // 8)), np.uint8)
         if len(bits) != -(-count // 8):
@@ -135,10 +124,8 @@ class SampledPiece:
         return replace(self.first, row=self.first.row - self.offsets[0], column=self.first.column - self.offsets[1])
 
     def held(self, stored: Mask, first_row: int, num_rows: int) -> Mask:
-        """Return [num_rows]: which of the tensor's rows from first_row on are stored.
-
-        All must be in this piece.
-        """
+        """Return [num_rows]: which of the tensor's rows from first_row on are stored. All must be
+        in this piece."""
         rows = np.arange(first_row, first_row + num_rows) - self.offsets[0]
         held: Mask = stored[rows // self.rows_a_group]
         return held
@@ -171,10 +158,8 @@ aten = torch.ops.aten
 
 
 class RowSource(Protocol):
-    """The store of a table shard's rows.
-
-    Column 0 holds the weights, the other columns hold optimizer states.
-    """
+    """The store of a table shard's rows. Column 0 holds the weights, the other columns hold
+    optimizer states."""
 
     def read_rows(self, column: int, rows: NDArray[np.int64]) -> torch.Tensor:
         """Return [n, width] for rows [n], ascending and distinct; or [n] for a state with one
@@ -184,20 +169,16 @@ class RowSource(Protocol):
         """Write values [n, width] or [n] to rows [n], ascending and distinct."""
 
     def first_weights(self) -> FirstWeights:
-        """Return the initial weights that unchanged rows have in column 0.
-
-        In other columns they have zeros.
-        """
+        """Return the initial weights that unchanged rows have in column 0. In other columns they
+        have zeros."""
 
     def changed_rows(self) -> NDArray[np.uint8]:
         """Return one bit for each row that may have changed, as numpy.packbits(bitorder="little")
         does."""
 
     def begin(self, first_weights: FirstWeights) -> None:
-        """Drop everything that was trained or loaded.
-
-        Rows then have the initial weights `first_weights`.
-        """
+        """Drop everything that was trained or loaded. Rows then have the initial weights
+        `first_weights`."""
 
 
 class StoredRows(torch.Tensor):

@@ -28,16 +28,12 @@ class Replicas(Protocol):
     equal: bool
 
     def describe(self) -> dict[str, Any]:
-        """Return the entry of the manifest.
-
-        `apart`: the step holds each host's own tables in addition to their mean.
-        """
+        """Return the entry of the manifest. `apart`: the step holds each host's own tables in
+        addition to their mean."""
 
     def state_to_save(self, state: dict[str, Any], *, average: bool = True) -> dict[str, Any]:
-        """Return the state with the tables' mean.
-
-        Collective unless `average` is False, which is for counting bytes.
-        """
+        """Return the state with the tables' mean. Collective unless `average` is False, which is
+        for counting bytes."""
 
     def state_to_load(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the same tensors under the keys of this host's own tables."""
@@ -122,10 +118,8 @@ def inventory_of_step(tensors: StepTensors) -> Inventory:
 
 
 def inventory_of_state(flat: Mapping[str, Any]) -> Inventory:
-    """Return the inventory of a flat state (see flatten).
-
-    A rank's optimizer knows only the state of its own tables.
-    """
+    """Return the inventory of a flat state (see flatten). A rank's optimizer knows only the state
+    of its own tables."""
     shapes = {key: (tuple(value.size()), value.dtype) for key, value in flat.items()}
     return _inventory(shapes, lambda key: all_chunks(flat[key]))
 

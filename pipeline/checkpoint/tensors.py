@@ -36,11 +36,8 @@ class StoredChunk:
 
 class StepTensors:
     """The tensors of the step folder `path`, by their keys in the checkpoint. chains.open_tensors
-    opens any step.
-
-    Raises:
-        CheckpointError: .metadata is missing, damaged, or contains more than tensors.
-    """
+    opens any step. Raises CheckpointError if .metadata is missing, damaged, or contains more than
+    tensors."""
 
     def __init__(self, path: str, reader: TensorsOnlyReader | None = None) -> None:
         self.path = path
@@ -82,13 +79,8 @@ class StepTensors:
         self, key: str, offsets: Sequence[int], sizes: Sequence[int], *, with_sampled: bool = True
     ) -> torch.Tensor:
         """Return the values of `key` in the box that begins at `offsets`, with any number of
-        dimensions.
-
-        with_sampled=False: rows that the step leaves out are zeros.
-
-        Raises:
-            CheckpointError: a part of the box is not stored, or cannot be read.
-        """
+        dimensions. with_sampled=False: rows that the step leaves out are zeros. Raises
+        CheckpointError if a part of the box is not stored, or cannot be read."""
         result = torch.empty(tuple(sizes), dtype=self.dtype(key))
         covered = 0
         for chunk in self.chunks(key):

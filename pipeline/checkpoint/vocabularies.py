@@ -21,11 +21,8 @@ from pipeline.runtime.storage import storage
 @dataclass(frozen=True)
 class IdSpace:
     """The meaning of ids. `vocabulary` is the path of a file of (value, count, id) by ascending id;
-    `hashed` is (size, seed).
-
-    Both are None if rows mean different values for different features, or the meaning is unknown;
-    `reason` then says why.
-    """
+    `hashed` is (size, seed). Both are None if rows mean different values for different features, or
+    the meaning is unknown; `reason` then says why."""
 
     vocabulary: str | None = None
     hashed: tuple[int, int] | None = None
@@ -68,20 +65,16 @@ def trained_dataset(manifest: dict[str, Any], data_path: str | None = None) -> t
 
 
 def features_of(config: dict[str, Any], table: str) -> list[str]:
-    """Return the features that a saved job's table embeds.
-
-    A table without feature_names has the name of its feature.
-    """
+    """Return the features that a saved job's table embeds. A table without feature_names has the
+    name of its feature."""
     entry = entry_name(table)
     section = config.get("tables", {}).get(entry) or {}
     return list(section.get("feature_names") or [entry])
 
 
 def read_values(path: str, batch_rows: int = 1 << 16) -> Iterator[tuple[int, list[str]]]:
-    """Yield (id of the first value, values) of a vocabulary in batches.
-
-    Raises CheckpointError if it is not a vocabulary.
-    """
+    """Yield (id of the first value, values) of a vocabulary in batches. Raises CheckpointError if
+    it is not a vocabulary."""
     expected = 1
     try:
         with storage.open_file(path, "rb") as raw, pq.ParquetFile(raw) as file:

@@ -40,10 +40,8 @@ Pairs = tuple[np.ndarray, np.ndarray]  # old rows in ascending order, and their 
 
 @dataclass(frozen=True)
 class TableReport:
-    """What was done with a table.
-
-    Of the job's `rows`, `rows_loaded` come from the checkpoint; the rest are fresh.
-    """
+    """What was done with a table. Of the job's `rows`, `rows_loaded` come from the checkpoint; the
+    rest are fresh."""
 
     table: str
     source: str | None
@@ -93,13 +91,9 @@ def warm_start(
     initialize: Callable[[Collection[str]], None],
 ) -> WarmStartReport:
     """Fill the fresh model and optimizer by `config`. `folder` holds the steps of config.run.
-    Collective.
-
-    `initialize` is called with the names of the tables that the checkpoint does not fill completely.
-
-    Raises:
-        CheckpointError: there is no such step, it is damaged, or a policy refuses its content.
-    """
+    Collective. `initialize` is called with the names of the tables that the checkpoint does not
+    fill completely. Raises CheckpointError if there is no such step, it is damaged, or a policy
+    refuses its content."""
     ranks = Ranks(context)
     path = _choose(config, folder, model, context)
     source = ranks.read(lambda: _open(path), storage.is_local(path))
@@ -155,9 +149,7 @@ def _fill(
     flat: Mapping[str, Any], wanted: Inventory, source: _Source, decisions: Decisions
 ) -> dict[str, dict[tuple[int, int], int]]:
     """Return table -> (first row, rows) of its parts on this rank -> the number of loaded rows.
-
-    Local.
-    """
+    Local."""
     # includes the maps of managed collision, which are on several ranks
     for key in decisions.layers:
         for part, offsets in local_chunks(flat[key]):

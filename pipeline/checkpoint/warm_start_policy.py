@@ -39,10 +39,7 @@ class RowMap:
 
     def pairs(self, first: int, count: int, old_rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (old row, new row) for the new rows first..first+count that the old table has,
-        sorted by old row.
-
-        Row 0, the unknown row, stays row 0.
-        """
+        sorted by old row. Row 0, the unknown row, stays row 0."""
         if self.old is None or self.new is None:
             rows = np.arange(first, max(first, min(first + count, old_rows)))
             return rows, rows
@@ -90,10 +87,8 @@ COMPOSER = re.compile(r"\bcomposition\.composers\.([^.]+)__parts\.|\bmanaged_row
 
 @dataclass(frozen=True)
 class TableDecision:
-    """The decision for a table.
-
-    `source` None: initialized as from scratch. `changes`: grown, shrunk, retyped, renamed, remapped.
-    """
+    """The decision for a table. `source` None: initialized as from scratch. `changes`: grown,
+    shrunk, retyped, renamed, remapped."""
 
     name: str
     source: StoredTable | None
@@ -119,11 +114,9 @@ class Decisions:
 
 @dataclass(frozen=True)
 class NewData:
-    """The data of the job: its data set, and the features that each table embeds.
-
-    For compressed tables `parts` maps a part to its table, and `compression` maps a table to the
-    meaning of its parts' rows.
-    """
+    """The data of the job: its data set, and the features that each table embeds. For compressed
+    tables `parts` maps a part to its table, and `compression` maps a table to the meaning of its
+    parts' rows."""
 
     dataset: Dataset
     path: str
@@ -137,11 +130,8 @@ class NewData:
 def decide(
     stored: Inventory, wanted: Inventory, manifest: dict[str, Any], data: NewData, config: WarmStartConfig
 ) -> Decisions:
-    """Decide what to load from the step that `manifest` describes.
-
-    Raises:
-        CheckpointError: a policy refuses a table or layer, or `renames` names a missing table.
-    """
+    """Decide what to load from the step that `manifest` describes. Raises CheckpointError if a
+    policy refuses a table or layer, or `renames` names a missing table."""
     _check_renames(stored, wanted, config, data)
     names = {new: old for old, new in config.renames.items()}
     spaces = _id_spaces(manifest, data, config)
@@ -171,10 +161,8 @@ def decide(
 def _fresh_composed(
     manifest: dict[str, Any], data: NewData, config: WarmStartConfig, match: Callable[[str, str], RowMap | str]
 ) -> dict[str, str]:
-    """Return the compressed tables that start fresh, with the reason.
-
-    Raises CheckpointError if the policy is to refuse.
-    """
+    """Return the compressed tables that start fresh, with the reason. Raises CheckpointError if the
+    policy is to refuse."""
     found = {}
     for name, now in data.compression.items():
         then = manifest.get("compression", {}).get(name)
@@ -276,10 +264,8 @@ def _decide_table(
 
 
 def _same_state(source: StoredTable, table: StoredTable) -> bool:
-    """Return True if there is state to keep.
-
-    Raises CheckpointError if it belongs to another optimizer.
-    """
+    """Return True if there is state to keep. Raises CheckpointError if it belongs to another
+    optimizer."""
     then, now = ({state: stored.is_row_wise(state) for state in stored.states} for stored in (source, table))
     if then != now:
         raise CheckpointError(
@@ -295,11 +281,9 @@ def _kinds(states: dict[str, bool]) -> str:
 
 
 def _layers_of_other_features(manifest: dict[str, Any], wanted: Inventory, data: NewData) -> dict[str, str]:
-    """Return the layers that cannot be loaded, with the reason: their layout depends on the features
-    that the model reads, and these are other ones in the checkpoint or have another order.
-
-    A layer of equal shape would otherwise apply the weights of one feature to another.
-    """
+    """Return the layers that cannot be loaded, with the reason: their layout depends on the
+    features that the model reads, and these are other ones in the checkpoint or have another order.
+    A layer of equal shape would otherwise apply the weights of one feature to another."""
     used = {*data.dataset.dense_features, *(name for names in data.features.values() for name in names)}
     now = [*data.dataset.dense_features, *data.dataset.sparse_feature_names]
     then = _trained_features(manifest)
@@ -329,9 +313,7 @@ def _decide_layers(
     unknown: dict[str, str],
 ) -> tuple[list[str], list[str]]:
     """Return the keys of the dense part to load, and the keys of layers that stay initialized.
-
-    `unknown`: layers that are not loaded although their shape may fit, with the reason.
-    """
+    `unknown`: layers that are not loaded although their shape may fit, with the reason."""
     own = [key for key in wanted.layers if key.startswith("model.")]
     if config.dense == "fresh":
         return [], own

@@ -7,10 +7,8 @@ from types import TracebackType
 
 
 def _end_quietly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Handle Ctrl-C during imports, before a verb can handle it: print one line.
-
-    The exit status stays that of the signal.
-    """
+    """Handle Ctrl-C during imports, before a verb can handle it: print one line. The exit status
+    stays that of the signal."""
     if issubclass(kind, KeyboardInterrupt):
         print("\ninterrupted", file=sys.stderr, flush=True)
     else:

@@ -42,10 +42,8 @@ class Command:
 
 @dataclass(frozen=True)
 class Arguments:
-    """A command line that was read. `command` is "" for a verb without commands.
-
-    values: keys that words set. settings: the key=value words.
-    """
+    """A command line that was read. `command` is "" for a verb without commands. values: keys that
+    words set. settings: the key=value words."""
 
     command: str
     values: dict[str, str]
@@ -69,10 +67,8 @@ class Arguments:
 
 
 def split_flags(argv: Iterable[str]) -> tuple[list[str], dict[str, str]]:
-    """Separate --help, --cfg and --config-dir from a command line.
-
-    Return the other words, and flag -> value.
-    """
+    """Separate --help, --cfg and --config-dir from a command line. Return the other words, and flag
+    -> value."""
     words: list[str] = []
     flags: dict[str, str] = {}
     waiting = deque(argv)
@@ -99,11 +95,8 @@ def split_flags(argv: Iterable[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def read_arguments(argv: Iterable[str], commands: Sequence[Command], default: str = "") -> Arguments:
-    """Split a command line into command, words, settings and flags.
-
-    Raises:
-        ConfigError: an unknown flag or command, one word too many, or a required word is missing.
-    """
+    """Split a command line into command, words, settings and flags. Raises ConfigError if an
+    unknown flag or command, one word too many, or a required word is missing."""
     overrides, flags = split_flags(argv)
     if not commands:
         return Arguments("", {}, overrides, flags)
@@ -142,9 +135,7 @@ def _unknown(words: list[str], command: Command, known: Mapping[str, Command]) -
 
 
 def quoted(value: str) -> str:
-    """Quote text so that Hydra reads it as text.
-
-    Without quotes it reads numbers, and some signs in paths, differently.
-    """
+    """Quote text so that Hydra reads it as text. Without quotes it reads numbers, and some signs in
+    paths, differently."""
     is_plain = re.fullmatch(r"[\w./-]+", value) and not re.fullmatch(r"[\d._e+-]+", value)
     return value if is_plain else "'" + value.replace("'", "\\'") + "'"

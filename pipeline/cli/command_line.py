@@ -55,10 +55,8 @@ def parse_command_line(
     argv: Iterable[str] | None = None,
     validate: Callable[[Job], object] | None = None,
 ) -> Job:
-    """Return the validated job of a command line (sys.argv).
-
-    Exits for --help and --cfg, or on an error (exit code 2).
-    """
+    """Return the validated job of a command line (sys.argv). Exits for --help and --cfg, or on an
+    error (exit code 2)."""
     with print_user_errors():
         overrides, flags = split_flags(sys.argv[1:] if argv is None else argv)
         config_dir = flags.get("--config-dir")
@@ -78,10 +76,8 @@ def parse_command_line(
 
 
 def validate_train(job: TrainJob) -> None:
-    """Check a job against its data set and number of ranks, before torch is imported.
-
-    Raises UserError.
-    """
+    """Check a job against its data set and number of ranks, before torch is imported. Raises
+    UserError."""
     validate_job(job, job.world_size)
 
 
@@ -147,10 +143,8 @@ def load_config(job_type: type[Job], argv: Iterable[str], config_dir: str | None
 
 
 def explain_key(name: str, job_type: type) -> str:
-    """Return type, default and meaning of a key, or of each key of a section.
-
-    Raises ConfigError if there is none.
-    """
+    """Return type, default and meaning of a key, or of each key of a section. Raises ConfigError if
+    there is none."""
     conf, verb = config_folders(), CONFIG_NAMES[job_type]
     found = reference.explain(name, job_type, verb, conf)
     if not found:

@@ -32,10 +32,7 @@ _stored: dict[tuple[str | None, str], type] = {}
 
 def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str | None = None) -> Job:
     """Compose conf/<verb>.yaml with `overrides` into a job. `config_dir` adds a user's conf folder.
-
-    Raises:
-        ConfigError: one line that names the key or option and the nearest valid one.
-    """
+    Raises ConfigError: one line that names the key or option and the nearest valid one."""
     folders = config_folders(config_dir)
     parsed = parse_overrides(overrides, first_words(job_type))
     # first, because plugins register options of groups and types of values
@@ -67,11 +64,8 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
 
 def _without_keys_of_other_models(folders: list[Path], choices: list[str]) -> list[str]:
     """Return the choices with an experiment that sets no key of `model` that the chosen model
-    lacks.
-
-    An experiment may set sizes of its model and be combined with another model:
-    experiment=quickstart model=fm.
-    """
+    lacks. An experiment may set sizes of its model and be combined with another model:
+    experiment=quickstart model=fm."""
     chosen = dict(choice.partition("=")[::2] for choice in choices)
     name, model = chosen.get("experiment", ""), chosen.get("model", "")
     kind = components("model").get(model)
@@ -208,10 +202,8 @@ def _split_overrides(
 
 
 def _register_schemas(job_type: type, folders: list[Path]) -> None:
-    """Store the schemas that YAML files extend:
-
-    `job` for the verb, `<model>_schema` for a model.
-    """
+    """Store the schemas that YAML files extend: `job` for the verb, `<model>_schema` for a
+    model."""
     stored: dict[tuple[str | None, str], type] = {(None, "job"): job_type}
     if not any((folder / f"{CONFIG_NAMES[job_type]}.yaml").is_file() for folder in folders):  # of a plugin
         ConfigStore.instance().store(name=CONFIG_NAMES[job_type], node={"defaults": ["job", "_self_"]})

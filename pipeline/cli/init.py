@@ -116,10 +116,8 @@ schedule:
 
 
 def init(job: InitJob) -> str:
-    """Create the project.
-
-    Raises ConfigError if the folder is not empty, or `data` is not a data config.
-    """
+    """Create the project. Raises ConfigError if the folder is not empty, or `data` is not a data
+    config."""
     folder, data = Path(job.folder), Path(job.data)
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty: choose a new folder")
@@ -163,11 +161,8 @@ def _model_for(values: dict[str, Any]) -> str:
 
 def with_answers(argv: list[str], ask: Callable[[str, str], str]) -> list[str]:
     """Return the command line, with missing values from `ask` (question, default). A raw file
-    without config is inspected.
-
-    Raises:
-        UserError: as inspect does, except for an unknown label, which is asked for.
-    """
+    without config is inspected. Raises UserError as inspect does, except for an unknown label,
+    which is asked for."""
     words = read_arguments(argv, COMMANDS, "make")
     given = {
         key: value.strip("'\"") for key, _, value in (word.partition("=") for word in words.settings)

@@ -17,10 +17,8 @@ from pipeline.runtime.storage import storage
 
 
 def inspect(job: InspectJob) -> str:
-    """Describe the findings and write the config.
-
-    Raises DataError if no config can be made from the file.
-    """
+    """Describe the findings and write the config. Raises DataError if no config can be made from
+    the file."""
     from pipeline.data.inspect.profile import profile
     from pipeline.data.inspect.propose import as_text, as_yaml, propose
 

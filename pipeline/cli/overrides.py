@@ -35,11 +35,8 @@ ENCODED = re.compile(r"__x([0-9a-f]+)__")
 
 def parse_overrides(argv: Iterable[str], keys: Iterable[str] = ()) -> list[Override]:
     """Return the words as Hydra reads them. `keys` of the job are used for hints about words
-    without a key.
-
-    Raises:
-        ConfigError: a word is not `key=value`, has several values, or has an unreadable value.
-    """
+    without a key. Raises ConfigError if a word is not `key=value`, has several values, or has an
+    unreadable value."""
     parser = OverridesParser.create()
     overrides = []
     for word in argv:
@@ -54,10 +51,7 @@ def parse_overrides(argv: Iterable[str], keys: Iterable[str] = ()) -> list[Overr
 
 def _parse_word(parser: OverridesParser, word: str, keys: Iterable[str]) -> Override:
     """Read one word. An unreadable value that is not a list, mapping or quoted text is used as
-    text.
-
-    The same holds for a list's entry with `=`.
-    """
+    text. The same holds for a list's entry with `=`."""
     key, equals, value = word.partition("=")
     if not equals and not word.startswith("~"):
         named = next((f"{each}={word}" for each in TAKES_A_WORD if each in keys), "key=value")
@@ -92,9 +86,7 @@ def _why_unreadable(key: str, value: str) -> str:
 
 def apply_override(config: DictConfig, job_type: type, override: Override) -> None:
     """Set one value. A missing table, feature or section is created; an unknown field is an error.
-
-    Hydra would require a `+` for new tables, and then accept and drop any misspelled field.
-    """
+    Hydra would require a `+` for new tables, and then accept and drop any misspelled field."""
     key, value = override.key_or_group, override.value()
     if override.is_delete() or override.package is not None:
         raise ConfigError(
@@ -111,10 +103,8 @@ def apply_override(config: DictConfig, job_type: type, override: Override) -> No
 
 
 def _with_text_keys(values: dict[Any, Any], line: str) -> dict[str, Any]:
-    """Convert keys to text, {1:
-
-    0, true: 1}: a job's mappings have names, which have no quotes on the command line.
-    """
+    """Convert keys to text, {1: 0, true: 1}: a job's mappings have names, which have no quotes on
+    the command line."""
     texts = {}
     for key, value in values.items():
         spelled = re.search(rf"[{{,]\s*({re.escape(str(key))})\s*:", line, re.IGNORECASE)
@@ -123,10 +113,8 @@ def _with_text_keys(values: dict[Any, Any], line: str) -> dict[str, Any]:
 
 
 def _add_sections(config: DictConfig, job_type: type, key: str) -> None:
-    """Walk `key` through the types of the job.
-
-    Create entries of mappings and optional sections on the way.
-    """
+    """Walk `key` through the types of the job. Create entries of mappings and optional sections on
+    the way."""
     node, kind = config, job_type
     walked: list[str] = []
     for name in key.split("."):

@@ -53,10 +53,7 @@ def plan(job: PlanJob) -> PlanSummary:
 
 def _hardware_to_try(job: PlanJob) -> dict[str, HardwareConfig]:
     """Return target.hardware; or the job's hardware and the options of conf/hardware that can be
-    predicted.
-
-    An option can be predicted if it has a calibration, or states peaks and memory.
-    """
+    predicted. An option can be predicted if it has a calibration, or states peaks and memory."""
     files = {file.stem: file for file in sorted(config_folders()[0].glob("hardware/*.yaml"))}
     for name in job.target.hardware:
         if name != job.hardware.name:

@@ -56,10 +56,8 @@ def list_versions(job: RegistryJob) -> list[str]:
 
 
 def show_history(job: RegistryJob) -> list[str]:
-    """Return the newest `job.num` records, oldest first.
-
-    Write a page of champions and decisions to job.html.
-    """
+    """Return the newest `job.num` records, oldest first. Write a page of champions and decisions to
+    job.html."""
     if job.html:
         render_registry = from_extra("render_registry", "html=")
         storage.publish_text(job.html, render_registry(Registry(job.registry), Ledger(job.registry)))
@@ -82,10 +80,8 @@ def verify_versions(job: RegistryJob) -> dict[str, str]:
 
 
 def rollback(job: RegistryJob) -> list[str]:
-    """Verify a version, point to it and pin it.
-
-    Raises RegistryError if it is missing or damaged.
-    """
+    """Verify a version, point to it and pin it. Raises RegistryError if it is missing or
+    damaged."""
     registry = Registry(job.registry)
     try:
         pointer = registry.pointer()
@@ -129,10 +125,8 @@ def unpin(job: RegistryJob) -> list[str]:
 
 
 def add(job: RegistryJob) -> list[str]:
-    """Make a run's newest step the champion without a gate.
-
-    Raises ConfigError if there is a champion already.
-    """
+    """Make a run's newest step the champion without a gate. Raises ConfigError if there is a
+    champion already."""
     record = add_run(Registry(job.registry), Ledger(job.registry), job.run)
     return [f"champion    {record.version}, from {job.run}"]
 

@@ -71,10 +71,8 @@ class Verb(Generic[Job, Result]):
     runs_kernels: bool = False
 
     def main(self) -> None:
-        """Compose the job of sys.argv, run it, and print the result on rank 0.
-
-        Every error ends the process.
-        """
+        """Compose the job of sys.argv, run it, and print the result on rank 0. Every error ends the
+        process."""
         self._prepare_process()
         try:
             with print_user_errors():
@@ -143,10 +141,7 @@ def resume_hint(job: object) -> str:
 
 def verb(name: str, job: type[Job], **options: Any) -> Callable[[Callable[[Job], Result]], Main]:
     """Register a function as the verb `name` and return the main() of its file. `options` are the
-    fields of Verb.
-
-    The help text is the docstring of the calling module, or `doc`.
-    """
+    fields of Verb. The help text is the docstring of the calling module, or `doc`."""
     CONFIG_NAMES.setdefault(job, name)
 
     def define(run: Callable[[Job], Result]) -> Main:

@@ -38,10 +38,7 @@ VERBS_OF_EXTRAS = {
 
 def find_verb(name: str, plugins: list[str]) -> Callable[[], None]:
     """Import the verb `name` and return its main. Plugins are imported only for a verb of a plugin.
-
-    Raises:
-        ConfigError: there is no such verb, or a plugin cannot be imported.
-    """
+    Raises ConfigError if there is no such verb, or a plugin cannot be imported."""
     if file := _verb_files().get(name):
         module = ".".join(["pipeline", *file.relative_to(PACKAGE).with_suffix("").parts])
         return importlib.import_module(module).main
@@ -65,10 +62,8 @@ def list_verbs(plugins: list[str]) -> dict[str, str]:
 
 
 def import_verbs() -> dict[str, str]:
-    """Import the verbs of this package and its extras, so that the registry contains them.
-
-    Return list_verbs([]).
-    """
+    """Import the verbs of this package and its extras, so that the registry contains them. Return
+    list_verbs([])."""
     for name in _verb_files():
         find_verb(name, [])
     return list_verbs([])

@@ -146,11 +146,8 @@ class SequenceConfig:
 
 def resolve_sequences(sequences: Mapping[str, SequenceConfig], features: Iterable[str]) -> dict[str, SequenceConfig]:
     """Fill in default lengths and sides. `features` are the columns with one value per row, whose
-    ids may be shared.
-
-    Raises:
-        ConfigError: a sequence has no length, or its `shares` or `beside` names a wrong column.
-    """
+    ids may be shared. Raises ConfigError if a sequence has no length, or its `shares` or `beside`
+    names a wrong column."""
     known = list(features)
     found = {}
     for name, sequence in sequences.items():

@@ -315,10 +315,8 @@ class DataConfig:
             raise ConfigError("data.split.kind=user needs data.group_column=<the column of users>")
 
     def read_generator(self) -> GeneratorConfig:
-        """Return `generator` as the dataclass of its kind.
-
-        Raises ConfigError for unknown keys and wrong types.
-        """
+        """Return `generator` as the dataclass of its kind. Raises ConfigError for unknown keys and
+        wrong types."""
         if "kind" not in self.generator:
             raise ConfigError("data.generator needs a kind: data.generator={kind: histories, num_rows: 1000}")
         settings = {name: value for name, value in self.generator.items() if name != "kind"}
@@ -379,10 +377,8 @@ class DataConfig:
             )
 
     def _expand(self, values: dict[str, Value], key: str, features: list[str]) -> dict[str, Value]:
-        """Replace patterns such as cat_* by an entry for every feature that fits.
-
-        A feature's own entry has priority.
-        """
+        """Replace patterns such as cat_* by an entry for every feature that fits. A feature's own
+        entry has priority."""
         found: dict[str, Value] = {}
         givers: dict[str, str] = {}
         for pattern in filter(is_pattern, values):

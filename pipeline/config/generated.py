@@ -65,7 +65,5 @@ class GeneratorConfig(ABC):
 
     @abstractmethod
     def write_source(self, output: str, threads: int | None = None) -> None:
-        """Write the raw rows to `output`, and their true probabilities next to it.
-
-        Equal settings give equal bytes for any number of threads.
-        """
+        """Write the raw rows to `output`, and their true probabilities next to it. Equal settings
+        give equal bytes for any number of threads."""

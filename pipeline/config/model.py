@@ -22,10 +22,8 @@ INITS = ("torch", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming
 @dataclass(frozen=True)
 class SequenceInput:
     """A sequence that the model reads by position: its newest `num_positions` ids; None means all
-    ids of the data.
-
-    `search_in` and `search_for` name features for a search in the sequence: see embeddings.table.Positions.
-    """
+    ids of the data. `search_in` and `search_for` name features for a search in the sequence: see
+    embeddings.table.Positions."""
 
     feature: str
     num_positions: int | None = None
@@ -65,11 +63,8 @@ class ModelConfig:
     @property
     def metrics(self) -> tuple[str, ...]:
         """Return the metrics of a binary label that early stopping and checkpoints can use. The
-        first is the default.
-
-        checkpoint.retention lists the metrics that are better if higher; other metrics are better
-        if lower.
-        """
+        first is the default. checkpoint.retention lists the metrics that are better if higher;
+        other metrics are better if lower."""
         return CLICK_METRICS
 
     @property
@@ -119,10 +114,8 @@ class LayerSettings:
 @dataclass
 class LayersConfig(ModelConfig):
     """Base config of models with MLPs. A layer is linear, then a norm, the activation and dropout.
-
     dropout: the share of a layer's outputs that a training step sets to 0. batch_norm: uses mean
-    and variance of the global batch, over all ranks.
-    """
+    and variance of the global batch, over all ranks."""
 
     activation: str = "relu"
     dropout: float = 0.0
@@ -143,10 +136,8 @@ class LayersConfig(ModelConfig):
 
 @dataclass
 class DeepConfig(LayersConfig):
-    """Base config of models with one MLP over all features.
-
-    Sizes are the numbers of hidden units.
-    """
+    """Base config of models with one MLP over all features. Sizes are the numbers of hidden
+    units."""
 
     hidden_layer_sizes: list[int] = field(default_factory=lambda: [400, 400, 400])
 

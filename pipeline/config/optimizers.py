@@ -35,11 +35,9 @@ MAX_ROWS_OF_AUTO = 16_384
 
 
 class Optimizer:
-    """Base of the entries. It trains nothing by itself.
-
-    If FBGEMM can update tables with the optimizer inside backward, `fused` names its class. An
-    optimizer that trains dense layers overrides `dense`.
-    """
+    """Base of the entries. It trains nothing by itself. If FBGEMM can update tables with the
+    optimizer inside backward, `fused` names its class. An optimizer that trains dense layers
+    overrides `dense`."""
 
     fused: ClassVar[str] = ""  # the class in torchrec.optim
     fbgemm: ClassVar[str] = ""  # FBGEMM's name (EmbOptimType)
@@ -63,17 +61,13 @@ class Optimizer:
     replicated_states: ClassVar[Mapping[str, str] | None] = None
 
     def dense(self, weights: list[Any], config: DenseOptimizerConfig) -> torch.optim.Optimizer:
-        """Return the optimizer of the dense layers.
-
-        A subclass that trains layers overrides this.
-        """
+        """Return the optimizer of the dense layers. A subclass that trains layers overrides
+        this."""
         raise NotImplementedError(f"{type(self).__name__} trains no dense layers")
 
     def replicated(self) -> type[torch.optim.Optimizer]:
-        """Return the class that trains data_parallel tables.
-
-        Called only if replicated_states is not None.
-        """
+        """Return the class that trains data_parallel tables. Called only if replicated_states is
+        not None."""
         raise NotImplementedError(f"{type(self).__name__} trains no data_parallel tables")
 
     @classmethod
@@ -122,11 +116,8 @@ class RowWiseAdagrad(Optimizer):
 
 @register("optimizer", "adam")
 class Adam(Optimizer):
-    """Adam.
-
-    On tables it is lazy: only rows that a batch touches are updated
-    (pipeline/sharding/torchrec/update_rule.py).
-    """
+    """Adam. On tables it is lazy: only rows that a batch touches are updated
+    (pipeline/sharding/torchrec/update_rule.py)."""
 
     fused, fbgemm, cpu_kernel = "Adam", "ADAM", 3
     state_per_element, counts_steps, positive_eps = 2, True, True
@@ -139,10 +130,8 @@ class Adam(Optimizer):
 
 @register("optimizer", "adamw")
 class AdamW(Adam):
-    """AdamW.
-
-    On tables it is Adam with decoupled weight decay, the only mode that FBGEMM supports.
-    """
+    """AdamW. On tables it is Adam with decoupled weight decay, the only mode that FBGEMM
+    supports."""
 
     decay_mode = "decoupled"
 

@@ -56,11 +56,8 @@ _loaded: set[str] = set()
 
 
 def register(kind: str, name: str) -> Callable[[T], T]:
-    """Return a decorator that registers a class or function as component `name` of `kind`.
-
-    Raises:
-        ConfigError: another component has that name, or `kind` is unknown.
-    """
+    """Return a decorator that registers a class or function as component `name` of `kind`. Raises
+    ConfigError if another component has that name, or `kind` is unknown."""
     if kind not in (kinds := [*BUILT_IN, "verb"]):
         raise ConfigError(f"register({kind!r}, {name!r}): kinds are {', '.join(kinds)}{did_you_mean(kind, kinds)}")
 
@@ -92,10 +89,8 @@ def components(kind: str) -> Mapping[str, Any]:
 
 def find(kind: str, name: str, key: str = "") -> Any:
     """Return the component of `kind` called `name`. `key` is the config key to name in an error.
-
-    Raises:
-        ConfigError: there is none; the message suggests the nearest name and how to load a plugin.
-    """
+    Raises ConfigError if there is none; the message suggests the nearest name and how to load a
+    plugin."""
     known = components(kind)
     if name not in known:
         raise ConfigError(
@@ -107,10 +102,7 @@ def find(kind: str, name: str, key: str = "") -> Any:
 
 def load_plugins(packages: Iterable[str]) -> None:
     """Import packages with their modules, or single modules. Their components are then registered.
-
-    Raises:
-        ConfigError: one of them cannot be imported.
-    """
+    Raises ConfigError if one of them cannot be imported."""
     for name in packages:
         if name in _loaded:
             continue
@@ -129,10 +121,8 @@ def load_plugins(packages: Iterable[str]) -> None:
 
 
 def missing_plugins(packages: Iterable[str]) -> list[str]:
-    """Return the packages that are not imported.
-
-    They are looked up by name, because a saved job must not import anything.
-    """
+    """Return the packages that are not imported. They are looked up by name, because a saved job
+    must not import anything."""
     _load_entry_points()
     return [name for name in packages if name not in sys.modules]
 
@@ -145,11 +135,7 @@ def _extras() -> list[ModuleType]:
 
 def from_extra(name: str, key: str) -> Any:
     """Return the function that an extra offers to the core as `name`. `key` is the setting that
-    needs it.
-
-    Raises:
-        ConfigError: no installed extra has it.
-    """
+    needs it. Raises ConfigError if no installed extra has it."""
     found = if_installed(name)
     if found is None:
         raise ConfigError(f"{key} needs an extra that is not installed: nothing in pipeline/extras offers {name!r}")

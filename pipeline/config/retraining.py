@@ -128,11 +128,8 @@ class DataChecksConfig:
 @dataclass
 class ExportGateConfig:
     """The artifact of a challenger's version, with the settings of `export`. Beyond `parity`'s
-    limits nothing is promoted.
-
-    If it is not enabled, versions have no artifact, and no artifact is compared with the trained
-    model.
-    """
+    limits nothing is promoted. If it is not enabled, versions have no artifact, and no artifact is
+    compared with the trained model."""
 
     enabled: bool = True
     precision: str = "int8"
@@ -193,10 +190,8 @@ class GateConfig:
 
 @dataclass
 class RegistryConfig:
-    """Where versions are stored and how many.
-
-    The champion and the version before it are always kept.
-    """
+    """Where versions are stored and how many. The champion and the version before it are always
+    kept."""
 
     path: str = "${paths.registry}/${name}"  # a folder or s3://bucket/prefix
     keep: int = 5

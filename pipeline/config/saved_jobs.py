@@ -107,10 +107,8 @@ def _values_of(text: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=4)
 def _read_job(job_type: type, model: type | None, text: str) -> object:
-    """Read a job and cache it.
-
-    A publisher reads the same job at each step, and OmegaConf takes 40 ms.
-    """
+    """Read a job and cache it. A publisher reads the same job at each step, and OmegaConf takes 40
+    ms."""
     return instantiate(OmegaConf.merge(_schema(job_type, model), _values_of(text)), job_type)  # type: ignore[arg-type]
 
 
@@ -131,10 +129,8 @@ def _renamed_kind(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _interpolation(value: Any, key: str = "") -> str:
-    """Return the key of the first value that OmegaConf would resolve, or "".
-
-    A resolver could read the environment.
-    """
+    """Return the key of the first value that OmegaConf would resolve, or "". A resolver could read
+    the environment."""
     if isinstance(value, dict):
         inner = ((f"{key}.{name}" if key else str(name), part) for name, part in value.items())
     elif isinstance(value, list):
@@ -195,10 +191,7 @@ def _explain_no_object(config: DictConfig, job_type: type, error: OmegaConfBaseE
 
 def _entry_at_fault(config: DictConfig, message: str, key: str = "") -> str:
     """Return the key of the mapping entry, such as `tables.cat_3`, whose checks fail with that
-    message; "" if none does.
-
-    A schema does not know its own key in a mapping.
-    """
+    message; "" if none does. A schema does not know its own key in a mapping."""
     names: list[Any] = list(config)
     for name in names:
         if OmegaConf.is_missing(config, name) or not isinstance(node := config[name], DictConfig):

@@ -54,10 +54,8 @@ class PruningConfig:
 @dataclass
 class ParityConfig:
     """How the artifact is compared with the trained model: the rows, and the allowed differences.
-
     Uses the first `max_rows` rows of each split. An artifact that exceeds a limit on any split is
-    refused.
-    """
+    refused."""
 
     splits: list[str] = field(default_factory=lambda: list(SPLITS))
     max_rows: int = 100_000

@@ -94,17 +94,13 @@ class CompressionConfig:
         kind.check(self)
 
     def read_options(self, options_type: type[Options]) -> Options:
-        """Return `options` as the dataclass of the kind.
-
-        Raises ConfigError for unknown keys and wrong types.
-        """
+        """Return `options` as the dataclass of the kind. Raises ConfigError for unknown keys and
+        wrong types."""
         return read_settings(options_type, self.options, "compression.options", f"kind={self.kind}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, without `options` if it is empty.
-
-        Records that were written before `options` existed have the same form.
-        """
+        """Return plain values, without `options` if it is empty. Records that were written before
+        `options` existed have the same form."""
         return _without_no_options(asdict(self))
 
     def _refuse_settings_of_other_kinds(self, own: Sequence[str]) -> None:
@@ -307,10 +303,8 @@ class InitConfig:
 
 @dataclass
 class ConstraintConfig:
-    """Choices of the planner for a table.
-
-    Empty lists allow everything that the backend supports.
-    """
+    """Choices of the planner for a table. Empty lists allow everything that the backend
+    supports."""
 
     sharding_types: list[str] = field(default_factory=list)
     compute_kernels: list[str] = field(default_factory=list)
@@ -360,10 +354,8 @@ def num_slots(slots: float, shard_rows: int, table_rows: int) -> int:
 
 
 def head_rows(head: float, slots: int) -> int:
-    """Return the number of rows of a shard with reserved slots (TiersConfig.head).
-
-    At least two slots stay for other rows.
-    """
+    """Return the number of rows of a shard with reserved slots (TiersConfig.head). At least two
+    slots stay for other rows."""
     return max(0, min(int(head * slots), slots - 2))
 
 
@@ -373,11 +365,8 @@ _ESCAPE = re.compile("%(25|2E)")
 
 @dataclass
 class TableConfig:
-    """One table.
-
-    None means the value of `tables.default`; for num_embeddings it means the data set's
-    cardinality.
-    """
+    """One table. None means the value of `tables.default`; for num_embeddings it means the data
+    set's cardinality."""
 
     num_embeddings: int | None = None
     embedding_dim: int | None = None
@@ -424,10 +413,8 @@ def is_pattern(name: str) -> bool:
 
 
 def matches(pattern: str, names: Iterable[str], key: str) -> list[str]:
-    """Return the names that fit `pattern`.
-
-    Raises ConfigError if none does. `key` is the section, for the error.
-    """
+    """Return the names that fit `pattern`. Raises ConfigError if none does. `key` is the section,
+    for the error."""
     names = list(names)
     found = [name for name in names if fnmatchcase(name, pattern)]
     if not found:
@@ -437,14 +424,9 @@ def matches(pattern: str, names: Iterable[str], key: str) -> list[str]:
 
 def expand_patterns(tables: Mapping[str, TableConfig], features: Iterable[str]) -> dict[str, TableConfig]:
     """Return `tables` with an entry for every table that fits a pattern, and without the patterns.
-
     A table's own entry has priority, then patterns, then `default`. `features` are the data set's;
-    a feature that no entry names has its own table.
-
-    Raises:
-        ConfigError: a pattern fits no table or sets feature_names, or two patterns give a table different
-            values.
-    """
+    a feature that no entry names has its own table. Raises ConfigError if a pattern fits no table
+    or sets feature_names, or two patterns give a table different values."""
     patterns = [name for name in tables if is_pattern(name)]
     own = {name: config for name, config in tables.items() if name not in patterns}
     named = {feature for name, config in own.items() if name != DEFAULT for feature in config.feature_names or [name]}

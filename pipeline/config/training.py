@@ -39,11 +39,8 @@ def _check_limit(key: str, value: float | None) -> None:
 @dataclass
 class LRSchedule:
     """A factor of the learning rate: linear warm-up, then constant until `decay_start_step`, then a
-    decay.
-
-    poly: (1 - t) ** power over `decay_steps`; cosine: half a wave; step: times `gamma` every
-    `decay_steps`. The factor is at least `end_factor`.
-    """
+    decay. poly: (1 - t) ** power over `decay_steps`; cosine: half a wave; step: times `gamma` every
+    `decay_steps`. The factor is at least `end_factor`."""
 
     kind: str = "constant"
     warmup_steps: int = 0
@@ -69,11 +66,8 @@ class LRSchedule:
 @dataclass
 class PlateauConfig:
     """Multiply both rates by `factor` after `patience` evaluations in a row without an improvement
-    of `min_delta`.
-
-    patience=0 disables it. A rate does not fall below `min_lr`. The schedules continue: factors are
-    multiplied.
-    """
+    of `min_delta`. patience=0 disables it. A rate does not fall below `min_lr`. The schedules
+    continue: factors are multiplied."""
 
     patience: int = 0
     factor: float = 0.1
@@ -100,11 +94,8 @@ class ScheduleConfig:
 @dataclass
 class CommsConfig:
     """Precision of pooled embeddings in forward and of their gradients in backward. Ids are never
-    quantized.
-
-    shared_memory: CPU ranks of one host exchange data that is not quantized through memory, not by
-    gloo.
-    """
+    quantized. shared_memory: CPU ranks of one host exchange data that is not quantized through
+    memory, not by gloo."""
 
     forward_precision: str = "fp32"
     backward_precision: str = "fp32"
@@ -184,7 +175,6 @@ class ParallelConfig:
 @dataclass
 class CheckpointConfig:
     """Save every `save_every_minutes`, every `save_every_steps`, and always at the end of training.
-
     An old step is removed only if two later steps are known to be intact, so at least two steps
     stay.
 

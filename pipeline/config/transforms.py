@@ -24,11 +24,8 @@ NUMBER, TEXT, LIST, TIME = "number", "text", "list", "time"
 
 @dataclass(frozen=True)
 class TransformConfig:
-    """Base of all transforms. Its fields are its settings.
-
-    output: the content of the new column: number (a dense column), text (a categorical one) or list
-    (multi-hot).
-    """
+    """Base of all transforms. Its fields are its settings. output: the content of the new column:
+    number (a dense column), text (a categorical one) or list (multi-hot)."""
 
     output = TEXT
 
@@ -55,19 +52,14 @@ class TransformConfig:
 
     def apply(self, columns: Sequence[pa.Array]) -> pa.Array:
         """Compute the new column. `columns` are the inputs, [rows] each: float64, text or times as
-        read; null if missing.
-
-        Return [rows] of float64, string or list of string; null if the value is missing.
-        """
+        read; null if missing. Return [rows] of float64, string or list of string; null if the value
+        is missing."""
         raise NotImplementedError(f"{type(self).__name__} has no apply()")
 
 
 def make_transform(column: str, values: Mapping[str, Any]) -> TransformConfig:
-    """Return the transform that data.transforms.<column> declares.
-
-    Raises:
-        ConfigError: the transform or one of its settings is unknown; the message has the nearest name.
-    """
+    """Return the transform that data.transforms.<column> declares. Raises ConfigError if the
+    transform or one of its settings is unknown; the message has the nearest name."""
     key = f"data.transforms.{column}"
     if not isinstance(values, Mapping) or "kind" not in values:
         raise ConfigError(f"{key} needs a kind: {key}={{kind: clip, column: price, low: 0}}")
@@ -114,10 +106,8 @@ def _is(kind: str, value: object) -> bool:
 
 
 def make_transforms(declared: Mapping[str, Mapping[str, Any]]) -> dict[str, TransformConfig]:
-    """Return the transforms in their order.
-
-    A transform may read the result of an earlier one. Raises ConfigError.
-    """
+    """Return the transforms in their order. A transform may read the result of an earlier one.
+    Raises ConfigError."""
     made = {column: make_transform(column, values) for column, values in declared.items()}
     for position, (column, transform) in enumerate(made.items()):
         for name, wanted in transform.inputs.items():
@@ -139,18 +129,14 @@ def described(transforms: Mapping[str, TransformConfig], kinds: Mapping[str, str
 
 
 def restore(described: Sequence[Mapping[str, Any]]) -> dict[str, TransformConfig]:
-    """Return the transforms that `described` has stored.
-
-    Raises ConfigError, also if a plugin is missing.
-    """
+    """Return the transforms that `described` has stored. Raises ConfigError, also if a plugin is
+    missing."""
     return make_transforms({each["column"]: {"kind": each["kind"], **each["settings"]} for each in described})
 
 
 def raw_inputs(transforms: Mapping[str, TransformConfig]) -> dict[str, str]:
-    """Return source column -> number, text or time.
-
-    Raises ConfigError if two transforms read a column differently.
-    """
+    """Return source column -> number, text or time. Raises ConfigError if two transforms read a
+    column differently."""
     found: dict[str, str] = {}
     for column, transform in transforms.items():
         for name, kind in transform.inputs.items():

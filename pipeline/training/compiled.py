@@ -23,10 +23,8 @@ logger = get_logger(__name__)
 
 
 class DenseCompiler:
-    """Compile a model once.
-
-    If the compiler fails, all layers run uncompiled from then on, and one warning is logged.
-    """
+    """Compile a model once. If the compiler fails, all layers run uncompiled from then on, and one
+    warning is logged."""
 
     def __init__(self) -> None:
         self.failure: Exception | None = None

@@ -38,11 +38,9 @@ from pipeline.training.summary import SUMMARY, EvaluateSummary, file_name, write
 
 
 def evaluate(job: EvaluateJob) -> EvaluateSummary:
-    """Restore a checkpoint under a plan for this world size and measure a split. Collective.
-
-    Raises:
-        TrainingError: the folder is not a run, has no such step, or the data set is not the run's data set.
-    """
+    """Restore a checkpoint under a plan for this world size and measure a split. Collective. Raises
+    TrainingError if the folder is not a run, has no such step, or the data set is not the run's
+    data set."""
     trained = for_devices_here(load_trained_job(job))
     if trained.sharding.allow_untested_versions:
         allow_untested_versions()
@@ -89,10 +87,8 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
 def _restore(
     job: EvaluateJob, trained: TrainJob, sharded: ShardedModel, context: DistributedContext
 ) -> tuple[dict[str, Any], bool]:
-    """Fill the model from the chosen step.
-
-    Return its manifest, and whether it is the run's best step. Collective.
-    """
+    """Fill the model from the chosen step. Return its manifest, and whether it is the run's best
+    step. Collective."""
     replicas = open_replicas(sharded, None, trained.parallel, context)
     folder = checkpoint_folder(job.run, trained.checkpoint)
     checkpointer = Checkpointer(folder, sharded.model, None, context, replicas=replicas)
@@ -135,10 +131,8 @@ def check_data(job: EvaluateJob, path: str, is_other_data: bool) -> None:
 
 def describe_tables(job: EvaluateJob, restored: dict[str, Any], num_hosts: int) -> str:
     """Describe which tables were evaluated; "" if all ranks of the run always had the same tables.
-
-    Raises:
-        TrainingError: tables=own, but the step does not hold separate tables for each of `num_hosts` hosts.
-    """
+    Raises TrainingError if tables=own, but the step does not hold separate tables for each of
+    `num_hosts` hosts."""
     stored = restored.get("replicas")
     if job.tables == "own" and (not stored or not stored["apart"] or stored["num_hosts"] != num_hosts):
         held = f"tables of each of {stored['num_hosts']} hosts" if stored and stored["apart"] else "one model's tables"

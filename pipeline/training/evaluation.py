@@ -168,10 +168,8 @@ class _Groups:
 
 
 def _num_sound(metrics: dict[str, float], num_present: torch.Tensor, context: DistributedContext) -> int:
-    """Count rows of all ranks that are neither padding nor quarantined.
-
-    `num_present` is 0 if no batch has a mask. Collective.
-    """
+    """Count rows of all ranks that are neither padding nor quarantined. `num_present` is 0 if no
+    batch has a mask. Collective."""
     total = num_present.to(context.device)
     if context.world_size > 1:
         dist.all_reduce(total)
@@ -179,10 +177,8 @@ def _num_sound(metrics: dict[str, float], num_present: torch.Tensor, context: Di
 
 
 def _note_bad_rows(reader: ShardReader, num_samples: int, description: str) -> None:
-    """Log the quarantined rows of a complete split.
-
-    Raises TrainingError if there are more than allowed.
-    """
+    """Log the quarantined rows of a complete split. Raises TrainingError if there are more than
+    allowed."""
     bad = reader.num_rows - num_samples
     if problem := too_many_bad(reader, bad, reader.num_rows):
         raise problem

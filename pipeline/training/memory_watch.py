@@ -22,10 +22,8 @@ NOT_PREDICTED = (
 
 
 class MemoryWatch:
-    """Measures peak memory.
-
-    Create it before the tables: on CPU, memory in use at that time does not count.
-    """
+    """Measures peak memory. Create it before the tables: on CPU, memory in use at that time does
+    not count."""
 
     def __init__(self, context: DistributedContext) -> None:
         self._context = context
@@ -41,10 +39,8 @@ class MemoryWatch:
 
 
 def describe_memory(plan: PlanDescription, measured_bytes: list[int], what: str) -> list[str]:
-    """Return log lines. `measured_bytes` has one number per rank and `what` describes it.
-
-    The plan does not predict activations, workspace and libraries; it reserves memory for them.
-    """
+    """Return log lines. `measured_bytes` has one number per rank and `what` describes it. The plan
+    does not predict activations, workspace and libraries; it reserves memory for them."""
     # A plan for the ranks of one host holds for every other host.
     loads = [replace(plan.ranks[rank % len(plan.ranks)], rank=rank) for rank in range(len(measured_bytes))]
     ranks = sorted(zip(loads, measured_bytes, strict=True), key=lambda pair: -pair[1])

@@ -31,10 +31,8 @@ class DenseOptimizer(KeyedOptimizerWrapper):
     """A torch optimizer by parameter name, whose state exists before the first step."""
 
     def __init__(self, params: dict[str, nn.Parameter], config: DenseOptimizerConfig, l2: float = 0.0) -> None:
-        """Build it.
-
-        `l2` times the weights is added to the gradient of each matrix, but not of biases and norms.
-        """
+        """Build it. `l2` times the weights is added to the gradient of each matrix, but not of
+        biases and norms."""
         super().__init__(params, lambda weights: _make_dense(weights, config))
         self._weights = list(params.values())
         self._l2, self._matrices = l2, [weight for weight in self._weights if weight.dim() > 1]
@@ -48,10 +46,8 @@ class DenseOptimizer(KeyedOptimizerWrapper):
         self.update(closure)
 
     def update(self, closure: Any = None) -> None:
-        """Step without torch's wrapper, which opens a profiler range:
-
-        2 % of a small model's step.
-        """
+        """Step without torch's wrapper, which opens a profiler range: 2 % of a small model's
+        step."""
         if self._l2:
             with torch.no_grad():
                 for weight in self._matrices:
@@ -139,11 +135,8 @@ class TrainingOptimizer(CombinedOptimizer):
         self.update()
 
     def update(self) -> None:
-        """Step without profiler ranges, as DenseOptimizer.update does.
-
-        Backward has already updated the fused tables. Their own step would only set the same rate
-        again.
-        """
+        """Step without profiler ranges, as DenseOptimizer.update does. Backward has already updated
+        the fused tables. Their own step would only set the same rate again."""
         if self._replicated is not None:
             self._replicated.step()
         if self._dense is not None:
@@ -152,18 +145,14 @@ class TrainingOptimizer(CombinedOptimizer):
         self._tell_lookups()
 
     def _tell_lookups(self) -> None:
-        """Give lookups the number of the next step, which Adam uses to correct its moments.
-
-        On GPUs FBGEMM counts itself.
-        """
+        """Give lookups the number of the next step, which Adam uses to correct its moments. On GPUs
+        FBGEMM counts itself."""
         for lookup in self._lookups:
             lookup.num_steps = self.num_steps
 
     def scale_learning_rates(self, sparse_factor: float, dense_factor: float) -> None:
-        """Set each rate to the configured rate times the factor.
-
-        Fused tables get it immediately.
-        """
+        """Set each rate to the configured rate times the factor. Fused tables get it
+        immediately."""
         if self._factors == (sparse_factor, dense_factor):
             return
         self._factors = sparse_factor, dense_factor
@@ -196,13 +185,9 @@ class TrainingOptimizer(CombinedOptimizer):
 
 def build_optimizer(model: DistributedModelParallel, config: OptimizerConfig, l2: float = 0.0) -> TrainingOptimizer:
     """Return the optimizer of a model. apply_sparse_optimizer must have run with the same config
-    before sharding.
-
-    `l2` applies to the matrices of the dense layers (model.l2).
-
-    Raises:
-        TrainingError: a table has no optimizer, or its sharding in the plan does not allow the settings.
-    """
+    before sharding. `l2` applies to the matrices of the dense layers (model.l2). Raises
+    TrainingError if a table has no optimizer, or its sharding in the plan does not allow the
+    settings."""
     if forgotten := sorted(name for tables in _sharded_tables(model) for name in tables.tables_without_optimizer):
         raise TrainingError(
             f"table(s) {', '.join(forgotten)} were sharded without an optimizer and would train by FBGEMM's default, "
@@ -277,20 +262,15 @@ def clip_dense_gradients(model: DistributedModelParallel, max_norm: float) -> to
 
 
 def clip_dense_numbers(model: DistributedModelParallel, max_abs: float) -> None:
-    """Clip each number of the dense layers' averaged gradients to [-max_abs, max_abs].
-
-    Tables are excluded.
-    """
+    """Clip each number of the dense layers' averaged gradients to [-max_abs, max_abs]. Tables are
+    excluded."""
     torch.nn.utils.clip_grad_value_(dense_parameters(model).values(), max_abs)
 
 
 def lr_factor(schedule: LRSchedule, step: int) -> float:
-    """Return the factor of update `step`, counted from 0.
-
-    Warm-up: (step + 1) / warmup_steps, so the first step trains and the last warm-up step has
-    factor 1. Decay: t = (step - decay_start_step) / decay_steps, at most 1 (`step` schedules
-    continue to decay).
-    """
+    """Return the factor of update `step`, counted from 0. Warm-up: (step + 1) / warmup_steps, so
+    the first step trains and the last warm-up step has factor 1. Decay: t = (step -
+    decay_start_step) / decay_steps, at most 1 (`step` schedules continue to decay)."""
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
     if schedule.kind == "constant" or step < schedule.decay_start_step:
@@ -308,10 +288,7 @@ def lr_factor(schedule: LRSchedule, step: int) -> float:
 
 def apply_schedule(optimizer: TrainingOptimizer, schedule: ScheduleConfig, step: int, plateau: float = 1.0) -> None:
     """Set the learning rates of update `step`. Call it before that step's backward, which updates
-    the tables.
-
-    `plateau` is the current factor of schedule.plateau.
-    """
+    the tables. `plateau` is the current factor of schedule.plateau."""
     factors = [
         reduced(lr_factor(own, step), plateau, schedule.plateau.min_lr / lr)
         for own, lr in zip((schedule.sparse, schedule.dense), optimizer.configured_rates, strict=True)

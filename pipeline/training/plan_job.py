@@ -47,14 +47,9 @@ class PlanSummary:
 
 def plan_job(job: PlanJob, hardware_options: Callable[[], dict[str, HardwareConfig]], made: str) -> PlanSummary:
     """Build the model on meta, plan for `world_size` ranks of `hardware`, and write
-    planner.plan_file and its page.
-
-    hardware_options: returns the hardware that a target may choose. made: time and command, for
-    the page.
-
-    Raises:
-        ConfigError: no plan holds the tables, or the job does not fit the data or the number of ranks.
-    """
+    planner.plan_file and its page. hardware_options: returns the hardware that a target may choose.
+    made: time and command, for the page. Raises ConfigError if no plan holds the tables, or the job
+    does not fit the data or the number of ranks."""
     started = time.monotonic()
     found: list[str] = []
     if job.target.is_set:
@@ -196,10 +191,8 @@ def build_request(resolved: ResolvedJob) -> PlanRequest:
 
 
 def show(path: str) -> str:
-    """Describe the plan file at `path`.
-
-    Raises ConfigError if there is none, or it cannot be read.
-    """
+    """Describe the plan file at `path`. Raises ConfigError if there is none, or it cannot be
+    read."""
     from pipeline.planner.explain import explain
     from pipeline.planner.plan_record import describe_hosts, read_view
 
@@ -213,10 +206,8 @@ def show(path: str) -> str:
 
 
 def diff(a: str, b: str) -> str:
-    """Describe what moved from the plan in file `a` to the plan in `b`.
-
-    Raises ConfigError as `show` does.
-    """
+    """Describe what moved from the plan in file `a` to the plan in `b`. Raises ConfigError as
+    `show` does."""
     from pipeline.planner.plan_record import read_view
 
     compare: Callable[..., str] = from_extra("compare_plans", "plan diff")
@@ -224,10 +215,8 @@ def diff(a: str, b: str) -> str:
 
 
 def check(path: str, job: PlanJob) -> list[str]:
-    """Return why the plan in `path` is invalid for the job; [] if it is valid.
-
-    Raises ConfigError as `show` and `plan_job` do.
-    """
+    """Return why the plan in `path` is invalid for the job; [] if it is valid. Raises ConfigError
+    as `show` and `plan_job` do."""
     from pipeline.planner.plan_record import COMMAND, find_plan_file
 
     found = find_plan_file(path, COMMAND)

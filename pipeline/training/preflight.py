@@ -30,15 +30,12 @@ from pipeline.runtime.storage import storage
 
 def validate_job(job: TrainJob, world_size: int) -> list[Table]:
     """Return the tables that the job will train on `world_size` ranks. Local: reads only
-    dataset.json.
-
-    A PlanJob may be validated without dataset.json if its config is sufficient; see
+    dataset.json. A PlanJob may be validated without dataset.json if its config is sufficient; see
     load_or_describe.
 
-    Raises:
-        TrainingError: the data set is missing or too small, the run folder holds a run on other rows, or
-            tables, model, batch, ranks, collectives, optimizer or plan file do not fit the data set or
-            each other.
+    Raises TrainingError if the data set is missing or too small, the run folder holds a run on
+    other rows, or tables, model, batch, ranks, collectives, optimizer or plan file do not fit the
+    data set or each other.
     """
     dataset = load_or_describe(job)
     if not isinstance(job, PlanJob):
@@ -56,10 +53,8 @@ def resolve_alone(job: TrainJob, dataset: Dataset) -> ResolvedJob:
 
 
 def check_resolved(resolved: ResolvedJob) -> None:
-    """Check a resolved job as validate_job does, except for the checks of resolve_job.
-
-    Local. Raises TrainingError.
-    """
+    """Check a resolved job as validate_job does, except for the checks of resolve_job. Local.
+    Raises TrainingError."""
     job, tables, world_size = resolved.job, resolved.tables, resolved.world_size
     _check_batches(job, resolved.dataset, world_size)
     _check_replicas(job, tables)
@@ -81,11 +76,8 @@ def check_resolved(resolved: ResolvedJob) -> None:
 
 def load_or_describe(job: TrainJob) -> Dataset:
     """Return dataset.json. Without it, describe the data set of a PlanJob from the config; `splits`
-    is then empty.
-
-    Raises:
-        TrainingError: there is no dataset.json and the job trains, or its config does not say enough.
-    """
+    is then empty. Raises TrainingError if there is no dataset.json and the job trains, or its
+    config does not say enough."""
     path = job.data.path
     if storage.is_file(storage.join(path, FILE_NAME)):
         return load_dataset(path)
@@ -116,10 +108,8 @@ def check_geometry(job: TrainJob, world_size: int) -> None:
 
 
 def check_world_sizes(job: TrainJob, world_sizes: list[int]) -> None:
-    """Raise TrainingError if a run could not resume on one of these numbers of ranks.
-
-    Needs no data.
-    """
+    """Raise TrainingError if a run could not resume on one of these numbers of ranks. Needs no
+    data."""
     numbers = " and ".join(filter(None, [", ".join(map(str, world_sizes[:-1])), str(world_sizes[-1])]))
     if job.planner.kind == "file":
         raise TrainingError(
@@ -148,14 +138,8 @@ def _check_batches(job: TrainJob, dataset: Dataset, world_size: int) -> None:
 
 def table_optimizer_of(job: TrainJob, device_type: str) -> SparseOptimizerConfig:
     """Return the tables' optimizer, with update_rows=auto resolved to touched if only touched rows
-    can be updated.
-
-    `device_type` is auto, cpu or cuda.
-
-    Raises:
-        TrainingError: update_rows=all is set, but FBGEMM updates only touched rows, and each micro-batch
-            would count as a step.
-    """
+    can be updated. `device_type` is auto, cpu or cuda. Raises TrainingError if update_rows=all is
+    set, but FBGEMM updates only touched rows, and each micro-batch would count as a step."""
     sparse, accumulation = job.optimizer.sparse, job.trainer.gradient_accumulation_steps
     has_kernel = find_optimizer(sparse.name).cpu_kernel is not None
     reasons = {
@@ -217,10 +201,8 @@ def checkpoint_folder(run_dir: str, config: CheckpointConfig) -> str:
 
 
 def describe_data_order(job: TrainJob, dataset_fingerprint: str) -> dict[str, Any]:
-    """Return every setting that decides which rows a step trains on.
-
-    A resumed run must not change them.
-    """
+    """Return every setting that decides which rows a step trains on. A resumed run must not change
+    them."""
     return {
         "dataset": dataset_fingerprint,
         "trainer.seed": job.trainer.seed,
@@ -247,9 +229,7 @@ def check_data_order(run_dir: str, data_order: dict[str, Any], manifest: dict[st
 
 def check_run_folder(job: TrainJob, dataset: Dataset) -> None:
     """Check the data order against the newest step in a local run folder, before torch is imported.
-
-    Local.
-    """
+    Local."""
     folder = checkpoint_folder(job.run_dir, job.checkpoint)
     if not job.checkpoint.resume or not storage.is_local(folder):
         return

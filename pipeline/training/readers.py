@@ -66,20 +66,15 @@ def open_reader(
 
 
 def pinned(batch: Batch) -> Batch:
-    """Copy a batch to pinned memory.
-
-    Works on any thread: a new thread would otherwise use the host's first device.
-    """
+    """Copy a batch to pinned memory. Works on any thread: a new thread would otherwise use the
+    host's first device."""
     devices.current().start()
     return batch.pin_memory()
 
 
 class BatchOrder:
     """The order of batches. `skipped` holds (step, n): at `step` the run went back and skipped the
-    batches of n steps.
-
-    Every manifest stores `skipped`.
-    """
+    batches of n steps. Every manifest stores `skipped`."""
 
     def __init__(self, config: TrainerConfig, reader: BatchReader) -> None:
         self.skipped: list[tuple[int, int]] = []
@@ -103,18 +98,14 @@ class BatchOrder:
         return self.position(step) * self.accumulation // self._round
 
     def locate(self, micro_position: int) -> tuple[int, int]:
-        """Return (epoch, batch within that epoch) of a position.
-
-        The position counts micro-batches.
-        """
+        """Return (epoch, batch within that epoch) of a position. The position counts
+        micro-batches."""
         epoch, within = divmod(micro_position, self._round)
         return (0 if self._config.overfit_batches else epoch), within
 
     def batches(self, start_step: int) -> Generator[Batch, None, None]:
-        """Yield all batches after `start_step`.
-
-        The train pipeline reads a few batches ahead of the step.
-        """
+        """Yield all batches after `start_step`. The train pipeline reads a few batches ahead of the
+        step."""
         position = self.position(start_step) * self.accumulation
         end = self.position(self.total_steps) * self.accumulation
         while position < end:
@@ -173,9 +164,7 @@ class InputWatch:
 
     def failure(self) -> Exception | None:
         """Return the error of the first rank whose reader failed, None without a failure.
-
-        Collective after a failure.
-        """
+        Collective after a failure."""
         return agreed_failure(self._fail_safe.error, self._context) if self._sync.input_failure_agreed else None
 
 
@@ -195,9 +184,7 @@ def too_many_bad(reader: BatchReader, bad: int, num_rows: int) -> TrainingError 
 
 def agreed_failure(error: Exception | None, context: DistributedContext) -> Exception | None:
     """Return the first failing rank's error, with the same class and text on every rank, or None.
-
-    Collective.
-    """
+    Collective."""
     if context.world_size == 1:
         return error
     failures: list[tuple[str, tuple[object, ...]] | None] = [None] * context.world_size
@@ -220,10 +207,8 @@ def _portable(error: Exception) -> tuple[str, tuple[object, ...]]:
 
 
 def on_all_ranks(work: Callable[[], Made], context: DistributedContext) -> Made:
-    """Return what `work` returns on this rank.
-
-    Raises on every rank if it raises on one. Collective.
-    """
+    """Return what `work` returns on this rank. Raises on every rank if it raises on one.
+    Collective."""
     made, error = None, None
     try:
         made = work()

@@ -42,10 +42,8 @@ if TYPE_CHECKING:
 
 
 def config_of(run: str) -> TrainJob | None:
-    """Return the config that another run has saved, None if there is none.
-
-    Raises TrainingError if the file is not a job.
-    """
+    """Return the config that another run has saved, None if there is none. Raises TrainingError if
+    the file is not a job."""
     path = storage.join(run, "config.yaml")
     return load_saved_job(TrainJob, path) if storage.is_file(path) else None
 
@@ -70,11 +68,9 @@ def load_trained_job(job: EvaluateJob) -> TrainJob:
 
 
 def as_signed(run: str, job: TrainJob, step: int | None) -> TrainJob:
-    """Return the config that the signed manifest of a step holds; `job` if no signature is required.
-
-    config.yaml is not signed: whoever may write to the run folder could change the model by it.
-    `step` None means the newest one. Raises DamagedError as read_manifest() does.
-    """
+    """Return the config that the signed manifest of a step holds; `job` if no signature is
+    required. config.yaml is not signed: whoever may write to the run folder could change the model
+    by it. `step` None means the newest one. Raises DamagedError as read_manifest() does."""
     folder = checkpoint_folder(run, job.checkpoint)
     steps = list_steps(folder) if signature.is_required() else []
     if not steps:
@@ -95,11 +91,9 @@ def best_step(run: str, job: TrainJob) -> tuple[int, dict[str, Any]] | None:
 
 
 def chosen_step(run: str, job: TrainJob, step: int | None, which: str) -> int | None:
-    """Return the step that an evaluate or export job chooses by `step` and `which`; None means the newest intact step.
-
-    Raises:
-        TrainingError: which=best, and no step of the run was evaluated when it was saved.
-    """
+    """Return the step that an evaluate or export job chooses by `step` and `which`; None means the
+    newest intact step. Raises TrainingError if which=best, and no step of the run was evaluated
+    when it was saved."""
     if step is not None or which == "last" or (which == "auto" and not job.checkpoint.num_best):
         return step
     best = best_of(checkpoint_folder(run, job.checkpoint), job.best_metric)
@@ -131,10 +125,8 @@ def earlier_tables(job: TrainJob) -> dict[str, TableConfig]:
 
 
 def describe_job(job: TrainJob, dataset: Dataset, data_order: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
-    """Return the description of the run that each checkpoint records.
-
-    Steps of one run have equal hashes.
-    """
+    """Return the description of the run that each checkpoint records. Steps of one run have equal
+    hashes."""
     config = without_hidden(asdict(job))  # as config.yaml has it
     hashes = {
         "config": _hash(config),
@@ -180,10 +172,8 @@ def open_checkpoints(
     fence: Callable[[], None] | None,
     replicas: Replicas | None = None,
 ) -> Checkpointer:
-    """Open the run's checkpoints by checkpoint.*.
-
-    `fence` raises if another run has taken the run folder.
-    """
+    """Open the run's checkpoints by checkpoint.*. `fence` raises if another run has taken the run
+    folder."""
     from pipeline.checkpoint.changes import Differential
     from pipeline.checkpoint.checkpointer import Checkpointer
 
@@ -218,13 +208,9 @@ def resume(
     grow: Callable[[str], None] | None = None,
 ) -> dict[str, Any] | None:
     """Restore the newest intact step. Return its manifest, None for a new run folder. Collective.
-
-    `grow` is passed to Checkpointer.restore_latest.
-
-    Raises:
-        TrainingError: the run folder holds a run on other data or with another compression of tables, or
-            it holds a run and checkpoint.resume=false.
-    """
+    `grow` is passed to Checkpointer.restore_latest. Raises TrainingError if the run folder holds a
+    run on other data or with another compression of tables, or it holds a run and
+    checkpoint.resume=false."""
     from pipeline.checkpoint.steps import list_steps
 
     if not job.checkpoint.resume:
@@ -259,13 +245,9 @@ def start_warm(
     dataset: Dataset,
 ) -> None:
     """Load first weights from another run. The log and warm_start.json report what was done with
-    each table. Collective.
-
-    Tables that the other run does not fill completely are initialized first.
-
-    Raises:
-        TrainingError: there is no such checkpoint, or a policy of `config` refuses its content.
-    """
+    each table. Collective. Tables that the other run does not fill completely are initialized
+    first. Raises TrainingError if there is no such checkpoint, or a policy of `config` refuses its
+    content."""
     from pipeline.checkpoint.warm_start import report_json, warm_start
     from pipeline.runtime.logs import get_logger, to_json
 
@@ -287,10 +269,8 @@ def table_grower(
     dataset: Dataset,
 ) -> Callable[[str], None]:
     """Return a collective function that restores a step whose tables have fewer rows and
-    initializes the new rows.
-
-    The function raises CheckpointError if anything except the numbers of rows differs.
-    """
+    initializes the new rows. The function raises CheckpointError if anything except the numbers of
+    rows differs."""
 
     def grow(path: str) -> None:
         from pipeline.checkpoint.warm_start import warm_start

@@ -50,10 +50,8 @@ def resolve(
     job: TrainJob, dataset: Dataset, context: DistributedContext, earlier: dict[str, TableConfig] | None = None
 ) -> ResolvedJob:
     """Return the same resolved job on all ranks. Rank 0 chooses `head_rows: auto` and
-    `sharding.tiers: auto`. Collective.
-
-    `earlier` holds the tables of the run that this job resumes; their head rows do not change.
-    """
+    `sharding.tiers: auto`. Collective. `earlier` holds the tables of the run that this job resumes;
+    their head rows do not change."""
 
     def hardware() -> Hardware:
         return resolve_hardware(
@@ -80,10 +78,8 @@ def resolve(
 
 
 def _broadcast_from_rank0(context: DistributedContext, decide: Callable[[], T]) -> T:
-    """Return rank 0's decision on all ranks.
-
-    Raises TrainingError on all ranks if rank 0 fails. Collective.
-    """
+    """Return rank 0's decision on all ranks. Raises TrainingError on all ranks if rank 0 fails.
+    Collective."""
     message: list[Any] = [None, ""]
     if context.is_main:
         try:
@@ -99,10 +95,8 @@ def _broadcast_from_rank0(context: DistributedContext, decide: Callable[[], T]) 
 
 
 def build_task(resolved: ResolvedJob, compute_device: str) -> TaskModel:
-    """Return the model with its loss.
-
-    Its tables are on meta and carry the sparse optimizer. `compute_device` may be auto.
-    """
+    """Return the model with its loss. Its tables are on meta and carry the sparse optimizer.
+    `compute_device` may be auto."""
     job, trainer = resolved.job, resolved.job.trainer
     device = devices.named(compute_device, plain=not job.sharding.fast_cpu)
     num_dense = len(resolved.dataset.dense_features)
@@ -127,11 +121,8 @@ def build_task(resolved: ResolvedJob, compute_device: str) -> TaskModel:
 
 def plan_tables(resolved: ResolvedJob, task: TaskModel, context: DistributedContext) -> PlanRecord:
     """Return the same plan on all ranks. Hosts with separate tables plan for their own ranks.
-    Collective.
-
-    Raises:
-        PlanError: the tables, or the host memory of asynchronous saves, do not fit the hardware.
-    """
+    Collective. Raises PlanError if the tables, or the host memory of asynchronous saves, do not fit
+    the hardware."""
     job, plain = resolved.job, resolved.plain_tables
     for report in resolved.head_reports if context.world_size > 1 else []:
         logger.info("table %s: %s", report.table, report.note())
@@ -192,11 +183,9 @@ def _warn_of_mixed_vocabularies(tables: list[Table], dataset: Dataset) -> None:
 
 
 def check_host_copy(ranks: Sequence[RankLoad], usable_ddr_bytes: int, dense_bytes: int) -> None:
-    """Check that host memory holds the copy of a GPU's tables and layers which an asynchronous save writes from.
-
-    Raises:
-        PlanError: a rank's copy and its tables in host memory exceed `usable_ddr_bytes`.
-    """
+    """Check that host memory holds the copy of a GPU's tables and layers which an asynchronous save
+    writes from. Raises PlanError if a rank's copy and its tables in host memory exceed
+    `usable_ddr_bytes`."""
     for rank, load in enumerate(ranks):
         copied = load.hbm_bytes + dense_bytes
         if copied + load.ddr_bytes > usable_ddr_bytes:
@@ -210,9 +199,7 @@ def check_host_copy(ranks: Sequence[RankLoad], usable_ddr_bytes: int, dense_byte
 @dataclass(frozen=True)
 class ShardedModel:
     """A sharded model. `task` is the module inside `model`; `tables` are its logical tables.
-
-    `replicated`: each host has separate tables, by a plan for its own ranks.
-    """
+    `replicated`: each host has separate tables, by a plan for its own ranks."""
 
     tables: list[Table]
     task: TaskModel
@@ -222,10 +209,8 @@ class ShardedModel:
 
 
 def build_sharded_model(resolved: ResolvedJob, context: DistributedContext, initialize: bool = True) -> ShardedModel:
-    """Build, plan and shard a model.
-
-    Without `initialize` the caller must fill the tables. Collective.
-    """
+    """Build, plan and shard a model. Without `initialize` the caller must fill the tables.
+    Collective."""
     task = build_task(resolved, devices.current().device_type)
     return shard(resolved, task, plan_tables(resolved, task, context), context, initialize)
 
@@ -270,11 +255,8 @@ def open_replicas(
 
 
 def _tier_folder(job: TrainJob, tables: list[Table], replicated: bool) -> str | None:
-    """Return the folder for rows of tables with tiers, None if no table has tiers.
-
-    Raises:
-        TrainingError: hosts have separate tables, or no folder is given.
-    """
+    """Return the folder for rows of tables with tiers, None if no table has tiers. Raises
+    TrainingError if hosts have separate tables, or no folder is given."""
     names = [table.config_name for table in tables if table.tiers is not None]
     if not names:
         return None

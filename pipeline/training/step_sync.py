@@ -118,10 +118,8 @@ class StepSync:
     def _conclude(
         self, agreed: tuple[bool, bool, bool, bool, int], task: nn.Module, loss: torch.Tensor, prediction: Any
     ) -> None:
-        """Store the results for a batch.
-
-        Raises NonFiniteLossError after too many bad losses in a row.
-        """
+        """Store the results for a batch. Raises NonFiniteLossError after too many bad losses in a
+        row."""
         non_finite, self.stop_agreed, self.input_failure_agreed, self.save_agreed, num_bad_rows = agreed
         self.was_skipped = non_finite or self.input_failure_agreed
         if self.input_failure_agreed:
@@ -179,7 +177,6 @@ LOSS, FAILED, STOP, SAVE, ROWS = range(5)
 
 class LateStepSync(StepSync):
     """A StepSync whose results describe the batch before the last one, until settle() is called.
-
     `stop_agreed` and `save_agreed` may therefore come one step later. If a batch is skipped:
 
     - tables get gradients of zero, which change nothing under the optimizers that
@@ -210,11 +207,8 @@ class LateStepSync(StepSync):
             yield
 
     def settle(self) -> None:
-        """Wait for the flags of the last batch. Results of the batch before it stay set.
-
-        Raises:
-            NonFiniteLossError: as StepSync does, about the last batch.
-        """
+        """Wait for the flags of the last batch. Results of the batch before it stay set. Raises
+        NonFiniteLossError as StepSync does, about the last batch."""
         stop, save, failed = self.stop_agreed, self.save_agreed, self.input_failure_agreed
         self._settle_last()
         self.stop_agreed |= stop
@@ -243,9 +237,7 @@ class LateStepSync(StepSync):
 
     def _send(self, loss: torch.Tensor, marks: torch.Tensor, flags: tuple[float, float, float]) -> None:
         """Queue the sum of all ranks' flags, the decision to skip, and the copy to the host.
-
-        Collective.
-        """
+        Collective."""
         if flags != self._flags:
             self._flags = flags
             self._flags_on_device.copy_(torch.tensor(flags, dtype=torch.float64))

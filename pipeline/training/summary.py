@@ -32,10 +32,8 @@ RANKS_NOTHING = 0.005  # distance of AUC from 0.5
 
 
 def undefined(metrics: Mapping[str, float]) -> str:
-    """Say why NE and AUC are NaN, for each label; "" if they are defined.
-
-    They need labels of both kinds.
-    """
+    """Say why NE and AUC are NaN, for each label; "" if they are defined. They need labels of both
+    kinds."""
     reasons = []
     for name, rate in metrics.items():
         label, slash, measure = name.rpartition("/")
@@ -48,10 +46,8 @@ def undefined(metrics: Mapping[str, float]) -> str:
 def result_warnings(
     config: TrainerConfig, step: int, steps_per_epoch: int, metrics: Mapping[str, float], metrics_path: str
 ) -> list[str]:
-    """Return a line for each finding at `step`.
-
-    `metrics` are of the validation split; empty without one.
-    """
+    """Return a line for each finding at `step`. `metrics` are of the validation split; empty
+    without one."""
     found = []
     if step < FEW_STEPS:
         found.append(
@@ -103,10 +99,8 @@ SUMMARY = "summary.json"
 
 @dataclass
 class TrainSummary:
-    """The result of a finished run.
-
-    `checkpoint` and `validation` belong to the best step if the run keeps it, otherwise to the last step.
-    """
+    """The result of a finished run. `checkpoint` and `validation` belong to the best step if the
+    run keeps it, otherwise to the last step."""
 
     run_dir: str
     checkpoint: str
@@ -193,10 +187,8 @@ def describe_run(run_dir: str, checkpoint: str, throughput: dict[str, float]) ->
 
 
 def describe_quality(metrics: dict[str, float], bayes_auc: float | None) -> str:
-    """Describe the metrics in one line.
-
-    `bayes_auc` is the best possible AUC of the label, or of the main label.
-    """
+    """Describe the metrics in one line. `bayes_auc` is the best possible AUC of the label, or of
+    the main label."""
     if labels := list(dict.fromkeys(name.rpartition("/")[0] for name in metrics if "/" in name)):
         prefixes = [f"{label}/" for label in labels]
         parts = [

@@ -55,13 +55,10 @@ logger = get_logger("pipeline.train")
 
 
 def train(job: TrainJob, open_input: OpenInput | None = None) -> TrainSummary:
-    """Train, or resume a training run. Rank 0 writes the run folder and holds its lease. Collective.
-
-    `open_input` opens the reader of the batches, instead of the reader of the training split.
-
-    Raises:
-        TrainingError: the job does not fit the data, the hardware or the checkpoint in its run folder.
-    """
+    """Train, or resume a training run. Rank 0 writes the run folder and holds its lease.
+    Collective. `open_input` opens the reader of the batches, instead of the reader of the training
+    split. Raises TrainingError if the job does not fit the data, the hardware or the checkpoint in
+    its run folder."""
     if job.sharding.allow_untested_versions:
         allow_untested_versions()
     context = init_for(job)
@@ -152,11 +149,9 @@ def _restore(
     replicas: Replicas | None,
     reader: BatchReader,
 ) -> tuple[Checkpointer, dict[str, Any] | None]:
-    """Open the run's checkpoints, restore the newest, and return its manifest. Collective.
-
-    Without a checkpoint the tables start from the run in warm_start, or from initial weights.
-    Tables of a stream may have more rows than the checkpoint.
-    """
+    """Open the run's checkpoints, restore the newest, and return its manifest. Collective. Without
+    a checkpoint the tables start from the run in warm_start, or from initial weights. Tables of a
+    stream may have more rows than the checkpoint."""
     data_order = describe_data_order(job, dataset.fingerprint())
     about = describe_job(job, dataset, data_order, json.loads(encode_record(sharded.plan)))
     about["compression"] = signatures(sharded.tables)

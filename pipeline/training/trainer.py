@@ -28,10 +28,8 @@ from pipeline.training.step_sync import LateStepSync, NonFiniteLossError, StepSy
 
 class PlainPipeline:
     """The computation of TorchRec's TrainPipelineBase in training; it also reads one batch ahead.
-
     It leaves out the copies to a device and six profiler ranges per step, which take about as long
-    as the step of a small model.
-    """
+    as the step of a small model."""
 
     def __init__(self, model: nn.Module, optimizer: StepOptimizer, device: torch.device) -> None:
         self._model, self._optimizer = model, optimizer
@@ -40,10 +38,8 @@ class PlainPipeline:
         self._tiered = [each for each in model.modules() if isinstance(each, ShardedTables) and each.tiered_groups]
 
     def progress(self, batches: Iterator[Batch]) -> object:
-        """Train on the next batch and return its prediction.
-
-        Raises StopIteration after the last batch.
-        """
+        """Train on the next batch and return its prediction. Raises StopIteration after the last
+        batch."""
         if not self._is_started:
             self._next, self._is_started = next(batches, None), True
         batch = self._next
@@ -66,10 +62,8 @@ logger = get_logger(__name__)
 
 @dataclass
 class FitResult:
-    """The result of fit().
-
-    `throughput` is empty if no step was left to train; `metrics` are of the last evaluation.
-    """
+    """The result of fit(). `throughput` is empty if no step was left to train; `metrics` are of the
+    last evaluation."""
 
     step: int
     stopped_early: bool = False
@@ -95,11 +89,8 @@ class Trainer:
 
     def fit(self, restored: dict[str, Any] | None = None) -> FitResult:
         """Train from the restored manifest's step (None: from 0) to the last step, and save there.
-        Collective.
-
-        Raises:
-            NonFiniteLossError: the loss is not finite, under the policy `stop` or too often in a row.
-        """
+        Collective. Raises NonFiniteLossError if the loss is not finite, under the policy `stop` or
+        too often in a row."""
         state = self._state
         if restored is not None:
             self._restore(restored)
@@ -127,10 +118,8 @@ class Trainer:
         )
 
     def _train(self) -> None:
-        """Train to the last step.
-
-        The last step is evaluated (unless the run was asked to stop) and saved. Collective.
-        """
+        """Train to the last step. The last step is evaluated (unless the run was asked to stop) and
+        saved. Collective."""
         state, hooks = self._state, self._hooks
         hooks.call("on_train_start", state)
         batches = self._begin()
@@ -197,20 +186,16 @@ class Trainer:
         )
 
     def _step_back(self) -> None:
-        """Go back to the batch that the flags are about.
-
-        It may have updated nothing although a step was counted.
-        """
+        """Go back to the batch that the flags are about. It may have updated nothing although a
+        step was counted."""
         late = self._state.sync.num_batches_late
         self._state.micro_step -= late
         self._state.step -= late
 
     def _has_ended(self) -> bool:
         """Return True if the input stream has ended. Collective after a failure of a reader, which
-        it raises on all ranks.
-
-        Hooks save the last complete step before the failure is raised, if that step is known.
-        """
+        it raises on all ranks. Hooks save the last complete step before the failure is raised, if
+        that step is known."""
         if failure := self._input.failure():
             self._step_back()
             if isinstance(failure, EndOfInputError):
@@ -225,10 +210,8 @@ class Trainer:
         return False
 
     def _roll_back(self, error: NonFiniteLossError) -> None:
-        """Restore the step to which a hook goes back.
-
-        Raises NonFiniteLossError if no hook does. Collective.
-        """
+        """Restore the step to which a hook goes back. Raises NonFiniteLossError if no hook does.
+        Collective."""
         state = self._state
         with watchdog.saving("going back to a checkpoint"):
             manifest = self._hooks.on_non_finite_loss(state, error)
@@ -257,10 +240,8 @@ class Trainer:
 
 
 def _make_sync(config: TrainerConfig, parts: TrainingParts, hooks: Sequence[Hook]) -> StepSync:
-    """Build the step's sync.
-
-    On a GPU use the one that does not make the host wait, if optimizers can skip an update there.
-    """
+    """Build the step's sync. On a GPU use the one that does not make the host wait, if optimizers
+    can skip an update there."""
     allowed = config.max_non_finite_steps if config.non_finite_loss != "stop" else 0
     if (
         devices.current().is_asynchronous

@@ -28,19 +28,15 @@ def job_of(verb: str) -> Callable[[Schema], Schema]:
 @dataclass
 class Job:
     """Base of all jobs. `plugins` are packages whose import registers components. Only the command
-    line may set them.
-
-    A saved job stores them to report missing plugins. Reading a saved job imports none of them.
-    """
+    line may set them. A saved job stores them to report missing plugins. Reading a saved job
+    imports none of them."""
 
     plugins: list[str] = field(default_factory=list, kw_only=True)
 
 
 def under(root: str, name: str) -> str:
-    """Return the path of `name` below `root`.
-
-    A root of "." is left out, which keeps paths short.
-    """
+    """Return the path of `name` below `root`. A root of "." is left out, which keeps paths
+    short."""
     return name if root == "." else f"{root.rstrip('/')}/{name}"
 
 

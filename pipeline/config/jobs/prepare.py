@@ -32,10 +32,8 @@ class RayConfig:
 @dataclass
 class PrepareJob(Job):
     """Prepare `source`, a file, folder or glob. Shards and dataset.json are written to data.path.
-
     With data.split.kind=given the splits name their sources, and `source` is left out.
-    `vocabularies` extends or reuses the vocabularies of another data set.
-    """
+    `vocabularies` extends or reuses the vocabularies of another data set."""
 
     data: DataConfig = field(default_factory=DataConfig)
     source: str | None = None
@@ -74,10 +72,8 @@ class PrepareJob(Job):
 @job_of("generate")
 @dataclass
 class GenerateJob(Job):
-    """Generate raw rows as data.synthetic or data.generator says.
-
-    `output` is a text file, which prepare reads.
-    """
+    """Generate raw rows as data.synthetic or data.generator says. `output` is a text file, which
+    prepare reads."""
 
     data: DataConfig = field(default_factory=DataConfig)
     output: str = "${paths.raw}/${data.name}.tsv"
@@ -118,10 +114,8 @@ class InspectJob(Job):
 @dataclass
 class CheckNodesJob(Job):
     """Check nodes. `folder` must be shared by all nodes; empty means no folder is checked.
-
     megabytes: size of a message between two nodes. min_gb_per_s: minimum of every link; None: a
-    link with less than half of the median is a problem. output: a JSON file for all measurements.
-    """
+    link with less than half of the median is a problem. output: a JSON file for all measurements."""
 
     folder: str = ""
     megabytes: float = 64.0

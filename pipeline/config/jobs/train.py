@@ -75,10 +75,8 @@ class Cadence(NamedTuple):
 
 
 def read_cadence(text: str, key: str) -> Cadence:
-    """Parse `every_5_minutes`, `every_30_seconds`, `every_200_steps` or `every_hour`.
-
-    Raises ConfigError for other text.
-    """
+    """Parse `every_5_minutes`, `every_30_seconds`, `every_200_steps` or `every_hour`. Raises
+    ConfigError for other text."""
     found = CADENCE.fullmatch(text)
     number = float((found[1] or "1_").rstrip("_")) if found else 0.0
     unit = found[2].rstrip("s") if found else ""
@@ -91,10 +89,9 @@ def read_cadence(text: str, key: str) -> Cadence:
 
 @dataclass
 class PublishingConfig:
-    """Publish deltas of an artifact during training, in a process next to rank 0.
-
-    `artifact` is a link, which the process creates if it does not exist. If its deltas have more than
-    `max_chain` times its bytes, a new artifact of the same step replaces it, and servers load that.
+    """Publish deltas of an artifact during training, in a process next to rank 0. `artifact` is a
+    link, which the process creates if it does not exist. If its deltas have more than `max_chain`
+    times its bytes, a new artifact of the same step replaces it, and servers load that.
 
     A due step is saved and then published. At most one step is being published and one waits; if
     more become due, the newest waits and earlier ones are dropped. The last step of the training is
@@ -188,19 +185,15 @@ class TrainJob(Job):
         return self._full_name(self.checkpoint.best_metric)
 
     def _full_name(self, metric: str | None) -> str:
-        """Return the full name of a metric.
-
-        None is the first metric; a name without a label is the first label's with it.
-        """
+        """Return the full name of a metric. None is the first metric; a name without a label is the
+        first label's with it."""
         named = (each for each in self.metrics if metric in (None, each, each.partition("/")[2]))
         return next(named, metric or "")
 
     @property
     def metrics(self) -> tuple[str, ...]:
         """Return the metrics that early stopping and checkpoints can use, the main label's first.
-
-        If there are several labels, names are <label>/<metric>.
-        """
+        If there are several labels, names are <label>/<metric>."""
         main, labels = self.data.columns.label, self.data.columns.all_labels
         learnt = [main, *(name for name in labels if name != main)] if self.model.learns_all else [main]
         found: list[str] = []

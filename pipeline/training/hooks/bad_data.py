@@ -30,11 +30,8 @@ class Rollback(Hook):
 
     def on_non_finite_loss(self, state: TrainingState, error: NonFiniteLossError) -> dict[str, Any]:
         """Restore the newest checkpoint before the bad steps and return its manifest. Collective.
-
-        Raises:
-            NonFiniteLossError: the policy is not rollback, the run has rolled back before, or there is no
-                earlier checkpoint.
-        """
+        Raises NonFiniteLossError if the policy is not rollback, the run has rolled back before, or
+        there is no earlier checkpoint."""
         accumulation, checkpointer = state.order.accumulation, self.parts.checkpointer
         micro_step = state.micro_step  # the micro-batch whose loss is not finite
         first, last = (micro_step - error.num_in_a_row + 1) // accumulation, micro_step // accumulation
@@ -98,10 +95,8 @@ class BadRows(Hook):
     _num_logged = 0
 
     def on_step_end(self, state: TrainingState) -> None:
-        """Raise TrainingError on every rank if too many rows are bad.
-
-        The step is saved before that.
-        """
+        """Raise TrainingError on every rank if too many rows are bad. The step is saved before
+        that."""
         bad, num_rows = state.sync.num_bad_rows, state.step * self.job.trainer.global_batch_size
         if problem := too_many_bad(self.parts.reader, bad, num_rows):
             state.hooks.call("on_failure", state)

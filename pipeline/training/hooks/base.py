@@ -47,10 +47,8 @@ from pipeline.training.step_sync import NonFiniteLossError, StepSync
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """The parts of a training run.
-
-    `task` is the module inside `model`: forward(batch) -> (loss, prediction).
-    """
+    """The parts of a training run. `task` is the module inside `model`: forward(batch) -> (loss,
+    prediction)."""
 
     model: DistributedModelParallel
     task: nn.Module
@@ -67,10 +65,8 @@ class TrainingParts:
 
 @dataclass
 class TrainingState:
-    """The progress of a training run, equal on every rank.
-
-    A hook may set `stopped_early` if it does so on every rank.
-    """
+    """The progress of a training run, equal on every rank. A hook may set `stopped_early` if it
+    does so on every rank."""
 
     order: BatchOrder
     sync: StepSync
@@ -115,10 +111,8 @@ class TrainingState:
         return every_steps > 0 and (self.step + ahead) % every_steps == 0
 
     def is_evaluation_due(self, config: TrainerConfig, ahead: int = 0) -> bool:
-        """Return True if an evaluation is due by steps or by epochs.
-
-        The last step is evaluated in any case.
-        """
+        """Return True if an evaluation is due by steps or by epochs. The last step is evaluated in
+        any case."""
         if self.is_due(config.evaluate_every_steps, ahead):
             return True
         step, every = self.step + ahead, config.evaluate_every_epochs
@@ -146,33 +140,24 @@ class Hook:
         self.job, self.parts = job, parts
 
     def on_restore(self, state: TrainingState, manifest: dict[str, Any]) -> None:
-        """A checkpoint was restored, at the start or by a rollback.
-
-        `manifest` holds the saved values of all hooks. Local.
-        """
+        """A checkpoint was restored, at the start or by a rollback. `manifest` holds the saved
+        values of all hooks. Local."""
 
     def on_fit_start(self, state: TrainingState) -> None:
-        """The run starts, even if no step is left to train.
-
-        `state.step` is the restored step, or 0. Collective.
-        """
+        """The run starts, even if no step is left to train. `state.step` is the restored step, or
+        0. Collective."""
 
     def on_train_start(self, state: TrainingState) -> None:
         """There are steps to train, and the first batch is read next. Collective."""
 
     def on_step_start(self, state: TrainingState) -> None:
         """A step is about to train its micro-batches. on_step_end or on_rollback follows.
-
-        Collective.
-        """
+        Collective."""
 
     def on_batch_end(self, state: TrainingState, prediction: Any) -> None:
         """The backward of a micro-batch is done. The prediction is None if the batch has updated
-        nothing. Local.
-
-        On a GPU the prediction may belong to the batch before. When a step is logged, evaluated or
-        saved, hooks have got all predictions up to it.
-        """
+        nothing. Local. On a GPU the prediction may belong to the batch before. When a step is
+        logged, evaluated or saved, hooks have got all predictions up to it."""
 
     def on_step_end(self, state: TrainingState) -> None:
         """The step `state.step` was trained. Collective."""
@@ -186,16 +171,12 @@ class Hook:
 
     def saved_values(self, state: TrainingState) -> dict[str, Any]:
         """Return JSON values for the manifest of a checkpoint that is about to be saved.
-
-        Collective.
-        """
+        Collective."""
         return {}
 
     def saved_files(self, state: TrainingState) -> dict[str, bytes]:
         """Return name -> content of files that this rank adds to a checkpoint.
-
-        Checkpointer.read_file reads them. Local.
-        """
+        Checkpointer.read_file reads them. Local."""
         return {}
 
     def on_non_finite_loss(self, state: TrainingState, error: NonFiniteLossError) -> dict[str, Any] | None:
@@ -206,10 +187,8 @@ class Hook:
         """The run went back to `state.step`. on_restore was called before. Collective."""
 
     def on_failure(self, state: TrainingState) -> None:
-        """The run ends with an error, but `state.step` is complete.
-
-        Example: rows cannot be read. Collective.
-        """
+        """The run ends with an error, but `state.step` is complete. Example: rows cannot be read.
+        Collective."""
 
     def on_fit_end(self, state: TrainingState) -> None:
         """All steps are trained, or the run was asked to stop. Collective."""
@@ -230,10 +209,8 @@ class HookList:
         self._with_something_to_do: dict[str, list[Hook]] = {}
 
     def call(self, moment: str, *arguments: Any) -> None:
-        """Call one moment of all hooks.
-
-        `moment` is the name of a method of Hook that returns None.
-        """
+        """Call one moment of all hooks. `moment` is the name of a method of Hook that returns
+        None."""
         if moment not in self._with_something_to_do:
             self._with_something_to_do[moment] = [hook for hook in self.hooks if _overrides(hook, moment)]
         for hook in self._with_something_to_do[moment]:
@@ -243,10 +220,8 @@ class HookList:
         return {name: value for hook in self.hooks for name, value in hook.log_values(state).items()}
 
     def saved_values(self, state: TrainingState) -> dict[str, Any]:
-        """Collect the values of all hooks.
-
-        Raises TrainingError if two hooks save under one name.
-        """
+        """Collect the values of all hooks. Raises TrainingError if two hooks save under one
+        name."""
         values: dict[str, Any] = {}
         for hook in self.hooks:
             own = hook.saved_values(state)
@@ -261,10 +236,8 @@ class HookList:
         return {name: content for hook in self.hooks for name, content in hook.saved_files(state).items()}
 
     def on_non_finite_loss(self, state: TrainingState, error: NonFiniteLossError) -> dict[str, Any]:
-        """Return the manifest of the first hook that restores a checkpoint.
-
-        Raises `error` if no hook does. Collective.
-        """
+        """Return the manifest of the first hook that restores a checkpoint. Raises `error` if no
+        hook does. Collective."""
         for hook in self.hooks:
             manifest = hook.on_non_finite_loss(state, error)
             if manifest is not None:

@@ -19,10 +19,7 @@ logger = get_logger("pipeline.training.trainer")
 
 class EarlyStop:
     """Counts consecutive evaluations without an improvement. All ranks see the same metrics and
-    decide the same.
-
-    `best` is negated if a higher metric is better.
-    """
+    decide the same. `best` is negated if a higher metric is better."""
 
     def __init__(
         self, config: EarlyStopConfig | PlateauConfig, metric: str = "ne", best: float | None = None, num_worse: int = 0
@@ -127,10 +124,8 @@ def _described(metrics: dict[str, float]) -> str:
 
 @register("hook", "plateau")
 class ReduceOnPlateau(Hook):
-    """Multiplies `state.lr_factor`.
-
-    A checkpoint holds the factor and the count, so a resume is exact.
-    """
+    """Multiplies `state.lr_factor`. A checkpoint holds the factor and the count, so a resume is
+    exact."""
 
     def __init__(self, job: TrainJob, parts: TrainingParts) -> None:
         super().__init__(job, parts)

@@ -41,12 +41,8 @@ MAX_NAMED = 8
 
 def differences(job: TrainJob, config: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return key -> (value of the run, value of this job) for each key that can change a result.
-
-    `config` is the config in a checkpoint's manifest.
-
-    Raises:
-        ConfigError: the run's config needs a plugin that is not loaded.
-    """
+    `config` is the config in a checkpoint's manifest. Raises ConfigError if the run's config needs
+    a plugin that is not loaded."""
     before = dict(_leaves(asdict(job_from_yaml(TrainJob, yaml.safe_dump(config)))))
     now = dict(_leaves(asdict(job)))
     keys = [key for key in dict.fromkeys([*now, *before]) if _is(key, TRAINS) or not _is(key, NEUTRAL)]
@@ -75,11 +71,8 @@ def describe_differences(found: dict[str, tuple[Any, Any]]) -> list[str]:
 
 def check_finished(run_dir: str, step: int, found: dict[str, tuple[Any, Any]]) -> str:
     """Return a text about ignored settings, "" if nothing is ignored. No step is left to train
-    after `step`.
-
-    Raises:
-        TrainingError: the job sets values that would train other weights than the weights of the run.
-    """
+    after `step`. Raises TrainingError if the job sets values that would train other weights than
+    the weights of the run."""
     if asked := {key: pair for key, pair in found.items() if _is(key, TRAINS)}:
         raise TrainingError(
             f"{run_dir} is trained to its last step, {step}, and no step is left for {_named(asked)}: nothing was changed. "
@@ -96,11 +89,9 @@ def _named(found: dict[str, tuple[Any, Any]]) -> str:
 
 
 def _is(key: str, patterns: tuple[str, ...]) -> bool:
-    """Return True if a pattern matches the key.
-
-    A pattern that ends in "." or "_" matches a prefix. A pattern that starts with "." matches
-    anywhere. Any other pattern matches a complete key or a section.
-    """
+    """Return True if a pattern matches the key. A pattern that ends in "." or "_" matches a prefix.
+    A pattern that starts with "." matches anywhere. Any other pattern matches a complete key or a
+    section."""
     return any(
         pattern in key
         if pattern.startswith(".")
@@ -125,10 +116,8 @@ logger = get_logger("pipeline.train")
 
 @register("hook", "record")
 class RunRecord(Hook):
-    """Writes config, plan and starts.jsonl just before the first batch is read.
-
-    Before that nothing in the folder changes.
-    """
+    """Writes config, plan and starts.jsonl just before the first batch is read. Before that nothing
+    in the folder changes."""
 
     def __init__(self, job: TrainJob, parts: TrainingParts) -> None:
         super().__init__(job, parts)
@@ -138,10 +127,8 @@ class RunRecord(Hook):
         self._manifest = manifest
 
     def on_fit_start(self, state: TrainingState) -> None:
-        """Log what differs from the earlier run.
-
-        Raises TrainingError if the run is finished and the job would train other weights.
-        """
+        """Log what differs from the earlier run. Raises TrainingError if the run is finished and
+        the job would train other weights."""
         # manifests of tests may lack a config
         if self._manifest is None or "config" not in self._manifest:
             return
@@ -178,9 +165,7 @@ class RunRecord(Hook):
 
 def describe_start(step: int, world_size: int) -> dict[str, Any]:
     """Describe when, where and with which command a training starts or resumes after `step`.
-
-    Credentials are masked.
-    """
+    Credentials are masked."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "from_step": step,

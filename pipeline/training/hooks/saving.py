@@ -24,10 +24,8 @@ logger = get_logger(__name__)
 
 
 class Saving:
-    """Saves steps.
-
-    Collective. A failed asynchronous save is reported when the next save is due, or by finish().
-    """
+    """Saves steps. Collective. A failed asynchronous save is reported when the next save is due, or
+    by finish()."""
 
     def __init__(self, config: CheckpointConfig, checkpointer: Checkpointer) -> None:
         self._config, self._checkpointer = config, checkpointer
@@ -36,10 +34,8 @@ class Saving:
         self._failures: list[CheckpointError] = []
 
     def check_space(self, step: int, total_steps: int) -> None:
-        """Check before training that the checkpoints to keep fit.
-
-        Raises CheckpointError if they do not.
-        """
+        """Check before training that the checkpoints to keep fit. Raises CheckpointError if they do
+        not."""
         # None: the number of saves depends on the time
         every, num_saves = self._config.save_every_steps, None
         if self._config.save_every_minutes is None:
@@ -47,11 +43,8 @@ class Saving:
         self._checkpointer.check_free_space(num_saves)
 
     def save(self, step: int, values: dict[str, Any], files: dict[str, bytes] | None = None) -> None:
-        """Save a step.
-
-        Raises CheckpointError if the save failed and the policy is to stop or the failures are too
-        many.
-        """
+        """Save a step. Raises CheckpointError if the save failed and the policy is to stop or the
+        failures are too many."""
         started = time.monotonic()
         self._await_pending()
         try:
@@ -66,10 +59,8 @@ class Saving:
             self._await_pending()
 
     def finish(self) -> None:
-        """Wait for a save in progress.
-
-        Raises CheckpointError if the last save failed, under any policy.
-        """
+        """Wait for a save in progress. Raises CheckpointError if the last save failed, under any
+        policy."""
         self._await_pending()
         if self._failures:
             raise self._failures[-1]
@@ -94,10 +85,8 @@ class Saving:
 
 @register("hook", "saving")
 class SaveCheckpoints(Hook):
-    """Saves when a step is due.
-
-    Rank 0's clock decides checkpoint.save_every_minutes, and ranks share the flag with the loss.
-    """
+    """Saves when a step is due. Rank 0's clock decides checkpoint.save_every_minutes, and ranks
+    share the flag with the loss."""
 
     def __init__(self, job: TrainJob, parts: TrainingParts, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(job, parts)
@@ -108,10 +97,8 @@ class SaveCheckpoints(Hook):
         self._best_step = 0
 
     def on_evaluation_end(self, state: TrainingState, metrics: dict[str, float]) -> None:
-        """Remember the best step.
-
-        A step that was saved before its evaluation is not a candidate: its manifest has no metrics.
-        """
+        """Remember the best step. A step that was saved before its evaluation is not a candidate:
+        its manifest has no metrics."""
         if not self.job.checkpoint.save_best or state.saved_step == state.step:
             return
         self._best.update(metrics)
@@ -151,10 +138,8 @@ class SaveCheckpoints(Hook):
         self._saving.finish()
 
     def on_failure(self, state: TrainingState) -> None:
-        """Try to save the step.
-
-        An error of this save is only logged, so that it does not hide the error that ends the run.
-        """
+        """Try to save the step. An error of this save is only logged, so that it does not hide the
+        error that ends the run."""
         if state.step > state.saved_step:
             try:
                 self._save(state)

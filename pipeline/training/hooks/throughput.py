@@ -39,10 +39,8 @@ def _quality(values: dict[str, float]) -> str:
 
 @register("hook", "throughput")
 class StepLog(Hook):
-    """Logs training metrics and rates.
-
-    Its clock runs only during training steps, not during evaluation and saving.
-    """
+    """Logs training metrics and rates. Its clock runs only during training steps, not during
+    evaluation and saving."""
 
     def __init__(self, job: TrainJob, parts: TrainingParts) -> None:
         super().__init__(job, parts)
@@ -218,9 +216,7 @@ def describe_comms_wait(rates: dict[str, float]) -> str:
 
 def peak_memory_gb(context: DistributedContext) -> float:
     """Return the peak memory in GiB of the rank that used most; see own_peak_memory_gb.
-
-    Collective.
-    """
+    Collective."""
     value = torch.tensor(own_peak_memory_gb(), device=context.device)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value)
@@ -233,11 +229,8 @@ def own_peak_memory_gb() -> float:
 
 def of_ranks(context: DistributedContext, values: dict[str, float]) -> list[dict[str, float]]:
     """Return each rank's values in the order of ranks, with its straggler_score if comms_seconds is
-    known. Collective.
-
-    All ranks must pass the same names. Collectives make the step times of all ranks equal, so the
-    score needs comms_seconds.
-    """
+    known. Collective. All ranks must pass the same names. Collectives make the step times of all
+    ranks equal, so the score needs comms_seconds."""
     own = torch.tensor(list(values.values()), dtype=torch.float64, device=context.device)
     gathered = [torch.empty_like(own) for _ in range(context.world_size)]
     dist.all_gather(gathered, own)
@@ -249,10 +242,8 @@ def of_ranks(context: DistributedContext, values: dict[str, float]) -> list[dict
 
 
 def straggler_scores(busy_seconds: list[float]) -> list[float]:
-    """Return the busy time per step of each rank divided by the median of all ranks.
-
-    Waiting for others is not busy time.
-    """
+    """Return the busy time per step of each rank divided by the median of all ranks. Waiting for
+    others is not busy time."""
     middle = max(statistics.median(busy_seconds), 1e-9)
     return [seconds / middle for seconds in busy_seconds]
 
