@@ -54,11 +54,23 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class Split:
-    """One split. num_positives counts rows where the main label is not 0."""
+    """One split. num_positives counts rows where the main label is not 0.
+
+    weighted_rate: the share of positives by the weights that the rows of the main label have in an
+    evaluation; None if all weights are 1.
+    """
 
     files: List[ShardFile]
     num_rows: int
     num_positives: int
+    weighted_rate: Optional[float] = None
+
+    @property
+    def label_rate(self) -> float:
+        """Return the share of positives, weighted; 0 without rows."""
+        if self.weighted_rate is not None:
+            return self.weighted_rate
+        return self.num_positives / self.num_rows if self.num_rows else 0.0
 
 
 @dataclass(frozen=True)
@@ -230,6 +242,9 @@ class Dataset:
                     del feature[key]
             if not feature["weighted"]:
                 del feature["weighted"]
+        for split in values["splits"].values():
+            if split["weighted_rate"] is None:
+                del split["weighted_rate"]
         return json.dumps(values, indent=indent, sort_keys=True)
 
     @classmethod

@@ -3,6 +3,9 @@
 
 NE is the log loss divided by the entropy of the label rate (He et al. 2014, section 3). Training's
 running NE over ranks is TorchRec's, with the same definition.
+
+Every measure takes the rows' sample weights: a row of weight 2 counts as two equal rows. Use these
+functions wherever rows are summed. docs/explain/weights.md lists all sums over rows.
 """
 
 from __future__ import annotations
@@ -16,29 +19,31 @@ Floats = NDArray[np.float64]
 MIN_PROBABILITY = 1e-12
 
 
-def ranked_groups(scores: NDArray[np.floating], labels: NDArray[np.number]) -> tuple[Floats, Floats]:
-    """Return counts of positives and of all rows for each group of equal scores, highest score
-    first."""
+def ranked_groups(
+    scores: NDArray[np.floating], labels: NDArray[np.number], weights: NDArray[np.floating] | None = None
+) -> tuple[Floats, Floats]:
+    """Return the weight of positives and of all rows for each group of equal scores, highest score
+    first. weights: 1 by default."""
     order = np.argsort(scores)[::-1]
     ordered = scores[order]
-    ends = np.append(np.flatnonzero(ordered[1:] != ordered[:-1]), len(ordered) - 1)
+    begins = np.append(0, np.flatnonzero(ordered[1:] != ordered[:-1]) + 1)
     del ordered
-    ranked = labels[order]
-    del order
-    positives = ranked.cumsum(dtype=np.int64)[ends]
-    return np.diff(positives, prepend=0).astype(np.float64), np.diff(ends + 1, prepend=0).astype(np.float64)
+    counted = np.ones(len(order)) if weights is None else weights[order].astype(np.float64)
+    sizes: Floats = np.add.reduceat(counted, begins)
+    positives: Floats = np.add.reduceat(counted * labels[order], begins)
+    return positives, sizes
 
 
-def auc(scores: NDArray[np.floating], labels: NDArray[np.number]) -> float:
+def auc(scores: NDArray[np.floating], labels: NDArray[np.number], weights: NDArray[np.floating] | None = None) -> float:
     """Return the area under the ROC curve of scores [n] and labels 0 or 1 [n]. Ties count half
     (Mann-Whitney U / (P N)).
 
-    NaN if all labels are equal. The sums are of whole and half numbers, so the order of rows makes
-    no difference below 2**52 pairs.
+    NaN if all labels are equal. Without weights the sums are of whole and half numbers, so the
+    order of rows makes no difference below 2**52 pairs.
     """
     if not len(scores):
         return math.nan
-    positives, sizes = ranked_groups(scores, labels)
+    positives, sizes = ranked_groups(scores, labels, weights)
     negatives = sizes - positives
     pairs = positives.sum() * negatives.sum()
     above = positives.cumsum() - positives

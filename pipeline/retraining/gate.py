@@ -9,7 +9,6 @@ bootstrap gives its upper bound.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,13 +44,15 @@ class Scores:
         return losses if self.weights is None else losses * self.weights
 
     @property
+    def label_rate(self) -> float:
+        """Return the mean label, weighted; 0 without rows."""
+        counted = self.weights is None or self.weights.any()
+        return float(np.average(self.labels, weights=self.weights)) if len(self.labels) and counted else 0.0
+
+    @property
     def ne(self) -> float:
-        if self.weights is None:
-            return normalized_entropy(self.losses, self.labels)
-        total = float(self.weights.sum(dtype=np.float64))
-        rate = float((self.weights * self.labels).sum(dtype=np.float64)) / total if total else 0.0
-        entropy = -rate * math.log(rate) - (1 - rate) * math.log1p(-rate) if 0.0 < rate < 1.0 else 0.0
-        return float(self.losses.sum()) / total / entropy if entropy else math.nan
+        weights = None if self.weights is None else self.weights.astype(np.float64)
+        return normalized_entropy(log_losses(self.logits, self.labels), self.labels, weights)
 
     @property
     def calibration(self) -> float:
@@ -102,7 +103,7 @@ def judge(challenger: Scores, champion: Scores | None, config: GateConfig, seed:
     absolute limits.
     """
     metrics = {"challenger_ne": challenger.ne, "challenger_calibration": challenger.calibration}
-    metrics["eval_rows"], metrics["eval_label_rate"] = float(len(challenger.labels)), float(challenger.labels.mean())
+    metrics["eval_rows"], metrics["eval_label_rate"] = float(len(challenger.labels)), challenger.label_rate
     findings = [_finite(challenger), _enough_rows(challenger, config)]
     if not all(finding.passed for finding in findings):
         return Verdict(findings, {name: value for name, value in metrics.items() if np.isfinite(value)})
@@ -125,7 +126,7 @@ def _finite(challenger: Scores) -> Finding:
 
 
 def _enough_rows(challenger: Scores, config: GateConfig) -> Finding:
-    rows, rate = len(challenger.labels), float(challenger.labels.mean()) if len(challenger.labels) else 0.0
+    rows, rate = len(challenger.labels), challenger.label_rate
     text = f"the next window has {rows:,} rows with label rate {rate:.4f}; gate.min_rows={config.min_rows:,} rows with both labels are required"
     return Finding("rows", rows >= config.min_rows and 0.0 < rate < 1.0, rows, config.min_rows, text, "at least")
 

@@ -24,7 +24,7 @@ MAX_QUANTILE_ROWS = 200_000  # of a dense feature, taken evenly from all row gro
 
 @dataclass(frozen=True)
 class WindowStatistics:
-    """Statistics of a window.
+    """Statistics of a window. Label rate, shares and quantiles are weighted by the sample weights.
 
     empty_share: feature -> share of rows whose ids are all unknown to the champion (dense: whose
     value is 0). distance: feature -> distance of its values from the previous accepted window, from
@@ -72,16 +72,17 @@ def measure(folder: str, previous: WindowStatistics | None) -> WindowStatistics:
     empty, distance, quantiles = {}, {}, {}
     for name in dataset.dense_features:
         values = np.concatenate(reader.dense[name]) if reader.dense[name] else np.zeros(0, np.float32)
-        empty[name] = reader.empty[name] / max(reader.rows, 1)
-        quantiles[name] = [float(f"{value:.6g}") for value in _quantiles(values)]
+        empty[name] = reader.empty[name] / (reader.weight or 1.0)
+        weights = None if reader.weights is None else np.concatenate([*reader.weights, np.zeros(0)])
+        quantiles[name] = [float(f"{value:.6g}") for value in _quantiles(values, weights)]
         if previous is not None and name in previous.quantiles:
             distance[name] = ks_distance(previous.quantiles[name], quantiles[name])
     buckets = _buckets(folder)
     for name in dataset.sparse_feature_names:
-        empty[name] = reader.empty[name] / max(reader.rows, 1)
+        empty[name] = reader.empty[name] / (reader.weight or 1.0)
         if previous is not None and name in previous.buckets and name in buckets:
             distance[name] = total_variation(previous.buckets[name], buckets[name])
-    rate = dataset.splits["train"].num_positives / max(reader.rows, 1)
+    rate = dataset.splits["train"].label_rate
     return WindowStatistics(reader.rows, rate, _rounded(empty), _rounded(distance), quantiles, buckets)
 
 
@@ -101,17 +102,23 @@ class _Counts:
         self._dataset = dataset
         num_groups = sum(len(shard.row_groups) for shard in dataset.splits["train"].files)
         self._rows_a_group = max(1, MAX_QUANTILE_ROWS // max(num_groups, 1))
-        self.rows = 0
+        self.rows, self.weight = 0, 0.0
+        # of the rows in `dense`; None: all 1
+        self.weights: list[NDArray[np.float64]] | None = [] if dataset.weight_column else None
         names = [*dataset.dense_features, *dataset.sparse_feature_names]
-        self.empty = dict.fromkeys(names, 0)
+        self.empty = dict.fromkeys(names, 0.0)
         self.dense: dict[str, list[NDArray[np.float32]]] = {name: [] for name in dataset.dense_features}
 
     def add(self, table: Any) -> None:
-        self.rows += table.num_rows
         step = max(1, table.num_rows // self._rows_a_group)
+        weights = np.ones(table.num_rows)
+        if self.weights is not None:
+            weights = table[self._dataset.weight_column].to_numpy().astype(np.float64)
+            self.weights.append(weights[::step])
+        self.rows, self.weight = self.rows + table.num_rows, self.weight + float(weights.sum())
         for name in self._dataset.dense_features:
             values = table[name].to_numpy()
-            self.empty[name] += int(np.count_nonzero(values == 0))
+            self.empty[name] += float(weights[values == 0].sum())
             self.dense[name].append(values[::step])
         for feature in self._dataset.sparse_features:
             column = table[feature.name].combine_chunks()
@@ -120,13 +127,13 @@ class _Counts:
             if feature.multi_hot:
                 known = np.logical_or.reduceat(np.append(known, False), column.offsets.to_numpy()[:-1])
                 known &= np.diff(column.offsets.to_numpy()) > 0
-            self.empty[feature.name] += table.num_rows - int(np.count_nonzero(known))
+            self.empty[feature.name] += float(weights[~known].sum())
 
 
-def _quantiles(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    if not len(values):
+def _quantiles(values: NDArray[np.float32], weights: NDArray[np.float64] | None) -> NDArray[np.float32]:
+    if not len(values) or (weights is not None and not weights.any()):
         return np.zeros(NUM_QUANTILES, np.float32)
-    return np.quantile(values, np.linspace(0, 1, NUM_QUANTILES), method="inverted_cdf")
+    return np.quantile(values, np.linspace(0, 1, NUM_QUANTILES), method="inverted_cdf", weights=weights)
 
 
 def ks_distance(before: list[float], now: list[float]) -> float:

@@ -146,7 +146,7 @@ def test_an_artifact_scores_each_label_by_name_and_is_certified_by_each(
     parity = exported.parity["validation"]
     assert list(parity["tasks"]) == LABELS and parity["max_score_difference"] < 1e-5
     of_order = parity["tasks"]["order"]
-    assert of_order["ne"] == pytest.approx(trained.validation["order/ne"], abs=0.02)  # there weighed by `worth`
+    assert of_order["ne"] == pytest.approx(trained.validation["order/ne"], abs=0.02)  # there weighted by `worth`
     _check_report(exported)
     predictor = Predictor.load(str(tmp_path / "artifact"))
     try_out(predictor)

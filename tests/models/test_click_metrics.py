@@ -35,7 +35,7 @@ def test_auc_and_auprc_agree_with_torchmetrics() -> None:
     logits, labels = _draw(20_000, seed=1)
     probabilities = torch.sigmoid(logits)
     assert auc(logits, labels) == pytest.approx(float(binary_auroc(probabilities, labels.long())), abs=1e-5)
-    assert auprc(logits, labels) == pytest.approx(
+    assert auprc(logits.numpy(), labels.numpy()) == pytest.approx(
         float(binary_average_precision(probabilities, labels.long())), abs=1e-5
     )
 
@@ -76,7 +76,7 @@ def test_metrics_over_ranks_equal_hand_computed_ones_and_ignore_padding(
         "calibration": float(probabilities.sum() / labels.sum()),
         "label_rate": float(rate),
         "auc": auc(logits, labels),
-        "auprc": auprc(logits, labels),
+        "auprc": auprc(logits.numpy(), labels.numpy()),
         "num_samples": 4000 - 37,
     }
     for metrics in ranks.run(world_size, _metrics_of_a_share, world_size, shared):

@@ -84,7 +84,10 @@ def staging_folder(job: PrepareJob) -> str:
 def describe(summary: PrepareSummary) -> str:
     dataset = summary.dataset
     lines = [f"{dataset.name}: {dataset.accepted_rows:,} rows accepted, {dataset.quarantined_rows:,} quarantined"]
-    lines += [f"  {name:12}{dataset.splits[name].num_rows:>15,} rows{_shared(dataset, name)}" for name in SPLITS]
+    lines += [
+        f"  {name:12}{dataset.splits[name].num_rows:>15,} rows{_rate(dataset, name)}{_shared(dataset, name)}"
+        for name in SPLITS
+    ]
     ids = sum(feature.cardinality for feature in dataset.sparse_features)
     lines.append(
         f"  {len(dataset.dense_features)} dense features, {len(dataset.sparse_features)} sparse with {ids:,} ids"
@@ -103,6 +106,14 @@ def describe(summary: PrepareSummary) -> str:
         lines.append(f"written to {summary.path} in {summary.seconds:.1f} s ({rate:,.0f} rows/s)")
     lines += [f"worth a look: {hint}" for hint in summary.hints]
     return "\n".join(lines)
+
+
+def _rate(dataset: Dataset, name: str) -> str:
+    """Describe the label rate of a split; "" without rows, or if the main label is not binary."""
+    split = dataset.splits[name]
+    kind = next(label.kind for label in dataset.all_labels if label.name == dataset.label)
+    weighted = "" if split.weighted_rate is None else "weighted "
+    return f", {weighted}label rate {split.label_rate:.4f}" if split.num_rows and kind == "binary" else ""
 
 
 def _shared(dataset: Dataset, split: str) -> str:

@@ -53,7 +53,7 @@ def assemble_dataset(recipe: Recipe, files: Sequence[FileSummary], prepared: Pre
         label=features.label,
         dense_features=features.dense,
         sparse_features=prepared.sparse,
-        splits={name: _split(shards, number) for number, name in enumerate(SPLITS)},
+        splits={name: _split(shards, number, features) for number, name in enumerate(SPLITS)},
         source_rows=sum(file.num_source_rows for file in files),
         accepted_rows=sum(file.num_rows for file in files),
         quarantined_rows=quarantined,
@@ -109,12 +109,15 @@ def _describe_sequence(features: Features, name: str) -> SequenceFeature | None:
     return SequenceFeature(sequence.max_length, sequence.keep, sequence.beside, sequence.shares)
 
 
-def _split(shards: list[WrittenShard], number: int) -> Split:
+def _split(shards: list[WrittenShard], number: int, features: Features) -> Split:
     held = [shard for shard in shards if shard.split == number]
+    weight, positive = sum(shard.weight for shard in held), sum(shard.positive_weight for shard in held)
+    is_plain = weight == sum(shard.file.num_rows for shard in held) and not features.weight
     return Split(
         files=[shard.file for shard in held],
         num_rows=sum(shard.file.num_rows for shard in held),
         num_positives=sum(shard.num_positives for shard in held),
+        weighted_rate=None if is_plain else positive / weight if weight else 0.0,
     )
 
 
@@ -122,7 +125,8 @@ def _bayes_auc(shards: list[WrittenShard], features: Features) -> dict[str, floa
     """Return the AUC of the teacher's probabilities: by split for the main label, by split/label
     for other labels.
 
-    Empty for a source that was not generated. A masked label counts where its mask is 1.
+    Empty for a source that was not generated. A masked label counts where its mask is 1. Rows count by
+    their weight.
     """
     aucs = {}
     for number, split in enumerate(SPLITS):
@@ -131,10 +135,12 @@ def _bayes_auc(shards: list[WrittenShard], features: Features) -> dict[str, floa
             truth, labels = (
                 np.concatenate(parts) for parts in zip(*((s.truth[name], s.labels[name]) for s in held), strict=True)
             )
+            weights = np.concatenate([s.labels[features.weight] for s in held]) if features.weight else None
             if mask := features.labels[name].mask:
                 counts = np.concatenate([shard.labels[mask] for shard in held]) == 1
                 truth, labels = truth[counts], labels[counts]
-            area = auc(truth, labels)
+                weights = None if weights is None else weights[counts]
+            area = auc(truth, labels, weights)
             key = split if name == features.label else f"{split}/{name}"
             # labels of one kind cannot be ranked
             aucs[key] = 0.5 if math.isnan(area) else round(area, 9)

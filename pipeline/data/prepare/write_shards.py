@@ -46,12 +46,16 @@ OBJECTS_AT_ONCE = 16
 class WrittenShard:
     """A written shard.
 
-    `truth`: label -> the teacher's probabilities, `labels`: the sampled labels; for generated data only.
+    `truth`: label -> the teacher's probabilities, `labels`: the sampled labels and the weight column; for
+    generated data only.
     """
 
     split: int
     file: ShardFile
     num_positives: int
+    # sum of the weights of the main label's rows, and of its positives
+    weight: float
+    positive_weight: float
     labels: dict[str, np.ndarray] = field(repr=False)
     truth: dict[str, np.ndarray] = field(repr=False)
 
@@ -154,18 +158,21 @@ class _ShardWriter:
 
     def write(self, staged: str) -> WrittenShard:
         item = self._item
-        row_groups, num_positives = [], 0
+        row_groups, num_positives, weight, positive_weight = [], 0, 0.0, 0.0
         truth: dict[str, list[np.ndarray]] = defaultdict(list)
         labels: dict[str, list[np.ndarray]] = defaultdict(list)
         with pq.ParquetWriter(staged, self._schema, **PARQUET_OPTIONS) as out:
             for table in in_row_groups(self._read(), self._recipe.config.rows_per_row_group):
                 out.write_table(table.select(self._schema.names).cast(self._schema))
                 row_groups.append(table.num_rows)
-                num_positives += int(np.count_nonzero(table[self._features.label].to_numpy()))
+                positive = table[self._features.label].to_numpy() != 0
+                num_positives += int(np.count_nonzero(positive))
+                weights = self._weights(table)
+                weight, positive_weight = weight + float(weights.sum()), positive_weight + float(weights @ positive)
                 generated = [name for name in self._features.labels if TRUTH_COLUMN + name in table.schema.names]
                 for name in generated:
                     truth[name].append(table[TRUTH_COLUMN + name].to_numpy())
-                for name in self._features.labels if generated else ():
+                for name in (*self._features.labels, *filter(None, [self._features.weight])) if generated else ():
                     labels[name].append(table[name].to_numpy())
         assert sum(row_groups) == item.num_rows
         size, digest = os.path.getsize(staged), storage.sha256_of(staged)
@@ -174,9 +181,23 @@ class _ShardWriter:
             split=item.split,
             file=ShardFile(item.path, item.num_rows, size, digest, row_groups),
             num_positives=num_positives,
+            weight=weight,
+            positive_weight=positive_weight,
             labels={name: np.concatenate(parts) for name, parts in labels.items()},
             truth={name: np.concatenate(parts) for name, parts in truth.items()},
         )
+
+    def _weights(self, table: pa.Table) -> np.ndarray:
+        """Return the weights [rows] that an evaluation gives the main label."""
+        features, sampling = self._features, self._features.negative_sampling
+        weights = np.ones(table.num_rows)
+        if features.weight:
+            weights *= table[features.weight].to_numpy()
+        if mask := features.labels[features.label].mask:
+            weights *= table[mask].to_numpy() == 1
+        if sampling and SPLITS[self._item.split] == "train":
+            weights[table[sampling.label].to_numpy() == 0] /= sampling.keep
+        return weights
 
     def _read(self) -> Iterator[pa.Table]:
         item = self._item

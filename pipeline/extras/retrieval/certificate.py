@@ -75,7 +75,7 @@ def measure(towers: Towers, sample: Sample, recall_at: Sequence[int]) -> Measure
     for batch in sample.batches:
         of_users, of_items = towers.of(batch)
         ids = _first_ids(batch, number)
-        labels, weights = batch.labels[:, 0].float(), ((batch.sample_weights[:, 0] > 0) & batch.real).float()
+        labels, weights = batch.labels[:, 0].float(), batch.sample_weights[:, 0].float() * batch.real
         nothing = torch.zeros(len(labels))
         metrics.update(RetrievalPrediction(nothing.mean(), nothing, labels, weights, of_users, of_items, ids))
         clicked = (weights > 0) & (labels > 0)

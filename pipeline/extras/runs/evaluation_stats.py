@@ -2,7 +2,7 @@
 (without torch).
 
 A block is a part of the split's files, the same rows for every run over the same split, so two
-runs' blocks can be paired. One Parquet file has a row per block, and everything else as JSON in the
+runs' blocks can be paired. All sums are weighted by the rows' sample weights. One Parquet file has a row per block, and everything else as JSON in the
 file's metadata.
 """
 
@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.checkpoint.retention import is_higher_better
-from pipeline.data.quality import log_losses
+from pipeline.data.quality import binary_entropy, log_losses
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import storage
 
 SUFFIX = ".details.parquet"
 NAME = re.compile(r"evaluation\.(\w+)\.step_(\d+)\.details\.parquet")
 MAX_BLOCKS = 10_000
-NUM_BINS = 20  # of the reliability diagram, with equally many rows each
+NUM_BINS = 20  # of the reliability diagram, with equal weight each
 KEY = b"pipeline.evaluation"
 Floats = NDArray[np.float64]
 
@@ -41,11 +41,13 @@ class Bin:
 
 @dataclass(frozen=True)
 class Slice:
-    """Sums over the rows whose first id of `feature` is `id`. `loss` is in nats."""
+    """Weighted sums over the rows whose first id of `feature` is `id`. `loss` is in nats."""
 
     feature: str
     id: int
-    rows: int
+    rows: int  # not weighted
+    weight: float
+    weight_squares: float
     labels: float
     predictions: float
     loss: float
@@ -55,10 +57,21 @@ class Slice:
         """Return the loss divided by the entropy of the slice's label rate; NaN if its labels are
         all equal.
         """
-        rate = self.labels / self.rows
-        if not 0.0 < rate < 1.0:
-            return float("nan")
-        return float(self.loss / self.rows / -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)))
+        rate = self.label_rate
+        return self.loss / self.weight / binary_entropy(rate) if 0.0 < rate < 1.0 else math.nan
+
+    @property
+    def effective_rows(self) -> float:
+        """Return the number of rows of equal weight that would give the same error (Kish 1965)."""
+        return self.weight**2 / self.weight_squares
+
+    @property
+    def label_rate(self) -> float:
+        return self.labels / self.weight
+
+    @property
+    def mean_prediction(self) -> float:
+        return self.predictions / self.weight
 
     @property
     def calibration(self) -> float:
@@ -67,14 +80,15 @@ class Slice:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sums over the rows of each block [num_blocks]; `auc_term` sums each row's part in the AUC's
-    deviation.
+    """Weighted sums over the rows of each block [num_blocks]; `rows` is not weighted; `auc_term` sums
+    each row's part in the AUC's deviation.
 
     If block b is taken m_b times, the AUC is that of the complete split plus sum(m_b * auc_term_b),
     to first order (DeLong 1988).
     """
 
     rows: Floats
+    weight: Floats
     labels: Floats
     predictions: Floats
     loss: Floats
@@ -99,63 +113,79 @@ class EvaluationStats:
 
 
 def summarize_rows(
-    blocks: NDArray[np.integer], logits: NDArray[np.floating], labels: NDArray[np.integer], num_blocks: int
+    blocks: NDArray[np.integer],
+    logits: NDArray[np.floating],
+    labels: NDArray[np.integer],
+    num_blocks: int,
+    weights: NDArray[np.floating],
 ) -> tuple[Blocks, list[Bin]]:
-    """Summarize rows [n] in any order: their blocks in [0, num_blocks), logits, and labels
-    0 or 1.
+    """Summarize rows [n] in any order: their blocks in [0, num_blocks), logits, labels 0 or 1, and
+    weights.
     """
     order = np.argsort(logits, kind="stable")
+    ordered = logits[order]
+    ends = np.append(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1, len(ordered))
+    del ordered
+    tie_of = np.repeat(np.arange(len(ends), dtype=np.int32), np.diff(ends, prepend=0))  # rows of `order`
 
-    def per_block(values: Floats | None) -> Floats:
+    def per_block(values: NDArray[np.floating] | None) -> Floats:
         return np.bincount(blocks, weights=values, minlength=num_blocks).astype(np.float64)
 
     # One column of float64 after the other, because with 2**24 rows each takes 128 MiB.
-    auc_term = per_block(auc_terms(logits, labels, order))
-    loss = per_block(log_losses(logits, labels.astype(np.float64)))
-    predictions = 1.0 / (1.0 + np.exp(-logits.astype(np.float64)))
-    sums = Blocks(per_block(None), per_block(labels.astype(np.float64)), per_block(predictions), loss, auc_term)
+    auc_term = per_block(auc_terms(labels, weights, order, tie_of))
+    bin_of = np.empty(len(order), np.int8)
+    bin_of[order] = _bins_of_ties(np.bincount(tie_of, weights[order]))[tie_of]
+    del order, tie_of
+    loss = per_block(weights * log_losses(logits, labels.astype(np.float64)))
+    columns = [weights, weights * labels, weights / (1.0 + np.exp(-logits.astype(np.float64)))]
+    weight, clicks, predicted = (np.bincount(bin_of, column) for column in columns)
+    rows = np.bincount(bin_of)
     bins = [
-        Bin(len(rows), float(predictions[rows].mean()), float(labels[rows].mean()))
-        for rows in np.array_split(order, min(NUM_BINS, len(order)))
-        if len(rows)
+        Bin(int(rows[number]), float(predicted[number] / weight[number]), float(clicks[number] / weight[number]))
+        for number in np.flatnonzero(rows)
     ]
-    return sums, bins
+    blocks_of = [per_block(column) for column in columns]
+    return Blocks(per_block(None), blocks_of[0], blocks_of[1], blocks_of[2], loss, auc_term), bins
 
 
-def auc_terms(logits: NDArray[np.floating], labels: NDArray[np.integer], order: NDArray[np.integer]) -> Floats:
+def _bins_of_ties(weights: NDArray[np.number]) -> NDArray[np.int8]:
+    """Return the bin of each group of equal scores, lowest first, so that bins have about the same weight."""
+    middle = np.cumsum(weights) - weights / 2
+    return np.minimum(middle / weights.sum() * NUM_BINS, NUM_BINS - 1).astype(np.int8)
+
+
+def auc_terms(
+    labels: NDArray[np.integer],
+    weights: NDArray[np.floating],
+    order: NDArray[np.integer],
+    tie_of: NDArray[np.integer],
+) -> Floats:
     """Return [n]: each row's structural component of the AUC minus the mean of its class (DeLong et
-    al. 1988).
+    al. 1988), times its weight.
 
-    `order` sorts the logits ascending. Zeros if all labels are equal.
+    `order` sorts the rows by score, ascending. `tie_of` numbers the scores of the sorted rows; equal
+    scores have one number. Zeros if all labels are equal.
     """
-    ordered, positive = logits[order], labels[order] > 0
-    num_positive = int(positive.sum())
-    num_negative = len(positive) - num_positive
-    if not num_positive or not num_negative:
-        return np.zeros(len(order))
-    ends = np.append(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1, len(ordered))
-    tie_of = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
+    positive, ordered = labels[order] > 0, weights[order].astype(np.float64)
+    of_positives, of_negatives = float(ordered[positive].sum()), float(ordered[~positive].sum())
+    terms = np.zeros(len(order))
+    if not of_positives or not of_negatives:
+        return terms
 
-    del ordered
-
-    def shares_below(of_class: NDArray[np.bool_], count: int, rows: NDArray[np.bool_]) -> Floats:
+    def shares_below(of_class: NDArray[np.bool_], total: float, rows: NDArray[np.bool_]) -> Floats:
         """Return for `rows` the share of a class with a lower score; equal scores count half."""
-        up_to: Floats = np.cumsum(of_class, dtype=np.float64)[ends - 1]
-        below = up_to.copy()
-        below[1:] += up_to[:-1]
-        del up_to
-        below /= 2
-        below /= count
+        per_tie = np.bincount(tie_of, ordered * of_class)
+        below = np.cumsum(per_tie) - per_tie / 2
+        below /= total
         shares: Floats = below[tie_of[rows]]
         return shares
 
-    above_negatives = shares_below(~positive, num_negative, positive)
-    area = float(above_negatives.mean())
-    terms = np.empty(len(order))
-    terms[order[positive]] = (above_negatives - area) / num_positive
+    above_negatives = shares_below(~positive, of_negatives, positive)
+    area = float(np.average(above_negatives, weights=ordered[positive]))
+    terms[order[positive]] = (above_negatives - area) * ordered[positive] / of_positives
     del above_negatives
-    below_positives = 1.0 - shares_below(positive, num_positive, ~positive)
-    terms[order[~positive]] = (below_positives - area) / num_negative
+    below_positives = 1.0 - shares_below(positive, of_positives, ~positive)
+    terms[order[~positive]] = (below_positives - area) * ordered[~positive] / of_negatives
     return terms
 
 
@@ -176,7 +206,17 @@ def write_stats(path: str, stats: EvaluationStats) -> None:
         "metrics": {name: value for name, value in stats.metrics.items() if np.isfinite(value)},
         "reliability": [[each.rows, each.prediction, each.label_rate] for each in stats.reliability],
         "slices": [
-            [each.feature, each.id, each.rows, each.labels, each.predictions, each.loss] for each in stats.slices
+            [
+                each.feature,
+                each.id,
+                each.rows,
+                each.weight,
+                each.weight_squares,
+                each.labels,
+                each.predictions,
+                each.loss,
+            ]
+            for each in stats.slices
         ],
     }
     table = pa.table({name.name: getattr(stats.blocks, name.name) for name in fields(Blocks)})

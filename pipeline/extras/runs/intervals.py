@@ -64,7 +64,7 @@ def resampled_measures(
     num_blocks = len(runs[names[0]].rows)
     columns = np.concatenate(
         [
-            np.stack([blocks.rows, blocks.labels, blocks.predictions, blocks.loss, blocks.auc_term])
+            np.stack([blocks.weight, blocks.labels, blocks.predictions, blocks.loss, blocks.auc_term])
             for blocks in runs.values()
         ]
     ).T
@@ -75,13 +75,13 @@ def resampled_measures(
             for begin in range(0, num_samples, SAMPLES_AT_ONCE)
         ]
     ).reshape(num_samples, len(names), 5)
-    rows, labels, predictions, loss, auc_term = (sums[:, :, index] for index in range(5))
-    rate = labels / rows
+    weight, labels, predictions, loss, auc_term = (sums[:, :, index] for index in range(5))
+    rate = labels / weight
     with np.errstate(divide="ignore", invalid="ignore"):
         entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate))
-        found = {"ne": loss / rows / entropy, "logloss": loss / rows, "calibration": predictions / labels}
+        found = {"ne": loss / weight / entropy, "logloss": loss / weight, "calibration": predictions / labels}
     found["auc"] = auc_term + np.array([aucs[name] for name in names])
-    has_both = (labels > 0) & (labels < rows)  # rows of one class have no NE and no AUC
+    has_both = (labels > 0) & (labels < weight)  # rows of one class have no NE and no AUC
     found |= {measure: np.where(has_both, found[measure], np.nan) for measure in ("ne", "calibration", "auc")}
     return {measure: {name: found[measure][:, index] for index, name in enumerate(names)} for measure in MEASURES}
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from pipeline.data.quality import binary_entropy
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.data.read.reader import ShardReader
 from pipeline.models.tasks.task import task_in
@@ -53,7 +54,7 @@ def permutation_importance(
                 for index, batch in zip(range(num_batches), fail_safe.batches(batches), strict=False):
                     batch = batch.to(context.device)
                     names = [*dense_names, *batch.sparse_features.keys()]
-                    sums = sums if len(sums) else torch.zeros((len(names) + 1, 3), dtype=torch.float64)
+                    sums = sums if len(sums) else torch.zeros((len(names) + 1, 4), dtype=torch.float64)
                     sums += _of_batch(model, task, batch, dense_names, [SEED, index, context.rank])
                     bar.advance(1)
                     if true_on_any_rank(preemption.wanted() or fail_safe.error is not None, context):
@@ -70,12 +71,11 @@ def permutation_importance(
 
 
 def _of_batch(model: nn.Module, task: Any, batch: Batch, dense_names: list[str], seed: list[int]) -> torch.Tensor:
-    """Return [1 + features, 3]: rows, positives and losses; then for each feature rows, added
-    losses and their squares.
+    """Return [1 + features, 4]: rows, and weighted rows, positives and losses; then for each feature
+    weighted added losses, and the products of squared weights with 1, added losses and their squares.
     """
-    counted, labels, before = _losses(model, task, batch)
-    rows = float(counted.sum())
-    sums = [[rows, float(labels[counted].sum()), float(before[counted].sum())]]
+    weights, labels, before = _losses(model, task, batch)
+    sums = [[float((weights > 0).sum()), *(float((weights * part).sum()) for part in (weights > 0, labels, before))]]
     order = np.arange(batch.batch_size)
     real = np.flatnonzero(batch.is_present.cpu().numpy())
     order[real] = np.random.default_rng(seed).permutation(real)
@@ -91,20 +91,23 @@ def _of_batch(model: nn.Module, task: Any, batch: Batch, dense_names: list[str],
 
 def _added(model: nn.Module, task: Any, batch: Batch, before: torch.Tensor) -> list[float]:
     watchdog.beat(phase="evaluating")
-    counted, _, after = _losses(model, task, batch)
-    added = (after - before)[counted]
-    return [float(counted.sum()), float(added.sum()), float(added.square().sum())]
+    weights, _, after = _losses(model, task, batch)
+    added, squares = after - before, weights.square()
+    return [
+        float((weights * added).sum()),
+        *(float((squares * part).sum()) for part in (weights > 0, added, added.square())),
+    ]
 
 
 def _losses(model: nn.Module, task: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return [batch] each: which rows count, labels, and log losses in nats."""
+    """Return [batch] each: weights, labels, and log losses in nats."""
     _, prediction = model(batch)
     main = clicks_of(task, prediction).get(main_prefix(task))
     if main is None:
         raise TrainingError("importance_rows: this model gives no probability of a click, which the importance needs")
     labels = main.labels.double()
     return (
-        main.sample_weights > 0,
+        main.sample_weights.double(),
         labels,
         binary_cross_entropy_with_logits(main.logits.double(), labels, reduction="none"),
     )
@@ -143,14 +146,15 @@ def with_shuffled(batch: Batch, key: str, order: torch.Tensor) -> Batch:
 
 def _summarized(names: list[str], sums: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, Any]:
     """Summarize. Raises TrainingError if NE is undefined."""
-    rows, positives, loss = sums[0]
-    rate = positives / rows if rows else 0.0
+    rows, weight, positives, loss = sums[0]
+    rate = positives / weight if weight else 0.0
     if rows < 2 or not 0.0 < rate < 1.0:
-        raise TrainingError(f"importance_rows: {rows:.0f} rows with {positives:.0f} positives: use more rows")
-    entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate))
+        raise TrainingError(f"importance_rows: {rows:.0f} rows with label rate {rate:.3g}: use more rows")
+    entropy = binary_entropy(rate)
     features = {}
-    for name, (_, added, squares) in zip(names, sums[1:], strict=True):
-        mean = added / rows
-        error = np.sqrt(max(squares / rows - mean**2, 0.0) / (rows - 1))
-        features[name] = {"ne_increase": float(mean / entropy), "error": float(error / entropy)}
-    return {"rows": int(rows), "ne": float(loss / rows / entropy), "features": features}
+    for name, (total, squares, of_added, of_squares) in zip(names, sums[1:], strict=True):
+        mean = total / weight
+        # sum of w^2 (added - mean)^2, the variance of a weighted sum of independent rows
+        spread = max(of_squares - 2 * mean * of_added + mean**2 * squares, 0.0) * rows / (rows - 1)
+        features[name] = {"ne_increase": float(mean / entropy), "error": float(np.sqrt(spread) / weight / entropy)}
+    return {"rows": int(rows), "ne": float(loss / weight / entropy), "features": features}

@@ -67,6 +67,7 @@ def render_report(run: Run) -> str:
     split = choose_split([run])
     step, metrics = run.metrics(split)
     stats, dataset, plan = stats_of(run, split, step), dataset_of(run), _plan_of(run)
+    limit = dataset.bayes_auc.get(split) if dataset else None
     names = list(dict.fromkeys(name for values in run.evaluations.values() for name in values))
     bins, rates = stats.reliability if stats else [], _rates(run)
     points = [(each.prediction, each.label_rate) for each in bins]
@@ -77,7 +78,7 @@ def render_report(run: Run) -> str:
         run=run,
         split=split,
         num_ranks=run.starts[-1].world_size if run.starts else run.config.get("world_size", 1),
-        cards=_cards(run, f"on the {split} split, step {step:,}", step, metrics),
+        cards=_cards(run, f"on the {split} split, step {step:,}", step, metrics, limit),
         warnings=list(warnings_of(run, metrics, stats)),
         quality=_quality(run),
         stats=stats,
@@ -146,12 +147,12 @@ def _plan_of(run: Run) -> PlanDescription | None:
         return None
 
 
-def _cards(run: Run, of: str, step: int, metrics: dict[str, float]) -> list[tuple[str, str]]:
-    """Return pairs of a large figure and its description."""
+def _cards(run: Run, of: str, step: int, metrics: dict[str, float], limit: float | None) -> list[tuple[str, str]]:
+    """Return pairs of a large figure and its description. limit: the best possible AUC of the split."""
     of += " (the best)" if run.summary.get("best_step") == step else ""
     titles = (("NE", "ne"), ("AUC", "auc"))
     cards = [(f"{metrics[name]:.4f}", f"{title} {of}") for title, name in titles if name in metrics]
-    if (limit := run.summary.get("bayes_auc")) and "auc" in metrics:
+    if limit and "auc" in metrics:
         share = (metrics["auc"] - 0.5) / (limit - 0.5)
         cards.append((f"{100 * share:.1f} %", f"of the lift that the data allow: their best AUC is {limit:.4f}"))
     if not cards:
@@ -246,7 +247,7 @@ def _sharding_types(plan: PlanDescription) -> str:
 
 def _splits(dataset: Dataset) -> list[list[str]]:
     return [
-        [name, f"{split.num_rows:,}", fixed(split.num_positives / split.num_rows) if split.num_rows else "-",
+        [name, f"{split.num_rows:,}", fixed(split.label_rate) if split.num_rows else "-",
          fixed(dataset.bayes_auc.get(name))]
         for name in ("train", "validation", "test") if (split := dataset.splits.get(name))
     ]  # fmt: skip

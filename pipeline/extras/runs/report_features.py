@@ -38,11 +38,11 @@ def feature_rows(dataset: Dataset, stats: EvaluationStats | None, run: Run) -> l
     """
     unknown = {each.feature: each for each in stats.slices if each.id == 0} if stats else {}
     measured = {each.feature for each in stats.slices} if stats else set()
-    total = float(stats.blocks.rows.sum()) if stats else 0.0
+    total = float(stats.blocks.weight.sum()) if stats else 0.0
     rows = []
     for feature in dataset.sparse_features:
         curve, none = feature.frequency_curve, unknown.get(feature.name)
-        share = (none.rows if none else 0) / total if feature.name in measured and total else None
+        share = (none.weight if none else 0) / total if feature.name in measured and total else None
         table = run.table_of(feature.name)
         updated, size = table.get("updated"), table.get("rows")
         rows.append([
@@ -81,7 +81,7 @@ def slice_rows(dataset: Dataset | None, stats: EvaluationStats | None, run: Run)
     return [
         [
             each.feature, values[each.feature].get(each.id, "unknown or rare" if each.id == 0 else f"id {each.id}"),
-            f"{each.rows:,}", f"{each.labels / each.rows:.4f}", f"{each.predictions / each.rows:.4f}",
+            f"{each.rows:,}", f"{each.label_rate:.4f}", f"{each.mean_prediction:.4f}",
             _finite(each.calibration, ".3f"), _finite(each.ne, ".4f"), f"{deviations(each):+z.1f}",
         ]
         for each in worst
@@ -95,11 +95,11 @@ def worst_slices(slices: Sequence[Slice]) -> list[Slice]:
 
 
 def deviations(each: Slice) -> float:
-    """Return predicted minus true positives, in standard deviations of a sum of independent
-    rows.
+    """Return the mean prediction minus the label rate, in standard deviations of a mean of
+    independent rows.
     """
-    rate = min(max(each.predictions / each.rows, 1e-9), 1 - 1e-9)
-    return (each.predictions - each.labels) / math.sqrt(each.rows * rate * (1 - rate))
+    rate = min(max(each.mean_prediction, 1e-9), 1 - 1e-9)
+    return (each.mean_prediction - each.label_rate) / math.sqrt(rate * (1 - rate) / each.effective_rows)
 
 
 def head_values(run: Run, dataset: Dataset | None, feature: str) -> dict[int, str]:

@@ -28,7 +28,7 @@ HEAD_IDS = (
 class StatsCollector:
     """Collect. Every rank has one collector for each evaluation.
 
-    It keeps 9 bytes per row; rank 0 gets the rows of all ranks at the end. With more than
+    It keeps 13 bytes per row; rank 0 gets the rows of all ranks at the end. With more than
     `max_rows` rows of all ranks nothing is kept. Slices are of features that use the data set's
     ids.
     """
@@ -38,9 +38,9 @@ class StatsCollector:
         self._dataset, self._features = reader.dataset_fingerprint, reader.plain_features
         self._context, self._positions, self._num_rows = context, reader.positions(epoch=0), reader.num_rows
         self._num_blocks = min(MAX_BLOCKS, reader.num_rows)
-        # rows, labels, predictions, losses
-        self._sums = np.zeros((4, len(self._features) * HEAD_IDS))
-        self._rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        # rows, weights, squared weights, and weighted labels, predictions, losses
+        self._sums = np.zeros((6, len(self._features) * HEAD_IDS))
+        self._rows: list[tuple[torch.Tensor, ...]] = []
 
     def update(self, prediction: Any, batch: Batch) -> None:
         """Local: add a batch, in the reader's order.
@@ -51,27 +51,27 @@ class StatsCollector:
             return
         positions = next(self._positions)
         real = (prediction.sample_weights > 0).cpu().numpy()
-        logits, labels = (getattr(prediction, name).float().cpu().numpy()[real] for name in ("logits", "labels"))
+        logits, labels, weights = (
+            getattr(prediction, name).float().cpu().numpy()[real] for name in ("logits", "labels", "sample_weights")
+        )
         blocks = (positions[real] * self._num_blocks // self._num_rows).astype(np.int32)
-        parts = (blocks, logits, labels.astype(np.uint8))
-        self._rows.append(tuple(torch.from_numpy(part) for part in parts))  # type: ignore[arg-type]
+        parts = (blocks, logits, labels.astype(np.uint8), weights)
+        self._rows.append(tuple(torch.from_numpy(part) for part in parts))
         self._num_kept += len(labels)
         if self._num_kept > self._max_rows:  # already on this rank alone
             self._rows, self._is_too_long = [], True
             return
-        self._add_slices(batch, real, logits, labels)
+        predictions = 1.0 / (1.0 + np.exp(-logits.astype(np.float64)))
+        summed = (labels, predictions, log_losses(logits, labels))
+        self._add_slices(batch, real, [None, weights, weights**2, *(weights * values for values in summed)])
 
-    def _add_slices(
-        self, batch: Batch, real: NDArray[np.bool_], logits: NDArray[np.float32], labels: NDArray[np.float32]
-    ) -> None:
-        values = (None, labels, 1.0 / (1.0 + np.exp(-logits.astype(np.float64))), log_losses(logits, labels))
+    def _add_slices(self, batch: Batch, real: NDArray[np.bool_], values: list[NDArray[np.floating] | None]) -> None:
         for index, feature in enumerate(self._features):
             ids = first_ids(batch.sparse_features[feature])[real]
             head = ids < HEAD_IDS
             at = slice(index * HEAD_IDS, (index + 1) * HEAD_IDS)
             for sums, value in zip(self._sums, values, strict=True):
-                weights = None if value is None else value[head]
-                sums[at] += np.bincount(ids[head], weights=weights, minlength=HEAD_IDS)
+                sums[at] += np.bincount(ids[head], None if value is None else value[head], HEAD_IDS)
 
     def compute(self, split: str, step: int, metrics: dict[str, float]) -> EvaluationStats | None:
         """Collective: return the statistics on rank 0, or None if there are no rows or too many;
@@ -89,26 +89,24 @@ class StatsCollector:
                 f"{self._max_rows:,}",
             )
             return None
-        kinds = (torch.int32, torch.float32, torch.uint8)
+        kinds = (torch.int32, torch.float32, torch.uint8, torch.float32)
         local = [
             torch.cat([rows[index] for rows in self._rows]) if self._rows else torch.empty(0, dtype=kind)
             for index, kind in enumerate(kinds)
         ]
-        blocks, logits, labels = (gather_to_main(values, self._context).numpy() for values in local)
+        blocks, logits, labels, weights = (gather_to_main(values, self._context).numpy() for values in local)
         sums = torch.from_numpy(self._sums).to(self._context.device)
         dist.reduce(sums, dst=0)
         if not self._context.is_main or not len(logits):
             return None
-        sums_of_blocks, reliability = summarize_rows(blocks, logits, labels, self._num_blocks)
+        sums_of_blocks, reliability = summarize_rows(blocks, logits, labels, self._num_blocks, weights)
         slices = self._slices(sums.cpu().numpy())
         return EvaluationStats(split, step, self._dataset, metrics, sums_of_blocks, reliability, slices)
 
     def _slices(self, sums: NDArray[np.float64]) -> list[Slice]:
         found = [
-            Slice(feature, id, int(rows), float(labels), float(predictions), float(loss))
+            Slice(feature, id, int(rows), *sums_of_id)
             for index, feature in enumerate(self._features)
-            for id, (rows, labels, predictions, loss) in enumerate(
-                sums[:, index * HEAD_IDS : (index + 1) * HEAD_IDS].T.tolist()
-            )
+            for id, (rows, *sums_of_id) in enumerate(sums[:, index * HEAD_IDS : (index + 1) * HEAD_IDS].T.tolist())
         ]
         return [each for each in found if each.rows]

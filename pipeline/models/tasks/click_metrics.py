@@ -7,8 +7,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torchmetrics import Metric
 from torchrec.metrics.calibration import CalibrationMetric
 from torchrec.metrics.ctr import CTRMetric
@@ -25,7 +27,7 @@ TASK = RecTaskInfo(name="click", label_name="label", prediction_name="prediction
 # nats, as usual in the field.
 NAMES = {"ne-click|{}_ne": "ne", "ne-click|{}_logloss": "logloss", "calibration-click|{}_calibration": "calibration"}
 BATCHES_AT_ONCE = 64
-EXACT_ROWS = 1 << 24  # rows up to which AUC is exact: 80 MiB of logits and labels
+EXACT_ROWS = 1 << 24  # rows up to which AUC is exact: 144 MiB of logits, labels and weights
 COUNTED_AT_ONCE = 1 << 20  # rows that are counted into buckets at a time
 LABEL_RATE = "ctr-click|{}_ctr"
 
@@ -116,27 +118,29 @@ def _gathered(state: torch.Tensor, group: dist.ProcessGroup | None = None) -> li
 class ScoreCollector:
     """Compute AUC and AUPRC of all ranks' samples in bounded memory.
 
-    Up to `exact_rows` samples of all ranks the metrics are exact: each sample's logit and label is
-    kept (5 bytes), and rank 0 sorts them. More samples are counted by buckets of logits (10 MiB),
+    Up to `exact_rows` samples of all ranks the metrics are exact: each sample's logit, label and
+    weight are kept (9 bytes), and rank 0 sorts them. More samples are counted by buckets of logits (10 MiB),
     and the result states its error.
     """
 
     def __init__(self, exact_rows: int = EXACT_ROWS) -> None:
-        self._exact_rows, self._num_kept = exact_rows, 0
+        self._exact_rows, self._num_kept, self._num_counted = exact_rows, 0, 0
         self._logits: list[torch.Tensor] = []
         self._labels: list[torch.Tensor] = []
+        self._weights: list[torch.Tensor] = []
         self._counts: ScoreCounts | None = None
 
     @property
     def kept_bytes(self) -> int:
         """Return the bytes of samples and counts on this rank."""
         counted = 0 if self._counts is None else self._counts.counts.nbytes
-        return counted + sum(part.nbytes for part in (*self._logits, *self._labels))
+        return counted + sum(part.nbytes for part in (*self._logits, *self._labels, *self._weights))
 
     def update(self, prediction: Prediction) -> None:
         real = prediction.sample_weights > 0
         self._logits.append(prediction.logits[real].cpu())
         self._labels.append(prediction.labels[real].to(torch.uint8).cpu())
+        self._weights.append(prediction.sample_weights[real].float().cpu())
         self._num_kept += len(self._labels[-1])
         if self._num_kept > (self._exact_rows if self._counts is None else COUNTED_AT_ONCE):
             self._count()
@@ -145,8 +149,10 @@ class ScoreCollector:
         """Move the kept samples into the buckets."""
         counts = self._counts = self._counts or ScoreCounts()
         if self._logits:
-            counts.add(torch.cat(self._logits).float().numpy(), torch.cat(self._labels).numpy())
-        self._logits, self._labels, self._num_kept = [], [], 0
+            logits, *others = (torch.cat(parts) for parts in (self._logits, self._labels, self._weights))
+            counts.add(logits.float().numpy(), *(other.numpy() for other in others))
+        self._num_counted += self._num_kept
+        self._logits, self._labels, self._weights, self._num_kept = [], [], [], 0
         return counts
 
     def compute(self, context: DistributedContext) -> dict[str, float]:
@@ -155,8 +161,7 @@ class ScoreCollector:
         If they are computed from buckets, `auc_error` and `auprc_error` bound the distance from the
         exact values.
         """
-        counted = 0 if self._counts is None else int(self._counts.counts.sum())
-        num_samples = torch.tensor(counted + self._num_kept, device=context.device)
+        num_samples = torch.tensor(self._num_counted + self._num_kept, device=context.device)
         dist.all_reduce(num_samples)
         found = self._by_buckets(context) if int(num_samples) > self._exact_rows else self._exact(context)
         values = torch.tensor(found, dtype=torch.float64, device=context.device)
@@ -166,10 +171,10 @@ class ScoreCollector:
         return {"auc": area, "auprc": precision_area, "num_samples": int(num_samples), **named}
 
     def _exact(self, context: DistributedContext) -> list[float]:
-        logits = torch.cat(self._logits) if self._logits else torch.empty(0)
-        labels = torch.cat(self._labels) if self._labels else torch.empty(0, dtype=torch.uint8)
-        logits, labels = gather_to_main(logits, context), gather_to_main(labels, context)
-        return [auc(logits.numpy(), labels.numpy()), auprc(logits, labels)] if context.is_main else [0.0, 0.0]
+        kinds = ((self._logits, torch.float32), (self._labels, torch.uint8), (self._weights, torch.float32))
+        local = [torch.cat(parts) if parts else torch.empty(0, dtype=kind) for parts, kind in kinds]
+        rows = [gather_to_main(values, context).numpy() for values in local]
+        return [auc(*rows), auprc(*rows)] if context.is_main else [0.0, 0.0]
 
     def _by_buckets(self, context: DistributedContext) -> list[float]:
         """Return AUC, AUPRC and their errors from the buckets."""
@@ -202,12 +207,14 @@ def gather_to_main(local: torch.Tensor, context: DistributedContext) -> torch.Te
     return torch.cat([part[: int(length)].cpu() for part, length in zip(gathered, sizes, strict=True)])
 
 
-def auprc(scores: torch.Tensor, labels: torch.Tensor) -> float:
+def auprc(
+    scores: NDArray[np.floating], labels: NDArray[np.number], weights: NDArray[np.floating] | None = None
+) -> float:
     """Return the average precision: the sum over score thresholds of precision times the step in
     recall.
     """
-    if len(scores) == 0:
+    positives, sizes = ranked_groups(scores, labels, weights) if len(scores) else (np.zeros(0), np.zeros(0))
+    if not positives.sum():
         return math.nan
-    positives, sizes = (torch.from_numpy(counts) for counts in ranked_groups(scores.numpy(), labels.numpy()))
-    precision = positives.cumsum(0) / sizes.cumsum(0)
+    precision = positives.cumsum() / sizes.cumsum()
     return float((precision * positives).sum() / positives.sum())

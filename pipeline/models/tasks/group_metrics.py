@@ -2,7 +2,8 @@
 rate@k over all ranks.
 
 GAUC is the mean of the groups' AUCs, weighted by their rows (Zhou et al. 2018, Deep Interest
-Network, section 6.2).
+Network, section 6.2). A row of weight w takes w positions of the ranking; a fraction of a position
+counts as that fraction.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from pipeline.runtime.process.distributed import DistributedContext
 
 
 class GroupMeasure:
-    """Keep each row's group, logit and label: 13 bytes per row. compute() collects the rows of all
-    ranks on rank 0.
+    """Keep each row's group, logit, label and weight: 17 bytes per row. compute() collects the rows
+    of all ranks on rank 0.
     """
 
     def __init__(self, context: DistributedContext, at: list[int]) -> None:
@@ -31,6 +32,7 @@ class GroupMeasure:
         self._groups: list[torch.Tensor] = []
         self._logits: list[torch.Tensor] = []
         self._labels: list[torch.Tensor] = []
+        self._weights: list[torch.Tensor] = []
 
     def update(self, prediction: Any, groups: torch.Tensor | None) -> None:
         """Local: add a batch. prediction: logits, labels and sample_weights [batch].
@@ -39,21 +41,23 @@ class GroupMeasure:
         """
         if groups is None:
             return
-        real = (prediction.sample_weights.cpu() > 0) & (groups != 0)
+        weights = prediction.sample_weights.cpu()
+        real = (weights > 0) & (groups != 0)
         self._groups.append(groups[real])
         self._logits.append(prediction.logits.cpu()[real])
         self._labels.append(prediction.labels.cpu()[real].to(torch.uint8))
+        self._weights.append(weights[real].float())
 
     def compute(self) -> dict[str, float]:
         """Collective: return the metrics (see group_metrics), equal on every rank."""
-        kinds = (torch.int64, torch.float32, torch.uint8)
-        parts = zip((self._groups, self._logits, self._labels), kinds, strict=True)
+        kinds = (torch.int64, torch.float32, torch.uint8, torch.float32)
+        parts = zip((self._groups, self._logits, self._labels, self._weights), kinds, strict=True)
         local = [torch.cat(part) if part else torch.empty(0, dtype=kind) for part, kind in parts]
-        groups, logits, labels = (gather_to_main(values, self._context).numpy() for values in local)
+        groups, logits, labels, weights = (gather_to_main(values, self._context).numpy() for values in local)
         names = list(group_metrics(groups[:0], logits[:0], labels[:0], self._at))
         values = torch.zeros(len(names), dtype=torch.float64)
         if self._context.is_main:
-            found = group_metrics(groups, logits, labels, self._at)
+            found = group_metrics(groups, logits, labels, self._at, weights)
             values = torch.tensor([found[name] for name in names], dtype=torch.float64)
         values = values.to(self._context.device)
         dist.broadcast(values, src=0)
@@ -64,15 +68,21 @@ class GroupMeasure:
 
 
 def group_metrics(
-    groups: NDArray[np.int64], scores: NDArray[np.floating], labels: NDArray[np.number], at: list[int]
+    groups: NDArray[np.int64],
+    scores: NDArray[np.floating],
+    labels: NDArray[np.number],
+    at: list[int],
+    weights: NDArray[np.floating] | None = None,
 ) -> dict[str, float]:
     """Return gauc, ndcg_at_<k>, hit_rate_at_<k>, num_groups and num_one_class_groups of rows [n].
+
+    weights: of the rows, 1 by default.
 
     Each group counts once in ndcg and hit rate. A group with labels of one class ranks nothing: it
     is left out of all metrics and counted. Rows with equal scores count as the mean over all their
     orders, so the order of rows does not matter. NaN without a group to rank.
     """
-    ties, num_groups = _ties_of(groups, scores, labels)
+    ties, num_groups = _ties_of(groups, scores, labels, np.ones(len(labels)) if weights is None else weights)
     positives, rows = ties.total(ties.positives), ties.total(ties.sizes)
     ranked = (positives > 0) & (positives < rows)
     found = {"gauc": _mean(_aucs(ties, positives, rows)[ranked], rows[ranked])}
@@ -84,7 +94,7 @@ def group_metrics(
 @dataclass(frozen=True)
 class _Ties:
     """Runs of rows of one group with equal scores, best first in each group: arrays [num_ties],
-    `firsts` [num_groups].
+    `firsts` [num_groups]. Rows and positives are sums of weights.
     """
 
     sizes: Floats
@@ -99,15 +109,18 @@ class _Ties:
         return sums
 
 
-def _ties_of(groups: NDArray[np.int64], scores: NDArray[np.floating], labels: NDArray[np.number]) -> tuple[_Ties, int]:
+def _ties_of(
+    groups: NDArray[np.int64], scores: NDArray[np.floating], labels: NDArray[np.number], weights: NDArray[np.floating]
+) -> tuple[_Ties, int]:
     order = np.lexsort((-scores, groups))
-    groups, scores, labels = groups[order], scores[order], labels[order]
+    groups, scores, labels, weights = groups[order], scores[order], labels[order], weights[order].astype(np.float64)
     new_group = np.append(True, groups[1:] != groups[:-1])[: len(groups)]
     new_tie = new_group.copy()
     new_tie[1:] |= scores[1:] != scores[:-1]
     starts = np.flatnonzero(new_tie)
-    sizes = np.diff(np.append(starts, len(groups))).astype(np.float64)
-    positives = np.add.reduceat(labels.astype(np.float64), starts) if len(starts) else np.zeros(0)
+    sizes, positives = (
+        np.add.reduceat(values, starts) if len(starts) else np.zeros(0) for values in (weights, weights * labels)
+    )
     firsts = np.flatnonzero(new_group[starts])
     group_of = np.cumsum(new_group[starts]) - 1
     before, positives_before = (np.cumsum(values) - values for values in (sizes, positives))
@@ -128,10 +141,10 @@ def _ndcg(ties: _Ties, positives: Floats, k: int) -> Floats:
     Each position of a run gains the run's share of positives (McSherry and Najork 2008).
     """
     discounts = np.concatenate([[0.0], np.cumsum(1.0 / np.log2(np.arange(k) + 2.0))])
-    first, last = (np.minimum(places, k).astype(np.int64) for places in (ties.before, ties.before + ties.sizes))
-    gains = ties.positives / ties.sizes * (discounts[last] - discounts[first])
-    best = discounts[np.minimum(positives, k).astype(np.int64)]
-    ndcg: Floats = ties.total(gains) / np.maximum(best, discounts[1])
+    places = np.arange(k + 1.0)
+    first, last, best = (np.interp(at, places, discounts) for at in (ties.before, ties.before + ties.sizes, positives))
+    gains = ties.positives / ties.sizes * (last - first)
+    ndcg: Floats = ties.total(gains) / np.where(best > 0, best, 1.0)
     return ndcg
 
 
@@ -142,9 +155,12 @@ def _hits(ties: _Ties, k: int) -> Floats:
     end = ties.before + ties.sizes
     missed = np.where((ties.positives > 0) & (end <= k), 0.0, 1.0)
     for run in np.flatnonzero((ties.before < k) & (end > k) & (ties.positives > 0)):
-        size, negatives = int(ties.sizes[run]), int(ties.sizes[run] - ties.positives[run])
-        places = k - int(ties.before[run])
-        missed[run] = math.comb(negatives, places) / math.comb(size, places)
+        # without replacement: the chance that each of the first places goes to a negative
+        places = k - ties.before[run]
+        taken = np.arange(math.ceil(places))
+        left = np.maximum(ties.sizes[run] - ties.positives[run] - taken, 0.0) / (ties.sizes[run] - taken)
+        chances = np.append(1.0, np.cumprod(left))
+        missed[run] = np.interp(places, np.arange(len(chances)), chances)
     products = np.multiply.reduceat(missed, ties.firsts) if len(ties.firsts) else np.zeros(0)
     hits: Floats = 1.0 - products
     return hits

@@ -1,4 +1,4 @@
-"""Count labels by buckets of logits, so that AUC and AUPRC of any number of rows take the same
+"""Sum weights by label and bucket of logits, so that AUC and AUPRC of any number of rows take the same
 memory.
 
 Rows of a bucket are treated as equal scores, and both metrics report an upper bound of the error
@@ -44,22 +44,23 @@ def bucket_of(logits: NDArray[np.float32]) -> NDArray[np.int64]:
     return buckets
 
 
-def _zeros() -> NDArray[np.int64]:
-    return np.zeros((2, BUCKETS), np.int64)
+def _zeros() -> Floats:
+    return np.zeros((2, BUCKETS))
 
 
 @dataclass
 class ScoreCounts:
-    """Count rows by label and bucket: `counts` [2, BUCKETS]. Counts of several ranks are
-    added up.
+    """Sum the weights of rows by label and bucket: `counts` [2, BUCKETS]. Counts of several ranks
+    are added up.
     """
 
-    counts: NDArray[np.int64] = field(default_factory=_zeros)
+    counts: Floats = field(default_factory=_zeros)
 
-    def add(self, logits: NDArray[np.float32], labels: NDArray[np.uint8]) -> None:
+    def add(self, logits: NDArray[np.float32], labels: NDArray[np.uint8], weights: NDArray[np.floating]) -> None:
         buckets = bucket_of(logits)
         for label in (0, 1):
-            self.counts[label] += np.bincount(buckets[labels == label], minlength=BUCKETS)
+            rows = labels == label
+            self.counts[label] += np.bincount(buckets[rows], weights[rows], minlength=BUCKETS)
 
     def auc(self) -> Bounded:
         """Return AUC.
@@ -92,12 +93,15 @@ class ScoreCounts:
         def mean(precision: Floats) -> float:
             return float((precision * positives).sum() / positives.sum())
 
-        value = mean(found / np.maximum(rows, 1.0))
-        most = mean(found / np.maximum(rows_before + positives, 1.0))
-        least = mean((found_before + 1) / (rows_before + negatives + 1))
+        def share(part: Floats, whole: Floats) -> Floats:
+            return np.divide(part, whole, out=np.zeros(len(part)), where=whole > 0)
+
+        value = mean(share(found, rows))
+        most = mean(share(found, rows_before + positives))
+        least = mean(share(found_before, rows_before + negatives))
         return Bounded(value, max(most - value, value - least))
 
     def _best_first(self) -> tuple[Floats, Floats]:
-        """Return the rows of label 0 and of label 1 by bucket, best first."""
-        negatives, positives = self.counts[:, ::-1].astype(np.float64)
+        """Return the weight of label 0 and of label 1 by bucket, best first."""
+        negatives, positives = self.counts[:, ::-1]
         return negatives, positives

@@ -101,12 +101,14 @@ def measures(ne: float, auc: float) -> dict[str, str]:
 def quality(kind: str, scores: Floats, labels: Floats, weights: Floats) -> Quality:
     """scores, labels, weights [rows]; of binary labels scores within (0, 1).
 
-    As `evaluate` measures: rows of weight 0 are left out, ne is weighted, and auc counts each other row once.
+    As `evaluate` measures: rows of weight 0 are left out, and both numbers are weighted.
     """
     counted = weights > 0
     scores, labels, weights = scores[counted], labels[counted], weights[counted]
     if kind == "binary":
-        return Quality(normalized_entropy(log_losses_of_scores(scores, labels), labels, weights), auc(scores, labels))
+        return Quality(
+            normalized_entropy(log_losses_of_scores(scores, labels), labels, weights), auc(scores, labels, weights)
+        )
     variance = _variance(labels, weights)
     squared_error = float(np.average(np.square(scores - labels), weights=weights)) if variance else math.nan
     return Quality(squared_error / variance if variance else math.nan, math.nan)
@@ -131,10 +133,11 @@ def compare(model: Floats, artifact: Floats, rows: LabelledRows, of_model: Seque
     """Scores [rows, targets] of the same rows in the same order."""
     found = {}
     for number, (target, before, now) in enumerate(zip(rows.targets, of_model, qualities(rows, artifact), strict=True)):
-        difference = np.abs(artifact[:, number] - model[:, number])
+        difference, weights = np.abs(artifact[:, number] - model[:, number]), rows.weights[:, number]
         if target.kind != "binary":
-            difference = difference / (math.sqrt(_variance(rows.labels[:, number], rows.weights[:, number])) or 1.0)
-        largest, mean = (float(difference.max()), float(difference.mean())) if len(difference) else (0.0, 0.0)
+            difference = difference / (math.sqrt(_variance(rows.labels[:, number], weights)) or 1.0)
+        largest = float(difference.max()) if len(difference) else 0.0
+        mean = float(np.average(difference, weights=weights)) if weights.any() else 0.0
         found[target.name] = Parity(
             len(difference), largest, mean, now.ne, now.ne - before.ne, now.auc, now.auc - before.auc
         )

@@ -26,7 +26,9 @@ def _models(noises: list[float], draw: np.random.Generator, num_rows: int = 20_0
     entropy = -rate * np.log(rate) - (1 - rate) * np.log1p(-rate)
     for noise in noises:
         logits = truth + draw.normal(0, noise, num_rows) + draw.normal(0, 0.02, 50)[groups]
-        blocks, bins = summarize_rows(np.arange(num_rows) * NUM_BLOCKS // num_rows, logits, labels, NUM_BLOCKS)
+        blocks, bins = summarize_rows(
+            np.arange(num_rows) * NUM_BLOCKS // num_rows, logits, labels, NUM_BLOCKS, np.ones(num_rows)
+        )
         metrics = {"ne": float(blocks.loss.sum() / num_rows / entropy), "auc": auc(logits, labels)}
         found.append(EvaluationStats("test", 1, "made", metrics, blocks, bins))
     return found
@@ -70,7 +72,13 @@ def test_a_row_takes_less_than_ten_float64_while_rows_are_summed() -> None:
     labels, logits = draw.integers(0, 2, num_rows).astype(np.uint8), draw.normal(size=num_rows).astype(np.float32)
     tracemalloc.start()
     try:
-        summarize_rows(np.arange(num_rows, dtype=np.int32) // 100, logits, labels, num_rows // 100 + 1)
+        summarize_rows(
+            np.arange(num_rows, dtype=np.int32) // 100,
+            logits,
+            labels,
+            num_rows // 100 + 1,
+            np.ones(num_rows, np.float32),
+        )
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -81,7 +89,7 @@ def test_linear_terms_of_auc_follow_the_auc_of_resampled_rows() -> None:
     draw = np.random.default_rng(2)
     labels = draw.integers(0, 2, 4000).astype(np.uint8)
     logits = np.round(labels * 0.8 + draw.normal(0, 1.0, 4000), 1)  # with ties
-    blocks, bins = summarize_rows(np.arange(4000) // 40, logits, labels, 100)
+    blocks, bins = summarize_rows(np.arange(4000) // 40, logits, labels, 100, np.ones(4000))
     assert sum(each.rows for each in bins) == 4000
     assert blocks.auc_term.sum() == pytest.approx(0.0, abs=1e-12)
     weights = draw.multinomial(100, np.full(100, 0.01), size=20)
@@ -117,7 +125,7 @@ def test_rows_of_one_class_that_are_drawn_say_nothing_and_warn_of_nothing() -> N
     """Of 100 blocks one holds the only click: every third draw has none."""
     labels = np.arange(4000) == 7
     logits = np.random.default_rng(4).normal(0, 1.0, 4000)
-    blocks, _ = summarize_rows(np.arange(4000) // 40, logits, labels.astype(np.uint8), 100)
+    blocks, _ = summarize_rows(np.arange(4000) // 40, logits, labels.astype(np.uint8), 100, np.ones(4000))
     resampled = resampled_measures({"a": blocks, "b": blocks}, {"a": 0.5, "b": 0.5}, 200)
     for measure in ("ne", "calibration", "auc"):
         drawn = resampled[measure]["a"]

@@ -114,9 +114,9 @@ def test_what_a_colleague_would_point_at_stands_on_top(run_as_trained: Path, tmp
 
 
 def test_slices_that_chance_explains_are_not_among_the_worst() -> None:
-    off = Slice("a", 1, 1000, 100.0, 200.0, 400.0)
-    fine = Slice("a", 2, 1000, 100.0, 101.0, 400.0)
-    few = Slice("a", 3, 50, 0.0, 25.0, 40.0)
+    off = Slice("a", 1, 1000, 1000.0, 1000.0, 100.0, 200.0, 400.0)
+    fine = Slice("a", 2, 1000, 1000.0, 1000.0, 100.0, 101.0, 400.0)
+    few = Slice("a", 3, 50, 50.0, 50.0, 0.0, 25.0, 40.0)
     assert worst_slices([fine, few, off]) == [off, fine]
     assert off.calibration == 2.0 and fine.ne == pytest.approx(400.0 / 1000 / 0.32508, rel=1e-3)
 

@@ -72,6 +72,7 @@ class RetrievalMetrics:
         self._item_ids: list[torch.Tensor] = []
         self._users: list[torch.Tensor] = []
         self._wanted: list[torch.Tensor] = []
+        self._weights: list[torch.Tensor] = []
         self._num_samples = 0
 
     def update(self, prediction: RetrievalPrediction) -> None:
@@ -80,6 +81,7 @@ class RetrievalMetrics:
         clicked = prediction.labels[real].cpu() > 0
         self._users.append(prediction.users[real].cpu()[clicked])
         self._wanted.append(ids[clicked])
+        self._weights.append(prediction.sample_weights[real].double().cpu()[clicked])
         self._num_samples += len(ids)
         self._add_items(ids, items)
 
@@ -97,24 +99,26 @@ class RetrievalMetrics:
     def compute(self) -> dict[str, float]:
         """Collective: return the metrics, equal on every rank.
 
-        recall_at_k: the share of clicked rows whose item is among the k best (ties count half each
-        way). mrr: the mean of 1 / position. NaN without a clicked row.
+        recall_at_k: the share of clicked rows, by weight, whose item is among the k best (ties
+        count half each way). mrr: the mean of 1 / position. NaN without a clicked row.
         """
         ids, items = self._catalogue()
         positions = [
             _positions(users, wanted, ids, items) for users, wanted in zip(self._users, self._wanted, strict=True)
         ]
-        local = torch.cat(positions) if positions else torch.empty(0, dtype=torch.float64)
-        sums = [(local <= k).sum() for k in self._recall_at]
-        sums += [(1 / local).sum(), torch.tensor(len(local)), torch.tensor(self._num_samples)]
+        local, weights = (
+            torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64) for parts in (positions, self._weights)
+        )
+        sums = [weights[local <= k].sum() for k in self._recall_at]
+        sums += [(weights / local).sum(), weights.sum(), torch.tensor(len(local)), torch.tensor(self._num_samples)]
         total = torch.stack([value.double() for value in sums]).to(self._context.device)
         if self._context.world_size > 1:
             dist.all_reduce(total)
-        *hits, reciprocal, num_clicked, num_samples = total.tolist()
-        found = {f"recall_at_{k}": _share(hit, num_clicked) for k, hit in zip(self._recall_at, hits, strict=True)}
+        *hits, reciprocal, weight, num_clicked, num_samples = total.tolist()
+        found = {f"recall_at_{k}": _share(hit, weight) for k, hit in zip(self._recall_at, hits, strict=True)}
         return {
             **found,
-            "mrr": _share(reciprocal, num_clicked),
+            "mrr": _share(reciprocal, weight),
             "num_clicked": int(num_clicked),
             "catalogue_items": len(ids),
             "num_samples": int(num_samples),
