@@ -16,7 +16,7 @@ from pipeline.checkpoint.chains import open_tensors
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.collective_errors import Ranks
 from pipeline.checkpoint.reshard import read_row_state
-from pipeline.checkpoint.steps import STEP_FOLDER, read_manifest, step_path
+from pipeline.checkpoint.steps import STEP_FOLDER, list_steps, read_manifest, step_path
 from pipeline.checkpoint.tables import (
     Inventory,
     StoredTable,
@@ -113,7 +113,12 @@ def _choose(config: WarmStartConfig, folder: str | None, model: nn.Module, conte
     """Return the folder of the step to start from. Collective."""
     if config.checkpoint is not None:
         if not STEP_FOLDER.fullmatch(config.checkpoint.rstrip("/").rpartition("/")[2]):
-            raise CheckpointError(f"warm_start.checkpoint={config.checkpoint} is no step's folder (step_00000300)")
+            steps = list_steps(config.checkpoint)
+            newest_step = step_path(config.checkpoint.rstrip("/"), steps[-1] if steps else 300)
+            has = f"it holds {len(steps)} steps: give the newest," if steps else "such a folder is"
+            raise CheckpointError(
+                f"warm_start.checkpoint={config.checkpoint} is not the folder of a step; {has} {newest_step}"
+            )
         return config.checkpoint.rstrip("/")
     assert folder is not None
     if config.step is not None:

@@ -20,7 +20,7 @@ from pipeline.checkpoint.vocabularies import IdSpace, features_of, id_space, tra
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import job_from_yaml
 from pipeline.config.training import WarmStartConfig
-from pipeline.data.dataset import Dataset
+from pipeline.data.dataset import FILE_NAME, Dataset
 from pipeline.data.prepare.vocabulary import open_engine
 from pipeline.data.raw.layout import feature_names
 from pipeline.data.sql import parquet
@@ -207,7 +207,7 @@ def _id_spaces(manifest: dict[str, Any], data: NewData, config: WarmStartConfig)
     same = manifest["data_order"]["dataset"] == data.dataset.fingerprint()
     if config.ids == "keep" or same:
         return lambda old, new: RowMap()
-    dataset, where = trained_dataset(manifest, config.data_path)
+    dataset, where = trained_dataset(manifest, config.data_path or _kept_beside(config.checkpoint))
 
     def match(old: str, new: str) -> RowMap | str:
         before = IdSpace(reason=where)
@@ -216,6 +216,12 @@ def _id_spaces(manifest: dict[str, Any], data: NewData, config: WarmStartConfig)
         return match_ids(before, id_space(data.dataset, data.path, data.features[new]))
 
     return match
+
+
+def _kept_beside(checkpoint: str | None) -> str | None:
+    """Return the vocabularies that a registry's version keeps: <version>/data, next to <version>/checkpoint/<step>."""
+    path = storage.join(storage.dirname(storage.dirname(checkpoint.rstrip("/"))), "data") if checkpoint else ""
+    return path if checkpoint and storage.is_file(storage.join(path, FILE_NAME)) else None
 
 
 def _decide_table(

@@ -13,9 +13,14 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from pipeline.config.jobs.retrain import RetrainJob
+from pipeline.config.retraining import GateConfig
+from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.raw.source import SourceChangedError
 from pipeline.retraining.data_checks import check_data
+from pipeline.retraining.feature_changes import FeatureChanges, LacksColumnError
 from pipeline.retraining.gate import Finding, Scores, judge
 from pipeline.retraining.ledger import PROMOTED, REJECTED, Ledger, Record, judged_windows, windows_missed
 from pipeline.retraining.promotion import Candidate, FinishedRun, files_of_artifact
@@ -92,6 +97,16 @@ class Challenge:
         found = judged_windows(self.ledger, self.job.checks.remember, besides, accepted=False)
         return {record.window: record.data["statistics"]["sketch"] for record in found}
 
+    @cached_property
+    def changes(self) -> FeatureChanges | None:
+        """What the job reads and learns, compared with the champion; None without a champion."""
+        return self.runner.changes(self.champion) if self.champion else None
+
+    @cached_property
+    def gate(self) -> GateConfig | None:
+        """The gate on what both models learn and read; None if there is no such champion."""
+        return self.runner.gate_for(self.champion) if self.champion else None
+
     def run(self) -> Outcome:
         """Return the outcome for `window`, or for `judged_on` if its data cannot be used to judge.
 
@@ -121,10 +136,13 @@ class Challenge:
                 return self._unlike_the_next(trained_on, judged_on)
             return self._unfit(self.judged_on, judged_on)
         try:
-            self.runner.challenger_data(trained_on.place, self.champion)
+            data = self.runner.challenger_data(trained_on.place, self.champion)
+            if self.champion is not None:
+                log_changes(self.champion, self.changes, load_dataset(self.champion.data), load_dataset(data))
             run = self.runner.train(trained_on.place, self.champion)
             name = f"challenger-of-{file_name(self.window.name)}-{self.parent or 'scratch'}"
-            scores = self.runner.score_run(run, self.runner.under(judged_on.place, name, run.data))
+            view = self.runner.by_challenger(judged_on.place, name, run.data, self.champion)
+            scores = self.runner.score_run(run, view, self.gate or self.job.gate)
         except NonFiniteLossError as error:
             return self._rejected(self.window, [f"its challenger's loss is not finite: {error}"], trained_on)
         return self._decide(trained_on, judged_on, run, scores)
@@ -146,7 +164,7 @@ class Challenge:
         except UserError as error:
             self._check_job(error, window, history)
             return self._rejected(window, [str(error)])
-        scores = self.runner.score_version(self.champion, data) if self.champion else None
+        scores = self.runner.score_version(self.champion, data, self.gate) if self.champion and self.gate else None
         found = self._measure(place, data, history, age, scores)
         findings = check_data(found, [statistics for _, statistics in history], self.job.checks)
         log_findings(f"data of {window.name}", findings)
@@ -158,7 +176,7 @@ class Challenge:
         The job or the registry may be at fault: then each window that comes would be rejected. A file
         that is still written is not judged: the next tick reads it again.
         """
-        if isinstance(error, (LimitError, SourceChangedError)):
+        if isinstance(error, (LacksColumnError, LimitError, SourceChangedError)):
             raise error
         if self.champion is not None:
             self.runner.check_data_of(self.champion)
@@ -184,7 +202,7 @@ class Challenge:
         self, place: WindowFiles, data: str, history: History, age: int, scores: Scores | None
     ) -> WindowStatistics:
         window = place.window
-        found = self.runner.statistics(place, data, history, self.rejected)
+        found = self.runner.statistics(place, data, history, self.rejected, self.champion)
         found = replace(found, age=age, begin=window.begin.isoformat(), apart=_apart(window, history))
         if scores is None:  # these are the window's ids, so unknown ids cannot be measured
             return replace(found, empty_share={}, distance={})
@@ -222,10 +240,19 @@ class Challenge:
         """
         if self.champion is None:
             return self.runner.challenger_data(place, None)
-        return self.runner.under(place, self.champion.name, self.champion.data)
+        self.runner.check_added_columns(place, self.champion)
+        return self.runner.by_champion(place, self.champion)
 
     def _decide(self, trained_on: Examined, judged_on: Examined, run: FinishedRun, scores: Scores) -> Outcome:
-        verdict = judge(scores, judged_on.scores, self.job.gate)
+        champions = judged_on.scores
+        if champions is not None and not np.array_equal(scores.labels, champions.labels):
+            reason = (
+                f"the champion reads {len(champions.labels):,} rows of {self.judged_on.name} and the challenger "
+                f"{len(scores.labels):,}, so they cannot be compared: a column has another role, or its unreadable cells "
+                "differ; data/quarantine of both lists them"
+            )
+            return self._rejected(self.window, [reason], trained_on)
+        verdict = judge(scores, champions, self.gate or self.job.gate)
         log_findings(f"challenger of {self.window.name}", verdict.findings)
         metrics: dict[str, Any] = {**verdict.metrics, "judged_on": self.judged_on.name}
         if not verdict.passed:
@@ -263,6 +290,8 @@ class Challenge:
         reasons.
         """
         data = {"accepted": accepted, "statistics": examined.statistics.as_dict()} if examined else {}
+        if examined and self.changes is not None and not self.changes.is_empty:
+            data["changes"] = self.changes.as_dict()
         return Record(
             state,
             window.name,
@@ -301,6 +330,14 @@ def parity_metrics(exported: ExportSummary) -> dict[str, Any]:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}"
+
+
+def log_changes(champion: Version, changes: FeatureChanges | None, before: Dataset, now: Dataset) -> None:
+    """Log what the challenger keeps of the champion, before it is trained."""
+    if changes is None or changes.is_empty:
+        return
+    lines = "\n  ".join(changes.lines(before, now))
+    logger.info("the job reads other columns than %s, the champion:\n  %s", champion.name, lines)
 
 
 def log_findings(what: str, findings: list[Finding]) -> None:

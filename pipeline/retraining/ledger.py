@@ -30,8 +30,8 @@ ATTEMPTS = 20
 class Record:
     """A record.
 
-    `data` are the window's statistics, for comparison with later windows; `metrics` are those of
-    the comparison.
+    `data` are the window's statistics, for comparison with later windows, and the `changes` of
+    features and labels since the parent; `metrics` are those of the comparison.
     """
 
     state: str
@@ -141,4 +141,6 @@ def describe_record(record: Record) -> str:
         parts.append(f"NE {metrics['challenger_ne']:.4f}, champion {metrics['champion_ne']:.4f}")
     elif "challenger_ne" in metrics:
         parts.append(f"NE {metrics['challenger_ne']:.4f}")
+    changes = record.data.get("changes", {})
+    parts += [f"{what.replace('_', ' ')} {', '.join(names)}" for what, names in changes.items()]
     return one_line("  ".join([*parts, *record.reasons]).rstrip())

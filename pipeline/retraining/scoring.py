@@ -27,6 +27,7 @@ from pipeline.devices.process_group import init_for
 from pipeline.models.tasks.label_kinds import losses_of
 from pipeline.models.tasks.labels import LabelsPrediction, LabelsTask
 from pipeline.models.tasks.task import task_in
+from pipeline.retraining.feature_changes import only_read
 from pipeline.retraining.gate import HeldScores, Scores
 from pipeline.runtime.errors import RetrainingError
 from pipeline.runtime.process import preemption, watchdog
@@ -49,15 +50,20 @@ def score(
         RetrainingError: the checkpoint is damaged or does not fit the data.
     """
     saved = load_saved_job(TrainJob, config)
+    dataset = load_dataset(data_path)
+    columns = saved.data.columns
+    if columns.weight != dataset.weight_column:  # both models are compared with the weights of today's job
+        columns = replace(columns, weight=dataset.weight_column)
     job = replace(
         saved,
         world_size=world_size,
         planner=PlannerConfig(gap_tolerance=saved.planner.gap_tolerance),
-        data=replace(saved.data, path=data_path, reader=replace(saved.data.reader, shuffle="none")),
+        data=replace(saved.data, path=data_path, columns=columns, reader=replace(saved.data.reader, shuffle="none")),
     )
     watchdog.use(limits)
     context = init_for(job)
-    resolved = resolve(job, load_dataset(data_path).with_features(*feature_names(job.data)), context)
+    own = only_read(dataset.with_features(*feature_names(job.data)), job.data)
+    resolved = resolve(job, own, context)
     watchdog.beat(phase="loading")
     assembly = build_sharded_model(resolved, context, initialize=False)
     folder, _, step = checkpoint.rstrip("/").rpartition("/")

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipeline.data.dataset import Dataset, load_dataset
+from pipeline.data.dataset import Dataset
 from pipeline.data.prepare.base_vocabulary import BUCKETS_FILE
 from pipeline.runtime.storage import storage
 
@@ -59,11 +59,10 @@ class WindowStatistics:
         return cls(**values)
 
 
-def measure(folder: str, previous: WindowStatistics | None) -> WindowStatistics:
-    """Measure the training split of the data set in `folder`. previous: the previous accepted
-    window.
+def measure(folder: str, dataset: Dataset, previous: WindowStatistics | None) -> WindowStatistics:
+    """Measure the features of `dataset` in the training split in `folder`. previous: the previous
+    accepted window.
     """
-    dataset = load_dataset(folder)
     reader = _Counts(dataset)
     for shard in dataset.splits["train"].files:
         with storage.open_file(storage.join(folder, shard.path), "rb") as raw, pq.ParquetFile(raw) as file:

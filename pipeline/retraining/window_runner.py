@@ -14,36 +14,46 @@ import copy
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 import pipeline
-from pipeline.config.data import BaseVocabularyConfig, SplitConfig
+from pipeline.config.data import BaseVocabularyConfig, DataConfig, SplitConfig
 from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.retraining import GateConfig
 from pipeline.config.saved_jobs import load_saved_job
-from pipeline.config.training import LRSchedule, WarmStartConfig
 from pipeline.data.dataset import FILE_NAME, load_dataset
 from pipeline.data.prepare.base_vocabulary import load_base
 from pipeline.data.prepare.encode import features_of
 from pipeline.data.prepare.identity import find_prepared
 from pipeline.data.prepare.run import prepare
 from pipeline.data.raw.blocks import Source
-from pipeline.data.raw.layout import layout_of
+from pipeline.data.raw.layout import find_format, layout_of
 from pipeline.data.raw.source import check_unchanged, find_sources
-from pipeline.data.read.streams import num_steps
+from pipeline.retraining.challenger_job import score_window, train_challenger, train_job
+from pipeline.retraining.feature_changes import (
+    FeatureChanges,
+    LacksColumnError,
+    columns_in,
+    comparable_gate,
+    compare,
+    only_read,
+    source_names,
+    view,
+)
 from pipeline.retraining.gate import Scores
 from pipeline.retraining.promotion import FinishedRun, finished_run
 from pipeline.retraining.registry import Version
 from pipeline.retraining.statistics import WindowStatistics, measure
 from pipeline.retraining.windows import Window, extract_rows, file_name, outside_share
 from pipeline.retraining.worker_group import WorkerGroup
-from pipeline.runtime.errors import CheckpointError, DataError, RetrainingError
+from pipeline.runtime.errors import CheckpointError, DataError, RetrainingError, did_you_mean
 from pipeline.runtime.logs import get_logger
-from pipeline.runtime.process import watchdog
 from pipeline.runtime.storage import storage
 from pipeline.serving.artifact.export import ExportSummary, export
 from pipeline.serving.artifact.plan import default_output
@@ -95,38 +105,77 @@ class WindowRunner:
     def forget(self, window: Window) -> None:
         storage.remove(self.folder(window))
 
-    def under(self, place: WindowFiles, name: str, vocabularies: str) -> str:
-        """Prepare the window's rows with the frozen vocabularies of a data set. Return the
-        folder.
-        """
-        base = BaseVocabularyConfig(vocabularies, frozen=True)
+    def by_champion(self, place: WindowFiles, champion: Version) -> str:
+        """Prepare the window's rows as the champion reads them, with its vocabularies. Return the folder."""
+        return self._under(place, champion.name, champion.data, self.job_of(champion).data, self.job.data)
+
+    def by_challenger(self, place: WindowFiles, name: str, vocabularies: str, champion: Version | None) -> str:
+        """Prepare the window's rows as the job reads them, with the vocabularies of a data set. Return the folder."""
+        other = self.job_of(champion).data if champion else self.job.data
+        return self._under(place, name, vocabularies, self.job.data, other)
+
+    def _under(self, place: WindowFiles, name: str, vocabularies: str, reader: DataConfig, other: DataConfig) -> str:
         target = os.path.join(place.folder, f"by-{name}")
-        return self._prepare(place, target, target, base, 0.0)
+        data, absent = view(reader, other, self.job.data)
+        base = BaseVocabularyConfig(vocabularies, frozen=True)
+        return self._prepare(place, target, data, target, base, 0.0, absent)
+
+    def job_of(self, champion: Version) -> TrainJob:
+        return load_saved_job(TrainJob, champion.config)
+
+    def changes(self, champion: Version) -> FeatureChanges:
+        """Return how the features and labels of the job differ from the champion's."""
+        return compare(self.job_of(champion), self.job)
+
+    def gate_for(self, champion: Version) -> GateConfig | None:
+        """Return the gate on what both models learn and read; None if the champion does not learn the gate's label."""
+        return comparable_gate(self.job.gate, self.job_of(champion), self.job)
+
+    def check_added_columns(self, place: WindowFiles, champion: Version) -> None:
+        """Raise LacksColumnError if the window lacks a column that the job adds."""
+        if find_format(self.job.data.format).columns is not None:
+            return
+        known = {*source_names(self.job_of(champion).data)}
+        added = [name for name in source_names(self.job.data) if name not in known]
+        has = {name for file in place.files for name in columns_in(file, self.job.data)} if added else set()
+        if lacking := [name for name in added if name not in has]:
+            raise LacksColumnError(
+                f"window {place.window.name} has no column {lacking[0]!r}, which this job adds to what {champion.name}, the "
+                f"champion, reads{did_you_mean(lacking[0], has)}: begin with a window that has the column (windows.first=<its time>), "
+                "or train the windows before it without the column"
+            )
 
     def challenger_data(self, place: WindowFiles, champion: Version | None) -> str:
         """Prepare the window's rows for training. Vocabularies continue the champion's."""
         decay = self.job.growth.count_decay
         base = BaseVocabularyConfig(champion.data, count_decay=decay) if champion else None
-        folder = self.challenger(place, champion)
-        return self._prepare(place, folder, os.path.join(folder, "data"), base, self.job.growth.validation_fraction)
+        folder, validation = self.challenger(place, champion), self.job.growth.validation_fraction
+        return self._prepare(place, folder, self.job.data, os.path.join(folder, "data"), base, validation)
 
     def challenger(self, place: WindowFiles, champion: Version | None) -> str:
         return os.path.join(place.folder, f"from-{champion.name if champion else 'scratch'}-{self._key}")
 
     def _prepare(
-        self, place: WindowFiles, folder: str, target: str, base: BaseVocabularyConfig | None, validation: float
+        self,
+        place: WindowFiles,
+        folder: str,
+        config: DataConfig,
+        target: str,
+        base: BaseVocabularyConfig | None,
+        validation: float,
+        absent: Mapping[str, str | None] = MappingProxyType({}),
     ) -> str:
         """Remove `folder` first if another job or release made its `target`; all below run_dir may be lost.
 
         Raises:
             SourceChangedError: a file of the window has changed since the window was begun.
         """
-        data = replace(self.job.data, path=target, split=SplitConfig("row_range", validation, 0.0))
+        data = replace(config, path=target, split=SplitConfig("row_range", validation, 0.0))
         job = PrepareJob(data, place.source, self.job.memory_limit_gb, self.job.threads, vocabularies=base)
         if is_stale(job):
             logger.warning("%s was prepared by another job or release, and is prepared again", target)
             storage.remove(folder)
-        path = prepare(job).path
+        path = prepare(job, absent).path
         check_unchanged(place.files)
         return path
 
@@ -134,12 +183,11 @@ class WindowRunner:
         """Raise UserError if no window can be prepared for the champion, whatever its rows are."""
         data = self.job.data
         load_base(BaseVocabularyConfig(champion.data, frozen=True)).check(features_of(data, layout_of(data)))
-        saved = load_saved_job(TrainJob, champion.config).data
+        saved = self.job_of(champion).data
         if differing := [name for name in LAYOUT if getattr(data, name) != getattr(saved, name)]:
             raise RetrainingError(
-                f"data.{', data.'.join(differing)} of this job differ from the settings of "
-                f"{champion.name}, the champion: restore them, or give another registry.path, "
-                "which starts without versions"
+                f"data.{', data.'.join(differing)} of this job differ from the settings of {champion.name}, the champion, and "
+                "no row can be read: correct them; data.columns may change (docs/do/change_features.md), if the columns exist"
             )
 
     def train(self, place: WindowFiles, champion: Version | None) -> FinishedRun:
@@ -165,15 +213,15 @@ class WindowRunner:
             ) from error
         return finished_run(job.run_dir)
 
-    def score_version(self, version: Version, data: str) -> Scores:
-        return self._score(version.config, version.checkpoint, data)
+    def score_version(self, version: Version, data: str, gate: GateConfig) -> Scores:
+        return self._score(version.config, version.checkpoint, data, gate)
 
-    def score_run(self, run: FinishedRun, data: str) -> Scores:
-        return self._score(os.path.join(run.folder, "config.yaml"), run.checkpoint, data)
+    def score_run(self, run: FinishedRun, data: str, gate: GateConfig) -> Scores:
+        return self._score(os.path.join(run.folder, "config.yaml"), run.checkpoint, data, replace(gate, slices={}))
 
-    def _score(self, config: str, checkpoint: str, data: str) -> Scores:
+    def _score(self, config: str, checkpoint: str, data: str, gate: GateConfig) -> Scores:
         limits = self.job.trainer.limits()
-        return self._group.run(score_window, config, checkpoint, data, self.job.gate, self.job.world_size, limits)
+        return self._group.run(score_window, config, checkpoint, data, gate, self.job.world_size, limits)
 
     def export(self, run: FinishedRun) -> ExportSummary:
         """Export the challenger and compare the artifact with it.
@@ -193,9 +241,14 @@ class WindowRunner:
         return export(replace(job, output=os.path.join(folder, pipeline.__version__, name)))
 
     def statistics(
-        self, place: WindowFiles, data: str, history: list[tuple[str, WindowStatistics]], rejected: dict[str, str]
+        self,
+        place: WindowFiles,
+        data: str,
+        history: list[tuple[str, WindowStatistics]],
+        rejected: dict[str, str],
+        champion: Version | None,
     ) -> WindowStatistics:
-        """Summarize the window that was prepared in `data`.
+        """Summarize the window that was prepared in `data`, by the features that the job and the champion read.
 
         `history` are (name, statistics) of accepted windows, newest first; `rejected` are the sketches
         of rejected windows by name.
@@ -205,7 +258,10 @@ class WindowRunner:
         """
         from pipeline.retraining.row_sketch import RowSketch, sketch_rows
 
-        found = measure(data, history[0][1] if history else None)
+        dataset = only_read(load_dataset(data), self.job.data)
+        if champion is not None:
+            dataset = only_read(dataset, self.job_of(champion).data)
+        found = measure(data, dataset, history[0][1] if history else None)
         sketch = sketch_rows(place.files, self.job.data, self.job.threads or 1)
         share, of = 0.0, ""
         sketches = {name: earlier.sketch for name, earlier in history[: self.job.checks.remember]} | rejected
@@ -231,59 +287,6 @@ def is_stale(job: PrepareJob) -> bool:
     except DataError:
         return True
     return False
-
-
-def train_job(job: RetrainJob, data: str, run_dir: str, champion: Version | None) -> TrainJob:
-    values = {field.name: copy.deepcopy(getattr(job, field.name)) for field in fields(TrainJob)}
-    trained = TrainJob(**values | {"run_dir": run_dir})
-    trained.data.path = data
-    trained.checkpoint.resume = True
-    if job.growth.anneal:
-        anneal(trained)
-    if champion is not None:
-        optimizer = "reset" if job.growth.reset_optimizer else "keep"
-        trained.warm_start = WarmStartConfig(
-            checkpoint=champion.checkpoint, data_path=champion.data, optimizer=optimizer, dense=job.growth.dense
-        )
-    return trained
-
-
-def anneal(job: TrainJob) -> None:
-    """Let learning rates that are constant after their warm-up fall to 0 over the job's steps."""
-    trainer = job.trainer
-    rows = load_dataset(job.data.path).splits["train"].num_rows
-    epoch = num_steps(rows, trainer.micro_batch_size, job.data.reader.num_streams, True)
-    steps = min(trainer.epochs * epoch // trainer.gradient_accumulation_steps, trainer.max_steps or 2**62)
-    for name in ("sparse", "dense"):
-        schedule = getattr(job.schedule, name)
-        if schedule.kind == "constant" and steps > schedule.warmup_steps:
-            falling = LRSchedule(
-                "poly", schedule.warmup_steps, schedule.warmup_steps, steps - schedule.warmup_steps, 1.0
-            )
-            setattr(job.schedule, name, falling)
-
-
-def train_challenger(job: TrainJob) -> None:
-    """Collective on every rank of the group: train."""
-    from pipeline.training.preflight import validate_job
-
-    validate_job(job, job.world_size)
-    watchdog.use(job.trainer.limits())
-    from pipeline.training.train import train  # loads torch
-
-    train(job)
-
-
-def score_window(
-    config: str, checkpoint: str, data: str, gate: GateConfig, world_size: int, limits: watchdog.Limits
-) -> Scores:
-    """Collective: score.
-
-    Defined here, so that torch is imported only if there is something to score.
-    """
-    from pipeline.retraining.scoring import score
-
-    return score(config, checkpoint, data, gate, world_size, limits)
 
 
 def hash_of(job: RetrainJob, without: tuple[str, ...]) -> str:

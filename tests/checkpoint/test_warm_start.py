@@ -189,6 +189,14 @@ def test_layers_are_matched_by_the_names_of_the_features_that_they_read(
     assert torch.equal(warm[first], fresh[first]) and any("dense_arch" in key for key in report["layers_loaded"])
 
 
+def test_a_folder_of_steps_is_not_a_step_and_the_message_names_the_newest(
+    ranks: RankPool, small_run: Path, prepared_clicks: str, tmp_path: Path
+) -> None:
+    words = [*job_words(prepared_clicks, tmp_path / "new", small_run), "warm_start.run=null"]
+    (message,) = ranks.run(1, refused, [*words, f"warm_start.checkpoint={small_run / 'checkpoints'}"])
+    assert str(small_run / "checkpoints" / "step_0000") in message
+
+
 @pytest.mark.campaign
 def test_ids_that_cannot_be_matched_are_refused_unless_told_to_keep_them(
     ranks: RankPool, small_run: Path, prepared_clicks: str, tmp_path: Path

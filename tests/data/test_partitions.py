@@ -113,14 +113,15 @@ def test_text_files_get_the_columns_too(tmp_path: Path, end: str) -> None:
     assert {"a,b", 'c "d"'} <= {str(value) for column in vocabulary.columns for value in column.to_pylist()}
 
 
-def test_a_value_that_is_no_number_or_a_format_without_cells_is_refused(tmp_path: Path, table: Path) -> None:
+def test_a_value_that_is_not_a_number_is_refused_and_objects_get_the_columns(tmp_path: Path, table: Path) -> None:
     with pytest.raises(DataError, match=r"the folder name has dt=2026-10-31, but 'dt' is a number in data.columns"):
         _prepare(tmp_path, table, {"label": "y", "sparse": ["c"], "dense": ["dt"]})
     folder = tmp_path / "lines" / "dt=1"
     folder.mkdir(parents=True)
-    (folder / "rows.jsonl").write_text('{"y": 1, "c": "a"}\n')
-    with pytest.raises(DataError, match=r"columns dt come from folder names, which work with parquet, csv and tsv"):
-        _prepare(tmp_path / "other", tmp_path / "lines", format="jsonl")
+    (folder / "rows.jsonl").write_text('{"y": 1, "c": "a"}\n' * 4)
+    _prepare(tmp_path / "other", tmp_path / "lines", {"label": "y", "sparse": ["c", "dt"]}, format="jsonl")
+    vocabulary = pq.read_table(tmp_path / "other" / "data" / "vocabulary" / "dt.parquet")["value"].to_pylist()
+    assert vocabulary == ["1"]
 
 
 def test_a_folder_without_success_is_reported_refused_or_ignored(

@@ -63,7 +63,7 @@ def champion_ne_of(folder: Path, version: str) -> dict[str, float]:
     shop, found = WindowRunner(work, WorkerGroup(1, "auto", 300.0)), Registry(work.registry.path).version(version)
     windows = find_windows(work.windows, work.source, work.data, datetime.now(UTC), None, ())
     return {
-        window.name: shop.score_version(found, shop.under(shop.place(window), version, found.data)).ne
+        window.name: shop.score_version(found, shop.by_champion(shop.place(window), found), work.gate).ne
         for window in windows
     }
 

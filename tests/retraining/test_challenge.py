@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.config.retraining import GateConfig
 from pipeline.data.raw.source import SourceChangedError
 from pipeline.retraining.challenge import Challenge
+from pipeline.retraining.feature_changes import FeatureChanges
 from pipeline.retraining.gate import Scores
 from pipeline.retraining.ledger import PROMOTED, REJECTED, Ledger, Record, windows_missed
 from pipeline.retraining.registry import Version
@@ -36,11 +38,25 @@ class Rows(WindowRunner):
     def place(self, window: Window) -> WindowFiles:
         return WindowFiles(window, window.name, window.name, window.name, [])
 
-    def under(self, place: WindowFiles, name: str, vocabularies: str) -> str:
+    def by_champion(self, place: WindowFiles, champion: Version) -> str:
         return place.source
 
+    def check_added_columns(self, *_: Any) -> None:
+        """The windows have all columns."""
+
+    def changes(self, champion: Version) -> FeatureChanges:
+        return FeatureChanges({}, {}, {}, ["label"], [], [])
+
+    def gate_for(self, champion: Version) -> GateConfig:
+        return GateConfig()
+
     def statistics(
-        self, place: WindowFiles, data: str, history: list[tuple[str, WindowStatistics]], rejected: dict[str, str]
+        self,
+        place: WindowFiles,
+        data: str,
+        history: list[tuple[str, WindowStatistics]],
+        rejected: dict[str, str],
+        champion: Version | None,
     ) -> WindowStatistics:
         name = place.window.name
         found = WindowStatistics(self.rows.get(name, 1000), 0.5, sketch=name)
@@ -49,7 +65,7 @@ class Rows(WindowRunner):
         copied = self.copies.get(name, "")
         return replace(found, repeated_share=1.0 if copied in [*rejected, *(name for name, _ in history)] else 0.0)
 
-    def score_version(self, version: Version, data: str) -> Scores:
+    def score_version(self, version: Version, data: str, gate: GateConfig) -> Scores:
         return Scores(np.zeros(2, np.float32), np.array([0, 1], np.float32))
 
     def challenger_data(self, *_: Any) -> str:

@@ -24,6 +24,7 @@ from pipeline.runtime.errors import DataError
 # next to dataset.json, for data sets that were prepared from a base
 BUCKETS_FILE = "value_buckets.json"
 NUM_BUCKETS = 64
+DESCENDING_COUNT = "SELECT value, count FROM counted ORDER BY count DESC, value"
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,7 @@ class BaseVocabulary:
         known = {feature.name: feature for feature in self.dataset.sparse_features}
         for name in features.sparse:
             if name not in known:
-                raise DataError(
-                    f"vocabularies.path: data set {self.dataset.name!r} has no feature {name!r}; prepare both with the "
-                    "same data.columns"
-                )
+                continue  # a new feature begins its vocabulary with these rows
             ids, base = features.ids[name], known[name]
             size, seed = (ids.hash_size, ids.hash_seed) if ids.kind == "hash" else (None, 0)
             if (size, seed) != (base.hash_size, base.hash_seed if base.hash_size else 0):
@@ -66,18 +64,22 @@ class BaseVocabulary:
 
         Counts of rare values are no longer known.
         """
+        if name not in self.files:
+            return 0
         counts = pq.read_table(self.files[name], columns=["count"])["count"].to_numpy()
         return int((counts * (1.0 if self.frozen else self.count_decay)).sum())
 
-    def settings(self, ids: IdsConfig) -> IdsConfig:
+    def settings(self, name: str, ids: IdsConfig) -> IdsConfig:
         """Return the settings by which ids are given; frozen vocabularies keep all of their values."""
-        return IdsConfig() if self.frozen else ids
+        return IdsConfig() if self.frozen and name in self.files else ids
 
     def order(self, name: str) -> str:
         """Return a query for (value, count) of the values that get ids, in the order of their ids.
 
         The table `counted` holds the new rows' values.
         """
+        if name not in self.files:
+            return DESCENDING_COUNT
         known = parquet(self.files[name])
         if self.frozen:
             return f"SELECT value, count FROM {known} ORDER BY id"

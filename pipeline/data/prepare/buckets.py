@@ -134,14 +134,14 @@ def _read(engine: duckdb.DuckDBPyConnection) -> Iterator[Counted]:
 
 
 def _boundaries_in(base: BaseVocabulary | None, name: str) -> list[float] | None:
-    """Return the column's boundaries in the base.
+    """Return the column's boundaries in the base; None if the column is new.
 
-    Raises DataError if the base has other buckets.
+    Raises DataError if the base has the values of the column and no buckets.
     """
-    if base is None:
+    known = {feature.name: feature for feature in base.dataset.sparse_features} if base is not None else {}
+    if base is None or name not in known:
         return None
-    known = {feature.name: feature for feature in base.dataset.sparse_features}
-    if name not in known or known[name].boundaries is None:
+    if known[name].boundaries is None:
         raise DataError(
             f"vocabularies.path: data set {base.dataset.name!r} has no buckets of {name!r}; prepare both with the same "
             "data.buckets"
@@ -154,7 +154,7 @@ def _ranked(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return buckets in the order of their ids and their counts: by frequency, or as in a frozen
     base."""
-    if base is not None:
+    if base is not None and name in base.files:
         table = pq.read_table(base.files[name], columns=["value", "count"])
         known = np.array([int(value) for value in table["value"].to_pylist()], np.int64)
         if base.frozen:

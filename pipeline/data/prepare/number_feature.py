@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from pipeline.config.data import IdsConfig
 from pipeline.data.dataset import FrequencyCurve
+from pipeline.data.prepare.base_vocabulary import DESCENDING_COUNT
 from pipeline.data.prepare.divide import COUNTS_FILE, load_blocks
 from pipeline.data.prepare.recipe import Json, Recipe, finished, once, scratch_folder, task_engine
 from pipeline.data.prepare.vocabulary import RankedFeature, limit_memory, rank_values
@@ -35,7 +36,6 @@ VALUES_JOINED_AND_SORTED = 1 << 24  # values of a vocabulary that one statement 
 LARGE_SHARE = 0.7
 SEEN_SCHEMA = pa.schema([("value", pa.string()), ("count", pa.int32())])
 ENTRIES_SCHEMA = pa.schema([("position", pa.int64()), ("value", pa.string())])
-DESCENDING_COUNT = "SELECT value, count FROM counted ORDER BY count DESC, value"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _number_by_engine(recipe: Recipe, item: FeatureToNumber, ids: IdsConfig, voc
         if base is not None:
             buckets = base.count_buckets(engine)
             if vocabulary is not None:
-                ids, order = base.settings(ids), base.order(name)
+                ids, order = base.settings(name, ids), base.order(name)
                 num_lookups += base.num_lookups(name)
         in_order = _copy(engine, order, os.path.join(scratch, "in_order.parquet"))
         batches = ((batch["value"], batch["count"].to_numpy()) for batch in _batches(in_order))

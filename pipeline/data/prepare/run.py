@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from pipeline.config.data import SPLITS
@@ -28,8 +30,11 @@ class PrepareSummary:
     hints: list[str] = field(default_factory=list)
 
 
-def prepare(job: PrepareJob) -> PrepareSummary:
-    """Raises DataError if the source cannot become a data set, or job.data.path holds another one."""
+def prepare(job: PrepareJob, constants: Mapping[str, str | None] = MappingProxyType({})) -> PrepareSummary:
+    """Prepare. `constants` are the values of columns that a file lacks; None is a missing value.
+
+    Raises DataError if the source cannot become a data set, or job.data.path holds another one.
+    """
     # Here, so that a typo in the command fails before pyarrow and DuckDB are imported.
     from pipeline.data.prepare.base_vocabulary import load_base
     from pipeline.data.prepare.executor import LocalExecutor
@@ -38,13 +43,14 @@ def prepare(job: PrepareJob) -> PrepareSummary:
     from pipeline.data.prepare.prepare import prepare_dataset
     from pipeline.data.prepare.recipe import make_recipe
     from pipeline.data.prepare.resources import Resources
-    from pipeline.data.raw.partitions import check_success
+    from pipeline.data.raw.partitions import check_success, with_constants
     from pipeline.data.raw.source import find_sources
 
     started = time.monotonic()
     sources = find_given(job.data.split) if job.source is None else find_sources(job.source)
     check_success(sources, job.data.success_file)
     base = None if job.vocabularies is None else load_base(job.vocabularies)
+    sources = with_constants(sources, constants)
     dataset = find_prepared(job.data, sources, base)
     if dataset is not None:
         return PrepareSummary(job.data.path, dataset, True, time.monotonic() - started)

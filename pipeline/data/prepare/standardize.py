@@ -45,7 +45,11 @@ def base_transforms(features: Features, base: BaseVocabulary | None) -> dict[str
     if base is None:
         return {}
     about = base.dataset
-    known = {name: transform_of(name, about.dense_transform, about.dense_columns) for name in names_to_learn(features)}
+    known = {
+        name: transform_of(name, about.dense_transform, about.dense_columns)
+        for name in names_to_learn(features)
+        if name in about.dense_features
+    }
     return {name: transform for name, transform in known.items() if transform.kind == STANDARDIZE}
 
 

@@ -7,6 +7,7 @@ Next to the data there is _SUCCESS, which a job writes last. Names that begin wi
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ RANGE = re.compile(r"\{([^{}]+)\.\.([^{}]+)\}")
 SUCCESS = "_SUCCESS"
 NULL = "__HIVE_DEFAULT_PARTITION__"  # name of Hive and Spark for a missing value
 MAX_NAMED = 3
+OBJECT_BEGIN = re.compile(rb"^\s*\{(?=[^}\n]*\S)", re.MULTILINE)  # of an object that is not empty
 logger = get_logger(__name__)
 
 
@@ -148,11 +150,16 @@ def _is_done(folder: str, known: dict[str, bool]) -> bool:
     return known[folder]
 
 
+def with_constants(sources: Iterable[Source], values: Mapping[str, str | None]) -> list[Source]:
+    """Return the sources, with `values` for the columns that a file lacks."""
+    return [replace(source, partitions=(*values.items(), *source.partitions)) for source in sources]
+
+
 def with_partitions(
     layout: Layout, source: Source, reader: RowReader, names: Sequence[str], *, has_cells: bool
 ) -> tuple[RowReader, tuple[str, ...]]:
     """Return the reader and its column names, extended by columns that only the folders give.
-    has_cells: rows are cells of text."""
+    has_cells: rows are cells of text, and not objects."""
     given = {name: value for name, value in source.partitions if name in layout.needed and name not in names}
     if not given:
         return reader, tuple(names)
@@ -206,11 +213,9 @@ class _WithPartitions:
             ) from None
 
     def _as_text(self, block: Block) -> Block:
-        if not self._has_cells:
-            raise DataError(
-                f"{self._path}: its columns {', '.join(self._given)} come from folder names, which work with parquet, csv and tsv, not "
-                f"data.format={self._layout.format}; write them into the rows"
-            )
+        if not self._has_cells:  # an object a line; a key of the row itself comes later and counts
+            keys = "".join(f"{json.dumps(name)}: {json.dumps(value)}, " for name, value in self._given.items())
+            return replace(block, text=OBJECT_BEGIN.sub(lambda begin: begin[0] + keys.encode(), block.text))
         end = "".join(
             f"{self._layout.delimiter}{self._cell(name, value)}" for name, value in self._given.items()
         ).encode()
