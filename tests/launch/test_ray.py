@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -72,12 +74,13 @@ def test_two_nodes_prepare_and_end_with_the_code_of_prepare(tmp_path: Path) -> N
     run_prepare(str(tmp_path / "raw"), tmp_path / "expected", name="criteo_kaggle")
     port = free_port()
 
-    def start(number: int, source: Path) -> subprocess.Popen[str]:
+    def start(number: int, source: Path, num_nodes: int = 2) -> subprocess.Popen[str]:
         words = ["data=criteo_kaggle", f"source={source}", f"data.path={tmp_path / 'ds'}", "engine=ray", "memory_limit_gb=0.5",
                  "data.split.validation_fraction=0.1", "data.split.test_fraction=0.1"]  # fmt: skip
         command = [sys.executable, "-m", "pipeline.extras.ray_prepare.node", "--address", f"127.0.0.1:{port}",
                    "--memory-mb", "1000", "--", *words]  # fmt: skip
-        environment = {**os.environ, **ENVIRONMENT, "SLURM_NODEID": str(number), "SLURM_CPUS_PER_TASK": "1"}
+        of_slurm = {"SLURM_NODEID": str(number), "SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_NUM_NODES": str(num_nodes)}
+        environment = {**os.environ, **ENVIRONMENT, **of_slurm}
         return subprocess.Popen(
             command,
             env=environment,
@@ -87,10 +90,16 @@ def test_two_nodes_prepare_and_end_with_the_code_of_prepare(tmp_path: Path) -> N
             text=True,
         )
 
-    nodes = [start(number, tmp_path / "raw") for number in range(2)]
-    outputs = [node.communicate(timeout=300)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], outputs
+    head = start(0, tmp_path / "raw")
+    time.sleep(8)  # the worker joins late, and prepare waits for it
+    worker = start(1, tmp_path / "raw")
+    outputs = [head.communicate(timeout=300)[0]]
+    ended = time.monotonic()
+    outputs.append(worker.communicate(timeout=300)[0])
+    assert time.monotonic() - ended < 15, "a worker kept its node for Ray's 30 s after the head had ended"
+    assert [head.returncode, worker.returncode] == [0, 0], outputs
+    assert re.search(r"Ray [\d.]+: 2 nodes", outputs[0]), outputs[0]
     assert digests(tmp_path / "ds") == digests(tmp_path / "expected")
-    head = start(0, tmp_path / "nothing")
+    head = start(0, tmp_path / "nothing", num_nodes=1)
     output, _ = head.communicate(timeout=300)
     assert head.returncode == 2 and "names no file" in output

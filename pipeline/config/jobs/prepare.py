@@ -17,15 +17,17 @@ ENGINES = ("embedded", "ray")
 @dataclass
 class RayConfig:
     """Settings of engine=ray. dashboard: start one on a cluster that the job starts; a running
-    cluster has its own."""
+    cluster has its own. min_nodes: wait up to two minutes until the cluster has so many nodes."""
 
     address: str | None = None
     max_retries: int = 8
     scratch: str | None = None
     dashboard: bool = False
+    min_nodes: int = 1
 
     def __post_init__(self) -> None:
         check_at_least("ray.max_retries", self.max_retries, 0)
+        check_at_least("ray.min_nodes", self.min_nodes, 1)
 
 
 @job_of("prepare")

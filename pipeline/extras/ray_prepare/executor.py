@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 PROBE = "seen-by-all"  # a file in the staging folder that every worker must see
 CONNECT_S = 20.0
+JOIN_S = 120  # how long prepare waits for ray.min_nodes
 TRANSIENT = [OSError]  # errors of a store or a shared file system that did not answer
 logger = get_logger(__name__)
 
@@ -117,12 +119,31 @@ def _connected(config: RayConfig) -> Iterator[None]:
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(_no_cluster(address, " ".join(str(error).split())[:300])) from error
     try:
-        nodes = [node for node in ray.nodes() if node["Alive"]]
+        nodes = _join(config.min_nodes)
         dashboard = f", dashboard http://{context.dashboard_url}" if context.dashboard_url else ""
         logger.info("Ray %s: %d nodes, %g CPUs%s", ray.__version__, len(nodes), _total(nodes, "CPU"), dashboard)
         yield
     finally:
         ray.shutdown()
+
+
+def _join(min_nodes: int) -> list[dict[str, Any]]:
+    """Wait until `min_nodes` have joined, or for JOIN_S, and return the nodes of the cluster."""
+    deadline = time.monotonic() + JOIN_S
+    while len(nodes := _alive()) < min_nodes and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if len(nodes) < min_nodes:
+        logger.warning(
+            "%d of %d Ray nodes joined within %d s: prepare starts with these, and later ones get tasks as they join",
+            len(nodes),
+            min_nodes,
+            JOIN_S,
+        )
+    return nodes
+
+
+def _alive() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def _silent(address: str) -> str:
@@ -153,7 +174,7 @@ def _total(nodes: list[dict[str, Any]], resource: str) -> float:
 
 def _check_tasks_fit(cpus: int, memory_bytes: int) -> None:
     """Raise ConfigError if a task fits no node, because Ray would wait forever."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    nodes = [node["Resources"] for node in _alive()]
     fitting = [min(each.get("CPU", 0) // cpus, each.get("memory", 0) // memory_bytes) for each in nodes]
     if not any(fitting):
         largest: dict[str, float] = max(nodes, key=lambda each: each.get("memory", 0), default={})

@@ -27,7 +27,8 @@ import psutil
 from pipeline.runtime.process.exit_codes import FAILED
 
 MEETING_S = 600  # how long a node waits for the head
-ENDING_S = 30
+ENDING_S = 30  # how long the head has to end
+LEAVING_S = 2  # how long a worker has, because nothing runs on it once the head is gone
 STARTED = "Ray runtime started"  # part of the output of `ray start`
 # Workers start with their node, and import what tasks need while the driver still starts.
 PRELOADED = ("pipeline.extras.ray_prepare.executor", "pipeline.data.prepare.prepare")
@@ -68,7 +69,7 @@ def run_head(host: str, port: int, flags: list[str], words: list[str]) -> int:
         _pass_on_signals(verb)
         return verb.wait()
     finally:
-        _end(node)
+        _end(node, ENDING_S)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -86,7 +87,7 @@ def run_worker(host: str, port: int, flags: list[str]) -> int:
             while node.poll() is None and _is_open(host, port):
                 time.sleep(1)
         finally:
-            _end(node)
+            _end(node, LEAVING_S)
     return 0
 
 
@@ -102,12 +103,12 @@ def _start_node(words: list[str], log: Path) -> Process:
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
 
 
-def _end(node: Process) -> None:
+def _end(node: Process, seconds: float) -> None:
     """End the node with everything that it has started, and nothing else on this host."""
     with suppress(psutil.Error):
         started = psutil.Process(node.pid).children(recursive=True)
         node.terminate()
-        _, left = psutil.wait_procs([psutil.Process(node.pid), *started], timeout=ENDING_S)
+        _, left = psutil.wait_procs([psutil.Process(node.pid), *started], timeout=seconds)
         for each in left:
             with suppress(psutil.Error):
                 each.kill()
@@ -163,6 +164,14 @@ def _is_head(host: str) -> bool:
     return _address_of(host) in own
 
 
+def _with_min_nodes(words: list[str]) -> list[str]:
+    """Wait for all nodes of a Slurm job, unless the words of prepare say how many."""
+    num_nodes = os.environ.get("SLURM_JOB_NUM_NODES")
+    if num_nodes is None or any(word.lstrip("+").startswith("ray.min_nodes=") for word in words):
+        return words
+    return [*words, f"ray.min_nodes={num_nodes}"]
+
+
 def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("", 0))
@@ -185,7 +194,7 @@ def main() -> None:
     flags += [f"--memory={typed.memory_mb << 20}"] if typed.memory_mb else []
     if _is_head(host):
         flags += [f"--include-dashboard={str(typed.dashboard).lower()}"]
-        sys.exit(run_head(host, int(port) or _free_port(), flags, typed.words))
+        sys.exit(run_head(host, int(port) or _free_port(), flags, _with_min_nodes(typed.words)))
     sys.exit(run_worker(host, int(port), flags))
 
 
