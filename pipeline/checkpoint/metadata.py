@@ -13,16 +13,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from pipeline.checkpoint.archives import read_tensor, values_offset
 from pipeline.checkpoint.metadata_pickle import decode_metadata
 from pipeline.checkpoint.owners import HEADER_BYTES, check_metadata, check_shard
 from pipeline.checkpoint.packed import PackedFile
@@ -32,21 +32,7 @@ from pipeline.devices.base import in_host_memory
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage.checksums import VerifiedFile, read_verified
 
-
-def values_offset(archive: IO[bytes], sizes: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the offset of the values in `archive`. Raises RuntimeError unless it holds one
-    contiguous tensor of that shape and dtype."""
-    with FakeTensorMode():
-        found = torch.load(archive, map_location="cpu", weights_only=True)
-    if not isinstance(found, torch.Tensor) or (tuple(found.shape), found.dtype) != (sizes, dtype):
-        raise RuntimeError(f"its file holds something else than {dtype} of shape {list(sizes)}")
-    if not found.is_contiguous() or found.storage_offset():
-        raise RuntimeError("its values do not lie one after the other")
-    archive.seek(0)
-    return int(torch._C.PyTorchFileReader(archive).get_record_offset("data/0"))  # type: ignore[attr-defined]
-
-
-IN_PLACE_BYTES = 1 << 20  # of a tensor; smaller ones are read by torch.load and copied
+IN_PLACE_BYTES = 1 << 20  # of a tensor; smaller ones are read whole and copied
 BLOCK_BYTES = 64 << 20  # of one read for a GPU's tensor
 
 
@@ -161,8 +147,12 @@ class TensorsOnlyReader(FileSystemReader):
         if self._read_in_place(stream, item, target):
             planner.commit_tensor(item, target)
             return
-        view: Any = self._slice_file(stream, self.storage_data[item.storage_index])
-        stored = torch.load(view, map_location="cpu", weights_only=True)
+        place, sizes = self.storage_data[item.storage_index], self._stored_sizes(item) or None
+        dtype = self._entry(item).properties.dtype
+        try:
+            stored = read_tensor(stream, place.offset, place.length, sizes, dtype)
+        except RuntimeError as error:
+            raise DamagedError(f"{self.step_path}: {item.storage_index.fqn} cannot be read: {error}") from None
         ends = zip(item.storage_offsets, item.lengths, strict=True)
         part = stored[tuple(slice(begin, begin + length) for begin, length in ends)]
         self.overlay(item.storage_index.fqn, _begins(item), part)
@@ -183,9 +173,8 @@ class TensorsOnlyReader(FileSystemReader):
             return False
         if not sizes or tuple(item.lengths[1:]) != sizes[1:]:
             return False
-        view: Any = self._slice_file(stream, place)
         try:
-            begin = place.offset + values_offset(view, sizes, target.dtype)
+            begin = values_offset(stream, place.offset, place.length, sizes, target.dtype)
         except RuntimeError:
             return False
         row_bytes = target.nbytes // len(target)
@@ -204,10 +193,13 @@ class TensorsOnlyReader(FileSystemReader):
 
     def _stored_sizes(self, item: ReadItem) -> tuple[int, ...]:
         """Return the shape of the piece that the item reads from; () if .metadata does not say it."""
+        offset = tuple(item.storage_index.offset or ())
+        return next((tuple(one.sizes) for one in self._entry(item).chunks if tuple(one.offsets) == offset), ())
+
+    def _entry(self, item: ReadItem) -> TensorStorageMetadata:
         entry = self.read_metadata().state_dict_metadata[item.storage_index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
-        offset = tuple(item.storage_index.offset or ())
-        return next((tuple(one.sizes) for one in entry.chunks if tuple(one.offsets) == offset), ())
+        return entry
 
 
 def _fill(rows: torch.Tensor, stream: io.IOBase) -> bool:

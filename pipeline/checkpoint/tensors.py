@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from pipeline.checkpoint.metadata import TensorsOnlyReader, values_offset
+from pipeline.checkpoint.archives import values_offset
+from pipeline.checkpoint.metadata import TensorsOnlyReader
 from pipeline.checkpoint.stored_rows import FirstWeights, Mask
 from pipeline.runtime.errors import CheckpointError
 
@@ -157,9 +158,8 @@ class StepTensors:
         fs = self._reader.fs  # use the reader's file system, because it may verify what is read
         with self._stream(str(fs.concat_path(self._reader.path, info.relative_path))) as file:
             if chunk.index not in self._data_offsets:
-                view: Any = self._reader._slice_file(file, info)
                 dtype = self.entries[chunk.index.fqn].properties.dtype
-                self._data_offsets[chunk.index] = info.offset + values_offset(view, chunk.sizes, dtype)
+                self._data_offsets[chunk.index] = values_offset(file, info.offset, info.length, chunk.sizes, dtype)
             yield file, self._data_offsets[chunk.index]
 
     @contextmanager
