@@ -25,6 +25,7 @@ from pipeline.extras.checkpoints.cli.checkpoints import (
 )
 from pipeline.extras.checkpoints.config import CheckpointsJob
 from tests.checkpoint.resharding import optimizers, tables, whole
+from tests.runtime.test_signature import make_keys
 from tests.support.ranks import RankPool
 from tests.training.tiny import TinyTable, build, context
 
@@ -67,6 +68,9 @@ def test_verify_reads_every_byte_and_names_what_is_damaged(small_run: Path, tmp_
         _run(["verify", str(run)])
     assert end.value.code == 1
     _run([str(run), "verify", "30"])  # and the process ends with 0
+    with pytest.raises(SystemExit) as end:  # nobody signed the step
+        _run([str(run), "verify", "30", f"require_signature={make_keys(tmp_path, 'own')[1]}"])
+    assert end.value.code == 1
     part.unlink()
     assert "__1_0.distcp" in list_checkpoints(_job(str(run)))[2]
 

@@ -23,6 +23,7 @@ from pipeline.runtime.byte_counts import show_size
 from pipeline.runtime.errors import ConfigError, did_you_mean
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.stdout import write_out
+from pipeline.runtime.storage.signature import requiring
 from pipeline.training.run_state import config_of, folder_of
 
 DAMAGED = 1  # exit code of verify
@@ -135,15 +136,16 @@ def _age(seconds: float | None) -> str:
 
 def run(job: CheckpointsJob) -> list[str]:
     """Return what the command prints. A damaged step ends the process with DAMAGED."""
-    if job.command == "verify":
-        problems = verify_checkpoints(job)
-        lines = [f"step {step}: {problem or 'intact'}" for step, problem in problems.items()]
-        if any(problems.values()):
-            write_out("\n".join(lines))
-            sys.exit(DAMAGED)
-        return lines
-    commands = {"list": list_checkpoints, "show": show_checkpoint, "export": export_checkpoint}
-    return commands[job.command](job)
+    with requiring(job.require_signature):
+        if job.command == "verify":
+            problems = verify_checkpoints(job)
+            lines = [f"step {step}: {problem or 'intact'}" for step, problem in problems.items()]
+            if any(problems.values()):
+                write_out("\n".join(lines))
+                sys.exit(DAMAGED)
+            return lines
+        commands = {"list": list_checkpoints, "show": show_checkpoint, "export": export_checkpoint}
+        return commands[job.command](job)
 
 
 COMMANDS = tuple(Command(name, ("run", "step"), {"step": r"\d+"}) for name in CHECKPOINT_COMMANDS)
