@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pipeline.config.compression import CompressionConfig
 
 from pipeline.checkpoint.chains import chain_of
 from pipeline.checkpoint.retention import measured_metric
@@ -40,12 +41,16 @@ from pipeline.runtime.storage.checksums import checksums_of
 from pipeline.runtime.storage.manifest import MANIFEST, seal_manifest
 from pipeline.runtime.storage.signature import Purpose
 from pipeline.serving.artifact import manifest as artifacts
+from pipeline.serving.artifact.composed import ComposedTables
 from pipeline.serving.artifact.deltas import name_of, newest_sequence, read_delta, why_pinned
+from pipeline.serving.scoring import artifact_files
 from pipeline.serving.scoring.artifact_files import ArtifactFiles
+from tests.embeddings.compressed import table_of
 from tests.faults.signed_world import World, make_world
 from tests.support.datasets import described_dataset
 
 PLAN = next(iter(sorted(Path(__file__).parents[2].glob("sharding_plans/*.json"))))
+COMPOSED = artifacts.COMPOSED_FILE
 MOST_BYTES, MOST_CPU_S = 256 << 20, 2.0
 
 
@@ -128,6 +133,14 @@ def _read_parquet_vocabulary(world: World) -> None:
     assert len(values) <= 150
 
 
+def _read_composed(world: World) -> None:
+    """Of an artifact of compressed tables; its checksums are made again."""
+    manifest = artifacts.read_manifest(str(world.newest / "artifact"))
+    manifest = replace(manifest, files={COMPOSED: checksums_of(str(world.folder / COMPOSED))})
+    found = ArtifactFiles(str(world.folder), manifest, verify=True).composed()
+    assert found is not None and isinstance(found.dims, list)
+
+
 def _read_saved_job(world: World) -> None:
     job = load_saved_job(TrainJob, str(world.folder / "config.yaml"))
     assert isinstance(job, TrainJob) and len(job_to_yaml(job)) > 100
@@ -146,6 +159,7 @@ READERS: dict[str, tuple[str, Purpose | None, Callable[[World], None]]] = {
     "plan": ("plan.json", None, _read_plan),
     "saved job": ("config.yaml", None, _read_saved_job),
     "vocabulary": ("vocabulary/00000.arrow", None, _read_vocabulary),
+    "composed tables": (COMPOSED, None, _read_composed),
     "parquet vocabulary": ("vocabulary/cat_0.parquet", None, _read_parquet_vocabulary),
 }
 
@@ -208,6 +222,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     with pa.ipc.new_file(made.folder / "vocabulary/00000.arrow", table.schema, options=options) as file:
         file.write_table(table)
     pq.write_table(table, made.folder / "vocabulary/cat_0.parquet")
+    compressed = [
+        table_of("item", CompressionConfig("quotient_remainder", bases=[80], operation="multiply"), num_ids=5000),
+        table_of("user", CompressionConfig("mixed_dimension", ratio=2), num_ids=100),
+    ]
+    keys = [feature for each in compressed for feature in each.feature_names]
+    (made.folder / COMPOSED).write_bytes(ComposedTables(compressed, keys).to_bytes())
     job = load_config(TrainJob, ["experiment=quickstart", "hardware=cpu"])
     (made.folder / "config.yaml").write_text(job_to_yaml(job))
     (made.registry / "ledger").mkdir()
@@ -262,3 +282,33 @@ def test_a_mutated_file_gives_a_user_error_or_is_read(name: str, world: World) -
 @pytest.mark.parametrize("name", READERS)
 def test_three_thousand_mutations_of_a_file_give_user_errors_or_are_read(name: str, world: World) -> None:
     _run(world, name, range(40, 3040))
+
+
+def test_a_vocabulary_that_unpacks_to_too_much_is_refused_before_it_is_unpacked(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(artifact_files, "most_unpacked_bytes", lambda size_bytes: 32 * size_bytes)
+    name, path = "vocabulary/00000.arrow", world.folder / "vocabulary/00000.arrow"
+    before = path.read_bytes()
+    table = pa.table({"value": ["a" * 100_000] * 20, "id": np.arange(1, 21, dtype=np.int32)})
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    with pa.ipc.new_file(path, table.schema, options=options) as file:
+        file.write_table(table)
+    with pytest.raises(artifacts.ArtifactError, match=f"{path.stat().st_size} bytes, which unpack to 2000"):
+        _read_vocabulary(world)
+    path.write_bytes(before)
+    assert name in str(path)
+
+
+def test_composed_tables_of_a_small_file_take_no_memory_for_large_settings(world: World) -> None:
+    path = world.folder / COMPOSED
+    before = path.read_bytes()
+    line, _, body = before.partition(b"\n")
+    header = json.loads(line)
+    name = next(iter(header["parameters"]))
+    header["parameters"][name] = [1 << 40, 1 << 40]
+    header["tables"][1]["embedding_dim"] = 1 << 40
+    path.write_bytes(json.dumps(header).encode() + b"\n" + body)
+    with pytest.raises(artifacts.ArtifactError, match="export again"):
+        _read_composed(world)
+    path.write_bytes(before)

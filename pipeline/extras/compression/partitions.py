@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import math
+import os
 import struct
 from array import array
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 NUMPY_MAGIC = b"\x93NUMPY"
+MAX_HEADER_BYTES = 4096
 ARRAY_CODES = {1: "b", 2: "h", 4: "i", 8: "q"}
 
 
@@ -124,11 +126,16 @@ def _read_columns(path: str, what: str) -> tuple[array[int], ...]:
             raise ConfigError(f"{wanted}; it is not a .npy file")
         major = file.read(2)[0]
         (length,) = struct.unpack("<H", file.read(2)) if major == 1 else struct.unpack("<I", file.read(4))
-        header = ast.literal_eval(file.read(length).decode("latin1"))
-        shape, descr = header["shape"], str(header["descr"])
+        try:
+            header = ast.literal_eval(file.read(min(length, MAX_HEADER_BYTES)).decode("latin1"))
+            shape, descr, code = header["shape"], str(header["descr"]), ARRAY_CODES[int(str(header["descr"])[2:])]
+        except (ValueError, SyntaxError, KeyError, TypeError, MemoryError, RecursionError) as error:
+            raise ConfigError(f"{wanted}; its header cannot be read: {str(error)[:100]}") from None
         if len(shape) != 2 or descr[0] not in "<|" or descr[1] not in "iu" or header["fortran_order"]:
             raise ConfigError(f"{wanted}; it has {descr} of shape {list(shape)}")
-        code = ARRAY_CODES[int(descr[2:])]
+        values_bytes = os.fstat(file.fileno()).st_size - file.tell()
+        if shape[0] * shape[1] * int(descr[2:]) != values_bytes:
+            raise ConfigError(f"{wanted}; it has {values_bytes} bytes for {descr} of shape {list(shape)}")
         columns = []
         for _ in range(shape[0]):
             column = array(code if descr[1] == "i" else code.upper())

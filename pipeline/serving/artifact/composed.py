@@ -7,6 +7,7 @@ compose rows are one file: a line of JSON, then numbers. Nothing in the file is 
 from __future__ import annotations
 
 import json
+import math
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
@@ -27,7 +28,7 @@ from pipeline.embeddings.table import IDS_A_BUCKET, Table
 from pipeline.runtime.errors import ServingError
 from pipeline.serving.scoring.lookup import TableLookup
 
-MAX_HEADER_BYTES = 256 << 20
+MAX_HEADER_BYTES, MAX_POSITIONS = 256 << 20, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -164,15 +165,21 @@ class ComposedTables:
         if len(line) > MAX_HEADER_BYTES:
             raise ServingError("its header is too long")
         header = json.loads(line)
+        shapes, row_maps = header["parameters"], header.get("row_maps", {})
+        taken = 4 * sum(map(_count, shapes.values()))
+        integers = sum(map(_count, header["classes"])) + sum(2 * _count([count]) for count, _ in row_maps.values())
+        if len(body) != taken + 8 * integers:
+            raise ServingError("it is shorter or longer than its header says")
         tables = [decode(Table, values) for values in header["tables"]]
-        taken = 4 * sum(int(np.prod(shape)) for shape in header["parameters"].values())
-        integers = np.frombuffer(body, "<i8", offset=taken)
-        tables, integers = _restore_files(tables, header["classes"], integers)
-        row_maps = _row_maps(header.get("row_maps", {}), integers)
-        found = cls(tables, [str(key) for key in header["keys"]], row_maps=row_maps)
-        own = found.composition.state_dict()
-        if {name: list(value.shape) for name, value in own.items()} != header["parameters"]:
+        if sum(each.num_positions for table in tables for each in table.positions) > MAX_POSITIONS:
+            raise ServingError(f"it has more than {MAX_POSITIONS} positions of sequences")
+        tables, numbers = _restore_files(tables, header["classes"], np.frombuffer(body, "<i8", offset=taken))
+        with torch.device("meta"):  # no memory is taken before the shapes are compared
+            wanted = {name: list(value.shape) for name, value in Composition(tables).state_dict().items()}
+        if wanted != shapes:
             raise ServingError("its parameters are not those of its tables")
+        found = cls(tables, [str(key) for key in header["keys"]], row_maps=_row_maps(row_maps, numbers))
+        own = found.composition.state_dict()
         values = torch.from_numpy(np.frombuffer(body[:taken], "<f4").copy())
         sizes = [value.numel() for value in own.values()]
         parts = values.split(sizes)
@@ -203,7 +210,7 @@ def _restore_files(
     """The tables with their files' integers, and what of `integers` lies behind these."""
     restored = []
     for table, shape in zip(tables, shapes, strict=True):
-        config, count = table.compression, int(np.prod(shape))
+        config, count = table.compression, _count(shape)
         if count and config is not None:
             config = kind_of(config).restore_files(config, integers[:count].reshape(shape).tolist())
             integers = integers[count:]
@@ -211,9 +218,13 @@ def _restore_files(
     return restored, integers
 
 
+def _count(shape: list[int]) -> int:
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ServingError(f"it has numbers of the shape {str(shape)[:100]}")
+    return math.prod(shape)
+
+
 def _row_maps(sizes: dict[str, list[int]], numbers: NDArray[np.int64]) -> dict[str, RowMap]:
-    if len(numbers) != sum(2 * count for count, _ in sizes.values()):
-        raise ServingError("it is shorter or longer than its header says")
     found = {}
     for name, (count, rows_a_bucket) in sizes.items():
         found[name] = RowMap(numbers[:count].copy(), numbers[count : 2 * count].copy(), rows_a_bucket)

@@ -171,6 +171,11 @@ class Manifest:
         return values
 
 
+def most_unpacked_bytes(size_bytes: int) -> int:
+    """Return how much memory a vocabulary's file of `size_bytes` may unpack to."""
+    return max(256 << 20, 32 * size_bytes)
+
+
 def read_manifest(path: str) -> Manifest:
     """Read the manifest of the artifact at `path`.
 

@@ -30,6 +30,7 @@ from pipeline.serving.artifact.manifest import (
     UNFINISHED,
     Manifest,
     TableFiles,
+    most_unpacked_bytes,
 )
 from pipeline.serving.artifact.plan import ExportPlan
 from pipeline.serving.artifact.quantize import write_rows
@@ -120,12 +121,15 @@ class ArtifactWriter:
             self._files[name] = write_blocks(self._at(name), iter(lambda: file.read(1 << 24), b""))
 
     def add_arrow(self, name: str, table: pa.Table) -> None:
-        with ChecksummedWriter(self._at(name)) as writer:
-            options = pa.ipc.IpcWriteOptions(compression="lz4")
-            with pa.ipc.new_file(pa.PythonFile(writer, mode="w"), table.schema, options=options) as file:
-                file.write_table(table)
-            writer.close()
-            self._files[name] = writer.entry()
+        for compression in ("lz4", None):
+            with ChecksummedWriter(self._at(name)) as writer:
+                options = pa.ipc.IpcWriteOptions(compression=compression)
+                with pa.ipc.new_file(pa.PythonFile(writer, mode="w"), table.schema, options=options) as file:
+                    file.write_table(table)
+                writer.close()
+                entry = self._files[name] = writer.entry()
+            if table.nbytes <= most_unpacked_bytes(entry["size_bytes"]):
+                return
 
     def manifest(self, plan: ExportPlan) -> Manifest:
         """Describe the files that have been written so far."""

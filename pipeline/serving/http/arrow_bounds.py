@@ -6,8 +6,6 @@ megabytes) and values without bytes of their own (nulls, bits). Sizes are comput
 
 from __future__ import annotations
 
-import struct
-
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -63,40 +61,3 @@ def _widest(kind: pa.DataType) -> int:
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return TEXT_BYTES if pa.types.is_decimal(kind) else TEXT_BYTES // 3
-
-
-def has_compression(body: bytes) -> bool:
-    """Return whether a buffer of the stream is compressed. Raise struct.error if a message is torn."""
-    reader = pa.ipc.MessageReader.open_stream(pa.py_buffer(body))
-    while True:
-        try:
-            message = reader.read_next_message()
-        except StopIteration:
-            return False
-        if message.type in ("record batch", "dictionary") and _is_compressed(
-            message.metadata.to_pybytes(), message.type
-        ):
-            return True
-
-
-def _is_compressed(metadata: bytes, kind: str) -> bool:
-    """Return whether a message's RecordBatch has a `compression` (arrow/format/Message.fbs)."""
-    header = _table_at(metadata, struct.unpack_from("<I", metadata, 0)[0], 2)
-    if kind == "dictionary" and header:
-        header = _table_at(metadata, header, 1)  # DictionaryBatch: id, data
-    return bool(header and _field(metadata, header, 3))  # RecordBatch: length, nodes, buffers, compression
-
-
-def _field(data: bytes, table: int, number: int) -> int:
-    """Return the position of a flatbuffer table's field, or 0 if the field is left out."""
-    vtable = table - struct.unpack_from("<i", data, table)[0]
-    if vtable < 0:
-        raise struct.error("a table points before the message")
-    size = struct.unpack_from("<H", data, vtable)[0]
-    offset = struct.unpack_from("<H", data, vtable + 4 + 2 * number)[0] if 6 + 2 * number <= size else 0
-    return table + offset if offset else 0
-
-
-def _table_at(data: bytes, table: int, number: int) -> int:
-    offset = _field(data, table, number)
-    return offset + int(struct.unpack_from("<I", data, offset)[0]) if offset else 0

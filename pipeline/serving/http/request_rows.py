@@ -18,7 +18,8 @@ from pipeline.config.columns import ColumnsConfig
 from pipeline.config.serving import LimitsConfig
 from pipeline.data.raw.value_text import to_text, value_to_text
 from pipeline.runtime.errors import did_you_mean
-from pipeline.serving.http.arrow_bounds import EXPANSION, bytes_before_reading, has_compression, is_flat, text_bytes
+from pipeline.runtime.storage.arrow_messages import has_compression
+from pipeline.serving.http.arrow_bounds import EXPANSION, bytes_before_reading, is_flat, text_bytes
 from pipeline.serving.scoring.feature_ids import MIN_ROWS, is_whole_number
 from pipeline.serving.scoring.scorer import ColumnLists, Rows, schema_of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -15,8 +16,16 @@ from pipeline.config.serving import SsdConfig
 from pipeline.data.read.value_index import NAMES
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import signature, storage
+from pipeline.runtime.storage.arrow_messages import FILE_MAGIC, unpacked_bytes
 from pipeline.runtime.storage.checksums import FileEntry, damage, read_verified, size_problem
-from pipeline.serving.artifact.manifest import COMPOSED_FILE, DENSE_FILE, ArtifactError, Manifest, TableFiles
+from pipeline.serving.artifact.manifest import (
+    COMPOSED_FILE,
+    DENSE_FILE,
+    ArtifactError,
+    Manifest,
+    TableFiles,
+    most_unpacked_bytes,
+)
 from pipeline.serving.artifact.quantize import KeptRows
 from pipeline.serving.artifact.raw_schema import RawFeature
 from pipeline.serving.scoring.dense_program import Program, load_program
@@ -128,14 +137,20 @@ class ArtifactFiles:
         )
 
     def vocabulary(self, name: str) -> pa.Table:
+        content = pa.py_buffer(self.content(name))
         try:
-            with pa.ipc.open_file(pa.BufferReader(self.content(name))) as file:
+            if content[: len(FILE_MAGIC)].to_pybytes() != FILE_MAGIC:
+                raise ArtifactError(f"{name} is no vocabulary: it is not an Arrow file")
+            stream = content[len(FILE_MAGIC) :]  # the footer is not read, because it could point to other bytes
+            if (unpacked := unpacked_bytes(stream)) > most_unpacked_bytes(content.size):
+                raise ArtifactError(f"{name} has {content.size} bytes, which unpack to {unpacked}; export again")
+            with pa.ipc.open_stream(stream) as file:
                 if odd := [each for each in file.schema if not (pa.types.is_integer(each.type) or _is_text(each.type))]:
                     raise ArtifactError(f"{name} is no vocabulary: its column {odd[0].name!r} has type {odd[0].type}")
                 table = file.read_all()
             table.validate(full=True)
             return table
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError, struct.error) as error:
             raise ArtifactError(f"{name} is no vocabulary: {error}") from None
 
     def composed(self) -> ComposedTables | None:

@@ -5,8 +5,12 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.runtime.errors import ServingError
 
@@ -33,7 +37,7 @@ class FaissIndex:
 
     has_file = True
     kind = ""
-    class_name = ""  # faiss's name
+    check: Callable[[NDArray[np.uint8], int, int], None]  # raises ValueError for a file that faiss must not read
 
     def __init__(self, index: faiss.Index) -> None:
         self._index = index
@@ -55,18 +59,14 @@ class FaissIndex:
 
     @classmethod
     def load(cls, path: str, num_items: int, dim: int, search: int) -> Self:
-        from pipeline.extras.retrieval.index import check_shape
-
         library = import_faiss(cls.kind)
         try:
+            cls.check(np.memmap(path, np.uint8, "r"), num_items, dim)
             index = library.read_index(path)
-        except RuntimeError as error:
-            raise ServingError(f"{path} is not an index of faiss ({str(error)[:200]}): export again") from None
-        if type(index).__name__ != cls.class_name or index.metric_type != library.METRIC_INNER_PRODUCT:
+        except (RuntimeError, ValueError) as error:
             raise ServingError(
-                f"{path} is a {type(index).__name__}, not a {cls.class_name} of dot products: export again"
-            )
-        check_shape((index.ntotal, index.d), num_items, dim, path)
+                f"{path} is not an index of kind {cls.kind} ({str(error)[:200]}): export again"
+            ) from None
         return cls.of(index, search)
 
     def write(self, path: str) -> None:

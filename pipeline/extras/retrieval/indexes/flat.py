@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.registry import register
 from pipeline.extras.retrieval.indexes._faiss import FaissIndex
+from pipeline.extras.retrieval.indexes._faiss_file import check_flat
 
 if TYPE_CHECKING:
     import faiss
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @register("index", "flat")
 class FlatIndex(FaissIndex):
-    kind, class_name = "flat", "IndexFlatIP"
+    kind, check = "flat", staticmethod(check_flat)
 
     @classmethod
     def empty(cls, library: ModuleType, dim: int, config: RetrievalConfig) -> faiss.Index:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from pipeline.config.registry import register
 from pipeline.extras.retrieval.indexes._faiss import FaissIndex, import_faiss
+from pipeline.extras.retrieval.indexes._faiss_file import check_graph
 
 if TYPE_CHECKING:
     import faiss
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @register("index", "hnsw")
 class HnswIndex(FaissIndex):
-    kind, class_name = "hnsw", "IndexHNSWFlat"
+    kind, check = "hnsw", staticmethod(check_graph)
 
     def __init__(self, index: faiss.Index, search: int) -> None:
         super().__init__(index)
