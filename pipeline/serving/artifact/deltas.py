@@ -109,8 +109,7 @@ class Delta:
 
     def content(self, name: str) -> bytes:
         """Verified. Raises DamagedError."""
-        path = storage.join(self.path, self.below, name) if self.below else storage.join(self.path, name)
-        return read_verified(path, self.files[name])
+        return read_verified(storage.join(self.path, self.below, name), self.files[name])
 
     @property
     def size_bytes(self) -> int:
@@ -179,14 +178,11 @@ def pin(folder: str, sequence: int | None, reason: str = "") -> None:
     path = storage.join(folder, PIN)
     check_still_signed(path)
     if signature.is_signing():
-        content["number"] = signature.next_number(_number_before(folder))
+        number = 0
+        with suppress(DamagedError):  # a damaged one is replaced
+            number = _read_pin(folder).number
+        content["number"] = signature.next_number(number)
     storage.publish_text(path, pointer_text(content, Purpose.PIN))
-
-
-def _number_before(folder: str) -> int:
-    with suppress(DamagedError):  # a damaged one is replaced
-        return _read_pin(folder).number
-    return 0
 
 
 def why_pinned(folder: str) -> str:

@@ -209,15 +209,14 @@ class Reference:
     def parity_of(self, split: str, precisions: list[str]) -> Parity:
         """Measure the trained layers over tables of these precisions. Each mix is measured once."""
         key = (split, *precisions)
-        if key not in self.measured:
-            self.measured[key] = self._measure(split, precisions)
-        return self.measured[key]
-
-    def _measure(self, split: str, precisions: list[str]) -> Parity:
+        if key in self.measured:
+            return self.measured[key]
         if set(precisions) == {"fp32"}:
-            return self.compare(split, self.scores[split])
-        with self._quantized(precisions) as lookup:
-            return self._parity(split, lambda batch: lookup.pooled(*batch.ids))
+            found = self.compare(split, self.scores[split])
+        else:
+            with self._quantized(precisions) as lookup:
+                found = self._parity(split, lambda batch: lookup.pooled(*batch.ids))
+        return self.measured.setdefault(key, found)
 
     def parity_of_pruned(self, split: str, kept: list[KeptRows | None]) -> Parity:
         """Measure the trained layers over fp32 rows, with row 0 instead of rows that are not kept."""

@@ -33,9 +33,7 @@ from pipeline.serving.scoring.scorer import Scorer, has_scores, score_columns
 
 INLINE_BYTES = 16_384  # what is decoded so quickly that a thread costs more
 CLIENT_GONE = 499  # as nginx counts it
-HUNG_UP = (
-    "the handler is closed"  # uvloop's words where a connection was closed since, such as for the next request on it
-)
+HUNG_UP = "the handler is closed"  # uvloop's words for a connection that was closed since
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
@@ -55,7 +53,7 @@ class ScoringApp:
             *(Route(path, self.score, methods=["POST"]) for path in (SCORE, RETRIEVE)),
             Route("/health", self.health),
             Route("/health/live", self.live),
-            Route("/health/ready", self.ready),
+            Route("/health/ready", self.health),
             Route("/metrics", self.metrics),
             Route("/openapi.json", self.openapi),
             Route("/docs", self.docs),
@@ -96,18 +94,12 @@ class ScoringApp:
         return answer
 
     async def health(self, request: Request) -> Response:
-        ready = self._is_ready()
+        ready = self._slot.is_loaded and not self.draining
         values = {"status": "ready" if ready else "not ready", "artifact": self._slot.model.scorer.version}
         return JSONResponse(values, 200 if ready else 503)
 
     async def live(self, request: Request) -> Response:
         return JSONResponse({"status": "alive"})
-
-    async def ready(self, request: Request) -> Response:
-        return await self.health(request)
-
-    def _is_ready(self) -> bool:
-        return self._slot.is_loaded and not self.draining
 
     async def metrics(self, request: Request) -> Response:
         self._count_tables()
@@ -256,7 +248,8 @@ async def read_body(request: Request, limits: LimitsConfig) -> bytes:
     if encoding := request.headers.get("content-encoding"):
         raise BadRequest(415, f"Content-Encoding {encoding!r} is not read: send the body as it is")
     too_large = BadRequest(413, f"the body has more than {limits.body_bytes} bytes: send its rows in several requests")
-    if _announced(request) > limits.body_bytes:
+    length = request.headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and int(length) > limits.body_bytes:
         if "expect" not in request.headers:  # else nothing is sent before it is asked for
             await _drop_rest(request)
         raise too_large
@@ -277,11 +270,6 @@ async def read_body(request: Request, limits: LimitsConfig) -> bytes:
         await _drop_rest(request)
         raise too_large
     return b"".join(chunks)
-
-
-def _announced(request: Request) -> int:
-    length = request.headers.get("content-length", "")
-    return int(length) if length.isascii() and length.isdigit() else 0
 
 
 async def _drop_rest(request: Request) -> None:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -37,47 +37,38 @@ class ServerMetrics:
         def counter(name: str, about: str, *labels: str) -> Counter:
             return Counter(f"{PREFIX}_{name}", about, labels, registry=registry)
 
+        def gauge(name: str, about: str, *labels: str) -> Gauge:
+            return Gauge(f"{PREFIX}_{name}", about, labels, registry=registry)
+
+        def histogram(name: str, about: str, buckets: Sequence[float], *labels: str) -> Histogram:
+            return Histogram(f"{PREFIX}_{name}", about, labels, buckets=buckets, registry=registry)
+
         self.requests = counter("requests", "Requests answered", "path", "status")
-        self.request_seconds = Histogram(
-            f"{PREFIX}_request_seconds", "From header to answer", ["path"], buckets=SECONDS, registry=registry
-        )
+        self.request_seconds = histogram("request_seconds", "From header to answer", SECONDS, "path")
         self.rows = counter("rows", "Rows scored")
         self.bad_rows = counter("bad_rows", "Rows without a score")
         self.values = counter("values", "Values of features with a vocabulary", "feature")
         self.unknown_values = counter(
             "unknown_values", "Those of them that the model does not know, or missing", "feature"
         )
-        self.batch_rows = Histogram(f"{PREFIX}_batch_rows", "Rows scored at once", buckets=ROWS, registry=registry)
-        self.batch_seconds = Histogram(
-            f"{PREFIX}_batch_seconds", "A batch in the model", buckets=SECONDS, registry=registry
-        )
-        self.queue_rows = Gauge(f"{PREFIX}_queue_rows", "Rows that wait for a batch", registry=registry)
+        self.batch_rows = histogram("batch_rows", "Rows scored at once", ROWS)
+        self.batch_seconds = histogram("batch_seconds", "A batch in the model", SECONDS)
+        self.queue_rows = gauge("queue_rows", "Rows that wait for a batch")
         self.overloads = counter("overloads", "Requests answered with 503, for the queue was full or slow")
-        self.artifact = Gauge(f"{PREFIX}_artifact", "1 for the artifact that serves", ["version"], registry=registry)
-        self.artifact_loaded = Gauge(
-            f"{PREFIX}_artifact_loaded_timestamp_seconds", "When it was loaded", registry=registry
-        )
+        self.artifact = gauge("artifact", "1 for the artifact that serves", "version")
+        self.artifact_loaded = gauge("artifact_loaded_timestamp_seconds", "When it was loaded")
         self.switches = counter("artifact_switches", "Changes to another artifact")
         self.refusals = counter("artifact_refusals", "Artifacts that could not be loaded: the one before goes on")
-        self.delta_sequence = Gauge(
-            f"{PREFIX}_delta_sequence", "Number of the delta that serves; 0: the artifact itself", registry=registry
-        )
-        self.embedding_age = Gauge(
-            f"{PREFIX}_embedding_age_seconds", "Since the step that serves was saved", registry=registry
-        )
-        self.event_age = Gauge(
-            f"{PREFIX}_event_age_seconds",
-            "Since the newest event that the delta which serves was trained on; 0: not known",
-            registry=registry,
-        )
+        self.delta_sequence = gauge("delta_sequence", "Number of the delta that serves; 0: the artifact itself")
+        self.embedding_age = gauge("embedding_age_seconds", "Since the step that serves was saved")
+        about = "Since the newest event that the delta which serves was trained on; 0: not known"
+        self.event_age = gauge("event_age_seconds", about)
         self.delta_refusals = counter("delta_refusals", "Deltas that were not taken: what served before goes on")
-        self.items = Gauge(f"{PREFIX}_items", "Items that /retrieve finds among", registry=registry)
+        self.items = gauge("items", "Items that /retrieve finds among")
         self.retrieved_items = counter("retrieved_items", "Items in the answers of /retrieve")
         self.table_lookups = counter("table_lookups", "Rows of tables on SSD that were asked for")
         self.table_hits = counter("table_cache_hits", "Those of them that were in memory")
-        self.cache_bytes = Gauge(
-            f"{PREFIX}_table_cache_bytes", "Hot rows of tables on SSD in memory", registry=registry
-        )
+        self.cache_bytes = gauge("table_cache_bytes", "Hot rows of tables on SSD in memory")
 
 
 FIRST_LOOK_ROWS = 1000  # after so many rows, ten times as many, and so on
@@ -95,12 +86,6 @@ class Queries(Protocol):
 
 
 Asked: TypeAlias = Rows | Queries
-
-
-def _join(parts: Sequence[Asked]) -> Asked:
-    concat = getattr(type(parts[0]), "concat_requests", concat_rows)
-    joined: Asked = concat(parts)
-    return joined
 
 
 class Overloaded(Exception):
@@ -180,10 +165,10 @@ class Batcher:
             work, done = self._changes.popleft()
             try:
                 await asyncio.get_running_loop().run_in_executor(self._thread, work)
+                if not done.done():  # else whoever waited has gone
+                    done.set_result(None)
             except Exception as error:
-                _settle(done, error)
-            else:
-                _settle(done)
+                _fail(done, error)
 
     def _admit(self, num_rows: int) -> None:
         queued, config = self._queued_rows, self._config
@@ -251,10 +236,11 @@ class Batcher:
     async def _answer(self, batch: list[_Item]) -> None:
         self._rows_under_way = sum(item.rows.num_rows for item in batch)
         try:
-            scored = await self._score(_join([item.rows for item in batch]))
+            parts = [item.rows for item in batch]
+            scored = await self._score(getattr(type(parts[0]), "concat_requests", concat_rows)(parts))
         except Exception as error:
             if len(batch) == 1:
-                _fail(batch[0], error)
+                _fail(batch[0].answer, error)
                 return
             for item in batch:  # one request's rows must not fail another's
                 await self._answer([item])
@@ -317,15 +303,6 @@ class Batcher:
         await asyncio.to_thread(self._thread.shutdown)
 
 
-def _fail(item: _Item, error: Exception) -> None:
-    if not item.answer.done():
-        item.answer.set_exception(error)
-
-
-def _settle(done: asyncio.Future[None], error: Exception | None = None) -> None:
-    if done.done():  # whoever waited has gone
-        return
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(error)
+def _fail(answer: asyncio.Future[Any], error: Exception) -> None:
+    if not answer.done():  # else whoever waited has gone
+        answer.set_exception(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from pipeline import __version__
@@ -25,18 +26,30 @@ ERRORS = {
 
 
 def openapi_page(scorer: Scorer, limits: LimitsConfig) -> dict[str, Any]:
-    path, operation, title = ("/retrieve", _retrieve, "Items") if retrieves(scorer) else ("/score", _score, "Scores")
+    path, post, title = ("/retrieve", _retrieve, "Items") if retrieves(scorer) else ("/score", _score, "Scores")
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": __version__, "description": f"Artifact {scorer.version}"},
         "paths": {
-            path: {"post": operation(scorer, limits)},
+            path: {"post": post(scorer, limits)},
             "/health": {"get": _plain("Which artifact serves, and whether requests are taken", JSON_TYPE, "503")},
             "/health/live": {"get": _plain("Whether the process answers at all", JSON_TYPE)},
             "/health/ready": {"get": _plain("Whether requests are taken", JSON_TYPE, "503")},
             "/metrics": {"get": _plain("Counts for Prometheus", "text/plain")},
         },
     }
+
+
+def _object(properties: dict[str, Any], required: Sequence[str]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+def _listed(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
+BAD_ROWS = _listed(_object({"row": {"type": "integer"}, "reason": {"type": "string"}}, ("row", "reason")))
+BINARY = {"schema": {"type": "string", "format": "binary", "description": "An Arrow IPC stream without compression"}}
 
 
 def _retrieve(scorer: Scorer, limits: LimitsConfig) -> dict[str, Any]:
@@ -47,46 +60,33 @@ def _retrieve(scorer: Scorer, limits: LimitsConfig) -> dict[str, Any]:
         "allowed": {**ids, "description": "Only these items; null: all"},
         "excluded": {**ids, "description": "None of these items"},
     }
-    lists = {name: {"type": ["array", "null"], "items": {"type": kind}} for name, kind in (("items", "string"), ("scores", "number"))}  # fmt: skip
-    answer = {
-        "type": "object",
-        "properties": {
-            "artifact": {"type": "string"},
-            **{name: {"type": "array", "items": each} for name, each in lists.items()},
-            "bad_rows": _bad_rows(),
-        },
-        "required": ["artifact", "items", "scores", "bad_rows"],
-    }
+    kinds = {"items": "string", "scores": "number"}
+    lists = {name: _listed({"type": ["array", "null"], "items": {"type": kind}}) for name, kind in kinds.items()}
+    about = "For each row items and their scores, the best first, at most k; null for one in bad_rows"
     return {
         "summary": "Find the items with the highest scores for raw rows of users",
         "operationId": "retrieve",
-        "requestBody": {"required": True, "content": {JSON_TYPE: {"schema": body}}},
-        "responses": {
-            "200": {
-                "description": "For each row items and their scores, the best first, at most k; null for one in bad_rows",
-                "content": {JSON_TYPE: {"schema": answer}},
-            },
-            **{status: _error(about) for status, about in ERRORS.items()},
-        },
+        **_exchange(body, lists, about, {}),
     }
 
 
 def _score(scorer: Scorer, limits: LimitsConfig) -> dict[str, Any]:
-    return {
-        "summary": "Score raw rows",
-        "operationId": "score",
-        "requestBody": {
-            "required": True,
-            "content": {JSON_TYPE: {"schema": _body(scorer, limits)}, ARROW_TYPE: {"schema": _binary()}},
-        },
-        "responses": {
-            "200": {
-                "description": "A score for each row, in the order of the request; null for one in bad_rows",
-                "content": {JSON_TYPE: {"schema": _answer(scorer)}, ARROW_TYPE: {"schema": _binary()}},
-            },
-            **{status: _error(about) for status, about in ERRORS.items()},
-        },
-    }
+    scores = _listed({"type": ["number", "null"]})
+    if names := [task.name for task in scorer.tasks]:
+        scores = _object(dict.fromkeys(names, scores), names)
+    about = "A score for each row, in the order of the request; null for one in bad_rows"
+    exchange = _exchange(_body(scorer, limits), {"scores": scores}, about, {ARROW_TYPE: BINARY})
+    return {"summary": "Score raw rows", "operationId": "score", **exchange}
+
+
+def _exchange(body: dict[str, Any], answer: dict[str, Any], about: str, more: dict[str, Any]) -> dict[str, Any]:
+    """Describe a request and its answers. more: content types in addition to JSON, both ways."""
+    answered = {"artifact": {"type": "string"}, **answer, "bad_rows": BAD_ROWS}
+    error = {"schema": _object({"error": {"type": "string"}, "bad_rows": BAD_ROWS}, ["error"])}
+    good = {"description": about, "content": {JSON_TYPE: {"schema": _object(answered, [*answered])}, **more}}
+    bad = {status: {"description": why, "content": {JSON_TYPE: error}} for status, why in ERRORS.items()}
+    content = {JSON_TYPE: {"schema": body}, **more}
+    return {"requestBody": {"required": True, "content": content}, "responses": {"200": good, **bad}}
 
 
 def _body(scorer: Scorer, limits: LimitsConfig) -> dict[str, Any]:
@@ -94,57 +94,20 @@ def _body(scorer: Scorer, limits: LimitsConfig) -> dict[str, Any]:
     category = {"anyOf": [{"type": "string"}, {"type": "number"}, {"type": "boolean"}, {"type": "null"}]}
     kinds: dict[str, Any] = {name: {"type": ["number", "null"]} for name in columns.dense}
     kinds |= dict.fromkeys(columns.sparse, category)
-    several = {"type": "array", "items": category, "maxItems": limits.values_per_cell}
+    several = {**_listed(category), "maxItems": limits.values_per_cell}
     kinds |= {name: {"anyOf": [several, {"type": "null"}]} for name in columns.lists}
     for name in columns.weighted:
         kinds[name]["description"] = "id:weight, split at the last colon; an id without a weight counts 1"
     row = {"type": "object", "properties": kinds, "additionalProperties": False}
-    rows = {"type": "array", "items": row, "maxItems": limits.rows}
-    return {"type": "object", "properties": {"rows": rows}, "required": ["rows"], "additionalProperties": False}
-
-
-def _binary() -> dict[str, Any]:
-    return {"type": "string", "format": "binary", "description": "An Arrow IPC stream without compression"}
-
-
-def _bad_rows() -> dict[str, Any]:
-    bad = {
-        "type": "object",
-        "properties": {"row": {"type": "integer"}, "reason": {"type": "string"}},
-        "required": ["row", "reason"],
-    }
-    return {"type": "array", "items": bad}
-
-
-def _answer(scorer: Scorer) -> dict[str, Any]:
-    scores: dict[str, Any] = {"type": "array", "items": {"type": ["number", "null"]}}
-    if names := [task.name for task in scorer.tasks]:
-        scores = {"type": "object", "properties": dict.fromkeys(names, scores), "required": names}
-    return {
-        "type": "object",
-        "properties": {
-            "artifact": {"type": "string"},
-            "scores": scores,
-            "bad_rows": _bad_rows(),
-        },
-        "required": ["artifact", "scores", "bad_rows"],
-    }
-
-
-def _error(about: str) -> dict[str, Any]:
-    schema = {
-        "type": "object",
-        "properties": {"error": {"type": "string"}, "bad_rows": _bad_rows()},
-        "required": ["error"],
-    }
-    return {"description": about, "content": {JSON_TYPE: {"schema": schema}}}
+    rows = {**_listed(row), "maxItems": limits.rows}
+    return {**_object({"rows": rows}, ["rows"]), "additionalProperties": False}
 
 
 def _plain(about: str, kind: str, *errors: str) -> dict[str, Any]:
-    schema = {"type": "object"} if kind == JSON_TYPE else {"type": "string"}
-    answers: dict[str, Any] = {"200": {"description": about, "content": {kind: {"schema": schema}}}}
-    answers |= {status: {"description": "Not now", "content": {kind: {"schema": schema}}} for status in errors}
-    return {"summary": about, "responses": answers}
+    content = {kind: {"schema": {"type": "object"} if kind == JSON_TYPE else {"type": "string"}}}
+    answers = {"200": about, **dict.fromkeys(errors, "Not now")}
+    responses = {status: {"description": text, "content": content} for status, text in answers.items()}
+    return {"summary": about, "responses": responses}
 
 
 STYLE = "pre { white-space: pre-wrap; overflow-wrap: anywhere; }\n"
@@ -153,22 +116,23 @@ STYLE = "pre { white-space: pre-wrap; overflow-wrap: anywhere; }\n"
 def docs_page(scorer: Scorer, limits: LimitsConfig, address: str) -> str:
     """`address` is what the reader's own request went to."""
     page = openapi_page(scorer, limits)
-    row = example_row(scorer)
-    path, title = ("/retrieve", "Items") if retrieves(scorer) else ("/score", "Scores")
-    body: dict[str, Any] = (
-        {"rows": [row], "k": min(10, limits.k), "excluded": ["a"]} if retrieves(scorer) else {"rows": [row]}
-    )
-    command = f"curl -H 'Content-Type: application/json' {address}{path} \\\n    -d {shlex.quote(json.dumps(body, ensure_ascii=False))}"
+    body: dict[str, Any] = {"rows": [example_row(scorer)]}
+    path = next(iter(page["paths"]))
+    if retrieves(scorer):
+        body |= {"k": min(10, limits.k), "excluded": ["a"]}
+    words = shlex.quote(json.dumps(body, ensure_ascii=False))
     columns = scorer.columns
+    listed = {
+        name: "list of id:weight" if name in columns.weighted else "list of text or numbers" for name in columns.lists
+    }
     kinds = [
         *((name, "number") for name in columns.dense),
         *((name, "text, a number, true or false") for name in columns.sparse),
-    ]
-    kinds += [
-        (name, "list of id:weight" if name in columns.weighted else "list of text or numbers") for name in columns.lists
+        *listed.items(),
     ]
     return render(
-        "serving/http/docs.html", title, css=STYLE, version=scorer.version, command=command, limits=limits,
+        "serving/http/docs.html", page["info"]["title"], css=STYLE, version=scorer.version, limits=limits,
+        command=f"curl -H 'Content-Type: application/json' {address}{path} \\\n    -d {words}",
         operations=[
             (f"{method.upper()} {path}", about["summary"], _answers(about))
             for path, methods in page["paths"].items()

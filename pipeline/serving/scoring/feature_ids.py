@@ -72,16 +72,6 @@ class ColumnIds:
         return ids
 
 
-def column_ids(
-    features: Sequence[RawFeature], index: ValueIndex, vocabularies: Sequence[int], null_values: Sequence[str]
-) -> ColumnIds | None:
-    """Return None without Numba, and for rows that need more: lists, drawn bags, buckets, null_values."""
-    plain = all(not each.multi_hot and each.bag_size == 1 and each.boundaries is None for each in features)
-    if not plain or null_values or find_spec("numba") is None:
-        return None
-    return ColumnIds(features, index, vocabularies)
-
-
 def _directory_of(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.int32], np.uint64]:
     """[2^bits + 1]: the number of the ascending hashes below each value of the leading `bits`; and bits."""
     bits = np.uint64(max(1, len(hashes).bit_length() - 1))
@@ -174,21 +164,21 @@ class FeatureIds:
         self._known: list[dict[str | None, int]] = [dict(self._missing) for _ in features]
         self._room = REMEMBERED // max(1, len(features))
         self.added = AddedIds()
-        self._of_arrow = column_ids(features, self._index, self._vocabularies.tolist(), null_values)
+        # ColumnIds needs Numba, and reads no lists, drawn bags, buckets and null_values.
+        plain = all(not each.multi_hot and each.bag_size == 1 and each.boundaries is None for each in features)
+        self.reads_columns = (
+            plain and not null_values and find_spec("numba") is not None
+        )  # whether of_arrow() gives ids
+        if self.reads_columns:
+            self._of_arrow = ColumnIds(features, self._index, self._vocabularies.tolist())
 
     def forget_added(self) -> None:
         """Values are those of the vocabularies again."""
         self.added.forget()
         self._known = [dict(self._missing) for _ in self._known]
 
-    @property
-    def reads_columns(self) -> bool:
-        """Whether of_arrow() gives ids."""
-        return self._of_arrow is not None
-
     def of_arrow(self, columns: Sequence[pa.Array]) -> NDArray[np.int64] | None:
         """As ColumnIds.ids, with values that were added."""
-        assert self._of_arrow is not None
         ids = self._of_arrow.ids(columns)
         if ids is None:
             return None
@@ -254,7 +244,5 @@ class FeatureIds:
             if len(known) >= self._room:
                 known = self._known[feature] = dict(self._missing)
             known[text] = found
-        elif (
-            0 < found <= self._room
-        ):  # ids are in the order of frequency: these are the most frequent values, and no others
+        elif 0 < found <= self._room:  # the most frequent values: ids are in the order of frequency
             known[text] = found

@@ -92,9 +92,7 @@ class Scored:
 
     scores: NDArray[np.float32]
     bad_rows: list[QuarantinedRow] = field(default_factory=list)
-    row_zero: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # feature -> lookups, and those of row 0 (see coverage)
+    row_zero: dict[str, list[int]] = field(default_factory=dict)  # feature -> lookups, and those of row 0
 
 
 class Predictor:
@@ -109,9 +107,9 @@ class Predictor:
         composed: ComposedTables | None = None,
     ) -> None:
         self.manifest, self.encoder, self.lookup = manifest, encoder, lookup
-        self._program, self._composed = program, composed
+        self.program, self._composed = program, composed
         self._keys = [feature.name for feature in encoder.schema.features]
-        self._applied: Delta | None = None
+        self.applied: Delta | None = None  # the newest one
         self._num_ids = {feature.name: feature.cardinality for feature in encoder.schema.features}
         self._is_weighted = any(feature.weighted for feature in encoder.schema.features)
 
@@ -164,32 +162,22 @@ class Predictor:
     @property
     def version(self) -> str:
         """Of the artifact, and behind a + the number of the delta that it was brought up to: equal for equal scores."""
-        return f"{self.manifest.version}+{self.sequence}" if self._applied else self.manifest.version
-
-    @property
-    def program(self) -> Program:
-        """The layers, as they are now."""
-        return self._program
+        return f"{self.manifest.version}+{self.sequence}" if self.applied else self.manifest.version
 
     @property
     def event_at(self) -> float | None:
         """When the newest event was that the delta which was applied last was trained on; None where that is not known."""
-        return self._applied.stats.get("event_time") if self._applied else None
-
-    @property
-    def applied(self) -> Delta | None:
-        """The delta that was applied last."""
-        return self._applied
+        return self.applied.stats.get("event_time") if self.applied else None
 
     @property
     def sequence(self) -> int:
         """Of the delta that was applied last; 0: none."""
-        return self._applied.sequence if self._applied else 0
+        return self.applied.sequence if self.applied else 0
 
     @property
     def fresh_at(self) -> float | None:
         """When the step that serves was saved, in seconds since 1970; None where nobody has said."""
-        return self._applied.saved_at if self._applied else self.manifest.exported_at
+        return self.applied.saved_at if self.applied else self.manifest.exported_at
 
     def catch_up(self, artifact: str) -> None:
         """Apply the deltas of `artifact` before it serves. Stop before a delta that is damaged or does not fit."""
@@ -222,13 +210,13 @@ class Predictor:
             raise ServingError(f"{staged.delta.path} does not fit the artifact: {said}") from error
         for name, new in names.items():
             self._num_ids[name] += len(new.values)
-        self._applied = staged.delta
+        self.applied = staged.delta
 
     def _check_follows(self, staged: StagedDelta) -> DenseProgram:
         """Return the program whose constants the delta changes."""
         if staged.delta.sequence != self.sequence + 1:
             raise ServingError(f"delta {staged.delta.sequence} does not follow on {self.sequence}")
-        if not isinstance(self._program, DenseProgram):
+        if not isinstance(self.program, DenseProgram):
             raise ServingError(
                 "deltas change the layers of dense.pt2, and compiled ones run: serve with compiled=false"
             )
@@ -237,7 +225,7 @@ class Predictor:
                 raise ServingError(
                     f"{staged.delta.path} gives {name!r} ids from {new.first} on, not from {self._num_ids.get(name)}"
                 )
-        return self._program
+        return self.program
 
     def num_ids(self, feature: str) -> int:
         """Of values that have rows of their own, and of the unknown one."""
@@ -297,19 +285,16 @@ class Predictor:
     def _score(
         self, dense: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None
     ) -> NDArray[np.float32]:
-        pooled = self._pooled(values, offsets, weights) if self._keys else torch.empty(len(dense), 0)
-        scores: NDArray[np.float32] = self._scores_of(self._program(dense, pooled)).numpy()
+        if not self._keys:
+            pooled = torch.empty(len(dense), 0)
+        elif self._composed is None:
+            pooled = self.lookup.pooled(values, offsets, weights)
+        else:
+            pooled = self._composed.pooled(self.lookup, values, offsets, weights)
+        scores: NDArray[np.float32] = scores_of(self.tasks, self.program(dense, pooled)).numpy()
         return scores
 
     @property
     def _width(self) -> tuple[int, ...]:
         """Of a row's scores."""
         return (len(self.tasks),) if self.tasks else ()
-
-    def _pooled(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        if self._composed is None:
-            return self.lookup.pooled(values, offsets, weights)
-        return self._composed.pooled(self.lookup, values, offsets, weights)
-
-    def _scores_of(self, outputs: torch.Tensor) -> torch.Tensor:
-        return scores_of(self.tasks, outputs)

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,14 +44,6 @@ class Part:
     size_bytes: int
     row_zero: dict[str, list[int]] = field(default_factory=dict)  # see Scored
 
-    @property
-    def table_name(self) -> str:
-        return f"{self.number:05d}.arrow"
-
-    @property
-    def quarantine_name(self) -> str:
-        return f"{self.number:05d}.jsonl"
-
 
 @dataclass
 class Progress:
@@ -85,11 +78,24 @@ def add_counts(total: dict[str, list[int]], more: Mapping[str, Sequence[int]]) -
         total[name] = [before + count for before, count in zip(total.get(name, [0, 0]), counts, strict=True)]
 
 
+@dataclass
+class OpenPart:
+    """Rows that are scored, and not yet in a file."""
+
+    tables: list[pa.Table] = field(default_factory=list)
+    quarantined: list[dict[str, Any]] = field(default_factory=list)
+    num_rows: int = 0
+    row_zero: dict[str, list[int]] = field(default_factory=dict)
+
+
 class StagedScores:
     """The parts of one prediction. Only one process may hold it."""
 
     def __init__(self, folder: str, subject: dict[str, Any]) -> None:
         self.folder, self.progress = folder, Progress(subject)
+
+    def _file(self, number: int, kind: str) -> str:
+        return os.path.join(self.folder, f"{number:05d}.{kind}")
 
     def take_over(self) -> str:
         """Go on from an earlier run's parts. What keeps them from being taken, which are dropped then; else empty."""
@@ -105,46 +111,38 @@ class StagedScores:
         if changed:
             return f"{' and '.join(changed)} changed"
         for part in earlier.parts:
-            table = os.path.join(self.folder, part.table_name)
+            table = self._file(part.number, "arrow")
             if not os.path.exists(table) or os.path.getsize(table) != part.size_bytes:
                 return f"{table} is not what was written"
         self.progress = earlier
         return ""
 
-    def add(
-        self,
-        source: int,
-        next_row: int,
-        tables: list[pa.Table],
-        quarantined: list[dict[str, Any]],
-        row_zero: dict[str, list[int]],
-    ) -> None:
-        """A finished part, durable when this returns."""
-        number = len(self.progress.parts)
-        rows = pa.concat_tables(tables)
-        draft = Part(number, source, next_row, rows.num_rows, len(quarantined), 0)
-        path = os.path.join(self.folder, draft.table_name)
-        refused = os.path.join(self.folder, draft.quarantine_name)
+    def add(self, source: int, next_row: int, done: OpenPart) -> None:
+        """Write a finished part, which is durable when this returns."""
+        number, rows = len(self.progress.parts), pa.concat_tables(done.tables)
+        path, refused = self._file(number, "arrow"), self._file(number, "jsonl")
         with pa.ipc.new_file(path, rows.schema) as writer:
             writer.write_table(rows)
         with open(refused, "w", encoding="utf-8") as lines:
-            lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in quarantined)
+            lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in done.quarantined)
         for written in (path, refused):
             atomic.make_durable(written)
-        part = Part(number, source, next_row, rows.num_rows, len(quarantined), os.path.getsize(path), row_zero)
-        self.progress.parts.append(part)
+        size_bytes, num_refused = os.path.getsize(path), len(done.quarantined)
+        self.progress.parts.append(
+            Part(number, source, next_row, rows.num_rows, num_refused, size_bytes, done.row_zero)
+        )
         storage.publish_text(os.path.join(self.folder, PROGRESS), json.dumps(asdict(self.progress)))
 
     def tables(self) -> Iterator[pa.Table]:
         for part in self.progress.parts:
-            with pa.memory_map(os.path.join(self.folder, part.table_name)) as file:
+            with pa.memory_map(self._file(part.number, "arrow")) as file:
                 reader = pa.ipc.open_file(file)
                 for index in range(reader.num_record_batches):
                     yield pa.Table.from_batches([reader.get_batch(index)])
 
     def quarantine_lines(self) -> Iterator[str]:
         for part in self.progress.parts:
-            with open(os.path.join(self.folder, part.quarantine_name), encoding="utf-8") as lines:
+            with open(self._file(part.number, "jsonl"), encoding="utf-8") as lines:
                 yield from lines
 
 
@@ -164,16 +162,11 @@ def without_formulas(table: pa.Table) -> pa.Table:
 def write_output(path: str, schema: pa.Schema, tables: Iterable[pa.Table], staged: str) -> None:
     """Write `path` (.parquet or .csv) whole or not at all; `staged` is a local file that becomes it."""
     # CSV is written row group by row group too: blocks of other sizes are the same bytes.
-    with open(staged, "wb") as file, _writer(path, file, schema) as writer:
+    open_writer = pa_csv.CSVWriter if path.endswith(".csv") else partial(pq.ParquetWriter, **PARQUET_OPTIONS)
+    with open(staged, "wb") as file, open_writer(file, schema) as writer:
         for table in in_row_groups(tables, ROWS_PER_ROW_GROUP):
             writer.write_table(table.combine_chunks())
     atomic.publish_file(staged, path)
-
-
-def _writer(path: str, file: Any, schema: pa.Schema) -> Any:
-    if path.endswith(".csv"):
-        return pa_csv.CSVWriter(file, schema)
-    return pq.ParquetWriter(file, schema, **PARQUET_OPTIONS)
 
 
 HOPELESS_ROWS = 1000  # a file more than half of which is unreadable is given up after so many rows
@@ -189,14 +182,6 @@ class OpenedSource:
     source: Source
     layout: Layout
     carried: pa.Schema
-
-
-@dataclass
-class _OpenPart:
-    tables: list[pa.Table] = field(default_factory=list)
-    quarantined: list[dict[str, Any]] = field(default_factory=list)
-    num_rows: int = 0
-    row_zero: dict[str, list[int]] = field(default_factory=dict)
 
 
 def format_of(sources: list[Source], columns: ColumnsConfig) -> str:
@@ -251,11 +236,8 @@ def open_sources(sources: list[Source], layouts: list[Layout], reserved: tuple[s
 def _carried(layout: Layout, reader: RowReader) -> pa.Schema:
     if (schema := reader.schema()) is not None:
         return pa.schema([schema.field(name).with_nullable(True).remove_metadata() for name in layout.carried])
-    return pa.schema([pa.field(name, _text_type(layout.columns, name)) for name in layout.carried])
-
-
-def _text_type(columns: ColumnsConfig, name: str) -> pa.DataType:
-    return pa.float64() if name in columns.dense else pa.string()
+    numbers = layout.columns.dense  # of text
+    return pa.schema([pa.field(name, pa.float64() if name in numbers else pa.string()) for name in layout.carried])
 
 
 def _types(schema: pa.Schema) -> str:
@@ -286,14 +268,15 @@ def score_source(
     """
     begin = staged.progress.next_row(number)
     reader, names = open_source(opened.layout, opened.source, BLOCK_BYTES)
-    part, position, num_seen, num_refused = _OpenPart(), 0, 0, 0
+    part, position, num_seen, num_refused = OpenPart(), 0, 0, 0
 
     def parse(block: Block) -> tuple[Block, ParsedRows]:
         return block, parse_block(opened.layout, names, block)
 
     next_row = begin
     with unchanged(opened.source), reader:
-        for block, parsed in map_ordered(parse, _from_row(reader, begin), threads):
+        blocks = (block for block in reader.blocks() if block.first_row >= begin)  # parts end where blocks end
+        for block, parsed in map_ordered(parse, blocks, threads):
             table, quarantined, row_zero = _score_block(scorer, opened, block, parsed, schema, batch_rows)
             add_counts(part.row_zero, row_zero)
             part.tables.append(table)
@@ -307,17 +290,12 @@ def score_source(
                     f"line {quarantined[-1]['line']}: {quarantined[-1]['reason']}; does format= say what the file is?"
                 )
             if part.num_rows >= rows_per_part:
-                staged.add(number, next_row, part.tables, part.quarantined, part.row_zero)
-                part = _OpenPart()
+                staged.add(number, next_row, part)
+                part = OpenPart()
             advance(reader.position - position)
             position = reader.position
     if part.num_rows:
-        staged.add(number, next_row, part.tables, part.quarantined, part.row_zero)
-
-
-def _from_row(reader: RowReader, row: int) -> Iterator[Block]:
-    """Parts end where blocks end."""
-    return (block for block in reader.blocks() if block.first_row >= row)
+        staged.add(number, next_row, part)
 
 
 def _score_block(
@@ -325,7 +303,8 @@ def _score_block(
 ) -> tuple[pa.Table, list[dict[str, Any]], dict[str, list[int]]]:
     """A row of the result for each of the block's; those that were not read, or not scored, have no score. Then the rows
     without one, and the counts of Scored.row_zero."""
-    features = parsed.table.select(_feature_names(opened.layout.columns))
+    columns_read = opened.layout.columns
+    features = parsed.table.select([*columns_read.dense, *columns_read.sparse, *columns_read.lists])
     output = output_of(scorer)
     scores = output.empty(block.num_rows)
     bad = {row.line: {"line": row.line, "reason": row.reason, "text": row.text} for row in parsed.quarantined}
@@ -348,10 +327,6 @@ def _score_block(
     columns |= {each.name: array for each, array in zip(output.fields, output.arrays(scores, without), strict=True)}
     table = pa.table([columns[name] for name in schema.names], schema=schema)
     return table, [{"file": opened.source.name, **bad[line]} for line in sorted(bad)], row_zero
-
-
-def _feature_names(columns: ColumnsConfig) -> list[str]:
-    return [*columns.dense, *columns.sparse, *columns.lists]
 
 
 def _spread(column: pa.ChunkedArray, kept: np.ndarray, num_rows: int, kind: pa.DataType) -> pa.ChunkedArray:
