@@ -10,7 +10,8 @@ from pipeline.cli.verb import resume_hint, verb
 from pipeline.config.jobs.evaluate import PredictJob
 from pipeline.retraining.find_artifact import find_artifact
 from pipeline.runtime.storage.signature import requiring
-from pipeline.serving.scoring.predict import PredictSummary, describe, predict
+from pipeline.serving.scoring.predict import describe, predict
+from pipeline.serving.scoring.prediction import PredictSummary
 
 
 def predict_with_registry(job: PredictJob) -> PredictSummary:

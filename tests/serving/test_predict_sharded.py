@@ -12,7 +12,8 @@ import pytest
 from pipeline.config.jobs.evaluate import PredictJob
 from pipeline.data.raw.blocks import Source
 from pipeline.runtime.errors import ConfigError
-from pipeline.serving.scoring.predict import PredictSummary, predict, shard_output, sources_of_shard
+from pipeline.serving.scoring.predict import predict
+from pipeline.serving.scoring.prediction import PredictSummary, shard_output, sources_of_shard
 from tests.serving.predictions import job_of, rows_of, write
 from tests.serving.stand_in import REFUSED_CITY, StandIn
 from tests.support.messages import names

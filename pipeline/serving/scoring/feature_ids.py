@@ -166,19 +166,21 @@ class FeatureIds:
         self.added = AddedIds()
         # ColumnIds needs Numba, and reads no lists, drawn bags, buckets and null_values.
         plain = all(not each.multi_hot and each.bag_size == 1 and each.boundaries is None for each in features)
-        self.reads_columns = (
-            plain and not null_values and find_spec("numba") is not None
-        )  # whether of_arrow() gives ids
-        if self.reads_columns:
-            self._of_arrow = ColumnIds(features, self._index, self._vocabularies.tolist())
+        reads_columns = plain and not null_values and find_spec("numba") is not None
+        self._of_arrow = ColumnIds(features, self._index, self._vocabularies.tolist()) if reads_columns else None
 
     def forget_added(self) -> None:
         """Values are those of the vocabularies again."""
         self.added.forget()
         self._known = [dict(self._missing) for _ in self._known]
 
+    @property
+    def reads_columns(self) -> bool:
+        return self._of_arrow is not None
+
     def of_arrow(self, columns: Sequence[pa.Array]) -> NDArray[np.int64] | None:
         """As ColumnIds.ids, with values that were added."""
+        assert self._of_arrow is not None
         ids = self._of_arrow.ids(columns)
         if ids is None:
             return None

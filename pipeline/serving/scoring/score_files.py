@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
 from pipeline.config.columns import ColumnsConfig
+from pipeline.config.jobs.evaluate import PredictJob
 from pipeline.config.registry import components
 from pipeline.data.prepare.parallel import map_ordered
 from pipeline.data.prepare.row_groups import in_row_groups
@@ -25,11 +26,14 @@ from pipeline.data.raw.layout import Layout, find_format
 from pipeline.data.raw.rows import open_source, parse_block
 from pipeline.data.raw.source import unchanged
 from pipeline.runtime.errors import ServingError
+from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.storage import atomic, storage
+from pipeline.serving.scoring.prediction import sources_of_shard
 from pipeline.serving.scoring.scorer import Scorer, has_scores, output_of, refused_rows
 
 PROGRESS = "progress.json"
 ROWS_PER_ROW_GROUP = 1 << 18
+logger = get_logger("pipeline.serving.scoring.predict")
 
 
 @dataclass(frozen=True)
@@ -97,25 +101,25 @@ class StagedScores:
     def _file(self, number: int, kind: str) -> str:
         return os.path.join(self.folder, f"{number:05d}.{kind}")
 
-    def take_over(self) -> str:
-        """Go on from an earlier run's parts. What keeps them from being taken, which are dropped then; else empty."""
+    def take_over(self) -> None:
+        """Continue after the parts of an earlier run, unless they are of another prediction or damaged."""
         path = os.path.join(self.folder, PROGRESS)
         if not os.path.exists(path):
-            return ""
+            return
         try:
             values = json.loads(storage.read_text(path))
             earlier = Progress(values["subject"], [Part(**part) for part in values["parts"]])
         except (ValueError, KeyError, TypeError):
-            return f"{path} cannot be read"
-        changed = [name for name, value in self.progress.subject.items() if earlier.subject.get(name) != value]
-        if changed:
-            return f"{' and '.join(changed)} changed"
+            return _start_anew(f"{path} cannot be read")
+        if changed := [name for name, value in self.progress.subject.items() if earlier.subject.get(name) != value]:
+            return _start_anew(f"{' and '.join(changed)} changed")
         for part in earlier.parts:
             table = self._file(part.number, "arrow")
             if not os.path.exists(table) or os.path.getsize(table) != part.size_bytes:
-                return f"{table} is not what was written"
+                return _start_anew(f"{table} is not what was written")
         self.progress = earlier
-        return ""
+        if earlier.parts:
+            logger.info("going on after %s rows that an earlier run has scored", f"{earlier.num_rows:,}")
 
     def add(self, source: int, next_row: int, done: OpenPart) -> None:
         """Write a finished part, which is durable when this returns."""
@@ -146,6 +150,10 @@ class StagedScores:
                 yield from lines
 
 
+def _start_anew(why: str) -> None:
+    logger.warning("%s since an earlier run of this command: scoring starts anew", why)
+
+
 def without_formulas(table: pa.Table) -> pa.Table:
     """Return the rows with ' before each text that a spreadsheet would run as a formula. Numbers stay."""
     columns = []
@@ -159,14 +167,17 @@ def without_formulas(table: pa.Table) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=table.schema)
 
 
-def write_output(path: str, schema: pa.Schema, tables: Iterable[pa.Table], staged: str) -> None:
-    """Write `path` (.parquet or .csv) whole or not at all; `staged` is a local file that becomes it."""
+def write_output(job: PredictJob, schema: pa.Schema, staged: StagedScores) -> None:
+    """Write job.output (.parquet or .csv) completely or not at all."""
+    tables, path, is_csv = staged.tables(), os.path.join(staged.folder, "output"), job.output.endswith(".csv")
+    if is_csv and job.escape_formulas:
+        tables = map(without_formulas, tables)
     # CSV is written row group by row group too: blocks of other sizes are the same bytes.
-    open_writer = pa_csv.CSVWriter if path.endswith(".csv") else partial(pq.ParquetWriter, **PARQUET_OPTIONS)
-    with open(staged, "wb") as file, open_writer(file, schema) as writer:
+    open_writer = pa_csv.CSVWriter if is_csv else partial(pq.ParquetWriter, **PARQUET_OPTIONS)
+    with open(path, "wb") as file, open_writer(file, schema) as writer:
         for table in in_row_groups(tables, ROWS_PER_ROW_GROUP):
             writer.write_table(table.combine_chunks())
-    atomic.publish_file(staged, path)
+    atomic.publish_file(path, job.output)
 
 
 HOPELESS_ROWS = 1000  # a file more than half of which is unreadable is given up after so many rows
@@ -244,28 +255,38 @@ def _types(schema: pa.Schema) -> str:
     return ", ".join(f"{column.name} {column.type}" for column in schema)
 
 
-def output_schema(opened: list[OpenedSource], scores: Sequence[pa.Field]) -> pa.Schema:
-    """file (where there are several), row, the id columns, and what the scorer gives."""
+def score_sources(job: PredictJob, scorer: Scorer, sources: list[Source], staged: StagedScores) -> pa.Schema:
+    """Score what `staged` lacks of this shard's sources. Return the schema of the output.
+
+    Its columns: file (if there are several), row, the id columns, and what the scorer gives.
+    """
+    kind, fields = staged.progress.subject["format"], output_of(scorer).fields
+    layouts = [layout_of_file(source, kind, scorer.columns, job.id_columns, job.delimiter) for source in sources]
+    opened = open_sources(sources, layouts, (FILE, ROW, *(field.name for field in fields)))
     names = [pa.field(FILE, pa.string())] if len(opened) > 1 else []
-    return pa.schema([*names, pa.field(ROW, pa.int64()), *opened[0].carried, *scores])
+    schema = pa.schema([*names, pa.field(ROW, pa.int64()), *opened[0].carried, *fields])
+    own = sources_of_shard(sources, job.shard, job.num_shards)
+    with progress("scoring", sum(source.size_bytes for source in own)) as bar:
+        for number, source in enumerate(opened):
+            if source.source in own:
+                _score_source(job, scorer, source, number, schema, staged, bar.advance)
+    return schema
 
 
-def score_source(
+def _score_source(
+    job: PredictJob,
     scorer: Scorer,
     opened: OpenedSource,
     number: int,
     schema: pa.Schema,
     staged: StagedScores,
-    *,
-    batch_rows: int,
-    rows_per_part: int,
-    threads: int,
     advance: Callable[[int], object],
 ) -> None:
-    """Score what `staged` does not hold of source `number`; `advance` gets the bytes read.
+    """Score what `staged` lacks of source `number`; `advance` gets the bytes read.
 
     Raises ServingError if more than half of the file cannot be read, and SourceChangedError.
     """
+    threads = job.threads or len(os.sched_getaffinity(0))
     begin = staged.progress.next_row(number)
     reader, names = open_source(opened.layout, opened.source, BLOCK_BYTES)
     part, position, num_seen, num_refused = OpenPart(), 0, 0, 0
@@ -277,7 +298,7 @@ def score_source(
     with unchanged(opened.source), reader:
         blocks = (block for block in reader.blocks() if block.first_row >= begin)  # parts end where blocks end
         for block, parsed in map_ordered(parse, blocks, threads):
-            table, quarantined, row_zero = _score_block(scorer, opened, block, parsed, schema, batch_rows)
+            table, quarantined, row_zero = _score_block(scorer, opened, block, parsed, schema, job.batch_rows)
             add_counts(part.row_zero, row_zero)
             part.tables.append(table)
             part.quarantined += quarantined
@@ -289,7 +310,7 @@ def score_source(
                     f"{num_refused:,} of the first {num_seen:,} rows of {opened.source.path} cannot be read, the last "
                     f"line {quarantined[-1]['line']}: {quarantined[-1]['reason']}; does format= say what the file is?"
                 )
-            if part.num_rows >= rows_per_part:
+            if part.num_rows >= job.rows_per_part:
                 staged.add(number, next_row, part)
                 part = OpenPart()
             advance(reader.position - position)
