@@ -23,16 +23,12 @@ def evaluate(*overrides: str, **where: Any) -> specs.AppDef:
 
 @appdef.component("j", "max_retries")
 def prepare(*overrides: str, **where: Any) -> specs.AppDef:
-    """Prepare a data set: torchx run -s local_cwd pipeline.prepare -- data=criteo_kaggle
-    source=train.txt
-    """
+    """Prepare: torchx run -s local_cwd pipeline.prepare -- data=criteo_kaggle source=train.txt"""
 
 
 @appdef.component("gpu", "check_data")
 def plan(*overrides: str, **where: Any) -> specs.AppDef:
-    """Plan the sharding: torchx run -s local_cwd pipeline.plan -- experiment=quickstart
-    world_size=2
-    """
+    """Plan: torchx run -s local_cwd pipeline.plan -- experiment=quickstart world_size=2"""
 
 
 @appdef.component("max_retries", "check_data")
@@ -42,9 +38,7 @@ def export(*overrides: str, **where: Any) -> specs.AppDef:
 
 @appdef.component("j", "gpu", "max_retries", "max_restarts", "check_data")
 def retrain(*overrides: str, **where: Any) -> specs.AppDef:
-    """Retrain once: torchx run -s local_cwd pipeline.retrain -- experiment=quickstart
-    source=clicks/
-    """
+    """Retrain: torchx run -s local_cwd pipeline.retrain -- experiment=quickstart source=clicks/"""
 
 
 @appdef.component("j", "gpu", verb="check_nodes", j="2x1", max_restarts=0)

@@ -43,9 +43,7 @@ FIELDS = (
 
 
 def parse_cron(expression: str) -> str:
-    """Return the expression as five fields of numbers. Raises LaunchError if a scheduler would
-    misread it.
-    """
+    """Return five fields of numbers. Raises LaunchError if a scheduler would misread them."""
     text = MACROS.get(expression.strip().lower(), expression)
     words = text.split()
     if len(words) != len(FIELDS):

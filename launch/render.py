@@ -56,9 +56,7 @@ TARGETS: dict[str, tuple[type, Callable[[Workload, Any], str]]] = {
 
 
 def rehearse(workload: Workload) -> None:
-    """Rehearse the first and the last rank on shadow GPUs. Exit with the rehearsal's code if it
-    fails.
-    """
+    """Rehearse the first and last rank on shadow GPUs. Exit if a rehearsal fails."""
     if workload.verb != "train":
         raise LaunchError(f"--rehearse rehearses a training, but {workload.verb} is not a training: remove it")
     last = workload.nodes * workload.ranks_per_node - 1

@@ -213,9 +213,7 @@ def _signal_s(workload: Workload, options: SlurmOptions) -> int:
 
 
 def _check_time(workload: Workload, options: SlurmOptions) -> None:
-    """Raise LaunchError if the signal would come at once: the job would be requeued without
-    progress.
-    """
+    """Raise LaunchError if the signal would come before the first step."""
     limit_s, lead_s = limit_seconds(options.time), _signal_s(workload, options)
     if limit_s is not None and lead_s and limit_s <= lead_s:
         raise LaunchError(
@@ -225,9 +223,7 @@ def _check_time(workload: Workload, options: SlurmOptions) -> None:
 
 
 def limit_seconds(time: Optional[str]) -> Optional[int]:
-    """Return the seconds of a time limit of sbatch (m, m:ss, h:mm:ss, d-h[:mm[:ss]]); None: no
-    limit.
-    """
+    """Return sbatch's time limit (m, m:ss, h:mm:ss, d-h[:mm[:ss]]) in s; None: none."""
     if time is None or not time[0].isdigit():
         return None
     days, dash, rest = time.rpartition("-")
@@ -320,9 +316,7 @@ def _folded(words: list[str]) -> str:
 
 
 def _ending(workload: Workload, options: SlurmOptions) -> str:
-    """Requeue the job if a restart helps. A job that is being cancelled or preempted is not
-    changed.
-    """
+    """Requeue the job if a restart helps, and if it is not being cancelled or preempted."""
     if not options.requeue:
         return 'echo "the ranks ended with code $code"\nexit $code'
     cases = [f"        {' | '.join(map(str, sorted({DONE, *FINAL} - {REQUEUE})))}) ;;"]

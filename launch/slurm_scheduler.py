@@ -169,9 +169,7 @@ def create_scheduler(session_name: str, **kwargs: Any) -> SlurmScheduler:
 
 
 def sealed(typed: str, known: Iterable[str]) -> str:
-    """Escape `=`, `,` and `;` in the value of `sbatch=` in -cfg, which ends before the next known
-    key.
-    """
+    """Escape `=`, `,` and `;` in the value of `sbatch=` in -cfg, up to the next known key."""
     keys = "|".join(map(re.escape, known))
     value = re.compile(rf"(^|[,;])(sbatch=)(.*?)(?=[,;](?:{keys})=|$)", re.DOTALL)
     return value.sub(lambda found: found[1] + found[2] + found[3].translate(SEALS), typed)

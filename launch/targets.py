@@ -17,9 +17,7 @@ EXTRAS = "launch.extras"
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of objects on Kubernetes. again: the effect of exit code REQUEUE; empty if it is
-    ignored.
-    """
+    """A kind of objects on Kubernetes. again: the effect of exit code REQUEUE, if any."""
 
     render: Callable[[Any, Any], list[dict[str, Any]]]
     again: str = ""

@@ -51,9 +51,7 @@ RESUMABLE = ("prepare", "train", "retrain", "predict")  # verbs that keep their 
 
 @dataclass(frozen=True)
 class Mount:
-    """A mount. `source`: a path of the host (bind, device) or a volume's name; `target`: in the
-    container.
-    """
+    """A mount of `source` (a path of the host, or a volume's name) at `target`."""
 
     kind: str
     source: str
@@ -131,9 +129,7 @@ class Workload:
         return [known.get(word, word) for word in self.command]
 
     def shell_words(self, host: str = "localhost", job_id: str = "none", port: Optional[str] = None) -> list[str]:
-        """Return the command's words, quoted for a shell, except host, job_id and port: the shell
-        expands these.
-        """
+        """Return the quoted words; the shell expands host, job_id and port."""
         known = {ENDPOINT: f'"{host}:{self.port if port is None else port}"', JOB_ID: f'"{job_id}"'}
         return [known.get(word) or shlex.quote(word) for word in self.command]
 
@@ -272,9 +268,7 @@ def predict(doc: Optional[str], words: list[str], where: Where, check_data: bool
 
 
 def check_one_task(workload: Workload, what: str) -> None:
-    """Raise LaunchError for an array, or for nodes that leave and join, which `what` does not
-    support.
-    """
+    """Raise LaunchError for an array, or for nodes that leave and join."""
     if workload.is_elastic:
         raise LaunchError(
             f"-j {workload.shape}: with {what} a lost node does not return; give -j "
@@ -303,9 +297,7 @@ def check_nodes(doc: Optional[str], words: list[str], where: Where, check_data: 
 
 
 def serve(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
-    """Run a server on all interfaces. It keeps answering while load balancers notice that it will
-    stop.
-    """
+    """Run a server on all interfaces that answers until load balancers notice its end."""
     given = {word.partition("=")[0] for word in words}
     defaults = {"server.host": "0.0.0.0", "server.shutdown_delay_s": "5"}
     if cores := asked_host(where.cpu, where.gpu, where.memMB, where.h).cpu:
@@ -353,9 +345,7 @@ def make_workload(
 
 
 def check_env(env: dict[str, str]) -> None:
-    """Raise LaunchError for a credential, because these values are written into scripts and
-    manifests.
-    """
+    """Raise LaunchError for a credential, because scripts and manifests show the values."""
     for name, value in env.items():
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise LaunchError(f"env: {name!r} is not a name of an environment variable")
@@ -368,9 +358,7 @@ def check_env(env: dict[str, str]) -> None:
 
 
 def parse_mounts(text: Optional[str]) -> list[Mount]:
-    """Parse mounts in TorchX's format: type=bind,src=/data,dst=/data,readonly; several joined by
-    commas.
-    """
+    """Parse TorchX's mounts: type=bind,src=/data,dst=/data,readonly; joined by commas."""
     found: list[dict[str, str]] = []
     for word in filter(None, (text or "").split(",")):
         key, _, value = word.partition("=")

@@ -1,6 +1,4 @@
-"""Render a chain as a Workflow of Argo: a pod per stage, a JobSet for several nodes, a Deployment
-to serve.
-"""
+"""Render a chain as a Workflow of Argo: pods, JobSets for several nodes, a Deployment."""
 
 from __future__ import annotations
 

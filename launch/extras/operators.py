@@ -50,9 +50,7 @@ def volcano_job(workload: Workload, options: KubernetesOptions) -> dict[str, Any
 
 
 def longest_name(verb: str, nodes: int) -> int:
-    """Return the longest name that leaves space for the last pod's host name,
-    <name>-<verb>-<node>-0.
-    """
+    """Return the longest name that fits the last pod's host name, <name>-<verb>-<node>-0."""
     return LONGEST_HOST_NAME - len(f"-{verb}-{nodes - 1}-0")
 
 

@@ -24,9 +24,7 @@ def checked(values: object, kind: type[Kind], source: str) -> Kind:
 
 
 def finite(value: object) -> object:
-    """Return the value with None for every number that is not finite, also in nested dicts and
-    lists.
-    """
+    """Return the value with None for each number that is not finite, also in nested values."""
     if isinstance(value, dict):
         return {name: finite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

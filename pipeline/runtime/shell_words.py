@@ -15,9 +15,7 @@ def word(key: str, value: object) -> str:
 
 
 def command(verb: str, words: Sequence[str] | None = None) -> str:
-    """Return `python -m pipeline <verb>` with the --config-dir of `words`, or of this process's
-    command.
-    """
+    """Return `python -m pipeline <verb>` with the --config-dir of this process's command."""
     given = list(sys.argv[1:] if words is None else words)
     flag: list[str] = []
     for number, each in enumerate(given):

@@ -96,9 +96,7 @@ class Limits:
 
 @dataclass
 class NodesReport:
-    """The result. nodes: by lowest rank. clocks: seconds ahead of the first node, and the error
-    bound.
-    """
+    """The result. nodes: by lowest rank. clocks: seconds ahead of node 0, and the bound."""
 
     world_size: int
     backend: str

@@ -227,9 +227,7 @@ def _compare(base: str, known: _Group, given: list[Any], flat: list[Any]) -> Non
 
 
 def _splits(base: str, given: list[Any], flat: list[Any], size: int) -> tuple[list[int], list[int]]:
-    """Return how many rows this rank sends to and expects from each rank; zeros except for all-to-
-    all.
-    """
+    """Return the rows that this rank sends to, and expects from, each rank (all-to-all)."""
     if base == "alltoall_base_":
         into, out_of = given[0], given[1]
         lists = [each for each in flat[2:] if isinstance(each, int)]

@@ -55,9 +55,7 @@ class Rule:
     written_arguments: tuple[tuple[int, str], ...]
 
     def written(self, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-        """Return the arguments that the operator writes into, in the order in which it returns
-        them.
-        """
+        """Return the arguments that the operator writes into, as it returns them."""
         found: list[Any] = []
         for index, name in self.written_arguments:
             value = args[index] if index < len(args) else kwargs.get(name)

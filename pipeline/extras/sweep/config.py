@@ -1,6 +1,4 @@
-"""Define the schema of a sweep: which values are searched, how, and how many trainings run at a
-time.
-"""
+"""Define the schema of a sweep: the values, how they are searched, how many at a time."""
 
 from __future__ import annotations
 
@@ -104,9 +102,7 @@ class SweepConfig:
 @job_of("sweep")
 @dataclass
 class SweepJob(TrainJob):
-    """A train job repeated with the values of sweep.params; run_dir has the study and a run per
-    trial.
-    """
+    """A train job repeated with the values of sweep.params. run_dir has the study and runs."""
 
     run_dir: str = "${paths.runs}/${name}_sweep"
     sweep: SweepConfig = field(default_factory=SweepConfig)

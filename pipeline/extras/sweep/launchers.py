@@ -76,9 +76,7 @@ def launcher_of(config: SweepConfig, name: str) -> Launcher:
 
 
 class LocalProcesses:
-    """Run trainings as processes, each with a share of the cores. launch: the words before
-    overrides.
-    """
+    """Run trainings as processes that share the cores. launch: words before overrides."""
 
     poll_s = 0.2
 

@@ -1,6 +1,4 @@
-"""Report a sweep: ranked trials, which knobs matter, finalists over their seeds, the winner's
-command.
-"""
+"""Report a sweep: ranked trials, importance of knobs, finalists, the winner's command."""
 
 from __future__ import annotations
 
@@ -58,9 +56,7 @@ def winner_command(result: SweepResult, between: str = " ") -> str:
 
 
 def _rows(result: SweepResult) -> tuple[list[str], list[list[str]]]:
-    """Return the knobs, and for each trial: place, number, metric, rungs, state, value of each
-    knob.
-    """
+    """Return the knobs, and for each trial its place, number, metric, rungs, state and values."""
     keys = list(dict.fromkeys(key for trial in result.trials for key in trial.params))
 
     def cell(trial: optuna.trial.FrozenTrial, key: str) -> str:

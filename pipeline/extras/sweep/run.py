@@ -30,9 +30,7 @@ logger = get_logger("pipeline.sweep")
 
 @dataclass
 class SweepResult:
-    """The result. words: the overrides of all trials. steps_of_all: of training all trials to the
-    end.
-    """
+    """The result. words: overrides of all trials. steps_of_all: without early ends."""
 
     run_dir: str
     metric: str

@@ -1,3 +1,1 @@
-"""Build HTML pages that open from disk: one file each, with inline SVG and CSS, no script and no
-external resources.
-"""
+"""Build HTML pages that open from disk, without scripts and external resources."""

@@ -92,9 +92,7 @@ class RankLogs(DefaultLogsSpecs):
         return tempfile.mkdtemp(prefix=f"{rdzv_run_id}_{host}_", dir=base)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Count an attempt for each start of the ranks; torchelastic's count ignores joins and
-        leaves.
-        """
+        """Count an attempt per start of the ranks; torchelastic ignores joins."""
         attempt = {RESTART_COUNT: str(self._num_attempts)}
         self._num_attempts += 1
         counted = {rank: {**env, **attempt} for rank, env in envs.items()}
@@ -127,9 +125,7 @@ logger = get_logger("pipeline.agent")
 
 
 class Agent(LocalElasticAgent):
-    """Extend torchelastic's agent, which torchelastic makes: inputs and results belong to the
-    class.
-    """
+    """Extend torchelastic's agent, which torchelastic makes: results belong to the class."""
 
     grace_s = 30.0
     signalled: signal.Signals | None = None
@@ -227,9 +223,7 @@ def _message_of(failure: ProcessFailure) -> str:
 
 
 def listen() -> None:
-    """Let the first signal of a scheduler or of the keyboard end the run; later ones change
-    nothing.
-    """
+    """Let the first signal end the run; further signals change nothing."""
 
     def hear(signum: int, frame: FrameType | None) -> None:
         if Agent.signalled is None:

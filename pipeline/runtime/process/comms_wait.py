@@ -34,9 +34,7 @@ MAX_NODES = 64  # there are two to five between an awaitable's result and its re
 
 
 class CommsWait:
-    """Count the `seconds` that the thread which made this object waits for collectives, while
-    clocked.
-    """
+    """Count the `seconds` that this object's thread waits for collectives, while clocked."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -46,9 +44,7 @@ class CommsWait:
 
     @contextmanager
     def clocked(self, loss: nn.Module) -> Iterator[None]:
-        """Run the clock while this rank waits. `loss` returns the loss first; DDP's wait counts
-        too.
-        """
+        """Run the clock while this rank waits, also in `loss`'s backward (DDP)."""
         global _clock
         hook = loss.register_forward_hook(self._clock_backward)
         before, _clock = _clock, self

@@ -1,6 +1,4 @@
-"""Identify processes, tie them to their parents, set priorities, and keep imports from the
-garbage collector (Linux, stdlib only).
-"""
+"""Identify processes, tie them to parents, set priorities, spare the garbage collector."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ STATES = {"R": "running", "S": "sleeping", "D": "blocked in the kernel", "T": "s
 
 
 def start_time(pid: int) -> int:
-    """Return the start time in clock ticks since boot, which with the number identifies a process;
-    0: none.
-    """
+    """Return the start in clock ticks since boot, which identifies a number; 0: none."""
     fields = _stat(pid)
     return int(fields[19]) if fields and fields[0] != "Z" else 0
 

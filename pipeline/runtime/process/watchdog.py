@@ -40,9 +40,7 @@ class Limits:
 
 
 class Board(Protocol):
-    """What the watchdog needs of a c10d Store: a separate client, because a thread may block in
-    one.
-    """
+    """What the watchdog needs of a c10d Store: a client that no other thread blocks in."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -321,9 +319,7 @@ def stage(name: str) -> AbstractContextManager[None]:
 
 
 def unwatched(name: str) -> AbstractContextManager[None]:
-    """Start a phase without a time limit: work of unknown length, or waiting for the rank that does
-    it.
-    """
+    """Start a phase without a time limit: work of unknown length, or waiting for it."""
     return _phase(name, lambda limits: 0.0)
 
 

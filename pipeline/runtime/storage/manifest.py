@@ -37,9 +37,7 @@ def name_problem(name: object) -> str:
 
 
 def path_below(folder: str, name: object, source: str) -> str:
-    """Return the path of `name` below `folder`. Raises DamagedError if `name`, from `source`, leads
-    elsewhere.
-    """
+    """Return the path of `name` below `folder`. Raises DamagedError if it leads elsewhere."""
     if problem := name_problem(name):
         raise DamagedError(f"{source}: {str(name)[:100]!r} {problem}")
     return storage.join(folder, str(name))

@@ -153,9 +153,7 @@ def remove(path: str) -> None:
 
 
 def retry_once(task: Callable[[], Made], path: str) -> Made:
-    """Run `task` again if the disk answers EIO. Raises the second try's OSError, which names
-    `path`.
-    """
+    """Run `task` again if the disk answers EIO. The second OSError names `path`."""
     try:
         return task()
     except OSError as error:

@@ -1,6 +1,4 @@
-"""Certify an artifact: load its files as a server does, compare its scores with the trained
-model's.
-"""
+"""Certify an artifact: compare its scores, loaded as a server does, with the model's."""
 
 from __future__ import annotations
 
@@ -113,9 +111,7 @@ def _by_target(targets: list[Target], found: list[Quality]) -> dict[str, Any]:
 
 
 def refusal(excesses: list[str], certificate: dict[str, Any], hints: list[str], precision: str) -> str:
-    """Say why nothing is written. The first suggestion is the smallest precision that fits on
-    validation rows.
-    """
+    """Say why nothing is written, and suggest the smallest precision that fits."""
     limits = certificate["limits"]
     wider = PRECISIONS[: PRECISIONS.index(precision)] if precision in PRECISIONS else PRECISIONS
     fits = [

@@ -192,9 +192,7 @@ def why_pinned(folder: str) -> str:
 
 
 def read_delta(folder: str, artifact: str, manifest: Manifest, sequence: int) -> Delta:
-    """Read delta `sequence`. Raises DamagedError: it is missing, changed, or made for something
-    else.
-    """
+    """Read delta `sequence`. Raises DamagedError also if it was made for something else."""
     path = storage.join(folder, name_of(sequence))
     values = open_manifest(storage.join(path, MANIFEST), Purpose.DELTA, FORMAT_VERSION)
     found = checked(values, _DeltaValues, storage.join(path, MANIFEST))

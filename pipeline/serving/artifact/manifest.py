@@ -152,9 +152,7 @@ class Manifest:
         return seal_manifest({"version": self.version, **self._values()}, Purpose.ARTIFACT)
 
     def _values(self) -> dict[str, Any]:
-        """Return the file's values. Empty values that earlier releases lacked are left out, so
-        hashes stay.
-        """
+        """Return the file's values, without empty ones that earlier releases lacked."""
         values = asdict(self)
         for key in ("tasks", "retrieval"):
             if not values[key]:

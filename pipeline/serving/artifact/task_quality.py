@@ -90,9 +90,7 @@ class Parity:
 
 
 def measures(ne: float, auc: float) -> dict[str, str]:
-    """Return field -> title of what measures these scores: NE and AUC, or the squared error over
-    the variance.
-    """
+    """Return field -> title of what measures scores: NE and AUC, or MSE over variance."""
     if math.isnan(ne):
         return {}
     return {"ne": "MSE/variance"} if math.isnan(auc) else {"ne": "NE", "auc": "AUC"}

@@ -196,9 +196,7 @@ class Batcher:
                 self._last_batch, self._idle_since = len(batch), time.monotonic()
 
     async def _gather(self) -> list[_Item]:
-        """Return what waits. After a batch of several requests, wait max_delay_ms for their
-        clients.
-        """
+        """Return what waits. After several requests wait max_delay_ms for their clients."""
         config, delay_s = self._config, self._config.max_delay_ms / 1000
         now = time.monotonic()
         until = self._waiting[0].arrived + delay_s if self._waiting else now

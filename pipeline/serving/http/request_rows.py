@@ -284,8 +284,7 @@ def _is_category(kind: pa.DataType) -> bool:
 
 
 def _spelled(table: pa.Table, wanted: pa.Schema) -> pa.Table:
-    """Fractions of categorical columns as text, as prepare spells them, and large whole numbers of dense ones: Arrow's own
-    cast gives the former an exponent and refuses the latter."""
+    """Spell fractions of categories as prepare does, and cast large whole numbers."""
     for number, field in enumerate(wanted):
         column = _without_dictionary(table[number])
         if pa.types.is_floating(field.type) and pa.types.is_integer(

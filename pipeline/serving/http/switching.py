@@ -51,9 +51,7 @@ class ServedModel:
 
 
 def try_out(scorer: Scorer) -> None:
-    """Score an empty row, as a first request would be. Raises ServingError if that gives no valid
-    score.
-    """
+    """Score an empty row. Raises ServingError if that gives no valid score."""
     if retrieves(scorer):
         scorer.try_out()  # type: ignore[attr-defined]
         return

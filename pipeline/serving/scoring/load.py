@@ -42,9 +42,7 @@ def find_folder(artifact: str) -> FoundArtifact:
 def load_artifact(
     artifact: str, memory: str, ssd: SsdConfig, threads: int | None, compiled: bool, job: PredictJob | None = None
 ) -> Scorer:
-    """Return a Predictor, or the retriever of a two-tower; with a `job` the one that writes its
-    files.
-    """
+    """Return a Predictor, or a two-tower's retriever; with `job` the one for files."""
     import torch
 
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))

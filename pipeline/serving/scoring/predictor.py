@@ -87,8 +87,7 @@ ROWS_AT_ONCE = 8192
 
 @dataclass
 class Scored:
-    """scores [num_rows] float32, or [num_rows, tasks] of an artifact with tasks, NaN where the row was refused; bad_rows say
-    why, `line` counting from 1."""
+    """scores [num_rows] or [num_rows, tasks] float32, NaN for bad_rows (`line` from 1)."""
 
     scores: NDArray[np.float32]
     bad_rows: list[QuarantinedRow] = field(default_factory=list)

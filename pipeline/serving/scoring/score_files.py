@@ -196,9 +196,7 @@ class OpenedSource:
 
 
 def format_of(sources: list[Source], columns: ColumnsConfig) -> str:
-    """Return the format that the files' names give, otherwise that of the training rows. Raises
-    ServingError.
-    """
+    """Return the format of the files' names, else the training rows'. Raises ServingError."""
     found = {_format_of(source.name, columns) for source in sources}
     if len(found) > 1:
         raise ServingError(f"source names files of several formats ({', '.join(sorted(found))}): score them one by one")
@@ -322,8 +320,7 @@ def _score_source(
 def _score_block(
     scorer: Scorer, opened: OpenedSource, block: Block, parsed: ParsedRows, schema: pa.Schema, batch_rows: int
 ) -> tuple[pa.Table, list[dict[str, Any]], dict[str, list[int]]]:
-    """A row of the result for each of the block's; those that were not read, or not scored, have no score. Then the rows
-    without one, and the counts of Scored.row_zero."""
+    """Return a row for each of the block's, the rows without a score, and row_zero."""
     columns_read = opened.layout.columns
     features = parsed.table.select([*columns_read.dense, *columns_read.sparse, *columns_read.lists])
     output = output_of(scorer)
