@@ -42,7 +42,12 @@ class Chain:
 def read_chain(path: str) -> Chain:
     """Read a chain from a file and compose each stage. Raises LaunchError."""
     with print_user_errors():
-        values = _mapping(path, _read(path), ("name", "defaults", "stages"))
+        try:
+            with open(path) as file:
+                read = yaml.safe_load(file)
+        except (OSError, yaml.YAMLError) as error:
+            raise LaunchError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+        values = _mapping(path, read, ("name", "defaults", "stages"))
         name = str(values.get("name", "chain"))
         _check_name("name", name)
         defaults = _mapping("defaults", values.get("defaults") or {}, PLACE_KEYS)
@@ -52,14 +57,6 @@ def read_chain(path: str) -> Chain:
         if not stages:
             raise LaunchError(f"{path} has no stages: add stages: with prepare, train, export, ...")
     return Chain(name, stages)
-
-
-def _read(path: str) -> Any:
-    try:
-        with open(path) as file:
-            return yaml.safe_load(file)
-    except (OSError, yaml.YAMLError) as error:
-        raise LaunchError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
 
 
 def _mapping(where: str, values: Any, keys: Optional[tuple[str, ...]] = None) -> dict[str, Any]:

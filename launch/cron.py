@@ -52,10 +52,14 @@ def parse_cron(expression: str) -> str:
             f'--cron "{expression}" has {len(words)} field(s) instead of 5 ({known}); quote it, as in --cron "0 * * * *", '
             f"or take one of {', '.join(MACROS)}"
         )
-    parsed = [_parse_field(word, kind) for word, kind in zip(words, FIELDS, strict=True)]
+    parsed = [
+        set[int]().union(*(_parse_part(part, kind) for part in word.split(",")))
+        for word, kind in zip(words, FIELDS, strict=True)
+    ]
     written = [_write(word, values, kind) for word, values, kind in zip(words, parsed, FIELDS, strict=True)]
-    if written[4] == "*":
-        _check_dates(expression, parsed[2], parsed[3])
+    first_day = min(parsed[2])
+    if written[4] == "*" and first_day > max(LONGEST_MONTHS[month - 1] for month in parsed[3]):
+        raise LaunchError(f'--cron "{expression}" never matches: no month in it has {first_day} days')
     return " ".join(written)
 
 
@@ -71,11 +75,6 @@ def _write(word: str, values: set[int], kind: Field) -> str:
         else:
             runs.append([value])
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
-
-
-def _parse_field(word: str, kind: Field) -> set[int]:
-    """Return the values that a field matches."""
-    return set().union(*(_parse_part(part, kind) for part in word.split(",")))
 
 
 def _parse_part(part: str, kind: Field) -> set[int]:
@@ -110,10 +109,3 @@ def _number(word: str, kind: Field, part: str) -> int:
 
 def _wrong(part: str, kind: Field, why: str) -> LaunchError:
     return LaunchError(f"--cron: {part!r} as {kind.name} {why}")
-
-
-def _check_dates(expression: str, days: set[int], months: set[int]) -> None:
-    """Raise LaunchError for a day that none of the months has."""
-    longest = max(LONGEST_MONTHS[month - 1] for month in months)
-    if min(days) > longest:
-        raise LaunchError(f'--cron "{expression}" never matches: no month in it has {min(days)} days')

@@ -41,17 +41,12 @@ def render_job(workload: Workload, options: KubernetesOptions) -> str:
     if options.kind != "job":
         check_one_task(workload, f"--kind {options.kind}")
     check_meeting(workload, options)
-    workload = named_for_attempt(workload, options)
+    if options.attempt is not None:  # the run folder stays the same
+        suffix = secrets.token_hex(3) if options.attempt == "auto" else options.attempt
+        name = workload.name[: LONGEST_NAME - len(suffix) - 1].rstrip("-")
+        workload = replace(workload, name=f"{name}-{suffix}")
     objects = registered("kind")[options.kind].render(workload, options)
     return to_yaml(patched(objects, options.patch), _comment(workload, options))
-
-
-def named_for_attempt(workload: Workload, options: KubernetesOptions) -> Workload:
-    """Return the workload with the suffix of --attempt. The run folder stays the same."""
-    if options.attempt is None:
-        return workload
-    suffix = secrets.token_hex(3) if options.attempt == "auto" else options.attempt
-    return replace(workload, name=f"{workload.name[: LONGEST_NAME - len(suffix) - 1].rstrip('-')}-{suffix}")
 
 
 def headless_service(workload: Workload, options: KubernetesOptions) -> dict[str, Any]:
@@ -63,15 +58,11 @@ def headless_service(workload: Workload, options: KubernetesOptions) -> dict[str
         "selector": {INSTANCE: workload.name},
         "ports": [{"name": "c10d", "port": workload.port}],
     }
-    return of_kind("v1", "Service", {**metadata(workload, options), **_owned(workload, options)}, spec)
-
-
-def _owned(workload: Workload, options: KubernetesOptions) -> dict[str, Any]:
-    """Let the Job own the Service if its uid is known. Otherwise the Service outlives it."""
-    if options.owner is None:
-        return {}
-    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": workload.name, "uid": options.owner}
-    return {"ownerReferences": [owner]}
+    about = metadata(workload, options)
+    if options.owner is not None:  # otherwise the Service outlives the Job
+        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": workload.name, "uid": options.owner}
+        about["ownerReferences"] = [owner]
+    return of_kind("v1", "Service", about, spec)
 
 
 def render_indexed_job(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]:

@@ -87,7 +87,11 @@ class SlurmScheduler(TorchXSlurmScheduler):
             if value is not None
         }
         made = SlurmOptions(**options)
-        _check_output(made.output, cfg.get(JOB_DIR) or ".")
+        where = os.path.join(cfg.get(JOB_DIR) or ".", os.path.dirname(made.output))
+        if "%" not in where and not os.path.isdir(where):  # Slurm would fail the job without a message
+            raise LaunchError(
+                f"output={made.output}: the folder {where} does not exist; create it first, because Slurm does not"
+            )
         request = ScriptRequest(render_sbatch(workload, made), cfg.get(JOB_DIR))
         return AppDryRunInfo(request, str)
 
@@ -198,15 +202,6 @@ def copy_sources(folder: str, target: str) -> None:
     ignore_file = os.path.join(folder, ".torchxignore")
     lines = open(ignore_file).read().split() if os.path.exists(ignore_file) else []  # noqa: SIM115
     shutil.copytree(folder, target, symlinks=True, ignore=shutil.ignore_patterns(*lines, *NEVER_COPIED))
-
-
-def _check_output(output: str, folder: str) -> None:
-    """Raise LaunchError if the output's folder does not exist: Slurm would fail without a message."""
-    where = os.path.join(folder, os.path.dirname(output))
-    if "%" not in where and not os.path.isdir(where):
-        raise LaunchError(
-            f"output={output}: the folder {where} does not exist; create it first, because Slurm does not"
-        )
 
 
 def outputs_nearby(app_id: str) -> list[str]:

@@ -37,7 +37,11 @@ def render_workflow(name: str, stages: list[Stage], options: KubernetesOptions) 
     tasks: list[dict[str, Any]] = []
     for stage in stages:
         check_one_task(stage.workload, "a pod of a Workflow")
-        _check_words(stage)
+        if wrong := [word for word in [*stage.workload.command, *stage.workload.env.values()] if "{{" in word]:
+            raise LaunchError(
+                f"stages.{stage.name}: {wrong[0]!r} has {{{{, which Argo reads as a variable; put a blank between the "
+                "braces"
+            )
         for template in _templates(stage, options):
             templates.append(template)
             tasks.append(given(name=template["name"], template=template["name"], dependencies=list(stage.after)))
@@ -52,15 +56,6 @@ def render_workflow(name: str, stages: list[Stage], options: KubernetesOptions) 
     workflow = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "metadata": metadata, "spec": spec}
     comment = f"{name}: {' -> '.join(stage.name for stage in stages)}. Its service account may create JobSets and Deployments."
     return to_yaml([workflow], comment).replace(THIS_RUN, "{{workflow.name}}")
-
-
-def _check_words(stage: Stage) -> None:
-    for word in [*stage.workload.command, *stage.workload.env.values()]:
-        if "{{" in word:
-            raise LaunchError(
-                f"stages.{stage.name}: {word!r} has "
-                f"{{{{, which Argo reads as a variable; put a blank between the braces"
-            )
 
 
 def _templates(stage: Stage, options: KubernetesOptions) -> list[dict[str, Any]]:

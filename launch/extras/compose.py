@@ -12,7 +12,7 @@ from launch.manifest import given, to_yaml
 from launch.options import option
 from launch.resources import on_cluster
 from launch.targets import Target, register
-from launch.workload import Stage, Workload, check_one_task
+from launch.workload import Stage, check_one_task
 from pipeline.runtime.errors import LaunchError, check_within
 
 STORAGE, BUCKET = "storage", "bucket"
@@ -81,13 +81,15 @@ def _service(stage: Stage, options: ComposeOptions) -> dict[str, Any]:
         )
     if workload.nodes > 1:
         raise LaunchError(f"stages.{stage.name}: j={workload.shape}, but compose has one host")
+    store = {"AWS_ENDPOINT_URL": f"http://{STORAGE}:9000", "AWS_DEFAULT_REGION": "us-east-1", **KEY}
+    env = {name: value.replace("$", "$$") for name, value in workload.env.items()}
     waits = {name: {"condition": "service_completed_successfully"} for name in stage.after or (BUCKET,)}
     device = {"driver": "nvidia", "count": workload.gpu, "capabilities": ["gpu"]}
     return given(
         image=workload.image,
         command=[word.replace("$", "$$") for word in workload.argv("localhost", workload.name)],
         working_dir=options.workdir,
-        environment=_environment(workload),
+        environment=replace(workload, env=env).whole_env(workload.ranks_per_node, store),
         volumes=[
             f"workspace:{options.workdir}",
             "registry:/registry",
@@ -108,12 +110,6 @@ def _service(stage: Stage, options: ComposeOptions) -> dict[str, Any]:
         if workload.max_retries
         else "no",
     )
-
-
-def _environment(workload: Workload) -> dict[str, str]:
-    store = {"AWS_ENDPOINT_URL": f"http://{STORAGE}:9000", "AWS_DEFAULT_REGION": "us-east-1", **KEY}
-    own = {name: value.replace("$", "$$") for name, value in workload.env.items()}
-    return replace(workload, env=own).whole_env(workload.ranks_per_node, store)
 
 
 def _mount(stage: Stage, source: str, target: str, read_only: bool) -> str:

@@ -10,8 +10,7 @@ import pytest
 from pipeline.cli.command_line import load_config
 from pipeline.data.dataset import load_dataset
 from pipeline.extras.shadow.rehearsal import rehearse as rehearsal
-from pipeline.extras.shadow.rehearsal.job import RehearseJob
-from pipeline.extras.shadow.rehearsal.rehearse import RehearsalError, check_job, describe, rehearse
+from pipeline.extras.shadow.rehearsal.rehearse import RehearsalError, RehearseJob, check_job, describe, rehearse
 from pipeline.extras.shadow.rehearsal.stand_in import write_stand_in
 from pipeline.runtime.errors import UserError
 from pipeline.training.preflight import load_or_describe

@@ -46,16 +46,16 @@ def node_facts() -> NodeFacts:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     cores, memory_gib = len(os.sched_getaffinity(0)), psutil.virtual_memory().total / 2**30
+    gpus, problem = [], ""
     try:
-        query = f"--query-gpu={','.join(GPU_FIELDS)}"
-        command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+        command = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        problem = (done.stdout + done.stderr).strip().splitlines()[-1] if done.returncode else ""
+        gpus = [] if problem else parse_gpus(done.stdout)
     except FileNotFoundError:
-        return NodeFacts(socket.gethostname(), cores, memory_gib, found)
+        pass  # a node without GPUs
     except (OSError, subprocess.TimeoutExpired) as error:
-        return NodeFacts(socket.gethostname(), cores, memory_gib, found, [], f"nvidia-smi: {error}")
-    problem = (done.stdout + done.stderr).strip().splitlines()[-1] if done.returncode else ""
-    gpus = [] if problem else parse_gpus(done.stdout)
+        problem = f"nvidia-smi: {error}"
     return NodeFacts(socket.gethostname(), cores, memory_gib, found, gpus, problem)
 
 
@@ -70,14 +70,13 @@ def gpu_problems(facts: NodeFacts) -> list[str]:
     found = [facts.gpu_error] if facts.gpu_error else []
     for gpu in facts.gpus:
         name = f"GPU {gpu['index']} ({gpu['name']})"
-        if gpu["ecc_errors"].isdigit() and int(gpu["ecc_errors"]):
-            errors = f"{gpu['ecc_errors']} uncorrected memory error(s)"
-            found.append(f"{name}: {errors}; reset it, or drain the node")
-        if gpu["celsius"].isdigit() and int(gpu["celsius"]) >= HOT_CELSIUS:
-            found.append(f"{name}: {gpu['celsius']} degrees Celsius; it slows down above about {HOT_CELSIUS}")
+        errors, celsius = gpu["ecc_errors"], gpu["celsius"]
+        if errors.isdigit() and int(errors):
+            found.append(f"{name}: {errors} uncorrected memory error(s); reset it, or drain the node")
+        if celsius.isdigit() and int(celsius) >= HOT_CELSIUS:
+            found.append(f"{name}: {celsius} degrees Celsius; it slows down above about {HOT_CELSIUS}")
         if gpu["slowdown"] == "Active":
-            reason = "slowed down by its hardware (heat or power)"
-            found.append(f"{name}: {reason}; see nvidia-smi -q -d PERFORMANCE")
+            found.append(f"{name}: slowed down by its hardware (heat or power); see nvidia-smi -q -d PERFORMANCE")
     return found
 
 
@@ -121,15 +120,10 @@ def check_nodes(context: DistributedContext, folder: str, megabytes: float, limi
     members = sorted(places.index(place) for place in set(places))
     num_bytes = int(megabytes * 1e6)
     report = NodesReport(
-        context.world_size,
-        context.backend,
-        megabytes,
-        {rank: gathered[rank] for rank in members},
-        measure_links(context, members, num_bytes),
-        measure_all_to_all(context, num_bytes),
-        clock_offsets(context, members),
-        check_folder(context, folder) if folder else None,
-    )
+        context.world_size, context.backend, megabytes, {rank: gathered[rank] for rank in members},
+        measure_links(context, members, num_bytes), measure_all_to_all(context, num_bytes),
+        clock_offsets(context, members), check_folder(context, folder) if folder else None,
+    )  # fmt: skip
     report.problems = find_problems(report, limits)
     return report
 
@@ -147,8 +141,9 @@ def find_problems(report: NodesReport, limits: Limits) -> list[str]:
     found += [f"{facts.host}: {text}" for facts in report.nodes.values() for text in gpu_problems(facts)]
     most = max(len(facts.gpus) for facts in report.nodes.values())
     if short := [facts.host for facts in report.nodes.values() if len(facts.gpus) < most]:
-        advice = "drain it, or request nodes of one kind"
-        found.append(f"{_some(short)}: fewer GPUs than the {most} of other nodes; {advice}")
+        found.append(
+            f"{_some(short)}: fewer GPUs than the {most} of other nodes; drain it, or request nodes of one kind"
+        )
     found += [*_link_problems(report, limits), *_clock_problems(report, limits)]
     return [*found, *(report.folder.problems if report.folder else [])]
 

@@ -77,8 +77,7 @@ def _check_visible(context: DistributedContext, place: Path, facts: FolderFacts)
         (place / "staged").rename(place / "seen")
 
     if error := _on_rank_0(context, publish):
-        text = f"{place.parent}: {error}; give an existing folder that rank 0 can write to"
-        facts.problems.append(text)
+        facts.problems.append(f"{place.parent}: {error}; give an existing folder that rank 0 can write to")
         return
     begun = time.monotonic()
     while (seconds := time.monotonic() - begun) < SEEN_WITHIN_S and not (place / "seen").exists():
@@ -122,26 +121,25 @@ def _create(path: Path) -> str:
 def _check_replaces(context: DistributedContext, place: Path, facts: FolderFacts) -> None:
     """Check that the other ranks read complete files while rank 0 replaces a file by renames."""
     target, done, seen = place / "replaced", place / "done", set[int]()
+
+    def replace() -> None:
+        for turn in range(1, REPLACES + 1):
+            staged = target.with_name("next")
+            staged.write_bytes(bytes([turn]) * PIECE)
+            staged.replace(target)
+        done.touch()
+
     error = _on_rank_0(context, lambda: target.write_bytes(b"\0" * PIECE))
     if context.is_main:
-        error = error or _attempt(lambda: _replace(target))
-        error = error or _attempt(done.touch)
+        error = error or _attempt(replace)
     limit = time.monotonic() + SEEN_WITHIN_S
     while not error and not done.exists() and time.monotonic() < limit:
         error = read_whole(target, seen)
     facts.replaces_seen = max(gather(context, len(seen)))
     if errors := [each for each in gather(context, error) if each]:
         facts.problems.append(
-            f"rename over a file that other ranks read: {errors[0]}; checkpoints commit by "
-            "rename: use another file system"
+            f"rename over a file that other ranks read: {errors[0]}; checkpoints commit by rename: use another file system"
         )
-
-
-def _replace(target: Path) -> None:
-    for turn in range(1, REPLACES + 1):
-        staged = target.with_name("next")
-        staged.write_bytes(bytes([turn]) * PIECE)
-        staged.replace(target)
 
 
 def read_whole(path: Path, seen: set[int]) -> str:

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from pipeline.extras.shadow.report import Report
-from pipeline.extras.shadow.state import CARDS, settings
+from pipeline.extras.shadow.state import CARDS, Patch, settings
 from pipeline.runtime.errors import ConfigError, did_you_mean
 
 __all__ = ["CARDS", "Report", "activate", "is_active", "running"]
@@ -53,32 +52,30 @@ def activate(
     shim = load_libraries()
     import torch
 
-    build = f"torch {torch.__version__}" if torch.version.cuda is None else _cpu_build_of_fbgemm()
+    build = f"torch {torch.__version__}" if torch.version.cuda is None else ""
+    if not build:
+        import fbgemm_gpu  # whose CPU build has no lookups for GPUs
+
+        build = "" if fbgemm_gpu.__variant__ == "cuda" else f"fbgemm {fbgemm_gpu.__version__}"
     if build:
         raise ConfigError(
             f"the shadow GPU needs the CUDA builds of torch and FBGEMM, but {build} is a CPU build; `make install "
             "STACK=gpu VENV=.venv-gpu` installs them, with or without a GPU"
         )
-    from pipeline.extras.shadow import device, patches
+    from pipeline.extras.shadow import device
 
     device.let_autograd_run(shim)
-    patches.apply()
+    for each in patch_list():
+        setattr(each.target, each.name, each.value)
     settings.is_active = True
-
-
-def _cpu_build_of_fbgemm() -> str:
-    """Name FBGEMM if it is its CPU build, which has no lookups for GPUs; empty otherwise."""
-    import fbgemm_gpu
-
-    return "" if fbgemm_gpu.__variant__ == "cuda" else f"fbgemm {fbgemm_gpu.__version__}"
 
 
 @contextmanager
 def running(rank: int = 0) -> Iterator[Report]:
     """Run the context, and threads that it starts, on the shadow GPUs. Yields the report."""
-    from pipeline.extras.shadow import collectives, copies, device, memory, report, streams, tensors
+    from pipeline.extras.shadow import collectives, device, memory, report, streams, tensors
 
-    for module in (streams, copies, collectives, device):
+    for module in (streams, memory, collectives, device):
         module.reset()
     made = report.start(rank)
     made.peak_bytes["start"] = max([0, *memory.live.values()])
@@ -90,8 +87,8 @@ def running(rank: int = 0) -> Iterator[Report]:
             tensors.entered.remove(mode)
 
 
-def patch_list() -> list[Any]:
-    """Return every change to torch, TorchRec and FBGEMM with its reason. Needs activate()."""
-    from pipeline.extras.shadow import patches
+def patch_list() -> list[Patch]:
+    """Return every change to torch, TorchRec and FBGEMM with its reason, in the order of applying."""
+    from pipeline.extras.shadow import collectives, device, lookups, replication, torch_changes
 
-    return patches.all_patches()
+    return [each for module in (device, torch_changes, lookups, collectives, replication) for each in module.patches()]

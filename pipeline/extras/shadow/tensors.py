@@ -16,8 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from pipeline.extras.shadow import copies, device, memory, report, streams
-from pipeline.extras.shadow.copies import Copy
+from pipeline.extras.shadow import device, memory, report, streams
+from pipeline.extras.shadow.memory import Copy
 from pipeline.extras.shadow.rules import INDEXED, Rule, check_devices, rule_of
 from pipeline.extras.shadow.state import settings
 
@@ -167,11 +167,11 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     counted = report.current()
     counted.operations[rule.name] += 1
     counted.launches += rule.is_kernel
-    copied = copies.described(rule, args, kwargs, target) if rule.is_copy else None
+    copied = memory.described(rule, args, kwargs, target) if rule.is_copy else None
     out = _on_inner(func, rule, flat, spec, target, copied)
     result = _returned(func, rule, args, kwargs, flat, out, target)
     if copied is not None:
-        copies.finish(copied, result)
+        memory.finish(copied, result)
     elif rule.syncs or (rule.base in INDEXED and any(_is_mask(each) for each in flat[1:])):
         report.sync(rule.base)
         streams.wait_for_host_copy()
@@ -185,7 +185,7 @@ def streams_must_have(asked: torch.device) -> None:
 
 def _on_the_host(func: Any, rule: Rule, args: Any, kwargs: dict[str, Any], flat: list[Any]) -> Any:
     """Run an operation without GPU tensors. Pinned memory is ordinary memory with a mark."""
-    copies.check_host_reads(rule, flat)
+    memory.check_host_reads(rule, flat)
     pinned = kwargs.pop("pin_memory", None) if kwargs.get("pin_memory") else None
     if rule.is_about_pinning:
         is_pinned = memory.is_kind(args[0], "pinned")

@@ -15,9 +15,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from pipeline.extras.sweep.config import SweepConfig
 from pipeline.runtime.errors import ConfigError, did_you_mean
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.exit_codes import USER_ERROR
@@ -63,18 +62,6 @@ class Ended:
     is_mistake: bool = False
 
 
-class Launcher(Protocol):
-    async def run(self, training: Training) -> Ended:
-        """Start the training and wait for its end. Cancelling ends a process, not a job."""
-
-
-def launcher_of(config: SweepConfig, name: str) -> Launcher:
-    """Return the launcher. Raises ConfigError for an unknown scheduler. name: of the sweep."""
-    if config.scheduler is None:
-        return LocalProcesses(config.parallel, config.launch)
-    return SchedulerJobs(config.scheduler, config.scheduler_args, config.job_args, name)
-
-
 class LocalProcesses:
     """Run trainings as processes that share the cores. launch: words before overrides."""
 
@@ -89,13 +76,9 @@ class LocalProcesses:
         await training.until_free()
         with open(training.log, "ab") as log:
             process = subprocess.Popen(
-                [*self._launch, *training.words],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self._environment,
-                preexec_fn=end_with_parent,
-            )
+                [*self._launch, *training.words], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=self._environment, preexec_fn=end_with_parent,
+            )  # fmt: skip
         try:
             while process.poll() is None:
                 await asyncio.sleep(self.poll_s)
@@ -123,9 +106,9 @@ class SchedulerJobs:
         self._runner = runner or get_runner()
         known = list(self._runner.scheduler_backends())
         if scheduler not in known:
+            hint = did_you_mean(scheduler, known)
             raise ConfigError(
-                f"sweep.scheduler={scheduler} is not a scheduler of TorchX, which are "
-                f"{', '.join(known)}{did_you_mean(scheduler, known)}"
+                f"sweep.scheduler={scheduler} is not a scheduler of TorchX, which are {', '.join(known)}{hint}"
             )
         self._options = {name: option.opt_type for name, option in self._runner.scheduler_run_opts(scheduler)}
         for key in settings:

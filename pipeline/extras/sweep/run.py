@@ -14,7 +14,7 @@ from pipeline.data.dataset import load_dataset
 from pipeline.data.read.streams import num_steps
 from pipeline.extras.runs.folder import Run
 from pipeline.extras.sweep.config import SweepJob
-from pipeline.extras.sweep.launchers import Training, launcher_of
+from pipeline.extras.sweep.launchers import LocalProcesses, SchedulerJobs, Training
 from pipeline.extras.sweep.study import Point, Search, as_overrides, edges, num_rungs, open_study, steps_at
 from pipeline.runtime.errors import ConfigError, TrainingError
 from pipeline.runtime.logs import get_logger
@@ -96,7 +96,10 @@ class _Trials:
 
     def __init__(self, job: SweepJob, words: list[str], compose: Compose, metric: str) -> None:
         self.job, self.words, self.compose, self.metric = job, words, compose, metric
-        self._launcher = launcher_of(job.sweep, job.name)
+        config = job.sweep
+        self._launcher: LocalProcesses | SchedulerJobs = LocalProcesses(config.parallel, config.launch)
+        if config.scheduler is not None:
+            self._launcher = SchedulerJobs(config.scheduler, config.scheduler_args, config.job_args, job.name)
         self._steps: dict[str, int] = {}  # of a complete training, by point
 
     async def search(self, study: optuna.Study) -> None:

@@ -103,7 +103,7 @@ def _require(key: str, value: Any, params: Mapping[str, KnobConfig], point: Poin
 
 FILE = "study.journal"
 # Settings that may change when a sweep continues.
-MAY_CHANGE = (
+MAY_CHANGE = {
     "trials",
     "parallel",
     "retries",
@@ -113,7 +113,7 @@ MAY_CHANGE = (
     "scheduler",
     "scheduler_args",
     "job_args",
-)
+}
 
 # (number of the trial, its point, rung) -> metric at the rung; NaN: not a number, None: the
 # training failed
@@ -193,7 +193,8 @@ class Search:
                 if metric is None:
                     state = TrialState.FAIL
                     break
-                value = metric if math.isfinite(metric) else worst(self.study)
+                worst = -math.inf if self.study.direction.name == "MAXIMIZE" else math.inf
+                value = metric if math.isfinite(metric) else worst
                 trial.report(value, self._config.reduction_factor**rung)
                 if rung + 1 < num_rungs(self._config) and trial.should_prune():
                     state = TrialState.PRUNED
@@ -214,10 +215,6 @@ class Search:
         trial = Trial(self.study, begun[0]._trial_id) if begun else self.study.ask()
         self._taken.add(trial.number)
         return trial
-
-
-def worst(study: optuna.Study) -> float:
-    return -math.inf if study.direction.name == "MAXIMIZE" else math.inf
 
 
 def _sampler(config: SweepConfig, number: int) -> optuna.samplers.BaseSampler:

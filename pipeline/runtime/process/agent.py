@@ -301,14 +301,6 @@ def _code_after_signal() -> int:
     return INTERRUPTED if Agent.signalled == signal.SIGINT else REQUEUE
 
 
-def _take_grace(argv: list[str]) -> list[str]:
-    """Take this package's flag out of torchrun's flags. It must be the first flag."""
-    if argv[:1] == [GRACE]:
-        Agent.grace_s = float(argv[1])
-        return argv[2:]
-    return argv
-
-
 def main() -> None:
     configure_logging()
     # otherwise a user wants to read torchelastic's messages
@@ -316,4 +308,7 @@ def main() -> None:
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
-    sys.exit(run(_take_grace(sys.argv[1:])))
+    argv = sys.argv[1:]
+    if argv[:1] == [GRACE]:  # this package's flag, which comes before torchrun's
+        Agent.grace_s, argv = float(argv[1]), argv[2:]
+    sys.exit(run(argv))

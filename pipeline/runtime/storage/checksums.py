@@ -299,7 +299,10 @@ class VerifiedFile(PositionedReader):
         filled = _read_data(self._file.fileno(), block, begin) if self._is_local else 0
         self._file.seek(begin + filled)
         while filled < len(block):
-            filled += self._more(self._file.readinto(block[filled:]))  # type: ignore[attr-defined]
+            count = self._file.readinto(block[filled:])  # type: ignore[attr-defined]
+            if not count:
+                raise DamagedError(f"{self.path} ends before byte {self._size}")
+            filled += count
         if self._is_local and not self._keep_pages and len(block) == self._block_bytes:
             _drop_pages(self._file.fileno(), begin, len(block))
 
@@ -328,11 +331,6 @@ class VerifiedFile(PositionedReader):
             return os.lseek(self._file.fileno(), begin, os.SEEK_DATA) >= begin + BLOCK_BYTES
         except OSError as error:  # ENXIO: nothing was written from here to the end
             return error.errno == errno.ENXIO
-
-    def _more(self, count: int) -> int:
-        if not count:
-            raise DamagedError(f"{self.path} ends before byte {self._size}")
-        return count
 
     def _verify(self, index: int, block: memoryview) -> None:
         if self._algorithm:

@@ -78,8 +78,11 @@ def open_manifest(path: str, purpose: Purpose, *format_versions: int) -> dict[st
     Raises DamagedError: the file was changed, is of another release, or lists files that cannot be.
     """
     values = read_sealed(path, purpose)
-    if problem := files_problem(values.get("files")) or attempt_problem(values.get("attempt")):
+    if problem := files_problem(values.get("files")):
         raise DamagedError(f"{path}: {problem}")
+    attempt = values.get("attempt")  # the folder below a step or delta that has its files
+    if attempt not in (None, "") and (problem := name_problem(attempt)):
+        raise DamagedError(f"{path}: attempt {str(attempt)[:100]!r} {problem}")
     if (found := values.get("format_version")) not in format_versions:
         known = " and ".join(map(str, format_versions))
         raise DamagedError(f"{path} has format_version {str(found)[:100]}, this release reads {known}")
@@ -175,9 +178,3 @@ def files_problem(files: object) -> str:
         if problem := name_problem(name) or entry_problem(entry):
             return f"file {str(name)[:100]!r} {problem}"
     return ""
-
-
-def attempt_problem(attempt: object) -> str:
-    """Return an empty text, or what is wrong with the folder below a step or delta that has its files."""
-    problem = "" if attempt in (None, "") else name_problem(attempt)
-    return f"attempt {str(attempt)[:100]!r} {problem}" if problem else ""

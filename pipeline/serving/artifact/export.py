@@ -87,28 +87,13 @@ def _already_there(job: ExportJob, step: TrainedStep, output: str) -> ExportSumm
     wanted = {**lineage_of(job, step), "exported_at": manifest.lineage["exported_at"], "run": manifest.lineage["run"]}
     if manifest.lineage != wanted or manifest.settings != json.loads(json.dumps(settings_of(job))):
         raise ServingError(f"{output} is there already, of another step, run or setting: {hint}")
-    return _summary(job, step, output, manifest, already_exported=True)
+    return _summary(job, step, output, manifest, 0.0)
 
 
-def _summary(
-    job: ExportJob,
-    step: TrainedStep,
-    output: str,
-    manifest: Manifest,
-    seconds: float = 0.0,
-    already_exported: bool = False,
-) -> ExportSummary:
-    return ExportSummary(
-        run=job.run,
-        step=step.step,
-        artifact=output,
-        version=manifest.version,
-        certificate=manifest.certificate,
-        sizes=manifest.sizes,
-        already_exported=already_exported,
-        seconds=seconds,
-        best_by=step.best_by,
-    )
+def _summary(job: ExportJob, step: TrainedStep, output: str, manifest: Manifest, seconds: float) -> ExportSummary:
+    """Summarize an export that took `seconds`; 0.0: it was there already."""
+    about = manifest.version, manifest.certificate, manifest.sizes
+    return ExportSummary(job.run, step.step, output, *about, seconds == 0.0, seconds, step.best_by)
 
 
 @dataclass

@@ -131,7 +131,8 @@ class ModelSlot:
     async def _load_and_switch(self, found: FoundArtifact) -> None:
         refused, _ = self._refused
         try:
-            scorer = await asyncio.to_thread(self._load_and_try, found)
+            scorer = await asyncio.to_thread(self._load, found)
+            await asyncio.to_thread(try_out, scorer)
         except Exception as error:
             self._metrics.refusals.inc()
             if found.key != refused:
@@ -176,11 +177,6 @@ class ModelSlot:
         self._count_version(scorer)
         changed = sum(len(patch.ids) for patch in staged.patches)
         logger.info("delta %d serves now: step %d, %s rows", scorer.sequence, staged.delta.step, f"{changed:,}")
-
-    def _load_and_try(self, found: FoundArtifact) -> Scorer:
-        scorer = self._load(found)
-        try_out(scorer)
-        return scorer
 
     def _take(self, found: FoundArtifact, scorer: Scorer) -> None:
         before = self._model

@@ -284,14 +284,19 @@ class Predictor:
     def _score(
         self, dense: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None
     ) -> NDArray[np.float32]:
-        if not self._keys:
-            pooled = torch.empty(len(dense), 0)
-        elif self._composed is None:
-            pooled = self.lookup.pooled(values, offsets, weights)
-        else:
-            pooled = self._composed.pooled(self.lookup, values, offsets, weights)
-        scores: NDArray[np.float32] = scores_of(self.tasks, self.program(dense, pooled)).numpy()
+        pooled = self._pooled(values, offsets, weights) if self._keys else torch.empty(len(dense), 0)
+        scores: NDArray[np.float32] = self._scores_of(self.program(dense, pooled)).numpy()
         return scores
+
+    def _pooled(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        """A tower of the extra retrieval looks up its own features."""
+        if self._composed is None:
+            return self.lookup.pooled(values, offsets, weights)
+        return self._composed.pooled(self.lookup, values, offsets, weights)
+
+    def _scores_of(self, outputs: torch.Tensor) -> torch.Tensor:
+        """A tower of the extra retrieval returns vectors."""
+        return scores_of(self.tasks, outputs)
 
     @property
     def _width(self) -> tuple[int, ...]:

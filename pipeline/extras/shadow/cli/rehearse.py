@@ -10,7 +10,6 @@ GPU; the data set may be missing.
 from __future__ import annotations
 
 from pipeline.cli.verb import verb
-from pipeline.extras.shadow.rehearsal.job import RehearseJob
-from pipeline.extras.shadow.rehearsal.rehearse import check_job, describe, rehearse
+from pipeline.extras.shadow.rehearsal.rehearse import RehearseJob, check_job, describe, rehearse
 
 main = verb("rehearse", RehearseJob, describe=describe, validate=check_job)(rehearse)

@@ -11,15 +11,37 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.jobs.train import PublishingConfig, TrainJob
+from pipeline.config.jobs.job import job_of
+from pipeline.config.jobs.train import PlanJob, PublishingConfig, TrainJob
 from pipeline.config.saved_jobs import job_to_yaml
 from pipeline.config.training import LoggerConfig
-from pipeline.extras.shadow.rehearsal.job import RehearseJob
 from pipeline.runtime.byte_counts import show_bytes
-from pipeline.runtime.errors import TrainingError
+from pipeline.runtime.errors import ConfigError, TrainingError, check_at_least
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
 from pipeline.training.preflight import check_geometry, load_or_describe, validate_job
+
+
+@job_of("rehearse")
+@dataclass
+class RehearseJob(PlanJob):
+    """A PlanJob, which needs no data set: a missing one is replaced by generated rows.
+
+    ranks: to rehearse, always including rank 0, because other ranks get its plan. steps: of each rank.
+    output: a JSON file for the counts.
+    """
+
+    ranks: list[int] = field(default_factory=lambda: [0])
+    steps: int = 2
+    output: str | None = None
+    timeout_s: float = 900.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("steps", self.steps, 2)  # the first step builds what later steps use
+        if bad := [rank for rank in self.ranks if not 0 <= rank < self.world_size]:
+            raise ConfigError(f"ranks={bad} of world_size={self.world_size}: ranks are 0 to {self.world_size - 1}")
+
 
 MAX_SEARCH_S = 15.0  # CPU-seconds for a plan
 MAX_PROBLEMS = 4  # of a rank, printed
