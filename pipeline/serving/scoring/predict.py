@@ -30,6 +30,7 @@ from pipeline.serving.scoring.prediction import (
     job_of_shard,
     publish_manifest,
     publish_report,
+    sources_of_shard,
     staging_folder,
     subject_of,
 )
@@ -77,10 +78,11 @@ def predict(
         staged = StagedScores(staging, subject)
         staged.take_over()
         scored_before = staged.progress.num_rows
-        schema = score_sources(job, scorer, sources, staged)
+        own = sources_of_shard(sources, job.shard, job.num_shards)
+        schema = score_sources(job, scorer, sources, own, staged)
         check_refused(job, staged)
         write_output(job, schema, staged)
-        summary = publish_report(job, scorer, sources, staged)
+        summary = publish_report(job, scorer, own, staged)
         storage.remove(staging)
     if publish_manifest(whole):
         logger.info("all %d shards are done: %s%s", job.num_shards, whole.output, MANIFEST_SUFFIX)

@@ -109,7 +109,7 @@ def check_refused(job: PredictJob, staged: StagedScores) -> None:
         )
 
 
-def publish_report(job: PredictJob, scorer: Scorer, sources: Sequence[Source], staged: StagedScores) -> PredictSummary:
+def publish_report(job: PredictJob, scorer: Scorer, own: Sequence[Source], staged: StagedScores) -> PredictSummary:
     """Publish the quarantine and, last, the report. Warn if many values are unknown."""
     done, refused = staged.progress, job.output + QUARANTINE_SUFFIX
     if not done.num_refused:
@@ -126,7 +126,7 @@ def publish_report(job: PredictJob, scorer: Scorer, sources: Sequence[Source], s
     report = {
         "subject": done.subject,
         "summary": {name: getattr(summary, name) for name in stored},
-        "sources": [asdict(source) for source in sources_of_shard(sources, job.shard, job.num_shards)],
+        "sources": [asdict(source) for source in own],
     }
     storage.publish_text(job.output + REPORT_SUFFIX, json.dumps(report, indent=1))
     return summary

@@ -28,7 +28,6 @@ from pipeline.data.raw.source import unchanged
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.storage import atomic, storage
-from pipeline.serving.scoring.prediction import sources_of_shard
 from pipeline.serving.scoring.scorer import Scorer, has_scores, output_of, refused_rows
 
 PROGRESS = "progress.json"
@@ -253,8 +252,10 @@ def _types(schema: pa.Schema) -> str:
     return ", ".join(f"{column.name} {column.type}" for column in schema)
 
 
-def score_sources(job: PredictJob, scorer: Scorer, sources: list[Source], staged: StagedScores) -> pa.Schema:
-    """Score what `staged` lacks of this shard's sources. Return the schema of the output.
+def score_sources(
+    job: PredictJob, scorer: Scorer, sources: list[Source], own: Sequence[Source], staged: StagedScores
+) -> pa.Schema:
+    """Score what `staged` lacks of the shard's `own` sources. Return the schema of the output.
 
     Its columns: file (if there are several), row, the id columns, and what the scorer gives.
     """
@@ -263,7 +264,6 @@ def score_sources(job: PredictJob, scorer: Scorer, sources: list[Source], staged
     opened = open_sources(sources, layouts, (FILE, ROW, *(field.name for field in fields)))
     names = [pa.field(FILE, pa.string())] if len(opened) > 1 else []
     schema = pa.schema([*names, pa.field(ROW, pa.int64()), *opened[0].carried, *fields])
-    own = sources_of_shard(sources, job.shard, job.num_shards)
     with progress("scoring", sum(source.size_bytes for source in own)) as bar:
         for number, source in enumerate(opened):
             if source.source in own:
