@@ -63,7 +63,6 @@ def plan_job(job: PlanJob, hardware_options: Callable[[], dict[str, HardwareConf
         _check_writable(job.planner.plan_file)
     request = build_request(resolved)
     # Imported here, so that a mistake in the job fails before torch is loaded.
-    from pipeline.embeddings.describe import describe_savings, savings_of
     from pipeline.planner.explain import explain, summarize
     from pipeline.planner.plan_codec import write_plan
     from pipeline.planner.planner import make_plan
@@ -72,6 +71,8 @@ def plan_job(job: PlanJob, hardware_options: Callable[[], dict[str, HardwareConf
     record = make_plan(job.planner, request)
     planned = PlannedJob(resolved, request, record)
     lines, forecasts, in_tiers = _predict(job, planned) if job.planner.predict_step else ([], [], [])
+    report_savings = if_installed("report_savings")
+    savings = report_savings(resolved.tables)[0] if report_savings else []
     page = None
     if job.planner.kind != "file":
         write_plan(job.planner.plan_file, record)
@@ -88,9 +89,7 @@ def plan_job(job: PlanJob, hardware_options: Callable[[], dict[str, HardwareConf
         max_rank_ms=record.objective.max_rank_ms,
         critical_path_ms=record.objective.critical_path_ms,
         seconds=time.monotonic() - started,
-        explanation="\n".join(
-            [summarize(record) if job.brief else explain(record), *describe_savings(savings_of(resolved.tables))]
-        ),
+        explanation="\n".join([summarize(record) if job.brief else explain(record), *savings]),
         forecast="\n".join([*found, *([""] if found else []), *lines]),
     )
 

@@ -20,7 +20,6 @@ from pipeline.training.run_state import best_step
 if TYPE_CHECKING:
     from pipeline.checkpoint.checkpointer import Checkpointer
     from pipeline.data.dataset import Dataset
-    from pipeline.embeddings.describe import Savings
     from pipeline.training.trainer import FitResult
 
 
@@ -121,10 +120,9 @@ class TrainSummary:
 
 
 def summarize(
-    job: TrainJob, checkpointer: Checkpointer, result: FitResult, dataset: Dataset, savings: list[Savings]
+    job: TrainJob, checkpointer: Checkpointer, result: FitResult, dataset: Dataset, savings: dict[str, Any]
 ) -> TrainSummary:
     from pipeline.checkpoint.steps import step_path
-    from pipeline.embeddings.describe import as_json
 
     best = best_step(job.run_dir, job)
     step, metrics = best or (result.step, result.metrics)
@@ -139,7 +137,7 @@ def summarize(
         validation=metrics,
         bayes_auc=dataset.bayes_auc.get("validation"),
         num_bad_rows=result.num_bad_rows,
-        compression=as_json(savings),
+        compression=savings,
     )
 
 

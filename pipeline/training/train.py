@@ -24,7 +24,6 @@ from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.read.batches import BatchReader
 from pipeline.data.read.endless import ENDLESS_STEPS, StreamReading
 from pipeline.devices.process_group import describe_threads, init_for
-from pipeline.embeddings.describe import describe_savings, savings_of
 from pipeline.embeddings.physical import signatures
 from pipeline.planner.explain import summarize as summarize_plan
 from pipeline.planner.plan_codec import encode_record
@@ -96,8 +95,9 @@ def _train(
     task = build_task(resolved, devices.current().device_type)
     plan = plan_tables(resolved, task, context)
     sharded = shard(resolved, task, plan, context, initialize=False)
-    savings = savings_of(sharded.tables) if context.is_main else []
-    for line in [summarize_plan(plan), *describe_savings(savings)]:
+    report_savings = if_installed("report_savings") if context.is_main else None
+    lines, savings = report_savings(sharded.tables) if report_savings else ([], {})
+    for line in [summarize_plan(plan), *lines]:
         logger.info("%s", line)
     if job.trainer.compile:
         DenseCompiler().compile(task.model)

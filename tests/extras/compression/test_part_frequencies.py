@@ -7,7 +7,6 @@ import pytest
 from numpy.typing import NDArray
 
 from pipeline.config.tables import CompressionConfig, ConstraintConfig, InitConfig
-from pipeline.embeddings.describe import savings_of
 from pipeline.embeddings.id_splitter import hashed_to
 from pipeline.embeddings.physical import physical_tables
 from pipeline.embeddings.row_frequencies import (
@@ -17,6 +16,7 @@ from pipeline.embeddings.row_frequencies import (
     share_of_block,
 )
 from pipeline.embeddings.table import Table
+from pipeline.extras.compression.describe import savings_of
 from pipeline.extras.compression.digits import digit_frequencies
 from pipeline.extras.compression.quotient_remainder import Digit
 

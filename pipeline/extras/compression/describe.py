@@ -5,16 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from pipeline.embeddings.compression.kind import CompressionKind, compressed
 from pipeline.embeddings.physical import describe_parts, leaves, num_numbers
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
 from pipeline.runtime.byte_counts import show_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MAX_COUNTED = 1 << 26  # ids; only the most frequent ids of larger tables are counted
 IDS_AT_ONCE = 1 << 20
@@ -63,6 +64,12 @@ def savings_of(tables: Iterable[Table]) -> list[Savings]:
     return [_savings(table) for table in tables if table.compression is not None]
 
 
+def report_savings(tables: Iterable[Table]) -> tuple[list[str], dict[str, Any]]:
+    """Return lines for a log and values for a summary, both empty if no table is compressed."""
+    savings = savings_of(tables)
+    return describe_savings(savings), as_json(savings)
+
+
 def describe_savings(savings: list[Savings]) -> list[str]:
     """Return lines for a log, [] if no table is compressed."""
     if not savings:
@@ -95,6 +102,8 @@ def _savings(table: Table) -> Savings:
 
 def _count(kind: CompressionKind, parts: list[Table]) -> Collisions | None:
     """Count shared rows. Return None for a kind that gives each id its own row."""
+    import numpy as np
+
     table = kind.table
     if kind.shared_rows(np.zeros(0, np.int64)) is None:
         return None
@@ -124,6 +133,8 @@ def _lookups_of(ids: NDArray[np.int64], frequencies: RowFrequencies) -> NDArray[
 
 
 def _upto(ids: NDArray[np.floating[Any]], frequencies: RowFrequencies) -> NDArray[np.float64]:
+    import numpy as np
+
     shares: NDArray[np.float64] = np.interp(ids, frequencies.rows, frequencies.shares)
     return shares
 
