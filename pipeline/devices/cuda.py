@@ -24,15 +24,42 @@ class Cuda(Device):
 
     @classmethod
     def index_of(cls, local_rank: int) -> int:
-        return gpu_of_rank(local_rank)
+        """Return the rank's GPU; the only one that the process sees (see claim).
+
+        Raises ConfigError if this host has more ranks than GPUs.
+        """
+        count = torch.cuda.device_count()
+        if local_rank < count:
+            return local_rank
+        if count == 1:
+            return 0
+        raise ConfigError(
+            f"LOCAL_RANK={local_rank} needs {local_rank + 1} GPUs and this process sees {count}{_visible()}; "
+            f"start at most {count} rank(s) on a host, or use hardware=cpu"
+        )
 
     @classmethod
     def why_absent(cls) -> str:
-        return why_no_gpu()
+        """Return torch's reason for torch.cuda.is_available() == False, in one line."""
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:  # a CPU build raises AssertionError
+            return str(error).strip().splitlines()[0]
+        return "torch gives no reason"
 
     @classmethod
     def check_absence(cls) -> None:
-        check_cpu_is_meant()
+        """Refuse to train on the CPU of a GPU host if torch fails to see the GPU.
+
+        An empty CUDA_VISIBLE_DEVICES hides GPUs on purpose. Raises ConfigError with torch's reason.
+        """
+        if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not GPU_FILE.exists():
+            return
+        raise ConfigError(
+            f"this host has an NVIDIA GPU ({GPU_FILE}) but torch {torch.__version__} sees none{_visible()}: "
+            f"{cls.why_absent()}; `python -m pipeline doctor` shows the fix. To train on the CPU, set hardware=cpu "
+            "(or comms.backend=gloo)"
+        )
 
     def memory_gb_per_s(self) -> float:
         """Return the peak: two transfers per clock (kHz) over the complete bus."""
@@ -43,60 +70,17 @@ class Cuda(Device):
         return num_ranks > 1 and torch.cuda.device_count() == 1
 
     def claim(self, store: dist.Store, local_rank: int) -> None:
-        claim_gpu(store, local_rank)
+        """Check that no other rank uses this GPU, if each task sees one (Slurm's --gpus-per-task=1).
 
-
-def gpu_of_rank(local_rank: int) -> int:
-    """Return the rank's GPU; the only one that the process sees (see claim_gpu).
-
-    Raises ConfigError if this host has more ranks than GPUs.
-    """
-    count = torch.cuda.device_count()
-    if local_rank < count:
-        return local_rank
-    if count == 1:
-        return 0
-    raise ConfigError(
-        f"LOCAL_RANK={local_rank} needs {local_rank + 1} GPUs and this process sees {count}{_visible()}; "
-        f"start at most {count} rank(s) on a host, or use hardware=cpu"
-    )
-
-
-def check_cpu_is_meant() -> None:
-    """Refuse to train on the CPU of a GPU host if torch fails to see the GPU.
-
-    An empty CUDA_VISIBLE_DEVICES hides GPUs on purpose. Raises ConfigError with torch's reason.
-    """
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not GPU_FILE.exists():
-        return
-    raise ConfigError(
-        f"this host has an NVIDIA GPU ({GPU_FILE}) but torch {torch.__version__} sees none{_visible()}: "
-        f"{why_no_gpu()}; `python -m pipeline doctor` shows the fix. To train on the CPU, set hardware=cpu "
-        "(or comms.backend=gloo)"
-    )
-
-
-def why_no_gpu() -> str:
-    """Return torch's reason for torch.cuda.is_available() == False, in one line."""
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # a CPU build raises AssertionError
-        return str(error).strip().splitlines()[0]
-    return "torch gives no reason"
-
-
-def claim_gpu(store: dist.Store, local_rank: int) -> None:
-    """Check that no other rank uses this GPU, if each task sees one (Slurm's --gpus-per-task=1).
-
-    CUDA_VISIBLE_DEVICES cannot tell, because Slurm's cgroups renumber GPUs. Raises ConfigError.
-    """
-    gpu = torch.cuda.get_device_properties(0).uuid
-    if store.add(f"gpu/{socket.gethostname()}/{gpu}", 1) > 1:
-        raise ConfigError(
-            f"LOCAL_RANK={local_rank} and another rank of {socket.gethostname()} see 1 GPU each, and it is the "
-            f"same GPU{_visible()}; start 1 rank on this host, or give each task a separate GPU "
-            "(Slurm: --gpus-per-task=1)"
-        )
+        CUDA_VISIBLE_DEVICES cannot tell, because Slurm's cgroups renumber GPUs. Raises ConfigError.
+        """
+        gpu = torch.cuda.get_device_properties(0).uuid
+        if store.add(f"gpu/{socket.gethostname()}/{gpu}", 1) > 1:
+            raise ConfigError(
+                f"LOCAL_RANK={local_rank} and another rank of {socket.gethostname()} see 1 GPU each, and it is the "
+                f"same GPU{_visible()}; start 1 rank on this host, or give each task a separate GPU "
+                "(Slurm: --gpus-per-task=1)"
+            )
 
 
 def _visible() -> str:

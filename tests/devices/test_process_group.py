@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.devices import cuda
-from pipeline.devices.cuda import claim_gpu, gpu_of_rank
+from pipeline.devices.cuda import Cuda
 from pipeline.devices.process_group import _choose_device, describe_threads, init_distributed
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.distributed import DistributedContext
@@ -50,9 +50,9 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("two_gpus")
 def test_more_ranks_than_gpus_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    assert gpu_of_rank(1) == 1
+    assert Cuda.index_of(1) == 1
     with pytest.raises(ConfigError) as error:
-        gpu_of_rank(2)
+        Cuda.index_of(2)
     assert mentions(str(error.value), "LOCAL_RANK=2 3 2 CUDA_VISIBLE_DEVICES=4,5 hardware=cpu")
 
 
@@ -61,10 +61,10 @@ def test_a_task_that_sees_one_gpu_uses_it_unless_another_rank_has_it(monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=next(gpus)))
     store, gpus = dist.HashStore(), iter(["GPU-a", "GPU-b", "GPU-b"])
     for local_rank in range(2):
-        assert gpu_of_rank(local_rank) == 0
-        claim_gpu(store, local_rank)
+        assert Cuda.index_of(local_rank) == 0
+        Cuda().claim(store, local_rank)
     with pytest.raises(ConfigError) as error:
-        claim_gpu(store, 2)
+        Cuda().claim(store, 2)
     assert mentions(str(error.value), "LOCAL_RANK=2 --gpus-per-task=1")
 
 

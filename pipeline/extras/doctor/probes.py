@@ -82,11 +82,11 @@ def gpus() -> str:
     """
     import torch
 
-    from pipeline.devices.cuda import why_no_gpu
+    from pipeline.devices.cuda import Cuda
     from pipeline.extras.doctor.cli.doctor import MACHINE_CODE, _minor, _version, has_machine_code
 
     if not torch.cuda.is_available():
-        raise RuntimeError(f"torch {torch.__version__} sees no GPU: {why_no_gpu()}")
+        raise RuntimeError(f"torch {torch.__version__} sees no GPU: {Cuda.why_absent()}")
     seen = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     fbgemm = _version("fbgemm-gpu")
     for gpu in seen:

@@ -1,6 +1,7 @@
 """Train tables larger than memory on CPU ranks: some rows in memory, the other rows on a local SSD (docs/do/tiers.md)."""
 
 FUNCTIONS = {
+    "check_tiers": "pipeline.extras.tiers.checks:check_tiers",
     "slots_for": "pipeline.extras.tiers.slots:slots_for",
     "table_storage": "pipeline.extras.tiers.shard_tiers:ShardTiers.of",
     "tier_clock": "pipeline.extras.tiers.rates:TierClock",

@@ -45,7 +45,7 @@ from pipeline.sharding.host_collectives import FeatureOrder, InOrder, exchange_o
 from pipeline.sharding.table_storage import StorageGroup, TierSettings, storage_groups
 from pipeline.sharding.torchrec.cpu_tables import FusedLookup, fast_lookups, speed_up_cpu_tables
 from pipeline.sharding.torchrec.fbgemm_lookups import divide_weights_of_means
-from pipeline.sharding.torchrec.sharding_checks import check_sharding, check_tiers, optimizer_class_of
+from pipeline.sharding.torchrec.sharding_checks import check_sharding, optimizer_class_of
 from pipeline.sharding.torchrec.sparse_optimizer import configure_fbgemm
 from pipeline.sharding.torchrec.table_moments import tables_with_moments
 from pipeline.sharding.torchrec.update_rule import UpdateRule
@@ -296,7 +296,7 @@ class TableSharder(EmbeddingBagCollectionSharder):
         here = devices.current()
         check_sharding(module, params)
         if self._tiers is not None:
-            check_tiers(module, params, self._tiers)
+            from_extra("check_tiers", "tables.*.tiers")(module, params, self._tiers)
         _give_each_parameter_its_own_kwargs(module)
         if here.fbgemm_is_complete:
             for name, weight in self.shardable_parameters(module).items():

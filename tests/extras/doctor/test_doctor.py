@@ -199,7 +199,7 @@ def test_a_driver_that_is_too_old_is_told_with_torchs_reason_and_the_driver_that
 ) -> None:
     reason = "The NVIDIA driver on your system is too old (found version 12040)."
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("pipeline.devices.cuda.why_no_gpu", lambda: reason)
+    monkeypatch.setattr("pipeline.devices.cuda.Cuda.why_absent", lambda: reason)
     with pytest.raises(RuntimeError, match=r"too old \(found version 12040\)"):
         doctor_probes.gpus()
     monkeypatch.setattr(doctor, "_torch_cuda", lambda: "13.0")
