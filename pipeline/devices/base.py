@@ -31,17 +31,13 @@ class Device:
 
     # Step. Whether a batch is pinned in host memory and copied to the device by a separate stream.
     copies_batches: ClassVar[bool] = True
-    # Whether the host issues operations without waiting. Reading a number from such a device waits
-    # for all of them.
+    # Whether the host issues operations without waiting. Reading a number waits for all of them.
     is_asynchronous: ClassVar[bool] = True
-    # Whether this package's layers, lookups and exchanges replace those of TorchRec, FBGEMM and
-    # DDP.
+    # Whether our layers, lookups and exchanges replace those of TorchRec, FBGEMM and DDP.
     has_kernels: ClassVar[bool] = False
-    # Whether the layers of DLRM are TorchRec's, so that no layer of this package is left to compare
-    # with.
+    # Whether the layers of DLRM are TorchRec's, so that none of this package is left.
     has_torchrec_layers: ClassVar[bool] = False
-    # Tables. Whether FBGEMM has every optimizer, bags with unequal numbers of ids, and all settings
-    # of an update.
+    # Tables. Whether FBGEMM has every optimizer, unequal bags, and all settings of an update.
     fbgemm_is_complete: ClassVar[bool] = True
     # Planning. TorchRec's compute kernels, and whether tables are in memory of the device (HBM).
     table_kernels: ClassVar[tuple[str, ...]] = ("dense", "fused", "fused_uvm", "fused_uvm_caching")

@@ -1,6 +1,4 @@
-"""Train on NVIDIA GPUs, and on AMD's GPUs, which torch also calls cuda, with FBGEMM's and
-TorchRec's code.
-"""
+"""Train on NVIDIA GPUs, and on AMD's, which torch also calls cuda, by FBGEMM's and TorchRec's code."""
 
 from __future__ import annotations
 

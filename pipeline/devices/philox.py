@@ -1,5 +1,4 @@
-"""Sample numbers that depend only on a key and a position (Philox-4x32-10), on any device with any
-number of threads.
+"""Sample numbers that depend only on a key and a position (Philox-4x32-10), alike on any device.
 
 Philox (Salmon, Moraes, Dror and Shaw, SC 2011) turns a counter and a key into four words of 32
 bits. Numbers are made in groups of GROUP: lane l of group g has the counter LANES * g + l, and its
@@ -79,8 +78,7 @@ def _uniform(words: torch.Tensor, unit: float) -> torch.Tensor:
 
 def _normal(words: torch.Tensor, std: float) -> torch.Tensor:
     word0, word1 = words[:, 0::2].contiguous(), words[:, 1::2].contiguous()
-    # torch's float32 square root is sometimes off by one bit. The float64 root rounds to the
-    # correct float32.
+    # torch's float32 square root is sometimes off by one bit; the float64 root rounds correctly.
     square = _log((word0 >> 8).float() * 2.0**-24 + 2.0**-25) * -2.0
     radius = square.double().sqrt().float() * std
     angle = _centred((word1 << 2) & LOW) * float(np.float32(TURN))

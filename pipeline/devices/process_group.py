@@ -49,8 +49,7 @@ def init_distributed(
         with watchdog.stage("joining"):
             dist.init_process_group(
                 chosen, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s), store=store,
-                # Without it, NCCL guesses the GPU of a barrier, and connects only at the first
-                # collective.
+                # Without it, NCCL guesses the GPU of a barrier, and connects late.
                 device_id=device.torch_device if device.has_own_memory and chosen == device.backend else None,
             )  # fmt: skip
         atexit.register(_leave)

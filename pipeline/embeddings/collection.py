@@ -1,5 +1,4 @@
-"""Build an EmbeddingBagCollection of resolved tables on the meta device, and compose the rows of
-compressed tables."""
+"""Build an EmbeddingBagCollection on the meta device, and compose the rows of compressed tables."""
 
 from __future__ import annotations
 
@@ -139,8 +138,7 @@ class ComposedEmbeddings(nn.Module):
         return self._configs
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        # A separate module without tables, because TorchRec's train pipeline traces the modules
-        # around tables.
+        # A separate module, because TorchRec's train pipeline traces the modules around tables.
         composed: KeyedTensor = self.composition(self.embedding_bag_collection(features), features)
         return composed
 

@@ -1,4 +1,4 @@
-"""Split a batch's ids into ids of parts and positions of its tables, before they are sent to other ranks.
+"""Split a batch's ids into ids of parts and positions of its tables, before they are sent.
 
 The reader's thread does this in training. Serving uses the same code.
 """

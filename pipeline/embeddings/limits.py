@@ -1,10 +1,8 @@
-"""Limit sharding types, widths and precisions of tables and collectives to those that train exactly
-(stdlib only).
+"""Limit sharding types, widths and precisions to those that train exactly (stdlib only).
 
 Row-wise optimizers have one state per row. If a table is split by columns, each shard has a
 separate state for its part of the row, which is another optimizer than the unsharded one: after 5
-steps of row-wise Adagrad, weights differ by tenths. SGD, Adagrad and Adam work element by element
-and are not affected.
+steps of row-wise Adagrad, weights differ by tenths. SGD, Adagrad and Adam are not affected.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Replace compressed tables by the plain tables of the EmbeddingBagCollection, count and check
-them (stdlib only)."""
+"""Replace compressed tables by plain ones; count and check them (stdlib only)."""
 
 from __future__ import annotations
 

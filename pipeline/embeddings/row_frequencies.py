@@ -1,5 +1,4 @@
-"""Estimate how lookups are distributed over the rows of a table and of its parts, from frequency
-curves (stdlib only).
+"""Estimate from frequency curves how lookups are distributed over rows (stdlib only).
 
 Vocabulary ids are sorted by descending frequency, so a table's first rows are its hottest. Hashed
 ids are in no order: the curve then tells how hot the hottest rows are, but not which rows they are.

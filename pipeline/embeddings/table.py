@@ -109,8 +109,7 @@ class Table:
         return entry_name(self.whole_name)
 
 
-# The number of ids is stored as two numbers, count // 128 and count % 128, because bf16 represents
-# both exactly, but not 257.
+# The number of ids is stored as count // 128 and count % 128: bf16 represents both, but not 257.
 COUNT_COLUMNS, COUNT_UNIT = 2, 128
 
 

@@ -1,3 +1,1 @@
-"""Define the models, one file each (config, registration, build), and the layers and tasks that
-they share.
-"""
+"""Define the models, one file each (config, registration, build), and their layers and tasks."""

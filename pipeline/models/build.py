@@ -1,6 +1,4 @@
-"""Build the module of a model config: tables on the meta device, dense layers initialized by the
-seed.
-"""
+"""Build the module of a model config: tables on meta, dense layers initialized by the seed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Define DLRM and DLRM_DCN, and check their sizes against the tables (stdlib only; layers import
-torch).
-"""
+"""Define DLRM and DLRM_DCN, and check their sizes (stdlib only; layers import torch)."""
 
 from __future__ import annotations
 

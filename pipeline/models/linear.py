@@ -1,5 +1,4 @@
-"""Define logistic regression, FM and Wide&Deep, which have linear weights (stdlib only; layers
-import torch).
+"""Define logistic regression, FM and Wide&Deep (stdlib only; layers import torch).
 
 FM and Wide&Deep store an id's linear weight in the last column of its row, next to its vector, so
 that a feature needs one table and one lookup.

@@ -1,6 +1,4 @@
-"""Define the base of models over one vector per feature, categorical or dense (stdlib only; layers
-import torch).
-"""
+"""Define the base of models over one vector per feature (stdlib only; layers import torch)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Convert a searcher's result into a PlanRecord: the load of each rank, and each table's choice
-with its reason.
-"""
+"""Convert a searcher's result into a PlanRecord: ranks' loads, and each table's choice with its reason."""
 
 from __future__ import annotations
 

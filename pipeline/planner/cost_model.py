@@ -1,5 +1,4 @@
-"""Estimate the milliseconds of each phase for each shard of a sharding option, by TorchRec's
-formulas with corrections.
+"""Estimate the milliseconds of each phase for each shard by TorchRec's formulas with corrections.
 
 The formulas (planner/estimator/estimator.py of 1.8) run on arrays, for all shards of an option at
 once. With `corrected=False` they give TorchRec's numbers to the last digit. docs/adr/0007 lists the

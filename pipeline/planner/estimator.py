@@ -30,11 +30,9 @@ from pipeline.config.registry import from_extra
 from pipeline.planner.cost_model import KEY_VALUE, CostModel, cache_load_factor
 
 STATE_BYTES = 4  # FBGEMM and torch keep optimizer state in fp32 for any type of table
-# The gradient of a data_parallel table is dense and as large as the table, and DDP reduces a copy
-# of it.
+# A data_parallel table's gradient is dense and as large as the table; DDP reduces a copy of it.
 DATA_PARALLEL_GRADIENT_COPIES = 2
-# Copies of a dense parameter: itself, gradient, DDP's bucket, two moments of Adam. 6 is TorchRec's
-# factor.
+# A dense parameter, gradient, DDP's bucket, two moments of Adam. 6 is TorchRec's factor.
 DENSE_PARAMETER_COPIES = 6
 
 
@@ -66,8 +64,7 @@ class CostedEnumerator(EmbeddingEnumerator):
         self._last_stored_module = None  # the copies have no shards
         for option, shards in zip(options, self._estimated, strict=True):
             option.shards = shards
-        # By name within a table, as in earlier releases, because the order decides between two
-        # equal options.
+        # By name within a table, because the order decides between two equal options.
         tables = {name: index for index, name in enumerate(dict.fromkeys(option.fqn for option in options))}
         return sorted(options, key=lambda each: (tables[each.fqn], each.sharding_type, each.compute_kernel))
 
@@ -97,8 +94,7 @@ class CostedEnumerator(EmbeddingEnumerator):
                 extra += DATA_PARALLEL_GRADIENT_COPIES * num_rows * num_columns * option.tensor.element_size()
             if option.compute_kernel == KEY_VALUE:
                 extra += self._key_value_cache_bytes(option, shard)
-            # The state of a table in host memory stays there, cached or not. The state of a table
-            # on SSD stays in HBM.
+            # State stays in host memory with its table, cached or not; an SSD table's is in HBM.
             has_hbm = devices.named(self._compute_device).has_own_memory
             in_hbm = has_hbm and option.compute_kernel in ("dense", "fused", KEY_VALUE)
             assert shard.storage is not None  # just estimated

@@ -1,6 +1,4 @@
-"""Print a plan: each table's choice with its reason, and the memory and time of each rank
-as bars.
-"""
+"""Print a plan: each table's choice with its reason, and each rank's memory and time as bars."""
 
 from __future__ import annotations
 

@@ -155,14 +155,12 @@ def build_topology(hardware: Hardware) -> Topology:
             ssd_cap_bytes=hardware.ssd_cap_bytes,
             intra_host_bw=speed(hardware.intra_host_gb_per_s),
             inter_host_bw=speed(hardware.inter_host_gb_per_s),
-            # On cpu TorchRec puts these two into a table of all kernels and then reads only the
-            # cpu's.
+            # On cpu TorchRec reads only the cpu's.
             hbm_mem_bw=speed(hardware.hbm_gb_per_s or hardware.ddr_gb_per_s),
             hbm_to_ddr_mem_bw=speed(hardware.hbm_to_ddr_gb_per_s or hardware.ddr_gb_per_s),
             ddr_mem_bw=speed(hardware.ddr_gb_per_s),
         ),
-        # Without the flag TorchRec (1.8 and 1.9) uses its defaults instead of every bandwidth
-        # above.
+        # Without the flag TorchRec (1.8 and 1.9) uses its defaults instead.
         torchrec_planner.KernelConfig(compute_device=hardware.compute_device, use_hardware_based_bandwidth=True),
     )
     for device in topology.devices:
@@ -188,8 +186,7 @@ def _bytes(config: HardwareConfig, name: str, probe: Callable[[], int]) -> int:
     given = getattr(config, name)
     if given is not None:
         return int(given * GIB)
-    # Rounded down, because a driver or kernel update changes the total by some MiB, and a plan file
-    # must survive it.
+    # Rounded down: a plan file must survive a driver update, which changes the total by some MiB.
     return probe() // PROBE_STEP_BYTES * PROBE_STEP_BYTES
 
 
@@ -302,9 +299,7 @@ def is_mig_slice(name: str) -> bool:
     return "MIG" in name.split()
 
 
-# Each sharding type of a collection has separate collectives (torchrec/distributed/dist_data.py).
-# The exchange of ids has three all-to-alls: of counts, of lengths, of ids. Order of the columns:
-# plan_record.PHASES.
+# Of counts, of lengths, of ids, for each sharding type (torchrec/distributed/dist_data.py).
 NUM_INPUT_ALL_TO_ALLS = 3
 
 

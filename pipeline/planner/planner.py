@@ -1,8 +1,6 @@
-"""Search a ShardingPlan and its cost for a model, its tables and the hardware, once and equal on
-all ranks.
+"""Search a ShardingPlan and its cost for a model, its tables and the hardware, equal on all ranks.
 
-TorchRec enumerates and estimates options; a searcher chooses among them. SEARCHERS has a function
-for each planner.
+TorchRec enumerates and estimates options; a searcher of SEARCHERS chooses among them.
 """
 
 from __future__ import annotations

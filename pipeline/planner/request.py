@@ -248,8 +248,7 @@ def _worth_trying(table: Table, hardware: Hardware, optimizer: TableOptimizer) -
     types = ["table_wise", "row_wise"] + (["column_wise"] if by_columns else [])
     if hardware.num_hosts > 1:
         types += ["table_row_wise"] + (["table_column_wise"] if by_columns else [])
-    # A replicated table has an optimizer of this package or of torch, whose state has the table's
-    # type.
+    # A replicated table's optimizer has state of the table's type.
     is_replicable = find_optimizer(optimizer.name).replicated_states is not None
     if table.data_type == "fp32" and is_replicable:
         types.append("data_parallel")

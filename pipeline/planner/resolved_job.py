@@ -1,6 +1,4 @@
-"""Resolve a job against its data set once.
-
-Every later step reads the result, and nothing changes it.
+"""Resolve a job against its data set once. Later steps read the result, and nothing changes it.
 
 `head_rows: auto` becomes a number here too. The choice depends on frequency curves, batch, ranks
 and memory, so a run makes it once and stores it in its config.yaml.

@@ -1,6 +1,4 @@
-"""Search over TorchRec's sharding options as arrays, and assign ranks to the shards of the chosen
-options.
-"""
+"""Search over TorchRec's sharding options as arrays, and give the chosen options' shards ranks."""
 
 from __future__ import annotations
 
@@ -66,8 +64,7 @@ def enumerate_options(problem: Problem) -> tuple[list[ShardingOption], int]:
     for width in sorted({width for of_table in widths.values() for width in of_table}, reverse=True):
         wanted = {name for name, of_table in widths.items() if width in of_table and kinds[name]}
         narrower = {
-            # The enumerator needs an option for every table, so other tables get one, which is
-            # dropped.
+            # The enumerator needs an option for every table; those of others are dropped.
             name: replace(given, sharding_types=kinds[name], min_partition=width)
             if name in wanted
             else replace(given, sharding_types=(given.sharding_types or [])[:1])

@@ -1,15 +1,11 @@
-"""Refuse untested versions of torch, torchrec and fbgemm, and list the private names of theirs that
-this codebase uses.
+"""Refuse untested versions of torch, torchrec and fbgemm, and list their private names that we use.
 
-TorchRec and FBGEMM may change the names below without notice, and the result may be silent: an
-attribute that is set but no longer read, a method that is overridden but no longer called. So
-pipeline.sharding.torchrec checks the versions when it is imported, and
-tests/sharding/test_private_names.py checks each name and its parameters against the installed
-version.
-
-By default only WRITTEN_FOR is allowed. docs/learn/getting_started.md, "Versions", lists what runs
-on torch 2.11 with torchrec 1.6.1. To use other versions, run the tests, then set
-sharding.allow_untested_versions=true.
+TorchRec and FBGEMM may change these names without notice, and the result may be silent: an
+attribute that is no longer read, a method that is no longer called. So pipeline.sharding.torchrec
+checks the versions when it is imported, and tests/sharding/test_private_names.py checks each name
+and its parameters. By default only WRITTEN_FOR is allowed. docs/learn/getting_started.md,
+"Versions", lists what runs on torch 2.11 with torchrec 1.6.1. To use other versions, run the tests,
+then set sharding.allow_untested_versions=true.
 """
 
 from __future__ import annotations

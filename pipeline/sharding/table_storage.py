@@ -1,7 +1,4 @@
-"""Define the interface of tables whose rows are stored outside memory.
-
-An extra registers the storage.
-"""
+"""Define the interface of tables whose rows are stored outside memory. An extra has the storage."""
 
 from __future__ import annotations
 

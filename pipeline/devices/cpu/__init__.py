@@ -1,3 +1,1 @@
-"""Train on a CPU: compiled kernels, their threads, the exchange between ranks of one host, and
-memory.
-"""
+"""Train on a CPU: compiled kernels, their threads, the exchange of one host's ranks, and memory."""

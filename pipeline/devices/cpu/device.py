@@ -1,6 +1,4 @@
-"""Train on the CPU with this package's kernels (Cpu), or with TorchRec, FBGEMM and gloo only
-(PlainCpu).
-"""
+"""Train on the CPU with this package's kernels (Cpu), or with TorchRec, FBGEMM and gloo (PlainCpu)."""
 
 from __future__ import annotations
 
@@ -84,8 +82,7 @@ class PlainCpu(Device):
         resident, before = psutil.Process().memory_info().rss, self.peak_memory_bytes()
 
         def peak() -> int:
-            # A peak from before this call (while data was loaded) does not count. If it was higher,
-            # it hides later growth.
+            # An earlier peak (while data was loaded) does not count, but hides later growth.
             now = self.peak_memory_bytes()
             highest: int = now if now > before else psutil.Process().memory_info().rss
             return max(0, highest - resident)

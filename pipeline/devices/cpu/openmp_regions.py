@@ -1,5 +1,4 @@
-"""Run compiled kernels on torch's OpenMP threads, which are still awake if torch has just used
-them.
+"""Run compiled kernels on torch's OpenMP threads, which are still awake if torch has just used them.
 
 A second thread pool would be woken for each kernel, through Python's lock, on cores where torch's
 threads may still spin. On Linux, libgomp and LLVM's OpenMP both start a parallel region with

@@ -1,7 +1,6 @@
-"""Set OpenMP's spin time, huge pages, freed memory and Numba's cache for a process that computes on the CPU.
+"""Set OpenMP's spin time, huge pages, freed memory and Numba's cache for a process on the CPU.
 
-All except keep_freed_memory are called before torch and Numba are imported. Settings of the user
-are kept.
+All except keep_freed_memory are called before torch and Numba are imported. A user's settings stay.
 """
 
 from __future__ import annotations

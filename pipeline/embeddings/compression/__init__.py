@@ -1,2 +1,1 @@
-"""Compression kinds, one file each, found by their registered names. kind.py defines what a kind
-is."""
+"""Compression kinds, one file each, found by their registered names. kind.py defines a kind."""

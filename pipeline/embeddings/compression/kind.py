@@ -51,18 +51,15 @@ Split = Callable[[Bags], Iterator[tuple[str, Bags]]]
 class CompressionKind(ABC):
     """One table in the form its kind stores. `key`: its config key, for errors."""
 
-    # The fields of CompressionConfig that the kind uses, in addition to `kind`, `min_rows` and
-    # `options`. Others are refused.
+    # The fields of CompressionConfig that it uses in addition to kind, min_rows and options.
     settings: ClassVar[tuple[str, ...]] = ()
     # A dataclass of further settings, set as `compression.options`; None: no further settings.
     Options: ClassVar[type[Any] | None] = None
     # The part whose feature has each id of a bag once. It gives the length of a bag.
     id_part: ClassVar[str] = ""
-    # Whether a table with sequences may use this kind: each position is split and composed
-    # separately.
+    # Whether sequences may use this kind: each position is split and composed separately.
     fits_sequences: ClassVar[bool] = False
-    # Whether `split` and `compose` keep the weights of ids: the row of each id is multiplied by its
-    # weight.
+    # Whether `split` and `compose` multiply the row of each id by its weight.
     carries_weights: ClassVar[bool] = False
 
     def __init__(self, table: Table) -> None:

@@ -1,6 +1,4 @@
-"""Cross the features' columns with each other, one degree per layer (DCN, arXiv 1708.05123; DCNv2,
-arXiv 2008.13535).
-"""
+"""Cross the columns with each other, a degree per layer (DCN 1708.05123, DCNv2 2008.13535)."""
 
 from __future__ import annotations
 

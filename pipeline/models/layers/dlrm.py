@@ -1,8 +1,7 @@
 """Compute the logits of TorchRec's DLRM and DLRM_DCN with less copying.
 
 Parameters, their names and the results are TorchRec's. TorchRec's forward reads the embeddings key
-by key, copies them twice and gathers the pairs by index. On a CPU that takes longer than the
-layers.
+by key, copies them twice and gathers the pairs by index, which on a CPU takes longer than the layers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Represent a sample's features as vectors: rows of tables, and for each dense feature a learnt
-vector times its value.
-"""
+"""Represent features as vectors: rows of tables, and learnt vectors times dense values."""
 
 from __future__ import annotations
 
@@ -41,8 +39,7 @@ class DenseVectors(nn.Module):
 
     def __init__(self, num_dense_features: int, dim: int) -> None:
         super().__init__()
-        # As small as the rows of tables. Values are not scaled to 1, and products of large vectors
-        # would dominate the logit.
+        # Small, because values are not scaled, and large products would dominate the logit.
         weight = torch.empty(num_dense_features, dim)
         self.weight = nn.Parameter(nn.init.normal_(weight, std=0.01)) if num_dense_features else None
 

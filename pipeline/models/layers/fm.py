@@ -1,6 +1,4 @@
-"""Compute linear terms and the sum of the dot products of all pairs of vectors (factorization
-machines: Rendle, ICDM 2010).
-"""
+"""Compute linear terms and all pairs' dot products (factorization machines: Rendle, ICDM 2010)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Define the multi-layer perceptron that all models share, and the initializations of linear
-layers.
-"""
+"""Define the multi-layer perceptron of all models, and the initializations of linear layers."""
 
 from __future__ import annotations
 
@@ -13,8 +11,7 @@ from torch import nn
 from pipeline.config.model import LayerSettings
 from pipeline.models.layers.batch_norm import BatchNorm
 
-# In place if backward needs only the output or nothing, because no other code uses the output of
-# the layer before.
+# In place if backward needs only the output: no other code uses the layer before's output.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": torch.relu_,
     "leaky_relu": F.leaky_relu,

@@ -1,6 +1,4 @@
-"""Predict click-through rates: binary cross-entropy of one logit per row, and the field's metrics
-(NE, AUC, calibration).
-"""
+"""Predict click-through rates: cross-entropy of a logit per row, and NE, AUC and calibration."""
 
 from __future__ import annotations
 

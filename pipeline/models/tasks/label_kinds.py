@@ -32,8 +32,7 @@ def losses_of(target: Target, outputs: torch.Tensor, labels: torch.Tensor) -> to
 
 def passed_buckets(labels: torch.Tensor, width: int) -> torch.Tensor:
     """Map buckets [B] to [B, width] float32: 1 if the bucket is k + 1 or later."""
-    # Not torch.arange, because TorchRec traces this code with torch.fx, where labels have no device
-    # yet.
+    # Not torch.arange, because TorchRec traces this with torch.fx, where labels have no device.
     return torch.stack([(labels > bucket).float() for bucket in range(width)], dim=1)
 
 

@@ -1,6 +1,4 @@
-"""Train several labels, or one that is not binary: the weighted sum of a loss for each label, and
-metrics by label.
-"""
+"""Train several labels, or one that is not binary: a weighted sum of losses, metrics by label."""
 
 from __future__ import annotations
 
@@ -51,8 +49,7 @@ class LabelsTask(nn.Module):
         super().__init__()
         self.targets = targets
         ends = [sum(target.width for target in targets[: number + 1]) for number in range(len(targets))]
-        # Logarithms of each loss's variance (Kendall et al., CVPR 2018), learnt with the model.
-        # None: the weights are given.
+        # Learnt logarithms of losses' variances (Kendall et al., CVPR 2018). None: given weights.
         learns_weights = getattr(config, "uncertainty_weights", False)
         self.log_variances = nn.Parameter(torch.zeros(len(targets))) if learns_weights else None
         self._columns = [slice(end - target.width, end) for end, target in zip(ends, targets, strict=True)]

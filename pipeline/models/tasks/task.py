@@ -78,8 +78,7 @@ class TaskModel(nn.Module):
         return self.loss  # type: ignore[return-value]
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, Any]:
-        # Two branches instead of a flag for autocast, because TorchRec traces this with torch.fx,
-        # where batch has no device yet.
+        # No flag for autocast, because TorchRec traces this with torch.fx, without a device.
         if self._bf16:
             with devices.current().autocast(torch.bfloat16):
                 outputs = self.model(batch.dense_features, batch.sparse_features)

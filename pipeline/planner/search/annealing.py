@@ -270,8 +270,7 @@ MIN_GAP = 0.02  # smaller gaps are not worth annealing's time
 MOVES_EACH = 60_000
 ALL_MOVES = 128  # ranks; with more, a table on every rank takes so long that fewer moves are made
 ANNEALINGS = 8  # maximum number of annealings
-# failed attempts in a row, after which it ends; one if the integer program is easy and memory is
-# not scarce
+# failed attempts in a row that end it; one if the integer program is easy and memory not scarce
 ENOUGH_IN_VAIN = 3
 ANNEALED_SHARE = 0.9  # of all seconds, after which annealing ends
 ANNEALED_SHARE_OF_FEW_OPTIONS = 0.6  # if patterns of a rank give bounds afterwards

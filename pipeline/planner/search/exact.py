@@ -1,5 +1,4 @@
-"""Find the best assignment, or prove that none is better than a given one, by integer programming
-(HiGHS).
+"""Find the best assignment, or prove that none is better, by integer programming (HiGHS).
 
 Variables: for every option, how many tables of a group of equal tables have it; for every placement
 of it, ranks, hosts or counts of shards per rank; for every kind with a latency, whether it is in

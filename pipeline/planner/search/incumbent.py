@@ -1,4 +1,4 @@
-"""Hold the best assignment of a search, the bound, the options that are still worth trying, and the clock.
+"""Hold the best assignment of a search, the bound, the options that are still worth trying, the clock.
 
 The clock counts CPU seconds of the search's thread, so a busy machine finds the plan of an idle one.
 """

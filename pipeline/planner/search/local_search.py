@@ -1,6 +1,4 @@
-"""Improve an assignment: exchange shards between ranks, change options of tables, remove a few
-tables and place them again.
-"""
+"""Improve an assignment: exchange shards, change options, and place a few tables again."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Search with several methods, because none is best everywhere, and bound the distance of the
-result from the optimum.
+"""Search with several methods, because none is best everywhere, and bound the distance to the optimum.
 
 TorchRec's proposals come first, so that the result is never worse. A linear program gives a lower
 bound, and its shares choose options. Local search and, for small problems, an integer program

@@ -131,8 +131,7 @@ class _Partitioner:
         self.costs: list[list[Floats]] = [
             [option.cost_ms.sum(axis=1) for option in options] for options in problem.tables
         ]
-        # At most this many proposals: shards of one table that share their ranks are placed at
-        # once.
+        # At most: shards of one table that share their ranks are placed at once.
         one_by_one = (Rule.ANY_RANK, Rule.WITHIN_HOST)
         self.placements = sum(
             max(option.num_shards if option.rule in one_by_one else 1 for option in options)

@@ -39,8 +39,7 @@ class RankState:
         self.targets = np.zeros(self.load.shape[1]) if targets is None else targets
         self.choices: list[int | None] = [None] * len(problem.tables)
         self.ranks: list[Ranks] = [np.empty(0, dtype=np.intp)] * len(problem.tables)
-        # Tables by position: on every rank, or with a shard on one. Dicts, because they have the
-        # same order in every process.
+        # Tables on every rank, or with a shard on one. Dicts have one order in all processes.
         self.everywhere: dict[int, None] = {}
         self.on_rank: list[dict[int, None]] = [{} for _ in range(problem.world_size)]
         self.free = FreeShards(problem, self.costs)
@@ -48,8 +47,7 @@ class RankState:
         self._kinds: Counter[str] = Counter()  # of the chosen options
         self._every_rank = np.arange(problem.world_size)
         self.host_caps = problem.host_caps
-        # Milliseconds of a full rank compared with an empty one, if the placement must save memory;
-        # it rises with the memory.
+        # Milliseconds of a full rank compared with an empty one, if memory must be saved.
         self._saves_memory = memory_weight > 0
         self._memory_price = memory_weight / np.maximum(problem.capacity, 1.0) ** 2
         self.scale_ms = max(scale_ms, 1e-9)

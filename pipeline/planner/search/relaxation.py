@@ -1,5 +1,4 @@
-"""Bound the cost of any plan from below, and choose the options of the bound (linear programs by
-HiGHS).
+"""Bound the cost of any plan from below, and choose the options of the bound (linear programs by HiGHS).
 
 The relaxation places no shard: each load may be spread evenly over ranks. A maximum over ranks is
 at least the mean, and at least the largest chosen shard plus what every rank has anyway. A kind's

@@ -1,6 +1,4 @@
-"""Subclass TorchRec and FBGEMM classes, and replace their CPU code, for the versions that compat.py
-names.
-"""
+"""Subclass TorchRec's and FBGEMM's classes, for the versions that compat.py names."""
 
 from pipeline.sharding.compat import check_versions
 

@@ -119,8 +119,7 @@ class FastLookup:
         self._every = np.array(
             [rows if rule.all_rows else 0 for rows, rule in zip(shard_rows, own, strict=True)], np.int64
         )
-        # Bitmaps of the rows that were updated, one table after the other. Empty until track_rows()
-        # is called.
+        # Bitmaps of updated rows, table by table. Empty until track_rows() is called.
         self._marks, self._mark_begins = np.empty(0, np.uint8), np.zeros(len(shard_rows) + 1, np.int64)
         self.step = 0  # micro-batches of the run; seeds the rounding of fp16 rows
         self.num_steps = 0  # updates that the optimizer has made

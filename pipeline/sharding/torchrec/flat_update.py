@@ -1,5 +1,4 @@
-"""Update replicated (data_parallel) tables on CPU with one kernel call instead of one call per
-table.
+"""Update replicated (data_parallel) tables on CPU with one kernel call.
 
 TorchRec stores such tables as slices of one flat parameter. torch's optimizers visit the slices one
 by one in Python, which for two dozen small tables took longer than the complete forward pass.

@@ -1,8 +1,4 @@
-"""Shard an EmbeddingBagCollection on meta. Fix or refuse what TorchRec does wrong without an error.
-
-Each problem below exists in torchrec 1.8 and 1.9. All except the optimizer problems concern every
-plan.
-"""
+"""Shard an EmbeddingBagCollection on meta. Fix or refuse what TorchRec 1.8 and 1.9 do wrong silently."""
 
 from __future__ import annotations
 
@@ -108,8 +104,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         """
         _check_dtypes(features)
         if not devices.current().copies_batches:
-            # A train pipeline may switch this on. It would free the caller's batch instead of a
-            # copy.
+            # A train pipeline may switch this on, which would free the caller's batch.
             self._free_features_storage_early = False
         if features.variable_stride_per_key():
             features = from_extra("in_order_of", "tables.*.compression.skip_empty_bags")(
@@ -118,8 +113,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         with _means_by_number_of_ids():
             awaitable: Awaitable[Awaitable[KJTList]] = super().input_dist(ctx, features)
         if self._has_mean_pooling_callback:
-            # TorchRec adds 1e-6 to every length, also to the 1 of tables whose sums are not
-            # divided.
+            # TorchRec adds 1e-6 to every length, also to the 1 of sums.
             ctx.divisor = ctx.divisor.round_().clamp_(min=1)
         return awaitable
 
@@ -277,8 +271,7 @@ class TableSharder(EmbeddingBagCollectionSharder):
         self._seed, self._exchange, self._tiers = seed, exchange, tiers
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        # Every device gets the sharding types of GPUs. For cpu, TorchRec omits types that need a
-        # reduce-scatter, which gloo has.
+        # For cpu, TorchRec omits types that need a reduce-scatter, which gloo has.
         return super().sharding_types("cuda")
 
     def shard(

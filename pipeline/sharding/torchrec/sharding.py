@@ -58,8 +58,7 @@ def make_codecs(comms: CommsConfig) -> dict[str, QuantizedCommCodecs] | None:
     registry: dict[str, QuantizedCommCodecs] = {}
     for name, (forward, backward) in precisions(comms).items():
         config = QCommsConfig(forward_precision=CommType(forward), backward_precision=CommType(backward))
-        # device="cuda" on every device: for "cpu" the registry replaces bf16 by fp16, although gloo
-        # supports bf16.
+        # device="cuda": for "cpu" the registry replaces bf16, which gloo supports, by fp16.
         registry |= get_qcomm_codecs_registry(config, [COLLECTIVES[name]], torch.device("cuda")) or {}
     return registry or None
 
@@ -122,12 +121,10 @@ def shard_model(
             sharders=make_sharders(comms, seed, exchange, _tier_settings(tables or [], tier_folder)),
             init_data_parallel=False,
             init_parameters=False,
-            # Every step runs the same graph, so DDP need not search for unused parameters and
-            # overlaps more.
+            # Steps run the same graph, so DDP need not search for unused parameters.
             data_parallel_wrapper=_AverageOverRanks(exchange),
         )
-        # Dense layers on meta are initialized only now, because how many random numbers the tables
-        # used depends on the plan.
+        # Only now, because how many random numbers the tables used depends on the plan.
         torch.manual_seed(seed)
         sharded.init_parameters = True
         sharded.init_data_parallel()

@@ -25,8 +25,7 @@ from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.torchrec.flat_update import flat_update
 from pipeline.sharding.torchrec.update_rule import TouchedRows, UpdateRule
 
-# Optimizers whose state materialize_state knows.
-# rows with an all-zero gradient stay unchanged
+# Rows with an all-zero gradient stay unchanged. KNOWN: materialize_state knows their state.
 KEEP_OTHER_ROWS = (torch.optim.SGD, torch.optim.Adagrad, optim.RowWiseAdagrad)
 KNOWN = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, optim.RowWiseAdagrad)
 

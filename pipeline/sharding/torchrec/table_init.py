@@ -1,6 +1,4 @@
-"""Initialize tables from a seed.
-
-The weights do not depend on the plan or the number of ranks and threads.
+"""Initialize tables from a seed, with the same weights under any plan, ranks and threads.
 
 TorchRec initializes each shard from its rank's random state: a table's weights then depend on the
 plan, and with one seed on all ranks every shard of a row_wise table gets the same rows. Here the

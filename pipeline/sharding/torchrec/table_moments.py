@@ -25,8 +25,7 @@ from pipeline.config.registry import from_extra
 from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.table_storage import TableStorage, TierSettings
 
-# Optimizers whose state FBGEMM allocates on GPUs only. True: the second moment is one number per
-# row.
+# State that FBGEMM allocates on GPUs only. True: the second moment is one number per row.
 MOMENTS = {EmbOptimType.ADAM: False, EmbOptimType.PARTIAL_ROWWISE_ADAM: True}
 
 

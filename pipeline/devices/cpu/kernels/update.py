@@ -3,7 +3,7 @@
 update_tables takes pooled gradients. It updates each row of a batch once with the sum of the row's
 gradients, as FBGEMM's exact optimizers do. Other rows and their moments stay unchanged, unless the
 table's rule is for all rows. FBGEMM sorts the ids of every table; here a table of slots finds the
-rows (row.py). Rows are prefetched, because most time is spent waiting for memory. Threads take
+rows. Rows are prefetched, because most time is spent waiting for memory. Threads take
 tables from one list. A large table is split into parts with separate rows. update_rows takes the
 dense gradient of many small replicated tables, which are stored one after the other in fp32 arrays,
 as in FBGEMM's dense lookup.
