@@ -15,13 +15,7 @@ from contextlib import contextmanager
 from torch import nn
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
-from torchrec.distributed.planner.types import (
-    ParameterConstraints,
-    Shard,
-    ShardingOption,
-    StorageReservation,
-    Topology,
-)
+from torchrec.distributed.planner.types import ParameterConstraints, Shard, ShardingOption, StorageReservation, Topology
 from torchrec.distributed.types import ModuleSharder
 
 from pipeline import devices

@@ -78,10 +78,7 @@ def enumerate_options(problem: Problem) -> tuple[list[ShardingOption], int]:
 
 
 def _with_caches(
-    options: list[ShardingOption],
-    placed: list[PlacedTable],
-    hardware: Hardware,
-    optimizer: TableOptimizer,
+    options: list[ShardingOption], placed: list[PlacedTable], hardware: Hardware, optimizer: TableOptimizer
 ) -> list[ShardingOption]:
     """Return options with caches of CACHE_LOAD_FACTORS; none if HBM holds all tables anyway."""
     sizes = {entry.table.name: table_bytes(entry, optimizer.name) for entry in placed}

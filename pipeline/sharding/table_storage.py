@@ -94,10 +94,7 @@ class TableStorage(Protocol):
         """Return FBGEMM's specs with slots instead of rows."""
 
     def open(
-        self,
-        weights: Sequence[torch.Tensor],
-        states: Sequence[Sequence[torch.Tensor]],
-        begins: NDArray[np.int64],
+        self, weights: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]], begins: NDArray[np.int64]
     ) -> None:
         """Open the stores. weights[t] and states[t] hold the slots of table t."""
 

@@ -131,11 +131,7 @@ def _ordinal_metrics(sums: list[float]) -> dict[str, float]:
     weight, absolutes, losses, *passed = sums
     rates = [_ratio(each, weight) for each in passed]
     entropy = sum(-p * math.log(p) - (1 - p) * math.log(1 - p) for p in rates if 0.0 < p < 1.0)
-    return {
-        "ne": _ratio(_ratio(losses, weight), entropy),
-        "mae": _ratio(absolutes, weight),
-        "label_mean": sum(rates),
-    }
+    return {"ne": _ratio(_ratio(losses, weight), entropy), "mae": _ratio(absolutes, weight), "label_mean": sum(rates)}
 
 
 def _ratio(part: float, whole: float) -> float:

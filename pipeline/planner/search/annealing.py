@@ -16,15 +16,7 @@ import numpy as np
 
 from pipeline.planner.search import exact
 from pipeline.planner.search.incumbent import SLACK, Incumbent
-from pipeline.planner.search.problem import (
-    Assignment,
-    Floats,
-    Ranks,
-    Rule,
-    SearchProblem,
-    narrow,
-    violations,
-)
+from pipeline.planner.search.problem import Assignment, Floats, Ranks, Rule, SearchProblem, narrow, violations
 from pipeline.planner.search.ranks import project
 from pipeline.planner.search.relaxation import Relaxation
 

@@ -229,8 +229,7 @@ class _Program:
             self.equal.add(total, used, -float(len(group)))
             for first_rank in first_ranks:
                 way = self._new_variable(
-                    _Way(table, choice, first_rank, np.array(group), used),
-                    self.copies * min(len(group), per_rank),
+                    _Way(table, choice, first_rank, np.array(group), used), self.copies * min(len(group), per_rank)
                 )
                 self.equal.add(total, way, 1.0)
                 self._lay(way, table, choice, first_rank, group[0])

@@ -158,10 +158,7 @@ class WorkClock:
     """A limit of `limit_s` CPU seconds and of MAX_WAITING times as many wall seconds."""
 
     def __init__(
-        self,
-        limit_s: float,
-        cpu: Callable[[], float] = time.thread_time,
-        wall: Callable[[], float] = time.monotonic,
+        self, limit_s: float, cpu: Callable[[], float] = time.thread_time, wall: Callable[[], float] = time.monotonic
     ) -> None:
         self.limit_s = limit_s
         self._cpu, self._wall = cpu, wall

@@ -20,15 +20,7 @@ from pipeline.planner.search import exact
 from pipeline.planner.search.annealing import MIN_GAP, Restarts
 from pipeline.planner.search.incumbent import SLACK, Incumbent, Infeasible, SearchConfig
 from pipeline.planner.search.local_search import improve
-from pipeline.planner.search.problem import (
-    Assignment,
-    Floats,
-    Rule,
-    Score,
-    SearchProblem,
-    narrow,
-    score,
-)
+from pipeline.planner.search.problem import Assignment, Floats, Rule, Score, SearchProblem, narrow, score
 from pipeline.planner.search.proposals import try_proposals
 from pipeline.planner.search.ranks import RankState, fill
 from pipeline.planner.search.relaxation import Choice, LinearProgram, Mask, Relaxation

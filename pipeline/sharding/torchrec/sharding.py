@@ -64,10 +64,7 @@ def make_codecs(comms: CommsConfig) -> dict[str, QuantizedCommCodecs] | None:
 
 
 def make_sharders(
-    comms: CommsConfig,
-    seed: int = 0,
-    exchange: HostExchange | None = None,
-    tiers: TierSettings | None = None,
+    comms: CommsConfig, seed: int = 0, exchange: HostExchange | None = None, tiers: TierSettings | None = None
 ) -> list[ModuleSharder[nn.Module]]:
     """Return the sharders for planning and for shard_model."""
     return [TableSharder(make_codecs(comms), seed, exchange, tiers)]

@@ -9,14 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from pipeline.devices.cpu.kernels.llvm_intrinsics import (
-    LANES,
-    add_row_1,
-    add_row_16,
-    copy_1,
-    copy_16,
-    prefetch_to_read,
-)
+from pipeline.devices.cpu.kernels.llvm_intrinsics import LANES, add_row_1, add_row_16, copy_1, copy_16, prefetch_to_read
 from pipeline.devices.cpu.kernels.parts import part, sum_rows
 
 U = np.uint64
