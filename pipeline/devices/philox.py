@@ -53,7 +53,7 @@ def _fill(out: torch.Tensor, key: int, first: int, *, is_normal: bool, unit: flo
 
 
 def _words(key: int, first_group: int, num_groups: int, device: torch.device) -> torch.Tensor:
-    """Return [num_groups, 4, LANES] int64 in 0..2^32 - 1. Products that pass 2^63 keep their bits."""
+    """Return [num_groups, 4, LANES] int64 in 0..2^32 - 1. Products beyond 2^63 keep their bits."""
     counter = torch.arange(first_group * LANES, (first_group + num_groups) * LANES, device=device)
     x0, x1 = counter & LOW, counter >> 32
     x2, x3 = torch.zeros_like(x0), torch.zeros_like(x0)

@@ -22,7 +22,7 @@ DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
 
 
 class Composer(nn.Module):
-    """Computes a compressed table's pooled rows from its parts' rows. Holds its dense parameters."""
+    """Computes a compressed table's pooled rows from its parts'. Holds its dense parameters."""
 
     def __init__(self, table: Table) -> None:
         super().__init__()
@@ -95,9 +95,7 @@ class Composition(nn.Module):
 
     @staticmethod
     def _count(features: KeyedJaggedTensor, composer: nn.Module | None, names: list[str], end: int) -> torch.Tensor:
-        """Return [batch, COUNT_COLUMNS] float32: the ids of the positions `names`, which end at
-        `end`.
-        """
+        """Return [batch, COUNT_COLUMNS] float32: the ids of positions `names` up to `end`."""
         if isinstance(composer, Composer):
             names = [name for index in range(end - len(names), end) for name in composer.id_features(index)]
         count = sum_of_lengths(features, names)
@@ -199,9 +197,7 @@ def _config(table: Table) -> EmbeddingBagConfig:
 
 @dataclass(frozen=True)
 class RowsOf:
-    """The init_fn of a part with another table's rows: the same numbers
-    (sharding/torchrec/table_init.py).
-    """
+    """The init_fn of a part with another table's rows, alike (sharding/torchrec/table_init.py)."""
 
     block: Block
     initialize: Callable[[torch.Tensor], torch.Tensor]
@@ -212,9 +208,7 @@ class RowsOf:
 
 @dataclass(frozen=True)
 class Managed:
-    """The init_fn of rows that ids get during training
-    (extras/managed_collision/managed_tables.py).
-    """
+    """The init_fn of rows that ids get in training (extras/managed_collision/managed_tables.py)."""
 
     rows: ManagedRows
     initialize: Callable[[torch.Tensor], torch.Tensor]

@@ -141,9 +141,7 @@ def by_position(table: Table) -> Table:
 
 
 def width_of(table: Table, feature: str) -> int:
-    """Return the columns that a model gets for a feature: a sequence's rows, then the number of
-    ids.
-    """
+    """Return a feature's columns in a model: a sequence's rows, then the number of ids."""
     for positions in table.positions:
         if positions.feature == feature:
             return positions.num_positions * table.embedding_dim + COUNT_COLUMNS

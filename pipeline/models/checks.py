@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from pipeline.embeddings.table import Table
-from pipeline.runtime.errors import ConfigError, check_at_least, check_given, did_you_mean
+from pipeline.runtime.errors import ConfigError, check_at_least
 
 
 def check_layer_sizes(name: str, sizes: list[int], least: int = 1) -> None:
@@ -39,23 +37,6 @@ def check_least_dim(tables: list[Table], least: int, why: str) -> None:
             raise ConfigError(
                 f"tables.{table.config_name}.embedding_dim={table.embedding_dim}, but {why}; set it to {least} at least"
             )
-
-
-def check_features(roles: Iterable[tuple[str, str]], tables: list[Table]) -> None:
-    """Raise ConfigError unless each (config key, feature) names another feature of the data."""
-    known = [feature for table in tables for feature in table.feature_names]
-    seen: dict[str, str] = {}
-    for key, feature in roles:
-        check_given(key, feature)
-        if feature not in known:
-            listed = ", ".join(known[:30]) + (", ..." if len(known) > 30 else "")
-            raise ConfigError(
-                f"{key} names {feature!r}, which is no sparse feature of the data set{did_you_mean(feature, known)}; "
-                f"it has {listed}"
-            )
-        if feature in seen:
-            raise ConfigError(f"{seen[feature]} and {key} both name {feature!r}; a feature belongs to one side")
-        seen[feature] = key
 
 
 def dims_of_features(tables: list[Table]) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pipeline.config.model import LayersConfig
 from pipeline.config.tables import InitConfig
@@ -28,6 +28,7 @@ class VectorsConfig(LayersConfig):
     layers over all columns.
     """
 
+    num_linear_columns: ClassVar[int] = 0  # of a row, after its vector
     init: str = "xavier_normal"
     dense_features: str = "vectors"
 
@@ -54,7 +55,8 @@ class VectorsConfig(LayersConfig):
 
         dims = dims_of_features(tables)
         dim = next(iter(dims.values()), DIM_WITHOUT_TABLES)
-        inputs = FeatureInputs(len(dims), num_dense_features, dim, self.dense_features == "vectors")
+        width = dim - self.num_linear_columns
+        inputs = FeatureInputs(len(dims), num_dense_features, width, self.dense_features == "vectors")
         return RowsModel(build_embeddings(tables), list(dims), dim, self.build_over_arch(inputs, list(dims), dim))
 
     def build_over_arch(self, inputs: FeatureInputs, feature_names: list[str], dim: int) -> nn.Module:
@@ -71,6 +73,7 @@ class LinearVectorsConfig(VectorsConfig):
     rare ids stay nearer to 0.
     """
 
+    num_linear_columns: ClassVar[int] = 1
     linear_scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -83,14 +86,8 @@ class LinearVectorsConfig(VectorsConfig):
             tables, 2, f"model={self.kind} stores a vector of embedding_dim - 1 and a linear weight in a row"
         )
 
-    def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
-        from pipeline.embeddings.collection import build_embeddings
-        from pipeline.models.layers.features import FeatureInputs, RowsModel
-
-        dims = dims_of_features(tables)
-        dim = next(iter(dims.values()), DIM_WITHOUT_TABLES)
-        inputs = FeatureInputs(len(dims), num_dense_features, dim - 1, self.dense_features == "vectors")
-        return RowsModel(build_embeddings(tables), list(dims), dim, self.build_logits(inputs, num_dense_features))
+    def build_over_arch(self, inputs: FeatureInputs, feature_names: list[str], dim: int) -> nn.Module:
+        return self.build_logits(inputs, inputs.num_dense_features)
 
     def build_logits(self, inputs: FeatureInputs, num_dense_features: int) -> nn.Module:
         """Return (dense [B, num_dense], rows [B, F, embedding_dim]) -> logits [B, 1]."""

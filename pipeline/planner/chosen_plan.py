@@ -53,9 +53,7 @@ def build_record(planner: str, problem: Problem, found: ChosenPlan) -> PlanRecor
 
 
 def rank_loads(options: list[ShardingOption], world_size: int, latencies_ms: Mapping[str, Floats]) -> list[RankLoad]:
-    """Sum the loads of shards by rank. Each rank waits in, and so has the latency of, all
-    collectives.
-    """
+    """Sum the loads of shards by rank. Each rank has the latency of all collectives."""
     shards: list[list[Shard]] = [[] for _ in range(world_size)]
     for option in options:
         for shard in option.shards:

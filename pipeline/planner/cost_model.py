@@ -52,7 +52,7 @@ Rows = NDArray[np.int64]
 
 
 class StepPerf(Perf):
-    """Include the input in the total, because a step waits for its ids. TorchRec's total omits it."""
+    """Include the input, for which a step waits, in the total. TorchRec's total omits it."""
 
     @property
     def total(self) -> float:
@@ -67,9 +67,7 @@ class StepPerf(Perf):
 
 @dataclass(frozen=True)
 class Wire:
-    """Bytes per number on the wire; None: as in the table. summed_*: by reduce-scatter and
-    all-gather.
-    """
+    """Bytes per number on the wire; None: as in the table. summed_*: by reduce-scatter, all-gather."""
 
     forward: float | None = None
     backward: float | None = None
@@ -142,9 +140,7 @@ class CostModel:
         self.links = links_of(hardware)
 
     def estimate(self, sharding_options: list[ShardingOption], *_: Any, **__: Any) -> None:
-        """Estimate. TorchRec renames the other arguments, which describe the sharder, between
-        versions.
-        """
+        """Estimate. TorchRec renames the other arguments between versions."""
         for option in sharding_options:
             cost = self.phases_ms(option)
             made: dict[tuple[float, ...], StepPerf] = {}
@@ -216,7 +212,7 @@ class CostModel:
         return self._hardware.memory_gb_per_s * BYTES_PER_MS
 
     def _kernel_speed(self, option: ShardingOption) -> float:
-        """Bytes/ms by TorchRec's table, an average of bandwidths if a cache serves a part."""
+        """Bytes/ms by TorchRec's table, an average if a cache serves a part."""
         hardware = self._hardware
         ddr, uvm = hardware.ddr_gb_per_s * BYTES_PER_MS, hardware.hbm_to_ddr_gb_per_s * BYTES_PER_MS
         device, kernel = hardware.compute_device, option.compute_kernel

@@ -92,14 +92,9 @@ class CostedEnumerator(EmbeddingEnumerator):
             has_hbm = devices.named(self._compute_device).has_own_memory
             in_hbm = has_hbm and option.compute_kernel in ("dense", "fused", KEY_VALUE)
             assert shard.storage is not None  # just estimated
-            if has_hbm:
-                shard.storage.hbm += math.ceil(of_weights)
-            else:
-                shard.storage.ddr += math.ceil(of_weights)
-            if in_hbm:
-                shard.storage.hbm += extra
-            else:
-                shard.storage.ddr += extra
+            weights = math.ceil(of_weights)
+            shard.storage.hbm += (weights if has_hbm else 0) + (extra if in_hbm else 0)
+            shard.storage.ddr += (0 if has_hbm else weights) + (0 if in_hbm else extra)
 
     def _bytes_on_ssd(self, option: ShardingOption, shard: Shard, state_bytes: int) -> int:
         """Return the bytes of weights and state that no slot holds."""

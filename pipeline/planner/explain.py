@@ -36,7 +36,7 @@ def summarize(record: PlanDescription) -> str:
 
 
 def explain(record: PlanDescription) -> str:
-    """Return the tables, the largest MAX_TABLES of them, and the ranks; of many ranks the extremes."""
+    """Return the largest MAX_TABLES tables and the ranks; of many ranks the extremes."""
     shown = sorted(record.tables, key=lambda choice: (-choice.weight_bytes - choice.state_bytes, choice.name))
     hidden = shown[MAX_TABLES:]
     lines = [_table_grid(record, shown[:MAX_TABLES])]

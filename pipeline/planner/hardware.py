@@ -114,7 +114,9 @@ def resolve_hardware(
         compute_device=compute_device,
         world_size=world_size,
         local_world_size=joined * local,
-        hbm_cap_bytes=_bytes(config, "hbm_cap_gb", partial(_probe_hbm_bytes, device)) if has_hbm else 0,
+        hbm_cap_bytes=_bytes(config, "hbm_cap_gb", lambda: _here(device, "hbm_cap_gb").memory_bytes())
+        if has_hbm
+        else 0,
         ddr_cap_bytes=_bytes(config, "ddr_cap_gb", lambda: host_memory_bytes() // local),
         hbm_gb_per_s=_bandwidth(config, "hbm_gb_per_s", partial(_probe_hbm_gb_per_s, device)) if has_hbm else 0.0,
         ddr_gb_per_s=_bandwidth(config, "ddr_gb_per_s"),
@@ -123,7 +125,7 @@ def resolve_hardware(
         inter_host_gb_per_s=_bandwidth(config, "inter_host_gb_per_s"),
         ssd_cap_bytes=int(config.ssd_cap_gb * GIB) if has_hbm else 0,
         ssd_gb_per_s=config.ssd_gb_per_s if has_hbm else 0.0,
-        **{name: _latency(config, name, default) for name, default in device.latencies_us.items()},
+        **{name: float(_given(config, name, default)) for name, default in device.latencies_us.items()},
         tflops_fp32=_peak(config, "tflops_fp32", device),
         tflops_bf16=_peak(config, "tflops_bf16", device),
         issue_us=config.issue_us,
@@ -202,9 +204,9 @@ def _bandwidth(config: HardwareConfig, name: str, probe: Callable[[], float] | N
     return float(value)
 
 
-def _latency(config: HardwareConfig, name: str, default: float) -> float:
-    value = getattr(config, name)
-    return float(default if value is None else value)
+def _given(config: HardwareConfig, name: str, default: float) -> float:
+    value: float | None = getattr(config, name)
+    return default if value is None else value
 
 
 def _link(config: HardwareConfig, name: str, device: Device) -> float:
@@ -224,10 +226,6 @@ def _peak(config: HardwareConfig, name: str, device: Device) -> float | None:
 def _card_at_hand(config: HardwareConfig, device: Device) -> Card | None:
     """For hardware=auto: return the card of this host. A preset is complete."""
     return find_card(device.card_name()) if config.compute_device == "auto" else None
-
-
-def _probe_hbm_bytes(device: Device) -> int:
-    return _here(device, "hbm_cap_gb").memory_bytes()
 
 
 def _probe_hbm_gb_per_s(device: Device) -> float:

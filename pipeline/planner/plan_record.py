@@ -32,7 +32,7 @@ SECTOR_BYTES = 512
 
 @dataclass(frozen=True)
 class TierForecast:
-    """A table with tiers in a steady state: lookups served from slots, and distinct rows that a step reads."""
+    """A table with tiers in a steady state, and distinct rows that a step reads."""
 
     slots: int
     hit_rate: float
@@ -151,7 +151,7 @@ DAMAGE = (KeyError, TypeError, AttributeError, ValueError, IndexError, OverflowE
 
 
 def find_plan_file(path: str, command: str) -> str:
-    """Search `path`, then the plans that ship. Raises PlanError, with `command`, which makes one."""
+    """Search `path`, then the plans that ship. Raises PlanError; `command` makes a plan."""
     if storage.is_file(path):
         return path
     looked = [path]
@@ -253,13 +253,9 @@ def _installed(packages: tuple[str, ...]) -> Iterator[str]:
             continue
 
 
-def canonical_text(fingerprint: Fingerprint) -> str:
-    """Return equal text only for equal values, floats exactly."""
-    return json.dumps(fingerprint, sort_keys=True, separators=(",", ":"))
-
-
 def sha256_of(fingerprint: Fingerprint) -> str:
-    return hashlib.sha256(canonical_text(fingerprint).encode()).hexdigest()
+    text = json.dumps(fingerprint, sort_keys=True, separators=(",", ":"))  # floats exactly
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def differing_lines(

@@ -46,9 +46,7 @@ PHASES = {  # phase -> its name in TorchRec
 
 
 def enumerate_options(problem: Problem) -> tuple[list[ShardingOption], int]:
-    """Return TorchRec's options, then column shards of other widths and caches; the number of
-    TorchRec's.
-    """
+    """Return TorchRec's options, then more widths and caches; the number of TorchRec's."""
     request, constraints, placed = problem.request, problem.constraints, problem.placed
     module, sharders, hardware, optimizer = request.model, request.sharders, request.hardware, request.optimizer
     topology = build_topology(hardware)

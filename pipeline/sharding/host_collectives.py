@@ -66,9 +66,7 @@ def exchange_on_host(tables: ShardedEmbeddingBagCollection, exchange: HostExchan
 
 
 class IdsOnHost(nn.Module):
-    """Exchange ids: forward(features, rank 0's first) -> awaitable of awaitable of this rank's
-    features.
-    """
+    """Exchange ids: forward(features, rank 0's first) -> awaitable^2 of this rank's features."""
 
     def __init__(self, torchrec_dist: TwSparseFeaturesDist, exchange: HostExchange) -> None:
         super().__init__()
@@ -154,7 +152,7 @@ class _ReceivedIds(KJTAllToAllTensorsAwaitable):
 
 
 class PooledOnHost(nn.Module):
-    """Exchange pooled rows: forward([all ranks' B, own D]) -> awaitable of [own B, all ranks' D]."""
+    """Exchange rows: forward([all ranks' B, own D]) -> awaitable of [own B, all D]."""
 
     def __init__(self, torchrec_dist: TwPooledEmbeddingDist, exchange: HostExchange) -> None:
         super().__init__()

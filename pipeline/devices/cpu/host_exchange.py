@@ -42,7 +42,7 @@ logger = get_logger(__name__)
 _exchanges_nothing = False
 
 
-FLAGS, AVERAGE = 0, 1  # channels that exist from the start
+FLAGS = 0  # the channel that exists from the start
 
 
 class HostExchange:
@@ -52,7 +52,7 @@ class HostExchange:
         self.rank, self.world_size = rank, len(files)
         self._sockets, self._files = sockets, files
         self._slots: dict[tuple[int, int], _Slot] = {}  # by owner and slot number
-        self._posted = [0, 0]  # by channel
+        self._posted = [0]  # by channel
         # For each other rank and slot: number, first byte and size of the last message.
         self._notes: dict[tuple[int, int], tuple[int, int, int]] = {}
 
@@ -104,10 +104,7 @@ class HostExchange:
         """Return every rank's `local` (one shape). Read them before the channel's next post."""
         parts = [local]
         number = self.post(channel, [parts] * self.world_size)
-        return [
-            local if message is None else message.read(local.shape, local.dtype)
-            for message in self.take(channel, number)
-        ]
+        return self._read_all(channel, number, local)
 
     def all_reduce(self, channel: int, flat: torch.Tensor) -> None:
         """Add up [n] in place over all ranks, in one order: all get the same bits."""
@@ -116,13 +113,14 @@ class HostExchange:
     def reduce_scatter(self, channel: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum over ranks of their part for this rank; parts have one shape."""
         number = self.post(channel, [[part] for part in parts])
-        local = parts[self.rank]
-        return _sum(
-            [
-                local if message is None else message.read(local.shape, local.dtype)
-                for message in self.take(channel, number)
-            ]
-        )
+        return _sum(self._read_all(channel, number, parts[self.rank]))
+
+    def _read_all(self, channel: int, number: int, local: torch.Tensor) -> list[torch.Tensor]:
+        """Return one tensor of each rank, of the shape of `local`, this rank's."""
+        return [
+            local if message is None else message.read(local.shape, local.dtype)
+            for message in self.take(channel, number)
+        ]
 
     def close(self) -> None:
         for connection in self._sockets.values():
@@ -280,9 +278,7 @@ def _current_for(tensor: torch.Tensor) -> HostExchange | None:
 
 
 def connect(context: DistributedContext, timeout_s: float) -> HostExchange | None:
-    """Collective: return the exchange of all ranks; None if they are not a few CPU ranks of one
-    host.
-    """
+    """Collective: return the exchange, or None if ranks are not a few CPU ranks of one host."""
     global _current
     if current() is not None:
         return current()

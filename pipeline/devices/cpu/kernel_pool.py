@@ -20,7 +20,7 @@ _is_forked = False
 
 
 def can_read(tensor: torch.Tensor) -> bool:
-    """Return whether a kernel can read this tensor: numpy sees no numbers of traced or fake ones."""
+    """Return whether a kernel can read this tensor, not a traced or fake one."""
     return not torch.compiler.is_compiling() and type(tensor) is torch.Tensor and tensor.device.type == "cpu"
 
 

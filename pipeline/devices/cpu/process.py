@@ -133,9 +133,7 @@ MAX_KEPT_BYTES_OF_LARGE_MEMORY = 2 << 30
 
 
 def kept_bytes(memory_bytes: int) -> tuple[int, int]:
-    """Return the largest block to keep, and the most bytes at the end of the heap, for a rank's
-    memory.
-    """
+    """Return the largest block to keep, and the most bytes at the heap's end, for a rank."""
     if memory_bytes < LARGE_MEMORY_BYTES:
         return LARGEST_KEPT_BYTES, MAX_KEPT_BYTES
     return LARGEST_KEPT_IN_ROOM_BYTES, min(MAX_KEPT_BYTES_OF_LARGE_MEMORY, memory_bytes // 8)

@@ -12,7 +12,6 @@ twice. The kernel multiplies in fp32; rows and products are fp32 or bf16.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,7 +170,7 @@ def multiplies_rows(rows: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def dots(rows: torch.Tensor, lead: int) -> torch.Tensor:
-    """Return [B, lead + n (n - 1) / 2] of rows [B, n, D]: `lead` numbers, then products of pairs."""
+    """Return [B, lead + n (n - 1) / 2] of rows [B, n, D]: `lead` numbers, then pairs' products."""
     batch, num_rows, dim = rows.shape
     out = rows.new_empty(batch, lead + num_rows * (num_rows - 1) // 2)
     sizes = map(np.uint64, (num_rows, dim, lead))
@@ -187,16 +186,6 @@ def dots_backward(gradient: torch.Tensor, rows: torch.Tensor, lead: int) -> torc
     arguments = (_flat(gradient.contiguous()), _flat(rows), *sizes, _flat(out))
     on_all_threads(_module().dots_backward, arguments, batch)
     return out
-
-
-def dots_kernels(rows: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Return calls of both kernels on rows [B, n, D] by name, or nothing if the kernels do not
-    support the rows.
-    """
-    if not multiplies_rows(rows, rows.dtype):
-        return {}
-    gradient = torch.ones_like(dots(rows, 0))
-    return {"dots": lambda: dots(rows, 0), "dots_backward": lambda: dots_backward(gradient, rows, 0)}
 
 
 def _module() -> Any:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.registry import register
 from pipeline.embeddings.table import Table
-from pipeline.models.checks import check_features, check_layer_sizes
+from pipeline.extras.models.roles import check_features
+from pipeline.models.checks import check_layer_sizes
 from pipeline.models.vectors import VectorsConfig
 from pipeline.runtime.errors import ConfigError, check_at_least
 

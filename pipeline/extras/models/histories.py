@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 from pipeline.config.model import LayersConfig, SequenceInput
 from pipeline.config.tables import InitConfig
 from pipeline.embeddings.table import Table
-from pipeline.models.checks import check_features, check_layer_sizes, dims_of_features
+from pipeline.extras.models.roles import check_features
+from pipeline.models.checks import check_layer_sizes, dims_of_features
 from pipeline.runtime.errors import ConfigError, check_at_least, check_below_one
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from pipeline.config.model import LayersConfig, ModelConfig
 from pipeline.config.registry import register
 from pipeline.embeddings.table import Table
-from pipeline.models.checks import check_features, check_layer_sizes, check_least_dim, check_one_dim, dims_of_features
+from pipeline.extras.models.roles import check_features
+from pipeline.models.checks import check_layer_sizes, check_least_dim, check_one_dim, dims_of_features
 from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice
 
 NCF_VARIANTS = ("gmf", "mlp", "neumf")

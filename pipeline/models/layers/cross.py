@@ -9,7 +9,7 @@ from pipeline.models.layers.features import FeatureInputs
 
 
 class VectorCross(nn.Module):
-    """Map first, last [B, width] to first * (last . w) + b + last (arXiv 1708.05123, equation 3)."""
+    """Map first, last [B, width] to first * (last . w) + b + last (1708.05123, equation 3)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -20,7 +20,19 @@ from pipeline.models.layers.interaction import DotInteraction, PooledRows
 from pipeline.models.layers.mlp import MLP, Layer
 
 
-class DotDLRM(DLRM):
+class _LessCopying(DLRM):
+    is_plain = False  # True: run TorchRec's forward
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
+        if self.is_plain:
+            return super().forward(dense_features, sparse_features)
+        dense = self.dense_arch(dense_features)
+        rows = self.pooled_rows(self.sparse_arch.embedding_bag_collection(sparse_features))
+        logits: torch.Tensor = self.over_arch(self.inter_arch(dense, rows))
+        return logits
+
+
+class DotDLRM(_LessCopying):
     """Compute forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1]."""
 
     def __init__(self, settings: LayerSettings = LayerSettings(), **arguments: Any) -> None:  # noqa: B008  # frozen
@@ -29,27 +41,15 @@ class DotDLRM(DLRM):
         _set_layers(self, settings)
         self.pooled_rows = PooledRows(names)
         self.inter_arch = DotInteraction(len(names))
-        self.is_plain = False
-
-    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        if self.is_plain:
-            return super().forward(dense_features, sparse_features)
-        return _forward(self, dense_features, sparse_features)
 
 
-class CrossDLRM(DLRM_DCN):
+class CrossDLRM(_LessCopying, DLRM_DCN):
     """Compute forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1]."""
 
     def __init__(self, settings: LayerSettings = LayerSettings(), **arguments: Any) -> None:  # noqa: B008  # frozen
         super().__init__(**arguments)
         _set_layers(self, settings)
         self.pooled_rows = PooledRows(self.sparse_arch.sparse_feature_names)
-        self.is_plain = False
-
-    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        if self.is_plain:
-            return super().forward(dense_features, sparse_features)
-        return _forward(self, dense_features, sparse_features)
 
 
 class SparseDLRM(nn.Module):
@@ -92,7 +92,7 @@ class CrossedRows(nn.Module):
         return crossed
 
 
-def _set_layers(model: DotDLRM | CrossDLRM, settings: LayerSettings) -> None:
+def _set_layers(model: _LessCopying, settings: LayerSettings) -> None:
     """Replace layers by ones with norms, dropout or other activations; names of weights stay.
 
     The dense arch's output has neither norm nor dropout, like the vectors of the tables.
@@ -125,22 +125,13 @@ def use_torchrec_layers(model: nn.Module) -> None:
     for dlrm in model.modules():
         if isinstance(dlrm, DotDLRM):
             dlrm.inter_arch = InteractionArch(len(dlrm.sparse_arch.sparse_feature_names))
-        if isinstance(dlrm, (DotDLRM, CrossDLRM)):
+        if isinstance(dlrm, _LessCopying):
             dlrm.is_plain = True
         if isinstance(dlrm, SparseDLRM) and isinstance(dlrm.inter_arch, DotInteraction):
             dlrm.inter_arch.uses_kernel = False  # TorchRec has no such model
     for layer in model.modules():
         if isinstance(layer, Perceptron) and layer._activation_fn is torch.relu_:
             layer._activation_fn = torch.relu
-
-
-def _forward(
-    model: DotDLRM | CrossDLRM, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor
-) -> torch.Tensor:
-    dense = model.dense_arch(dense_features)
-    rows = model.pooled_rows(model.sparse_arch.embedding_bag_collection(sparse_features))
-    logits: torch.Tensor = model.over_arch(model.inter_arch(dense, rows))
-    return logits
 
 
 def join_lookups_to_products(model: nn.Module) -> int:

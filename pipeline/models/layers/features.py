@@ -57,6 +57,7 @@ class FeatureInputs(nn.Module):
 
     def __init__(self, num_sparse_features: int, num_dense_features: int, dim: int, dense_as_vectors: bool) -> None:
         super().__init__()
+        self.num_dense_features = num_dense_features
         num_scaled = num_dense_features if dense_as_vectors else 0
         self.dense_vectors = DenseVectors(num_scaled, dim)
         self.num_vectors = num_scaled + num_sparse_features

@@ -115,7 +115,7 @@ def pair_products(vectors: torch.Tensor) -> torch.Tensor:
 
 
 class FMAndDeep(nn.Module):
-    """Map dense [B, num_dense], rows [B, F, D + 1] to logits [B, 1]: linear terms, pairs, an MLP."""
+    """Map dense [B, num_dense], rows [B, F, D + 1] to logits [B, 1]: linear, pairs, an MLP."""
 
     def __init__(
         self, inputs: FeatureInputs, num_dense_features: int, deep: nn.Module, linear_scale: float = 1.0

@@ -132,9 +132,7 @@ def _split(
 
 
 def _in_place(dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Write `dense` into the reserved memory before `rows`: [B, F + 1, D]; None if none is
-    reserved.
-    """
+    """Write `dense` into memory reserved before `rows`: [B, F + 1, D]; None if none is."""
     batch, num_features, dim = rows.shape
     strides, count = ((num_features + 1) * dim, dim, 1), batch * (num_features + 1) * dim
     is_slice = rows.stride() == strides and rows.storage_offset() == dim

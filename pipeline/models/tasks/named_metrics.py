@@ -26,7 +26,7 @@ class NamedMetrics:
         self._sums: dict[str, Floats] = {}
 
     def update(self, clicks: Mapping[str, Any]) -> None:
-        """Local: add a batch. clicks: by binary label's prefix, its logits, labels, sample_weights."""
+        """Local: add a batch. clicks: label's prefix -> its logits, labels, weights."""
         for prefix, prediction in clicks.items() if self._metrics else ():
             weights = prediction.sample_weights.double()
             counts = weights > 0

@@ -61,11 +61,11 @@ class Task(Protocol):
         """Return the measure of about the last `window_samples` of all ranks."""
 
     def evaluation_measure(self, context: DistributedContext, batch_size: int) -> Measure:
-        """Return the measure of an evaluation: the metrics that the config's `metrics` lists."""
+        """Return the measure of an evaluation, of the config's `metrics`."""
 
 
 class TaskModel(nn.Module):
-    """Join a model and its task: forward(batch) -> (loss, prediction). bf16: all except the loss."""
+    """Join a model and its task: forward(batch) -> (loss, prediction). bf16: except the loss."""
 
     def __init__(self, model: nn.Module, loss: nn.Module, precision: str = "fp32", train_offset: float = 0.0) -> None:
         """train_offset: added to logits in training if rows were sampled (data.targets)."""

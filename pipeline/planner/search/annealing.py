@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.planner.search import exact
-from pipeline.planner.search.incumbent import SLACK, Incumbent
+from pipeline.planner.search.incumbent import SLACK, Incumbent, whole
 from pipeline.planner.search.problem import Assignment, Floats, Ranks, Rule, SearchProblem, narrow, violations
 from pipeline.planner.search.ranks import project
 from pipeline.planner.search.relaxation import Relaxation
@@ -36,9 +36,8 @@ class Schedule(NamedTuple):
 
 
 EVEN_LOADS = Schedule((30.0, 6000.0), (7e-4, 3.5e-6), (1.0, 50.0))
-COOL = Schedule(
-    (300.0, 10_000.0), (7e-5, 1e-6), (1.0, 50.0)
-)  # for many ranks, where a high temperature needs far more moves without a better result
+# for many ranks, where a high temperature needs far more moves without a better result
+COOL = Schedule((300.0, 10_000.0), (7e-5, 1e-6), (1.0, 50.0))
 # hot enough to rearrange what is on the ranks
 FULL_RANKS = Schedule((20.0, 600.0), (1e-2, 1e-4), (1.0, 10.0))
 
@@ -326,8 +325,7 @@ class Restarts:
             stop=partial(self.state.used, self.share),
         )
         if found is not None:
-            choices = [indices[choice] for indices, choice in zip(kept, found.choices, strict=True)]
-            self.state.offer("annealing", Assignment(choices, found.ranks))
+            self.state.offer("annealing", whole(kept, found))
 
     def _is_near(self) -> bool:
         return self.state.done() or self.state.best_value <= self.state.bound * (1 + MIN_GAP)

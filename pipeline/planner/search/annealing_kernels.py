@@ -17,11 +17,8 @@ from pipeline.planner.search.problem import Rule
 
 U, int64 = np.uint64, np.int64
 EVERY_RANK, ANY_RANK, ONE_HOST, WITHIN_HOST, WHOLE_HOSTS = range(len(Rule))
-SWAP, MOVE, SHARD_OTHERWISE = (
-    0.45,
-    0.70,
-    0.90,
-)  # the change whose number is below this one; otherwise two tables exchange options
+# the change whose number is below this one; otherwise two tables exchange options
+SWAP, MOVE, SHARD_OTHERWISE = 0.45, 0.70, 0.90
 ALIKE = 0.7  # share of the swaps between tables of similar cost
 TINY = 1e-9  # of a sum of powers; less may be rounding after its largest part is subtracted
 LEAST = 1e-50  # smallest factor of a sum
@@ -141,9 +138,7 @@ def _shard_alike(change, laid, packed, seed):  # type: ignore[no-untyped-def]
 
 @part()
 def _swap(change, laid, packed, local, seed):  # type: ignore[no-untyped-def]
-    """Swap the ranks of two free shards, sometimes of similar tables, because loads then change
-    little.
-    """
+    """Swap the ranks of two free shards, sometimes of similar tables: loads then change little."""
     one = _free_shard(0, change, laid, packed, seed)
     if one >= 0 and packed.alike.shape[1] > 0 and _random(seed) < ALIKE:
         other = _shard_alike(change, laid, packed, seed)

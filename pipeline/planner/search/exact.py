@@ -366,9 +366,7 @@ def _alike(option: Option, blocks: list[list[int]]) -> list[list[list[int]]]:
 
 
 def _level(problem: SearchProblem) -> SearchProblem:
-    """Make last, shorter row shards equal to their cheapest siblings. No plan becomes more
-    expensive.
-    """
+    """Make shorter row shards equal to their cheapest siblings: no plan becomes more expensive."""
 
     def leveled(option: Option) -> Option:
         if option.rule in (Rule.ANY_RANK, Rule.WITHIN_HOST):

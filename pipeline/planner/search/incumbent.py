@@ -84,18 +84,13 @@ class Incumbent:
         self.has_patterns = can_bound is not None and can_bound(self.small, config.bound_options)
         self.twins = [group for group in exact.equal_tables(problem) if len(group) > 1]
 
-    def out_of_time(self) -> bool:
-        late = self.clock.has_used()
-        self.cut_short = self.cut_short or late
-        return late
-
-    def used(self, share: float) -> bool:
+    def used(self, share: float = 1.0) -> bool:
         late = self.clock.has_used(share)
         self.cut_short = self.cut_short or late
         return late
 
     def done(self) -> bool:
-        return self.near_enough() or self.out_of_time()
+        return self.near_enough() or self.used()
 
     def near_enough(self) -> bool:
         return self.best_value <= self.bound * (1 + max(PROVEN, self.config.gap_tolerance))
@@ -113,7 +108,7 @@ class Incumbent:
         return score(self.problem, assignment).of(self.config.objective)
 
     def worth(self, relaxation: Relaxation, share: float, using: Assignment) -> list[list[int]]:
-        """Return options that by the relaxation cost at most a share of the gap, and those in use."""
+        """Return options that cost at most a share of the gap, and those in use."""
         assert relaxation.bound_ms is not None
         ceiling = max(0.0, self.best_value * (1 + 1e-6) - relaxation.bound_ms) * share
         used = [
@@ -145,13 +140,14 @@ class Incumbent:
             choices.append(indices.index(choice))
         return choices
 
-    def whole(self, small: Assignment) -> Assignment:
-        return Assignment(
-            [indices[choice] for indices, choice in zip(self.kept, small.choices, strict=True)], small.ranks
-        )
-
 
 MAX_WAITING = 4.0  # wall seconds per CPU second of the limit, because a search must end anyway
+
+
+def whole(kept: list[list[int]], small: Assignment) -> Assignment:
+    """Return an assignment of the complete problem from one among options `kept`."""
+    choices = [indices[choice] for indices, choice in zip(kept, small.choices, strict=True)]
+    return Assignment(choices, small.ranks)
 
 
 class WorkClock:

@@ -40,7 +40,7 @@ def improve(
 
 
 class _Climb:
-    """One run. `state` changes, `best` is kept. `before`: positions of tables before the last kick."""
+    """One run. `state` changes, `best` is kept. `before`: homes of tables before the last kick."""
 
     def __init__(
         self, state: RankState, start: Assignment, generator: random.Random, enough: float, stop: Callable[[], bool]
@@ -119,9 +119,7 @@ class _Climb:
         return True
 
     def _fit(self, rank: int, there: Ranks, change: Floats) -> NDArray[np.bool_]:
-        """Return whether the rank's memory may change by [local, others, M], and `there` by the
-        opposite.
-        """
+        """Return whether memory may change by [local, others, M], and `there` by the opposite."""
         memory, capacity = self.state.memory, self.state.problem.capacity
         room, other_room = capacity[rank] - memory[rank], capacity[there] - memory[there]
         fits: NDArray[np.bool_] = ((change <= room) & (-change <= other_room)).all(axis=-1)

@@ -9,7 +9,7 @@ result on any machine, unless `seconds` ends it early.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -18,7 +18,7 @@ import numpy as np
 from pipeline.config.registry import from_extra
 from pipeline.planner.search import exact
 from pipeline.planner.search.annealing import MIN_GAP, Restarts
-from pipeline.planner.search.incumbent import SLACK, Incumbent, Infeasible, SearchConfig
+from pipeline.planner.search.incumbent import SLACK, Incumbent, Infeasible, SearchConfig, whole
 from pipeline.planner.search.local_search import improve
 from pipeline.planner.search.problem import Assignment, Floats, Rule, Score, SearchProblem, narrow, score
 from pipeline.planner.search.proposals import try_proposals
@@ -35,26 +35,14 @@ COST_CUTOFF = 1.25  # of the bound; more expensive choices are not worth their e
 KIND_SETS = 8  # sets of kinds, the most promising, for which options are chosen
 PROPOSALS_SHARE = 0.25  # of all seconds, at most for TorchRec's proposals
 CHOICES_SHARE = 0.4  # of all seconds, after which the choices are placed
-PLACEMENT_KINDS = (
-    Rule.EVERY_RANK,
-    Rule.WHOLE_HOSTS,
-    Rule.ONE_HOST,
-    Rule.WITHIN_HOST,
-    Rule.ANY_RANK,
-)  # to lie, fewest first
+# those with the fewest placements first
+PLACEMENT_KINDS = (Rule.EVERY_RANK, Rule.WHOLE_HOSTS, Rule.ONE_HOST, Rule.WITHIN_HOST, Rule.ANY_RANK)
 GOOD_ENOUGH_RATIO = 1.04  # of the bound; if nothing better is found, memory may be the obstacle
 # of all seconds, for the integer program of the complete problem before other methods
 EASY_SHARE = 0.15
 QUICK_SHARE = 0.05  # for an integer program that is not easy, after annealing has begun
-BOUND_STEPS = (
-    0.25,
-    0.4,
-    0.5,
-    0.6,
-    0.7,
-    0.8,
-    0.9,
-)  # of the gap: what patterns of a rank are to prove, one after another
+# of the gap: what patterns of a rank are to prove, one after another
+BOUND_STEPS = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 NUM_CLIMBED = 3  # the best starts, which are improved further
 
 
@@ -96,9 +84,8 @@ class _Search:
         self.restarts = Restarts(self.state)
         # sets of excluded kinds -> bound; empty: unknown
         self.bounds_by_kinds: dict[tuple[str, ...], float] = {}
-        self.tried: set[tuple[int, int, float]] = (
-            set()
-        )  # sizes and work of integer programs: the same again would end the same
+        # sizes and work of integer programs: the same again would end the same
+        self.tried: set[tuple[int, int, float]] = set()
 
     def run(self, warm_starts: Iterable[Assignment]) -> SearchResult:
         config = self.state.config
@@ -115,9 +102,9 @@ class _Search:
                 self.state.bound = relaxation.bound_ms
             for assignment in warm_starts:
                 self.state.offer("warm start", assignment)
-            torchrec = try_proposals(
-                self.state.problem, config.objective, config.proposal_placements, self._had_its_share
-            )
+            # Only a share of the time, so that the other methods get time.
+            had_its_share = partial(self.state.used, PROPOSALS_SHARE)
+            torchrec = try_proposals(self.state.problem, config.objective, config.proposal_placements, had_its_share)
             if torchrec.best is not None:
                 self.state.offer("torchrec", torchrec.best)
             bar.advance(1)
@@ -151,10 +138,6 @@ class _Search:
             values=self.state.values,
         )
 
-    def _had_its_share(self) -> bool:
-        """Return whether the time for TorchRec's proposals is over."""
-        return self.state.used(PROPOSALS_SHARE)
-
     def _by_kinds(self, program: LinearProgram, first: Relaxation) -> list[tuple[str, ...]]:
         """Return sets of kinds to exclude, most promising first.
 
@@ -169,8 +152,10 @@ class _Search:
         ):
             return [()]
         bounds: dict[tuple[str, ...], float] = {}
-        for left_out in _subsets(list(self.state.late)):
-            if self.state.out_of_time():
+        kinds = list(self.state.late)
+        counts = range(len(kinds) + 1)
+        for left_out in itertools.chain.from_iterable(itertools.combinations(kinds, count) for count in counts):
+            if self.state.used():
                 return [()]
             relaxation = program.solve(without=left_out, all_in_use=True)
             if relaxation.bound_ms is not None:
@@ -238,15 +223,13 @@ class _Search:
         found: list[Assignment] = []
         for order in self._orders(choice.choices):
             state.clear()
-            if (not found or not self.state.out_of_time()) and fill(state, list(choice.choices), order):
-                found.append(self.state.whole(state.assignment()))
+            if (not found or not self.state.used()) and fill(state, list(choice.choices), order):
+                found.append(whole(self.state.kept, state.assignment()))
                 self.state.offer("relaxation", found[-1])
         return min(found, key=self.state.value) if found else None
 
     def _orders(self, choices: tuple[int, ...]) -> list[list[int]]:
-        """Return orders: options with few placements first; then the largest, by time and by
-        memory.
-        """
+        """Return orders: few placements first; then the largest, by time and by memory."""
         tables = self.state.small.tables
         chosen = [options[choice] for options, choice in zip(tables, choices, strict=True)]
         room = np.maximum(self.state.small.capacity.min(axis=0), 1.0)
@@ -261,10 +244,8 @@ class _Search:
         If few are left, the integer program solves the rest. It also looks for a first plan.
         """
         config = self.state.config
-        if self.state.best is not None and not any(
-            self.state.value(start) <= self.state.best_value for start in starts
-        ):
-            starts = [*starts, self.state.best]
+        if (best := self._best_beyond(starts)) is not None:
+            starts = [*starts, best]
         climbed = [self._climb(start, relaxation, config.start_steps, config.seed) for start in starts]
         self.state.narrow(relaxation)
         # the root of the tree: takes seconds, and sometimes solves the problem
@@ -273,14 +254,17 @@ class _Search:
         for number, steps in enumerate(config.local_steps[: 1 if self.state.has_patterns else None]):
             if exact.count_variables(self.state.small) <= config.easy_variables:
                 self._solve_exactly(config.exact_work, EASY_SHARE)
-            if self.state.best is not None and not any(
-                self.state.value(start) <= self.state.best_value for start in climbed
-            ):
-                climbed = [self.state.best, *climbed[:-1]]
+            if (best := self._best_beyond(climbed)) is not None:
+                climbed = [best, *climbed[:-1]]
             each = steps // max(1, len(climbed))
             climbed = [self._climb(start, relaxation, each, config.seed + number) for start in climbed]
             climbed = sorted(climbed, key=self.state.value)[: max(1, NUM_CLIMBED - 1 - number)]
             self.state.narrow(relaxation)
+
+    def _best_beyond(self, starts: list[Assignment]) -> Assignment | None:
+        """Return the best assignment unless one of `starts` is as good."""
+        is_there = any(self.state.value(start) <= self.state.best_value for start in starts)
+        return None if is_there else self.state.best
 
     def _climb(self, start: Assignment, relaxation: Relaxation, steps: int, seed: int) -> Assignment:
         """Climb with the options that are cheap enough."""
@@ -295,11 +279,10 @@ class _Search:
             steps=steps,
             seed=seed,
             bound=self.state.bound,
-            stop=self.state.out_of_time,
+            stop=self.state.used,
             tolerance=self.state.config.gap_tolerance,
         )
-        choices = [indices[choice] for indices, choice in zip(kept, found.choices, strict=True)]
-        improved = Assignment(choices, found.ranks)
+        improved = whole(kept, found)
         self.state.offer("local search", improved)
         return improved
 
@@ -311,7 +294,7 @@ class _Search:
         endless = replace(self.state.small, capacity=np.full_like(self.state.small.capacity, np.inf), host_memory=None)
         state = RankState(endless, self.state.config.objective, self.state.bound, targets=choice.maxima_ms)
         filled = fill(state, list(choice.choices), self._orders(choice.choices)[0])
-        return self.state.whole(state.assignment()) if filled else None
+        return whole(self.state.kept, state.assignment()) if filled else None
 
     def _bound_by_patterns(self) -> None:
         """Raise the bound step by step towards the best plan, if few options are left."""
@@ -321,7 +304,7 @@ class _Search:
             return
         known = self.bounds_by_kinds or {(): lowest}
         proves = from_extra("prove_bounds", "a bound by patterns")(
-            state.small, state.config.objective, list(known), state.config.bound_patterns, partial(state.used, 1.0)
+            state.small, state.config.objective, list(known), state.config.bound_patterns, state.used
         )
         for share in BOUND_STEPS:
             cutoff = lowest + share * (state.best_value - lowest)
@@ -340,14 +323,9 @@ class _Search:
             self.state.small, self.state.config.objective, bound=self.state.bound, max_nodes=1 + work // size, seconds=remaining,
             tolerance=self.state.config.gap_tolerance, cutoff=None if self.state.best is None else self.state.best_value,
         )  # fmt: skip
-        self.state.out_of_time()
+        self.state.used()
         self.state.bound = max(self.state.bound, found.bound_ms)
         if found.assignment is not None:
-            self.state.offer("integer program", self.state.whole(found.assignment))
+            self.state.offer("integer program", whole(self.state.kept, found.assignment))
         elif self.state.best is None and found.finished:
             raise Infeasible(proven=True)
-
-
-def _subsets(kinds: list[str]) -> Iterator[tuple[str, ...]]:
-    for count in range(len(kinds) + 1):
-        yield from itertools.combinations(kinds, count)

@@ -180,7 +180,7 @@ def keeps_rule(problem: SearchProblem, option: Option, ranks: Ranks) -> bool:
 
 
 def worth_trying(problem: SearchProblem) -> list[list[int]]:
-    """Return each table's options that fit on some empty rank and are not dominated. May be none."""
+    """Return each table's options that fit on an empty rank and are not dominated, if any."""
     kept: list[list[int]] = []
     late = problem.kind_ms
     for options in problem.tables:
@@ -223,7 +223,7 @@ FREER_THAN = {
 
 
 def dominates(option: Option, other: Option, late: Iterable[str] = ()) -> bool:
-    """Return whether `option` can replace `other` everywhere, at no more cost and memory per shard.
+    """Return whether `option` can replace `other` everywhere, at no more cost and memory.
 
     late: kinds with a latency, which only an option of the same kind may add.
     """

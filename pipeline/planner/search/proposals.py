@@ -29,7 +29,6 @@ class TorchRecResult:
 
     chosen: Assignment | None
     best: Assignment | None
-    num_tried: int
     complete: bool
 
 
@@ -57,7 +56,7 @@ def try_proposals(problem: SearchProblem, objective: str, budget: int, stop: Cal
         value = score(problem, assignment)
         if best is None or value.of(objective) < best[0].of(objective):
             best = (value, assignment)
-    return TorchRecResult(chosen and chosen[1], best and best[1], len(seen), complete)
+    return TorchRecResult(chosen and chosen[1], best and best[1], complete)
 
 
 def _walks(partitioner: _Partitioner, budget: int) -> tuple[list[Iterator[Proposal]], bool]:

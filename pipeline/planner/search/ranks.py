@@ -322,7 +322,7 @@ class Soft:
         return self._constant + (shift + np.log(total)).sum(axis=-1) / self._per_ms
 
     def exchanged(self, load: Floats, rank: int, there: Ranks, change: Floats) -> Floats:
-        """Return [...] with `change` [maxima, ...] added on the rank and subtracted on `there`."""
+        """Return [...] with `change` [maxima, ...] added on the rank, subtracted on `there`."""
         lifted = (1,) * (change.ndim - 2)
         gone = self.exponentials[rank][:, None] + self.exponentials[there].T  # [maxima, there]
         remaining = np.maximum(self.sums[:, None] - gone, TINY * self.sums[:, None]).reshape(len(gone), *lifted, -1)

@@ -130,7 +130,7 @@ class LinearProgram:
         return rows
 
     def small_shards(self, limits_ms: Floats) -> Mask:
-        """Return options without a shard above the limits [maxima], or the smallest one."""
+        """Return options without a shard above limits [maxima], or the smallest."""
         free = self.largest - self.least
         excess = np.max(free / np.maximum(limits_ms, 1e-12), axis=1)
         least = np.repeat(np.minimum.reduceat(excess, self.starts), self.sizes)
@@ -138,7 +138,7 @@ class LinearProgram:
         return allowed
 
     def lumps(self, maxima_ms: Floats) -> Floats:
-        """Return [options]: how hard large shards are to spread. n equal ones sum to 1/n of a load."""
+        """Return [options]: how hard large shards are to spread. n equal ones: 1/n of a load."""
         per_rank = self.squares / np.maximum(maxima_ms, 1e-12) / self.problem.world_size
         summed: Floats = per_rank.sum(axis=1)
         return summed

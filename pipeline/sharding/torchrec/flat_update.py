@@ -64,7 +64,7 @@ class FlatUpdate:
             block.weights.grad = None  # also removes the gradients of the slices
 
     def step(self) -> None:
-        """Make one step, as optimizer.step() does. Only TouchedRows depends on the number of steps."""
+        """Make one step as optimizer.step() does. TouchedRows needs the number of steps."""
         optimizer, step = self._optimizer, 1
         if isinstance(optimizer, TouchedRows):
             optimizer.num_steps += 1

@@ -207,7 +207,7 @@ class TimedTrainPipeline(TrainPipelineSparseDist[Any, Any]):
             if tables is not None:
                 arrived = request.wait()
                 tables.prefetch_rows_on_rank(arrived)
-                request.wait = partial(_given, arrived)
+                request.wait = partial(lambda value: value, arrived)
 
     @cached_property
     def _tiered_tables(self) -> dict[str, ShardedTables]:
@@ -217,10 +217,6 @@ class TimedTrainPipeline(TrainPipelineSparseDist[Any, Any]):
         return {forward.name: module for forward, module in forwards if module.tiered_groups}
 
 
-def _given(value: Any) -> Any:
-    return value
-
-
 @contextmanager
 def _means_by_number_of_ids() -> Iterator[None]:
     """Let TorchRec divide row-sharded MEAN bags by the number of ids, as FBGEMM does.
@@ -228,15 +224,11 @@ def _means_by_number_of_ids() -> Iterator[None]:
     TorchRec would divide by the sum of the weights.
     """
     torchrec_divisor = embeddingbag._create_mean_pooling_divisor
-    embeddingbag._create_mean_pooling_divisor = partial(_without_weights, torchrec_divisor)
+    embeddingbag._create_mean_pooling_divisor = lambda **given: torchrec_divisor(**given | {"weights": None})
     try:
         yield
     finally:
         embeddingbag._create_mean_pooling_divisor = torchrec_divisor
-
-
-def _without_weights(divisor: Callable[..., torch.Tensor], **arguments: Any) -> torch.Tensor:
-    return divisor(**arguments | {"weights": None})
 
 
 def _clocked(wait: Callable[[], Any]) -> Callable[[], Any]:
@@ -368,16 +360,12 @@ def _not_initialized(configs: list[EmbeddingBagConfig]) -> Iterator[None]:
     """Skip TorchRec's initialization, which initialize_tables replaces."""
     init_fns = [config.init_fn for config in configs]
     for config in configs:
-        config.init_fn = _keep
+        config.init_fn = lambda weight: weight
     try:
         yield
     finally:
         for config, init_fn in zip(configs, init_fns, strict=True):
             config.init_fn = init_fn
-
-
-def _keep(weight: torch.Tensor) -> torch.Tensor:
-    return weight
 
 
 def _fix_mean_pooling(

@@ -73,9 +73,7 @@ class UpdateRule:
         return ", ".join(f"{name}={value:g}" for name, value in values.items() if value)
 
     def numbers(self, lr: float, step: int) -> np.ndarray[Any, Any]:
-        """Return the kernels' float32 numbers of `step` (from 1), in the order of
-        kernels.optimizer.LR.
-        """
+        """Return `step`'s (from 1) float32 numbers, in the order of kernels.optimizer.LR."""
         first, second = 1 - self.beta1**step, 1 - self.beta2**step
         return np.array(
             [lr, self.eps, self.beta1, 1 - self.beta1, 1 / first, self.beta2, 1 - self.beta2, 1 / second,
@@ -94,7 +92,7 @@ STATES: dict[int, dict[str, bool]] = {
 
 
 class TouchedRows(torch.optim.Optimizer):
-    """Optimize one group. `rules[i]`, all of one kind, is for `weights[i]`, [rows, dim] in fp32."""
+    """Optimize one group. `rules[i]`, all of one kind: of `weights[i]`, [rows, dim] fp32."""
 
     def __init__(self, weights: Sequence[nn.Parameter], rules: Sequence[UpdateRule], lr: float) -> None:
         super().__init__(list(weights), {"lr": lr})

@@ -53,9 +53,7 @@ def _multiply(a, rows, step, b, columns, width, count, c):  # type: ignore[no-un
 
 @njit(nogil=True, cache=True)
 def dots(rows, num_rows, dim, lead, out, begin, end):  # type: ignore[no-untyped-def]
-    """Fill out [B, lead + pairs] from rows [B, num_rows, dim]: `lead` numbers, then i . j for all i
-    < j.
-    """
+    """Fill out [B, lead + pairs] from rows [B, num_rows, dim]: `lead` numbers, then all i . j."""
     padded, width = (num_rows + U(3)) // U(4) * U(4), (num_rows + L - U(1)) // L * L
     num_pairs = num_rows * (num_rows - U(1)) // U(2)
     a, b = np.zeros(width * dim + L, np.float32), np.empty((dim + L) * width, np.float32)

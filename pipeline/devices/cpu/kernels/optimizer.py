@@ -143,7 +143,7 @@ def clip(gradient, begin, end, most, norm):  # type: ignore[no-untyped-def]
 
 @part(fastmath=True)
 def to_direction(gradient, states, squares, state, square, kind, numbers, dim):  # type: ignore[no-untyped-def]
-    """Update the row's state, turn its gradient into the direction, and return its factor."""
+    """Update the row's state, make its gradient the direction, and return its factor."""
     scale = numbers[LR]
     if kind == ROWWISE_ADAGRAD:
         states[state] += _mean_square(gradient, dim)

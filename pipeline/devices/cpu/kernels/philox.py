@@ -112,7 +112,7 @@ def fill(out, first, key0, key1, is_normal, unit, begin, end):  # type: ignore[n
 
 @njit(nogil=True, cache=True)
 def sample_rows(rows, slots, first_row, first_column, width, key0, key1, is_normal, unit, values):  # type: ignore[no-untyped-def]
-    """Set values[slots[i]] to the initial weights of row first_row + rows[i] from first_column on."""
+    """Set values[slots[i]] to initial weights of row first_row + rows[i] from first_column."""
     numbers = np.empty(width, np.float32)
     for position in range(len(rows)):
         first = U(first_row + rows[position]) * U(width)
