@@ -24,8 +24,7 @@ from pipeline.data.raw.layout import feature_names
 from pipeline.data.read.batch import first_ids
 from pipeline.data.read.reader import ShardReader
 from pipeline.devices.process_group import init_for
-from pipeline.models.tasks.label_kinds import losses_of
-from pipeline.models.tasks.labels import LabelsPrediction, LabelsTask
+from pipeline.models.tasks.labels import LabelsPrediction, LabelsTask, losses_of
 from pipeline.models.tasks.task import task_in
 from pipeline.retraining.feature_changes import only_read
 from pipeline.retraining.gate import HeldScores, Scores
