@@ -13,9 +13,8 @@ from torch import nn
 from pipeline.config.registry import if_installed
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.reader import ShardReader
-from pipeline.models.tasks.group_metrics import GroupMeasure
+from pipeline.models.tasks.group_metrics import GroupMeasure, NamedMetrics
 from pipeline.models.tasks.labels import LabelsTask
-from pipeline.models.tasks.named_metrics import NamedMetrics
 from pipeline.models.tasks.task import Task, task_in
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.process import preemption, watchdog

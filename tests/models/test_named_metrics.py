@@ -14,7 +14,7 @@ from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.devices.process_group import init_distributed
 from pipeline.models.metrics.metric import Metric
-from pipeline.models.tasks.named_metrics import NamedMetrics
+from pipeline.models.tasks.group_metrics import NamedMetrics
 from pipeline.runtime.errors import ConfigError
 from tests.support.messages import names
 from tests.support.ranks import RankPool

@@ -11,8 +11,7 @@ from torchmetrics.functional.classification import binary_auroc, binary_average_
 
 from pipeline.devices.process_group import init_distributed
 from pipeline.models.tasks.click import Prediction
-from pipeline.models.tasks.click_metrics import COUNTED_AT_ONCE, ScoreCollector
-from pipeline.models.tasks.score_counts import BUCKETS, ScoreCounts, bucket_of
+from pipeline.models.tasks.click_metrics import BUCKETS, COUNTED_AT_ONCE, ScoreCollector, ScoreCounts, bucket_of
 from tests.support.ranks import RankPool
 
 

@@ -17,9 +17,8 @@ from pipeline.extras.runs import permutation
 from pipeline.extras.runs.evaluation_stats import Blocks, summarize_rows
 from pipeline.models.metrics.brier import Brier
 from pipeline.models.metrics.ece import ExpectedCalibrationError
-from pipeline.models.tasks.click_metrics import auprc
+from pipeline.models.tasks.click_metrics import ScoreCounts, auprc
 from pipeline.models.tasks.group_metrics import group_metrics
-from pipeline.models.tasks.score_counts import ScoreCounts
 from pipeline.retraining.gate import HeldScores, Scores, judge
 from pipeline.retraining.statistics import _quantiles
 from pipeline.serving.artifact.task_quality import LabelledRows, compare, qualities

@@ -1,10 +1,17 @@
-"""Measure predictions of clicks: NE, logloss, calibration and label rate by TorchRec; AUC and AUPRC
-by this package.
+"""Measure predictions of clicks: NE, logloss, calibration and label rate by TorchRec; AUC and AUPRC by us.
+
+For any number of rows in the same memory, weights are summed by label and bucket of logits. Rows of
+a bucket are treated as equal scores, and both metrics report an upper bound of the error that this
+causes. It is only a bound, because rows with equal scores add to it and cause no error. Buckets are
+the upper bits of a float32: BUCKETS_OF_OCTAVE of equal width between two powers of 2, for
+magnitudes from 2**-12 to 2**8. Smaller and larger ones are in the first and last bucket of their
+sign.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -17,14 +24,12 @@ from torchrec.metrics.ctr import CTRMetric
 from torchrec.metrics.metrics_config import RecTaskInfo
 from torchrec.metrics.ne import NEMetric
 
-from pipeline.data.quality import auc, ranked_groups
+from pipeline.data.quality import Floats, auc, ranked_groups
 from pipeline.devices.cpu.host_exchange import all_gather
-from pipeline.models.tasks.score_counts import ScoreCounts
 from pipeline.runtime.process.distributed import DistributedContext
 
 TASK = RecTaskInfo(name="click", label_name="label", prediction_name="prediction", weight_name="weight")
-# TorchRec's metric keys and the field's names. TorchRec's logloss is in bits (log2); ours is in
-# nats, as usual in the field.
+# TorchRec's metric keys and ours. TorchRec's logloss is in bits (log2); ours is in nats.
 NAMES = {"ne-click|{}_ne": "ne", "ne-click|{}_logloss": "logloss", "calibration-click|{}_calibration": "calibration"}
 BATCHES_AT_ONCE = 64
 EXACT_ROWS = 1 << 24  # rows up to which AUC is exact: 144 MiB of logits, labels and weights
@@ -42,14 +47,10 @@ class Prediction(NamedTuple):
 
 
 class RunningMetrics:
-    """Measure NE, logloss [nats], calibration (sum of predictions / sum of labels) and label rate
-    over all ranks.
+    """Measure NE, logloss [nats], calibration and label rate over all ranks.
 
-    A metric is NaN if the labels leave it undefined: NE with labels of one class, calibration
-    without a positive label.
-
-    window_samples: about how many of the last samples of all ranks count; None: all since
-    construction.
+    NaN: NE with labels of one class, calibration (sum of predictions / sum of labels) without a
+    positive one. window_samples: about how many last samples of all ranks count; None: all.
     """
 
     def __init__(self, context: DistributedContext, batch_size: int, window_samples: int | None = None) -> None:
@@ -75,11 +76,7 @@ class RunningMetrics:
         self._pending: list[Prediction] = []
 
     def update(self, prediction: Prediction) -> None:
-        """Add a batch.
-
-        The metrics take many batches at a time, because one update costs as much as a small model's
-        step.
-        """
+        """Add a batch. Many are updated at a time: one costs as much as a small model's step."""
         self._pending.append(prediction)
         if len(self._pending) == BATCHES_AT_ONCE:
             self._flush()
@@ -118,9 +115,8 @@ def _gathered(state: torch.Tensor, group: dist.ProcessGroup | None = None) -> li
 class ScoreCollector:
     """Compute AUC and AUPRC of all ranks' samples in bounded memory.
 
-    Up to `exact_rows` samples of all ranks the metrics are exact: each sample's logit, label and
-    weight are kept (9 bytes), and rank 0 sorts them. More samples are counted by buckets of logits (10 MiB),
-    and the result states its error.
+    Up to `exact_rows` samples of all ranks are kept (9 bytes each: logit, label, weight), and rank
+    0 sorts them. More are counted by buckets of logits (10 MiB), and the result states its error.
     """
 
     def __init__(self, exact_rows: int = EXACT_ROWS) -> None:
@@ -158,8 +154,7 @@ class ScoreCollector:
     def compute(self, context: DistributedContext) -> dict[str, float]:
         """Collective: return AUC, AUPRC and the number of all ranks' samples.
 
-        If they are computed from buckets, `auc_error` and `auprc_error` bound the distance from the
-        exact values.
+        From buckets, `auc_error` and `auprc_error` bound the distance from the exact values.
         """
         num_samples = torch.tensor(self._num_counted + self._num_kept, device=context.device)
         dist.all_reduce(num_samples)
@@ -189,9 +184,7 @@ class ScoreCollector:
 
 
 def gather_to_main(local: torch.Tensor, context: DistributedContext) -> torch.Tensor:
-    """Collective: return all ranks' 1-D tensors concatenated on rank 0, and an empty tensor on
-    other ranks.
-    """
+    """Collective: return all ranks' 1-D tensors joined on rank 0, on others an empty one."""
     if context.world_size == 1:
         return local.cpu()
     size = torch.tensor([len(local)], device=context.device)
@@ -210,11 +203,91 @@ def gather_to_main(local: torch.Tensor, context: DistributedContext) -> torch.Te
 def auprc(
     scores: NDArray[np.floating], labels: NDArray[np.number], weights: NDArray[np.floating] | None = None
 ) -> float:
-    """Return the average precision: the sum over score thresholds of precision times the step in
-    recall.
-    """
+    """Return the average precision: the sum over thresholds of precision times the step in recall."""
     positives, sizes = ranked_groups(scores, labels, weights) if len(scores) else (np.zeros(0), np.zeros(0))
     if not positives.sum():
         return math.nan
     precision = positives.cumsum() / sizes.cumsum()
     return float((precision * positives).sum() / positives.sum())
+
+
+MANTISSA_BITS, KEPT_BITS = 23, 14
+BUCKETS_OF_OCTAVE = 1 << KEPT_BITS
+LEAST, MOST = (int(np.array(edge, np.float32).view(np.int32)) for edge in (2.0**-12, 2.0**8))
+BUCKETS_OF_SIGN = (MOST - LEAST) >> (MANTISSA_BITS - KEPT_BITS)
+BUCKETS = 2 * BUCKETS_OF_SIGN
+
+
+class Bounded(NamedTuple):
+    """A metric, and the largest distance of the exact value from it."""
+
+    value: float
+    error: float
+
+
+def bucket_of(logits: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Return [n] in 0 to BUCKETS - 1, ascending with the logit. NaN is in the last bucket."""
+    positive_zeros = logits + np.float32(0.0)
+    bits = positive_zeros.view(np.int32)
+    magnitudes = np.clip(bits & 0x7FFFFFFF, LEAST, MOST - 1)
+    steps = ((magnitudes - LEAST) >> (MANTISSA_BITS - KEPT_BITS)).astype(np.int64)
+    is_below = (bits < 0) & ~np.isnan(logits)
+    buckets: NDArray[np.int64] = np.where(is_below, BUCKETS_OF_SIGN - 1 - steps, BUCKETS_OF_SIGN + steps)
+    return buckets
+
+
+def _zeros() -> Floats:
+    return np.zeros((2, BUCKETS))
+
+
+@dataclass
+class ScoreCounts:
+    """Sum the weights of rows by label and bucket: `counts` [2, BUCKETS]."""
+
+    counts: Floats = field(default_factory=_zeros)
+
+    def add(self, logits: NDArray[np.float32], labels: NDArray[np.uint8], weights: NDArray[np.floating]) -> None:
+        buckets = bucket_of(logits)
+        for label in (0, 1):
+            rows = labels == label
+            self.counts[label] += np.bincount(buckets[rows], weights[rows], minlength=BUCKETS)
+
+    def auc(self) -> Bounded:
+        """Return AUC; NaN if all labels are equal. A pair of unlike labels in a bucket counts 1/2
+        +- 1/2.
+        """
+        negatives, positives = self._best_first()
+        pairs = positives.sum() * negatives.sum()
+        if not pairs:
+            return Bounded(math.nan, 0.0)
+        above = positives.cumsum() - positives
+        undecided = (negatives * positives).sum() / 2
+        return Bounded(float(((negatives * above).sum() + undecided) / pairs), float(undecided / pairs))
+
+    def auprc(self) -> Bounded:
+        """Return AUPRC, or NaN without a positive.
+
+        At best all positives of a bucket come before its negatives; at worst they come after.
+        """
+        negatives, positives = self._best_first()
+        if not positives.sum():
+            return Bounded(math.nan, 0.0)
+        found = positives.cumsum()
+        rows = (positives + negatives).cumsum()
+        found_before, rows_before = found - positives, rows - positives - negatives
+
+        def mean(precision: Floats) -> float:
+            return float((precision * positives).sum() / positives.sum())
+
+        def share(part: Floats, whole: Floats) -> Floats:
+            return np.divide(part, whole, out=np.zeros(len(part)), where=whole > 0)
+
+        value = mean(share(found, rows))
+        most = mean(share(found, rows_before + positives))
+        least = mean(share(found_before, rows_before + negatives))
+        return Bounded(value, max(most - value, value - least))
+
+    def _best_first(self) -> tuple[Floats, Floats]:
+        """Return the weight of label 0 and of label 1 by bucket, best first."""
+        negatives, positives = self.counts[:, ::-1]
+        return negatives, positives

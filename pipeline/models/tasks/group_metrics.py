@@ -1,14 +1,14 @@
-"""Measure how scores rank rows within groups, for example of a user: exact GAUC, NDCG@k and hit
-rate@k over all ranks.
+"""Measure GAUC, NDCG@k and hit rate@k within groups, and metrics by name, over all ranks.
 
 GAUC is the mean of the groups' AUCs, weighted by their rows (Zhou et al. 2018, Deep Interest
 Network, section 6.2). A row of weight w takes w positions of the ranking; a fraction of a position
-counts as that fraction.
+counts as that fraction. NamedMetrics are those of trainer.metrics, for each binary label.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from pipeline.config.registry import find
 from pipeline.data.quality import Floats
+from pipeline.models.metrics.metric import Metric
 from pipeline.models.tasks.click_metrics import gather_to_main
 from pipeline.runtime.process.distributed import DistributedContext
 
 
 class GroupMeasure:
-    """Keep each row's group, logit, label and weight: 17 bytes per row. compute() collects the rows
-    of all ranks on rank 0.
-    """
+    """Keep each row's group, logit, label and weight (17 bytes), and gather them on rank 0."""
 
     def __init__(self, context: DistributedContext, at: list[int]) -> None:
         self._context, self._at = context, at
@@ -35,10 +35,7 @@ class GroupMeasure:
         self._weights: list[torch.Tensor] = []
 
     def update(self, prediction: Any, groups: torch.Tensor | None) -> None:
-        """Local: add a batch. prediction: logits, labels and sample_weights [batch].
-
-        Rows of group 0 belong to no group.
-        """
+        """Local: add a batch of logits, labels, sample_weights [batch]. Group 0 is none."""
         if groups is None:
             return
         weights = prediction.sample_weights.cpu()
@@ -93,8 +90,9 @@ def group_metrics(
 
 @dataclass(frozen=True)
 class _Ties:
-    """Runs of rows of one group with equal scores, best first in each group: arrays [num_ties],
-    `firsts` [num_groups]. Rows and positives are sums of weights.
+    """Runs of rows of one group with equal scores, best first: [num_ties], `firsts` [num_groups].
+
+    Rows and positives are sums of weights.
     """
 
     sizes: Floats
@@ -136,9 +134,8 @@ def _aucs(ties: _Ties, positives: Floats, rows: Floats) -> Floats:
 
 
 def _ndcg(ties: _Ties, positives: Floats, k: int) -> Floats:
-    """Return the NDCG of each group [num_groups].
-
-    Each position of a run gains the run's share of positives (McSherry and Najork 2008).
+    """Return the NDCG by group. Positions of a run gain its share of positives (McSherry, Najork
+    2008).
     """
     discounts = np.concatenate([[0.0], np.cumsum(1.0 / np.log2(np.arange(k) + 2.0))])
     places = np.arange(k + 1.0)
@@ -149,9 +146,7 @@ def _ndcg(ties: _Ties, positives: Floats, k: int) -> Floats:
 
 
 def _hits(ties: _Ties, k: int) -> Floats:
-    """Return for each group [num_groups] the probability of a positive among the first k, over
-    orders of equal scores.
-    """
+    """Return by group the probability of a positive among the first k, over orders of equal scores."""
     end = ties.before + ties.sizes
     missed = np.where((ties.positives > 0) & (end <= k), 0.0, 1.0)
     for run in np.flatnonzero((ties.before < k) & (end > k) & (ties.positives > 0)):
@@ -168,3 +163,34 @@ def _hits(ties: _Ties, k: int) -> Floats:
 
 def _mean(values: Floats, weights: Floats | None = None) -> float:
     return float(np.average(values, weights=weights)) if len(values) else math.nan
+
+
+class NamedMetrics:
+    """Add up the sums of registered metrics over the batches of an evaluation."""
+
+    def __init__(self, context: DistributedContext, names: Sequence[str]) -> None:
+        """Raises ConfigError if a name is not registered."""
+        self._context = context
+        self._metrics: dict[str, Metric] = {name: find("metric", name, "trainer.metrics")() for name in names}
+        self._sums: dict[str, Floats] = {}
+
+    def update(self, clicks: Mapping[str, Any]) -> None:
+        """Local: add a batch. clicks: label's prefix -> its logits, labels, weights."""
+        for prefix, prediction in clicks.items() if self._metrics else ():
+            weights = prediction.sample_weights.double()
+            counts = weights > 0
+            predictions = torch.sigmoid(prediction.logits.double())[counts].cpu().numpy()
+            labels, weights = (values[counts].cpu().numpy() for values in (prediction.labels.double(), weights))
+            for name, metric in self._metrics.items():
+                sums = metric.sums(predictions, labels, weights)
+                self._sums[prefix + name] = self._sums.get(prefix + name, 0.0) + sums
+
+    def compute(self) -> dict[str, float]:
+        """Collective: return the metrics, equal on every rank."""
+        found = {}
+        for name, sums in self._sums.items():
+            total = torch.as_tensor(sums, dtype=torch.float64).to(self._context.device)
+            if self._context.world_size > 1:
+                dist.all_reduce(total)
+            found[name] = float(self._metrics[name.rpartition("/")[2]].value(total.cpu().numpy()))
+        return found
