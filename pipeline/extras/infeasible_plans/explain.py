@@ -18,14 +18,19 @@ from pipeline.planner.chosen_plan import rank_loads
 from pipeline.planner.cost_model import UVM_KERNELS
 from pipeline.planner.hardware import Hardware
 from pipeline.planner.request import PlacedTable, Problem, build_problem, table_bytes
-from pipeline.planner.search.incumbent import Infeasible
-from pipeline.planner.search.portfolio import FIRST_PLAN
+from pipeline.planner.search.incumbent import Infeasible, SearchConfig
 from pipeline.planner.searcher import build_search_problem, enumerate_options, search_options
 from pipeline.runtime.byte_counts import show_bytes
 
 NUM_LARGEST = 5
 NUM_RANKS = 3
 SPLITTING_TYPES = ("row_wise", "table_row_wise", "column_wise", "table_column_wise", "grid_shard")
+
+# Find whether there is a plan at all, and little else.
+FIRST_PLAN = SearchConfig(
+    objective="max_rank", proposal_placements=20_000, start_steps=0, local_steps=(), anneal_moves=0,
+    exact_variables=3000, exact_work=100_000,
+)  # fmt: skip
 
 
 def explain_infeasible(config: PlannerConfig, problem: Problem) -> Iterator[str]:

@@ -46,13 +46,6 @@ BOUND_STEPS = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 NUM_CLIMBED = 3  # the best starts, which are improved further
 
 
-# Find whether there is a plan at all, and little else.
-FIRST_PLAN = SearchConfig(
-    objective="max_rank", proposal_placements=20_000, start_steps=0, local_steps=(), anneal_moves=0,
-    exact_variables=3000, exact_work=100_000,
-)  # fmt: skip
-
-
 @dataclass(frozen=True, eq=False)
 class SearchResult:
     """`torchrec`: what TorchRec's planner would choose; complete: all its proposals were tried."""
