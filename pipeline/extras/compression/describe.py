@@ -129,7 +129,7 @@ def _count(kind: CompressionKind, parts: list[Table]) -> Collisions | None:
 
 
 def _lookups_of(ids: NDArray[np.int64], frequencies: RowFrequencies) -> NDArray[np.float64]:
-    return _upto(ids + 1.0, frequencies) - _upto(ids.astype(np.float64), frequencies)
+    return _upto(ids + 1.0, frequencies) - _upto(ids.astype("float64"), frequencies)
 
 
 def _upto(ids: NDArray[np.floating[Any]], frequencies: RowFrequencies) -> NDArray[np.float64]:
