@@ -15,6 +15,7 @@ EXCEPTIONS = {
     "checkpoint/random_state.py": (1, "the name of a field of the file, which runs have on disk"),
     "config/planner.py": (1, "the values of a key; config is checked without torch"),
     "config/training.py": (1, "the values of a key; config is checked without torch"),
+    "config/tables.py": (1, "a method of torch.nn.Module, whose name no table may have"),
     "sharding/torchrec/sharder.py": (1, "TorchRec's list of sharding types for GPUs, on every device"),
     "sharding/torchrec/sharding.py": (1, "TorchRec's codecs for GPUs, on every device"),
     "training/preflight.py": (2, "it checks a job without torch; hardware may be somewhere else"),

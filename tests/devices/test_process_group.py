@@ -105,7 +105,7 @@ def test_whoever_asks_for_the_cpu_of_a_gpu_host_gets_it(
 def test_torch_says_why_it_sees_no_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("torch sees a GPU here")
-    assert cuda.why_no_gpu() not in ("", "torch gives no reason")
+    assert Cuda.why_absent() not in ("", "torch gives no reason")
 
 
 def test_hardware_cpu_alone_trains_on_the_cpu_of_a_gpu_host(ranks: RankPool) -> None:
