@@ -181,7 +181,7 @@ def test_metrics_of_each_label_are_those_of_all_rows_over_ranks(ranks: RankPool)
     assert found[0] == pytest.approx(found[1], nan_ok=True)
     outputs, labels, weights = (torch.cat(part).double().numpy() for part in zip(*_drawn(4), strict=True))
     counts, stars = weights[:, 3] > 0, weights[:, 1] / weights[:, 1].sum()
-    assert found[0]["order/auc"] == pytest.approx(auc(outputs[counts, 5], labels[counts, 3]))
+    assert found[0]["order/auc"] == pytest.approx(auc(outputs[counts, 5], labels[counts, 3], weights[counts, 3]))
     assert found[0]["order/num_samples"] == counts.sum() and found[0]["num_samples"] == 4 * 91
     share = weights[:, 2] / weights[:, 2].sum()
     error = outputs[:, 4] - labels[:, 2]
