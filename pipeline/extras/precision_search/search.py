@@ -1,8 +1,10 @@
 """Find the smallest mix of table precisions within a budget of NE:  export with precision=auto
 
-The search measures how much NE each table costs at each precision, with all other tables as they were trained. It goes
-down in the order of bytes saved for NE lost. By bisection it takes the smallest mix on that way whose NE, measured as a
-whole, is within the budget, because losses of single tables need not add up.
+The search measures how much NE each table costs at each precision, with all other tables as they
+were trained, on one half of the validation rows. It goes down in the order of bytes saved for NE
+lost. By bisection it takes the smallest mix on that way whose NE, measured as a whole on the other
+half, is within the budget with one standard error, because losses of single tables need not add up,
+and because tables that were chosen by chance cost more on other rows.
 """
 
 from __future__ import annotations
@@ -12,19 +14,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from pipeline.config.serving import PRECISIONS, ParityConfig
 from pipeline.runtime.logs import progress
 from pipeline.serving.artifact.certificate import excesses
 from pipeline.serving.artifact.quantize import fits, row_bytes
-from pipeline.serving.artifact.reference import BATCH_ROWS, SPLIT, Reference
+from pipeline.serving.artifact.reference import BATCH_ROWS, SPLIT, Reference, Scores
+from pipeline.serving.artifact.task_quality import compare, qualities
 
-ROWS = 16_384  # on which single tables are measured; whole mixes are measured on the whole sample
+ROWS = 16_384  # at most, on which single tables are measured
+PARTS = 8  # of the rows that decide, for the standard error of the NE that a mix costs
 NEAR = 0.75  # of the limits of parity on AUC and single scores
 MIN_LOSS = 1e-9  # a smaller loss, or a gain, is noise
 
 
 def find_mix(reference: Reference, fixed: dict[str, str], budget: float, limits: ParityConfig) -> list[str]:
-    """Return the smallest precisions, one a table; tables in `fixed` keep theirs. budget: of NE, on validation.
+    """Return the smallest precisions, one a table; tables in `fixed` keep theirs. budget: of NE, on
+    every second batch of the validation rows; the other batches say what single tables cost.
 
     A mix near one of `limits` on validation is left out, because other splits, pruning and layers add to its
     difference, and the artifact would be refused.
@@ -33,7 +40,10 @@ def find_mix(reference: Reference, fixed: dict[str, str], budget: float, limits:
         {name: stored.rows * row_bytes(stored.dim, name) for name in _choices(stored.dim, fixed.get(table.name))}
         for table, stored in zip(reference.trained.tables, reference.trained.stored, strict=True)
     ]
-    losses = table_losses(reference, sizes)
+    choosing = deciding = reference
+    if len(reference.samples[SPLIT].batches) > 1:
+        choosing, deciding = (reference.of_batches(SPLIT, slice(first, None, 2)) for first in (0, 1))
+    losses = table_losses(choosing, sizes)
     near = replace(
         limits,
         max_auc_decrease=NEAR * limits.max_auc_decrease,
@@ -43,10 +53,23 @@ def find_mix(reference: Reference, fixed: dict[str, str], budget: float, limits:
 
         def measure(precisions: list[str]) -> float:
             bar.advance(1)
-            parity = reference.parity_of(SPLIT, precisions)
-            return math.inf if excesses({SPLIT: parity}, near) else parity.ne_delta
+            scores = deciding.scores_of(SPLIT, precisions)
+            if excesses({SPLIT: deciding.compare(SPLIT, scores)}, near):
+                return math.inf
+            return highest_cost(deciding, scores)
 
         return smallest_mix(sizes, losses, measure, budget)
+
+
+def highest_cost(reference: Reference, scores: Scores) -> float:
+    """Return the NE that `scores` cost on validation rows plus one standard error, by PARTS of the rows."""
+    trained, rows = reference.scores[SPLIT], reference.samples[SPLIT].labels
+    costs = []
+    for part in range(PARTS):
+        mine = slice(part, None, PARTS)
+        labels = rows._replace(labels=rows.labels[mine], weights=rows.weights[mine])
+        costs.append(compare(trained[mine], scores[mine], labels, qualities(labels, trained[mine])).ne_delta)
+    return float(np.mean(costs) + np.std(costs, ddof=1) / math.sqrt(PARTS))
 
 
 def _choices(dim: int, fixed: str | None) -> list[str]:
@@ -55,7 +78,7 @@ def _choices(dim: int, fixed: str | None) -> list[str]:
 
 def table_losses(reference: Reference, sizes: list[dict[str, int]]) -> list[dict[str, float]]:
     """Return for each table: precision -> NE that it alone costs, on the first ROWS rows of the sample."""
-    few = reference.first_batches(SPLIT, ROWS // BATCH_ROWS)
+    few = reference.of_batches(SPLIT, slice(0, ROWS // BATCH_ROWS))
     losses: list[dict[str, float]] = []
     with progress("measuring tables", sum(len(one) for one in sizes)) as bar:
         for number, one in enumerate(sizes):

@@ -198,25 +198,28 @@ class Reference:
     def compare(self, split: str, scores: Scores) -> Parity:
         return compare(self.scores[split], scores, self.samples[split].labels, self.qualities[split])
 
-    def first_batches(self, split: str, count: int) -> Reference:
-        """Return a reference on the first batches of one split, with nothing measured yet."""
+    def of_batches(self, split: str, batches: slice) -> Reference:
+        """Return a reference on some batches of one split, with nothing measured yet."""
         sample = self.samples[split]
-        few = replace(sample, batches=sample.batches[:count])
-        scores = self.scores[split][: len(few.labels.labels)]
+        few = replace(sample, batches=sample.batches[batches])
+        ends = np.cumsum([int(batch.real.sum()) for batch in sample.batches])
+        scores = np.concatenate(np.split(self.scores[split], ends[:-1])[batches])
         measured = {split: qualities(few.labels, scores)}
         return replace(self, samples={split: few}, scores={split: scores}, qualities=measured, measured={})
 
     def parity_of(self, split: str, precisions: list[str]) -> Parity:
         """Measure the trained layers over tables of these precisions. Each mix is measured once."""
         key = (split, *precisions)
-        if key in self.measured:
-            return self.measured[key]
+        if key not in self.measured:
+            self.measured[key] = self.compare(split, self.scores_of(split, precisions))
+        return self.measured[key]
+
+    def scores_of(self, split: str, precisions: list[str]) -> Scores:
+        """Score the trained layers over tables of these precisions."""
         if set(precisions) == {"fp32"}:
-            found = self.compare(split, self.scores[split])
-        else:
-            with self._quantized(precisions) as lookup:
-                found = self._parity(split, lambda batch: lookup.pooled(*batch.ids))
-        return self.measured.setdefault(key, found)
+            return self.scores[split]
+        with self._quantized(precisions) as lookup:
+            return self.samples[split].score(self.trained.program(), lambda batch: lookup.pooled(*batch.ids))
 
     def parity_of_pruned(self, split: str, kept: list[KeptRows | None]) -> Parity:
         """Measure the trained layers over fp32 rows, with row 0 instead of rows that are not kept."""
