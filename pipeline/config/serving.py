@@ -133,6 +133,7 @@ def check_precisions(precision: str, tables: dict[str, str]) -> None:
         check_choice(f"tables.{name}", value, PRECISIONS)
 
 
+LOOPBACK_URLS = ("http://127.0.0.1:", "http://localhost:", "http://[::1]:")
 MEMORIES = ("ram", "ssd")
 
 
@@ -169,7 +170,8 @@ class ServerConfig:
 
     token_file has one token per line, and token_env names an environment variable with one token.
     A request then needs one of them as `Authorization: Bearer <token>`. tls_cert and tls_key are
-    PEM files, with which the server uses HTTPS.
+    PEM files, with which the server uses HTTPS. jwks is the URL or file of an identity provider's
+    public keys: tokens that it signed for jwt_audience are then accepted too.
 
     allowed_hosts: names that are allowed in a request's Host header; empty means this machine's
     names on loopback, and any name otherwise. watch_s: interval of checks for a newer artifact.
@@ -182,6 +184,9 @@ class ServerConfig:
     allowed_hosts: list[str] = field(default_factory=list)
     token_file: str | None = None
     token_env: str | None = None
+    jwks: str | None = None
+    jwt_issuer: str | None = None
+    jwt_audience: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
     watch_s: float = 2.0
@@ -196,6 +201,12 @@ class ServerConfig:
         check_above("server.drain_s", self.drain_s, 0.0)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("HTTPS needs server.tls_cert and server.tls_key: set both, or neither")
+        if len({bool(value) for value in (self.jwks, self.jwt_issuer, self.jwt_audience)}) > 1:
+            raise ConfigError(
+                "signed tokens need server.jwks, server.jwt_issuer and server.jwt_audience: set all three"
+            )
+        if self.jwks and self.jwks.startswith("http://") and not self.jwks.startswith(LOOPBACK_URLS):
+            raise ConfigError(f"server.jwks={self.jwks} could be changed on its way: use https://, or a file")
 
 
 @dataclass

@@ -8,12 +8,15 @@ import ipaddress
 import os
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.types import Scope
 
 from pipeline.config.serving import LimitsConfig, ServerConfig
 from pipeline.runtime.errors import ServingError
+
+if TYPE_CHECKING:
+    from pipeline.serving.http.signed_tokens import SignedTokens
 
 HEALTH_PATHS = frozenset(("/health", "/health/live", "/health/ready"))  # probes have no token, and no rate
 SHORTEST_TOKEN = 16
@@ -38,13 +41,17 @@ def client_key(address: str) -> str:
 
 
 class Tokens:
-    """The bearer tokens of which a request has to have one. Only their SHA-256 is kept."""
+    """The bearer tokens of which a request has to have one. Only their SHA-256 is kept.
 
-    def __init__(self, tokens: Sequence[str]) -> None:
+    `signed`: tokens of an identity provider are accepted too.
+    """
+
+    def __init__(self, tokens: Sequence[str], signed: SignedTokens | None = None) -> None:
+        self.signed = signed
         self._digests = [hashlib.sha256(token.encode()).digest() for token in tokens]
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return bool(self._digests) or self.signed is not None
 
     def allow(self, headers: Sequence[bytes]) -> bool:
         """Compare the Authorization headers with every token, in a time that does not depend on what is equal."""
@@ -52,6 +59,16 @@ class Tokens:
         given = hashlib.sha256(token.strip()).digest()
         equal = sum(hmac.compare_digest(given, digest) for digest in self._digests)
         return scheme.lower() == b"bearer" and equal > 0
+
+    async def problem(self, headers: Sequence[bytes]) -> str:
+        """Return why no token of the Authorization headers is accepted, or an empty string."""
+        if self.allow(headers):
+            return ""
+        scheme, _, token = headers[0].partition(b" ") if len(headers) == 1 else (b"", b"", b"")
+        if self.signed is None or scheme.lower() != b"bearer" or token.count(b".") != 2:
+            return "this server wants a header Authorization: Bearer <token>"
+        said = await self.signed.problem(token.strip().decode("latin-1"))
+        return f"the token is not accepted: {said}" if said else ""
 
 
 def read_tokens(server: ServerConfig) -> Tokens:
@@ -77,7 +94,13 @@ def read_tokens(server: ServerConfig) -> Tokens:
             f"a token of server.token_file or server.token_env is shorter than {SHORTEST_TOKEN} characters, or has "
             "others than ASCII ones without spaces: make one by `openssl rand -hex 32`"
         )
-    return Tokens(tokens)
+    if server.jwks is None:
+        return Tokens(tokens)
+    try:
+        from pipeline.serving.http.signed_tokens import SignedTokens
+    except ImportError as error:
+        raise ServingError(f"server.jwks needs PyJWT: pip install 'torchrec-pipeline[jwt]' ({error})") from error
+    return Tokens(tokens, SignedTokens(server))
 
 
 class ClientRates:
@@ -117,7 +140,7 @@ class Admission:
         per_s = limits.client_requests_per_s
         self._rates = None if per_s is None else ClientRates(per_s)
 
-    def refusal(self, scope: Scope) -> Refusal | None:
+    async def refusal(self, scope: Scope) -> Refusal | None:
         """Return the answer to a request that is not let in."""
         if self._allowed_hosts and (problem := self._host_problem(scope)):
             return problem
@@ -126,10 +149,9 @@ class Admission:
         if self._rates is not None and scope["client"] and (wait_s := self._rates.take(client_key(scope["client"][0]))):
             headers = {"Retry-After": str(max(1, round(wait_s)))}
             return Refusal(429, "more requests of one client than limits.client_requests_per_s", headers)
-        if self._tokens and not self._tokens.allow([v for name, v in scope["headers"] if name == b"authorization"]):
-            return Refusal(
-                401, "this server wants a header Authorization: Bearer <token>", {"WWW-Authenticate": "Bearer"}
-            )
+        given = [value for name, value in scope["headers"] if name == b"authorization"] if self._tokens else []
+        if self._tokens and (said := await self._tokens.problem(given)):
+            return Refusal(401, said, {"WWW-Authenticate": "Bearer"})
         return None
 
     def _host_problem(self, scope: Scope) -> Refusal | None:

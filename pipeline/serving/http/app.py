@@ -217,7 +217,7 @@ class _Watched:
                 raise ConnectionResetError(str(error)) from error
 
         try:
-            if refusal := self._admission.refusal(scope):
+            if refusal := await self._admission.refusal(scope):
                 await _problem(refusal.status, refusal.message, refusal.headers)(scope, receive, note)
             elif scope["path"] in (SCORE, RETRIEVE) and scope["method"] == "POST":
                 # Past middleware and routes, which would cost as much as all else here.

@@ -113,11 +113,14 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end, number)
-    watcher = asyncio.create_task(slot.watch(settings.server.watch_s))
+    tasks = [asyncio.create_task(slot.watch(settings.server.watch_s))]
+    if settings.tokens.signed is not None:
+        tasks.append(asyncio.create_task(settings.tokens.signed.keep_fresh()))
     try:
         await server.serve(sockets=[listener])
     finally:
-        watcher.cancel()
+        for task in tasks:
+            task.cancel()
     await slot.close()
     logger.info("all requests are answered, the server ends")
     return interrupted
