@@ -68,9 +68,9 @@ RUN pip install --no-deps /wheel/*.whl && pip uninstall -y pip
 
 FROM python AS runtime
 LABEL org.opencontainers.image.title="torchrec-pipeline" org.opencontainers.image.licenses="MIT"
-# Some libraries look the user up by name, and an arbitrary id has none; caches need a place that any user may write.
-ENV HOME=/workspace USER=pipeline TORCHINDUCTOR_CACHE_DIR=/tmp/torchinductor NUMBA_CACHE_DIR=/tmp/numba \
-    MPLCONFIGDIR=/tmp/matplotlib
+# Some libraries look the user up by name, and an arbitrary id has none. Caches of compilers hold code: each process makes
+# them in a folder of its own user with mode 0700 (pipeline/devices/cpu/process.py), so none is set here.
+ENV HOME=/workspace USER=pipeline
 RUN useradd --uid 1000 --gid 0 --no-create-home --home-dir /workspace pipeline \
     && mkdir /workspace && chmod 1777 /workspace
 WORKDIR /workspace

@@ -27,7 +27,13 @@ from pipeline.cli.command_line import check_encoding, parse_command_line, print_
 from pipeline.config.jobs.job import CONFIG_NAMES
 from pipeline.config.registry import register
 from pipeline.config.training import LoggerConfig, TrainerConfig
-from pipeline.devices.cpu.process import computes_here, find_kernel_cache, limit_openmp_spin, use_huge_pages
+from pipeline.devices.cpu.process import (
+    computes_here,
+    find_kernel_cache,
+    find_other_caches,
+    limit_openmp_spin,
+    use_huge_pages,
+)
 from pipeline.runtime.logs import configure_logging
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.exit_codes import FAILED, INTERRUPTED
@@ -117,6 +123,7 @@ class Verb(Generic[Job, Result]):
     def _prepare_process(self) -> None:
         if self.runs_kernels:
             find_kernel_cache()
+            find_other_caches()
             if not self.runs_on_ranks or computes_here(sys.argv[1:]):
                 limit_openmp_spin()
                 use_huge_pages()

@@ -19,12 +19,13 @@ from pathlib import Path
 import pipeline
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.host_memory import host_memory_bytes
-from pipeline.runtime.storage.private import private_folder
+from pipeline.runtime.storage.private import private_folder, temporary_folder
 
 logger = logging.getLogger(__name__)
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 KERNEL_CACHE = "NUMBA_CACHE_DIR"
+OTHER_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR": "triton", "MPLCONFIGDIR": "matplotlib"}
 GPU_FILE = Path("/dev/nvidia0")  # the NVIDIA driver makes it for the first GPU of a host
 
 
@@ -93,6 +94,30 @@ def find_kernel_cache() -> None:
     except ConfigError as error:
         os.environ[KERNEL_CACHE] = tempfile.mkdtemp(prefix="numba-")
         logger.warning("kernels are compiled anew into %s: %s", os.environ[KERNEL_CACHE], error)
+
+
+def find_other_caches() -> None:
+    """Let torch's compilers and matplotlib use caches in a folder of this user.
+
+    Their caches hold code and pickles. torch's default, /tmp/torchinductor_<user>, is used as found, whoever made it.
+    """
+    for variable, name in OTHER_CACHES.items():
+        if given := os.environ.get(variable):
+            with contextlib.suppress(OSError):
+                os.makedirs(given, 0o700, exist_ok=True)
+                found = os.stat(given)
+                if found.st_uid in (0, os.getuid()) and not found.st_mode & 0o022:
+                    continue
+            logger.warning(
+                "%s=%s is not used: it must be a folder that no other user can write to, because it holds code",
+                variable,
+                given,
+            )
+        try:
+            os.environ[variable] = private_folder(os.path.join(temporary_folder(), name))
+        except ConfigError as error:
+            os.environ[variable] = tempfile.mkdtemp(prefix=f"{name}-")
+            logger.warning("the cache is a new folder, %s: %s", os.environ[variable], error)
 
 
 def _others_write(folder: Path) -> bool:

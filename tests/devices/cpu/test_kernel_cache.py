@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.container import as_container
 from pipeline.devices.cpu import process as kernel_cache
-from pipeline.devices.cpu.process import KERNEL_CACHE, find_kernel_cache
+from pipeline.devices.cpu.process import KERNEL_CACHE, OTHER_CACHES, find_kernel_cache, find_other_caches
 
 
 def _writable(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
@@ -91,3 +91,30 @@ def test_kernels_load_in_a_container_whose_root_is_read_only(tmp_path: Path) -> 
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
         assert done.returncode == code, done.stderr
         assert code == 0 or "no locator available" in done.stderr
+
+
+def test_caches_of_compilers_are_in_folders_of_this_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(kernel_cache.tempfile, "tempdir", str(tmp_path / "tmp"))
+    for variable in OTHER_CACHES:
+        monkeypatch.delenv(variable, raising=False)
+    find_other_caches()
+    for variable, name in OTHER_CACHES.items():
+        assert os.environ[variable] == str(tmp_path / "tmp" / f"pipeline-{os.getuid()}" / name)
+        assert os.stat(os.environ[variable]).st_mode & 0o777 == 0o700
+        monkeypatch.setenv(variable, str(tmp_path / name))
+    find_other_caches()
+    assert {os.environ[variable] for variable in OTHER_CACHES} == {
+        str(tmp_path / name) for name in OTHER_CACHES.values()
+    }
+    (tmp_path / "triton").chmod(0o777)
+    find_other_caches()
+    assert "pipeline-" in os.environ["TRITON_CACHE_DIR"] and "TRITON_CACHE_DIR" in caplog.text
+    (tmp_path / "tmp" / f"pipeline-{os.getuid()}").chmod(0o777)
+    find_other_caches()
+    monkeypatch.setenv("MPLCONFIGDIR", "/proc/nothing")
+    find_other_caches()
+    found = Path(os.environ["MPLCONFIGDIR"])
+    assert found.parent == tmp_path / "tmp" and found.name.startswith("matplotlib-")
