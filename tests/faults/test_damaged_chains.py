@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.faults.checkpoints import Loader, save_steps
 from tests.faults.conftest import FaultRecorder
+from tests.support.examples import SCALE, SEED
 from tests.support.ranks import RankPool
 
 FILES = ("__0_0.distcp", "__1_0.distcp", ".metadata", "manifest.json", "random_00000.json")
@@ -46,10 +47,10 @@ def test_no_flipped_bit_of_a_chain_is_loaded(
     """Steps 2 and 3 are links on step 1."""
     folder = str(tmp_path / "checkpoints")
     digests = ranks.run(2, save_steps, folder, [1, 2, 3], {"is_packed": is_packed}, 9)[0]
-    generator = random.Random(18)
+    generator = random.Random(18 + SEED)
     cases = [
         (step, name, generator.randrange(8 * os.path.getsize(f"{folder}/step_{step:08d}/{name}")))
-        for number in range(300)
+        for number in range(300 * SCALE)
         for step, name in [(1 + number % 3, FILES[number // 3 % len(FILES)])]
     ]
     expected = {1: (-1, ""), 2: (1, digests[1]), 3: (2, digests[2])}
@@ -67,5 +68,5 @@ def test_no_flipped_bit_of_a_chain_is_loaded(
         10,
         f"0 of {len(cases)} flips in a chain{' of compressed links' if is_packed else ''} silent: the steps before the damaged one load exactly",
         count=len(cases),
-        seed=18,
+        seed=18 + SEED,
     )

@@ -22,6 +22,7 @@ from pipeline.runtime.errors import CheckpointError, ForeignFileError
 from tests.faults.checkpoints import Loader, load_once, save_steps
 from tests.faults.conftest import FaultRecorder
 from tests.faults.hostile import replace_and_seal
+from tests.support.examples import SCALE, SEED
 from tests.support.messages import names
 from tests.support.ranks import RankPool
 
@@ -97,13 +98,13 @@ def test_no_flipped_bit_is_loaded(
 ) -> None:
     """`count` bits of each kind of file."""
     folder, digests = saved
-    generator, cases = random.Random(10), []
+    generator, cases = random.Random(10 + SEED), []
     for name in ("__0_0.distcp", ".metadata", "manifest.json", "random_00000.json"):
         bits = 8 * os.path.getsize(f"{folder}/{NEWEST}/{name}")
-        cases += [(name, str(generator.randrange(bits))) for _ in range(count)]
+        cases += [(name, str(generator.randrange(bits))) for _ in range(count * SCALE)]
     found = _plant(ranks, folder, tmp_path, cases)
     assert [one for one in found if one != (1, digests[1])] == []
-    fault(10, f"0 of {len(cases)} silent: step rejected, N-1 loaded exactly", count=len(cases), seed=10)
+    fault(10, f"0 of {len(cases)} silent: step rejected, N-1 loaded exactly", count=len(cases), seed=10 + SEED)
 
 
 def test_files_swapped_between_steps_are_found_and_a_step_is_never_written_again(

@@ -25,8 +25,9 @@ from pipeline.runtime.storage.signature import Purpose, requiring, signing
 from tests.faults.signed_world import World, make_world
 from tests.runtime.test_signature import make_keys
 from tests.support.crc32 import with_same_crc32
+from tests.support.examples import SCALE, SEED
 
-SEEDS_OF_A_CAMPAIGN = 5
+SEEDS_OF_A_CAMPAIGN = 5 * SCALE
 
 Forgery = Callable[[World, Path, random.Random, str, str], None]
 
@@ -215,7 +216,7 @@ OF_FOLDERS: list[Forgery] = [newest_delta_removed, registry_without_pointer, art
 CASES = (
     [
         (purpose, way, seed)
-        for seed in range(SEEDS_OF_A_CAMPAIGN)
+        for seed in range(SEED, SEED + SEEDS_OF_A_CAMPAIGN)
         for purpose in World(Path()).manifests
         for way in OF_MANIFESTS
     ]

@@ -14,6 +14,7 @@ from pipeline.checkpoint.steps import list_steps, read_manifest
 from pipeline.runtime.errors import CheckpointError
 from tests.faults.checkpoints import MIXED, load_once, save_steps
 from tests.faults.conftest import FaultRecorder
+from tests.support.examples import SEED
 from tests.support.object_store import FaultyProxy, quick_retries, store, use_store  # noqa: F401
 from tests.support.ranks import RankPool
 from tests.support.sharded_models import build_sharded
@@ -24,7 +25,7 @@ PASSING = ("503", "500", "reset", "lost", "slow", "truncated")
 
 def _now_and_then(fault: str, seed: int, share: float = 0.15) -> Callable[[str, str], str]:
     """Of the same request three times in a row at most: what passes is never more than the retries outlast."""
-    generator, in_a_row = random.Random(seed), dict[tuple[str, str], int]()
+    generator, in_a_row = random.Random(seed + SEED), dict[tuple[str, str], int]()
 
     def plant(method: str, path: str) -> str:
         before = in_a_row.get((method, path), 0)

@@ -19,6 +19,7 @@ from pipeline.training.train import train
 from tests.faults import planted
 from tests.faults.conftest import FaultRecorder
 from tests.faults.runs import Run, left_over, processes_of
+from tests.support.examples import SCALE, SEED
 from tests.support.ranks import RankPool
 
 STEPS, RANKS, HANG_S = 60, 2, 10  # on a machine with other work a rank may stand still for seconds and be well
@@ -136,7 +137,7 @@ def _check_hang(run: Run, attempt: int, text: str, rank_that_tells: int) -> floa
 def test_twenty_kills_in_one_run(
     uninterrupted: Run, prepared_clicks: str, tmp_path: Path, fault: FaultRecorder
 ) -> None:
-    kills = _kills_at_steps(20, 0, random.Random(20))
+    kills = _kills_at_steps(20, 0, random.Random(20 + SEED))
     run = Run(prepared_clicks, tmp_path, PATIENT)
     code, output = run.finish(*kills, ranks=RANKS, max_restarts=25)
     assert code == DONE, output
@@ -146,8 +147,26 @@ def test_twenty_kills_in_one_run(
         1,
         "20 of 20: weights, optimizer and random state, validation metrics bitwise equal, each row once in the committed lineage",
         count=20,
-        seed=20,
+        seed=20 + SEED,
     )
+
+
+@pytest.mark.campaign
+def test_an_agent_that_is_killed_while_its_ranks_start_leaves_no_orphan(
+    prepared_clicks: str, tmp_path: Path, fault: FaultRecorder
+) -> None:
+    """Ranks need about a second to import what lets the kernel end them with their agent."""
+    generator, tries = random.Random(5 + SEED), 12 * SCALE
+    for number in range(tries):
+        run = Run(prepared_clicks, tmp_path / str(number))
+        agent = run.start({"rank": 1, "at": "step", "step": 1, "do": "block"}, ranks=RANKS)
+        while len(processes_of(run)) < 1 + RANKS and agent.poll() is None:
+            time.sleep(0.005)
+        time.sleep(generator.uniform(0.0, 1.0))
+        agent.kill()
+        agent.communicate(timeout=300)
+        assert left_over(run) == [], number
+    fault(4, "killed within the first second of its ranks: no orphan", count=tries, seed=5 + SEED)
 
 
 @pytest.mark.campaign
