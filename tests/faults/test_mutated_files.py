@@ -21,7 +21,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pipeline.config.compression import CompressionConfig
 
 from pipeline.checkpoint.chains import chain_of
 from pipeline.checkpoint.retention import measured_metric
@@ -30,6 +29,7 @@ from pipeline.checkpoint.vocabularies import read_values
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import job_to_yaml, load_saved_job
+from pipeline.config.tables import CompressionConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.extras.checkpoints.survey import summarize_step
 from pipeline.planner.plan_codec import read_plan

@@ -160,7 +160,8 @@ def test_keys_rotate_and_an_unknown_key_asks_the_provider_seldom(
 def test_keys_that_cannot_be_used_are_one_line_at_the_start(provider: Provider, tmp_path: Path) -> None:
     secret = {"kty": "oct", "kid": "s", "k": part(b"0" * 32), "alg": "HS256"}
     short = entry(rsa.generate_private_key(65537, 1024), "short")
-    for keys in ([secret], [short], [entry(EC_KEY, "enc", use="enc")], [entry(EC_KEY, "")], [{}], [7]):
+    unusable: list[list[Any]] = [[secret], [short], [entry(EC_KEY, "enc", use="enc")], [entry(EC_KEY, "")], [{}], [7]]
+    for keys in unusable:
         provider.keys = keys
         with pytest.raises(ServingError, match=names("server.jwks")):
             read_tokens(config(provider.url))
