@@ -24,8 +24,10 @@ from pipeline.config.jobs.job import CONFIG_NAMES
 from pipeline.config.registry import components, load_plugins, missing_plugins
 from pipeline.config.saved_jobs import instantiate, near_field
 from pipeline.runtime.errors import ConfigError, did_you_mean
+from pipeline.runtime.logs import get_logger
 
 Job = TypeVar("Job")
+logger = get_logger(__name__)
 # (group, name) -> schema, for the schemas in Hydra's store
 _stored: dict[tuple[str | None, str], type] = {}
 
@@ -50,6 +52,8 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
     except ValueError as error:  # Hydra raises it for null if a YAML file overrides the group
         nulls = ", ".join(choice for choice in choices if choice.endswith("=null"))
         raise ConfigError(f"{nulls or ' '.join(choices)}: {error}; choose an option, or leave the key out") from None
+    for line in _replaced_by_experiment(folders, choices, {override.key_or_group for override in values}):
+        logger.warning(line)
     for override in values:
         if override.key_or_group == "plugins" and "plugins" not in get_type_hints(job_type):
             continue  # the job of a plugin's verb may have no such field
@@ -82,6 +86,36 @@ def _without_keys_of_other_models(folders: list[Path], choices: list[str]) -> li
     option = f"{name}__{model}"
     ConfigStore.instance().store(group="experiment", name=option, node=node, package="_global_")
     return [f"experiment={option}" if choice == f"experiment={name}" else choice for choice in choices]
+
+
+def _replaced_by_experiment(folders: list[Path], choices: list[str], given: set[str]) -> list[str]:
+    """Return a line for each chosen option of which the chosen experiment replaces values. An
+    experiment is composed after all groups. given: keys of the command line, which replace both."""
+    chosen = dict(choice.partition("=")[::2] for choice in choices)
+    experiment = _leaves(_option_values(folders, "experiment", chosen.pop("experiment", "")))
+    lines = []
+    for group, name in chosen.items():
+        option = {f"{group}.{key}": value for key, value in _leaves(_option_values(folders, group, name)).items()}
+        replaced = [key for key in option if key not in given and key in experiment and experiment[key] != option[key]]
+        if replaced:
+            values = ", ".join(f"{key}={experiment[key]}" for key in replaced)
+            own = " ".join(f"{key}={option[key]}" for key in replaced)
+            lines.append(f"{group}={name}: the experiment sets {values} instead; to use the option's values add {own}")
+    return lines
+
+
+def _option_values(folders: list[Path], group: str, name: str) -> dict[str, Any]:
+    file = next((file for each in folders if (file := each / group / f"{name}.yaml").is_file()), None)
+    values = yaml.safe_load(file.read_text()) if file is not None else None
+    return values if isinstance(values, dict) else {}
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return dotted key -> value; lists are values."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
 
 
 def _compose_choices(job_type: type, folders: list[Path], choices: list[str]) -> DictConfig:

@@ -271,3 +271,17 @@ def test_a_metric_without_a_label_is_that_of_the_first_label_that_has_it() -> No
     )
     assert (named.early_stop_metric, named.best_metric) == ("click/auc", "conversion/auc")
     assert load_config(TrainJob, ["experiment=quickstart", "early_stop=auc"]).best_metric == "auc"
+
+
+def test_a_chosen_option_whose_values_the_experiment_replaces_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """It was silent: with optimizer=adam an experiment trained with its own Adagrad."""
+    job = load_config(TrainJob, ["experiment=conversions_esmm", "optimizer=adam"])
+    assert job.optimizer.sparse.name == "adagrad"
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "optimizer=adam: the experiment sets optimizer.sparse.name=adagrad" in line
+    caplog.clear()
+    fix = line.partition(" add ")[2].split()
+    job = load_config(TrainJob, ["experiment=conversions_esmm", "optimizer=adam", *fix])
+    assert job.optimizer.sparse.name == "adam" and not caplog.records
+    load_config(TrainJob, [QUICKSTART, "optimizer.sparse.name=adam"])
+    assert not caplog.records
