@@ -12,7 +12,7 @@ PIPELINE = Path(__file__).resolve().parents[2] / "pipeline"
 APART = ("devices", "extras")  # the answers, and the shadow GPU, which takes torch.cuda's place
 # Module -> how many checks it has at most, and why they stay.
 EXCEPTIONS = {
-    "checkpoint/archives.py": (1, "a file's tensors are read into host memory; others are copied there"),
+    "checkpoint/archives.py": (1, "an archive of tensors on another device is refused"),
     "checkpoint/random_state.py": (1, "the name of a field of the file, which runs have on disk"),
     "config/planner.py": (1, "the values of a key; config is checked without torch"),
     "config/training.py": (1, "the values of a key; config is checked without torch"),
