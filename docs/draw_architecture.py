@@ -32,20 +32,20 @@ ROOMS = [
     [("config", "schemas, component registry")],
     [("runtime", "processes, storage, errors, logs")],
 ]
-# What a reader needs to know beyond the picture.
+# What a reader needs to know in addition to the picture.
 HOLDS = {
-    "launch": "TorchX components, Slurm, Kubernetes; `extras/` has other schedulers; it knows the command line and config only",
-    "cli": "one thin file for each verb; Hydra composes the job here, and only here",
-    "retraining": "a tick: windows, challenger, gate, registry and ledger of versions",
+    "launch": "TorchX components, Slurm, Kubernetes; `extras/` has other schedulers",
+    "cli": "one thin file for each verb; only this package uses Hydra, to compose the job",
+    "retraining": "`retrain`: it trains a model on new data, compares it with the current one, promotes it; the registry of versions",
     "serving": "`artifact/` (quantize, prune, certify), `scoring/` (predictor, tables, raw rows), `http/`",
     "training": "train and evaluate as functions, the trainer and its hooks; `runs/` compares and reports",
-    "models": "one file for each model; `tasks/` hold a loss and its metrics together; `layers/`",
+    "models": "one file for each model; `tasks/` (a task is a loss with its metrics); `layers/`",
     "sharding": "`torchrec/` (sharder, checks, managed collision), `collectives/`, `tiers/`",
     "planner": "cost model, `search/` (arrays in, assignment out), plan files, the page",
     "checkpoint": "immutable verified steps; reshard, warm start, export of a table",
     "embeddings": "tables resolved from config and data; `compression/`",
     "data": "`raw/` formats, `prepare/`, `read/`, `generate/`, dataset.json",
-    "devices": "what a device decides (`base.py`), CUDA, `cpu/` (Numba kernels, threads, exchange of one host, memory)",
+    "devices": "what differs between devices (`base.py`), CUDA, `cpu/` (Numba kernels, threads, exchange within a host, memory)",
     "config": "every schema as dataclasses, saved jobs, the registry of components; no torch",
     "runtime": "`process/` (ranks, agent, watchdog, signals), `storage/` (paths, object stores, leases), errors, logs",
 }
@@ -61,7 +61,7 @@ FLOW = [
 NOTES = [
     "The packages in blue do this work. retrain",
     "runs this flow for each window of new data,",
-    "and promotes the model that passes its gate.",
+    "and promotes a model that passes all checks.",
 ]
 
 WIDTH, MARGIN, TOP = 880, 24, 64

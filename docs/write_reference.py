@@ -18,15 +18,16 @@ INDEX = f"""# Reference
 
 {WRITTEN}
 
-- [Commands](commands.md): every verb
-- [Features](features.md): each feature with its page and its test
-- [Troubleshooting](troubleshooting.md): the message, its cause, the fix
+- [Commands](commands.md): every command
+- [Features](features.md): what you can do, with a page and a test for each feature
+- [Troubleshooting](troubleshooting.md): messages with their cause and fix
 - [Glossary](glossary.md)
 
-The pages below list every key with its type, its default and its meaning. A verb's `-h KEY` prints the same for
-one key or section: `python -m pipeline train -h trainer.seed`. The default is the default of the group's default
-option. `--cfg` prints the job that a command line makes. `<name>` stands for a table, a feature or a column, or for
-a pattern such as `cat_*`. [Config](../do/config.md) explains how to set options and values.
+The pages below list every key with its type, its default and its meaning. With `-h KEY` a command prints the same
+for one key or section: `python -m pipeline train -h trainer.seed`. If a key has different defaults in several options
+of its group, the pages show the default of the option that is used by default. `--cfg` prints the complete config of
+a command line. `<name>` stands for a table, a feature or a column, or for a pattern such as `cat_*`.
+[Config](../do/config.md) explains how to set options and values.
 """
 
 
@@ -64,7 +65,7 @@ def _page(title: str, keys: list[Key]) -> str:
 
 def _lists(paths: list[str]) -> str:
     """The links of the index: first groups of keys, then verbs."""
-    heads = {"keys/": "Groups of a training job", "verbs/": "Keys of the other verbs"}
+    heads = {"keys/": "Groups of a training job", "verbs/": "Keys of the other commands"}
     lines = []
     for folder, head in heads.items():
         mine = sorted(path for path in paths if path.startswith(folder))

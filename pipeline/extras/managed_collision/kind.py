@@ -62,7 +62,7 @@ class ManagedCollision(CompressionKind):
 
     @cached_property
     def rows(self) -> ManagedRows:
-        """Return the settings of the map. Raises ConfigError if they do not make a table."""
+        """Return the settings of the map. Raises ConfigError if the settings are not valid."""
         config = self.config
         if config.num_rows is None:
             raise ConfigError(

@@ -62,7 +62,8 @@ class Tower(Predictor):
     def _pooled(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         """Look up the rows.
 
-        Compressed tables are composed for all features, so features of the other tower get no ids.
+        The rows of compressed tables are composed for the features of both towers together. Here
+        the features of the other tower get bags without ids.
         """
         if self._composed is None:
             return self.lookup.pooled(values, offsets, weights)

@@ -97,8 +97,8 @@ class Run:
 
     @cached_property
     def evaluations(self) -> dict[tuple[str, int], dict[str, float]]:
-        """Return (split, step) -> metrics of complete splits: from training, then from
-        `evaluate`.
+        """Return (split, step) -> metrics of complete splits, measured by training or by
+        `evaluate`. If both measured a step, `evaluate` counts.
         """
         found = {("validation", line["step"]): _numbers(line) for line in self.lines if line["kind"] == "validation"}
         for name in storage.list_folder(self.path):
