@@ -1,8 +1,8 @@
 """Retrain on new windows of data, and promote the model if it is better:  python -m pipeline retrain experiment=quickstart source=clicks/
 
-One call is one tick. It takes the oldest windows of new data (at most max_catchup). For each window it prepares the
-data, trains a challenger from the champion, compares both on the next window, and promotes or rejects. A tick with
-nothing to do, or while another tick runs, ends with exit code 0. A scheduler may run it at any interval
+One call is called a tick. It takes the oldest windows of new data (at most max_catchup). For each window it prepares
+the data, trains a new model (the challenger) from the current one (the champion), compares both on the next window,
+and promotes or rejects the challenger. If there is nothing to do, or another tick runs, it ends with exit code 0. A scheduler may run it at any interval
 (docs/do/retraining.md).
 
 With follow=true it is one continuous training: it reads the source's files as they are added and grow, or a Kafka

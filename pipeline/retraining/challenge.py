@@ -227,7 +227,7 @@ class Challenge:
         return all(finding.passed for finding in findings if finding.name in names)
 
     def _unlike_the_next(self, trained_on: Examined, judged_on: Examined) -> Outcome:
-        why = f"{self.judged_on.name}, which judges it, is similar to the windows before it and not to this one"
+        why = f"the next window, {self.judged_on.name}, is similar to the windows before both and not to this one"
         reasons = [f"{why}: {finding.text}" for finding in judged_on.failed]
         return self._rejected(self.window, reasons, trained_on, accepted=False)
 

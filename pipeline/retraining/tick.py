@@ -162,7 +162,7 @@ class Tick:
             if len(ready) == 2:
                 return self._work_on(ready[0], ready[1], pointer)
         if ready:
-            waits = f"window {ready[0].name} waits for the next window, on which its challenger is judged"
+            waits = f"window {ready[0].name} waits for the next window, on which both models are compared"
             return waits + _advice(self._refused)
         return "no new window" + _advice(self._refused)
 
@@ -197,7 +197,7 @@ class Tick:
             return ""
         judged = {record.window for record in self._records}
         left = [window.name for window in self._pending() if window.name in set(self.job.retry) - judged]
-        return f". Give retry=[{','.join(left)}] again: not judged in this tick" if left else ""
+        return f". Give retry=[{','.join(left)}] again: not used in this tick" if left else ""
 
     def _pending(self) -> list[Window]:
         records = self._read_windows()

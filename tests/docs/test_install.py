@@ -45,6 +45,6 @@ def test_an_environment_keeps_its_set_until_make_is_asked_for_the_other(tmp_path
 
 
 def test_the_extras_that_are_named_are_those_that_there_are() -> None:
-    listed = re.search(r"(?s)are extras, (.*?): an error names", PAGE)
+    listed = re.search(r"(?s)are\sextras, (.*?)\. If an extra", PAGE)
     assert listed is not None
     assert set(re.findall(r"`(\w+)`", listed[1])) == extras() - {"cpu", "gpu", "serve", "dev", "docs"}

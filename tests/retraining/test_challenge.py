@@ -83,12 +83,12 @@ def windows(count: int) -> list[Window]:
     [
         pytest.param(2, [0, 0, 0, 0], {}, {}, 2, USABLE, id="all alike"),
         pytest.param(
-            2, [0, 0, 0.9, 0], {}, {}, 2, "dt=2026-11-04, which judges it", id="the first is odd, unnoticed yet"
+            2, [0, 0, 0.9, 0], {}, {}, 2, "the next window, dt=2026-11-04", id="the first is odd, unnoticed yet"
         ),
         pytest.param(2, [0, 0, 0, 0.9], {}, {}, 3, "distance from the window before 0.900", id="the next is odd"),
         pytest.param(3, [0, 0, 0, 0.9, 0], {}, {}, 3, "distance from the window before 0.900", id="the first is odd"),
         pytest.param(3, [0, 0, 0, 0, 0.9], {}, {}, 4, "distance from the window before 0.900", id="much history"),
-        pytest.param(1, [0, 0, 0], {1: 200}, {}, 1, "dt=2026-11-03, which judges it", id="few rows, unnoticed yet"),
+        pytest.param(1, [0, 0, 0], {1: 200}, {}, 1, "the next window, dt=2026-11-03", id="few rows, unnoticed yet"),
         pytest.param(1, [0, 0, 0], {2: 100}, {}, 2, "rows 100 differs by -90.0%", id="the next has few rows"),
         pytest.param(
             1,

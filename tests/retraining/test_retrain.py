@@ -49,7 +49,7 @@ def test_of_two_ticks_at_once_one_works_and_the_other_says_so(tmp_path: Path, he
     lease.release()
     assert (
         retrain(job(tmp_path)).note
-        == "window dt=2026-11-01 waits for the next window, on which its challenger is judged"
+        == "window dt=2026-11-01 waits for the next window, on which both models are compared"
     )
 
 

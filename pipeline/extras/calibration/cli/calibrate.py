@@ -1,7 +1,7 @@
 """Measure this machine, so that plan can predict steps on it:  python -m pipeline calibrate
 name=my_machine
 
-It takes job.seconds (250) and needs an idle machine. It times small trainings on CPU ranks; a step
+It takes about `seconds` (250) seconds, and needs an idle machine. It times small trainings on CPU ranks; a step
 on GPUs is predicted from the data sheet. It writes conf/hardware/<name>.yaml and the measurements.
 Then run python -m pipeline plan experiment=quickstart hardware=my_machine
 """

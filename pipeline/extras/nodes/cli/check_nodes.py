@@ -1,7 +1,7 @@
 """Check the nodes of a job before a long run:  torchx run -s slurm pipeline.doctor -j 2x1 --gpu 8 -- folder=/shared/runs
 
 The job's process group measures the links between all pairs of nodes, an all-to-all, and the
-clocks. The verb compares versions and GPUs of all nodes, and checks that `folder` is one file
+clocks. The command compares versions and GPUs of all nodes, and checks that `folder` is one file
 system on all of them. One rank per node is enough. Problems have a fix and make the exit code 2.
 """
 

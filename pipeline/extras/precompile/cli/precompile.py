@@ -1,7 +1,7 @@
 """Compile the CPU kernels before the first run:  python -m pipeline precompile
 
 Otherwise the first run on a machine takes seconds longer. `make install` and the image call this
-verb. The compiled kernels are stored next to the modules, or in NUMBA_CACHE_DIR, for this kind of
+command. The compiled kernels are stored next to the modules, or in NUMBA_CACHE_DIR, for this kind of
 CPU.
 """
 

@@ -2,7 +2,7 @@
 artifact=runs/quickstart/artifacts/step_00000300.int8
 
 The delta has the changed rows in the artifact's precision, and the layers. With follow=true the
-verb runs next to a training and publishes every saved step. With checkpoint.differential=true it
+command runs next to a training and publishes every saved step. With checkpoint.differential=true it
 reads only the changed rows.
 
     python -m pipeline publish artifact=A pin=41     servers return to delta 41 and stay there

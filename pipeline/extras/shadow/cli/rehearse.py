@@ -1,10 +1,10 @@
 """Rehearse a GPU job before it queues:  python -m pipeline rehearse experiment=quickstart
 hardware=h100_80gb world_size=16 ranks=[0,15]
 
-Trains two steps, evaluates and saves as each of these ranks would, on shadow GPUs of this machine,
-into a temporary folder. Prints whether each rank started, its memory by part, its collectives, and
-its host syncs and copies per step. It takes the keys of train. It needs the GPU packages and no
-GPU; the data set may be missing.
+It runs two steps, an evaluation and a save for each of these ranks, on simulated GPUs, in a
+temporary folder. For each rank it prints whether the rank started, its memory by part, its
+collectives, and its host syncs and copies per step. It takes the keys of train. It needs the GPU
+packages but no GPU; the data set may be missing.
 """
 
 from __future__ import annotations
