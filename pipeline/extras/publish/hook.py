@@ -33,6 +33,7 @@ from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 WORKER = "pipeline.extras.publish.worker"
 LOG = "publish.log"
 FOLDER = "artifacts/published"
+STOP_S = 15.0  # for the last delta of a run that SIGTERM ends; schedulers kill it after 30 s
 END_S = 20.0  # for the process to end when it has nothing to do
 logger = get_logger("pipeline.train")
 
@@ -219,25 +220,27 @@ class PublishDeltas(Hook):
         }
 
     def on_fit_end(self, state: TrainingState) -> None:
-        """Publish the last step and wait for it, unless the run was asked to stop, or continues
-        with larger tables.
+        """Publish the last step and wait for it, unless the run continues with larger tables.
+
+        A run that was asked to stop waits for STOP_S at most.
         """
         if self._publisher is not None and state.grow_tables:
             self._publisher.end(at_once=True)
             self._publisher = None
-        if self._publisher is None or state.preempted or state.saved_step != state.step:
+        if self._publisher is None or state.saved_step != state.step:
             return
         self._submit(state.step)
-        until = time.monotonic() + self.job.publishing.finish_s
+        seconds = min(self.job.publishing.finish_s, STOP_S) if state.preempted else self.job.publishing.finish_s
+        until = time.monotonic() + seconds
         with watchdog.unwatched("publishing the last step"):
             while self._in_work is not None and (left := until - time.monotonic()) > 0:
                 if (answer := self._publisher.answer(left)) is not None:
                     self._note(answer)
         if self._in_work is not None:
             logger.warning(
-                "step %d is still being published after publishing.finish_s=%g",
+                "step %d is still being published after %g s (publishing.finish_s)",
                 self._in_work,
-                self.job.publishing.finish_s,
+                seconds,
             )
 
     def close(self) -> None:

@@ -100,6 +100,14 @@ def test_steps_are_published_by_number_and_one_waits_at_most() -> None:
     assert published.sent[-1] == 11 and published.ended
 
 
+def test_a_run_that_is_asked_to_stop_publishes_the_step_that_it_has_saved() -> None:
+    hook, state, _, published = _hook("every_5_minutes")
+    _step(hook, state)
+    state.preempted, state.saved_step = True, state.step
+    hook.on_fit_end(state)
+    assert published.sent == [1] and hook.log_values(state)["published_step"] == 1
+
+
 def test_steps_are_published_by_the_clock(caplog: pytest.LogCaptureFixture) -> None:
     hook, state, clock, published = _hook("every_5_minutes")
     for clock.now in (0.0, 299.0, 300.0, 301.0, 599.0, 600.0):
