@@ -149,8 +149,13 @@ def explain_key(name: str, job_type: type) -> str:
     found = reference.explain(name, job_type, verb, conf)
     if not found:
         names = [key.name for key in reference.keys_of(job_type, verb, conf)]
-        raise ConfigError(f"{verb} has no key {name!r}{did_you_mean(name, names)}")
-    lines = [f"{key.name} = {key.default or '(no default)'}\n    {key.kind}: {key.meaning}" for key in found]
+        ends = [key for key in names if key.endswith(f".{name}")]
+        near = f"; did you mean {' or '.join(ends[:4])}?" if ends else did_you_mean(name, names)
+        raise ConfigError(f"{verb} has no key {name!r}{near}")
+    lines = [
+        f"{key.name} = {key.default or '(no default)'}{f'   (model={key.model})' if key.model else ''}\n    {key.kind}: {key.meaning}"
+        for key in found
+    ]
     return "\n".join(lines)
 
 

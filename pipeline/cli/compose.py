@@ -54,8 +54,12 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
         raise ConfigError(f"{nulls or ' '.join(choices)}: {error}; choose an option, or leave the key out") from None
     for line in _replaced_by_experiment(folders, choices, {override.key_or_group for override in values}):
         logger.warning(line)
+    fields = get_type_hints(job_type)
     for override in values:
-        if override.key_or_group == "plugins" and "plugins" not in get_type_hints(job_type):
+        # train and prepare name a data set by data.path; a verb of a run has no section data
+        if override.key_or_group == "data.path" and "data" not in fields and "data_path" in fields:
+            override.key_or_group = "data_path"
+        if override.key_or_group == "plugins" and "plugins" not in fields:
             continue  # the job of a plugin's verb may have no such field
         apply_override(config, job_type, override)
     job = instantiate(config, job_type)

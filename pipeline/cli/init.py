@@ -84,23 +84,26 @@ class MyModel(nn.Module):
         return self.layers(torch.cat([dense_features, *(pooled[key] for key in sorted(pooled.keys()))], dim=1))
 '''
 MAKEFILE = """# make prepare train; `make sweep`, `make export`, `make serve` then. WORDS adds overrides: make train WORDS='trainer.epochs=3'
+# RUN is the run folder that train, report and export use: make train RUN=runs/wide. PREPARE_WORDS are for prepare.
 PYTHON ?= python
 SOURCE ?= {source}
 CONF := --config-dir conf
 WORDS ?=
+PREPARE_WORDS ?=
+RUN ?= $(or $(patsubst run_dir=%,%,$(filter run_dir=%,$(WORDS))),runs/{name}$(patsubst debug=%,_debug_%,$(filter debug=%,$(WORDS))))
 
 .PHONY: prepare train report sweep export serve retrain schedule
 prepare:
-	$(PYTHON) -m pipeline prepare $(CONF) data={name} source=$(SOURCE) $(WORDS)
+	$(PYTHON) -m pipeline prepare $(CONF) data={name} source=$(SOURCE) $(PREPARE_WORDS)
 train:
-	PYTHONPATH=.:$(PYTHONPATH) $(PYTHON) -m pipeline train $(CONF) experiment={name} $(WORDS)
-	$(PYTHON) -m pipeline evaluate run=runs/{name} split=test importance_rows=4096
+	PYTHONPATH=.:$(PYTHONPATH) $(PYTHON) -m pipeline train $(CONF) experiment={name} run_dir=$(RUN) $(WORDS)
+	$(PYTHON) -m pipeline evaluate run=$(RUN) split=test importance_rows=4096
 report:
-	$(PYTHON) -m pipeline report run=runs/{name}
+	$(PYTHON) -m pipeline report run=$(RUN)
 sweep:
 	$(PYTHON) -m pipeline sweep $(CONF) experiment={name} sweep=rates $(WORDS)
 export:
-	$(PYTHON) -m pipeline export run=runs/{name} output=artifacts/{name}
+	$(PYTHON) -m pipeline export run=$(RUN) output=artifacts/{name}
 serve:
 	$(PYTHON) -m pipeline serve artifact=artifacts/{name}
 # On windows of new rows, a folder each (docs/do/retraining.md): make retrain WINDOWS=windows

@@ -155,8 +155,6 @@ def _raise_unknown_key(job_type: type, key: str, walked: list[str], choices: set
     last = key.rpartition(".")[2]
     if moved := moved_hint(key):
         hint = moved
-    elif (joined := key.replace(".", "_")) in choices:  # data.path, but the verb has data_path
-        hint = f"did you mean {joined!r}?"
     elif near := nearest(name, sorted(choices), 0.6):
         hint = f"did you mean {'.'.join([*section, near])!r}?"
     elif elsewhere := [key for key, _ in leaves(job_type) if key.rpartition(".")[2] == last and NAME not in key]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -51,6 +51,7 @@ class Key:
     kind: str
     default: str
     meaning: str
+    model: str = ""  # of a key that only this model has
 
 
 def keys_of(job_type: type, verb: str, conf: Folders) -> list[Key]:
@@ -79,7 +80,7 @@ def explain(name: str, job_type: type, verb: str, conf: Folders) -> list[Key]:
     """Return the key `name`, or all keys of the section `name`."""
     keys = keys_of(job_type, verb, conf)
     if any(key.name.startswith("model.") for key in keys):
-        keys += [key for of_model in model_keys(conf).values() for key in of_model]
+        keys += [replace(key, model=kind) for kind, of_model in model_keys(conf).items() for key in of_model]
     wanted = re.compile(re.escape(name).replace(re.escape(NAME), "[^.]+") + r"(\..*)?$")
     exact = [key for key in keys if wanted.match(key.name)]
     # Also a key of a named table or column, tables.cat_3.embedding_dim.

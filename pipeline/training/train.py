@@ -181,4 +181,4 @@ def _finish(
     summary.remarks = result_warnings(job.trainer, summary.step, steps, summary.validation, writer.path)
     write_summary(summary)
     if job.logger.report and (try_report := if_installed("try_report")):
-        summary.report = try_report(job.run_dir)
+        summary.report = try_report(job.run_dir, has_ended=True)

@@ -28,6 +28,11 @@ def test_a_job_is_typed_all_the_way_down() -> None:
     assert (job.name, job.run_dir, job.world_size) == ("quickstart", "runs/quickstart", 1)
 
 
+def test_a_verb_of_a_run_names_a_data_set_as_train_does() -> None:
+    assert load_config(EvaluateJob, ["run=r1", "data.path=x"]).data_path == "x"
+    assert load_config(TrainJob, [QUICKSTART, "run_dir=a", "run_dir=a"]).run_dir == "a"  # as a project's Makefile may
+
+
 def test_a_job_without_an_experiment_is_named_after_data_and_model() -> None:
     assert load_config(TrainJob, ["data=criteo_kaggle", "model=deepfm"]).run_dir == "runs/criteo_kaggle_deepfm"
 
@@ -225,7 +230,6 @@ def test_a_plan_needs_no_local_run_folder() -> None:
 @pytest.mark.parametrize(
     ("job_type", "overrides", "message"),
     [
-        (EvaluateJob, ["run=r1", "data.path=x"], "data_path"),
         (EvaluateJob, ["run=r1", "trainer.global_batch_size=8"], "global_batch_size trainer"),
         (
             EvaluateJob,

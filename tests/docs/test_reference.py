@@ -57,6 +57,9 @@ def test_help_explains_a_key_and_a_section(capsys: pytest.CaptureFixture[str]) -
     assert mentions(capsys.readouterr().out, "optimizer.dense.lr = 0.001 number learning rate")
     assert mentions(explain_key("trainer.early_stop", TrainJob), "patience metric min_delta")
     assert mentions(explain_key("tables.cat_3.pooling", TrainJob), "sum or mean")
+    assert mentions(explain_key("model.dropout", TrainJob), "(model=deepfm) (model=masknet)")
+    with pytest.raises(ConfigError, match=names("optimizer.dense.lr")):
+        explain_key("lr", TrainJob)
     assert mentions(explain_key("model.dropout", TrainJob), "0.0 share")
     assert mentions(explain_key("threads", PrepareJob), "null all cores")
     with pytest.raises(ConfigError, match=names("'trainer.sed' 'trainer.seed'")):

@@ -50,6 +50,23 @@ def test_a_project_composes_and_nothing_in_it_is_overwritten(tmp_path: Path) -> 
     assert (job.name, job.data.columns.sparse, job.model.kind) == (name, ["item"], "dlrm_dcn")
     assert list(load_config(SweepJob, [conf, f"experiment={name}", "sweep=rates"]).sweep.params)
     makefile = (project / "Makefile").read_text()
+    for words, run in (
+        ([], "mine"),
+        (["WORDS=debug=limit"], "mine_debug_limit"),
+        (["WORDS=a=1 run_dir=runs/b"], "b"),
+        (["RUN=runs/c"], "c"),
+    ):
+        made = subprocess.run(
+            ["make", "-n", "prepare", "train", "export", *words],
+            cwd=project,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        assert all(
+            f"runs/{run} " in made.replace("\n", " ").split(verb)[1] for verb in (" train ", " evaluate ", " export ")
+        )
+        assert "debug=limit" not in made.split(" train ")[0] and "run_dir" not in made.split(" train ")[0]
     assert f"SOURCE ?= {source}" in makefile and "\tPYTHONPATH=.:$(PYTHONPATH) $(PYTHON) -m pipeline train" in makefile
     compile((project / "my_model.py").read_text(), "my_model.py", "exec")
     with pytest.raises(ConfigError, match=names("not empty")):

@@ -37,7 +37,7 @@ WRONG = {
     "true for a number": (422, {"rows": [{"price": True}]}, "got `bool`"),
     "a list for a category": (422, {"rows": [{"city": ["Rom"]}]}, "at `$.rows[0].city`"),
     "an object for a category": (422, {"rows": [{"city": {"$ne": 1}}]}, "got `object`"),
-    "no rows": (422, {"row": []}, "unknown field `row`"),
+    "no rows": (422, {"row": []}, "rows is missing: send"),
     "a list": (422, [1], "Expected `object`, got `array`"),
     "too many rows": (422, {"rows": [{}] * 201}, "limits.rows=200"),
     "too many values": (422, {"rows": [{"tags": ["x"] * 21}]}, "length <= 20"),

@@ -51,9 +51,13 @@ class Start:
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder. Each property is read once, on first use."""
+    """A run folder. Each property is read once, on first use.
+
+    has_ended: the caller, who still holds the lease of the run, has written the summary.
+    """
 
     path: str
+    has_ended: bool = False
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -169,7 +173,7 @@ class Run:
     @cached_property
     def state(self) -> str:
         """Return running, finished, or stopped (neither of the two)."""
-        if held_by(self.path, float(self.config.get("trainer", {}).get("lease_ttl_s", 120.0))):
+        if not self.has_ended and held_by(self.path, float(self.config.get("trainer", {}).get("lease_ttl_s", 120.0))):
             return "running"
         return "finished" if self.summary and self.summary.get("step") == self.step else "stopped"
 

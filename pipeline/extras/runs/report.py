@@ -50,12 +50,12 @@ def write_report(run: Run, path: str | None = None) -> str:
     return path
 
 
-def try_report(path: str) -> str:
+def try_report(path: str, has_ended: bool = False) -> str:
     """Write the page of the run in folder `path`; empty if that fails, because a training must not
-    fail by it.
+    fail by it. has_ended: as in Run.
     """
     try:
-        return write_report(Run(path))
+        return write_report(Run(path, has_ended))
     except Exception as error:
         logger.warning(
             "no report (%s: %s); `python -m pipeline report run=%s` tries again", type(error).__name__, error, path

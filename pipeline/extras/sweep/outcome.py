@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MAX_SHOWN = 10
 # times the smallest value of a knob; charts of wider knobs have a logarithmic scale
 LOG_FROM = 10.0
+EDGE = 0.1  # share of a knob's range, of its logarithm for a logarithmic knob, that is an end
 MIN_TRIALS = 8  # for the importance of knobs
 
 
@@ -48,6 +49,24 @@ def finalists(result: SweepResult, confidence: float = 0.98) -> Comparison | Non
     if len(result.finalists) < 2:
         return None
     return compare([open_run(folder) for folders in result.finalists for folder in folders], "validation", confidence)
+
+
+def on_edges(result: SweepResult) -> list[str]:
+    """Return a remark for each knob whose best value lies at an end of its range, beyond which it may be better."""
+    best, found = result.ranked[0], []
+    for key, space in best.distributions.items():
+        low, high = getattr(space, "low", None), getattr(space, "high", None)
+        if low is None or high is None or low == high:
+            continue
+        value, scale = best.params[key], math.log if getattr(space, "log", False) else float
+        place = (scale(value) - scale(low)) / (scale(high) - scale(low))
+        if min(place, 1 - place) < EDGE:
+            end = "low" if place < EDGE else "high"
+            found.append(
+                f"{key}={value:.4g} of the best trial is at the {end} end of {low:g} to {high:g}: widen "
+                f"sweep.params.{key}.{end}"
+            )
+    return found
 
 
 def winner_command(result: SweepResult, between: str = " ") -> str:
@@ -84,6 +103,7 @@ def describe(result: SweepResult) -> str:
         + ", ".join(f"{count} {name}" for name, count in counts.items() if count)
         + f"; {result.steps_trained:,} of {result.steps_of_all:,} steps trained ({_share_of_steps(result):.0%})"
     )
+    lines += [f"worth a look {remark}" for remark in on_edges(result)]
     if explained := importance(result.study):
         lines.append("importance  " + ", ".join(f"{key} {share:.0%}" for key, share in explained.items()))
     if compared := finalists(result):
@@ -137,6 +157,7 @@ def render_page(result: SweepResult, title: str) -> str:
         *(["<h2>Which knobs matter</h2>",
            figure("Importance (PED-ANOVA)", bar_chart("importance of each knob", bars, form=".0%"))] if bars else []),
         *(["<h2>The finalists over their seeds</h2>", scrolled(compared.as_text(), "the finalists compared")] if compared else []),
+        *(f"<p>{escape(remark[:1].upper() + remark[1:])}.</p>" for remark in on_edges(result)),
         "<h2>The winner</h2>", scrolled(winner_command(result, " \\\n    ") + "\n", "the command that trains the winner"),
         "<h2>Trials</h2>", table(("", "trial", result.metric, "rungs", "state", *keys), rows, (0, 2, 3), "trials"),
     ]  # fmt: skip

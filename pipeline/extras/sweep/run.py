@@ -70,7 +70,7 @@ def sweep(job: SweepJob, words: list[str], compose: Compose) -> SweepResult:
         raise ConfigError("sweep.params has no knob: choose sweep=<option>, or add a file to conf/sweep")
     metric = job.sweep.metric or job.model.metrics[0]
     for point in edges(job.sweep.params):
-        compose([*words, *as_overrides(point)])
+        compose([*words, *as_overrides(point), _checked_in(job.run_dir)])
     lease = take_lease(job.run_dir, job.trainer.lease_ttl_s)
     try:
         study = open_study(job.run_dir, job.sweep, words, is_higher_better(metric))
@@ -89,6 +89,11 @@ def sweep(job: SweepJob, words: list[str], compose: Compose) -> SweepResult:
         if rungs := len(trial.intermediate_values):
             result.steps_trained += trials.steps_to(trial.params, rungs - 1)
     return result
+
+
+def _checked_in(run_dir: str) -> str:
+    """Return the run folder of a job that is only checked: no training has it, also none of the same name."""
+    return f"run_dir={storage.join(run_dir, 'trials', 'unused')}"
 
 
 class _Trials:
@@ -145,7 +150,7 @@ class _Trials:
     def steps_to(self, point: Point, rung: int) -> int:
         """Return the number of steps up to a rung of a training with the point's values."""
         if (key := repr(point)) not in self._steps:
-            job = self.compose([*self.words, *as_overrides(point)])
+            job = self.compose([*self.words, *as_overrides(point), _checked_in(self.job.run_dir)])
             rows = load_dataset(job.data.path).splits["train"].num_rows
             epoch = num_steps(rows, job.trainer.micro_batch_size, job.data.reader.num_streams, drop_last=True)
             total = job.trainer.epochs * epoch // job.trainer.gradient_accumulation_steps

@@ -26,6 +26,7 @@ from pipeline.serving.scoring.scorer import ColumnLists, Rows, schema_of
 JSON_TYPE = "application/json"
 USUAL_K = 10  # items of a request to /retrieve that does not say how many
 ARROW_TYPE = "application/vnd.apache.arrow.stream"
+BARE_ROW = '; rows is missing: send {"rows": [{...}]}'
 OUT_OF_RANGE = "Number out of range"  # msgspec's words
 UNTYPED = msgspec.json.Decoder(float_hook=float)
 UNFIT = re.compile(r'["\\\x00-\x1f]')  # in the name of a field
@@ -84,7 +85,8 @@ class RequestReader:
             return self._decode(body)
         except msgspec.ValidationError as error:
             message = self._with_columns(_plain(error))
-            raise BadRequest(422, f"{message}{self._near_column(message)}{_limit_in(message)}") from None
+            hint = self._near_column(message) if _has_rows(body) else BARE_ROW
+            raise BadRequest(422, f"{message}{hint}{_limit_in(message)}") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadRequest(400, f"the body is not JSON: {_plain(error)}") from None
 
@@ -321,6 +323,15 @@ def _limit_in(message: str) -> str:
     if message.endswith(("`$.allowed`", "`$.excluded`")):
         return " (limits.filter_ids)"
     return " (limits.rows)" if message.endswith("`$.rows`") else " (limits.values_per_cell)"
+
+
+def _has_rows(body: bytes) -> bool:
+    """Return False for an object without rows, such as a bare row."""
+    try:
+        found = UNTYPED.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return True
+    return not isinstance(found, dict) or "rows" in found
 
 
 def _plain(error: Exception) -> str:

@@ -107,5 +107,6 @@ def describe(summary: PredictSummary) -> str:
         lines.append(f"already scored in {summary.output}: nothing to do")
     else:
         rate = (summary.num_rows - summary.num_scored_before) / max(summary.seconds, 1e-9)
-        lines.append(f"written to {summary.output} in {summary.seconds:.1f} s ({rate:,.0f} rows/s)")
+        shown = f" ({rate:,.0f} rows/s)" if rate >= 1 else ""  # of a few rows it is the time of the start
+        lines.append(f"written to {summary.output} in {summary.seconds:.1f} s{shown}")
     return "\n".join(lines)

@@ -54,6 +54,7 @@ def page(run_as_trained: Path) -> str:
 
 def test_training_ends_with_a_page_that_loads_nothing(run_as_trained: Path) -> None:
     page = (run_as_trained / "report.html").read_text()
+    assert "finished at step" in page and "running at step" not in page
     assert not re.search(r"(src|href)=|url\(|@import|https?:|<script", page)
     assert "default-src 'none'" in page and len(page.encode()) < 2_000_000
 

@@ -19,11 +19,12 @@ import pytest
 from torchx.specs import AppState, AppStatus, runopts
 
 from pipeline.cli.command_line import load_config
+from pipeline.config.jobs.train import TrainJob
 from pipeline.extras.runs.folder import open_run
 from pipeline.extras.sweep.cli.sweep import compose, training_words
 from pipeline.extras.sweep.config import KnobConfig, SweepConfig, SweepJob
 from pipeline.extras.sweep.launchers import Ended, SchedulerJobs, Training
-from pipeline.extras.sweep.outcome import describe, importance, render_page, winner_command
+from pipeline.extras.sweep.outcome import describe, importance, on_edges, render_page, winner_command
 from pipeline.extras.sweep.run import SweepResult, sweep, value_of
 from pipeline.extras.sweep.study import Point, Search, as_overrides, edges, grid, open_study, steps_at
 from pipeline.runtime.errors import ConfigError, TrainingError
@@ -98,6 +99,27 @@ def test_a_knob_that_no_training_has_is_refused_before_anything_is_trained(
     with pytest.raises(ConfigError, match="no knob: choose sweep="):
         _sweep(f"data.path={prepared_clicks}", f"run_dir={tmp_path}/s")
     assert not (tmp_path / "s").exists()
+
+
+def test_jobs_are_checked_in_a_folder_of_their_own_and_not_in_that_of_the_last_training(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def note(words: list[str]) -> TrainJob:
+        seen.extend(words)
+        raise ConfigError("stop here")
+
+    words = ["sweep.params={optimizer.dense.lr: {choices: [1]}}", f"run_dir={tmp_path}/s"]
+    with pytest.raises(ConfigError, match="stop here"):
+        sweep(load_config(SweepJob, [*WORDS, *words]), WORDS, note)
+    assert f"run_dir={tmp_path}/s/trials/unused" in seen
+
+
+def test_a_best_value_at_the_end_of_its_range_is_reported(tmp_path: Path) -> None:
+    knob = KnobConfig(low=0.1, high=0.5, step=0.1)
+    config = SweepConfig(params={"a": knob, "b": knob}, sampler="grid")
+    study = _played(str(tmp_path), config, lambda point, _: point["a"] + abs(point["b"] - 0.3))
+    (remark,) = on_edges(SweepResult(str(tmp_path), "ne", study, ["w"]))
+    assert remark.startswith("a=0.1 ") and remark.endswith("widen sweep.params.a.low")
 
 
 def _played(folder: str, config: SweepConfig, metric: Callable[[Point, int], float]) -> optuna.Study:
