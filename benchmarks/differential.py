@@ -27,9 +27,8 @@ from numpy.typing import NDArray
 
 from benchmarks.step_models import KAGGLE, NUM_DENSE
 from pipeline.checkpoint.chains import open_step, open_tensors
-from pipeline.checkpoint.changes import CHECKPOINT, Differential
+from pipeline.checkpoint.changes import CHECKPOINT
 from pipeline.checkpoint.checkpointer import Checkpointer
-from pipeline.checkpoint.links import is_change
 from pipeline.checkpoint.metadata import TensorsOnlyReader
 from pipeline.checkpoint.steps import is_link, list_steps, read_manifest, step_path
 from pipeline.checkpoint.tables import flatten, inventory_of_state
@@ -39,6 +38,7 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split, load_dataset
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.devices.process_group import init_distributed
+from pipeline.extras.differential.links import Differential, is_change
 from pipeline.extras.differential.tracked_rows import TrackedRows
 from pipeline.planner.resolved_job import resolve_job
 from pipeline.runtime.process.distributed import DistributedContext

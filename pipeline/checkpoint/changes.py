@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,13 +35,15 @@ class ChangedRows(Protocol):
         """Return rows that could not be saved. The next take() returns them again."""
 
 
-@dataclass(frozen=True)
-class Differential:
-    """Settings to save links of a chain with the changed rows. A base follows after `most_links`
-    links, or if they hold more than `most_bytes` times the base's bytes. is_packed: shard files of
-    links are compressed."""
+class Differential(Protocol):
+    """How to save links of a chain with the changed rows. is_packed: shard files of links are compressed."""
 
     rows: ChangedRows
-    most_links: int
-    most_bytes: float = 0.5
-    is_packed: bool = False
+    is_packed: bool
+
+    def link_after(self, path: str) -> dict[str, Any] | None:
+        """Return the chain entry for the manifest of a link after the step at `path`; None if a base is due.
+        Raises DamagedError."""
+
+    def link_state(self, flat: Mapping[str, Any], rows: ShardRows, rank: int) -> dict[str, Any]:
+        """Return what a link writes of a flat state (see tables.flatten)."""

@@ -25,10 +25,8 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from pipeline.checkpoint import random_state
-from pipeline.checkpoint.chains import link_after
 from pipeline.checkpoint.changes import CHECKPOINT, Differential, ShardRows
 from pipeline.checkpoint.collective_errors import Ranks
-from pipeline.checkpoint.links import link_state
 from pipeline.checkpoint.owners import Owner
 from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.shards import PINNED_BYTES, HostCopy, ShardPlanner, bytes_to_write
@@ -171,8 +169,8 @@ class Checkpointer:
         """Collect a full step, or a link if `chain` names the step that it builds on."""
         state = self._trained.state()
         if chain is not None:
-            assert self._taken is not None
-            state = link_state(flatten(state), self._taken, self._context.rank)
+            assert self._differential is not None and self._taken is not None
+            state = self._differential.link_state(flatten(state), self._taken, self._context.rank)
         elif self._replicas:
             state = self._replicas.state_to_save(state)
         planner = self._planners[chain is not None]
@@ -201,7 +199,7 @@ class Checkpointer:
             return None
         try:
             path = step_path(self.folder, self._previous)
-            return link_after(path, self._differential.most_links, self._differential.most_bytes)
+            return self._differential.link_after(path)
         except DamagedError as error:
             logger.warning("the next step is a base, for no link can be added to step %d: %s", self._previous, error)
             return None

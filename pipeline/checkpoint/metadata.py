@@ -25,9 +25,9 @@ from torch.futures import Future
 from pipeline.checkpoint.archives import read_tensor, values_offset
 from pipeline.checkpoint.metadata_pickle import decode_metadata
 from pipeline.checkpoint.owners import HEADER_BYTES, check_metadata, check_shard
-from pipeline.checkpoint.packed import PackedFile
 from pipeline.checkpoint.steps import METADATA, file_path, is_packed, read_manifest
 from pipeline.checkpoint.stored_rows import Mask, SampledPiece
+from pipeline.config.registry import from_extra
 from pipeline.devices.base import in_host_memory
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage.checksums import VerifiedFile, read_verified
@@ -55,8 +55,11 @@ class _VerifiedFiles(FileSystem):
                 check_shard(where, self._manifest, name, file.read(HEADER_BYTES))
                 file.seek(0)
                 self._known.add(name)
-            size = int(self._manifest["files"][name]["size_bytes"])
-            yield PackedFile(file, size, where) if is_packed(self._manifest) else file
+            if is_packed(self._manifest):
+                size = int(self._manifest["files"][name]["size_bytes"])
+                yield from_extra("packed_file", f"{where}, a compressed file,")(file, size, where)
+            else:
+                yield file
 
 
 class TensorsOnlyReader(FileSystemReader):

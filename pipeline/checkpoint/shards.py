@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from pipeline import devices
 from pipeline.checkpoint.owners import Owner, header_of_shard, shard_name, storage_meta
-from pipeline.checkpoint.packed import PackedWriter
 from pipeline.checkpoint.steps import METADATA
 from pipeline.checkpoint.stored_rows import SampledPiece, StoredRows, pack, rows_a_group
+from pipeline.config.registry import from_extra
 from pipeline.devices.base import in_host_memory
 from pipeline.runtime.errors import CheckpointError, UserError
 from pipeline.runtime.process.distributed import DistributedContext
@@ -96,7 +96,7 @@ MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # of Linux; Python names
 Tensors = list[torch.Tensor]  # in the order of ShardPlan.items
 Places = dict[MetadataIndex, _StorageInfo]
 Sampled = list[dict[str, Any]]  # entries of first_weights.SampledPiece
-_Out = ChecksummedWriter | PackedWriter
+_Out = ChecksummedWriter | io.RawIOBase
 MIN_BLOCKS_BYTES = 1 << 20  # a smaller tensor is copied from a GPU in one piece
 
 
@@ -177,7 +177,8 @@ def write_shards(
     writer = ChecksummedWriter(storage.join(folder, name), read_back)
     with writer, _without_zip_checksums():
         writer.write(header_of_shard(owner))
-        out: _Out = PackedWriter(writer) if is_packed else writer
+        packed = from_extra("packed_writer", "checkpoint.compress_links")(writer) if is_packed else None
+        out: _Out = writer if packed is None else packed
         for item, tensor in zip(items, tensors, strict=True):
             begin = out.tell()
             try:
@@ -195,8 +196,8 @@ def write_shards(
                     raise writer.failure from None
                 raise
             places[item.index] = _StorageInfo(name, begin, out.tell() - begin)
-        if isinstance(out, PackedWriter):
-            out.finish()
+        if packed is not None:
+            packed.finish()
         sampled = []
         for piece, bits in left_out:
             sampled.append(replace(piece, begin=writer.tell(), num_bytes=len(bits)).entry())

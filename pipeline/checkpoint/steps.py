@@ -25,7 +25,7 @@ FORMAT_VERSION = 2
 LINK_VERSION = 3  # of a step with only changed rows; earlier releases cannot read it
 # of a step that leaves out rows that were never updated; earlier releases cannot read it
 SAMPLED_VERSION = 4
-# of a link with compressed shard files (pipeline.checkpoint.packed); earlier releases cannot read
+# of a link with compressed shard files (pipeline.extras.differential.packed); earlier releases cannot read
 # it
 PACKED_VERSION = 5
 PREFIX = "step_"

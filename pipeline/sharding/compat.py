@@ -192,7 +192,7 @@ PRIVATE_NAMES: list[PrivateName] = [
     *_names(IN_BACKWARD, f"{ESTIMATOR} sharding/torchrec/sharding_checks.py sharding/torchrec/sparse_optimizer.py",
             "_optimizer_classes"),
     # ShardedTensor and torch.distributed.checkpoint.
-    *_names(SHARDED_TENSOR, f"{SYNC} {MANAGED} sharding/torchrec/table_init.py checkpoint/links.py extras/embedding_sync/state.py checkpoint/tables.py "
+    *_names(SHARDED_TENSOR, f"{SYNC} {MANAGED} sharding/torchrec/table_init.py extras/differential/links.py extras/embedding_sync/state.py checkpoint/tables.py "
             f"checkpoint/reshard.py {SHARDER}",
             "Shard", "ShardedTensor"),
     _call(f"{SHARDED_TENSOR}:ShardedTensor", MANAGED, "_init_from_local_shards", "local_shards global_size process_group init_rrefs"),

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torchrec.optim.keyed import KeyedOptimizer
 
-    from pipeline.checkpoint.changes import ChangedRows
     from pipeline.checkpoint.checkpointer import Checkpointer
     from pipeline.checkpoint.tables import Replicas
     from pipeline.checkpoint.warm_start import NewData
@@ -151,18 +150,6 @@ def _has_tiers(model: nn.Module) -> bool:
     return any(module.has_tiers for module in model.modules() if isinstance(module, ShardedTables))
 
 
-def _track_rows(job: TrainJob, model: nn.Module, optimizer: TrainingOptimizer) -> ChangedRows | None:
-    """Begin to note the rows that training changes, if checkpoint.differential needs them."""
-    from pipeline.checkpoint.changes import CHECKPOINT
-
-    if not job.checkpoint.differential:
-        return None
-    tracked: ChangedRows = from_extra("tracked_rows", "checkpoint.differential")(
-        model, optimizer.replicated, [CHECKPOINT]
-    )
-    return tracked
-
-
 def open_checkpoints(
     job: TrainJob,
     model: nn.Module,
@@ -174,14 +161,13 @@ def open_checkpoints(
 ) -> Checkpointer:
     """Open the run's checkpoints by checkpoint.*. `fence` raises if another run has taken the run
     folder."""
-    from pipeline.checkpoint.changes import Differential
     from pipeline.checkpoint.checkpointer import Checkpointer
 
-    settings = job.checkpoint
     differential = None
-    if rows := _track_rows(job, model, optimizer):
-        differential = Differential(rows, settings.max_links, is_packed=settings.compress_links)
-
+    if job.checkpoint.differential:
+        differential = from_extra("differential_saves", "checkpoint.differential")(
+            model, optimizer.replicated, job.checkpoint
+        )
     return Checkpointer(
         checkpoint_folder(job.run_dir, job.checkpoint),
         model,

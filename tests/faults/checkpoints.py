@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from pipeline.checkpoint.changes import CHECKPOINT, Differential
+from pipeline.checkpoint.changes import CHECKPOINT
 from pipeline.checkpoint.checkpointer import Checkpointer
+from pipeline.extras.differential.links import Differential
 from pipeline.extras.differential.tracked_rows import TrackedRows
 from pipeline.runtime.errors import CheckpointError
 from tests.support.sharded_models import build_sharded, digest, draw_batches, train_steps

@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 from torch import nn
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
-from pipeline.checkpoint.changes import Rows, ShardPlace, ShardRows
+from pipeline.checkpoint.changes import CHECKPOINT, Rows, ShardPlace, ShardRows
+from pipeline.config.training import CheckpointConfig
+from pipeline.extras.differential.links import Differential
 from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.torchrec.cpu_tables import FastLookup
 from pipeline.sharding.torchrec.sharder import ShardedTables
@@ -73,6 +75,14 @@ class TrackedRows:
     def _mark(self, place: ShardPlace, rows: torch.Tensor) -> None:
         for bits in self._taken.values():
             _set(bits[place], rows.cpu().numpy().astype(np.int64))
+
+
+def differential_saves(
+    model: nn.Module, replicated: ReplicatedTablesOptimizer | None, config: CheckpointConfig
+) -> Differential:
+    """Begin to track changed rows, and return how checkpoints save them."""
+    rows = TrackedRows(model, replicated, [CHECKPOINT])
+    return Differential(rows, config.max_links, is_packed=config.compress_links)
 
 
 class _Shard:

@@ -18,10 +18,10 @@ from dataclasses import asdict, replace
 import numpy as np
 import torch
 
-from pipeline.checkpoint.chains import rows_changed_since
 from pipeline.checkpoint.changes import Rows
 from pipeline.checkpoint.steps import list_steps, step_path
 from pipeline.config.jobs.evaluate import ExportJob
+from pipeline.config.registry import if_installed
 from pipeline.data.dataset import vocabulary_of
 from pipeline.data.read.batch import Batch
 from pipeline.extras.publish.gate import PROGRESSIVE_NE, DeltaRefusedError, Stats, problems_of
@@ -229,7 +229,8 @@ class Publisher:
 
     def _patches(self, trained: TrainedStep, path: str) -> Iterator[Patch]:
         applied = self._predictor.applied
-        changed = rows_changed_since(path, trained.manifest, applied.save_id) if applied else None
+        since = if_installed("rows_changed_since") if applied else None
+        changed: dict[str, Rows] | None = since(path, trained.manifest, applied.save_id) if applied and since else None
         self._not_finite = 0
         for number, stored in enumerate(trained.stored):
             rows = None if changed is None else changed.get(stored.key, np.empty(0, np.int64))

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from pipeline.checkpoint.chains import open_step
-from pipeline.checkpoint.changes import CHECKPOINT, Differential
+from pipeline.checkpoint.changes import CHECKPOINT
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.steps import list_steps, read_manifest
 from pipeline.checkpoint.tables import flatten
 from pipeline.config.training import CheckpointConfig
 from pipeline.extras.checkpoints.survey import verify_step
+from pipeline.extras.differential.links import Differential
 from pipeline.extras.differential.tracked_rows import TrackedRows
 from pipeline.runtime.errors import CheckpointError, ConfigError
 from tests.support.messages import names

@@ -18,12 +18,49 @@ import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from pipeline.checkpoint.changes import Rows, ShardPlace, ShardRows
+from pipeline.checkpoint.changes import ChangedRows, Rows, ShardPlace, ShardRows
+from pipeline.checkpoint.steps import is_link, read_manifest
 from pipeline.checkpoint.tables import StoredTable, inventory_of_state, local_chunks
 from pipeline.checkpoint.tensors import StepTensors
 from pipeline.runtime.errors import CheckpointError, DamagedError
+from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.manifest import MANIFEST, sealed_digest
 
 PREFIX = "changed/"
+
+
+@dataclass(frozen=True)
+class Differential:
+    """Saves links of a chain with the changed rows. Implements checkpoint.changes.Differential. A base follows after
+    `most_links` links, or if they hold more than `most_bytes` times the base's bytes."""
+
+    rows: ChangedRows
+    most_links: int
+    most_bytes: float = 0.5
+    is_packed: bool = False
+
+    def link_after(self, path: str) -> dict[str, Any] | None:
+        manifest = read_manifest(path)
+        size = sum(int(entry["size_bytes"]) for entry in manifest["files"].values())
+        if is_link(manifest):
+            before = manifest["chain"]
+            base, base_bytes, links = before["base"], before["base_bytes"], before["links"]
+            link_bytes = before["link_bytes"] + size
+        else:
+            base, base_bytes, links, link_bytes = manifest["step"], size, 0, 0
+        if links >= self.most_links or link_bytes > self.most_bytes * base_bytes:
+            return None
+        return {
+            "base": base,
+            "base_bytes": base_bytes,
+            "previous": manifest["step"],
+            "previous_sha256": sealed_digest(storage.join(path, MANIFEST)),
+            "links": links + 1,
+            "link_bytes": link_bytes,
+        }
+
+    def link_state(self, flat: Mapping[str, Any], rows: ShardRows, rank: int) -> dict[str, Any]:
+        return link_state(flat, rows, rank)
 
 
 def is_change(key: str) -> bool:

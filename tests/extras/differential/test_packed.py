@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.checkpoint import packed
 from pipeline.checkpoint.owners import HEADER_BYTES
-from pipeline.checkpoint.packed import PackedFile, PackedWriter
+from pipeline.extras.differential import packed
+from pipeline.extras.differential.packed import PackedFile, PackedWriter
 from pipeline.runtime.errors import DamagedError
 
 HEADER = b"h" * HEADER_BYTES
