@@ -18,8 +18,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.cli.arguments import Command, quoted, read_arguments
-from pipeline.cli.command_line import load_config, print_user_errors
+from pipeline.cli.command_line import Command, load_config, print_user_errors, quoted, read_arguments
 from pipeline.cli.verb import verb
 from pipeline.config.jobs.prepare import InitJob, InspectJob
 from pipeline.runtime import shell_words

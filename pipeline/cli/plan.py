@@ -22,8 +22,7 @@ from functools import partial
 import yaml
 
 import pipeline
-from pipeline.cli.arguments import Arguments, Command
-from pipeline.cli.command_line import parse_command_line, validate_train
+from pipeline.cli.command_line import Arguments, Command, parse_command_line, validate_train
 from pipeline.cli.compose import config_folders
 from pipeline.cli.verb import verb
 from pipeline.config.jobs.train import PlanJob

@@ -6,20 +6,19 @@ conf/*.yaml.
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, get_args, get_origin
 
 import yaml
 
+from pipeline.cli.compose import NAME, is_optional, leaves
 from pipeline.config.registry import components
 
-NAME = "<name>"
 # Place of a section's comments if it is not its default option: a page to copy from, or another
 # option.
 SHOWN_IN = {
@@ -154,25 +153,6 @@ def _comments(path: Path) -> dict[str, tuple[str, str]]:
     if isinstance(root := yaml.compose("\n".join(lines), Loader=yaml.SafeLoader), yaml.MappingNode):
         walk(root, "")
     return found
-
-
-def leaves(kind: type, prefix: str = "", above: tuple[type, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield each key of a schema with its type. <name> represents a key of a mapping."""
-    for field in dataclasses.fields(kind):
-        hint = get_type_hints(kind)[field.name]
-        inner = next((part for part in get_args(hint) if part is not NoneType), hint) if is_optional(hint) else hint
-        name = f"{prefix}{field.name}"
-        if get_origin(inner) is dict and dataclasses.is_dataclass(get_args(inner)[1]):
-            inner, name = get_args(inner)[1], f"{name}.{NAME}"
-        if dataclasses.is_dataclass(inner) and inner not in above:
-            assert isinstance(inner, type)
-            yield from leaves(inner, f"{name}.", (*above, inner))
-        else:
-            yield name, hint
-
-
-def is_optional(hint: object) -> bool:
-    return get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint)
 
 
 def _kind(hint: Any) -> str:

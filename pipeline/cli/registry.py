@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 
-from pipeline.cli.arguments import Command
+from pipeline.cli.command_line import Command
 from pipeline.cli.verb import verb
 from pipeline.config.jobs.retrain import RegistryJob
 from pipeline.config.registry import from_extra

@@ -22,8 +22,14 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from pipeline.cli.arguments import Command, read_arguments
-from pipeline.cli.command_line import check_encoding, parse_command_line, print_line, print_user_errors
+from pipeline.cli.command_line import (
+    Command,
+    check_encoding,
+    parse_command_line,
+    print_line,
+    print_user_errors,
+    read_arguments,
+)
 from pipeline.config.jobs.job import CONFIG_NAMES
 from pipeline.config.registry import register
 from pipeline.config.training import LoggerConfig, TrainerConfig

@@ -36,7 +36,6 @@ from pipeline.runtime.process.exit_codes import INTERRUPTED, REQUEUE
 from pipeline.runtime.storage.signature import requiring, signing
 from pipeline.sharding.compat import allow_untested_versions
 from pipeline.sharding.torchrec.table_init import initialize_tables
-from pipeline.training.compiled import DenseCompiler
 from pipeline.training.hooks.base import TrainingParts, build_hooks, hook_names
 from pipeline.training.memory_watch import MemoryWatch
 from pipeline.training.optimizer import TrainingOptimizer, build_optimizer
@@ -100,6 +99,8 @@ def _train(
     for line in [summarize_plan(plan), *lines]:
         logger.info("%s", line)
     if job.trainer.compile:
+        from pipeline.training.compiled import DenseCompiler
+
         DenseCompiler().compile(task.model)
     optimizer = build_optimizer(sharded.model, job.optimizer, job.model.l2)
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.arguments import split_flags
-from pipeline.cli.command_line import load_config
+from pipeline.cli.command_line import load_config, split_flags
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.runtime.errors import ConfigError

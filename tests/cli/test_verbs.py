@@ -14,8 +14,7 @@ import pytest
 from pipeline import __main__ as top
 from pipeline import cli
 from pipeline.cli import registry
-from pipeline.cli.arguments import Command, read_arguments
-from pipeline.cli.command_line import load_config
+from pipeline.cli.command_line import Command, load_config, read_arguments
 from pipeline.cli.verb import verb
 from pipeline.config import registry as components
 from pipeline.config.jobs.evaluate import EvaluateJob

@@ -14,8 +14,7 @@ import pytest
 
 import launch.chain  # noqa: F401  # it registers its target
 from launch.targets import registered
-from pipeline.cli.arguments import Arguments, read_arguments
-from pipeline.cli.command_line import load_config
+from pipeline.cli.command_line import Arguments, load_config, read_arguments
 from pipeline.runtime.errors import ConfigError
 from tests.docs.keys import PLAIN, groups, is_override, jobs, verbs
 from tests.docs.pages import (

@@ -14,8 +14,7 @@ import pytest
 from pipeline.checkpoint.chains import open_step
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.checkpoint.tables import inventory_of_step
-from pipeline.cli.arguments import read_arguments
-from pipeline.cli.command_line import load_config
+from pipeline.cli.command_line import load_config, read_arguments
 from pipeline.extras.checkpoints.cli import checkpoints
 from pipeline.extras.checkpoints.cli.checkpoints import (
     export_checkpoint,

@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from pipeline.cli.arguments import read_arguments
-from pipeline.cli.command_line import load_config
+from pipeline.cli.command_line import load_config, read_arguments
 from pipeline.extras.runs.cli import runs as verb
 from pipeline.extras.runs.compare import compare
 from pipeline.extras.runs.config import RunsJob

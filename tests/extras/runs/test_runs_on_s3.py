@@ -9,8 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.cli.arguments import read_arguments
-from pipeline.cli.command_line import load_config
+from pipeline.cli.command_line import load_config, read_arguments
 from pipeline.extras.runs.cli import report as report_verb
 from pipeline.extras.runs.cli import runs as verb
 from pipeline.extras.runs.config import ReportJob, RunsJob

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from pipeline.cli.arguments import Command
+from pipeline.cli.command_line import Command
 from pipeline.cli.verb import verb
 from pipeline.config.tables import table_name
 from pipeline.config.training import CheckpointConfig

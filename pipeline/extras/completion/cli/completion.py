@@ -15,8 +15,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 
-from pipeline.cli.arguments import split_flags
-from pipeline.cli.command_line import print_user_errors
+from pipeline.cli.command_line import print_user_errors, split_flags
 from pipeline.cli.compose import config_folders, group_options, with_registered_models
 from pipeline.cli.reference import NAME, keys_of, model_keys
 from pipeline.cli.verbs import import_verbs

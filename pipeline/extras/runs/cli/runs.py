@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipeline.cli.arguments import Command
+from pipeline.cli.command_line import Command
 from pipeline.cli.verb import verb
 from pipeline.extras.runs.config import RunsJob
 from pipeline.runtime.storage import storage

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from pipeline.cli.arguments import split_flags
-from pipeline.cli.command_line import load_config, validate_train
+from pipeline.cli.command_line import load_config, split_flags, validate_train
 from pipeline.cli.verb import resume_hint, verb
 from pipeline.config.jobs.train import TrainJob
 from pipeline.extras.sweep.config import SweepJob
