@@ -27,6 +27,7 @@ VERBS_OF_EXTRAS = {
     "checkpoints": "checkpoints",
     "completion": "completion",
     "doctor": "doctor",
+    "init": "project",
     "precompile": "precompile",
     "publish": "publish",
     "rehearse": "shadow",

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.command_line import load_config
-from pipeline.cli.init import init, with_answers
 from pipeline.cli.inspect import inspect
-from pipeline.config.jobs.prepare import InitJob, InspectJob, PrepareJob
+from pipeline.config.jobs.prepare import InspectJob, PrepareJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.data.prepare.run import prepare
+from pipeline.extras.project.cli.init import InitJob, init, with_answers
 from pipeline.extras.sweep.config import SweepJob
 from pipeline.runtime import shell_words
 from pipeline.runtime.errors import ConfigError

@@ -1,4 +1,4 @@
-"""Define the jobs for data sets (generate, inspect, prepare), for a project and for nodes (no torch)."""
+"""Define the jobs for data sets (generate, inspect, prepare) and for nodes (no torch)."""
 
 from __future__ import annotations
 
@@ -138,20 +138,3 @@ class CheckNodesJob(Job):
                 raise ConfigError(
                     f"{name}={getattr(self, name)} is not a local path: the check is for a file system of the nodes"
                 )
-
-
-@job_of("init")
-@dataclass
-class InitJob(Job):
-    """Create `folder` with a copy of the data config `data`, as `inspect` writes it; `source` are
-    the raw rows."""
-
-    folder: str = "???"
-    data: str = "???"
-    source: str = "???"
-    command: str = "make"  # the only command; with it the folder can be a positional argument
-
-    def __post_init__(self) -> None:
-        check_choice("command", self.command, ("make",))
-        for name in ("folder", "data", "source"):
-            check_given(name, getattr(self, name))

@@ -13,6 +13,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,29 @@ import yaml
 
 from pipeline.cli.command_line import Command, load_config, print_user_errors, quoted, read_arguments
 from pipeline.cli.verb import verb
-from pipeline.config.jobs.prepare import InitJob, InspectJob
+from pipeline.config.jobs.job import Job, job_of
+from pipeline.config.jobs.prepare import InspectJob
 from pipeline.runtime import shell_words
-from pipeline.runtime.errors import ConfigError
+from pipeline.runtime.errors import ConfigError, check_choice, check_given
 from pipeline.runtime.process.exit_codes import INTERRUPTED
+
+
+@job_of("init")
+@dataclass
+class InitJob(Job):
+    """Create `folder` with a copy of the data config `data`, as `inspect` writes it; `source` are
+    the raw rows."""
+
+    folder: str = "???"
+    data: str = "???"
+    source: str = "???"
+    command: str = "make"  # the only command; with it the folder can be a positional argument
+
+    def __post_init__(self) -> None:
+        check_choice("command", self.command, ("make",))
+        for name in ("folder", "data", "source"):
+            check_given(name, getattr(self, name))
+
 
 EXPERIMENT = """# @package _global_
 # make train, or: python -m pipeline train --config-dir conf experiment={name}

@@ -1,0 +1,1 @@
+"""Create a project folder for a raw file: the verb `init`."""
