@@ -86,7 +86,7 @@ class Ranks:
         except pickle.UnpicklingError as error:
             problem = DamagedError(str(error))
         except (KeyError, TypeError, IndexError) as error:
-            problem = DamagedError(f"its manifest lacks something: {error!r}")
+            problem = DamagedError(f"its manifest lacks something: {repr(error)[:200]}")
         except OSError as error:
             problem = DamagedError(str(error)) if is_local else CheckpointError(f"the storage does not answer: {error}")
         for found in self.gather(problem):

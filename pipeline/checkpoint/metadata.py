@@ -110,7 +110,7 @@ class TensorsOnlyReader(FileSystemReader):
                 found.setdefault(piece.key, []).append(piece)
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedError(
-                f"the manifest of {self.step_path} lists rows to be sampled that cannot be read: {error!r}"
+                f"the manifest of {self.step_path} lists rows to be sampled that cannot be read: {repr(error)[:200]}"
             ) from None
         return found
 

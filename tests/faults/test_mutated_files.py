@@ -309,7 +309,12 @@ def test_composed_tables_of_a_small_file_take_no_memory_for_large_settings(world
     name = next(iter(header["parameters"]))
     header["parameters"][name] = [1 << 40, 1 << 40]
     header["tables"][1]["embedding_dim"] = 1 << 40
-    path.write_bytes(json.dumps(header).encode() + b"\n" + body)
-    with pytest.raises(artifacts.ArtifactError, match="export again"):
-        _read_composed(world)
+    for content in (
+        json.dumps(header).encode() + b"\n" + body,
+        before[:2000] + b"[" * 100_000 + b"\xdb" + before[2000:],
+    ):
+        path.write_bytes(content)
+        with pytest.raises(artifacts.ArtifactError, match="export again") as refused:
+            _read_composed(world)
+        assert len(str(refused.value)) < 1000
     path.write_bytes(before)

@@ -94,7 +94,7 @@ class PackedFile(PositionedReader):
         try:
             blocks = [(int(size), [int(each) for each in own]) for size, own in json.loads(self._exactly(length))]
         except (ValueError, TypeError) as error:
-            raise DamagedError(f"{path}: its index cannot be read ({error!r})") from None
+            raise DamagedError(f"{path}: its index cannot be read ({repr(error)[:200]})") from None
         if any(len(own) != PLANES or not 0 < size <= BLOCK_BYTES for size, own in blocks) or any(
             size != BLOCK_BYTES for size, _ in blocks[:-1]
         ):

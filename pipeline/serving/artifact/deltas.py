@@ -317,7 +317,7 @@ def stage_delta(artifact: str, manifest: Manifest, sequence: int) -> StagedDelta
         try:
             composed = ComposedTables.from_bytes(delta.content(COMPOSED_FILE))
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise DamagedError(f"{delta.path}: {COMPOSED_FILE} is not of this release ({error!r})") from None
+            raise DamagedError(f"{delta.path}: {COMPOSED_FILE} is not of this release ({repr(error)[:200]})") from None
     values = values_from_bytes(delta.content(VALUES_FILE), manifest) if VALUES_FILE in delta.files else {}
     return StagedDelta(delta, patches, constants, composed, values)
 

@@ -162,7 +162,9 @@ class ArtifactFiles:
         try:
             return ComposedTables.from_bytes(self.content(COMPOSED_FILE))
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise ArtifactError(f"{COMPOSED_FILE} is not of this release ({error!r}); export again") from error
+            raise ArtifactError(
+                f"{COMPOSED_FILE} is not of this release ({repr(error)[:200]}); export again"
+            ) from error
 
     def program(self, name: str = DENSE_FILE) -> Program:
         return load_program(self.content(name), storage.join(self._path, name))
