@@ -32,7 +32,8 @@ from pipeline.cli.compose import (
 from pipeline.config.jobs.job import CONFIG_NAMES
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import job_to_yaml
-from pipeline.data.dataset import FILE_NAME
+from pipeline.data.dataset import FILE_NAME, load_dataset
+from pipeline.data.prepare.identity import check_not_contradicted
 from pipeline.runtime.errors import ConfigError, UserError, did_you_mean
 from pipeline.runtime.masking import find_secret, for_log, printable
 from pipeline.runtime.process.exit_codes import USER_ERROR
@@ -203,6 +204,9 @@ def parse_command_line(
             sys.exit(0)
         if validate is not None:
             validate(job)
+        if isinstance(job, TrainJob) and has_dataset(job):
+            given = [word.partition("=")[0].lstrip("+~") for word in overrides]
+            check_not_contradicted(job.data, load_dataset(job.data.path), given)
     return job
 
 

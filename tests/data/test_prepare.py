@@ -12,15 +12,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.data import SPLITS, IdsConfig, SplitConfig
+from pipeline.config.columns import ColumnsConfig
+from pipeline.config.data import SPLITS, DataConfig, IdsConfig, SplitConfig
 from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare import number_feature, resources, staging
 from pipeline.data.prepare import prepare as preparation
+from pipeline.data.prepare.identity import check_not_contradicted
 from pipeline.data.prepare.run import describe, prepare
 from pipeline.data.raw.blocks import Source
 from pipeline.data.raw.layout import Layout
@@ -35,6 +38,7 @@ from tests.data.criteo_rows import (
     vocabularies,
     write_lines,
 )
+from tests.data.sources import TRAIN_ALONE, prepare_rows
 from tests.support.memory_store import ObjectStore
 from tests.support.messages import names
 
@@ -307,3 +311,34 @@ def test_real_csv_with_named_columns_is_split_by_time(tmp_path: Path, samples: P
     newest = [row for row in rows if row["timestamp"] >= times[9_000]]
     assert dataset.splits["test"].num_rows == len(newest)
     assert dataset.splits["test"].num_positives == sum(int(row["click"]) for row in newest)
+
+
+def test_a_training_refuses_keys_that_contradict_its_data_set(tmp_path: Path) -> None:
+    """It cannot apply them, so a sweep over them would compare equal runs."""
+    source = tmp_path / "rows.csv"
+    source.write_text("y,x,c,d\n1,1,a,b\n0,2,b,a\n")
+    columns = {"label": "y", "dense": ["x"], "sparse": ["c", "d"]}
+    dataset = prepare_rows(tmp_path, source, columns).dataset
+
+    def config(**more: Any) -> DataConfig:
+        given = {**columns, **more.pop("columns", {})}
+        return DataConfig(
+            name="rows", path="x", format="csv", columns=ColumnsConfig(**given), split=TRAIN_ALONE, **more
+        )
+
+    check_not_contradicted(
+        config(), dataset, ["data.path", "data.reader.shuffle", "data.columns.sparse", "trainer.seed"]
+    )
+    for key, other in {
+        "data.columns.sparse": config(columns={"sparse": ["c"]}),
+        "data.columns.weight": config(columns={"weight": "x", "dense": []}),
+        "data.dense_transform": config(dense_transform="none"),
+        "data.ids.min_frequency": config(ids=IdsConfig(min_frequency=3)),
+        "data.group_column": config(group_column="c"),
+        "data.columns.null_values": config(columns={"null_values": ["a"]}),
+    }.items():
+        with pytest.raises(DataError, match=names(f"{key}= prepared data.path")):
+            check_not_contradicted(other, dataset, [key])
+    check_not_contradicted(config(dense_transform="none"), dataset, [])  # a key of the preparation's command line
+    with pytest.raises(DataError, match=names("c, d categorical d, c")):
+        check_not_contradicted(config(columns={"sparse": ["d", "c"]}), dataset, [])

@@ -3,17 +3,20 @@ input."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config.columns import LabelConfig
 from pipeline.config.data import SPLITS, DataConfig
 from pipeline.data.dataset import FILE_NAME, Dataset, listed_labels, load_dataset
-from pipeline.data.prepare.base_vocabulary import BaseVocabulary
 from pipeline.data.raw.blocks import Source
-from pipeline.data.vocabulary_files import find_vocabulary
+from pipeline.data.raw.layout import feature_names
 from pipeline.runtime.errors import DataError, UserError
 from pipeline.runtime.storage import storage
+
+if TYPE_CHECKING:
+    from pipeline.data.prepare.base_vocabulary import BaseVocabulary
 
 NOT_IN_RECIPE = (*SPLITS, "max_shared_fraction")
 
@@ -23,6 +26,8 @@ def find_prepared(config: DataConfig, sources: list[Source], base: BaseVocabular
 
     Raises DataError if config.path holds another one.
     """
+    from pipeline.data.vocabulary_files import find_vocabulary
+
     path = storage.join(config.path, FILE_NAME)
     if not storage.is_file(path):
         return None
@@ -31,11 +36,8 @@ def find_prepared(config: DataConfig, sources: list[Source], base: BaseVocabular
         dataset = load_dataset(config.path)
     except UserError as error:
         raise DataError(f"{path} is of another release: {hint}") from error
-    wanted, found = _flat("data", recipe_of(config, base)), _flat("data", dataset.recipe)
-    # keys that may be absent in this job
-    keys = wanted.keys() | {key for key in found if key.startswith("data.columns.label")}
     differing = [
-        f"{key} was {found.get(key)}, is {wanted.get(key)}" for key in keys if wanted.get(key) != found.get(key)
+        f"{key} was {found}, is {wanted}" for key, (found, wanted) in _differences(config, dataset, base).items()
     ]
     given = {source.name: (source.size_bytes, source.digest, source.split) for source in sources}
     prepared = {
@@ -57,6 +59,45 @@ def find_prepared(config: DataConfig, sources: list[Source], base: BaseVocabular
             except UserError as error:
                 raise DataError(f"{error}; {hint}") from error
     return dataset
+
+
+def _differences(
+    config: DataConfig, dataset: Dataset, base: BaseVocabulary | None = None
+) -> dict[str, tuple[Any, Any]]:
+    """Return key -> value of the data set, value of the config, for the keys of the recipe that differ."""
+    wanted, found = _flat("data", recipe_of(config, base)), _flat("data", dataset.recipe)
+    # Keys that may be absent in this job. Some keys are in a recipe only if they are set.
+    keys = wanted.keys() | {key for key in found if key.startswith("data.columns.label")}
+    return {key: (found.get(key), wanted.get(key)) for key in keys if wanted.get(key) != found.get(key)}
+
+
+def check_not_contradicted(config: DataConfig, dataset: Dataset, given: Iterable[str]) -> None:
+    """Raise DataError if a job that reads a data set contradicts its preparation.
+
+    `given` are the keys of the command line: a training cannot apply them, so a sweep over them
+    would compare equal runs. Other keys may differ, because a preparation may be given keys too.
+    """
+    if not dataset.recipe:  # not written by prepare
+        return
+    named = [each for each in given if each.startswith("data.")]
+    found, wanted = _flat("data", dataset.recipe), _flat("data", recipe_of(config))
+    for key in sorted(found.keys() | wanted.keys()):
+        is_given = any(key == each or key.startswith(f"{each}.") or each.startswith(f"{key}.") for each in named)
+        if is_given and (then := found.get(key)) != (now := wanted.get(key)):
+            raise DataError(
+                f"{key}={now}, but data set {dataset.name!r} was prepared {f'with {then}' if key in found else 'without it'}, and training cannot change it: prepare it "
+                "with that value in another data.path, or leave the key out"
+            )
+    names = feature_names(config)
+    if names != (dataset.dense_features, dataset.sparse_feature_names):
+        described = " and ".join(
+            f"{kind} {', '.join(each) or 'none'}" for kind, each in zip(("dense", "categorical"), names, strict=True)
+        )
+        raise DataError(
+            f"data set {dataset.name!r} has the dense features {', '.join(dataset.dense_features) or 'none'} and the categorical ones "
+            f"{', '.join(dataset.sparse_feature_names) or 'none'}, but the job's data config describes {described}: choose the "
+            "config that it was prepared with (data=...), or prepare again in another data.path"
+        )
 
 
 def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[str, Any]:
