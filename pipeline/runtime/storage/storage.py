@@ -348,8 +348,8 @@ def stamp_of(path: str) -> Stamp:
         return Stamp(status.st_size, status.st_mtime_ns, status.st_ino)
     handler = _handler_of(path)
     if hasattr(handler, "size_and_etag"):
-        size_bytes, etag = handler.size_and_etag(path)
-        return Stamp(size_bytes, etag=etag)
+        size, etag = handler.size_and_etag(path)
+        return Stamp(size, etag=etag)
     return Stamp(size_bytes(path))
 
 
