@@ -10,15 +10,18 @@ import copy
 import dataclasses
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
+from pipeline import __version__
 from pipeline.config.jobs.job import CONFIG_NAMES
 from pipeline.config.registry import components, find, missing_plugins
 from pipeline.runtime.errors import ConfigError, did_you_mean
+from pipeline.runtime.logs import get_logger
 from pipeline.runtime.masking import without_hidden
 from pipeline.runtime.storage import storage
 
@@ -43,6 +46,8 @@ def with_moved_keys(values: dict[str, Any]) -> dict[str, Any]:
 
 
 Job = TypeVar("Job")
+OFF: tuple[Any, ...] = (None, False, 0, "", "none", [], {})  # a setting with such a value changes nothing
+logger = get_logger(__name__)
 MOST_MESSAGE = 2000  # characters of an error; it may quote a value of the file
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's loader, if PyYAML has it
 
@@ -109,7 +114,34 @@ def _values_of(text: str) -> dict[str, Any]:
 def _read_job(job_type: type, model: type | None, text: str) -> object:
     """Read a job and cache it. A publisher reads the same job at each step, and OmegaConf takes 40
     ms."""
-    return instantiate(OmegaConf.merge(_schema(job_type, model), _values_of(text)), job_type)  # type: ignore[arg-type]
+    values = _values_of(text)
+    _drop_unknown(job_type, values, "", model)
+    return instantiate(OmegaConf.merge(_schema(job_type, model), values), job_type)  # type: ignore[arg-type]
+
+
+def _drop_unknown(kind: Any, values: dict[str, Any], section: str, model: type | None = None) -> None:
+    """Drop keys that only another release has, if they are off, and say so.
+
+    Raises ConfigError for such a key with a value that this release cannot apply.
+    """
+    kind = next((part for part in get_args(kind) if part is not NoneType), kind) if NoneType in get_args(kind) else kind
+    is_section = dataclasses.is_dataclass(kind)
+    hints = get_type_hints(kind) if is_section else {}
+    for name, value in list(values.items()):
+        inner = f"{section}.{name}" if section else str(name)
+        if is_section and name not in hints:
+            if value not in OFF:
+                raise ConfigError(
+                    f"saved job: {inner}={str(value)[:80]} is a key that this release ({__version__}) does not have"
+                    f"{did_you_mean(str(name), hints)}: use the release that saved the job, or remove the line from the "
+                    "file if the run does not need that setting"
+                )
+            logger.warning("saved job: %s=%s is a key of another release and is dropped", inner, value)
+            del values[name]
+        elif isinstance(value, dict):
+            of_entries = get_args(kind)[1] if get_origin(kind) is dict else Any
+            of_model = model if name == "model" and model is not None else None
+            _drop_unknown(of_model or (hints[name] if is_section else of_entries), value, inner)
 
 
 @lru_cache(maxsize=32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.train import TrainJob
@@ -48,6 +49,21 @@ def test_a_saved_job_holds_nothing_to_resolve_and_reads_back_the_same() -> None:
     text = job_to_yaml(job)
     assert "${" not in text
     assert job_from_yaml(TrainJob, text) == job
+
+
+def test_keys_of_another_release_are_dropped_if_they_are_off_and_named_if_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    job = load_config(TrainJob, ["experiment=quickstart"])
+    values = yaml.safe_load(job_to_yaml(job))
+    values["trainer"]["removed"] = values["tables"]["default"]["removed"] = values["model"]["removed"] = None
+    values["removed"] = {}
+    assert job_from_yaml(TrainJob, yaml.safe_dump(values)) == job
+    for key in ("trainer.removed", "tables.default.removed", "model.removed", "removed"):
+        assert f"{key}=" in caplog.text
+    values["trainer"]["removed"] = 5
+    with pytest.raises(ConfigError, match=names("trainer.removed=5 release 0.1.0 remove")):
+        job_from_yaml(TrainJob, yaml.safe_dump(values))
 
 
 def test_what_an_earlier_release_saved_as_deepfm_is_torchrecs_model() -> None:
