@@ -102,6 +102,8 @@ def apply_override(config: DictConfig, job_type: type, override: Override) -> No
             f"{override.input_line!r}: a job's keys are fixed, they cannot be deleted or moved; set a value"
         )
     _add_sections(config, job_type, key)
+    if isinstance(value, list) and _field_type(job_type, key) == list[str]:
+        value = _as_written(value, str(override.input_line))
     if isinstance(value, dict):
         value = _with_text_keys(value, str(override.input_line))
     try:
@@ -109,6 +111,26 @@ def apply_override(config: DictConfig, job_type: type, override: Override) -> No
     except OmegaConfBaseException as error:
         hint = f"; which={value} chooses that step" if key == "step" and value in CHOSEN_STEPS else near_field(error)
         raise ConfigError(f"{override.input_line}: {first_line(error)}{hint}") from None
+
+
+def _field_type(job_type: type, key: str) -> Any:
+    """Return the declared type of a key of nested dataclasses, None for another key."""
+    kind: Any = job_type
+    for name in key.split("."):
+        if not dataclasses.is_dataclass(kind) or name not in (hints := get_type_hints(kind)):
+            return None
+        kind = hints[name]
+    return kind
+
+
+def _as_written(values: list[Any], line: str) -> list[Any]:
+    """Return text for the words of a list that Hydra takes for null, true or numbers: [NULL, NaN, 007]."""
+    if all(isinstance(value, str) for value in values):
+        return values
+    words = [word.strip() for word in line.partition("=")[2].strip()[1:-1].split(",")]
+    if len(words) != len(values):  # a quoted word holds a comma
+        return values
+    return [value if isinstance(value, str) else word for value, word in zip(values, words, strict=True)]
 
 
 def _with_text_keys(values: dict[Any, Any], line: str) -> dict[str, Any]:

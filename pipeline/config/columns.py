@@ -12,7 +12,6 @@ from pipeline.runtime.errors import (
     check_above,
     check_at_least,
     check_choice,
-    check_given,
     check_within,
     did_you_mean,
 )
@@ -207,7 +206,8 @@ class ColumnsConfig:
     weighted: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        check_given("data.columns.list_separator", self.list_separator)
+        if not self.list_separator:  # a blank may separate
+            raise ConfigError("data.columns.list_separator is empty: give it a value")
         self.dense, self.sparse, self.multi_hot = map(expand_ranges, (self.dense, self.sparse, self.multi_hot))
         self._check_weighted()
         resolve_sequences(self.sequence, self.sparse)  # checks them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -220,8 +221,29 @@ def _either(choices: list[int]) -> str:
 
 DENSE_TRANSFORMS = ("log1p", "signed_log1p", "standardize", "none")
 TEXT_FORMATS = ("csv", "tsv")  # formats that use data.delimiter and data.header
+QUOTES = ("doubled", "backslash")
 SUCCESS_FILES = ("required", "reported", "ignored")
 Value = TypeVar("Value")
+
+
+def checked_delimiter(key: str, value: str | None) -> str | None:
+    """Return the delimiter of cells; \\t is a tab. Raises ConfigError for text that cannot be one."""
+    value = "\t" if value == "\\t" else value
+    if value is not None and (not value or set(value) & set('"\r\n') or not value.isascii()):
+        raise ConfigError(f"{key}={value!r} cannot separate cells: give text such as ; or :: or \\t for a tab")
+    return value
+
+
+def check_encoding(key: str, value: str) -> None:
+    """Raise ConfigError unless Python can decode text in that encoding."""
+    try:
+        if codecs.lookup(value)._is_text_encoding:
+            return
+    except LookupError:
+        pass
+    raise ConfigError(
+        f"{key}={value!r} is not a known encoding: give one such as utf-8, utf-16, latin-1, cp1252 or gbk"
+    )
 
 
 @dataclass
@@ -251,6 +273,8 @@ class DataConfig:
     reader: ReaderConfig = field(default_factory=ReaderConfig)
     synthetic: SyntheticConfig | None = None
     delimiter: str | None = None  # of csv (a comma) and tsv (a tab)
+    encoding: str = "utf-8"  # of text files
+    quotes: str = "doubled"  # a quote inside a quoted cell of csv: "" or, as Spark writes it, \"
     # the columns of csv and tsv files that have no header line
     header: list[str] = field(default_factory=list)
     # exceptions from dense_transform by column
@@ -280,10 +304,9 @@ class DataConfig:
             raise ConfigError(
                 f"data.delimiter and data.header describe text with named columns: data.format={self.format} is not text, use csv or tsv"
             )
-        if self.delimiter is not None and (
-            len(self.delimiter) != 1 or self.delimiter in '"\r\n' or not self.delimiter.isascii()
-        ):
-            raise ConfigError(f"data.delimiter={self.delimiter!r} must be one character, such as ; or a tab")
+        self.delimiter = checked_delimiter("data.delimiter", self.delimiter)
+        check_encoding("data.encoding", self.encoding)
+        check_choice("data.quotes", self.quotes, QUOTES)
         made = make_transforms(self.transforms)
         self._check_transforms(made, self.columns if fixed is None else fixed)
         features = self.columns.sparse + self.columns.lists or [f"cat_{index}" for index in range(26)]

@@ -88,7 +88,7 @@ BAD_ROWS = {
     "a column too many": (lambda cells: [*cells, "x"], "41 columns, not 40"),
     "an empty line": (lambda cells: [], "1 columns, not 40"),
     "a label of 2": (lambda cells: ["2", *cells[1:]], "label is '2', not 0 or 1"),
-    "no label": (lambda cells: ["", *cells[1:]], "label is '', not 0 or 1"),
+    "no label": (lambda cells: ["", *cells[1:]], "label is None, not 0 or 1"),
     "a word as a count": (
         lambda cells: [*cells[:3], "many", *cells[4:]],
         "int_2 is 'many', not a finite 32-bit number",

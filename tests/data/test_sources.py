@@ -147,7 +147,7 @@ def test_what_is_wrong_with_a_whole_file_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=names("2 of 2 'y' 'c' jsonl jq")):
         prepare_rows(tmp_path, source, {"label": "y", "sparse": ["c"]}, format="jsonl")
     source = write_lines(tmp_path / "rows.csv", ["y,c,t", "0,a,1767398400", "1,a,2026-01-01"])
-    with pytest.raises(DataError, match=names("lines 2 to 3 t date")):
+    with pytest.raises(DataError, match=names("1 of 2 line t 1767398400 time")):
         prepare_rows(
             tmp_path, source, {"label": "y", "sparse": ["c"], "timestamp": "t"}, split=SplitConfig(kind="time")
         )
@@ -156,7 +156,7 @@ def test_what_is_wrong_with_a_whole_file_is_said(tmp_path: Path) -> None:
 JSON_REASONS = {
     "{": "JSON character 2",
     "[1]": "JSON object",
-    '{"y": 2}': "y 2.0 1",
+    '{"y": 2}': "y '2' 1",
     '{"y": 1, "x": "cheap"}': "x 'cheap' 32-bit",
     '{"y": "no"}': "y 'no' 1",
     '{"y": 1, "x": [3]}': "x [3]",
@@ -188,7 +188,7 @@ def test_json_lines_are_read_and_bad_ones_quarantined(tmp_path: Path) -> None:
         (bytes([0x28, 0xB5, 0x2F, 0xFD]) + b"..", "rows.csv zstd"),
         (b"PK\x03\x04..", "rows.csv zip"),
         (b"PAR1....", "rows.csv data.format=parquet"),
-        ("y,c\n1,a\n".encode("utf-16"), "rows.csv UTF-16 iconv"),
+        ("y,c\n1,a\n".encode("utf-16"), "rows.csv UTF-16 data.encoding=utf-16"),
         (b"# Read me\n", "rows.csv 'y' quoted glob"),
         (f"{'x' * 500}\n".encode(), "rows.csv xxx..."),
         (b"y,c\n" + b"yes,a\n" * 9, "9 of 9 'yes' data.columns.label_values label_threshold"),
@@ -225,8 +225,10 @@ def test_a_wrong_delimiter_is_named(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "rows.csv", ["y;x;c", "1;2;a"])
     with pytest.raises(DataError, match=names("'y' data.delimiter=';'")):
         prepare_rows(tmp_path, source, {"label": "y", "dense": ["x"], "sparse": ["c"]})
-    with pytest.raises(ConfigError, match=names("data.delimiter ;;")):
-        DataConfig(name="x", path="x", format="csv", delimiter=";;")
+    with pytest.raises(ConfigError, match=names("data.delimiter cells")):
+        DataConfig(name="x", path="x", format="csv", delimiter='"')
+    with pytest.raises(ConfigError, match=names("data.encoding utf-9 latin-1")):
+        DataConfig(name="x", path="x", format="csv", encoding="utf-9")
     with pytest.raises(ConfigError, match=names("data.delimiter parquet")):
         DataConfig(name="x", path="x", format="parquet", delimiter=";")
 
@@ -279,3 +281,29 @@ def test_an_empty_file_among_others_has_no_rows(tmp_path: Path, kind: str, caplo
         prepare_rows(tmp_path / "alone", folder / f"1.{kind}", columns, format=kind.partition(".")[0])
     assert ("data.header" in str(error.value)) == kind.startswith("csv")
     assert not (tmp_path / "alone" / "data.staging").exists()
+
+
+def test_text_is_read_as_other_programs_write_it(tmp_path: Path) -> None:
+    """Another encoding, a delimiter of two characters, blanks between ids, and Spark's quotes."""
+    columns = {"label": "y", "sparse": ["c"], "multi_hot": ["m"], "list_separator": " "}
+    (tmp_path / "latin.dat").write_bytes('y::c::m\n1::Amélie::a b\n0::"x" y::b\n'.encode("latin-1"))
+    with pytest.raises(DataError, match=names("2 UTF-8 data.encoding=latin-1")):
+        prepare_rows(tmp_path / "1", tmp_path / "latin.dat", columns, delimiter="::")
+    prepare_rows(tmp_path / "2", tmp_path / "latin.dat", columns, delimiter="::", encoding="latin-1")
+    assert _values(tmp_path / "2", "c") == {"Amélie", '"x" y'} and _values(tmp_path / "2", "m") == {"a", "b"}
+    lines = ["y,c,m", '1,"say \\"a, b\\"",a', '0,"C:\\",b', "1,plain,a"]
+    source = write_lines(tmp_path / "spark.csv", lines)
+    with pytest.raises(DataError, match=names("line 2 backslash data.quotes=backslash")):
+        prepare_rows(tmp_path / "3", source, columns)
+    source = write_lines(tmp_path / "spark.csv", [lines[0], lines[1], lines[3], "1,C:\\\\dir,a"])
+    prepare_rows(tmp_path / "4", source, columns, quotes="backslash")
+    assert _values(tmp_path / "4", "c") == {'say "a, b"', "plain", "C:\\dir"}
+    (tmp_path / "utf16.csv").write_bytes("y,c,m\n1,é,a\n0,b,a\n".encode("utf-16-le"))
+    with pytest.raises(DataError, match=names("UTF-16 mark data.encoding=utf-16-le")):
+        prepare_rows(tmp_path / "5", tmp_path / "utf16.csv", columns)
+    prepare_rows(tmp_path / "6", tmp_path / "utf16.csv", columns, encoding="utf-16-le")
+    assert _values(tmp_path / "6", "c") == {"é", "b"}
+
+
+def _values(folder: Path, feature: str) -> set[str]:
+    return set(pq.read_table(folder / "data" / "vocabulary" / f"{feature}.parquet")["value"].to_pylist())

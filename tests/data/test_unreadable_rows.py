@@ -14,6 +14,7 @@ import pytest
 from pipeline.config.columns import ColumnsConfig
 from pipeline.data.prepare import staging
 from pipeline.data.prepare.limit import most_rows_to_come
+from pipeline.data.raw import lines as lines_module
 from pipeline.data.raw import rows as raw_rows
 from pipeline.data.raw.blocks import Block, Source
 from pipeline.data.raw.layout import Layout
@@ -107,15 +108,18 @@ def test_of_wide_quoted_rows_only_those_that_may_be_unreadable_are_looked_at_one
     text = "\n".join([*lines, ""]).encode(errors="surrogateescape")
     dense, sparse = ([name for name in WIDE if name[0] == kind and name[1:].isdigit()] for kind in "dc")
     layout = Layout(ColumnsConfig(label="label", dense=dense, sparse=sparse, timestamp="time"), "csv", ",", True)
-    one_by_one = raw_rows.why_unreadable
-    reasons = [one_by_one(layout, tuple(WIDE), line) for line in text.removesuffix(b"\n").split(b"\n")]
+    one_by_one = lines_module.why_no_row
     looked_at: list[bytes] = []
-    monkeypatch.setattr(raw_rows, "why_unreadable", lambda *given: (looked_at.append(given[2]), one_by_one(*given))[1])
+    alone = [
+        raw_rows.parse_text(layout, tuple(WIDE), Block(1, 0, 1, line)).quarantined
+        for line in text.removesuffix(b"\n").split(b"\n")
+    ]
+    monkeypatch.setattr(lines_module, "why_no_row", lambda *given: (looked_at.append(given[2]), one_by_one(*given))[1])
     parsed = raw_rows.parse_text(layout, tuple(WIDE), Block(1, 0, len(lines), text))
     assert {row.line - 1: row.reason for row in parsed.quarantined} == {
-        i: text for i, text in enumerate(reasons) if text
+        i: found[0].reason for i, found in enumerate(alone) if found
     }
-    assert parsed.kept.tolist() == [i for i, reason in enumerate(reasons) if not reason]
+    assert parsed.kept.tolist() == [i for i, found in enumerate(alone) if not found]
     assert len(parsed.quarantined) > 25 and len(looked_at) <= len(parsed.quarantined) + 10
 
 

@@ -18,7 +18,7 @@ from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.serving import LimitsConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.prepare.run import prepare
-from pipeline.data.raw.value_text import to_text, value_to_text
+from pipeline.data.raw.value_types import to_text, value_to_text
 from pipeline.runtime.errors import DataError
 from pipeline.serving.http.request_rows import ARROW_TYPE, JSON_TYPE, RequestReader
 from pipeline.serving.scoring.scorer import as_table
@@ -142,4 +142,5 @@ def test_dates_and_decimals_are_read_in_requests_as_in_files(tmp_path: Path) -> 
     assert (read["x"], read["b"]) == ([1.5, None], [1.0, 0.0])
     for name in ("day", "price"):
         assert set(read[name]) == _vocabulary(tmp_path, name).keys()
+    assert set(read["price"]) == {"9.9", "-1"}, "as the numbers 9.9 and -1 are written"
     assert {value for values in read["days"] for value in values} == _vocabulary(tmp_path, "days").keys()

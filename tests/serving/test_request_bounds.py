@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.config.columns import ColumnsConfig
 from pipeline.config.serving import LimitsConfig
-from pipeline.data.raw.value_text import to_text
+from pipeline.data.raw.value_types import to_text
 from pipeline.serving.http.arrow_bounds import EXPANSION
 from pipeline.serving.http.request_rows import ARROW_TYPE, JSON_TYPE, BadRequest, RequestReader
 

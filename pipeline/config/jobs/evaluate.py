@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.config.data import SPLITS
+from pipeline.config.data import QUOTES, SPLITS, check_encoding, checked_delimiter
 from pipeline.config.jobs.job import Job, PathsConfig, job_of
 from pipeline.config.registry import find
 from pipeline.config.serving import (
@@ -133,6 +133,8 @@ class PredictJob(Job):
     output: str = "???"
     format: str | None = None  # None: by the names of the files
     delimiter: str | None = None  # of csv (a comma) and tsv (a tab)
+    encoding: str = "utf-8"  # of text files
+    quotes: str = "doubled"  # a quote inside a quoted cell of csv: "" or, as Spark writes it, \"
     id_columns: list[str] = field(default_factory=list)
     memory: str = "ram"
     ssd: SsdConfig = field(default_factory=SsdConfig)
@@ -162,6 +164,9 @@ class PredictJob(Job):
         check_memory(self.memory)
         if self.format is not None:
             find("format", self.format)
+        self.delimiter = checked_delimiter("delimiter", self.delimiter)
+        check_encoding("encoding", self.encoding)
+        check_choice("quotes", self.quotes, QUOTES)
         if not self.output.endswith((".parquet", ".csv")) and self.output != "???":
             raise ConfigError(f"output={self.output} must end in .parquet or .csv")
         check_at_least("batch_rows", self.batch_rows, 1)

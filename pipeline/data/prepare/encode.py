@@ -24,7 +24,7 @@ from pipeline.data.raw.derived import derive
 from pipeline.data.raw.hashing import hash_ids, hash_text
 from pipeline.data.raw.layout import Layout, columns_of
 from pipeline.data.raw.sequences import cut_lists
-from pipeline.data.raw.value_text import to_text
+from pipeline.data.raw.value_types import plain, to_text
 from pipeline.data.raw.weighted import split_elements
 from pipeline.runtime.errors import DataError, did_you_mean
 
@@ -227,7 +227,7 @@ def label_values(column: pa.ChunkedArray) -> np.ndarray:
 
 def group_ids(column: pa.ChunkedArray) -> np.ndarray:
     """Return [rows] int64: a hash of the value as text, 0 if it is missing."""
-    codes, distinct = _codes(column.combine_chunks())
+    codes, distinct = _codes(plain(column).combine_chunks())
     return np.concatenate([np.zeros(1, np.int64), hash_text(distinct, 0).view(np.int64)])[codes]
 
 

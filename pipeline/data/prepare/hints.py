@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 
 import pyarrow.parquet as pq
@@ -49,10 +50,9 @@ def find_hints(dataset: Dataset, folder: str, num_negative: Mapping[str, int]) -
         )
     if nulls:
         named = [name for name, found in words.items() if found]
-        lines.append(
-            f"{', '.join(map(repr, nulls))} as values of {_named(named)}; data.columns.null_values=[{','.join(nulls)}] takes "
-            "them for missing"
-        )
+        listed = ",".join(null if null.isalpha() else f"'{null}'" for null in nulls)
+        key = shlex.quote(f"data.columns.null_values=[{listed}]")
+        lines.append(f"{', '.join(map(repr, nulls))} as values of {_named(named)}; {key} takes them for missing")
     if constant:
         lines.append(
             f"one value in {ONE_VALUE_SHARE:.0%} of the rows or more: {_named(constant)}; is that the right column?"

@@ -143,8 +143,8 @@ def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[st
         recipe["transforms"] = config.transforms
     if config.dense_transforms:
         recipe["dense_transforms"] = dict(sorted(config.dense_transforms.items()))
-    for key in ("delimiter", "header"):
-        if value := getattr(config, key):
+    for key, usual in (("delimiter", None), ("header", []), ("encoding", "utf-8"), ("quotes", "doubled")):
+        if (value := getattr(config, key)) != usual:
             recipe[key] = value
     if not config.columns.null_values:
         del recipe["columns"]["null_values"]

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.config.transforms import LIST, NUMBER, TEXT, TransformConfig
-from pipeline.data.raw.value_text import to_text
+from pipeline.data.raw.value_types import to_text
 
 TYPES = {NUMBER: pa.float64(), TEXT: pa.string(), LIST: pa.list_(pa.string())}
 

@@ -6,7 +6,7 @@ import json
 
 import pyarrow as pa
 
-from pipeline.data.raw.value_text import value_to_text
+from pipeline.data.raw.value_types import value_to_text
 
 JSON = "json"  # value of data.columns.list_separator
 
@@ -22,14 +22,6 @@ def parse_list(cell: str | None) -> list[str] | None:
     if not isinstance(values, list) or any(isinstance(value, list | dict) for value in values):
         raise ValueError(f"{cell[:80]!r} is not a list of values")
     return [value_to_text(value) or "" for value in values]
-
-
-def is_json_list(cell: str) -> bool:
-    try:
-        parse_list(cell)
-    except ValueError:
-        return False
-    return True
 
 
 def json_lists(column: pa.ChunkedArray) -> tuple[pa.Array, list[int]]:

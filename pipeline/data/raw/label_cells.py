@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.config.columns import LabelConfig
 from pipeline.data.raw.layout import Layout
-from pipeline.data.raw.parse_cells import LARGEST_FLOAT32, is_number
-from pipeline.data.raw.value_text import to_text
+from pipeline.data.raw.parse_cells import LARGEST_FLOAT32
+from pipeline.data.raw.value_types import to_text
 
 
 def is_text(layout: Layout, name: str) -> bool:
@@ -41,14 +39,6 @@ def with_labels(layout: Layout, table: pa.Table) -> tuple[pa.Table, dict[int, st
     return table, reasons
 
 
-def label_number(label: LabelConfig, cell: str) -> float:
-    """Return the label of a cell of a text file; NaN if the value is missing or invalid."""
-    if label.values:
-        return float(label.values.get(cell, math.nan))
-    value = float(cell) if cell and is_number(cell) else math.nan
-    return value if label.threshold is None or math.isnan(value) else float(value >= label.threshold)
-
-
 def wanted_text(label: LabelConfig) -> str:
     return f"one of {', '.join(map(repr, label.values))}"
 
@@ -72,26 +62,6 @@ def wanted_label(label: LabelConfig) -> str:
     if label.kind == "ordinal":
         return f"a whole number from 0 to {(label.num_buckets or 0) - 1}"
     return "0 or 1" if label.kind == "binary" else "a finite 32-bit number"
-
-
-def why_no_label(label: LabelConfig, cell: str, counts: bool) -> str:
-    """Return "" if a cell is a valid label, otherwise what it should be.
-
-    A value may be missing if it does not count.
-    """
-    value = label_number(label, cell)
-    if math.isnan(value) and (not cell or (is_number(cell) and not label.values)) and label.mask is not None:
-        return wanted_label(label) if counts else ""
-    return "" if _is_label(label, value) else wanted_label(label)
-
-
-def _is_label(label: LabelConfig, value: float) -> bool:
-    """Check one value as invalid_labels does. NaN is invalid."""
-    if label.kind == "binary":
-        return value in (0.0, 1.0)
-    if label.kind == "regression":
-        return abs(value) <= LARGEST_FLOAT32
-    return 0.0 <= value <= (label.num_buckets or 0) - 1 and value.is_integer()
 
 
 def within(column: pa.ChunkedArray, low: float, high: float) -> pa.ChunkedArray:

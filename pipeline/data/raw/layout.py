@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from pipeline.config.columns import ColumnsConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.registry import find
-from pipeline.config.transforms import LIST, NUMBER, TEXT, TransformConfig, make_transforms, raw_inputs
+from pipeline.config.transforms import LIST, NUMBER, TEXT, TIME, TransformConfig, make_transforms, raw_inputs
 from pipeline.data.raw.blocks import Block, ParsedRows, RowReader, Source
 from pipeline.runtime.errors import DataError, did_you_mean
 
 TIME_PREFIX = "\0time "  # no column of a source has such a name
 LONGEST_NAME_SHOWN = 60
-OTHER_DELIMITERS = (";", "\t", "|", ",")
+BACKSLASH = "backslash"  # value of data.quotes
+OTHER_DELIMITERS = ("::", ";", "\t", "|", ",")
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,32 @@ class Layout:
     quoted: bool = False
     header: tuple[str, ...] | None = None
     carried: tuple[str, ...] = ()
+    escaped: bool = False  # a backslash is before a quote inside a quoted cell; otherwise the quote is doubled
+    encoding: str = "utf-8"
+    separator: str = ""  # the delimiter of the file, if it has several characters
+
+    def written(self, delimiter: str | None, encoding: str, quotes: str) -> Layout:
+        """Return the layout of text that is written so. Cells are not quoted if the delimiter has several
+        characters."""
+        layout = replace(self, encoding=encoding, escaped=quotes == BACKSLASH)
+        if delimiter is None:
+            return layout
+        if len(delimiter) > 1:
+            return replace(layout, delimiter="\x1f", separator=delimiter, quoted=False)
+        return replace(layout, delimiter=delimiter)
 
     @property
     def numbers(self) -> list[str]:
         return [*self.columns.all_labels, *self.weights, *self.columns.dense]
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """Return column -> what its values are read as (value_types). A label that maps texts to numbers is a category."""
+        columns = self.columns
+        texts = {name for name, label in columns.all_labels.items() if label.values}
+        found = {columns.timestamp: TIME} if columns.timestamp else {}  # a category too: its text must be a time
+        found |= {name: TEXT if name in texts else NUMBER for name in self.numbers}
+        return found | dict.fromkeys(columns.sparse, TEXT) | dict.fromkeys(columns.lists, LIST)
 
     @property
     def weights(self) -> list[str]:
@@ -181,8 +204,7 @@ def layout_of(config: DataConfig) -> Layout:
     columns = source_columns(config)
     timestamp = columns.timestamp if config.split.kind in ("time", "date") else None
     layout = find_format(config.format).layout(config.format, replace(columns, timestamp=timestamp))
-    if config.delimiter is not None:
-        layout = replace(layout, delimiter=config.delimiter)
+    layout = layout.written(config.delimiter, config.encoding, config.quotes)
     if config.header:
         layout = replace(layout, header=tuple(config.header))
     twice = sorted({name for name in layout.needed if layout.needed.count(name) > 1})

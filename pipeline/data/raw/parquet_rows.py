@@ -1,18 +1,14 @@
-"""Read blocks of rows from Parquet files, check their text columns, and read their numbers as float64."""
+"""Read blocks of rows from Parquet files, and check their text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.data.raw.blocks import MAX_BLOCK_ROWS, Block, Source
-from pipeline.data.raw.label_cells import is_text
-from pipeline.data.raw.layout import Layout
-from pipeline.data.raw.row_rules import wanted_number
-from pipeline.data.raw.suspicious_lines import with_numbers
+from pipeline.data.raw.value_types import lists_like
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import storage
 
@@ -77,17 +73,6 @@ class ParquetReader:
         )
 
 
-def with_text(table: pa.Table, names: list[str]) -> pa.Table:
-    """Read columns of bytes as text. not_text() checks that they are UTF-8."""
-    for name in names:
-        kind = table.schema.field(name).type
-        as_text = {pa.binary(): pa.string(), pa.large_binary(): pa.large_string()}.get(kind)
-        if as_text:
-            column = pa.chunked_array([chunk.view(as_text) for chunk in table[name].chunks], as_text)
-            table = table.set_column(table.schema.get_field_index(name), name, column)
-    return table
-
-
 def not_text(table: pa.Table, names: list[str]) -> dict[int, str]:
     """Return row -> reason for text that is not UTF-8, which Parquet files may contain."""
     reasons: dict[int, str] = {}
@@ -107,10 +92,8 @@ def _as_bytes(column: pa.Array) -> pa.Array:
     kind = column.type
     if pa.types.is_dictionary(kind):
         return pa.DictionaryArray.from_arrays(column.indices, column.dictionary.view(pa.binary()))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        maker = pa.ListArray if pa.types.is_list(kind) else pa.LargeListArray
-        mask = column.is_null() if column.null_count else None
-        return maker.from_arrays(column.offsets, _as_bytes(column.values), mask=mask)
+    if pa.types.is_list(kind):
+        return lists_like(column, _as_bytes(column.flatten()))
     return column.view(pa.binary() if pa.types.is_string(kind) else pa.large_binary())
 
 
@@ -122,41 +105,3 @@ def _is_utf8(value: bytes | list[bytes] | None) -> bool:
     except UnicodeDecodeError:
         return False
     return True
-
-
-def with_typed_numbers(layout: Layout, table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
-    """Return labels, weight and dense columns as float64, and row -> reason if a text is not a
-    number.
-
-    Exports without types write numbers as text in Parquet too. Raises DataError for other types.
-    """
-    reasons: dict[int, str] = {}
-    for name in layout.numbers:
-        if is_text(layout, name):
-            continue
-        column = with_text(table, [name])[name]
-        if pa.types.is_dictionary(column.type):
-            column = column.cast(column.type.value_type)
-        place = table.schema.get_field_index(name)
-        if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-            table = table.set_column(place, name, _as_numbers(name, column))
-            continue
-        missing = pc.is_in(column, pa.array(["", *layout.columns.null_values], column.type))
-        column = pc.if_else(missing, None, column)
-        table, found = with_numbers(table.set_column(place, name, column), [name])
-        wanted = wanted_number(layout, name)
-        for row in sorted(found):
-            reasons.setdefault(row, f"{name} is {column[row].as_py()!r}, not {wanted}")
-    return table, reasons
-
-
-def _as_numbers(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
-    kind = column.type
-    if pa.types.is_boolean(kind):
-        column = column.cast(pa.int8())
-    elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
-        raise DataError(
-            f"column {name!r} has type {kind}: labels and dense features are numbers; correct data.columns, "
-            "or for a label say which text is 1, data.columns.label_values={yes: 1, no: 0}"
-        )
-    return column.cast(pa.float64(), safe=False)

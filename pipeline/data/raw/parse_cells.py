@@ -1,49 +1,110 @@
-"""Parse the text of a cell as a number or a time."""
+"""Parse text as numbers and times, column by column, with the rows whose text is neither."""
 
 from __future__ import annotations
 
-import math
 import re
-from functools import lru_cache
+from datetime import UTC, datetime
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-PLAIN_NUMBER = re.compile(r"-?\d{1,15}(\.\d{1,15})?", re.ASCII)
+from pipeline.data.raw.value_types import plain, to_text
+
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 TIMESTAMP_TYPES = (pa.int64(), pa.timestamp("us", "UTC"), pa.timestamp("us"))
+NUMBER = r"^\s*([+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(?i:inf|infinity)|(?i:nan))\s*$"
+WHOLE = re.compile(r"\s*[+-]?\d+\s*", re.ASCII)
+FRACTION = re.compile(r"\d{9,19}\.\d+", re.ASCII)  # seconds since 1970 as Python's time.time() gives them
+# 2026-11-01 10:00:00.123456789 UTC, as BigQuery, Go and pandas write times
+TOO_EXACT = re.compile(r"(\.\d{6})\d+")
+MICROSECONDS = 1_000_000
+LEAST_SECONDS = 1e8  # 1973: smaller fractions are no times
+
+
+def parse_numbers(column: pa.ChunkedArray) -> tuple[pa.ChunkedArray, list[int]]:
+    """Return text as float64, null if it is not a number, and the rows with such a text."""
+    try:
+        return column.cast(pa.float64()), []
+    except pa.ArrowInvalid:
+        good = pc.match_substring_regex(column, NUMBER)
+        found = np.flatnonzero(pc.fill_null(pc.invert(good), False).to_numpy()).tolist()
+        return pc.ascii_trim_whitespace(pc.if_else(good, column, None)).cast(pa.float64()), found
 
 
 def parse_timestamps(values: pa.Array) -> pa.Array:
     """Return whole numbers unchanged; dates and times as microseconds since 1970, in UTC if they
-    have no zone."""
-    if pa.types.is_date(values.type):
+    have no zone. Fractions are seconds.
+
+    Raises pa.ArrowInvalid if a value is none of these.
+    """
+    kind = values.type
+    if pa.types.is_date(kind):
         values = values.cast(pa.timestamp("us"))
     if pa.types.is_timestamp(values.type):
         return values.cast(pa.timestamp("us", values.type.tz), safe=False).cast(pa.int64())
-    for kind in TIMESTAMP_TYPES:
+    if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        return _of_fractions(values.cast(pa.float64()))
+    for wanted in TIMESTAMP_TYPES:
         try:
-            return values.cast(kind).cast(pa.int64())
+            return values.cast(wanted).cast(pa.int64())
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
             continue
     raise pa.ArrowInvalid(f"neither whole numbers nor ISO 8601 times: {values[:3]}")
 
 
-@lru_cache(maxsize=4096)  # cells that are not numbers are often the same few words
-def is_number(cell: str) -> bool:
-    """Return True if pyarrow reads the cell as a number, so that the slow path keeps what the fast
-    path keeps."""
-    if PLAIN_NUMBER.fullmatch(cell):
-        return True
-    try:
-        value = pa.scalar(cell.strip()).cast(pa.float64()).as_py()
-    except pa.ArrowInvalid:
-        return False
-    return math.isnan(value) or abs(value) <= LARGEST_FLOAT32
+def _of_fractions(values: pa.Array) -> pa.Array:
+    """Return whole numbers unchanged, and microseconds if some value is a fraction."""
+    values = pc.if_else(pc.is_finite(values), values, None)
+    if pc.all(pc.equal(pc.floor(values), values)).as_py() is not False:
+        return values.cast(pa.int64())
+    if pc.min(values).as_py() < LEAST_SECONDS:
+        raise pa.ArrowInvalid("too small for seconds since 1970 with a fraction")
+    return pc.round(pc.multiply(values, float(MICROSECONDS))).cast(pa.int64())
 
 
-def is_time(cell: str) -> bool:
+def parse_times(column: pa.ChunkedArray) -> tuple[pa.Array, list[int]]:
+    """Return a column of times as int64, null if a value is not a time, and the rows with such a value.
+
+    Whole numbers and dates have different units, so a column has either whole numbers or dates.
+    """
+    values = plain(column).combine_chunks()
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
     try:
-        return bool(cell) and parse_timestamps(pa.array([cell])).null_count == 0
+        return parse_timestamps(values), []
     except pa.ArrowInvalid:
-        return False
+        values = to_text(values)
+    try:
+        exact = pc.replace_substring_regex(values, rf"{TOO_EXACT.pattern}", r"\1")
+        return parse_timestamps(pc.replace_substring_regex(exact, r" UTC$", "Z")), []
+    except pa.ArrowInvalid:
+        coded = values.dictionary_encode()
+    texts: list[str] = coded.dictionary.to_pylist()
+    times = [_time(text) for text in texts]
+    is_whole = np.array([WHOLE.fullmatch(text) is not None for text in texts], bool)
+    indices = coded.indices.fill_null(len(texts)).to_numpy()
+    known = np.array([time is not None for time in times], bool)
+    counts = np.bincount(indices, minlength=len(texts) + 1)[: len(texts)]
+    mostly_whole = 2 * counts[known & is_whole].sum() > counts[known].sum()
+    good = np.append(known & (is_whole == mostly_whole), False)
+    of_texts = pa.array([time if fits else None for time, fits in zip(times, good, strict=False)], pa.int64())
+    return of_texts.take(coded.indices), np.flatnonzero(~good[indices]).tolist()
+
+
+def _time(text: str) -> int | None:
+    if FRACTION.fullmatch(text.strip()):
+        return round(float(text) * MICROSECONDS)
+    if WHOLE.fullmatch(text):
+        return int(text) if abs(int(text)) < 2**63 else None
+    exact = TOO_EXACT.sub(r"\1", text.strip()).removesuffix(" UTC")
+    try:
+        return int(parse_timestamps(pa.array([exact]))[0].as_py())
+    except (pa.ArrowInvalid, TypeError):
+        pass
+    try:
+        time = datetime.fromisoformat(exact)
+    except ValueError:
+        return None
+    aware = time if time.tzinfo is not None else time.replace(tzinfo=UTC)
+    return round(aware.timestamp() * MICROSECONDS)

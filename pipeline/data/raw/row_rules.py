@@ -1,29 +1,19 @@
-"""Find unreadable rows and their reason: by columns for a parsed block, and for a single line of
-text.
-
-Both ways use the same rules. Columns are fast. A line that pyarrow cannot read gets its reason from
-its text.
-"""
+"""Read columns of numbers, and find rows with values that are not allowed, with the reason."""
 
 from __future__ import annotations
-
-import csv
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.data.raw.json_lists import JSON, is_json_list
-from pipeline.data.raw.label_cells import invalid_labels, label_number, wanted_label, why_no_label, within
+from pipeline.data.raw.label_cells import invalid_labels, is_text, wanted_label, within
 from pipeline.data.raw.layout import Layout
-from pipeline.data.raw.parse_cells import LARGEST_FLOAT32, is_number, is_time
-from pipeline.data.raw.sequences import cell_length, uneven, uneven_rows
-from pipeline.data.raw.source import MAX_LINE_BYTES
-from pipeline.data.raw.weighted import bad_cell, bad_weights
+from pipeline.data.raw.parse_cells import LARGEST_FLOAT32, parse_numbers
+from pipeline.data.raw.sequences import uneven_rows
+from pipeline.data.raw.weighted import bad_weights
 
 WANTED_WEIGHT = "a finite number of 0 at least, the row's weight (data.columns.weight)"
 FINITE = "a finite 32-bit number"
-csv.field_size_limit(MAX_LINE_BYTES)  # 128 KiB by default
 
 
 def wanted_number(layout: Layout, name: str) -> str:
@@ -32,14 +22,18 @@ def wanted_number(layout: Layout, name: str) -> str:
     return wanted_label(labels[name]) if name in labels else WANTED_WEIGHT if name in layout.weights else FINITE
 
 
-def invalid_rows(layout: Layout, table: pa.Table) -> dict[int, str]:
-    """Return row -> reason for a typed table. Types alone do not find these problems."""
+def invalid_rows(layout: Layout, table: pa.Table, raw: pa.Table | None = None) -> dict[int, str]:
+    """Return row -> reason for a typed table. Types alone do not find these problems.
+
+    `raw` has the same rows as they are written; a reason quotes their text.
+    """
     reasons: dict[int, str] = {}
 
     def note(column: str, invalid: pa.ChunkedArray, wanted: str) -> None:
         if pc.any(invalid).as_py():
             for row in np.flatnonzero(invalid.to_numpy()):
-                reasons.setdefault(int(row), f"{column} is {table[column][int(row)].as_py()!r}, not {wanted}")
+                written = raw if raw is not None and pa.types.is_string(raw[column].type) else table
+                reasons.setdefault(int(row), f"{column} is {written[column][int(row)].as_py()!r}, not {wanted}")
 
     for name, label in layout.columns.all_labels.items():
         column, invalid = table[name], invalid_labels(label, table[name])
@@ -61,66 +55,24 @@ def invalid_rows(layout: Layout, table: pa.Table) -> dict[int, str]:
     return reasons
 
 
-def why_unreadable(layout: Layout, header: tuple[str, ...], line: bytes) -> str:
-    """Return the reason for one line of text without its line end; "" if it is valid."""
-    try:
-        text = line.decode()
-    except UnicodeDecodeError as error:
-        return f"byte {error.start} is not UTF-8"
-    if "\r" in text:
-        return "a carriage return inside the row"
-    cells = split_cells(layout, text)
-    if not cells:
-        return "no columns" if not text else "a quote that is not closed in its line"
-    if len(cells) != len(header):
-        return f"{len(cells)} columns, not {len(header)}"
-    values = dict(zip(header, cells, strict=True))
-    labels = layout.columns.all_labels
-    for name, label in labels.items():
-        cell = "" if values[name] in layout.columns.null_values else values[name]
-        counts = label.mask is None or label_number(labels[label.mask], values[label.mask]) == 1.0
-        if problem := why_no_label(label, cell, counts):
-            return f"{name} is {values[name]!r}, not {problem}"
-    for name in layout.weights:
-        if not is_number(values[name]) or not 0.0 <= float(values[name]) <= LARGEST_FLOAT32:
-            return f"{name} is {values[name]!r}, not {WANTED_WEIGHT}"
-    for name in layout.columns.dense:
-        if values[name] and values[name] not in layout.columns.null_values and not is_number(values[name]):
-            return f"{name} is {values[name]!r}, not {FINITE}"
-    for name in layout.columns.lists if layout.columns.list_separator == JSON else ():
-        if values[name] not in layout.columns.null_values and not is_json_list(values[name]):
-            return f"{name} is not a JSON list"
-    if problem := _why_uneven(layout, values):
-        return problem
-    for name in layout.columns.weighted:
-        if problem := bad_cell(layout.columns, name, values[name]):
-            return problem
-    if layout.columns.timestamp and not is_time(values[layout.columns.timestamp]):
-        return f"{layout.columns.timestamp} is {values[layout.columns.timestamp]!r}, not a time"
-    return ""
-
-
-def _why_uneven(layout: Layout, values: dict[str, str]) -> str:
-    """Return a reason if a sequence of a line has another length than the sequence that it
-    describes, otherwise ""."""
-    for name, sequence in layout.columns.sequence.items():
-        if sequence.beside is not None:
-            own, leader = (cell_length(values[each], layout.columns) for each in (name, sequence.beside))
-            if own != leader:
-                return uneven(name, own, sequence.beside, leader)
-    return ""
-
-
-def split_cells(layout: Layout, text: str) -> list[str]:
-    """Split a line into cells.
-
-    Return [] if a quote is not closed: rows over several lines are not supported.
-    """
-    if not layout.quoted:
-        return text.split(layout.delimiter)
-    reader = csv.reader([text + "\n", "\n"], delimiter=layout.delimiter)
-    try:
-        cells = next(reader)
-    except csv.Error:  # a carriage return inside the row
-        return []
-    return cells if reader.line_num == 1 else []
+def with_numbers(layout: Layout, table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
+    """Return plain columns of labels, weight and dense features as float64, and row -> reason if a text
+    is not a number. Empty text and data.columns.null_values are missing."""
+    reasons: dict[int, str] = {}
+    for name in layout.numbers:
+        column = table[name]
+        if is_text(layout, name) or column.type == pa.float64():
+            continue
+        if pa.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+            missing = pc.is_in(column, pa.array(["", *layout.columns.null_values], column.type))
+            texts = pc.if_else(missing, None, column)
+            column, found = parse_numbers(texts)
+            for row in found:
+                reasons.setdefault(row, f"{name} is {texts[row].as_py()!r}, not {wanted_number(layout, name)}")
+        else:
+            column = column.cast(pa.int8()) if pa.types.is_boolean(column.type) else column
+            column = column.cast(pa.float64(), safe=False)
+        table = table.set_column(table.schema.get_field_index(name), name, column)
+    return table, reasons

@@ -12,7 +12,6 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.config.columns import ColumnsConfig, SequenceConfig
-from pipeline.data.raw.json_lists import JSON, parse_list
 
 Value = TypeVar("Value")
 
@@ -22,19 +21,12 @@ def list_lengths(column: pa.Array | pa.ChunkedArray, separator: str) -> NDArray[
 
     A missing list has length 0.
     """
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+    if pa.types.is_list(column.type):
         counts = pc.list_value_length(column)
     else:
         counts = pc.add(pc.count_substring(column, separator), 1)
     lengths: NDArray[np.int64] = np.asarray(pc.fill_null(counts, 0)).astype(np.int64)
     return lengths
-
-
-def cell_length(cell: str, columns: ColumnsConfig) -> int:
-    """Return the length of a list in a cell of text."""
-    if not cell or cell in columns.null_values:
-        return 0
-    return len(parse_list(cell) or []) if columns.list_separator == JSON else cell.count(columns.list_separator) + 1
 
 
 def uneven_rows(columns: ColumnsConfig, table: pa.Table) -> Iterator[tuple[int, str]]:
@@ -45,11 +37,10 @@ def uneven_rows(columns: ColumnsConfig, table: pa.Table) -> Iterator[tuple[int, 
             continue
         own, leader = (list_lengths(table[each], columns.list_separator) for each in (name, sequence.beside))
         for row in np.flatnonzero(own != leader).tolist():
-            yield row, uneven(name, int(own[row]), sequence.beside, int(leader[row]))
-
-
-def uneven(name: str, length: int, leader: str, wanted: int) -> str:
-    return f"{name} has {length} values, not the {wanted} of {leader}, which it describes"
+            yield (
+                row,
+                f"{name} has {own[row]} values, not the {leader[row]} of {sequence.beside}, which it describes",
+            )
 
 
 def cut_lists(

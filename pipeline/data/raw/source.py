@@ -7,10 +7,12 @@ start.
 
 from __future__ import annotations
 
+import codecs
 import fnmatch
 import glob
 import gzip
 import hashlib
+import io
 import os
 import re
 import zlib
@@ -33,16 +35,36 @@ TEACHER_SUFFIX = ".teacher.parquet"
 TEACHER_COLUMN = "probability"
 SAMPLE_BYTES = 1 << 16
 NUM_SAMPLES = 64
+UNPACK, TO_PARQUET = "decompress it, or compress it by gzip", "write it as Parquet, and set data.format=parquet"
+TO_UTF16 = "set data.encoding=utf-16"
 NO_TEXT = {  # first bytes of a file -> its kind, the fix
     b"\x1f\x8b": ("gzip", "let its name end in .gz"),
-    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "decompress it, or compress it by gzip"),
-    b"BZh": ("compressed by bzip2", "decompress it, or compress it by gzip"),
-    b"\xfd7zXZ": ("compressed by xz", "decompress it, or compress it by gzip"),
-    b"PK\x03\x04": ("a zip file", "unpack it"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", UNPACK),
+    b"BZh": ("compressed by bzip2", UNPACK),
+    b"\xfd7zXZ": ("compressed by xz", UNPACK),
+    b"\x04\x22\x4d\x18": ("compressed by lz4", UNPACK),
+    b"\xff\x06\x00\x00sNaPpY": ("compressed by snappy", UNPACK),
+    b"PK\x03\x04": ("a zip file, as spreadsheets are", "unpack it, or save the sheet as CSV"),
+    b"\xd0\xcf\x11\xe0": ("an old spreadsheet", "save the sheet as CSV"),
     b"PAR1": ("Parquet", "set data.format=parquet"),
-    b"\xff\xfe": ("text in UTF-16", "convert it by iconv -f UTF-16 -t UTF-8"),
-    b"\xfe\xff": ("text in UTF-16", "convert it by iconv -f UTF-16 -t UTF-8"),
+    b"ORC": ("ORC", TO_PARQUET),
+    b"ARROW1": ("an Arrow or Feather file", TO_PARQUET),
+    b"\xff\xff\xff\xff": ("an Arrow stream", TO_PARQUET),
+    b"Obj\x01": ("Avro", TO_PARQUET),
+    b"SEQ\x06": ("a Hadoop sequence file", TO_PARQUET),
+    b"\x89HDF": ("HDF5", TO_PARQUET),
+    b"\x93NUMPY": ("a NumPy array", TO_PARQUET),
+    b"SQLite format 3": ("an SQLite database", TO_PARQUET),
+    b"\x80\x04\x95": ("a Python pickle", TO_PARQUET),
+    b"version https://git-lfs": ("a pointer of Git LFS instead of the file", "fetch the file by git lfs pull"),
+    b"<!DOCTYPE": ("a web page", "fetch the file itself: the server answered with a page"),
+    b"<html": ("a web page", "fetch the file itself: the server answered with a page"),
+    b"\xff\xfe": ("text in UTF-16", TO_UTF16),
+    b"\xfe\xff": ("text in UTF-16", TO_UTF16),
 }
+LOOKED_AT_BYTES = 4096  # of a file, to see whether it is text
+CONTROL = bytes(set(range(32)) - set(b"\t\n\r\x0b\x0c\x1b\x01\x02\x03\x1c\x1d\x1e\x1f"))
+INNER_DELIMITER = b"\x1f"  # in blocks, for a delimiter of several characters
 GLOB_SIGNS = "*?["
 
 
@@ -176,16 +198,43 @@ def _changed(source: Source, what: str) -> SourceChangedError:
     )
 
 
-def _refuse_no_text(file: IO[bytes], source: Source) -> None:
-    """Raise DataError if the first bytes of a file belong to another kind of file.
+def _refuse_no_text(begin: bytes, source: Source, is_utf8: bool) -> None:
+    """Raise DataError if the first bytes of a file, decompressed if its name ends in .gz, are no text.
 
     The message says how to convert it.
     """
-    begin = file.read(max(map(len, NO_TEXT)))
-    file.seek(0)
-    for signature, (what, fix) in NO_TEXT.items():
-        if begin.startswith(signature) and not (what == "gzip" and source.name.endswith(".gz")):
-            raise DataError(f"{source.path} is {what}, but is read as text: {fix}")
+    found = next((each for signature, each in NO_TEXT.items() if begin.lstrip().startswith(signature)), None)
+    if found is None and begin[257:262] == b"ustar":
+        found = "a tar archive", "unpack it"
+    if found is None and is_utf8 and b"\x00" in begin:
+        even, odd = begin[::2].count(0), begin[1::2].count(0)
+        if max(even, odd) > 0.4 * len(begin) / 2 and min(even, odd) < 0.1 * len(begin) / 2:
+            found = "text in UTF-16 without its mark", f"set data.encoding=utf-16-{'le' if odd > even else 'be'}"
+    if found is None and is_utf8 and len(begin.translate(None, CONTROL)) < 0.95 * len(begin) and not _is_text(begin):
+        found = "no text in UTF-8", "decompress it, or write it as text or as Parquet"
+    if found and (is_utf8 or found[1] != TO_UTF16):
+        raise DataError(f"{source.path} is {found[0]}, but is read as text: {found[1]}")
+
+
+def _is_text(begin: bytes) -> bool:
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(begin)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+class _Transcoded:
+    """A stream of text in another encoding, read as UTF-8."""
+
+    def __init__(self, stream: Any, encoding: str) -> None:
+        self._text = io.TextIOWrapper(stream, encoding, newline="\n")
+
+    def read(self, size: int) -> bytes:
+        return self._text.read(size).encode()
+
+    def readline(self, size: int) -> bytes:
+        return self._text.readline(size).encode()
 
 
 def _end_of_rows(text: bytes, stop: int) -> int:
@@ -197,17 +246,31 @@ def _end_of_rows(text: bytes, stop: int) -> int:
 
 
 class TextReader:
-    """Reads the lines of a text file, plain or .gz.
+    """Reads the lines of a text file, plain or .gz, as UTF-8.
 
-    `position` is the number of bytes read from the file.
+    `position` is the number of bytes read from the file. A `separator` of several characters becomes
+    INNER_DELIMITER.
     """
 
-    def __init__(self, source: Source, block_bytes: int) -> None:
-        self._source, self._block_bytes = source, block_bytes
+    def __init__(self, source: Source, block_bytes: int, encoding: str = "utf-8", separator: str = "") -> None:
+        self._source, self._block_bytes, self._encoding = source, block_bytes, encoding
+        self._separator = separator.encode() if len(separator) > 1 else b""
         self._file: IO[bytes] = storage.open_file(source.path, "rb")
-        _refuse_no_text(self._file, source)
-        self._stream: Any = gzip.GzipFile(fileobj=self._file) if source.name.endswith(".gz") else self._file
         self._line, self._row = 1, 0
+        try:
+            self._stream = self._open()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _open(self) -> Any:
+        is_utf8 = codecs.lookup(self._encoding).name == "utf-8"
+        stream: Any = gzip.GzipFile(fileobj=self._file) if self._source.name.endswith(".gz") else self._file
+        with self._readable():
+            begin = stream.read(LOOKED_AT_BYTES)
+        _refuse_no_text(begin, self._source, is_utf8)
+        stream.seek(0)
+        return stream if is_utf8 else _Transcoded(stream, self._encoding)
 
     @property
     def position(self) -> int:
@@ -225,7 +288,7 @@ class TextReader:
     def header(self) -> bytes:
         """Read and return the first line, which is then in no block; b"" if the file is empty."""
         self._line += 1
-        with self._whole_gzip():
+        with self._readable():
             line = bytes(self._stream.readline(MAX_LINE_BYTES)).removeprefix(b"\xef\xbb\xbf")
         if line and not line.strip():
             raise DataError(f"{self._source.path} begins with an empty line: its first line must name the columns")
@@ -234,7 +297,17 @@ class TextReader:
                 f"{self._source.path} has {num_returns:,} carriage returns inside its first line, which names the columns. Lines that end "
                 "in a carriage return alone, as old Macs write them, are not read: convert them by tr '\\r' '\\n' <old >new"
             )
-        return line
+        return self._with_delimiter(line)
+
+    def _with_delimiter(self, text: bytes) -> bytes:
+        if not self._separator:
+            return text
+        if INNER_DELIMITER in text:
+            raise DataError(
+                f"{self._source.path} holds the character U+001F, which the package uses in place of data.delimiter="
+                f"{self._separator.decode()!r}: replace it"
+            )
+        return text.replace(self._separator, INNER_DELIMITER)
 
     def blocks(self) -> Iterator[Block]:
         """Yield blocks of about `block_bytes` and at most MAX_BLOCK_ROWS lines.
@@ -264,13 +337,20 @@ class TextReader:
             )
 
     def _read(self) -> bytes:
-        with self._whole_gzip():
+        with self._readable():
             return bytes(self._stream.read(self._block_bytes))
 
     @contextmanager
-    def _whole_gzip(self) -> Iterator[None]:
+    def _readable(self) -> Iterator[None]:
         try:
             yield
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self._source.path} is not text in data.encoding={self._encoding} ({error.reason} after line {self._line}): "
+                "give the encoding that it is written in, such as utf-8, utf-16 or latin-1"
+            ) from error
+        except UnicodeError as error:  # UTF-16 without its mark
+            raise DataError(f"{self._source.path}: {error}; give data.encoding=utf-16-le or utf-16-be") from error
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise DataError(f"{self._source.path} is not a complete gzip file ({error}): fetch it again") from error
 
@@ -290,4 +370,4 @@ class TextReader:
 
     def _block(self, text: bytes, num_lines: int) -> Block:
         self._line, self._row = self._line + num_lines, self._row + num_lines
-        return Block(self._line - num_lines, self._row - num_lines, num_lines, text)
+        return Block(self._line - num_lines, self._row - num_lines, num_lines, self._with_delimiter(text))

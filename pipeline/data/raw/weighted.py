@@ -12,9 +12,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.config.columns import ColumnsConfig
-from pipeline.data.raw.json_lists import JSON, parse_list
 from pipeline.data.raw.parse_cells import LARGEST_FLOAT32
-from pipeline.data.raw.value_text import to_text
+from pipeline.data.raw.value_types import to_text
 
 MARK = ":"  # the last one in an element separates the weight; without it the weight is 1
 # Numbers that pyarrow's cast and Python's float() read equally.
@@ -62,7 +61,7 @@ def bad_weights(columns: ColumnsConfig, table: pa.Table) -> Iterator[tuple[int, 
     """Yield (row, reason) for each element with an invalid weight."""
     for name in columns.weighted:
         column = table[name].combine_chunks()
-        if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+        if not pa.types.is_list(column.type):
             column = pc.split_pattern(column, columns.list_separator)
         elements = column.flatten()
         _, weights = split_elements(elements)
@@ -71,15 +70,6 @@ def bad_weights(columns: ColumnsConfig, table: pa.Table) -> Iterator[tuple[int, 
             rows = np.repeat(np.arange(len(column)), lengths)[bad]
             for row, position in zip(rows.tolist(), bad.tolist(), strict=True):
                 yield row, _problem(name, elements[position])
-
-
-def bad_cell(columns: ColumnsConfig, name: str, cell: str) -> str:
-    """Return the reason if a weighted cell of text has an invalid weight, otherwise ""."""
-    if not cell or cell in columns.null_values:
-        return ""
-    elements = (parse_list(cell) or []) if columns.list_separator == JSON else cell.split(columns.list_separator)
-    bad = next((element for element in elements if split_element(element) is None), None)
-    return "" if bad is None else _problem(name, pa.scalar(bad))
 
 
 def _problem(name: str, element: pa.Scalar) -> str:

@@ -105,7 +105,7 @@ class LineFiles:
         if not self._has_header:
             return self._layout.header or ()
         if name not in self._names:
-            from pipeline.data.raw.row_rules import split_cells
+            from pipeline.data.raw.lines import split_cells
 
             with storage.open_file(self.path(name), "rb") as file:
                 line = (_first_line(file.read(READ_BYTES)) or b"").removeprefix(b"\xef\xbb\xbf")

@@ -12,8 +12,8 @@ import pyarrow.compute as pc
 EXPANSION = 8  # times limits.body_mb: what the rows of a request may take in memory
 VALUE_BYTES = 16  # of a value besides its text: an offset in Arrow, and its share of Python objects
 TEXT_BYTES = 80  # of a number, a date or a boolean as text, at most: a decimal has 76 digits
-LISTS = (pa.lib.Type_LIST, pa.lib.Type_LARGE_LIST)
-TEXTS = (pa.lib.Type_STRING, pa.lib.Type_LARGE_STRING)
+LISTS = (pa.lib.Type_LIST, pa.lib.Type_LARGE_LIST, pa.lib.Type_FIXED_SIZE_LIST)
+TEXTS = (pa.lib.Type_STRING, pa.lib.Type_LARGE_STRING, pa.lib.Type_BINARY, pa.lib.Type_LARGE_BINARY)
 
 
 def is_flat(schema: pa.Schema) -> bool:
@@ -60,4 +60,5 @@ def _text_bytes(array: pa.Array) -> int:
 def _widest(kind: pa.DataType) -> int:
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    return TEXT_BYTES if pa.types.is_decimal(kind) else TEXT_BYTES // 3
+    is_short = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    return TEXT_BYTES // 3 if is_short else TEXT_BYTES

@@ -16,7 +16,9 @@ import pyarrow as pa
 
 from pipeline.config.columns import ColumnsConfig
 from pipeline.config.serving import LimitsConfig
-from pipeline.data.raw.value_text import to_text, value_to_text
+from pipeline.config.transforms import LIST, NUMBER
+from pipeline.config.transforms import TEXT as CATEGORY
+from pipeline.data.raw.value_types import TEXT, VIEWS, is_list, kind_of, plain, spelled, value_to_text, why_not_read
 from pipeline.runtime.errors import did_you_mean
 from pipeline.runtime.storage.arrow_messages import has_compression
 from pipeline.serving.http.arrow_bounds import EXPANSION, bytes_before_reading, is_flat, text_bytes
@@ -162,7 +164,7 @@ class RequestReader:
         try:
             table = table.select(self.schema.names)
             if (wanted := self._schema_of(table)) != table.schema:
-                table = _spelled(table, wanted).cast(wanted)
+                table = _read_as(table, wanted)
         except (pa.ArrowException, UnicodeDecodeError) as error:
             raise BadRequest(422, f"a column cannot be read: {_plain(error)}") from None
         return table.combine_chunks()
@@ -252,66 +254,36 @@ def _reader_of(kind: pa.DataType) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 
 def _check_type(name: str, kind: pa.DataType, wanted: pa.DataType) -> None:
-    """Raises BadRequest before a record batch is read: what is not listed here is not decoded."""
-    if pa.types.is_list(wanted):
-        fits = (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_category(kind.value_type)
-        wanted_types = "lists of text or of numbers"
-    elif pa.types.is_string(wanted):
-        fits, wanted_types = _is_category(kind), "text, numbers, dates, or true and false"
-    else:
-        fits = any(
-            check(kind)
-            for check in (
-                pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_boolean, pa.types.is_null
-            )
-        )  # fmt: skip
-        wanted_types = "numbers"
-    if not fits:
-        raise BadRequest(422, f"column {name!r} has type {kind}: give {wanted_types}")
+    """Raises BadRequest before a record batch is read: what is not listed here is not decoded.
+
+    Views and runs stand for more bytes than they have, and text is no number of a request.
+    """
+    role = LIST if is_list(wanted) else CATEGORY if pa.types.is_string(wanted) else NUMBER
+    expands = kind.id in VIEWS or (is_list(kind) and kind.value_type.id in VIEWS)
+    is_text = kind_of(kind) == TEXT and (role == NUMBER or (role == LIST and not is_list(kind)))
+    if expands or is_text or why_not_read(kind, role):
+        wanted_types = {
+            LIST: "lists of text or of numbers",
+            CATEGORY: "text, numbers, dates, times, or true and false",
+            NUMBER: "numbers",
+        }
+        raise BadRequest(422, f"column {name!r} has type {kind}: give {wanted_types[role]}")
 
 
-def _is_category(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return (
-        pa.types.is_string(kind)
-        or pa.types.is_large_string(kind)
-        or pa.types.is_integer(kind)
-        or pa.types.is_floating(kind)
-        or pa.types.is_decimal(kind)
-        or pa.types.is_date(kind)
-        or pa.types.is_boolean(kind)
-        or pa.types.is_null(kind)
-    )
-
-
-def _spelled(table: pa.Table, wanted: pa.Schema) -> pa.Table:
-    """Spell fractions of categories as prepare does, and cast large whole numbers."""
-    for number, field in enumerate(wanted):
-        column = _without_dictionary(table[number])
-        if pa.types.is_floating(field.type) and pa.types.is_integer(
-            column.type
-        ):  # that no float64 is, as prepare reads it
-            table = table.set_column(number, field.name, column.cast(field.type, safe=False))
-        elif pa.types.is_string(field.type) and pa.types.is_floating(column.type):
-            table = table.set_column(number, field.name, to_text(column))
-        elif pa.types.is_list(field.type) and pa.types.is_floating(column.type.value_type):
-            lists = column.combine_chunks().cast(pa.list_(column.type.value_type))
-            mask = lists.is_null() if lists.null_count else None
-            lists = pa.ListArray.from_arrays(lists.offsets, to_text(lists.values), mask=mask)
-            table = table.set_column(number, field.name, lists)
-    return table
-
-
-def _without_dictionary(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Fractions of a dictionary are spelled as fractions of a column are."""
-    kind = column.type
-    if pa.types.is_dictionary(kind) and pa.types.is_floating(kind.value_type):
-        return column.cast(kind.value_type)
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if is_list and pa.types.is_dictionary(kind.value_type) and pa.types.is_floating(kind.value_type.value_type):
-        return column.cast(pa.list_(kind.value_type.value_type))
-    return column
+def _read_as(table: pa.Table, wanted: pa.Schema) -> pa.Table:
+    """Return the columns in the wanted types, as prepare reads and spells them."""
+    columns = []
+    for column, field in zip(table.columns, wanted, strict=True):
+        if field.type != column.type:
+            if is_list(field.type) or pa.types.is_string(field.type):
+                column = spelled(column, LIST if is_list(field.type) else CATEGORY)
+            else:  # a large whole number is no float64
+                column = plain(column)
+                column = column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
+                column = column.cast(pa.int8()) if pa.types.is_boolean(column.type) else column
+                column = column.cast(field.type, safe=False)
+        columns.append(column)
+    return pa.table(columns, schema=wanted)
 
 
 def _limit_in(message: str) -> str:

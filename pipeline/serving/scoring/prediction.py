@@ -73,6 +73,9 @@ def subject_of(job: PredictJob, scorer: Scorer, sources: list[Source], kind: str
         "id_columns": list(job.id_columns),
         "batch_rows": job.batch_rows,  # a product of matrices may round by its number of rows
     }
+    text = [job.delimiter, job.encoding, job.quotes]
+    if text != [None, "utf-8", "doubled"]:
+        subject["text"] = text
     if job.num_shards > 1:
         subject["shard"] = [job.shard, job.num_shards]
     if hasattr(scorer, "output"):

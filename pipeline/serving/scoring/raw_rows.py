@@ -28,7 +28,7 @@ from pipeline.data.raw.rows import parse_block
 from pipeline.data.raw.sequences import cut_list
 from pipeline.data.raw.weighted import weights_of_lists
 from pipeline.data.read.multi_hot import sample_bags
-from pipeline.runtime.errors import ServingError, did_you_mean
+from pipeline.runtime.errors import DataError, ServingError, did_you_mean
 from pipeline.serving.artifact.raw_schema import DENSE, MULTI_HOT, SPARSE, RawFeature, RawSchema
 from pipeline.serving.scoring.feature_ids import MIN_ROWS, AddedIds, FeatureIds, is_read
 from pipeline.serving.scoring.scorer import ColumnLists, Rows, with_text
@@ -274,7 +274,7 @@ class RowEncoder:
             for position, name in enumerate(self.schema.dense):
                 dense[:, position] = dense_values(values[name], self._transforms[position])
             bags = self._bags(self._with_buckets(values))
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
+        except (DataError, pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
             raise ServingError(f"the rows cannot be read: {' '.join(str(error).split())[:300]}") from None
         return _joined(dense, bags, parsed.kept, parsed.quarantined)
 

@@ -211,14 +211,12 @@ def _format_of(name: str, columns: ColumnsConfig) -> str:
     return min(fitting, key=lambda known: formats[known].columns is None)  # one that fixes just these columns first
 
 
-def layout_of_file(
-    source: Source, kind: str, columns: ColumnsConfig, id_columns: list[str], delimiter: str | None = None
-) -> Layout:
+def layout_of_file(source: Source, kind: str, columns: ColumnsConfig, id_columns: list[str]) -> Layout:
     """Return the layout of the file's rows, without labels. Raises DataError if the file lacks columns of the artifact."""
     read = find_format(kind)
     header = read.unlabelled_header(source, columns)
     layout = read.layout(kind, replace(columns, label=""))
-    return replace(layout, header=header, carried=tuple(id_columns), delimiter=delimiter or layout.delimiter)
+    return replace(layout, header=header, carried=tuple(id_columns))
 
 
 def open_sources(sources: list[Source], layouts: list[Layout], reserved: tuple[str, ...]) -> list[OpenedSource]:
@@ -260,7 +258,10 @@ def score_sources(
     Its columns: file (if there are several), row, the id columns, and what the scorer gives.
     """
     kind, fields = staged.progress.subject["format"], output_of(scorer).fields
-    layouts = [layout_of_file(source, kind, scorer.columns, job.id_columns, job.delimiter) for source in sources]
+    layouts = [
+        layout_of_file(source, kind, scorer.columns, job.id_columns).written(job.delimiter, job.encoding, job.quotes)
+        for source in sources
+    ]
     opened = open_sources(sources, layouts, (FILE, ROW, *(field.name for field in fields)))
     names = [pa.field(FILE, pa.string())] if len(opened) > 1 else []
     schema = pa.schema([*names, pa.field(ROW, pa.int64()), *opened[0].carried, *fields])

@@ -18,16 +18,18 @@ class DelimitedText(Format):
     has_cells = True
 
     def open(self, source: Source, layout: Layout, block_bytes: int) -> tuple[TextReader, tuple[str, ...]]:
-        from pipeline.data.raw.row_rules import split_cells
+        from pipeline.data.raw.lines import split_cells, with_doubled_quotes
         from pipeline.data.raw.source import TextReader
 
-        reader = TextReader(source, block_bytes)
+        reader = TextReader(source, block_bytes, layout.encoding, layout.separator)
         if layout.header is not None:
             return reader, layout.header
         line = reader.header()
         if not line:  # a part without rows, as Spark and Hive write it, has no header
             return reader, tuple(layout.needed)
-        return reader, tuple(split_cells(layout, line.decode(errors="replace").rstrip("\r\n")))
+        return reader, tuple(
+            split_cells(layout, with_doubled_quotes(layout, line).decode(errors="replace").rstrip("\r\n"))
+        )
 
     def parse(self, layout: Layout, names: tuple[str, ...], block: Block) -> ParsedRows:
         from pipeline.data.raw.rows import parse_text

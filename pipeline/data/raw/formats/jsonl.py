@@ -27,14 +27,14 @@ class JsonLines(Format):
         from pipeline.data.raw.source import TextReader
 
         names: dict[str, None] = {}
-        with TextReader(source, LOOKED_AT_BYTES) as first:
+        with TextReader(source, LOOKED_AT_BYTES, layout.encoding) as first:
             block = next(first.blocks(), None)
         for line in (block.text if block else b"").split(b"\n"):
             try:
                 names |= dict.fromkeys(_object(line))
             except ValueError:
                 continue  # the quarantine reports it
-        return TextReader(source, block_bytes), tuple(names if block else layout.needed)
+        return TextReader(source, block_bytes, layout.encoding), tuple(names if block else layout.needed)
 
     def parse(self, layout: Layout, names: tuple[str, ...], block: Block) -> ParsedRows:
         from pipeline.data.raw.rows import parse_objects
