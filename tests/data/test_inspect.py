@@ -177,3 +177,37 @@ def test_a_label_whose_meaning_is_not_known_is_asked_for(
     source.write_text("rating,user\n" + "".join(f"{texts[row % len(texts)]},u{row % 7}\n" for row in range(420)))
     with pytest.raises(DataError, match=names(says)):
         inspect(load_config(InspectJob, [f"source={source}", f"output={tmp_path}/c.yaml", *words]))
+
+
+def test_histories_groups_and_columns_that_prepare_refuses_are_found(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    products = [f"p{each}" for each in draw.integers(0, 60, NUM_ROWS)]
+    lines = ["click,basket,product,recent,product,User,user,purchase"]
+    for row in range(NUM_ROWS):
+        recent = "|".join(products[each] for each in draw.integers(0, NUM_ROWS, 3))
+        lines.append(
+            f"{row * 7919 % 2},b{row // 4},{products[row]},{recent},x{row % 9},u{row % 50},v{row % 40},{row % 3 // 2}"
+        )
+    lines[0] = lines[0].replace(",product,User", ",item,User")
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join(lines) + "\n")
+    found = profile(str(path), "click", 10_000)
+    proposal = propose(found, "rows")
+    roles = {name: role for name, (role, _) in proposal.roles.items()}
+    assert (roles["recent"], roles["basket"], roles["User"], roles["user"]) == (
+        "sequence",
+        "left out",
+        "sparse",
+        "sparse",
+    )
+    assert proposal.config["columns"]["sequence"] == {"recent": {"max_length": 50, "shares": "product"}}
+    assert any("purchase" in remark and "data.columns.labels" in remark for remark in proposal.remarks)
+    path.write_text("\n".join([lines[0].replace("user", "User"), *lines[1:]]) + "\n")
+    why = propose(profile(str(path), "click", 10_000), "rows").roles
+    assert why["User"][0] == "left out" and "2 columns" in why["User"][1]
+    table = pa.table({"click": [0, 1] * 20, "id": pa.array([b"0123456789abcdef"] * 40, pa.binary(16)), "c": ["a", "b"] * 20,
+                      "v": pa.array([[0.5, row, 2.5, 1.0] for row in range(40)])})  # fmt: skip
+    pq.write_table(table, tmp_path / "rows.parquet")
+    why = propose(profile(str(tmp_path / "rows.parquet"), "click", 100), "rows").roles
+    assert {name: why[name][0] for name in ("id", "v")} == {"id": "left out", "v": "left out"}
+    assert "UUID" in why["id"][1] and "vector of 4" in why["v"][1]

@@ -17,14 +17,17 @@ import duckdb
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data.inspect.first_rows import FirstRows, read_first_rows
 from pipeline.data.quality import auc
-from pipeline.data.sql import sql_path, sql_text
+from pipeline.data.raw.parse_cells import parse_times
+from pipeline.data.sql import sql_text
 from pipeline.runtime.errors import DataError, did_you_mean
 from pipeline.runtime.storage import storage
 
 SEPARATORS = ("|", ";")
-CRITEO_COLUMNS = 40
 NUM_FOLDS = 2
+LIST_SHARE = 0.2  # of the values hold the separator of a list
+SAME_VALUES = 0.8  # of the distinct values of a list are values of another column
 
 
 class LabelError(DataError):
@@ -52,6 +55,9 @@ class Column:
     mean: float
     alone_auc: float = math.nan
     examples: list[str] = field(default_factory=list)
+    unusable: str = ""  # why prepare would refuse the column
+    id: str = ""  # of the column in the table of text
+    new_share: float = 0.0  # of the values in the last tenth of the rows, the share that no earlier row has
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,8 @@ class Profile:
     label_rate: float
     label_values: dict[str, int] = field(default_factory=dict)
     label_threshold: float | None = None
+    encoding: str = "utf-8"
+    sequences: dict[str, str] = field(default_factory=dict)  # list -> the column whose values it holds
 
 
 def profile(
@@ -83,12 +91,31 @@ def profile(
         raise DataError(f"source={path} is no file on this machine: give one of the raw files, the others are like it")
     connection = duckdb.connect()
     connection.execute("SET threads = 2")
-    kind, delimiter, header = _open(connection, path, max_rows)
-    names = [row[0] for row in connection.execute("DESCRIBE raw").fetchall()]
-    rows = int(_one(connection, "SELECT count(*) FROM raw"))
+    read = read_first_rows(path, max_rows)
+    names, rows = read.names, read.table.num_rows
+    connection.register("raw", read.table)
     if not rows:
         raise DataError(f"source={path} holds no rows: give a file that has some below its line of names")
-    columns = [_column(connection, name, rows) for name in names]
+    columns = [
+        _column(connection, read, number, rows)
+        if number not in read.unusable
+        else Column(
+            name,
+            1.0,
+            0,
+            0.0,
+            0.0,
+            0.0,
+            0.0,
+            dict.fromkeys(SEPARATORS, 0.0),
+            math.nan,
+            math.nan,
+            math.nan,
+            unusable=read.unusable[number],
+            id=f"c{number}",
+        )
+        for number, name in enumerate(names)
+    ]
     if label is not None and label not in names:
         raise DataError(
             f"label={label}: {path} has no such column{did_you_mean(label, names)}; it has {', '.join(names)}"
@@ -101,85 +128,39 @@ def profile(
     values = dict(label_values or {})
     if not given:
         values, label_threshold = _meaning(column)
-    labels = _labels(connection, found, values, label_threshold)
-    columns = [each if each.name == found else _with_auc(connection, each, labels) for each in columns]
+    labels = _labels(connection, column.id, values, label_threshold)
+    columns = [each if each.name == found or each.unusable else _with_auc(connection, each, labels) for each in columns]
     rate = float(np.nanmean(labels)) if np.isfinite(labels).any() else math.nan
-    return Profile(path, kind, delimiter, header, rows, rows < max_rows, columns, found, rate, values, label_threshold)
+    return Profile(
+        path, read.format, read.delimiter, read.header, rows, rows < max_rows, columns, found, rate, values, label_threshold,
+        encoding=read.encoding, sequences=_sequences(connection, columns),
+    )  # fmt: skip
 
 
-def _open(connection: duckdb.DuckDBPyConnection, path: str, max_rows: int) -> tuple[str, str | None, list[str]]:
-    """Fill the table `raw` with text. Return (format, delimiter, header)."""
-    literal = sql_path(path)
-    try:
-        if path.endswith(".parquet"):
-            connection.execute(f"CREATE TABLE typed AS SELECT * FROM read_parquet({literal}) LIMIT {max_rows}")
-            _as_text(connection)
-            return "parquet", None, []
-        if path.endswith((".jsonl", ".ndjson")):
-            connection.execute(
-                f"CREATE TABLE typed AS SELECT * FROM read_json({literal}, format='newline_delimited') LIMIT {max_rows}"
-            )
-            _as_text(connection)
-            return "jsonl", None, []
-        sniffed = connection.execute(
-            f"SELECT Delimiter, HasHeader FROM sniff_csv({literal}, sample_size=20000)"
-        ).fetchone()
-        assert sniffed is not None
-        delimiter, has_header = sniffed
-        options = f"all_varchar=true, delim='{delimiter}', header={str(bool(has_header)).lower()}, null_padding=true"
-        if delimiter == "\t":
-            options += ", quote='', escape=''"
-        connection.execute(f"CREATE TABLE raw AS SELECT * FROM read_csv({literal}, {options}) LIMIT {max_rows}")
-    except duckdb.Error as error:
-        raise DataError(f"source={path} cannot be read: {str(error).splitlines()[0]}") from None
-    names = [row[0] for row in connection.execute("DESCRIBE raw").fetchall()]
-    if has_header:
-        kind = "tsv" if delimiter == "\t" else "csv"
-        return kind, None if delimiter in ("\t", ",") else delimiter, []
-    if delimiter == "\t" and len(names) == CRITEO_COLUMNS:
-        criteo = ["label", *(f"int_{index}" for index in range(13)), *(f"cat_{index}" for index in range(26))]
-        _rename(connection, names, criteo)
-        return "criteo_tsv", None, []
-    made = [f"column_{index}" for index in range(len(names))]
-    _rename(connection, names, made)
-    return ("tsv" if delimiter == "\t" else "csv"), None if delimiter in ("\t", ",") else delimiter, made
-
-
-def _as_text(connection: duckdb.DuckDBPyConnection) -> None:
-    """Convert columns to text. Values of lists are joined, so that they look as in text files."""
-    parts = []
-    for name, kind, *_ in connection.execute("DESCRIBE typed").fetchall():
-        quoted = _quoted(name)
-        text = f"array_to_string({quoted}, '|')" if kind.endswith("[]") else f"CAST({quoted} AS VARCHAR)"
-        parts.append(f"{text} AS {quoted}")
-    connection.execute(f"CREATE TABLE raw AS SELECT {', '.join(parts)} FROM typed")
-
-
-def _rename(connection: duckdb.DuckDBPyConnection, names: list[str], new: list[str]) -> None:
-    for name, wanted in zip(names, new, strict=True):
-        if name != wanted:
-            connection.execute(f"ALTER TABLE raw RENAME {_quoted(name)} TO {_quoted(wanted)}")
-
-
-def _column(connection: duckdb.DuckDBPyConnection, name: str, rows: int) -> Column:
-    quoted = _quoted(name)
+def _column(connection: duckdb.DuckDBPyConnection, read: FirstRows, place: int, rows: int) -> Column:
+    quoted = f"c{place}"
     value, number = f"nullif({quoted}, '')", f"try_cast({quoted} AS DOUBLE)"
     lists = ", ".join(f"avg(CAST(contains({value}, '{separator}') AS INT))" for separator in SEPARATORS)
     found = connection.execute(
         f"SELECT count({value}), count(DISTINCT {value}), count({number}), count(*) FILTER ({number} = floor({number})), "
-        f"count(try_cast({quoted} AS TIMESTAMP)) FILTER ({number} IS NULL), min({number}), max({number}), avg({number}), {lists} FROM raw"
+        f"min({number}), max({number}), avg({number}), {lists} FROM raw"
     ).fetchone()
     assert found is not None
-    present, distinct, numbers, whole, times, low, high, mean, *shares = found
+    present, distinct, numbers, whole, low, high, mean, *shares = found
+    times = 0 if 2 * numbers > present else present - len(parse_times(read.table[quoted].drop_null())[1])
+    first = rows - rows // 10
+    earlier = f"SELECT e FROM (SELECT {quoted} AS e FROM raw LIMIT {first}) WHERE e IS NOT NULL"
+    late = f"SELECT DISTINCT v FROM (SELECT {quoted} AS v FROM raw OFFSET {first}) WHERE v <> ''"
+    new = _one(connection, f"SELECT avg(CAST(v NOT IN ({earlier}) AS INT)) FROM ({late})")
     most = connection.execute(
         f"SELECT {value}, count(*) AS n FROM raw WHERE {value} IS NOT NULL GROUP BY 1 ORDER BY n DESC, 1 LIMIT 3"
     ).fetchall()
     of = max(present, 1)
     low, high, mean = (math.nan if edge is None else float(edge) for edge in (low, high, mean))
     return Column(
-        name, 1 - present / rows, distinct, most[0][1] / of if most else 0.0, numbers / of, whole / of, times / of,
+        read.names[place], 1 - present / rows, distinct, most[0][1] / of if most else 0.0, numbers / of, whole / of, times / of,
         {separator: float(share or 0.0) for separator, share in zip(SEPARATORS, shares, strict=True)},
-        low, high, mean, examples=[str(row[0]) for row in most],
+        low, high, mean, examples=[str(row[0]) for row in most], id=quoted, new_share=float(new or 0.0),
     )  # fmt: skip
 
 
@@ -241,12 +222,12 @@ def _labels(
     connection: duckdb.DuckDBPyConnection, name: str, values: Mapping[str, int], threshold: float | None
 ) -> NDArray[np.float64]:
     """Return 0, 1, or NaN for rows without a label."""
-    number = f"try_cast({_quoted(name)} AS DOUBLE)"
+    number = f"try_cast({name} AS DOUBLE)"
     if threshold is not None:
         number = f"CAST({number} >= {float(threshold)} AS DOUBLE)"
     elif values:
         cases = " ".join(f"WHEN {sql_text(text)} THEN {int(meant)}" for text, meant in values.items())
-        number = f"CAST(CASE {_quoted(name)} {cases} END AS DOUBLE)"
+        number = f"CAST(CASE {name} {cases} END AS DOUBLE)"
     found = connection.execute(f"SELECT {number} AS label FROM raw").fetchnumpy()["label"]
     return np.ma.filled(found.astype(np.float64), np.nan)
 
@@ -255,7 +236,7 @@ def _with_auc(connection: duckdb.DuckDBPyConnection, column: Column, labels: NDA
     """Set alone_auc: numbers by their rank in either direction, other values by their label rate
     in the other fold."""
     known = ~np.isnan(labels)
-    quoted = _quoted(column.name)
+    quoted = column.id
     if column.numbers > 0.99 and column.whole < 0.99:
         values = connection.execute(f"SELECT try_cast({quoted} AS DOUBLE) AS v FROM raw").fetchnumpy()["v"]
         values = np.ma.filled(values.astype(np.float64), np.nan)
@@ -276,8 +257,24 @@ def _with_auc(connection: duckdb.DuckDBPyConnection, column: Column, labels: NDA
     return replace(column, alone_auc=auc(scores[known], labels[known]))
 
 
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
+def _sequences(connection: duckdb.DuckDBPyConnection, columns: list[Column]) -> dict[str, str]:
+    """Return list -> the single-valued column that holds at least SAME_VALUES of the list's values."""
+    found = {}
+    singles = [each for each in columns if each.distinct > 1 and max(each.lists.values()) <= LIST_SHARE]
+    for column in columns:
+        separator = max(column.lists, key=lambda each: column.lists[each])
+        if column.lists[separator] <= LIST_SHARE or column.numbers >= 0.5:
+            continue
+        values = f"SELECT DISTINCT unnest(string_split({column.id}, '{separator}')) AS v FROM raw WHERE {column.id} IS NOT NULL"
+        for single in singles:
+            share = _one(
+                connection,
+                f"SELECT avg(CAST(v IN (SELECT {single.id} FROM raw) AS INT)) FROM ({values}) WHERE v <> ''",
+            )
+            if share is not None and share >= SAME_VALUES:
+                found[column.name] = single.name
+                break
+    return found
 
 
 def _one(connection: duckdb.DuckDBPyConnection, query: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.data.inspect.profile import Column, Profile
+from pipeline.data.inspect.profile import LABEL_NAMES, LIST_SHARE, Column, Profile
 from pipeline.runtime.masking import one_line
 from pipeline.runtime.shell_words import word
 
@@ -18,8 +18,11 @@ ID_NAME = re.compile(r"(^|_)(id|code|zip|hash|category|type|position)(_|$|\d*$)|
 TIME_NAME = re.compile(r"time|date|(^|_)ts($|_)", re.IGNORECASE)
 USER_NAME = re.compile(r"(^|_)(user|session|member|customer|visitor)(_?id)?$", re.IGNORECASE)
 FEW_VALUES = 20  # whole numbers with at most this many values are categories
+SECONDS = 6.3e8, 2.2e9  # since 1970, of 1990 to 2039
+NEW_VALUES = "a group of rows, such as a basket or a request"
+ALL_NEW = 0.95  # of the values of the last rows are new
 NEAR_UNIQUE = 0.9  # distinct values per row
-LIST_SHARE = 0.2
+MAX_LENGTH = 50  # of a sequence that is proposed
 
 
 @dataclass
@@ -47,15 +50,20 @@ def propose(profile: Profile, name: str) -> Proposal:
     columns |= {"label_values": profile.label_values} if profile.label_values else {}
     columns |= {"label_threshold": profile.label_threshold} if profile.label_threshold is not None else {}
     columns |= {role: by_role[role] for role in ("dense", "sparse", "multi_hot") if role in by_role}
+    if histories := by_role.get("sequence"):
+        shared = {name: profile.sequences[name] for name in histories}
+        columns["sequence"] = {name: {"max_length": MAX_LENGTH, "shares": owner} for name, owner in shared.items()}
     if times := by_role.get("timestamp"):
         columns["timestamp"] = times[0]
-    if "multi_hot" in by_role and separator != "|":
+    if ("multi_hot" in by_role or "sequence" in by_role) and separator != "|":
         columns["list_separator"] = separator
     config = {"name": name, "format": profile.format}
     config |= {"delimiter": profile.delimiter} if profile.delimiter else {}
+    config |= {"encoding": profile.encoding} if profile.encoding != "utf-8" else {}
     config |= {"header": profile.header} if profile.header else {}
     config |= {"dense_transform": _transform(profile, by_role.get("dense", [])), "columns": columns}
     users = [each for each in by_role.get("sparse", []) if USER_NAME.search(each)]
+    users = users or [each.name for each in profile.columns if roles[each.name][1].startswith(NEW_VALUES)]
     config |= {"group_column": users[0]} if users else {}
     config["split"] = {"kind": "time" if times else "row_range", "validation_fraction": 0.1, "test_fraction": 0.1}
     config["ids"] = {"min_frequency": 2}
@@ -75,6 +83,8 @@ def _role(column: Column, profile: Profile, separator: str) -> tuple[str, str]:
         what = f"1 is {' or '.join(ones)}" if ones else "0 and 1"
         what = what if profile.label_threshold is None else f"1 from {profile.label_threshold:g} on"
         return "label", f"{what}, {profile.label_rate:.2%} are 1"
+    if column.unusable:
+        return "left out", column.unusable
     if not column.name.strip() or (
         column.distinct >= rows and column.whole > 0.99 and column.high - column.low <= 1.01 * rows
     ):
@@ -83,9 +93,19 @@ def _role(column: Column, profile: Profile, separator: str) -> tuple[str, str]:
         return "left out", "one value" if column.distinct else "no value"
     if column.times > 0.99 or (TIME_NAME.search(column.name) and column.numbers > 0.99 and column.low > 1e8):
         return "timestamp", "times"
+    if (
+        column.whole > 0.99
+        and SECONDS[0] <= column.low
+        and column.high < SECONDS[1]
+        and not ID_NAME.search(column.name)
+    ):
+        return "timestamp", "whole numbers that are seconds since 1970"
     if column.alone_auc >= LEAKS_FROM:
         return "left out", f"it alone tells the label (AUC {column.alone_auc:.3f}): known only afterwards?"
     if column.lists[separator] > LIST_SHARE and column.numbers < 0.5:
+        owner = profile.sequences.get(column.name)
+        if owner and _first_role(owner, profile, separator) == "sparse":
+            return "sequence", f"a history of {owner}: it holds the same values, joined by {separator!r}"
         return "multi_hot", f"{column.lists[separator]:.0%} hold {separator!r}"
     if column.numbers > 0.99:
         if column.whole < 0.99 or any("." in example for example in column.examples):
@@ -95,9 +115,18 @@ def _role(column: Column, profile: Profile, separator: str) -> tuple[str, str]:
                 ", an id by its name" if ID_NAME.search(column.name) else ""
             )
         return "dense", f"{column.distinct:,} whole numbers"
+    if column.new_share > ALL_NEW and column.distinct > FEW_VALUES and column.distinct <= 0.5 * rows:
+        return (
+            "left out",
+            f"{NEW_VALUES}: {column.new_share:.0%} of its values in the last tenth of the rows are in no earlier row",
+        )
     if column.distinct > NEAR_UNIQUE * rows:
         return "left out", f"{column.distinct:,} values in {rows:,.0f} rows: hardly any comes again"
     return "sparse", f"{column.distinct:,} values"
+
+
+def _first_role(name: str, profile: Profile, separator: str) -> str:
+    return _role(next(each for each in profile.columns if each.name == name), profile, separator)[0]
 
 
 def _criteo_role(name: str) -> tuple[str, str]:
@@ -130,6 +159,23 @@ def _remarks(profile: Profile, roles: dict[str, tuple[str, str]]) -> list[str]:
         )
     if not 0.001 <= profile.label_rate <= 0.999:
         found.append(f"label rate {profile.label_rate:.5f}: hardly any row is of the other class")
+    labels = [
+        each.name
+        for each in profile.columns
+        if each.name != profile.label
+        and each.distinct == 2
+        and (each.low, each.high) == (0.0, 1.0)
+        and LABEL_NAMES.fullmatch(each.name)
+    ]
+    if labels:
+        found.append(
+            f"{', '.join(labels)}: 0 and 1 like a label; if they are known only afterwards, name them under data.columns.labels"
+        )
+    label = next(each for each in profile.columns if each.name == profile.label)
+    if label.missing > 0.001:
+        found.append(
+            f"{label.missing:.1%} of the rows have no label: prepare refuses more than data.max_quarantined_fraction"
+        )
     if math.isnan(profile.label_rate):
         found.append("the label has no value that is a number")
     return found
