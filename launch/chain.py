@@ -40,7 +40,7 @@ class Chain:
 
 
 def read_chain(path: str) -> Chain:
-    """Read a chain from a file and compose each stage. Raises LaunchError."""
+    """Read a chain from a file and validate each stage. Raises LaunchError if the file or a stage is invalid."""
     with print_user_errors():
         try:
             with open(path) as file:
@@ -95,7 +95,7 @@ def _stage(chain: str, name: str, stage: Any, defaults: dict[str, Any], before: 
 
 
 def render_slurm(name: str, stages: list[Stage], options: SlurmOptions) -> str:
-    """Return a script that submits all stages. A stage is cancelled if an earlier one fails."""
+    """Return a script that submits all stages. If a stage fails, the stages after it are cancelled."""
     parts = [
         f"#!/bin/bash\n# {name}: {' -> '.join(stage.name for stage in stages)}. Run it with bash; it prints the job id "
         "of each stage.\nset -euo pipefail"
@@ -121,7 +121,7 @@ register("chain", "slurm", Target(SlurmOptions, render_slurm))
 
 
 def render_chain(argv: list[str]) -> str:
-    """Return the text for the words after `chain`. --help and errors end the process."""
+    """Return the script for the command line's words after `chain`. --help and errors end the process."""
     usage = "python -m launch.render chain TARGET CHAIN.yaml [flags]"
     with print_user_errors():
         targets = registered("chain")

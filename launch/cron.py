@@ -1,9 +1,9 @@
 """Parse a cron expression, and write it so that cron, Slurm's scrontab and Kubernetes read it alike.
 
-Kubernetes has no day of the week 7. Cron accepts no names in lists, and no `5/10`, which
-Kubernetes reads as 5, 15, 25, ... Slurm counts the steps of 5-59/10 from 0, and the steps of */2
-as days of the week from Monday. The result has no names, and steps only after a lone * for minutes
-and hours.
+Three differences make this necessary. Kubernetes has no day of the week 7. Cron accepts no names in
+lists, and no `5/10`, which Kubernetes reads as 5, 15, 25, ... Slurm counts the steps of 5-59/10
+from 0, and the steps of */2 as days of the week from Monday. So the result has no names, and has
+steps only after a single * in the fields for minutes and hours.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PART = re.compile(r"(?P<range>\*|(?P<first>\w+)(?:-(?P<last>\w+))?)(?:/(?P<step
 
 @dataclass(frozen=True)
 class Field:
-    """The values that one of the five fields may have. `names`: of the numbers from `least` on."""
+    """The values that one of the five fields may have. `names` are names of the numbers from `least` on."""
 
     name: str
     least: int

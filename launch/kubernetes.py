@@ -50,7 +50,7 @@ def render_job(workload: Workload, options: KubernetesOptions) -> str:
 
 
 def headless_service(workload: Workload, options: KubernetesOptions) -> dict[str, Any]:
-    """Give each pod a name in DNS before it is ready, because nodes connect to become ready."""
+    """Return a Service that gives each pod a DNS name before the pod is ready: pods become ready by connecting."""
     check_letter_first(workload.name, "several nodes")
     spec = {
         "clusterIP": "None",

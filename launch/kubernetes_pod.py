@@ -48,8 +48,8 @@ def pod_template(
 ) -> dict[str, Any]:
     """Return the template of a pod. `head` and `node` may contain `$(VARIABLE)`.
 
-    head: the first node's name, as the other nodes know it. node: the number of this node.
-    Raises LaunchError without an image, size or hardware, or for a mount that pods do not support.
+    head: the name by which other nodes reach the first node. node: the number of this node. Raises
+    LaunchError if the image, size or hardware is missing, or pods do not support a mount.
     """
     workload = on_cluster(workload)
     if workload.image is None:
@@ -89,14 +89,14 @@ def pod_template(
 
 
 def _near(workload: Workload, label: str) -> dict[str, Any]:
-    """Prefer nodes that are close. If they are full, other nodes are used."""
+    """Return an affinity that prefers nodes close to each other. If they are full, other nodes are used."""
     term = {"labelSelector": {"matchLabels": {INSTANCE: workload.name}}, "topologyKey": label}
     wish = {"weight": 100, "podAffinityTerm": term}
     return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [wish]}}
 
 
 def grace_s(workload: Workload, options: KubernetesOptions) -> int:
-    """Return the seconds from SIGTERM to SIGKILL. Raises LaunchError if the ranks need more."""
+    """Return the seconds between SIGTERM and SIGKILL. Raises LaunchError if the ranks need more time."""
     least = int(workload.grace_s) + (GRACE_MARGIN_S if workload.grace_s else 0)
     if options.grace_s is not None and options.grace_s < least:
         raise LaunchError(
@@ -107,7 +107,7 @@ def grace_s(workload: Workload, options: KubernetesOptions) -> int:
 
 
 def is_kept(workload: Workload, options: KubernetesOptions) -> bool:
-    """Return whether the log files, and so the run folder, are on a volume that outlives the pod."""
+    """Return True if the log files, and so the run folder, are on a volume that is kept after the pod ends."""
     return is_mounted(workload, options, workload.log_dir, for_writing=True)
 
 
@@ -118,7 +118,7 @@ def is_mounted(workload: Workload, options: KubernetesOptions, path: str, for_wr
 
 
 def warning_lines(workload: Workload, options: KubernetesOptions) -> list[str]:
-    """Return warnings about files that the pods would not find or would lose; print them on stderr."""
+    """Print on stderr and return warnings about files that the pods would not find or would lose."""
     mount = f"mount a volume at {options.workdir}"
     lines = [
         f"WARNING: {path} is read in the pod, but is not on a volume: {mount}, unless the image contains it."
@@ -174,10 +174,7 @@ def _of_label(name: str, label: str) -> dict[str, Any]:
 
 
 def _command(workload: Workload, options: KubernetesOptions, head: str, node: str) -> list[str]:
-    """Return the words of the command as they were typed.
-
-    Kubernetes expands `$(NAME)` and reads `$$` as `$`.
-    """
+    """Return the command's words so that the pod gets them unchanged."""
     head_mark, job_mark = "\0head", "\0job"  # no argument can contain NUL
     words = []
     job = JOB_UID if workload.is_elastic else workload.name
@@ -240,9 +237,9 @@ def _source(mount: Mount) -> dict[str, Any]:
 
 
 def _pod_rights(options: KubernetesOptions) -> dict[str, Any]:
-    """Return the rights that Kubernetes' standard calls "restricted".
+    """Return the permissions that Kubernetes' Pod Security Standard calls "restricted".
 
-    The pods' group may write volumes.
+    The pods' group may write to volumes.
     """
     group = options.fs_group if options.fs_group >= 0 else None
     return given(
@@ -282,7 +279,7 @@ def job_spec(workload: Workload, options: KubernetesOptions, template: dict[str,
 def jobset_spec(workload: Workload, options: KubernetesOptions, subdomain: str = "") -> dict[str, Any]:
     """Return a JobSet. All pods restart together if one fails for good.
 
-    subdomain: of the pods' names; default: JobSet's name.
+    subdomain: the subdomain in the pods' names; the default is the JobSet's name.
     """
     head = f"{workload.name}-{NODES}-0-0.{workload.name}" if workload.nodes > 1 else "localhost"
     template = pod_template(workload, options, head)

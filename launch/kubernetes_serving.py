@@ -58,7 +58,7 @@ def render_serving(workload: Workload, options: ServingOptions) -> str:
 
 
 def serving_objects(workload: Workload, options: ServingOptions) -> list[dict[str, Any]]:
-    """Return all objects, the Deployment first."""
+    """Return all Kubernetes objects of the server. The Deployment is the first."""
     about, selected = metadata(workload, options), {"matchLabels": {INSTANCE: workload.name}}
     port = {"name": "http", "port": options.service_port, "targetPort": "http"}
     service = {"selector": {INSTANCE: workload.name}, "ports": [port]}
@@ -120,7 +120,7 @@ def _probe(path: str, period_s: int, failures: int) -> dict[str, Any]:
 
 
 def _autoscaler(workload: Workload, options: ServingOptions) -> dict[str, Any]:
-    """Scale by the share of cores in use, and by latency if configured; the larger number is used."""
+    """Return an autoscaler that scales by used cores, and by latency if set; the larger number of pods counts."""
     target = {"type": "Utilization", "averageUtilization": options.cpu_percent}
     metrics: list[dict[str, Any]] = [{"type": "Resource", "resource": {"name": "cpu", "target": target}}]
     if options.latency_ms:

@@ -16,7 +16,7 @@ _WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null",
 
 
 class _Dumper(yaml.SafeDumper):
-    """Indent lists as kubectl does, and repeat an object instead of linking to it."""
+    """Write YAML with lists indented as kubectl does. An object that occurs twice is written twice."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
@@ -34,7 +34,7 @@ _Dumper.add_representer(str, _text)
 
 
 def to_yaml(objects: list[dict[str, Any]], comment: str = "") -> str:
-    """Write one document per object. Each line of `comment` comes first, after a #."""
+    """Return YAML with one document per object. Each line of `comment` comes first, after a #."""
     head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
     # The width is unlimited, because a long line would be folded, and with it a line break inside a
     # word.
@@ -45,8 +45,9 @@ def to_yaml(objects: list[dict[str, Any]], comment: str = "") -> str:
 def patched(objects: list[dict[str, Any]], path: Optional[str]) -> list[dict[str, Any]]:
     """Merge each document of the file `path` into the objects of its kind.
 
-    As in kubectl's strategic merge, mappings are merged, null removes a key, and lists whose members
-    have names are merged by name; other lists are replaced. Raises LaunchError.
+    As in kubectl's strategic merge, mappings are merged, null removes a key, and lists whose
+    members have names are merged by name; other lists are replaced. Raises LaunchError if the file
+    is invalid.
     """
     if path is None:
         return objects
@@ -91,5 +92,5 @@ def of_kind(api_version: str, kind: str, metadata: dict[str, Any], spec: dict[st
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """Return the mapping without None, "", [] and {}. 0 and False stay."""
+    """Return the mapping without entries whose value is None, "", [] or {}. Values 0 and False are kept."""
     return {key: value for key, value in values.items() if value not in (None, "", [], {})}

@@ -41,7 +41,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type, title: str) -> None:
 
 
 def from_flags(kind: type[Options], typed: argparse.Namespace) -> Options:
-    """Make the dataclass. Raises LaunchError for a --env without `=`, and for refused values."""
+    """Make the dataclass `kind` from flags. Raises LaunchError for invalid values, and a --env without `=`."""
     values = {each.name: getattr(typed, each.name) for each, _ in _fields(kind)}
     for each, plain in _fields(kind):
         if get_origin(plain) is dict:
@@ -55,9 +55,9 @@ def from_flags(kind: type[Options], typed: argparse.Namespace) -> Options:
 def parse_job(
     parser: argparse.ArgumentParser, argv: list[str], kinds: dict[str, type]
 ) -> tuple[argparse.Namespace, list[str], list[Any]]:
-    """Read the flags of these kinds and --check-data.
+    """Read the flags of these kinds, and --check-data.
 
-    Return the flags, the overrides after `--`, and an object per kind.
+    Return the flags, the overrides after `--`, and one object for each kind.
     """
     for title, kind in kinds.items():
         add_flags(parser, kind, title)
@@ -70,7 +70,7 @@ def parse_job(
 
 
 def main_of(doc: str, what: str, targets: Collection[str], render: Callable[[str, list[str]], str]) -> None:
-    """Print the result of `render` for the words after a target. Without a target print the usage."""
+    """Print what `render` returns for the words after a target. If there is no target, print the usage."""
     argv = sys.argv[1:]
     if argv[:1] and argv[0] in targets:
         write_out(render(argv[0], argv[1:]).removesuffix("\n"))
@@ -84,7 +84,7 @@ def main_of(doc: str, what: str, targets: Collection[str], render: Callable[[str
 
 
 def _fields(kind: type) -> list[tuple["dataclasses.Field[Any]", Any]]:
-    """Return every field with its type, without Optional."""
+    """Return every field with its type. Optional[T] counts as T."""
     hints = get_type_hints(kind)
     return [(each, _without_none(hints[each.name])) for each in dataclasses.fields(kind)]
 
@@ -138,5 +138,5 @@ class NetworkOptions:
 
     @property
     def locks_memory(self) -> bool:
-        """Return whether the network accesses memory directly, so that it must be locked."""
+        """Return True if the network card accesses memory directly, so that this memory must be locked."""
         return self.network in ("infiniband", "roce", "efa")

@@ -56,7 +56,7 @@ TARGETS: dict[str, tuple[type, Callable[[Workload, Any], str]]] = {
 
 
 def rehearse(workload: Workload) -> None:
-    """Rehearse the first and last rank on shadow GPUs. Exit if a rehearsal fails."""
+    """Rehearse the first and last rank on shadow GPUs (simulated). Exit if a rehearsal fails."""
     if workload.verb != "train":
         raise LaunchError(f"--rehearse rehearses a training, but {workload.verb} is not a training: remove it")
     last = workload.nodes * workload.ranks_per_node - 1
@@ -69,7 +69,7 @@ def rehearse(workload: Workload) -> None:
 
 
 def render(target: str, argv: list[str]) -> str:
-    """Return the text for the words after the target. --help and errors end the process."""
+    """Return the text for the command line's words after the target. --help and errors end the process."""
     kind, render_with = TARGETS[target]
     parser = argparse.ArgumentParser(
         prog=f"python -m launch.render {target}", allow_abbrev=False,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Host:
-    """Resources of a host. 0 cores, 0 MB or None GPUs: not specified, so the place decides."""
+    """Resources of a host. 0 cores, 0 MB or None for GPUs mean: not specified, the scheduler decides."""
 
     cpu: int = 0
     gpu: Optional[int] = None
@@ -55,14 +55,14 @@ NAMED_HOSTS = {
 
 
 def asked_host(cpu: Optional[int], gpu: Optional[int], mem_mb: Optional[int], h: Optional[str]) -> Host:
-    """Return the named host `h`, if any, with the given numbers. Raises LaunchError."""
+    """Return the named host `h` (if given), changed by the given numbers. Raises LaunchError."""
     host = Host() if h is None else named_host(h)
     asked = {"cpu": _number("cpu", cpu, 1), "gpu": _number("gpu", gpu, 0), "mem_mb": _number("memMB", mem_mb, 1)}
     return replace(host, **{name: number for name, number in asked.items() if number is not None})
 
 
 def _number(flag: str, typed: "int | str | None", least: int) -> Optional[int]:
-    """Parse a number. TorchX 0.7.0 passes an Optional[int] of a component as text."""
+    """Parse a number of at least `least`. TorchX 0.7.0 passes an Optional[int] of a component as text."""
     if typed is None:
         return None
     if not str(typed).lstrip("-").isdecimal() or int(typed) < least:
@@ -115,7 +115,7 @@ def parse_elastic_shape(j: str) -> tuple[int, int, int]:
 
 
 def with_hardware(words: list[str], where: Where) -> list[str]:
-    """Return the overrides with the preset of --h or --gpu 0, unless they choose a preset."""
+    """Return the overrides plus the hardware preset that --h or --gpu 0 implies, unless they name a preset."""
     gpus = asked_host(where.cpu, where.gpu, where.memMB, where.h).gpu
     preset = "cpu" if gpus == 0 else PRESETS.get(where.h or "")
     chosen = any(word.lstrip("+").startswith("hardware=") for word in words)
@@ -123,7 +123,7 @@ def with_hardware(words: list[str], where: Where) -> list[str]:
 
 
 def on_hardware(workload: Workload, where: Where, hardware: HardwareConfig) -> Workload:
-    """Raise LaunchError if a host's ranks do not fit its cards, or the preset is for other cards."""
+    """Raise LaunchError if a host has too few GPUs for its ranks, or the preset is for other GPUs."""
     ranks, card = workload.ranks_per_node, PRESETS.get(where.h or "")
     on_gpus = hardware.compute_device == "cuda"
     if on_gpus and card and hardware.name in {*PRESETS.values()} - {card}:
@@ -152,7 +152,7 @@ def _check_ranks(workload: Workload, gpus: int) -> None:
 
 
 def on_cluster(workload: Workload, gpus: Optional[int] = None) -> Workload:
-    """Return the workload with the GPUs to request. gpus: per node, from the scheduler's options.
+    """Return the workload with the GPUs to request. gpus: GPUs per node in the scheduler's options.
 
     Raises LaunchError if no option names the hardware of several ranks, or if it does not fit them.
     """

@@ -84,7 +84,7 @@ register("schedule", "kubernetes", Target(CronJobOptions, render_cronjob))
 
 @dataclass(frozen=True)
 class Tick:
-    """A verb and when it runs. Raises LaunchError for an expression that no scheduler accepts."""
+    """A verb and the cron expression of its runs. Raises LaunchError if no scheduler accepts the expression."""
 
     cron: str = option("", 'when: "0 * * * *", or @hourly, @daily, @weekly, @monthly')
     verb: str = option("retrain", f"the verb to run: {', '.join(WORKLOADS)}")
@@ -97,7 +97,7 @@ class Tick:
 
 
 def schedule(target: str, argv: list[str]) -> str:
-    """Return the text for the words after the target. --help and errors end the process."""
+    """Return the text for the command line's words after the target. --help and errors end the process."""
     kind = registered("schedule")[target].options
     parser = argparse.ArgumentParser(
         prog=f"python -m launch.schedule {target}", allow_abbrev=False,

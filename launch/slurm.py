@@ -110,10 +110,7 @@ def render_sbatch(workload: Workload, options: SlurmOptions) -> str:
 
 
 def _a_task_a_node(workload: Workload, options: SlurmOptions) -> SlurmOptions:
-    """Return options with an array of one task per node.
-
-    Slurm does not return a lost node to a job, but restarts a task of an array.
-    """
+    """Return options for an array with one task per node."""
     if options.array is not None:
         raise LaunchError(
             f"array={options.array}: -j {workload.shape} is an array itself, with a task per node; remove array"
@@ -141,7 +138,7 @@ def placed(workload: Workload, options: SlurmOptions) -> Workload:
 
 
 class _Asked(argparse.Namespace):
-    """The options about GPUs and cores in gres and in sbatch's options."""
+    """The options for GPUs and cores, from `gres` and from sbatch's options."""
 
     gres: list[str]
     node: Optional[str]
@@ -149,7 +146,7 @@ class _Asked(argparse.Namespace):
     cores: Optional[str]
 
     def cards(self, nodes: int) -> list[tuple[str, int]]:
-        """Return the type, if any, and the number of a node's GPUs."""
+        """Return the type of a node's GPUs ("" if it is not given), and their number."""
         listed = [each.partition(":") for text in self.gres for each in text.split(",")]
         by_gres = [rest or "1" for name, _, rest in listed if name in ("gpu", "gres/gpu")]
         found = [_card(text) for text in by_gres or (self.node or self.job or "").split(",") if text]
@@ -159,7 +156,7 @@ class _Asked(argparse.Namespace):
 
 
 def _card(text: str) -> tuple[str, int]:
-    """Parse 'h100:8', '8', 'h100' and '8(S:0-1)' as Slurm does."""
+    """Parse a GPU request such as 'h100:8', '8', 'h100' or '8(S:0-1)' as Slurm does."""
     kind, _, number = text.partition("(")[0].rpartition(":")
     return (kind, int(number)) if number.isdecimal() else (number, 1)
 
@@ -200,7 +197,7 @@ def sbatch_lines(workload: Workload, options: SlurmOptions) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    """Quote for sbatch's lines: double quotes around text with blanks or special characters."""
+    """Quote text for the #SBATCH lines: text with blanks or special characters gets double quotes."""
     return text if re.fullmatch(r"[\w.,:=@%/+*&|\[\]-]+", text) else '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
 
 
@@ -213,7 +210,7 @@ def _signal_s(workload: Workload, options: SlurmOptions) -> int:
 
 
 def _check_time(workload: Workload, options: SlurmOptions) -> None:
-    """Raise LaunchError if the signal would come before the first step."""
+    """Raise LaunchError if Slurm would send its signal before the first training step."""
     limit_s, lead_s = limit_seconds(options.time), _signal_s(workload, options)
     if limit_s is not None and lead_s and limit_s <= lead_s:
         raise LaunchError(
@@ -223,7 +220,7 @@ def _check_time(workload: Workload, options: SlurmOptions) -> None:
 
 
 def limit_seconds(time: Optional[str]) -> Optional[int]:
-    """Return sbatch's time limit (m, m:ss, h:mm:ss, d-h[:mm[:ss]]) in s; None: none."""
+    """Return sbatch's time limit (m, m:ss, h:mm:ss, d-h[:mm[:ss]]) in seconds, or None if there is no limit."""
     if time is None or not time[0].isdigit():
         return None
     days, dash, rest = time.rpartition("-")
@@ -258,7 +255,7 @@ def environment(workload: Workload, options: SlurmOptions) -> Iterator[str]:
 
 
 def _of_task(words: list[str]) -> list[str]:
-    """Return the words with a separate folder of the ranks' output for each task of an array."""
+    """Return the words, changed so that each task of an array has a separate folder for its ranks' output."""
     after = [False, *(word == "--log-dir" for word in words)]
     return [
         f'{word}"/task_$SLURM_ARRAY_TASK_ID"' if is_dir else word for word, is_dir in zip(words, after, strict=False)
@@ -279,7 +276,7 @@ def _start(workload: Workload, options: SlurmOptions) -> Iterator[str]:
 
 
 def meeting_lines(workload: Workload) -> list[str]:
-    """Return lines that define what the words of srun use: the first node, and a port on it."""
+    """Return shell lines that define variables for srun's command: the first node, and a port on it."""
     if not workload.is_distributed or workload.is_elastic:
         return []
     return [
@@ -316,7 +313,7 @@ def _folded(words: list[str]) -> str:
 
 
 def _ending(workload: Workload, options: SlurmOptions) -> str:
-    """Requeue the job if a restart helps, and if it is not being cancelled or preempted."""
+    """Return lines that requeue the job if a restart helps, and it is not being cancelled or preempted."""
     if not options.requeue:
         return 'echo "the ranks ended with code $code"\nexit $code'
     cases = [f"        {' | '.join(map(str, sorted({DONE, *FINAL} - {REQUEUE})))}) ;;"]
@@ -344,7 +341,7 @@ exit $code"""
 
 
 def _after_sigterm(workload: Workload) -> str:
-    """Count a start that was stopped before it saved anything as a failure."""
+    """Return lines that count a start as failed if SIGTERM stopped it before it saved a checkpoint."""
     again = f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {MAX_REQUEUES} ]'
     if not workload.steps:
         return f"        {REQUEUE}) {again} && again=yes ;;"

@@ -49,7 +49,7 @@ def find_job(job_id: str) -> Optional[SlurmJob]:
 
 
 def _whole(job_id: str, tasks: list[SlurmJob]) -> Optional[SlurmJob]:
-    """Return the job of these tasks: an array or a single job; None if there are no tasks."""
+    """Return the array or single job that these tasks belong to, or None if there are no tasks."""
     order = [*UNFINISHED, "", "CANCELLED", "COMPLETED"]
     first = min(tasks, key=lambda task: order.index(task.state if task.state in order else ""), default=None)
     if first is None or len(tasks) == 1:
@@ -72,12 +72,12 @@ def cancel(job_id: str) -> None:
 
 
 def output_paths(job_id: str) -> list[str]:
-    """Return the files that the job's tasks write to, while slurmctld remembers them."""
+    """Return the files that the job's tasks write to. Empty if slurmctld has forgotten the job."""
     return [shown["StdOut"] for shown in _shown(job_id) if "StdOut" in shown]
 
 
 def gives_cores_by_gpu(partition: Optional[str]) -> bool:
-    """Return whether a job in the partition (None: the default) gets cores by its GPUs."""
+    """Return True if a job in the partition (None: the default partition) gets cores in proportion to its GPUs."""
     if shutil.which("scontrol") is None:
         return False
     config, partitions = (_run(["scontrol", "show", what, "--oneliner"]).stdout for what in ("config", "partition"))
@@ -99,7 +99,7 @@ def _queued(job_id: str, shown: dict[str, str]) -> SlurmJob:
 
 
 def _shown(job_id: str) -> list[dict[str, str]]:
-    """Return slurmctld's fields of a job, or of each task of an array; empty if it is unknown."""
+    """Return slurmctld's fields of a job, or of each task of an array. Empty if slurmctld does not know the job."""
     words = ["scontrol", "show", "job", "--oneliner", job_id]
     done = _run(words)
     if done.returncode and "Invalid job id" not in done.stderr:
@@ -111,7 +111,7 @@ def _shown(job_id: str) -> list[dict[str, str]]:
 
 
 def _accounted(flags: list[str]) -> list[SlurmJob]:
-    """Return the jobs in accounting; empty if the cluster has no accounting."""
+    """Return the jobs that accounting lists. Empty if the cluster has no accounting."""
     done = _run(
         ["sacct", "--allocations", "--noheader", "--parsable2", "--starttime=now-30days", "--format=JobID,State,JobName,NodeList", *flags]
     )  # fmt: skip

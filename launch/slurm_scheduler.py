@@ -50,7 +50,7 @@ NEVER_COPIED = (".git", ".venv", ".venv-gpu", "venv", "__pycache__")
 
 @dataclass
 class ScriptRequest:
-    """A script for sbatch. `job_dir` is the copy of the working folder that it runs in, if any."""
+    """A script for sbatch. `job_dir`, if set, is a copy of the working folder in which the script runs."""
 
     script: str
     job_dir: Optional[str]
@@ -61,7 +61,7 @@ class ScriptRequest:
 
 class SlurmScheduler(TorchXSlurmScheduler):
     def build_workspace_and_update_role(self, role: Role, workspace: str, cfg: Any) -> None:
-        """Copy the sources if job_dir is set. TorchX would also copy .venv, data sets and runs."""
+        """Copy only the sources if job_dir is set. TorchX would also copy .venv, data sets and runs."""
         if cfg.get(JOB_DIR) is not None:
             role.image = cfg[JOB_DIR]
             copy_sources(url_to_fs(workspace)[1], cfg[JOB_DIR])
@@ -142,7 +142,7 @@ class SlurmScheduler(TorchXSlurmScheduler):
         return filter_regex(regex, lines) if regex else lines
 
     def _pieces(self, app_id: str, path: str, should_tail: bool) -> Iterator[str]:
-        """Return the text of the file. With should_tail wait for more until the job has ended."""
+        """Yield the text of the file. With should_tail, wait for more text until the job has ended."""
         while should_tail and not os.path.exists(path) and not self._has_ended(app_id):
             time.sleep(POLL_S)
         if not os.path.exists(path):
@@ -173,7 +173,7 @@ def create_scheduler(session_name: str, **kwargs: Any) -> SlurmScheduler:
 
 
 def sealed(typed: str, known: Iterable[str]) -> str:
-    """Escape `=`, `,` and `;` in the value of `sbatch=` in -cfg, up to the next known key."""
+    """Escape `=`, `,` and `;` in the value of `sbatch=` in -cfg. The value ends at the next known key."""
     keys = "|".join(map(re.escape, known))
     value = re.compile(rf"(^|[,;])(sbatch=)(.*?)(?=[,;](?:{keys})=|$)", re.DOTALL)
     return value.sub(lambda found: found[1] + found[2] + found[3].translate(SEALS), typed)
@@ -186,7 +186,7 @@ def unsealed(value: str) -> str:
 def copy_sources(folder: str, target: str) -> None:
     """Copy the files that git tracks; without git all except what .torchxignore lists.
 
-    Links stay links. Raises LaunchError if `target` exists.
+    Symbolic links stay links. Raises LaunchError if `target` exists.
     """
     if os.path.lexists(target):
         raise LaunchError(f"job_dir={target} exists already; give a new folder")
@@ -205,7 +205,7 @@ def copy_sources(folder: str, target: str) -> None:
 
 
 def outputs_nearby(app_id: str) -> list[str]:
-    """Return the output files of a job that Slurm has forgotten."""
+    """Return the output files of a job that Slurm has forgotten, from the current folder and from job_dir."""
     folders = [".", *filter(None, [_get_job_dirs().get(app_id)])]
     names = (f"*-{app_id}.out", f"*-{app_id}_[0-9]*.out")
     return [
@@ -217,7 +217,7 @@ def outputs_nearby(app_id: str) -> list[str]:
 
 
 def _lines(pieces: Iterable[str]) -> Iterable[str]:
-    """Join pieces of text and return complete lines."""
+    """Join pieces of text and yield complete lines."""
     rest = ""
     for piece in pieces:
         *whole, rest = (rest + piece).split("\n")

@@ -1,6 +1,6 @@
 """Register what launch renders: kinds of Kubernetes objects, targets of chains and of schedules.
 
-The core finds launch/extras, which registers more, by its name and works without the folder.
+launch/extras registers more. The core imports it by name, and works without it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ EXTRAS = "launch.extras"
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of objects on Kubernetes. again: the effect of exit code REQUEUE, if any."""
+    """A kind of objects on Kubernetes. `again` says what exit code REQUEUE does; it may be None."""
 
     render: Callable[[Any, Any], list[dict[str, Any]]]
     again: str = ""
@@ -25,7 +25,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Target:
-    """A target of a chain or of a schedule: the dataclass of its options, and its renderer."""
+    """A target of a chain or of a schedule. It has the dataclass of its options, and its renderer."""
 
     options: type
     render: Callable[..., str]
@@ -39,7 +39,7 @@ def register(place: str, name: str, target: Kind | Target) -> None:
 
 
 def registered(place: str) -> Mapping[str, Any]:
-    """Return name -> Kind (place "kind") or Target ("chain", "schedule"), with those of the extras."""
+    """Return the mapping name -> Kind (place "kind") or Target ("chain", "schedule"), including the extras."""
     importlib.import_module("launch.kubernetes")
     if importlib.util.find_spec(EXTRAS):
         importlib.import_module(EXTRAS)

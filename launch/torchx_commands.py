@@ -49,7 +49,7 @@ class Run(CmdRun):
             super().run(args)
 
     def _wait_and_exit(self, runner: Runner, app_handle: str, log: bool) -> None:
-        """Do as TorchX does, without printing the raw status of a failed job."""
+        """Wait for the job and exit as TorchX does, but do not print the raw status of a failed job."""
         following = self._start_log_thread(runner, app_handle) if log else None
         status = runner.wait(app_handle, wait_interval=1)
         if following:
@@ -107,12 +107,12 @@ def _is_known(handle: str) -> bool:
 
 
 def _slurm_id(handle: str) -> str:
-    """Return the Slurm job id; empty for jobs of other schedulers."""
+    """Return the Slurm job id, or "" for a job of another scheduler."""
     return handle.rpartition("/")[2] if handle.startswith("slurm://") else ""
 
 
 def _exit_code(handle: str) -> int:
-    """Return the exit code of the job's script; 0 if it is unknown."""
+    """Return the exit code of the job's script, or 0 if the exit code is unknown."""
     job = slurm_jobs.find_job(job_id) if (job_id := _slurm_id(handle)) else None
     return job.exit_code if job else 0
 

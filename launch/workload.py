@@ -51,7 +51,7 @@ RESUMABLE = ("prepare", "train", "retrain", "predict")  # verbs that keep their 
 
 @dataclass(frozen=True)
 class Mount:
-    """A mount of `source` (a path of the host, or a volume's name) at `target`."""
+    """A mount of `source` (a path on the host, or a volume's name) at `target` in the container."""
 
     kind: str
     source: str
@@ -61,7 +61,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class Where:
-    """Where a job runs. None: as on this machine, or as the place decides."""
+    """Resources and place of a job. None means: as on this machine, or as the scheduler decides."""
 
     j: str = option("1x1", "NODESxRANKS_PER_NODE, for instance 2x8; train also accepts MIN:MAXxRANKS, such as 2:4x8")
     cpu: Optional[int] = option(None, "cores a node")
@@ -80,7 +80,8 @@ class Where:
 class Workload:
     """What a node runs: one process, or one agent that starts `ranks_per_node` ranks.
 
-    cpu, gpu and mem_mb are per node. 0 cores, 0 MB or None: not specified, so the place decides.
+    cpu, gpu and mem_mb are per node. 0 cores, 0 MB or None mean: not specified, the scheduler
+    decides.
     """
 
     verb: str
@@ -109,7 +110,7 @@ class Workload:
 
     @property
     def is_distributed(self) -> bool:
-        """Return whether there are ranks that must connect, instead of one process."""
+        """Return True if the job has ranks that must connect. False means one process."""
         return ENDPOINT in self.command or self.is_elastic
 
     @property
@@ -124,12 +125,12 @@ class Workload:
         return self.min_nodes > 0
 
     def argv(self, host: str = "localhost", job_id: str = "none") -> list[str]:
-        """Return the command with the head node and the scheduler's job id filled in."""
+        """Return the command line. `host` replaces the head node, `job_id` the scheduler's job id."""
         known = {ENDPOINT: f"{host}:{self.port}", JOB_ID: job_id}
         return [known.get(word, word) for word in self.command]
 
     def shell_words(self, host: str = "localhost", job_id: str = "none", port: Optional[str] = None) -> list[str]:
-        """Return the quoted words; the shell expands host, job_id and port."""
+        """Return the command line as quoted words. The shell expands host, job_id and port."""
         known = {ENDPOINT: f'"{host}:{self.port if port is None else port}"', JOB_ID: f'"{job_id}"'}
         return [known.get(word) or shlex.quote(word) for word in self.command]
 
@@ -138,26 +139,26 @@ class Workload:
 
     @property
     def port(self) -> int:
-        """Return the rendezvous port; 0, a free port, on a single node, so that jobs can share it."""
+        """Return the rendezvous port. On a single node it is 0 (a free port), so that jobs can share the node."""
         return RDZV_PORT if self.nodes > 1 else 0
 
     @property
     def is_resumable(self) -> bool:
-        """Return whether the same command continues after a SIGTERM."""
+        """Return True if the job continues when the same command is run again after a SIGTERM."""
         return self.verb in RESUMABLE
 
     def threads(self, default_cpu: int) -> int:
-        """Return OMP_NUM_THREADS, an equal share of the cores: torch would take all in every rank."""
+        """Return OMP_NUM_THREADS, an equal share of the cores. By default torch uses all cores in every rank."""
         return max(1, (self.cpu or default_cpu) // self.ranks_per_node)
 
     def whole_env(self, default_cpu: int, more: Optional[dict[str, str]] = None) -> dict[str, str]:
-        """Return the job's environment, with `more` variables and each rank's number of threads."""
+        """Return the job's environment, including the variables `more` and the number of threads of each rank."""
         ranks = {"OMP_NUM_THREADS": str(self.threads(default_cpu)), "LOGLEVEL": "WARNING"}
         return {**(ranks if self.is_distributed else {}), **(more or {}), **self.env}
 
 
 def _validate_here(job: TrainJob) -> None:
-    """Raise UserError. Without the data set, the message says how to skip this check."""
+    """Validate the job. Raises UserError; if the data set is missing, it says how to skip this check."""
     try:
         validate_train(job)
     except TrainingError as error:
@@ -199,7 +200,7 @@ def train(doc: Optional[str], words: list[str], where: Where, check_data: bool =
 
 
 def _elastic(workload: Workload, least: int, folder: str) -> Workload:
-    """Let the agents connect through the run folder, so that no single node is needed."""
+    """Return options so that agents connect through the run folder, and do not depend on any single node."""
     meets = {
         "--rdzv-endpoint": folder,
         "--nnodes": f"{least}:{workload.nodes}",
@@ -221,7 +222,7 @@ def evaluate(doc: Optional[str], words: list[str], where: Where, check_data: boo
 
 
 def prepare(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
-    """Prepare in one process, or with engine=ray on a Ray cluster of the nodes."""
+    """Prepare data in one process, or with engine=ray on a Ray cluster of the job's nodes."""
     job = parse_command_line(PrepareJob, doc, words)
     name = f"prepare-{job.data.name}"
     if job.engine != "ray":
@@ -268,7 +269,7 @@ def predict(doc: Optional[str], words: list[str], where: Where, check_data: bool
 
 
 def check_one_task(workload: Workload, what: str) -> None:
-    """Raise LaunchError for an array, or for nodes that leave and join."""
+    """Raise LaunchError if the job is an array, or if its nodes may leave and join."""
     if workload.is_elastic:
         raise LaunchError(
             f"-j {workload.shape}: with {what} a lost node does not return; give -j "
@@ -297,7 +298,7 @@ def check_nodes(doc: Optional[str], words: list[str], where: Where, check_data: 
 
 
 def serve(doc: Optional[str], words: list[str], where: Where, check_data: bool = True) -> Workload:
-    """Run a server on all interfaces that answers until load balancers notice its end."""
+    """Run a server on all network interfaces. After SIGTERM it answers until load balancers have noticed."""
     given = {word.partition("=")[0] for word in words}
     defaults = {"server.host": "0.0.0.0", "server.shutdown_delay_s": "5"}
     if cores := asked_host(where.cpu, where.gpu, where.memMB, where.h).cpu:
@@ -320,7 +321,7 @@ SERVICES = {"serve": serve}  # verbs that run until they are stopped
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a chain, and the stages that must have ended successfully before it starts."""
+    """A stage of a chain, and the names of the stages that must succeed before it starts."""
 
     name: str
     workload: Workload
@@ -328,14 +329,15 @@ class Stage:
 
     @property
     def is_service(self) -> bool:
-        """Return whether the stage runs until it is stopped, so that no stage can wait for its end."""
+        """Return True if the stage runs until it is stopped. Then no other stage can wait for its end."""
         return self.workload.verb in SERVICES
 
 
 def make_workload(
     verb: str, doc: Optional[str], overrides: Iterable[str], where: Where, check_data: bool = True
 ) -> Workload:
-    """Return the workload of a verb's command line. A user's error ends the process in one line.
+    """Return the workload of a verb's command line. A UserError ends the process with a message of
+    one line.
 
     check_data: validate the job with its data (a data set, a run folder) from this machine.
     """
@@ -381,7 +383,7 @@ def parse_mounts(text: Optional[str]) -> list[Mount]:
 
 
 def _as_composed_by_ranks(words: list[str], where: Where) -> list[str]:
-    """Return the overrides with the launcher's world size. Raise LaunchError for another one."""
+    """Return the overrides with the launcher's world size. Raise LaunchError if they set another world size."""
     nodes, ranks = parse_shape(where.j)
     for word in words:
         name, _, value = word.partition("=")
@@ -425,10 +427,10 @@ def _placed(workload: Workload, where: Where) -> Workload:
 
 
 def _python(where: Where) -> str:
-    """Return `python` for an image; otherwise this Python, whose environment may not be activated."""
+    """Return `python` for an image, otherwise this interpreter's path: its environment may not be activated."""
     return "python" if where.image else sys.executable
 
 
 def _app_name(name: str) -> str:
-    """Return lower-case letters, digits and dashes, at most 50, which every scheduler accepts."""
+    """Return the name as lower-case letters, digits and dashes, at most 50, which every scheduler accepts."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower())[:50].strip("-") or "job"

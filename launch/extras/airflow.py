@@ -1,4 +1,4 @@
-"""Render a chain as a DAG of Airflow 2 or 3: a task per stage, run by Slurm or on the worker."""
+"""Render a chain as a DAG of Airflow 2 or 3. Each stage is one task, run by Slurm or on the worker."""
 
 from __future__ import annotations
 

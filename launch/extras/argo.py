@@ -1,4 +1,4 @@
-"""Render a chain as a Workflow of Argo: pods, JobSets for several nodes, a Deployment."""
+"""Render a chain as a Workflow of Argo. A stage is a pod, a JobSet (several nodes) or a Deployment (a server)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Render a chain for one host as a file of Docker Compose, with an S3 storage.
 
-Credentials of the storage come from the environment or an .env file. The file has none.
+Credentials of the storage come from the environment or an .env file. The file contains no
+credentials.
 """
 
 from __future__ import annotations

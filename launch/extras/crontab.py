@@ -1,6 +1,6 @@
 """Render a Workload as a line for crontab (with folder, lock and log file) or Slurm's scrontab.
 
-Slurm submits the next run of a line when the previous run has ended, so two never run at once.
+Slurm submits the next run of a line when the previous run has ended, so two runs never overlap.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CrontabOptions:
 
 
 def render_crontab(workload: Workload, cron: str, options: CrontabOptions) -> str:
-    """Return a comment and a line. Raises LaunchError for what cron cannot run."""
+    """Return a comment and a line of the crontab. Raises LaunchError if cron cannot run the job."""
     if workload.nodes > 1:
         raise LaunchError(f"-j {workload.shape}: cron starts a job on one node, the host of cron; "
                           "use slurm or kubernetes")  # fmt: skip
@@ -86,7 +86,7 @@ def render_scrontab(workload: Workload, cron: str, options: ScrontabOptions) -> 
 
 
 def _steps(workload: Workload, options: ScrontabOptions) -> list[str]:
-    """Return the commands of launch.slurm's script up to srun, which replaces the shell."""
+    """Return the commands of launch.slurm's script before srun. srun then replaces the shell."""
     script = "\n".join([*environment(workload, options), *meeting_lines(workload)]).splitlines()
     steps = [line.partition("  # ")[0] for line in script]
     return [*steps, "exec " + " ".join(srun_words(workload))]

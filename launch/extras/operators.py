@@ -1,9 +1,9 @@
 """Render a Workload for operators of Kubernetes: Volcano, Kubeflow (TrainJob, PyTorchJob), KubeRay.
 
 Volcano starts all pods of a job or none. A task is a node, as in TorchX, so that TorchX's status
-and log find it. A TrainJob has a separate runtime, whose pods are those of a JobSet. A PyTorchJob
-has a master and workers, which the operator numbers, and ignores exit codes. A RayJob prepares
-data with engine=ray; KubeRay sets the command of the workers.
+and log find it. A TrainJob has a separate TrainingRuntime, which describes its pods as a JobSet. A
+PyTorchJob has a master and workers, which the operator numbers, and ignores exit codes. A RayJob
+prepares data with engine=ray; KubeRay sets the command of the workers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_EVICTIONS = 3
 
 
 def volcano_job(workload: Workload, options: KubernetesOptions) -> dict[str, Any]:
-    """Raises LaunchError for what Kubernetes or the job does not support."""
+    """Return a Volcano Job. Raises LaunchError for a setting that Kubernetes or Volcano does not support."""
     check_one_task(workload, "Volcano")
     if options.deadline_s:
         raise LaunchError(f"--deadline-s {options.deadline_s}: Volcano has no deadline of a job; remove it")
@@ -64,7 +64,7 @@ def _task(workload: Workload, options: KubernetesOptions, node: int) -> dict[str
 
 
 def _policies(workload: Workload) -> list[dict[str, Any]]:
-    """Return what Volcano does for each exit code of the agents. The first match counts."""
+    """Return what Volcano does for each exit code of the agents. Volcano uses the first entry that matches."""
     return [
         *({"exitCode": code, "action": "TerminateJob"} for code in sorted(FINAL - {REQUEUE})),
         {"exitCode": REQUEUE, "action": "RestartJob"},
@@ -103,7 +103,7 @@ def train_job(workload: Workload, options: KubernetesOptions) -> list[dict[str, 
 
 
 def pytorch_job(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]:
-    """Raises LaunchError for what Kubernetes does not support."""
+    """Return a PyTorchJob. Raises LaunchError for a setting that Kubernetes does not support."""
     check_letter_first(workload.name, "Kubeflow")
     head = f"{workload.name}-master-0" if workload.nodes > 1 else "localhost"
     replicas = {"Master": _replica(workload, options, head, "0", 1)}
@@ -137,7 +137,7 @@ HEAD, WORKERS = "head", "workers"
 
 
 def ray_job(workload: Workload, options: KubernetesOptions) -> list[dict[str, Any]]:
-    """Raises LaunchError for what pods do not support."""
+    """Return a RayJob. Raises LaunchError for a setting that pods do not support."""
     check_letter_first(workload.name, "Services, which KubeRay makes,")
     words = workload.command[workload.command.index("--") + 1 :]
     job = {

@@ -50,7 +50,7 @@ class KubernetesScheduler(TorchXKubernetesScheduler):
         return opts
 
     def build_workspace_and_update_role(self, role: Role, workspace: str, cfg: Any) -> None:
-        """Add the working folder only to an image that can be pushed.
+        """Add the working folder to the image, but only to an image that can be pushed.
 
         TorchX asks the docker daemon for every run, even for --dryrun.
         """
@@ -79,7 +79,7 @@ class KubernetesScheduler(TorchXKubernetesScheduler):
         return AppDryRunInfo(VolcanoRequest(pushed, resource), str)
 
     def _api_client(self) -> Any:
-        """Raises LaunchError if there is no cluster. TorchX would try to use this machine."""
+        """Return a client of the cluster. Raises LaunchError if there is no cluster; TorchX would use localhost."""
         if self._client is None:
             from kubernetes import client, config
 
@@ -97,7 +97,7 @@ class KubernetesScheduler(TorchXKubernetesScheduler):
         return self._client
 
     def describe(self, app_id: str) -> Optional[DescribeAppResponse]:
-        """Return None if the cluster does not know the job."""
+        """Return the state of the job, or None if the cluster does not know the job."""
         from kubernetes.client.rest import ApiException
 
         if ":" not in app_id:

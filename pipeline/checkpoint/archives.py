@@ -33,7 +33,7 @@ KNOWN = {REBUILD, HOOKS, *(Name("torch", name) for name in STORAGES)}
 
 
 class StoredValues(NamedTuple):
-    """Where a tensor's storage begins in the file, and how the tensor views it."""
+    """The offset of a tensor's storage in the file, and the size and strides of the tensor in that storage."""
 
     begin: int
     num_values: int
@@ -43,14 +43,14 @@ class StoredValues(NamedTuple):
     first: int
 
     def is_plain(self) -> bool:
-        """Return whether all values are stored in order from the first one on."""
+        """Return True if all values are stored in order, and the tensor starts at the first value."""
         expected = list(torch.empty(self.sizes, device="meta").stride())
         wrong = [size for size, one, two in zip(self.sizes, self.strides, expected, strict=True) if one != two]
         return not self.first and all(size < 2 for size in wrong)
 
 
 class _Part(PositionedReader):
-    """Part of a file, of which no read is larger than MAX_DIRECTORY_BYTES."""
+    """Limits reads to a part of a file. No read is larger than MAX_DIRECTORY_BYTES."""
 
     def __init__(self, file: io.IOBase, begin: int, size: int) -> None:
         self._file, self._begin, self._size, self._position = file, begin, size, 0
@@ -164,7 +164,7 @@ def _content(file: io.IOBase, begin: int, size: int) -> bytes:
 
 
 def _fill(file: io.IOBase, begin: int, view: memoryview) -> int:
-    """Read to `view` what follows `begin` in `file`. Return the bytes read, fewer only at the end of the file."""
+    """Read bytes of `file` from `begin` on into `view`. Return how many, fewer only at the end of the file."""
     file.seek(begin)
     done = 0
     while done < len(view):

@@ -25,7 +25,8 @@ Manifest = dict[str, Any]
 
 def step_before(path: str, manifest: Manifest) -> str:
     """Return the path of the step that the link at `path` builds on. Raises DamagedError if that
-    step is missing, or it is not the step that the link was written for."""
+    step is missing, or if the link was written for another step.
+    """
     chain, step = manifest["chain"], int(manifest["step"])
     previous = int(chain["previous"])
     if not chain["base"] <= previous < step:
@@ -61,14 +62,17 @@ def open_reader(path: str, manifest: Manifest | None = None) -> TensorsOnlyReade
 
 
 def open_tensors(path: str, manifest: Manifest | None = None) -> StepTensors:
-    """Open the tensors of a step or chain. Raises DamagedError as chain_of, CheckpointError as
-    StepTensors."""
+    """Open the tensors of a step or chain. Raises DamagedError as chain_of does, and
+    CheckpointError as StepTensors does.
+    """
     return StepTensors(path, open_reader(path, manifest))
 
 
 def open_step(folder: str, step: int | None) -> tuple[int, dict[str, Any], StepTensors]:
-    """Step `step`, None the newest one whose manifest and .metadata can be read: its number,
-    manifest and tensors. Raises CheckpointError if there is no such step, or it cannot be read."""
+    """Return the number, manifest and tensors of step `step`, or of the newest step whose manifest
+    and .metadata can be read if `step` is None. Raises CheckpointError if no such step can be
+    read.
+    """
     steps = list_steps(folder)
     if not steps:
         raise CheckpointError(f"{folder} holds no checkpoint; train first: python -m pipeline train run_dir=... ...")

@@ -13,7 +13,7 @@ CHECKPOINT = "checkpoint"
 
 
 class ShardPlace(NamedTuple):
-    """Start of a rank's part of a table: (0, 0) for a table that every rank holds completely."""
+    """The first row and column of a rank's part of a table. (0, 0) if every rank holds all of the table."""
 
     table: str
     row: int
@@ -25,18 +25,19 @@ ShardRows = Mapping[ShardPlace, Rows]
 
 
 class ChangedRows(Protocol):
-    """The changed rows of this rank's shards. No other rank returns rows of these shards."""
+    """The changed rows of this rank's shards. No other rank reports rows of these shards."""
 
     def take(self, consumer: str) -> ShardRows:
-        """Return the rows of every shard that changed since `consumer` last called this. Local;
-        call it between two steps."""
+        """Return the rows of every shard that changed since `consumer` last called this method.
+        Local; call it between two steps.
+        """
 
     def put_back(self, consumer: str, rows: ShardRows) -> None:
-        """Return rows that could not be saved. The next take() returns them again."""
+        """Take back rows that could not be saved. The next take() returns them again."""
 
 
 class Differential(Protocol):
-    """How to save links of a chain with the changed rows. is_packed: shard files of links are compressed."""
+    """Settings to save links (the changed rows). is_packed: shard files of links are compressed."""
 
     rows: ChangedRows
     is_packed: bool
@@ -46,4 +47,4 @@ class Differential(Protocol):
         Raises DamagedError."""
 
     def link_state(self, flat: Mapping[str, Any], rows: ShardRows, rank: int) -> dict[str, Any]:
-        """Return what a link writes of a flat state (see tables.flatten)."""
+        """Return the part of a flat state (see tables.flatten) that a link writes."""

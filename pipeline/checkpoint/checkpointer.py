@@ -54,7 +54,7 @@ from pipeline.runtime.storage import storage
 
 
 class InFlight:
-    """A thread that the interpreter waits for at exit, so that a started save is committed."""
+    """A thread that the interpreter waits for at exit, so that a save that has started is committed."""
 
     def __init__(self, step: int, work: Callable[[], None]) -> None:
         self.step, self.started = step, time.monotonic()
@@ -87,12 +87,13 @@ logger = get_logger(__name__)
 class Checkpointer:
     """Saves and restores a sharded model and its optimizers. All methods are collective.
 
-    `about` goes into every manifest: resolved config, plan, data set fingerprint. With `optimizer` None only
-    the model is restored (evaluation, export). `asynchronous` writes in a thread over a separate process
-    group. `staging` is the local folder where files for an object store are written first. `fence` raises
-    OSError on rank 0 if this run must not commit any more. `replicas`: hosts train separate tables; steps
-    hold their mean and, if they differ, each host's tables. `differential`: most steps hold only the rows
-    that changed since the step before (pipeline.checkpoint.chains).
+    `about` goes into every manifest: resolved config, plan, data set fingerprint. With `optimizer`
+    None only the model is restored (evaluation, export). `asynchronous` writes in a thread over a
+    separate process group. `staging` is the local folder where files for an object store are
+    written first. `fence` is a function that raises OSError on rank 0 if this run must not commit
+    any more. `replicas`: hosts train separate tables; steps hold the mean of these tables and, if
+    they differ, also each host's tables. `differential`: most steps hold only the rows that changed
+    since the step before (pipeline.checkpoint.chains).
     """
 
     # The caller chooses each of these separately, and tests use every combination.
@@ -140,8 +141,8 @@ class Checkpointer:
         its manifest, and this rank's `files` are stored next to it. An asynchronous save returns
         when the state is copied; wait() or the next save() reports its result.
 
-        Raises CheckpointError if a rank could not write, and nothing is committed; or the save in
-        progress failed, and this one was not started.
+        Raises CheckpointError if a rank could not write, so nothing is committed; or if the
+        previous asynchronous save failed, so this save was not started.
         """
         self.wait()
         path = step_path(self.folder, step)
@@ -166,7 +167,7 @@ class Checkpointer:
     def _prepare(
         self, step: int, values: dict[str, Any], chain: dict[str, Any] | None, files: dict[str, bytes]
     ) -> Save:
-        """Collect a full step, or a link if `chain` names the step that it builds on."""
+        """Return a full step to save, or a link if `chain` names the step that it builds on."""
         state = self._trained.state()
         if chain is not None:
             assert self._differential is not None and self._taken is not None
@@ -194,7 +195,7 @@ class Checkpointer:
         )
 
     def _link(self) -> dict[str, Any] | None:
-        """Return the chain entry of the next step, None if it must be a base. Rank 0 only."""
+        """Return the chain entry of the next step, or None if the next step must be a base. Rank 0 only."""
         if self._differential is None or self._previous is None:
             return None
         try:
@@ -205,8 +206,9 @@ class Checkpointer:
             return None
 
     def _settle(self, committed: int | None) -> None:
-        """End a save. committed=None means that it failed: its changed rows are returned and saved
-        by the next step."""
+        """End a save. committed=None means that the save failed; its changed rows are then saved by
+        the next step.
+        """
         if self._differential is not None and committed is not None:
             self._previous = committed
         elif self._differential is not None and self._taken is not None:
@@ -214,7 +216,7 @@ class Checkpointer:
         self._taken = None
 
     def wait(self) -> None:
-        """Wait for the commit of an asynchronous save. Raises CheckpointError once if it failed."""
+        """Wait for the commit of an asynchronous save. Raises CheckpointError once if that save failed."""
         if self._in_flight is None:
             return
         in_flight, self._in_flight = self._in_flight, None
@@ -237,9 +239,10 @@ class Checkpointer:
         self._ranks.close()
 
     def check_free_space(self, num_saves: int | None = None) -> None:
-        """Check that the steps to keep and one attempt fit, and the host copy of an asynchronous
-        save. `num_saves` is the number of future saves, if it is smaller than the number of steps
-        to keep. Raises CheckpointError with the numbers."""
+        """Check the free space for the steps to keep, one attempt, and the host copy of an
+        asynchronous save. `num_saves` is the number of future saves, if it is smaller than the
+        number of steps to keep. Raises CheckpointError with the numbers.
+        """
         state = self._trained.state()
         whole = self._replicas.state_to_save(state, average=False) if self._replicas else state
         self._planners[False].plan(whole)
@@ -265,12 +268,12 @@ class Checkpointer:
     def restore_latest(
         self, check: Callable[[dict[str, Any]], None] | None = None, grow: Callable[[str], None] | None = None
     ) -> dict[str, Any] | None:
-        """Restore the newest step that verifies while it is read, and return its manifest; None
-        without a step.
+        """Restore the newest step that verifies while it is read, and return its manifest; None if
+        there is no step.
 
         `check` may refuse a manifest by raising CheckpointError before anything is read. `grow`
-        fills model and optimizer from the step at a path whose tables have fewer rows; with None
-        such a step is refused. Raises CheckpointError as newest() and restore() do.
+        fills model and optimizer from a step whose tables have fewer rows; if `grow` is None, such
+        a step is refused. Raises CheckpointError as newest() and restore() do.
         """
         self._grow = grow
 
@@ -284,9 +287,10 @@ class Checkpointer:
         return newest_usable(self.folder, self._ranks, self._writer, load)
 
     def restore(self, step: int, verified: bool = False) -> dict[str, Any]:
-        """Restore step `step` in place, written under any plan and world size. Return its manifest.
-        Raises CheckpointError if the step is missing, damaged (DamagedError), or does not fit this
-        model and plan."""
+        """Restore step `step` in place. Any plan and world size may have written it. Return its
+        manifest. Raises CheckpointError if the step is missing, damaged (DamagedError), or does
+        not fit this model and plan.
+        """
         if step not in (steps := list_steps(self.folder)):
             raise CheckpointError(
                 f"there is no step {step} in {self.folder}; there are steps {', '.join(map(str, steps)) or 'none'}"
@@ -300,13 +304,16 @@ class Checkpointer:
         return manifest
 
     def read_file(self, step: int, name: str) -> bytes | None:
-        """Return the content that save() got as file `name`, None if there is none. Local. Raises
-        DamagedError."""
+        """Return the content that save() received as file `name`, or None if there is no such file.
+        Local. Raises DamagedError.
+        """
         return read_step_file(step_path(self.folder, step), name)
 
     def clear_after(self, step: int) -> None:
-        """Prepare the folder for a run that continues from `step`. Later steps did not verify, and
-        the run will write them again, so they are renamed. Leftovers of killed saves are removed."""
+        """Prepare the folder for a run that continues from `step`. Steps after `step` were found
+        damaged, and the run will write them again, so they are renamed. Leftovers of killed
+        saves are removed.
+        """
 
         def clear() -> None:
             for later in (number for number in list_steps(self.folder) if number > step):
@@ -334,8 +341,9 @@ class Checkpointer:
         logger.info("step %d  committed after %.1f s beside training", save.step, seconds)
 
     def _check_space(self, num_bytes: int, copies: int, held_bytes: int, what: str) -> None:
-        """Check the free space. `num_bytes` is this rank's. All ranks write to one folder. For an
-        object store the ranks of a host share the staging folder."""
+        """Check the free space. `num_bytes` are the bytes of this rank. All ranks write to one
+        folder. For an object store, the ranks of a host share the staging folder.
+        """
         ranks = self._ranks.gather((platform.node(), num_bytes))
         here, _ = ranks[self._context.rank]
         sizes = [size for host, size in ranks if self._is_local or host == here]
@@ -347,7 +355,7 @@ class Checkpointer:
             )
 
     def _check_host_memory(self, copy_bytes: int, pinned_bytes: int) -> None:
-        """Check the memory of this host. Both arguments are of this rank."""
+        """Check the free memory of this host. Both arguments are the bytes of this rank."""
         own = (platform.node(), copy_bytes + pinned_bytes, used_by_this_process())
         here = [(needed, used) for host, needed, used in self._ranks.gather(own) if host == own[0]]
         needed_bytes, free_bytes = sum(needed for needed, _ in here), free_host_bytes(sum(used for _, used in here))
@@ -362,7 +370,7 @@ class Checkpointer:
             raise CheckpointError(found)
 
     def _held_bytes(self) -> int:
-        """Return the bytes of existing steps, which are part of the steps to keep."""
+        """Return the bytes of existing steps. These steps count as a part of the steps to keep."""
         held = 0
         for step in list_steps(self.folder) if self._is_local else []:
             try:
@@ -373,8 +381,9 @@ class Checkpointer:
         return held
 
     def _load(self, step: int, manifest: dict[str, Any]) -> None:
-        """Load a step. Raises DamagedError with a half overwritten state, or CheckpointError if it
-        does not fit."""
+        """Load a step. Raises DamagedError, which leaves the state partly overwritten, or
+        CheckpointError if the step does not fit.
+        """
         path, began = step_path(self.folder, step), time.monotonic()
         loaded = self._loader.load(step, manifest, self._grow)
         if self._trained.optimizer is not None and loaded.random is not None:

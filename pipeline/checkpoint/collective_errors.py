@@ -1,6 +1,6 @@
 """Share results and failures across ranks.
 
-An error of one rank is raised on every rank, so that no rank waits for it.
+An error of one rank is raised on every rank, so that no rank waits for the failed rank.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Ranks:
     """Collectives over a gloo group that is separate from training's, because saves wait for disks.
 
     A group has its own threads and connections, so all checkpoints of a process share one.
-    `own_group` is for saves in a thread, whose collectives run at the same time as others; close()
-    destroys that group.
+    `own_group` makes a separate group for saves in a thread, because their collectives run at the
+    same time as other collectives; close() destroys that group.
     """
 
     def __init__(self, context: DistributedContext, own_group: bool = False) -> None:
@@ -46,8 +46,9 @@ class Ranks:
             dist.destroy_process_group(self.group)
 
     def from_main(self, compute: Callable[[], Value]) -> Value:
-        """Return on every rank what rank 0 computes. If rank 0 raises, every rank raises the same
-        error."""
+        """Return on every rank the value that rank 0 computes. If rank 0 raises an error, every
+        rank raises the same error.
+        """
         box: list[Any] = [None, None]
         if self.context.is_main:
             try:
@@ -75,7 +76,7 @@ class Ranks:
 
         Raises:
             DamagedError: a file is damaged.
-            CheckpointError: the storage does not answer; the step may be intact.
+            CheckpointError: the storage does not answer, so the step may be intact.
         """
         value: Value | None = None
         problem: CheckpointError | None = None
@@ -105,8 +106,9 @@ def _new_group() -> dist.ProcessGroup:
 
 
 def _shared_group() -> dist.ProcessGroup:
-    """Create the shared group on first use. Collective after a process has joined its default
-    group."""
+    """Create the shared group on first use. Collective, after each process has joined the default
+    group.
+    """
     global _shared
     if _shared is None or _shared[0] is not dist.group.WORLD:
         _shared = (dist.group.WORLD, _new_group())

@@ -1,9 +1,4 @@
-"""Load the tensors of a step without running code that its files name, and without a byte that does not verify.
-
-torch.distributed.checkpoint reads .metadata by pickle.load, which calls whatever the file asks for; metadata_pickle.py
-reads it as data. Entries that DCP would read as pickled values (BytesStorageMetadata) are refused, because our
-checkpoints hold tensors only. Every byte of every file is read by VerifiedFile, so only verified bytes are used.
-"""
+"""Load the tensors of a step without running code that its files name. Every byte that is used was verified."""
 
 from __future__ import annotations
 
@@ -37,8 +32,7 @@ BLOCK_BYTES = 64 << 20  # of one read for a GPU's tensor
 
 
 class _VerifiedFiles(FileSystem):
-    """The files of one step. Each read is verified by checksums, and the owner of each file is
-    checked once."""
+    """The files of one step. Each read is verified by checksums. The owner of each file is checked once."""
 
     def __init__(self, path: str, manifest: dict[str, Any]) -> None:
         self._path, self._manifest = path, manifest
@@ -66,7 +60,7 @@ class TensorsOnlyReader(FileSystemReader):
     """Reads the step at `path`, local or remote. dcp.load raises its errors on every rank.
 
     Raises:
-        DamagedError: what is opened or read differs from the manifest.
+        DamagedError: a file that is opened or read differs from the manifest.
         pickle.UnpicklingError: .metadata contains more than tensors.
     """
 
@@ -95,14 +89,15 @@ class TensorsOnlyReader(FileSystemReader):
         return self._metadata
 
     def overlay(self, key: str, offsets: Sequence[int], values: torch.Tensor, with_sampled: bool = True) -> None:
-        """Complete `values`, the stored box of `key` that begins at `offsets`: sample the rows that
-        the step leaves out."""
+        """Write into `values` the rows that the step leaves out, which have their initial weights.
+        `values` is the stored block of tensor `key` that begins at `offsets`.
+        """
         for piece in self.sampled.get(key, ()) if with_sampled else ():
             piece.overlay(self.stored_groups(piece), offsets, values)
 
     @cached_property
     def sampled(self) -> dict[str, list[SampledPiece]]:
-        """Return key -> pieces, for the tensors of which the step leaves out rows."""
+        """Return the mapping key -> pieces, for the tensors of which the step leaves out rows."""
         found: dict[str, list[SampledPiece]] = {}
         try:
             for entry in self.manifest.get("sampled", ()):
@@ -115,8 +110,9 @@ class TensorsOnlyReader(FileSystemReader):
         return found
 
     def stored_groups(self, piece: SampledPiece) -> Mask:
-        """Return which groups of rows of a piece are stored. Raises DamagedError if the bits are
-        invalid."""
+        """Return which groups of rows of a piece are stored. Raises DamagedError if the stored bits
+        are invalid.
+        """
         if piece not in self._stored_groups:
             with self.fs.create_stream(piece.file, "rb") as file:
                 file.seek(piece.begin)
@@ -128,8 +124,9 @@ class TensorsOnlyReader(FileSystemReader):
         return self._stored_groups[piece]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read in the order of the files: each block is read once, and one stored shard at a time
-        is in memory."""
+        """Read the items in the order of the files. Each block is read once, and only one stored
+        shard is in memory at a time.
+        """
         by_file: dict[str, list[ReadItem]] = {}
         for item in sorted(plan.items, key=lambda item: self.storage_data[item.storage_index].offset):
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
@@ -142,8 +139,9 @@ class TensorsOnlyReader(FileSystemReader):
         return done
 
     def _read_item(self, stream: io.IOBase, item: ReadItem, planner: LoadPlanner) -> None:
-        """Read one item and release it. DCP's own loop keeps a shard while it reads the next
-        one."""
+        """Read one item and release its memory. DCP's own loop keeps a shard while it reads the
+        next shard.
+        """
         if item.type == LoadItemType.BYTE_IO:
             raise pickle.UnpicklingError(f"{item.storage_index.fqn} is asked for as a pickled value, not a tensor")
         target = planner.resolve_tensor(item).detach()
@@ -167,9 +165,10 @@ class TensorsOnlyReader(FileSystemReader):
         planner.commit_tensor(item, target)
 
     def _read_in_place(self, stream: io.IOBase, item: ReadItem, target: torch.Tensor) -> bool:
-        """Read complete rows directly to their place, and return True. Return False if the item is
-        not such rows. Rows are stored as in memory. A GPU's tensor is filled in blocks, so host
-        memory never holds a full table."""
+        """Read complete rows directly into `target`, and return True. Return False if the item is
+        not a range of complete rows. A GPU's tensor is filled in blocks, so host memory never
+        holds a full table.
+        """
         place, sizes = self.storage_data[item.storage_index], self._stored_sizes(item)
         is_plain = not in_host_memory(target) or (type(target) is torch.Tensor and target.is_contiguous())
         if not is_plain or target.nbytes < IN_PLACE_BYTES or tuple(target.shape) != tuple(item.lengths):
@@ -195,7 +194,7 @@ class TensorsOnlyReader(FileSystemReader):
         return True
 
     def _stored_sizes(self, item: ReadItem) -> tuple[int, ...]:
-        """Return the shape of the piece that the item reads from; () if .metadata does not say it."""
+        """Return the shape of the stored piece that the item reads from, or () if .metadata does not state it."""
         offset = tuple(item.storage_index.offset or ())
         return next((tuple(one.sizes) for one in self._entry(item).chunks if tuple(one.offsets) == offset), ())
 
@@ -206,8 +205,9 @@ class TensorsOnlyReader(FileSystemReader):
 
 
 def _fill(rows: torch.Tensor, stream: io.IOBase) -> bool:
-    """Read the values of `rows`, contiguous and on the CPU. Return False if the stream ends too
-    early."""
+    """Read the values of `rows`, a contiguous tensor on the CPU. Return False if the stream ends
+    too early.
+    """
     values = memoryview(rows.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     while len(values):
         count = stream.readinto(values)  # type: ignore[attr-defined]
@@ -218,6 +218,6 @@ def _fill(rows: torch.Tensor, stream: io.IOBase) -> bool:
 
 
 def _begins(item: ReadItem) -> list[int]:
-    """Return the offsets of the box to read in its complete tensor."""
+    """Return the offsets, in the complete tensor, of the block to read."""
     first = item.storage_index.offset or (0,) * len(item.storage_offsets)
     return [a + b for a, b in zip(first, item.storage_offsets, strict=True)]

@@ -47,7 +47,7 @@ MAX_DIMENSIONS, MAX_PATH = 16, 64
 
 
 def decode_metadata(content: bytes) -> Metadata:
-    """Raises pickle.UnpicklingError for content that is damaged, or is not the metadata of tensors."""
+    """Return the Metadata. Raises pickle.UnpicklingError if the content is damaged, or not the metadata of tensors."""
     try:
         return _Converter().metadata(interpret(content, _KNOWN))
     except pickle.UnpicklingError:
@@ -67,7 +67,7 @@ _KNOWN = {
 
 
 class _Converter:
-    """Makes DCP's objects of records, each once."""
+    """Converts records to the objects of torch.distributed.checkpoint, each record once."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, int], Any] = {}
@@ -88,7 +88,7 @@ class _Converter:
         )
 
     def _once(self, make: Callable[[Any], Converted], value: object) -> Converted:
-        """All values stay in memory while they are converted, so that an id is one value."""
+        """Convert a value once. All values stay in memory during the conversion, so an id names one value."""
         key = (make.__name__, id(value))
         if key not in self._made:
             self._made[key] = make(value)
@@ -96,7 +96,7 @@ class _Converter:
         return found
 
     def _state(self, value: object, kind: str, module: str = DCP) -> dict[str, Any]:
-        """The fields of a dataclass."""
+        """Return the fields of a dataclass."""
         if not isinstance(value, Record) or value.kind != Name(module, kind) or value.arguments:
             raise refuse(f"it has {shown(value)} in the place of a {kind}")
         return {text_of(key): field for key, field in typed(value.state, Pairs)}
@@ -147,7 +147,7 @@ class _Converter:
         )
 
     def _paths(self, values: object) -> dict[str, tuple[str | int, ...]]:
-        """The keys on the way to each tensor."""
+        """Return the path of keys to each tensor."""
         return {text_of(key): self._once(self._path, path) for key, path in typed(values, Pairs)}
 
     def _path(self, value: object) -> tuple[str | int, ...]:
@@ -186,7 +186,7 @@ class _Converter:
 
 
 def _path_text(value: object) -> str:
-    """A text, or a path of texts."""
+    """Return the path as text. `value` is a text, or a record of pathlib.PosixPath."""
     if not isinstance(value, Record) or value.kind != Name("pathlib", "PosixPath"):
         return text_of(value)
     text = "/".join(text_of(part) for part in value.arguments[:MAX_PATH])
@@ -200,7 +200,7 @@ def _optional(read: Callable[[object], Converted], value: object) -> Converted |
 
 
 def _memory_format(value: object) -> _MEM_FORMAT_ENCODING:
-    """By its number, or as Python up to 3.11.3 pickles a member of an enumeration: getattr(its class, its name)."""
+    """Return a memory format from its number, or from getattr(class, name), as Python up to 3.11.3 pickles an enum."""
     kind = Name(DCP, "_MEM_FORMAT_ENCODING")
     if isinstance(value, Record) and value.kind == kind and len(value.arguments) == 1:
         return _MEM_FORMAT_ENCODING(int_of(value.arguments[0]))

@@ -1,9 +1,11 @@
-"""Refuse a file of a step that another save, step or rank wrote, though its checksum in the manifest may be right.
+"""Refuse a file of a step that another save, step or rank wrote, even if its checksum in the
+manifest is right.
 
-Each save draws an id, which its manifest keeps as `save_id`. A shard file begins with a line of HEADER_BYTES that names
-the save, the step, the rank and the file; random states and .metadata name theirs within. Offsets in .metadata count
-from the beginning of the file, so torch.distributed.checkpoint's own reader passes over the line.
-Steps of releases that drew no id have no `save_id` in their manifests, and none of their shard files has the line.
+Each save chooses a random id, which its manifest stores as `save_id`. A shard file begins with a
+line of HEADER_BYTES that names the save, the step, the rank and the file. Random states and
+.metadata contain these names as values. Offsets in .metadata count from the beginning of the file,
+so torch.distributed.checkpoint's own reader skips the line. Steps of releases without save ids have
+no `save_id` in their manifests, and their shard files do not have the line.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ def check_file(path: str, manifest: Mapping[str, Any], name: str) -> None:
     owner.
 
     Raises:
-        ForeignFileError: it belongs to another save, step or rank.
-        DamagedError: what was read does not match its checksum.
+        ForeignFileError: the file belongs to another save, step or rank.
+        DamagedError: the content does not match its checksum.
     """
     shard, rank = SHARD.fullmatch(name), random_state.rank_of(name)
     if rank or (shard and "save_id" in manifest):
@@ -97,8 +99,9 @@ def check_metadata(where: str, manifest: Mapping[str, Any], metadata: Metadata) 
 
 
 def _compare(where: str, manifest: Mapping[str, Any], rank: int, content: bytes) -> None:
-    """Check the owner in `content`, which is JSON. Earlier releases stored none in random states.
-    Raises ForeignFileError."""
+    """Check the owner in `content`, which is JSON. Random states of earlier releases have no owner.
+    Raises ForeignFileError.
+    """
     step = manifest["step"]
     try:
         found = json.loads(content)

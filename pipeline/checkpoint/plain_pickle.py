@@ -1,7 +1,8 @@
 """Read the opcodes of a pickle into plain values, without unpickling it.
 
-Opcodes are read from a list and build numbers, texts, tuples, lists, pairs of dicts, and records of what a name was
-called with. No name of the file is looked up, called or changed. Time and memory are bounded by the size of the file.
+Only known opcodes are accepted. They build numbers, texts, tuples, lists, dicts as pairs, and
+records of calls (a name and its arguments). No name in the file is imported, called or changed.
+Time and memory are bounded by the size of the file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Converted = TypeVar("Converted")
 
 
 class Name(NamedTuple):
-    """What the file calls something that can be imported. It is compared, never imported."""
+    """A name in the file of something that could be imported. The name is compared, but never imported."""
 
     module: str
     name: str
@@ -30,14 +31,14 @@ PERSISTENT = Name("", "persistent_load")  # the kind of what torch.save keeps ou
 
 
 class Record:
-    """A call of `kind` by `arguments`, with the state that was given to the result."""
+    """A call of `kind` with `arguments`, and the state that the pickle sets on the result."""
 
     def __init__(self, kind: Name, arguments: tuple[Any, ...]) -> None:
         self.kind, self.arguments, self.state = kind, arguments, None
 
 
 class Pairs(list[tuple[Any, Any]]):
-    """A dict whose keys are not hashed."""
+    """The key-value pairs of a dict. Its keys are not hashed."""
 
 
 def refuse(what: str) -> pickle.UnpicklingError:
@@ -45,9 +46,9 @@ def refuse(what: str) -> pickle.UnpicklingError:
 
 
 def interpret(content: bytes, known: Collection[Name]) -> object:
-    """Return the value of a pickle that names nothing except `known`.
+    """Return the value of a pickle that uses no names except `known`.
 
-    Raises pickle.UnpicklingError for other names and opcodes, and any error for damaged content.
+    Raises pickle.UnpicklingError for other names and opcodes. Damaged content may raise any error.
     """
     stack: list[Any] = []
     marks: list[int] = []

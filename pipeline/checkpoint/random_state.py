@@ -23,14 +23,15 @@ def file_name(rank: int) -> str:
 
 
 def rank_of(name: str) -> str:
-    """Return the digits of a name made by file_name, "" for other files."""
+    """Return the rank's digits in a name made by file_name, or "" for other files."""
     match = re.fullmatch(r"random_(\d{5,})\.json", name)
     return match[1] if match else ""
 
 
 def seed_random_state(seed: int, rank: int) -> None:
-    """Seed each rank differently and every run equally. Without this a new process seeds itself
-    from the system."""
+    """Seed each rank with a different value, and every run with the same values. Otherwise a new
+    process gets its seed from the system.
+    """
     own = random.Random(f"{seed} {rank}").getrandbits(32)
     random.seed(own)
     np.random.seed(own)
@@ -51,8 +52,9 @@ def capture_random_state() -> bytes:
 
 
 def capture_owned(owner: Mapping[str, Any]) -> bytes:
-    """Return the state with its owner (save, step, rank), so that a wrong file is detected (see
-    owners.py)."""
+    """Return the state with its owner (save, step, rank). The owner shows if a file was exchanged
+    (see owners.py).
+    """
     return json.dumps({**owner, **json.loads(capture_random_state())}).encode()
 
 
@@ -70,8 +72,9 @@ def restore_random_state(content: bytes) -> None:
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Restore the generators after the block. Some libraries draw numbers while they are imported
-    (rich does)."""
+    """Restore the generators after the block, because some libraries (such as rich) draw random
+    numbers while they are imported.
+    """
     before = capture_random_state()
     yield
     restore_random_state(before)

@@ -45,12 +45,13 @@ def check_fit(
     """Return the keys whose row-wise state must be converted because the step has other column
     blocks.
 
-    `wanted` is the merged inventory of all ranks; `run` is the folder of the step's run, for the hint. Without
-    an optimizer the step's optimizer state is ignored. may_grow: tables may have more rows than the step's.
+    `wanted` is the merged inventory of all ranks. The hint in the error names `run`, the folder of
+    the step's run. Without an optimizer, the step's optimizer state is ignored. may_grow: tables
+    may have more rows than the step's.
 
     Raises:
-        CheckpointError: tables or layers are missing, extra, or of another shape or dtype; the optimizer is
-            another; or row-wise state must be converted and `average_row_state` does not allow it.
+        CheckpointError: tables or layers are missing, extra, or of another shape or dtype; the step has
+            another optimizer; or row-wise state must be converted, and `average_row_state` is False.
     """
     stored = inventory_of_step(tensors)
     then = stored.tables
@@ -78,7 +79,7 @@ def check_fit(
 
 
 def grown_tables(stored: Inventory, wanted: Inventory) -> list[str]:
-    """Return the tables that have more rows than in the step."""
+    """Return the tables that have more rows in `wanted` than in the step."""
     return [
         name for name, table in wanted.tables.items() if name in stored.tables and table.rows > stored.tables[name].rows
     ]
@@ -98,7 +99,7 @@ def _table_lines(stored: dict[str, StoredTable], wanted: dict[str, StoredTable])
 
 
 def _renamed(table: StoredTable, stored: dict[str, StoredTable], wanted: dict[str, StoredTable]) -> str:
-    """Suggest a rename if exactly one dropped table has the shape of this one."""
+    """Return a text that suggests a rename if exactly one dropped table has the shape of this table."""
     gone = [name for name in stored.keys() - wanted.keys() if _shape(stored[name]) == _shape(table)]
     return f" (renamed from {gone[0]!r}? then warm_start.renames={{{gone[0]}: {table.name}}})" if len(gone) == 1 else ""
 
@@ -124,7 +125,7 @@ def _state_kind(table: StoredTable, state: str) -> str:
 
 
 def _layer_lines(stored: Inventory, wanted: Inventory, with_optimizer: bool) -> list[str]:
-    """Compare everything that is not a table: dense layers, buffers, and their optimizer state."""
+    """Return one line per difference of dense layers, buffers, and their optimizer state."""
 
     def described(inventory: Inventory) -> dict[str, str]:
         kept = {
@@ -183,10 +184,11 @@ def without(state: Mapping[str, Any], keys: list[str], prefix: str = "") -> dict
 
 @torch.no_grad()
 def fill_row_states(tensors: StepTensors, flat: Mapping[str, Any], keys: list[str], wanted: Inventory) -> None:
-    """Fill this rank's parts of `keys` with averages over the columns of each part. Local. Every
-    element of a row is assumed to have the state of its block. The average over a block's columns
-    is then the state that the block's optimizer would have after the same gradients. Raises
-    CheckpointError if the step's files cannot be read."""
+    """Fill this rank's parts of `keys` with averages over the columns of each part. Local. Each
+    element of a row is assumed to have the state of its column block. The average over a new
+    block's columns is then the state that the new block would have after the same gradients.
+    Raises CheckpointError if the step's files cannot be read.
+    """
     if not keys:
         return
     stored = inventory_of_step(tensors).tables
@@ -213,8 +215,9 @@ def stored_keys(flat: Mapping[str, Any]) -> list[str]:
 
 @torch.no_grad()
 def begin_stored_rows(tensors: StepTensors, flat: Mapping[str, Any], keys: list[str]) -> None:
-    """Reset this rank's rows of `keys`. Rows that the step leaves out get the initial weights of
-    the run that saved it. Local."""
+    """Reset this rank's rows of `keys`. Rows that the step leaves out get the same initial weights
+    as in the run that saved the step. Local.
+    """
     for key in keys:
         for part, offsets in local_chunks(flat[key]):
             if isinstance(part, StoredRows) and part.column == 0:
@@ -240,8 +243,9 @@ def fill_stored_rows(tensors: StepTensors, flat: Mapping[str, Any], keys: list[s
 
 
 def _fill_stored_part(tensors: StepTensors, key: str, part: StoredRows, offsets: Any, weights: _StoredPart) -> None:
-    """Fill one part. `weights` are the weights of the same rows, which tell the rows that were
-    never updated."""
+    """Fill one part. `weights` are the weights of the same rows. They show which rows were never
+    updated.
+    """
     weight_key, weight, at = weights
     for first in range(0, len(part), part.rows_a_block):
         count = min(part.rows_a_block, len(part) - first)
@@ -256,8 +260,9 @@ def _fill_stored_part(tensors: StepTensors, key: str, part: StoredRows, offsets:
 def read_row_state(
     tensors: StepTensors, table: StoredTable, state: str, first_row: int, num_rows: int, columns: tuple[int, int]
 ) -> torch.Tensor:
-    """Return [num_rows] of a row-wise state, averaged over columns begin..end. Exact if they are
-    one of the step's blocks."""
+    """Return [num_rows], the row-wise state averaged over columns begin..end. The result is exact
+    if these columns are one block of the step.
+    """
     total = torch.zeros(num_rows, dtype=torch.float64)
     alone = None
     for piece in table.pieces:

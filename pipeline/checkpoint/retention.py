@@ -1,8 +1,4 @@
-"""Choose which steps of a checkpoint folder can be removed: all except the last and the best ones.
-
-Steps that build on each other are a chain, which is kept or removed together. A full step without
-links is a chain of one.
-"""
+"""Choose which steps of a checkpoint folder can be removed. The last and the best steps are kept."""
 
 from __future__ import annotations
 
@@ -33,11 +29,11 @@ class Retention:
         return max(self.keep_last_n, LATER_VERIFIED) + self.keep_best_n
 
     def expendable(self, metrics: Mapping[int, float | None], bases: Mapping[int, int] | None = None) -> list[int]:
-        """Return the steps that can be removed. The last two chains always stay.
+        """Return the steps that can be removed. The last two chains are always kept.
 
-        `metrics`: step -> metric (None: not measured at that step). `bases`: step -> the full step that it builds
-        on; None means that all steps are full. The result is ascending by chains, and in a chain the last step
-        comes first.
+        `metrics`: step -> metric (None: not measured at that step). `bases`: step -> the full step
+        that it builds on; None means that all steps are full. The result has the oldest chain
+        first, and in each chain the last step first.
         """
         bases = bases or {step: step for step in metrics}
         chains = sorted({bases[step] for step in metrics})
@@ -65,12 +61,12 @@ def is_higher_better(metric: str) -> bool:
 
 
 def metric_of(name: str) -> str:
-    """Return `ne` for `ne` and for `click/ne`, the name of a metric of one of several labels."""
+    """Return `ne` for `ne` and also for `click/ne`, the metric `ne` of the label `click`."""
     return name.rpartition("/")[2]
 
 
 def measured_metric(manifest: Mapping[str, object], name: str) -> float | None:
-    """Return the metric of the weights in the step. Metrics of an earlier step are ignored."""
+    """Return the metric that was measured with the step's weights. Metrics of an earlier step are ignored."""
     metrics = manifest.get("metrics")
     if manifest.get("metrics_step") != manifest.get("step") or not isinstance(metrics, Mapping):
         return None
@@ -79,8 +75,9 @@ def measured_metric(manifest: Mapping[str, object], name: str) -> float | None:
 
 
 def best_step(folder: str, metric: str) -> tuple[int, dict[str, Any]] | None:
-    """Return the step with the best `metric` and all its metrics; of equal steps the later one. A
-    step with an unreadable manifest, or saved without an evaluation, is not considered."""
+    """Return the step with the best `metric`, and all its metrics. If steps are equal, return the
+    later step. Steps with an unreadable manifest, or without an evaluation, are not considered.
+    """
     found: list[tuple[float, int, dict[str, Any]]] = []
     sign = 1.0 if is_higher_better(metric) else -1.0
     for step in list_steps(folder):

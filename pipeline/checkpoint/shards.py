@@ -45,7 +45,8 @@ PINNED_BYTES = 2 * BLOCK_BYTES  # maximum of one save
 
 def host_blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the rows of a GPU's tensor in order, in pinned memory. A block is valid until the next
-    is requested. While a block is used, the next one is copied."""
+    block is requested. While the caller uses a block, the next block is copied.
+    """
     rows = tensor.detach() if tensor.dim() else tensor.detach()[None]
     rows_at_once = max(1, BLOCK_BYTES // max(1, rows[:1].nbytes))
     parts = rows.split(rows_at_once) if len(rows) else ()
@@ -70,13 +71,14 @@ def _arrived(block: torch.Tensor, copied: torch.Event) -> torch.Tensor:
 
 @dataclass
 class HostCopy:
-    """Copies a state to host memory for a save that runs during training. The memory is reused by
-    the next save."""
+    """Copies a state to host memory for a save that runs during training. The next save uses the
+    same memory again.
+    """
 
     buffers: list[torch.Tensor] = field(default_factory=list)
 
     def fill(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies of `tensors`. They overwrite the copies of the last call."""
+        """Return copies of `tensors`. They overwrite the copies of the previous call."""
         shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
         if shapes != [(buffer.shape, buffer.dtype) for buffer in self.buffers]:
             self.buffers = []  # freed before as much is allocated again
@@ -118,8 +120,9 @@ class ShardPlanner:
         self._planner = DefaultSavePlanner()
 
     def plan(self, state: dict[str, Any]) -> ShardPlan:
-        """Plan a state. Raises CheckpointError if it does not cover its tensors, or holds other
-        values than tensors."""
+        """Plan a state. Raises CheckpointError if the state does not cover its tensors, or contains
+        values that are not tensors.
+        """
         self._planner.set_up_planner(state, StorageMeta(), self._context.is_main)
         local = self._planner.create_local_plan()
         changed = torch.tensor([self._local is None or local.items != self._local.items], dtype=torch.int32)
@@ -129,7 +132,7 @@ class ShardPlanner:
         return self._plan
 
     def tensors(self) -> Tensors:
-        """Return views of the state of the last plan() call, in the order of its items."""
+        """Return the tensors of the last planned state, in the order of its items. They are views."""
         assert self._plan is not None
         return [cast(torch.Tensor, self._planner.resolve_data(item)).detach() for item in self._plan.items]
 
@@ -216,7 +219,7 @@ def _sampled_piece(item: WriteItem, rows: StoredRows, file: str) -> SampledPiece
 
 
 def bytes_to_write(tensors: Tensors) -> int:
-    """Return the bytes on a disk that supports holes. Of stored rows only changed ones count."""
+    """Return the bytes on a disk that supports sparse files. Of tables in a row store only changed rows count."""
     return sum(
         int(tensor.held_groups().sum()) * rows_a_group(tensor.row_bytes) * tensor.row_bytes
         if isinstance(tensor, StoredRows)
@@ -238,8 +241,9 @@ def _without_zip_checksums() -> Iterator[None]:
 
 
 class _ValuesWriter(io.RawIOBase):
-    """Forwards what torch.save writes. For the values of an empty tensor it calls `write_values`
-    instead."""
+    """Forwards what torch.save writes, but calls `write_values` when torch.save writes the values
+    of an empty tensor.
+    """
 
     def __init__(self, out: _Out, write_values: Callable[[], None], empty: torch.Tensor) -> None:
         self._out, self._write_values = out, write_values
@@ -291,15 +295,16 @@ def _save_from_gpu(tensor: torch.Tensor, out: _Out) -> None:
 
 
 def _save_stored(rows: StoredRows, writer: ChecksummedWriter) -> NDArray[np.bool_]:
-    """Write stored rows in blocks, as torch.save would, with a hole for each group of unchanged
-    rows. Return which groups are written."""
+    """Write the rows of a row store in blocks, as torch.save would, with a hole for each group of
+    unchanged rows. Return which groups are written.
+    """
     held = rows.held_groups()
     _save_by_blocks(rows.shape, rows.dtype, writer, partial(_write_rows, writer, rows, held))
     return held
 
 
 def _write_rows(writer: ChecksummedWriter, rows: StoredRows, is_held: NDArray[np.bool_]) -> None:
-    """Write blocks of rows. The next block is read while the current block is written."""
+    """Write blocks of rows. While a block is written, the next block is read."""
     group, done = rows_a_group(rows.row_bytes), 0
     held = np.flatnonzero(is_held)
     groups_a_block = max(1, rows.rows_a_block // group)
@@ -329,7 +334,7 @@ def _read_groups(rows: StoredRows, groups: NDArray[np.int64]) -> NDArray[np.floa
 
 
 def _exact(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor on the CPU in its own storage, because torch.save writes all of a storage."""
+    """Return the tensor on the CPU with a storage of exactly its size: torch.save writes the complete storage."""
     tensor = tensor.cpu()
     if tensor.untyped_storage().size() == tensor.nbytes:
         return tensor

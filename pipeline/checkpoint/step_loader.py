@@ -59,7 +59,8 @@ class Trained:
 @dataclass(frozen=True)
 class Loaded:
     """The result of loading. is_same: model and optimizer have exactly the step's values. `random`
-    is the state of this rank's generators; None if no rank restores its generators."""
+    is the state of this rank's random generators; None if no rank restores its generators.
+    """
 
     is_same: bool
     random: bytes | None
@@ -79,9 +80,10 @@ class StepLoader:
         return self._ranks.read(lambda: read_manifest(step_path(self._folder, step)), self._is_local)
 
     def load(self, step: int, manifest: dict[str, Any], grow: Callable[[str], None] | None = None) -> Loaded:
-        """Load a step. `grow` fills model and optimizer from a step with smaller tables; with None
-        such a step is refused. Raises DamagedError with a half overwritten state, or
-        CheckpointError if the step does not fit."""
+        """Load a step. `grow` fills model and optimizer from a step with smaller tables; if `grow`
+        is None, such a step is refused. Raises DamagedError, which leaves the state partly
+        overwritten, or CheckpointError if the step does not fit.
+        """
         path = step_path(self._folder, step)
         reader = self._ranks.read(lambda: open_reader(path, manifest), self._is_local)
         tensors = self._ranks.read(lambda: StepTensors(path, reader), self._is_local)
@@ -117,8 +119,10 @@ class StepLoader:
     def _of_this_host(
         self, path: str, manifest: dict[str, Any], state: dict[str, Any], may_load_own: bool
     ) -> dict[str, Any]:
-        """Return the state by its keys in the step. If hosts train separate tables, use this host's
-        keys. Raises CheckpointError if its columns would have to be split differently."""
+        """Return the state with the keys that it has in the step. If hosts train separate tables,
+        these are the keys of this host. Raises CheckpointError if the tables' columns must be
+        split differently.
+        """
         own = self._replicas is not None and self._replicas.holds_own_tables(manifest)
         if own and not may_load_own:
             raise CheckpointError(
@@ -155,7 +159,7 @@ class StepLoader:
             )
 
     def _read_random_state(self, path: str, manifest: dict[str, Any]) -> bytes | None:
-        """Return this rank's random state; None if another number of ranks saved the step."""
+        """Return this rank's random state, or None if the step was saved by another number of ranks."""
         context = self._ranks.context
         name = random_state.file_name(context.rank)
         states = [each for each in manifest["files"] if random_state.rank_of(each)]
@@ -171,9 +175,10 @@ class StepLoader:
 def newest_usable(
     folder: str, ranks: Ranks, writer: StepWriter, use: Callable[[int], dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """Return what `use` returns for the newest step that is not damaged; None without a step.
+    """Return what `use` returns for the newest step that is not damaged; None if there is no step.
     Collective. `use` raises DamagedError for a damaged step. Raises CheckpointError if there are
-    steps but none can be used."""
+    steps but none can be used.
+    """
     steps, problems = ranks.read(lambda: list_steps(folder), storage.is_local(folder)), []
     lost: set[int] = set()
     for step in reversed(steps):
@@ -198,8 +203,7 @@ def newest_usable(
 
 
 def _lost_with(folder: str, ranks: Ranks, writer: StepWriter, step: int) -> set[int]:
-    """Return the damaged step, and the steps of its chain from the first damaged one on.
-    Collective."""
+    """Return the damaged step, and the steps of the same chain that depend on it. Collective."""
     path = step_path(folder, step)
     chain = ranks.from_main(lambda: writer.known_chain(path))
     if len(chain) == 1:

@@ -44,7 +44,7 @@ def free_bytes(folder: str) -> int:
 
 
 def shortage(folder: str, needed_bytes: int, what: str) -> str:
-    """Return "" if `needed_bytes` fit, otherwise a sentence with path and bytes."""
+    """Return "" if `needed_bytes` fit on the disk, otherwise a sentence with the path and the bytes."""
     if (free := free_bytes(folder)) >= needed_bytes:
         return ""
     return (
@@ -60,7 +60,7 @@ Report = tuple[dict[str, FileEntry], Places, Sampled, str]
 
 @dataclass(frozen=True)
 class Save:
-    """The content of one save. Training does not change it."""
+    """The content of one save. Training does not change this content."""
 
     owner: Owner
     attempt: Attempt
@@ -117,14 +117,15 @@ class StepWriter:
 
     def _deliver(self, attempt: Attempt, files: dict[str, FileEntry]) -> None:
         """Move files to their destination. Raises DamagedError if a size is wrong. On disks all
-        bytes were read back before."""
+        bytes were read back before this call.
+        """
         self._steps.deliver(attempt, list(files))
         for name, entry in files.items():
             if problem := size_problem(storage.join(attempt.path, name), entry):
                 raise DamagedError(f"what was written does not read back: {problem}")
 
     def _finish(self, save: Save, reports: list[Report]) -> list[str]:
-        """Commit the step. Return the failures as texts. Rank 0 only."""
+        """Commit the step. Return the failures of the ranks as texts. Rank 0 only."""
         failures = [text for *_, text in reports if text]
         if not failures:
             try:
@@ -150,8 +151,8 @@ class StepWriter:
         self._steps.commit(save.attempt, seal_manifest(manifest, Purpose.STEP), self._fence)
 
     def verify(self, step: int) -> dict[str, Any]:
-        """Return the manifest of a step if it and all steps that it builds on are intact. Ranks
-        share the work.
+        """Return the manifest of a step if it and all steps that it builds on are intact. Each rank
+        checks a part of the files.
 
         Raises:
             DamagedError, CheckpointError: on all ranks.
@@ -171,7 +172,7 @@ class StepWriter:
         return manifest
 
     def _check_files(self, path: str, manifest: dict[str, Any]) -> None:
-        """Check this rank's share of a step's files."""
+        """Check the part of a step's files that this rank is responsible for."""
         context, files = self._ranks.context, manifest["files"]
         for name in sorted(files)[context.rank :: context.world_size]:
             if problem := file_problem(file_path(path, manifest, name), files[name]):
@@ -180,8 +181,9 @@ class StepWriter:
                 check_file(path, manifest, name)
 
     def is_intact_itself(self, step: int) -> bool:
-        """Return True if the files of a step itself verify. Steps that it builds on may be damaged.
-        Collective."""
+        """Return True if the files of the step verify. The steps that it builds on may be damaged.
+        Collective.
+        """
         path = step_path(self.folder, step)
 
         def check() -> None:
@@ -197,8 +199,9 @@ class StepWriter:
         return True
 
     def known_chain(self, path: str) -> list[int]:
-        """Return the step at `path` and the steps that it builds on, first step first, as far as
-        manifests can be read."""
+        """Return the step at `path` and the steps that it builds on, with `path` first, as far as
+        their manifests can be read.
+        """
         steps: list[int] = []
         while True:
             steps.insert(0, int(path.rstrip("/").rpartition("_")[2]))
@@ -214,9 +217,10 @@ class StepWriter:
         self._verified.add(step)
 
     def _purge(self, saved: int) -> None:
-        """Remove steps that need not be kept, once two later steps are known to be intact. Only
-        steps up to `saved` are considered. Links are removed before their base, the newest first.
-        The two later steps are then the last steps of two later chains."""
+        """Remove steps that need not be kept, if two later steps are known to be intact. Only steps
+        up to `saved` are removed. Links are removed before their base, the newest first. The two
+        later steps are then the last steps of two later chains.
+        """
         bases, expendable = self._ranks.from_main(lambda: self._expendable(saved))
         for step in expendable:
             later = sorted(
@@ -234,8 +238,9 @@ class StepWriter:
             del bases[step]
 
     def _expendable(self, saved: int) -> tuple[dict[int, int], list[int]]:
-        """Return step -> base for the steps up to `saved`, and the steps that can be removed, in
-        this order."""
+        """Return the mapping step -> base for the steps up to `saved`, and the steps that can be
+        removed, in the order of removal.
+        """
         metrics: dict[int, float | None] = {}
         bases: dict[int, int] = {}
         try:
@@ -266,6 +271,7 @@ class StepWriter:
 
 
 def file_problem(path: str, entry: FileEntry) -> str:
-    """Return "" if a file verifies. In an object store only the size is checked, because a checksum
-    needs a download."""
+    """Return "" if a file verifies, otherwise the problem. In an object store only the size is
+    checked, because a checksum needs a download.
+    """
     return damage(path, entry) if storage.is_local(path) else size_problem(path, entry)

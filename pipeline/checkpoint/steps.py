@@ -37,7 +37,7 @@ Count = Annotated[int, Meta(ge=0)]
 
 @dataclass
 class _Chain:
-    """What a link builds on (pipeline.checkpoint.chains)."""
+    """The manifest's entry about the chain that a link belongs to (pipeline.checkpoint.chains)."""
 
     base: Count
     base_bytes: Count
@@ -49,7 +49,7 @@ class _Chain:
 
 @dataclass
 class _StepValues:
-    """The types of a manifest's values; hooks add values of their own."""
+    """The types of the values in a manifest. Hooks add more values."""
 
     step: Count
     attempt: str
@@ -81,8 +81,9 @@ def file_path(path: str, manifest: dict[str, Any], name: str) -> str:
 
 
 def list_steps(folder: str) -> list[int]:
-    """Return committed steps, ascending. Raises OSError if an object store does not answer, because
-    the folder may not be empty."""
+    """Return the committed steps, ascending. Raises OSError if an object store does not answer, so
+    that this is not mistaken for an empty folder.
+    """
     return sorted(int(name.removeprefix(PREFIX)) for name in committed_names(folder, STEP_FOLDER))
 
 
@@ -92,8 +93,9 @@ def step_folders(folder: str, staging: str) -> PublishedFolders:
 
 
 def read_manifest(path: str) -> dict[str, Any]:
-    """Return the manifest of the step at `path`. Raises DamagedError if it is missing, was changed,
-    has an unknown format, or values of wrong types."""
+    """Return the manifest of the step at `path`. Raises DamagedError if the manifest is missing,
+    was changed, has an unknown format, or has values of wrong types.
+    """
     versions = (FORMAT_VERSION, LINK_VERSION, SAMPLED_VERSION, PACKED_VERSION)
     manifest = open_manifest(f"{path}/{MANIFEST}", Purpose.STEP, *versions)
     checked(manifest, _StepValues, f"{path}/{MANIFEST}")
@@ -104,8 +106,9 @@ def read_manifest(path: str) -> dict[str, Any]:
 
 
 def read_step_file(path: str, name: str) -> bytes | None:
-    """Return the verified content of a file; None if the step at `path` does not have it. Raises
-    DamagedError."""
+    """Return the verified content of a file, or None if the step at `path` does not have the file.
+    Raises DamagedError.
+    """
     manifest = read_manifest(path)
     if name not in manifest["files"]:
         return None
@@ -124,5 +127,5 @@ def is_packed(manifest: dict[str, Any]) -> bool:
 
 
 def base_of(manifest: dict[str, Any]) -> int:
-    """Return the full step that a step builds on, which may be the step itself."""
+    """Return the full step that a step builds on. For a full step this is the step itself."""
     return int(manifest["chain"]["base"] if is_link(manifest) else manifest["step"])

@@ -2,8 +2,8 @@
 block of rows at a time.
 
 In a state_dict it replaces a complete table or optimizer state. It has the shape but no memory.
-Slices by rows, copies to and from it, and index_copy_ work. Any other operation reads the tensor,
-if it is small.
+Slices by rows, copies to and from it, and index_copy_ work. Any other operation reads the complete
+tensor into memory, if it is small.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class FirstWeights:
-    """Initial weights of a shard that begins at (row, column) of a table with `width` columns, as
-    table_init fills it. kind "" means zeros."""
+    """Initial weights of a shard that begins at (row, column) of a table with `width` columns. They
+    are the same as table_init's. If kind is "", they are zeros.
+    """
 
     kind: str = ""
     key: int = 0
@@ -72,8 +73,9 @@ def rows_a_group(row_bytes: int) -> int:
 
 
 def held_groups(changed: NDArray[np.uint8], first_row: int, num_rows: int, group: int) -> Mask:
-    """Return which groups of the rows from first_row on contain a changed row. `changed` has one
-    bit per row (bitorder "little")."""
+    """Return which groups of `group` rows, from first_row on, contain a changed row. `changed` has
+    one bit per row (bitorder "little").
+    """
     low, high = first_row // 8, -(-(first_row + num_rows) // 8)
     bits = np.unpackbits(changed[low:high], bitorder="little")[first_row - 8 * low :][:num_rows]
     padded = np.zeros(-(-num_rows // group) * group, np.uint8)
@@ -88,8 +90,9 @@ def pack(held: Mask) -> bytes:
 
 @dataclass(frozen=True)
 class SampledPiece:
-    """A stored piece of a tensor [rows, columns] with groups of rows that were never updated.
-    `first` belongs to its row 0."""
+    """A stored piece of a tensor [rows, columns], with groups of rows that were never updated.
+    `first` has the initial weights from the piece's row 0 on.
+    """
 
     key: str
     offsets: tuple[int, int]
@@ -111,8 +114,9 @@ class SampledPiece:
         return asdict(self)
 
     def unpack(self, content: bytes) -> Mask:
-        """Return which groups are stored, from the bytes in the file. Raises ValueError if pack()
-        did not write them."""
+        """Return which groups are stored, from the bytes in the file. Raises ValueError if the
+        bytes were not written by pack().
+        """
         count = -(-self.sizes[0] // self.rows_a_group)
         bits = np.frombuffer(unpack_zlib(content, -(-count // 8)), np.uint8)
         if len(bits) != -(-count // 8):
@@ -120,19 +124,21 @@ class SampledPiece:
         return np.unpackbits(bits, bitorder="little")[:count].astype(np.bool_)
 
     def whole(self) -> FirstWeights:
-        """Return the initial weights of the complete tensor, from its row 0 and column 0."""
+        """Return the initial weights of the complete tensor, starting at its row 0 and column 0."""
         return replace(self.first, row=self.first.row - self.offsets[0], column=self.first.column - self.offsets[1])
 
     def held(self, stored: Mask, first_row: int, num_rows: int) -> Mask:
-        """Return [num_rows]: which of the tensor's rows from first_row on are stored. All must be
-        in this piece."""
+        """Return bool [num_rows]: which of the tensor's rows from first_row on are stored. All
+        these rows must be in this piece.
+        """
         rows = np.arange(first_row, first_row + num_rows) - self.offsets[0]
         held: Mask = stored[rows // self.rows_a_group]
         return held
 
     def overlay(self, stored: Mask, offsets: Sequence[int], values: torch.Tensor) -> None:
-        """Write the sampled rows that are not stored into `values`, a box of the tensor that begins
-        at `offsets`."""
+        """Write the initial weights of rows that are not `stored` into `values`, which is a block
+        of the tensor that begins at `offsets`.
+        """
         if not self.first.kind:
             return  # a hole is zeros
         low = [max(a, b) for a, b in zip(offsets, self.offsets, strict=True)]
@@ -158,31 +164,35 @@ aten = torch.ops.aten
 
 
 class RowSource(Protocol):
-    """The store of a table shard's rows. Column 0 holds the weights, the other columns hold
-    optimizer states."""
+    """The store of the rows of a table's shard. Column 0 of the store holds the weights, the other
+    columns hold optimizer states.
+    """
 
     def read_rows(self, column: int, rows: NDArray[np.int64]) -> torch.Tensor:
-        """Return [n, width] for rows [n], ascending and distinct; or [n] for a state with one
-        number per row."""
+        """Return [n, width] for rows [n], which are ascending and distinct. Return [n] for a state
+        with one number per row.
+        """
 
     def write_rows(self, column: int, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Write values [n, width] or [n] to rows [n], ascending and distinct."""
+        """Write values [n, width] or [n] to rows [n], which are ascending and distinct."""
 
     def first_weights(self) -> FirstWeights:
-        """Return the initial weights that unchanged rows have in column 0. In other columns they
-        have zeros."""
+        """Return the initial weights, which unchanged rows have in column 0. In the other columns
+        unchanged rows have zeros.
+        """
 
     def changed_rows(self) -> NDArray[np.uint8]:
         """Return one bit for each row that may have changed, as numpy.packbits(bitorder="little")
         does."""
 
     def begin(self, first_weights: FirstWeights) -> None:
-        """Drop everything that was trained or loaded. Rows then have the initial weights
-        `first_weights`."""
+        """Drop all values that were trained or loaded. Rows then have the initial weights
+        `first_weights`.
+        """
 
 
 class StoredRows(torch.Tensor):
-    """Rows from first_row on of a column of `source`. `shape` is [rows, width] or [rows]."""
+    """The rows from first_row on of one column of the store `source`. `shape` is [rows, width] or [rows]."""
 
     source: RowSource
     column: int
@@ -205,7 +215,7 @@ class StoredRows(torch.Tensor):
         return self.read_rows(np.arange(first, end))
 
     def read_rows(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        """Read these rows into memory. They are ascending and distinct."""
+        """Read these rows into memory. `rows` must be ascending and distinct."""
         return self.source.read_rows(self.column, self.first_row + rows)
 
     def write(self, first: int, values: torch.Tensor) -> None:
@@ -218,7 +228,7 @@ class StoredRows(torch.Tensor):
         return max(1, BLOCK_BYTES // (4 * width))
 
     def blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first row, rows), ascending."""
+        """Yield blocks (first row, rows), ascending."""
         for first in range(0, len(self), self.rows_a_block):
             yield first, self.read(first, min(self.rows_a_block, len(self) - first))
 
@@ -227,11 +237,11 @@ class StoredRows(torch.Tensor):
         return 4 * int(torch.Size(self.shape[1:]).numel())
 
     def changed_rows(self) -> NDArray[np.bool_]:
-        """Return [rows]: True for each row that may have changed."""
+        """Return bool [rows]: True for each row that may have changed."""
         return held_groups(self.source.changed_rows(), self.first_row, len(self), 1)
 
     def held_groups(self) -> NDArray[np.bool_]:
-        """Return which groups of first_weights.rows_a_group rows hold a changed row."""
+        """Return which groups of first_weights.rows_a_group rows contain a changed row."""
         return held_groups(self.source.changed_rows(), self.first_row, len(self), rows_a_group(self.row_bytes))
 
     def is_same(self, other: StoredRows) -> bool:

@@ -1,9 +1,9 @@
-"""Find tables, columns and optimizer states behind the keys of a checkpoint or of a sharded model's
-state.
+"""Find the tables, columns and optimizer states that the keys of a checkpoint, or of a sharded
+model's state, belong to.
 
 A table's weights are one [rows, dim] tensor under any plan. Optimizer state with a value per
-element (Adagrad) has the same shape. Row-wise state ([rows]) is different if a plan splits columns:
-TorchRec keeps one state per column block and concatenates them, block after block, in one tensor of
+element (Adagrad) has the same shape. Row-wise state ([rows]) has another shape if a plan splits
+columns: TorchRec keeps one state per column block, and concatenates these states in one tensor of
 [blocks * rows].
 """
 
@@ -28,18 +28,20 @@ class Replicas(Protocol):
     equal: bool
 
     def describe(self) -> dict[str, Any]:
-        """Return the entry of the manifest. `apart`: the step holds each host's own tables in
-        addition to their mean."""
+        """Return the entry for the manifest. `apart`: the step holds each host's own tables in
+        addition to the mean of the tables.
+        """
 
     def state_to_save(self, state: dict[str, Any], *, average: bool = True) -> dict[str, Any]:
-        """Return the state with the tables' mean. Collective unless `average` is False, which is
-        for counting bytes."""
+        """Return the state with the mean of the hosts' tables. Collective, except with `average`
+        False, which only serves to count bytes.
+        """
 
     def state_to_load(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the same tensors under the keys of this host's own tables."""
 
     def holds_own_tables(self, manifest: Mapping[str, Any]) -> bool:
-        """Return True if the step holds the tables of each of these hosts."""
+        """Return True if the step holds separate tables for each of these hosts."""
 
 
 def is_replica_key(key: str) -> bool:
@@ -53,7 +55,7 @@ TABLE_STATE = re.compile(r"(?P<weight>.*\bembedding_bags\.(?P<table>[^.]+)\.weig
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a table, and the offset of the row-wise state of its rows."""
+    """A block of a table, and the offset of its rows in the row-wise state."""
 
     row: int
     column: int
@@ -91,8 +93,9 @@ class StoredTable:
 
 
 def layout(chunks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[Piece]:
-    """Return the pieces of a table split into (offsets, sizes), in the order of their row-wise
-    state: by columns, then rows."""
+    """Return the pieces of a table that is split into (offsets, sizes). The order is that of their
+    row-wise state: by columns, then by rows.
+    """
     pieces, end = [], 0
     for (row, column), (num_rows, num_columns) in sorted(chunks, key=lambda chunk: chunk[0][::-1]):
         if num_rows and num_columns:
@@ -103,8 +106,9 @@ def layout(chunks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[Pi
 
 @dataclass(frozen=True)
 class Inventory:
-    """The content of a checkpoint, or of a model with its optimizer: tables by name, shape and
-    dtype of the rest by key."""
+    """The content of a checkpoint, or of a model with its optimizer. Tables are listed by name;
+    other tensors have their shape and dtype by key.
+    """
 
     tables: dict[str, StoredTable]
     layers: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -161,15 +165,14 @@ def all_chunks(value: torch.Tensor | ShardedTensor) -> list[tuple[tuple[int, ...
 
 
 def local_chunks(value: torch.Tensor | ShardedTensor) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
-    """Return (tensor, its offsets in the complete tensor) of every part on this rank."""
+    """Return (tensor, offsets in the complete tensor) of every part that this rank holds."""
     if isinstance(value, ShardedTensor):
         return [(shard.tensor, tuple(shard.metadata.shard_offsets)) for shard in value.local_shards()]
     return [(value, (0,) * value.dim())]
 
 
 def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested dicts of tensors as one dict, with the keys that torch.distributed.checkpoint
-    uses."""
+    """Return nested dicts of tensors as one dict. The keys are the same as torch.distributed.checkpoint's."""
     flat: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, Mapping):

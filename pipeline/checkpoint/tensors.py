@@ -59,7 +59,7 @@ class StepTensors:
         return self.entries[key].properties.dtype
 
     def chunks(self, key: str) -> list[StoredChunk]:
-        """Return the pieces that are not empty, in the order of their offsets."""
+        """Return the pieces of tensor `key` that are not empty, ordered by their offsets."""
         found = [
             StoredChunk(tuple(chunk.offsets), tuple(chunk.sizes), MetadataIndex(key, chunk.offsets))
             for chunk in self.entries[key].chunks
@@ -68,7 +68,7 @@ class StepTensors:
 
     @contextmanager
     def kept_open(self) -> Iterator[None]:
-        """Keep files open in this context, and do not read the last verified blocks again."""
+        """Keep files open in this context, and cache the last verified blocks so that they are not read again."""
         with ExitStack() as stack:
             self._kept_open = stack, {}
             try:
@@ -79,9 +79,10 @@ class StepTensors:
     def read(
         self, key: str, offsets: Sequence[int], sizes: Sequence[int], *, with_sampled: bool = True
     ) -> torch.Tensor:
-        """Return the values of `key` in the box that begins at `offsets`, with any number of
-        dimensions. with_sampled=False: rows that the step leaves out are zeros. Raises
-        CheckpointError if a part of the box is not stored, or cannot be read."""
+        """Return the block of tensor `key` that begins at `offsets` and has the shape `sizes`.
+        with_sampled=False: rows that the step leaves out are zeros. Raises CheckpointError if a
+        part of the block is not stored, or cannot be read.
+        """
         result = torch.empty(tuple(sizes), dtype=self.dtype(key))
         covered = 0
         for chunk in self.chunks(key):
@@ -102,14 +103,15 @@ class StepTensors:
         return result
 
     def first_weights(self, key: str) -> FirstWeights | None:
-        """Return the initial weights from the tensor's row 0 and column 0, if the step leaves out
-        rows of it."""
+        """Return the initial weights, starting at the tensor's row 0 and column 0. None if the step
+        stores all rows.
+        """
         pieces = self._reader.sampled.get(key, [])
         found = {piece.whole() for piece in pieces}
         return found.pop() if len(found) == 1 else None
 
     def held_rows(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Mask:
-        """Return [sizes[0]]: which rows of the box that begins at `offsets` the step stores."""
+        """Return bool [sizes[0]]: which rows of the block that begins at `offsets` the step stores."""
         held, columns = np.zeros(sizes[0], np.bool_), np.zeros(sizes[0], np.int64)
         for piece in self._reader.sampled.get(key, ()):
             low = max(offsets[0], piece.offsets[0])
@@ -132,7 +134,7 @@ class StepTensors:
             yield first, self.read(key, [first, *[0] * (len(shape) - 1)], [count, *shape[1:]])
 
     def _read_chunk(self, chunk: StoredChunk, within: list[int], into: torch.Tensor) -> None:
-        """Fill `into` with the box of its shape that begins at `within` in the chunk."""
+        """Fill `into` with the block of the same shape that begins at `within` in the chunk."""
         try:
             with self._open(chunk) as (file, begin):
                 if into.dim() == 0:

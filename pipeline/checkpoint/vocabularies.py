@@ -1,5 +1,6 @@
-"""Find what the rows of a table mean: values of a vocabulary, or hashes, by the data set of its
-model."""
+"""Find what the rows of a table mean (values of a vocabulary, or hashes) from the data set of its
+model.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ from pipeline.runtime.storage import storage
 
 @dataclass(frozen=True)
 class IdSpace:
-    """The meaning of ids. `vocabulary` is the path of a file of (value, count, id) by ascending id;
-    `hashed` is (size, seed). Both are None if rows mean different values for different features, or
-    the meaning is unknown; `reason` then says why."""
+    """The meaning of ids. `vocabulary` is the path of a file of (value, count, id), sorted by id;
+    `hashed` is (size, seed). Both are None if rows mean different values for different features,
+    or the meaning is unknown; `reason` then says why.
+    """
 
     vocabulary: str | None = None
     hashed: tuple[int, int] | None = None
@@ -54,7 +56,7 @@ def id_space(dataset: Dataset, data_path: str, feature_names: Iterable[str]) -> 
 
 
 def trained_dataset(manifest: dict[str, Any], data_path: str | None = None) -> tuple[Dataset | None, str]:
-    """Return the data set that a step was trained on, and its path; or None and the reason."""
+    """Return the data set that a step was trained on, and its path; or None and the reason why not."""
     path = data_path or str(manifest["config"]["data"]["path"])
     if not storage.is_file(storage.join(path, FILE_NAME)):
         return None, f"the data set that it was trained on is not at {path}"
@@ -65,8 +67,9 @@ def trained_dataset(manifest: dict[str, Any], data_path: str | None = None) -> t
 
 
 def features_of(config: dict[str, Any], table: str) -> list[str]:
-    """Return the features that a saved job's table embeds. A table without feature_names has the
-    name of its feature."""
+    """Return the features that a saved job's table embeds. A table without feature_names embeds the
+    feature of the same name.
+    """
     entry = entry_name(table)
     section = config.get("tables", {}).get(entry) or {}
     return list(section.get("feature_names") or [entry])
@@ -74,7 +77,8 @@ def features_of(config: dict[str, Any], table: str) -> list[str]:
 
 def read_values(path: str, batch_rows: int = 1 << 16) -> Iterator[tuple[int, list[str]]]:
     """Yield (id of the first value, values) of a vocabulary in batches. Raises CheckpointError if
-    it is not a vocabulary."""
+    the file is not a vocabulary.
+    """
     expected = 1
     try:
         with storage.open_file(path, "rb") as raw, pq.ParquetFile(raw) as file:

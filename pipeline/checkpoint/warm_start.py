@@ -40,8 +40,9 @@ Pairs = tuple[np.ndarray, np.ndarray]  # old rows in ascending order, and their 
 
 @dataclass(frozen=True)
 class TableReport:
-    """What was done with a table. Of the job's `rows`, `rows_loaded` come from the checkpoint; the
-    rest are fresh."""
+    """What the warm start did with a table. Of its `rows`, `rows_loaded` come from the checkpoint;
+    the other rows have initial weights.
+    """
 
     table: str
     source: str | None
@@ -60,7 +61,7 @@ class WarmStartReport:
     layers_fresh: list[str]
 
     def lines(self) -> list[str]:
-        """Return one line per table."""
+        """Return the report as one line per table."""
         lines = [
             f"warm start from {self.checkpoint}: {sum(report.source is not None for report in self.tables)} of {len(self.tables)} tables, "
             f"{len(self.layers_loaded)} dense layers loaded, {len(self.layers_fresh)} fresh"
@@ -90,10 +91,11 @@ def warm_start(
     data: NewData,
     initialize: Callable[[Collection[str]], None],
 ) -> WarmStartReport:
-    """Fill the fresh model and optimizer by `config`. `folder` holds the steps of config.run.
+    """Fill the new model and optimizer as `config` says. `folder` holds the steps of config.run.
     Collective. `initialize` is called with the names of the tables that the checkpoint does not
-    fill completely. Raises CheckpointError if there is no such step, it is damaged, or a policy
-    refuses its content."""
+    fill completely. Raises CheckpointError if there is no such step, the step is damaged, or a
+    policy refuses its content.
+    """
     ranks = Ranks(context)
     path = _choose(config, folder, model, context)
     source = ranks.read(lambda: _open(path), storage.is_local(path))
@@ -153,8 +155,9 @@ def _hint_at_renames(decisions: Decisions, stored: Inventory, wanted: Inventory)
 def _fill(
     flat: Mapping[str, Any], wanted: Inventory, source: _Source, decisions: Decisions
 ) -> dict[str, dict[tuple[int, int], int]]:
-    """Return table -> (first row, rows) of its parts on this rank -> the number of loaded rows.
-    Local."""
+    """Fill this rank's parts of the tables. Return table -> (first row, rows) of a part -> number
+    of loaded rows. Local.
+    """
     # includes the maps of managed collision, which are on several ranks
     for key in decisions.layers:
         for part, offsets in local_chunks(flat[key]):
@@ -202,8 +205,9 @@ def _fill_part(
     state: str | None,
     pairs: Pairs,
 ) -> None:
-    """Copy the old rows of `pairs` to their places in `part`, which holds new rows from `first_row`
-    on."""
+    """Copy the old rows of `pairs` to their places in `part`. The first row of `part` is the new
+    table's row `first_row`.
+    """
     old, new = pairs
     if not len(old):
         return

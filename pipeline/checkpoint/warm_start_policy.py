@@ -1,6 +1,6 @@
-"""Decide what to do with each table and dense layer, from the content of a checkpoint and of a job.
+"""Decide what to do with each table and dense layer, given the contents of a checkpoint and of a job.
 
-This module reads only the checksums of vocabularies.
+Of vocabularies this module reads only the checksums.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MEMORY_BYTES = 512 << 20  # memory of the join, which then spills to disk
 
 @dataclass(frozen=True)
 class RowMap:
-    """How rows of the new table find their old rows: by equal ids, or by value in two vocabularies."""
+    """How each row of the new table finds its old row: by equal id, or by equal value in two vocabularies."""
 
     old: str | None = None
     new: str | None = None
@@ -64,7 +64,7 @@ def _run(engine: duckdb.DuckDBPyConnection, statement: str, values: list[Any]) -
 
 
 def match_ids(old: IdSpace, new: IdSpace) -> RowMap | str:
-    """Return how rows move from one id space to the other, or a text that says why they cannot."""
+    """Return how rows move from the old id space to the new one, or a text that says why they cannot."""
     if old.vocabulary and new.vocabulary:
         same = storage.sha256_of(old.vocabulary) == storage.sha256_of(new.vocabulary)
         return RowMap() if same else RowMap(old.vocabulary, new.vocabulary)
@@ -87,8 +87,9 @@ COMPOSER = re.compile(r"\bcomposition\.composers\.([^.]+)__parts\.|\bmanaged_row
 
 @dataclass(frozen=True)
 class TableDecision:
-    """The decision for a table. `source` None: initialized as from scratch. `changes`: grown,
-    shrunk, retyped, renamed, remapped."""
+    """The decision for a table. If `source` is None, the table gets initial weights. `changes` are:
+    grown, shrunk, retyped, renamed, remapped.
+    """
 
     name: str
     source: StoredTable | None
@@ -114,9 +115,10 @@ class Decisions:
 
 @dataclass(frozen=True)
 class NewData:
-    """The data of the job: its data set, and the features that each table embeds. For compressed
-    tables `parts` maps a part to its table, and `compression` maps a table to the meaning of its
-    parts' rows."""
+    """The data of the job: its data set, and the features that each table embeds. A compressed
+    table is stored as several parts: `parts` maps a part to its table, and `compression` says
+    what the rows of a table's parts mean.
+    """
 
     dataset: Dataset
     path: str
@@ -161,8 +163,9 @@ def decide(
 def _fresh_composed(
     manifest: dict[str, Any], data: NewData, config: WarmStartConfig, match: Callable[[str, str], RowMap | str]
 ) -> dict[str, str]:
-    """Return the compressed tables that start fresh, with the reason. Raises CheckpointError if the
-    policy is to refuse."""
+    """Return the compressed tables that get initial weights, with the reason. Raises
+    CheckpointError if the policy is to refuse.
+    """
     found = {}
     for name, now in data.compression.items():
         then = manifest.get("compression", {}).get(name)
@@ -203,7 +206,7 @@ def _check_renames(stored: Inventory, wanted: Inventory, config: WarmStartConfig
 
 
 def _id_spaces(manifest: dict[str, Any], data: NewData, config: WarmStartConfig) -> Callable[[str, str], RowMap | str]:
-    """Return a function (old table, new table) -> how rows are matched, or why they cannot be."""
+    """Return a function (old table, new table) -> RowMap, or a text that says why rows cannot be matched."""
     same = manifest["data_order"]["dataset"] == data.dataset.fingerprint()
     if config.ids == "keep" or same:
         return lambda old, new: RowMap()
@@ -270,8 +273,7 @@ def _decide_table(
 
 
 def _same_state(source: StoredTable, table: StoredTable) -> bool:
-    """Return True if there is state to keep. Raises CheckpointError if it belongs to another
-    optimizer."""
+    """Return True if the step has optimizer state to load. Raises CheckpointError if another optimizer made it."""
     then, now = ({state: stored.is_row_wise(state) for state in stored.states} for stored in (source, table))
     if then != now:
         raise CheckpointError(
@@ -287,9 +289,11 @@ def _kinds(states: dict[str, bool]) -> str:
 
 
 def _layers_of_other_features(manifest: dict[str, Any], wanted: Inventory, data: NewData) -> dict[str, str]:
-    """Return the layers that cannot be loaded, with the reason: their layout depends on the
-    features that the model reads, and these are other ones in the checkpoint or have another order.
-    A layer of equal shape would otherwise apply the weights of one feature to another."""
+    """Return the layers that cannot be loaded, with the reason. The layout of these layers depends
+    on the features that the model reads, and the checkpoint has other features or another order.
+    If such a layer had an equal shape, it would apply the weights of one feature to another
+    feature.
+    """
     used = {*data.dataset.dense_features, *(name for names in data.features.values() for name in names)}
     now = [*data.dataset.dense_features, *data.dataset.sparse_feature_names]
     then = _trained_features(manifest)
@@ -303,7 +307,7 @@ def _layers_of_other_features(manifest: dict[str, Any], wanted: Inventory, data:
 
 
 def _trained_features(manifest: dict[str, Any]) -> list[str]:
-    """Return the dense and categorical features in the order in which the trained layers read them."""
+    """Return the dense and the categorical features, in the order in which the trained layers read them."""
     if found := manifest.get("features"):
         return [*found["dense"], *found["sparse"]]
     job = job_from_yaml(TrainJob, yaml.safe_dump(manifest["config"]))  # a step of an earlier release
@@ -344,7 +348,7 @@ def _decide_layers(
 
 
 def composer_of(key: str) -> str | None:
-    """Return the compressed table of a dense parameter or map, None for a layer of the model."""
+    """Return the compressed table that a dense parameter or map belongs to; None for a layer of the model."""
     found = COMPOSER.search(key)
     return found[1] or found[2] if found else None
 

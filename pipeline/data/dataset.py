@@ -1,8 +1,8 @@
-"""Read and write dataset.json, the description of a prepared data set, without torch or pyarrow to
-check jobs quickly.
+"""Read and write dataset.json, which describes a prepared data set, without torch and pyarrow: jobs
+are checked quickly.
 
-dataset.json records the output of `prepare`: the files of each split with rows, sizes and
-checksums, and the features with cardinality, pooling factor and frequency curve.
+dataset.json records what `prepare` wrote: the files of each split with rows, sizes and checksums,
+and the features with cardinality, pooling factor and frequency curve.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ GROUP_COLUMN = "__group__"
 class ShardFile:
     """One Parquet file.
 
-    `path` is relative to the data set's folder; `row_groups` are row counts in order.
+    `path` is relative to the data set's folder; `row_groups` lists the number of rows of each row
+    group, in order.
     """
 
     path: str
@@ -56,8 +57,8 @@ class ShardFile:
 class Split:
     """One split. num_positives counts rows where the main label is not 0.
 
-    weighted_rate: the share of positives by the weights that the rows of the main label have in an
-    evaluation; None if all weights are 1.
+    weighted_rate: the share of positives, weighted as an evaluation weights the rows for the main
+    label; None if all weights are 1.
     """
 
     files: List[ShardFile]
@@ -67,7 +68,7 @@ class Split:
 
     @property
     def label_rate(self) -> float:
-        """Return the share of positives, weighted; 0 without rows."""
+        """Return the share of positives, weighted by sample weights if there are any; 0 if there are no rows."""
         if self.weighted_rate is not None:
             return self.weighted_rate
         return self.num_positives / self.num_rows if self.num_rows else 0.0
@@ -86,11 +87,11 @@ class FrequencyCurve:
 
 @dataclass(frozen=True)
 class SequenceFeature:
-    """A list whose order counts, oldest first: at most `max_length` ids, the last or the first of a
-    longer list.
+    """A list whose order matters, oldest first. It has at most `max_length` ids: of a longer list
+    the last ids or the first ids.
 
-    beside: the sequence that it describes; both have equal lengths. shares: the feature whose ids
-    it uses.
+    beside: the sequence whose elements this list describes; both have equal lengths. shares: the
+    feature whose ids this list uses.
     """
 
     max_length: int
@@ -103,7 +104,8 @@ class SequenceFeature:
 class SparseFeature:
     """A categorical feature.
 
-    Ids are in [0, cardinality): 0 is unknown or rare, then by descending frequency.
+    Ids are in [0, cardinality). Id 0 is for unknown and rare values; ids from 1 on are ordered by
+    descending frequency.
     """
 
     name: str
@@ -129,8 +131,7 @@ class SparseFeature:
 
 @dataclass(frozen=True)
 class Label:
-    """A label as in config.labels.LabelConfig, without the weight of its loss, which training may
-    choose."""
+    """A label as in config.labels.LabelConfig. The weight of its loss is missing, because training chooses it."""
 
     name: str
     kind: str = "binary"
@@ -142,7 +143,7 @@ class Label:
 class Dataset:
     """The content of dataset.json.
 
-    `label` is the main label; `labels` lists all if data.columns.labels declared them.
+    `label` is the main label. `labels` lists all labels if data.columns.labels declared them.
     """
 
     name: str
@@ -187,12 +188,12 @@ class Dataset:
 
     @property
     def all_labels(self) -> List[Label]:
-        """Return at least one label. A single label without settings is binary."""
+        """Return all labels, at least one. A single label without settings is binary."""
         return self.labels or [Label(self.label)]
 
     @property
     def label_columns(self) -> List[str]:
-        """Return the shards' columns of labels and, if there is one, of sample weights."""
+        """Return the columns of the shards that hold labels, and the column of sample weights if there is one."""
         return [label.name for label in self.all_labels] + ([self.weight_column] if self.weight_column else [])
 
     def sparse_feature(self, name: str) -> SparseFeature:
@@ -202,7 +203,8 @@ class Dataset:
     def with_features(self, dense: Sequence[str], sparse: Sequence[str]) -> "Dataset":
         """Return the same data with these features in this order.
 
-        A trained model reads them by position. Raises DataError if the data set lacks one.
+        A trained model reads features by position. Raises DataError if the data set lacks a
+        feature.
         """
         has = {*self.dense_features, *self.sparse_feature_names}
         if missing := [name for name in (*dense, *sparse) if name not in has]:
@@ -215,13 +217,14 @@ class Dataset:
     def fingerprint(self) -> str:
         """Return the SHA-256 of the canonical JSON.
 
-        It is equal only for equal files, schema and statistics.
+        Fingerprints are equal only if files, schema and statistics are equal.
         """
         return hashlib.sha256(self.to_json(indent=None).encode()).hexdigest()
 
     def schema_hash(self) -> str:
-        """Return the SHA-256 of what a model depends on: names, kinds and cardinalities of columns,
-        and transforms."""
+        """Return the SHA-256 of everything that a model depends on: names, kinds and cardinalities
+        of columns, and transforms.
+        """
         features = [
             [feature.name, feature.cardinality, feature.multi_hot]
             + ([asdict(feature.sequence)] if feature.sequence else [])
@@ -251,7 +254,7 @@ class Dataset:
     def from_json(cls, text: str) -> "Dataset":
         """Read dataset.json.
 
-        Raises DataError for another format version, or a file that `prepare` did not write.
+        Raises DataError if the format version is another one, or `prepare` did not write the file.
         """
         try:
             raw = json.loads(text)
@@ -274,7 +277,7 @@ class Dataset:
         return dataset
 
     def _names_problem(self) -> str:
-        """Return an empty text, or which name of a file leads out of the data set's folder."""
+        """Return the name of a file that leads out of the data set's folder, as a problem; "" if there is none."""
         named = [(f"feature {each.name!r}", each.vocabulary) for each in self.sparse_features if each.vocabulary]
         named += [(f"split {name!r}", shard.path) for name, split in self.splits.items() for shard in split.files]
         return next(
@@ -293,7 +296,7 @@ def vocabulary_of(feature: SparseFeature) -> str:
 
 
 def weights_column(feature: str) -> str:
-    """Return the shards' column of weights: list<float32>, one number per id of a weighted feature."""
+    """Return the name of the column of weights in shards: list<float32>, one number per id of the feature."""
     return f"__weights__{feature}"
 
 
@@ -348,7 +351,7 @@ def check_group(dataset: Dataset, group_column: str | None) -> None:
 
 
 def check_multi_hot(dataset: Dataset, multi_hot: dict[str, int]) -> None:
-    """Raise DataError for a size below 1, and for a feature that is unknown or already holds lists."""
+    """Raise DataError for a number of ids below 1, and for a feature that is unknown or already holds lists."""
     features = {feature.name: feature for feature in dataset.sparse_features}
     for name, size in multi_hot.items():
         if name not in features:

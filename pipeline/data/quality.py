@@ -1,5 +1,5 @@
-"""Measure exactly how well scores rank and fit their labels: AUC, log loss, and normalized entropy
-(NE).
+"""Measure exactly how well scores rank labels and predict their probability: AUC, log loss, and
+normalized entropy (NE).
 
 NE is the log loss divided by the entropy of the label rate (He et al. 2014, section 3). Training's
 running NE over ranks is TorchRec's, with the same definition.
@@ -22,8 +22,9 @@ MIN_PROBABILITY = 1e-12
 def ranked_groups(
     scores: NDArray[np.floating], labels: NDArray[np.number], weights: NDArray[np.floating] | None = None
 ) -> tuple[Floats, Floats]:
-    """Return the weight of positives and of all rows for each group of equal scores, highest score
-    first. weights: 1 by default."""
+    """Return two arrays with one entry for each group of equal scores, highest score first: the
+    weight of its positives, and the weight of all its rows. weights: 1 by default.
+    """
     order = np.argsort(scores)[::-1]
     ordered = scores[order]
     begins = np.append(0, np.flatnonzero(ordered[1:] != ordered[:-1]) + 1)

@@ -1,4 +1,5 @@
-"""Move a teacher to a later window: its effects rotate, and values of large features are replaced.
+"""Change a teacher for a later time window: its effects rotate, and values of large features are
+replaced.
 
 An effect rotates from its first sample towards a second by the angle window * drift, so its spread
 does not change, and windows far apart differ more. A rank among a feature's values (its popularity)
@@ -17,17 +18,17 @@ MAX_PLACES = 1 << 16
 
 
 def rotated_effects(config: SyntheticConfig, effects: list[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
-    """Return [feature][effect row] of config.window, from `effects` of window 0."""
+    """Return [feature][effect row] of window config.window, computed from `effects`, which are of window 0."""
     return [_turned(config, feature, each) for feature, each in enumerate(effects)]
 
 
 def rotated_vectors(config: SyntheticConfig, vectors: dict[int, NDArray[np.float64]]) -> dict[int, NDArray[np.float64]]:
-    """Return [effect row, dim] of config.window for the features that interact."""
+    """Return vectors [effect row, dim] of window config.window for the features that interact."""
     return {feature: _turned(config, feature, each) for feature, each in vectors.items()}
 
 
 def renewed(config: SyntheticConfig, feature: int, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the values of these ranks (1.. by popularity; 0 stays 0) in config.window."""
+    """Return the values with these ranks in window config.window. Ranks 1.. are by popularity; 0 stays 0."""
     size = config.cardinalities[feature]
     if not config.window or not _churns(config, feature):
         return ranks

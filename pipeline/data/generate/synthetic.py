@@ -36,7 +36,7 @@ HEX_DIGITS = np.frombuffer("".join(f"{half:04x}" for half in range(1 << 16)).enc
 
 @dataclass(frozen=True)
 class Teacher:
-    """Effects and vectors are [feature][effect row]; row 0 is the missing id. `pairs` interact."""
+    """Effects and vectors are [feature][effect row]; row 0 is the missing id. `pairs` of features interact."""
 
     dense_effects: np.ndarray
     id_effects: list[np.ndarray]
@@ -91,8 +91,9 @@ def fit_bias(logits: np.ndarray, positive_rate: float) -> float:
 def sample_features(
     config: SyntheticConfig, random: np.random.Generator, num_rows: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return counts [num_dense, rows], a mask of missing ones, and ids [num_sparse, rows], 0 if
-    missing."""
+    """Return counts [num_dense, rows], a mask of missing counts, and ids [num_sparse, rows], which
+    are 0 if missing.
+    """
     num_dense, num_sparse = config.num_dense, len(config.cardinalities)
     scale = np.linspace(0.5, 5.0, num_dense)[:, None]
     # Counts start at -1, as in Criteo's data.
@@ -106,7 +107,7 @@ def sample_features(
 def power_law(uniform: np.ndarray, size: int, exponent: float) -> np.ndarray:
     """Return ranks 1..size with probability ~ rank^-exponent.
 
-    Inverts the integral of x^-exponent, without a table.
+    The function inverts the integral of x^-exponent, so it needs no table of probabilities.
     """
     power = 1.0 - exponent
     if abs(power) < 1e-9:
@@ -117,7 +118,7 @@ def power_law(uniform: np.ndarray, size: int, exponent: float) -> np.ndarray:
 
 
 def prepared_dense(counts: np.ndarray, missing: np.ndarray) -> np.ndarray:
-    """Return [rows, num_dense] as `prepare` computes them from Criteo's counts."""
+    """Return [rows, num_dense] with the same values that `prepare` computes from Criteo's counts."""
     return np.log1p(np.where(missing | (counts < 0), 0, counts)).T
 
 
@@ -128,7 +129,7 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
 def sample_rows(
     config: SyntheticConfig, teacher: Teacher, chunk: int, names: ColumnsConfig | None = None
 ) -> tuple[bytes, np.ndarray]:
-    """Return the TSV text of chunk number `chunk`, and the true probability of each of its rows."""
+    """Return the TSV text of the chunk with number `chunk`, and the true probability of each row in it."""
     random = np.random.default_rng([config.seed, 2, chunk, *([config.window] if config.window else [])])
     num_rows = min(ROWS_PER_CHUNK, config.num_rows - chunk * ROWS_PER_CHUNK)
     counts, missing, ids = sample_features(config, random, num_rows)
@@ -147,9 +148,8 @@ def sample_rows(
 
 
 def hex_strings(feature: int, ids: np.ndarray) -> pa.Array:
-    """Return eight hex digits per id, null for 0.
-
-    Ids of a feature stay distinct, in scrambled order.
+    """Return eight hex digits per id, and null for id 0. Different ids of a feature get different
+    digits, in scrambled order.
     """
     scrambled = (ids.astype(np.uint64) * np.uint64(0x9E3779B1) + np.uint64(feature * 0x85EBCA6B)).astype(np.uint32)
     scrambled ^= scrambled >> np.uint32(16)
@@ -164,7 +164,7 @@ def write_source(
 ) -> None:
     """Write `output` (TSV) and its file of true probabilities.
 
-    Equal config gives equal bytes. `names`: column names of a header.
+    Equal configs give equal bytes. `names`: column names for a header line.
     """
     teacher = make_teacher(config)
     if config.window:

@@ -32,9 +32,10 @@ LEAST_VECTOR = 4  # numbers a row
 
 @dataclass
 class FirstRows:
-    """`table` has the columns as text, lists joined by |, and is named by numbers: c0, c1, ...
+    """The first rows of a file. `table` has the columns c0, c1, ... as text; lists are joined by |.
 
-    header: names for a file without a line of names. unusable: number of a column -> why prepare would refuse it.
+    header: the columns' names, if no line of the file names them. unusable: number of a column ->
+    why prepare would refuse it.
     """
 
     format: str
@@ -47,7 +48,7 @@ class FirstRows:
 
 
 def read_first_rows(path: str, max_rows: int) -> FirstRows:
-    """Read at most about `max_rows` rows. Raises DataError if the file cannot be read."""
+    """Return at most about `max_rows` rows. Raises DataError if the file cannot be read."""
     suffix = path.removesuffix(".gz").rpartition(".")[2].lower()
     found = (
         _parquet(path, max_rows)
@@ -171,7 +172,7 @@ def _text(path: str, max_rows: int) -> FirstRows:
 
 
 def _encoding(path: str) -> str:
-    """Return the encoding of a text file: UTF-8, UTF-16 by its mark, else Latin-1, which reads all bytes."""
+    """Return a text file's encoding: UTF-8, UTF-16 if it has the mark, otherwise Latin-1, which reads all bytes."""
     import gzip
 
     from pipeline.runtime.storage import storage
@@ -188,7 +189,7 @@ def _encoding(path: str) -> str:
 
 
 def _delimiter(lines: list[str]) -> str:
-    """Return the delimiter by which most lines have as many cells as the first line; a comma if there is none."""
+    """Return the delimiter that gives most lines as many cells as the first line; a comma if there is none."""
     best, most = ",", 1
     for delimiter in DELIMITERS:
         if len(delimiter) > 1 or delimiter == "\t":
@@ -202,7 +203,7 @@ def _delimiter(lines: list[str]) -> str:
 
 
 def _has_header(cells: list[list[str]]) -> bool:
-    """Return True if the first line names columns: it has no number, and names nothing that a later line has."""
+    """Return True if the first line has names: no numbers, and no cell that a later line repeats in its column."""
     first, rest = cells[0], cells[1:]
     if any(not parse_numbers(pa.chunked_array([[cell]]))[1] for cell in first if cell.strip()):
         return False

@@ -31,15 +31,15 @@ SAME_VALUES = 0.8  # of the distinct values of a list are values of another colu
 
 
 class LabelError(DataError):
-    """The label cannot be found by names and values. The message lists candidates."""
+    """The label cannot be found by its name and values. The message lists candidates."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column.
+    """The profile of a column.
 
-    Shares are of rows with a value. `alone_auc`: AUC of the label by this column alone, out of
-    fold; NaN: unknown.
+    All shares are shares of the rows that have a value. `alone_auc`: AUC of predicting the label
+    from this column alone, out of fold; NaN if it is unknown.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Profile:
-    """A profile: format, delimiter and header as in a data config; rows: the inspected rows."""
+    """The profile of a file. Format, delimiter and header are written as in a data config; rows: the inspected rows."""
 
     path: str
     format: str
@@ -175,14 +175,16 @@ def _is_binary(column: Column) -> bool:
 
 
 def _words(column: Column) -> dict[str, int]:
-    """Return text -> 0 or 1 for a column with two words such as yes and no."""
+    """Return the mapping text -> 0 or 1 for a column with two words such as yes and no."""
     values = {text: WORDS.get(text.lower(), -1) for text in column.examples} if column.distinct == 2 else {}
     return values if set(values.values()) == {0, 1} else {}
 
 
 def _found_label(columns: list[Column], path: str) -> str:
-    """Return the only column of 0 and 1 with a label's name, or the only one; or the only one of
-    yes and no with such a name."""
+    """Return the label column. Candidates are columns of 0 and 1, then columns of yes and no with a
+    label's name; a column of 0 and 1 with such a name comes first. A candidate must be the only
+    one.
+    """
     binary = [each.name for each in columns if _is_binary(each)]
     named = [name for name in binary if LABEL_NAMES.fullmatch(name)]
     if len(named) == 1 or (not named and len(binary) == 1):
@@ -200,7 +202,7 @@ def _found_label(columns: list[Column], path: str) -> str:
 def _meaning(column: Column) -> tuple[dict[str, int], float | None]:
     """Return label_values and label_threshold of a label that is not 0 and 1.
 
-    Raises LabelError if they must be given.
+    Raises LabelError if the user must give them.
     """
     if _is_binary(column):
         return {}, None
@@ -221,7 +223,7 @@ def _meaning(column: Column) -> tuple[dict[str, int], float | None]:
 def _labels(
     connection: duckdb.DuckDBPyConnection, name: str, values: Mapping[str, int], threshold: float | None
 ) -> NDArray[np.float64]:
-    """Return 0, 1, or NaN for rows without a label."""
+    """Return [rows] labels: 0, 1, or NaN for rows without a label."""
     number = f"try_cast({name} AS DOUBLE)"
     if threshold is not None:
         number = f"CAST({number} >= {float(threshold)} AS DOUBLE)"
@@ -233,8 +235,9 @@ def _labels(
 
 
 def _with_auc(connection: duckdb.DuckDBPyConnection, column: Column, labels: NDArray[np.float64]) -> Column:
-    """Set alone_auc: numbers by their rank in either direction, other values by their label rate
-    in the other fold."""
+    """Set alone_auc. A number scores a row by its rank, in the better direction. Another value
+    scores a row by its label rate in the other fold.
+    """
     known = ~np.isnan(labels)
     quoted = column.id
     if column.numbers > 0.99 and column.whole < 0.99:
@@ -258,7 +261,7 @@ def _with_auc(connection: duckdb.DuckDBPyConnection, column: Column, labels: NDA
 
 
 def _sequences(connection: duckdb.DuckDBPyConnection, columns: list[Column]) -> dict[str, str]:
-    """Return list -> the single-valued column that holds at least SAME_VALUES of the list's values."""
+    """Return the mapping list -> column with single values that has at least SAME_VALUES of the list's values."""
     found = {}
     singles = [each for each in columns if each.distinct > 1 and max(each.lists.values()) <= LIST_SHARE]
     for column in columns:

@@ -35,8 +35,9 @@ class Proposal:
 
 
 def propose(profile: Profile, name: str) -> Proposal:
-    """Return a data config `name` for the columns, the role of each with its reason, and points
-    to check."""
+    """Return a data config `name` for the columns, the role of each column with its reason, and
+    points that the user should check.
+    """
     if profile.format == "criteo_tsv":
         roles = {each.name: _criteo_role(each.name) for each in profile.columns}
         config: dict[str, Any] = {"name": name, "format": "criteo_tsv", "ids": {"min_frequency": 2}}
@@ -76,7 +77,7 @@ def propose(profile: Profile, name: str) -> Proposal:
 
 
 def _role(column: Column, profile: Profile, separator: str) -> tuple[str, str]:
-    """Return (dense, sparse, multi_hot, timestamp, label or left out, why)."""
+    """Return the role of a column (dense, sparse, multi_hot, timestamp, label or left out) and the reason."""
     rows = profile.rows * (1 - column.missing)
     if column.name == profile.label:
         ones = [text for text, number in profile.label_values.items() if number]
@@ -182,7 +183,7 @@ def _remarks(profile: Profile, roles: dict[str, tuple[str, str]]) -> list[str]:
 
 
 def as_yaml(proposal: Proposal, profile: Profile) -> str:
-    """Return the text of a file of conf/data, with left-out columns as comments."""
+    """Return the text of a file of conf/data. Columns that are left out are comments."""
     lines = [
         f"# Proposed by `python -m pipeline inspect {word('source', profile.path)}` from {profile.rows:,} rows: look it through."
     ]
@@ -197,7 +198,7 @@ def as_yaml(proposal: Proposal, profile: Profile) -> str:
 
 
 def as_text(proposal: Proposal, profile: Profile) -> str:
-    """Return one line per column."""
+    """Return the proposal as one line per column."""
     rows = [("column", "role", "missing", "distinct", "top", "AUC alone", "why")]
     for column in profile.columns:
         role, why = proposal.roles[column.name]

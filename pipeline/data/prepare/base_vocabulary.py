@@ -1,4 +1,4 @@
-"""Start from the vocabularies of an earlier data set: unchanged, or extended by the new rows.
+"""Use the vocabularies of an earlier data set: unchanged (frozen), or extended by the new rows.
 
 Frozen vocabularies give rows the ids that a trained model knows. In extended vocabularies a value's
 count continues from its earlier count, so a table's hot rows stay its first rows while new values
@@ -40,7 +40,7 @@ class BaseVocabulary:
     count_decay: float
 
     def describe(self) -> dict[str, Any]:
-        """Return what the ids depend on, besides the rows."""
+        """Return everything that the ids depend on, except the rows."""
         about: dict[str, Any] = {"base": self.dataset.fingerprint(), "frozen": self.frozen}
         return about if self.frozen else about | {"count_decay": self.count_decay}
 
@@ -60,23 +60,19 @@ class BaseVocabulary:
                 )
 
     def num_lookups(self, name: str) -> int:
-        """Return the number of lookups of the earlier counts.
-
-        Counts of rare values are no longer known.
-        """
+        """Return the number of lookups in the earlier counts. Earlier counts of rare values are unknown."""
         if name not in self.files:
             return 0
         counts = pq.read_table(self.files[name], columns=["count"])["count"].to_numpy()
         return int((counts * (1.0 if self.frozen else self.count_decay)).sum())
 
     def settings(self, name: str, ids: IdsConfig) -> IdsConfig:
-        """Return the settings by which ids are given; frozen vocabularies keep all of their values."""
+        """Return the settings for giving ids. With a frozen vocabulary they keep all of its values."""
         return IdsConfig() if self.frozen and name in self.files else ids
 
     def order(self, name: str) -> str:
-        """Return a query for (value, count) of the values that get ids, in the order of their ids.
-
-        The table `counted` holds the new rows' values.
+        """Return a SQL query for (value, count) of the values that get ids, in the order of their
+        ids. The table `counted` must hold the values of the new rows.
         """
         if name not in self.files:
             return DESCENDING_COUNT
@@ -90,7 +86,7 @@ class BaseVocabulary:
         )
 
     def count_buckets(self, engine: duckdb.DuckDBPyConnection) -> list[int]:
-        """Count how often values of each bucket were seen, whether a vocabulary has them or not."""
+        """Count how often values of each bucket occurred, including values that are not in a vocabulary."""
         found = [0] * NUM_BUCKETS
         query = f"SELECT md5_number_lower(value) % {NUM_BUCKETS}, sum(count)::BIGINT FROM counted GROUP BY 1"
         for bucket, count in engine.execute(query).fetchall():
@@ -99,7 +95,7 @@ class BaseVocabulary:
 
 
 def load_base(config: BaseVocabularyConfig) -> BaseVocabulary:
-    """Load the base. Raises DataError if there is no such data set, or a vocabulary is missing, damaged or not one."""
+    """Load the base data set. Raises DataError if it or a vocabulary is missing, or a vocabulary is damaged."""
     dataset = load_dataset(config.path)
     features = [feature for feature in dataset.sparse_features if feature.vocabulary]
     files = {feature.name: find_vocabulary(config.path, feature) for feature in features}
@@ -110,7 +106,7 @@ def load_base(config: BaseVocabularyConfig) -> BaseVocabulary:
 
 
 def _columns_problem(path: str) -> str:
-    """Empty for a Parquet file with the columns of a vocabulary."""
+    """Return "" if the Parquet file has the columns of a vocabulary, otherwise the problem."""
     try:
         schema = pq.read_schema(path)
     except (pa.ArrowException, OSError) as error:

@@ -1,6 +1,7 @@
 """Learn the buckets of numeric columns from the training rows, and number them by frequency.
 
-Distinct values are counted and sorted by DuckDB, so boundaries are exact within its memory limit.
+DuckDB counts and sorts the distinct values, so boundaries are exact, and memory stays within
+DuckDB's limit.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def learn_from_counts(
 ) -> SparseFeature:
     """Learn from the table `counted` of the column; write the vocabulary below `staging`.
 
-    A column of a base data set keeps its boundaries there, and its ids if `base` is frozen.
+    A column of the base data set keeps its boundaries, and also its ids if `base` is frozen.
     """
     found = _boundaries_in(base, name)
     if found is None:
@@ -78,7 +79,7 @@ def learn_from_counts(
 def boundaries_of(config: BucketsConfig, counted: Callable[[], Iterator[Counted]]) -> list[float]:
     """Return the first value of each bucket except the lowest, ascending.
 
-    `counted` reads the training values in batches.
+    `counted` yields the training values with their counts in batches.
     """
     if config.boundaries is not None:
         return list(config.boundaries)
@@ -134,9 +135,8 @@ def _read(engine: duckdb.DuckDBPyConnection) -> Iterator[Counted]:
 
 
 def _boundaries_in(base: BaseVocabulary | None, name: str) -> list[float] | None:
-    """Return the column's boundaries in the base; None if the column is new.
-
-    Raises DataError if the base has the values of the column and no buckets.
+    """Return the column's boundaries in the base data set; None if the column is new. Raises
+    DataError if the base has a vocabulary of the column's values instead of buckets.
     """
     known = {feature.name: feature for feature in base.dataset.sparse_features} if base is not None else {}
     if base is None or name not in known:
@@ -152,8 +152,9 @@ def _boundaries_in(base: BaseVocabulary | None, name: str) -> list[float] | None
 def _ranked(
     counts: NDArray[np.int64], base: BaseVocabulary | None, name: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return buckets in the order of their ids and their counts: by frequency, or as in a frozen
-    base."""
+    """Return the buckets in the order of their ids, and their counts. The order is by frequency, or
+    as in a frozen base.
+    """
     if base is not None and name in base.files:
         table = pq.read_table(base.files[name], columns=["value", "count"])
         known = np.array([int(value) for value in table["value"].to_pylist()], np.int64)
@@ -166,8 +167,9 @@ def _ranked(
 
 
 def ids_of_buckets(feature: SparseFeature, staging: str) -> BucketIds:
-    """Return [buckets + 1]: the id of each bucket at its number; the last entry is for the
-    missing value and is 0."""
+    """Return [buckets + 1]: entry b is the id of bucket b. The last entry is for the missing value
+    and is 0.
+    """
     table = pq.read_table(os.path.join(staging, feature.vocabulary or ""), columns=["value", "id"])
     ids = np.zeros(len(feature.boundaries or []) + 2, np.int32)
     ids[[int(value) for value in table["value"].to_pylist()]] = table["id"].to_numpy()

@@ -1,7 +1,8 @@
-"""Describe the data set that `prepare` would write, without its files: for plans made without data.
+"""Describe the data set that `prepare` would write, without writing files. Plans without data use it.
 
 A one-hot feature always has one id per sample. The length of lists is known only from rows, so
-lists are an error. Lookups are assumed to be even over ids, which is the worst case for a cache.
+lists are an error. All ids are assumed to be looked up equally often, which is the worst case for a
+cache.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from pipeline.runtime.shell_words import command
 
 
 def describe_dataset(config: DataConfig, num_ids: dict[str, int]) -> Dataset:
-    """Return the data set with empty `splits`. `num_ids`: rows of a feature's table; hashed ids
-    need none.
+    """Return the data set with empty `splits`. `num_ids`: the number of rows of each feature's
+    table; hashed features need none.
 
     Raises:
-        DataError: the config does not say how many ids a feature has, or how many ids per sample.
+        DataError: the config does not say how many ids a feature has, or how many ids a sample has.
     """
     columns = columns_of(config)
     if columns.lists:

@@ -30,7 +30,7 @@ COUNTS_FILE = "counts.arrow"  # see splits.count_training
 
 @dataclass(frozen=True)
 class FileToDivide:
-    """A file to divide. `first_row`: the number of rows in the files before it."""
+    """A staged file to divide among the splits. `first_row`: the number of rows in the files before it."""
 
     folder: str
     boundaries: Boundaries
@@ -41,7 +41,8 @@ class FileToDivide:
 class DividedFile:
     """A divided file.
 
-    `folder`: of the staged file; `path`: of this task. num_values, num_lookups: [num_features].
+    `folder`: the folder of the staged file; `path`: the output of this task. num_values,
+    num_lookups: [num_features].
     """
 
     folder: str
@@ -53,7 +54,7 @@ class DividedFile:
 
 
 def count_times(recipe: Recipe, folder: str) -> str:
-    """Task: write (time, rows) of a staged file and return the path."""
+    """Task: count the rows of a staged file by their time. Write (time, rows) and return the path."""
     path = f"{folder}-times"
 
     def write(attempt: str) -> Json:
@@ -69,7 +70,7 @@ def count_times(recipe: Recipe, folder: str) -> str:
 
 
 def divide_file(recipe: Recipe, item: FileToDivide) -> DividedFile:
-    """Task: find the split of each row, and count values and numbers of the training rows."""
+    """Task: find the split of each row. Count the values and the numbers of the training rows."""
     path = f"{item.folder}-divided-{recipe.key}"
     features, boundaries = recipe.features, item.boundaries
 
@@ -105,7 +106,7 @@ def _sums(rows: list[list[int]], width: int) -> list[int]:
 
 
 def _write_numbers(recipe: Recipe, blocks: list[BlockRows], boundaries: Boundaries, folder: str) -> None:
-    """Write the training values of each column in buckets and their counts, by value."""
+    """Write the training values of each column that gets buckets, with their counts, sorted by value."""
     with scratch_folder(recipe) as scratch, task_engine(recipe, scratch) as engine:
         for number, name in enumerate(recipe.features.buckets):
             count_numbers(engine, name, blocks, boundaries)
@@ -114,13 +115,13 @@ def _write_numbers(recipe: Recipe, blocks: list[BlockRows], boundaries: Boundari
 
 
 def numbers_file(number: int) -> str:
-    """Name the file of a bucketed column's training values."""
+    """Return the name of the file with a column's training values, for a column that gets buckets."""
     return f"numbers-{number}.parquet"
 
 
 @lru_cache(maxsize=64)
 def load_blocks(folder: str, path: str) -> list[BlockRows]:
-    """Return the blocks of a staged file that was divided at `path`."""
+    """Return the blocks of a staged file. `path` is the output of divide_file for this file."""
     staged, found = load_staged(folder), finished(path)
     assert found is not None, path
     divided: Any = found

@@ -38,9 +38,10 @@ HASH_COLUMN = "\0hash"
 
 @dataclass(frozen=True)
 class Features:
-    """The layout of encoded rows.
+    """The order of the features in encoded rows.
 
-    Features are numbered in the order of `sparse`, one-hot first; bucketed ones follow.
+    Features are numbered in the order of `sparse`: first one-hot features, then multi-hot features;
+    bucketed ones follow.
     """
 
     label: str
@@ -66,7 +67,7 @@ class Features:
     weighted: list[str] = field(default_factory=list)  # of multi_hot
 
     def kind_of(self, name: str) -> str:
-        """Return the transform of a dense column."""
+        """Return the kind of transform that a dense column gets."""
         return self.transforms.get(name, self.dense_transform)
 
     @property
@@ -75,8 +76,9 @@ class Features:
 
     @property
     def shared_ids(self) -> dict[int, list[int]]:
-        """Return number of a feature that shares its ids -> numbers of all features with these
-        ids."""
+        """Return the mapping from the number of a feature that shares its ids to the numbers of all
+        features that use these ids.
+        """
         groups: dict[str, list[str]] = {}
         for name, sequence in self.sequences.items():
             if sequence.shares is not None:
@@ -137,11 +139,13 @@ def features_of(config: DataConfig, layout: Layout) -> Features:
 class EncodedBlock:
     """An encoded block.
 
-    `rows`: labels and weight as in Features.label_types, dense float32, codes uint16 (multi-hot: lists of uint32) with 0 for a
-    missing value, and a list of float32 next to each weighted feature. Numbers for buckets or standardization are float64 as
-    read, NaN if missing. num_negative: negative values of dense columns whose transform uses 0 for them. Code c of a feature
-    is entry c - 1 of its `num_values` entries; `values` and `counts` hold the entries of all features. For a hashed feature
-    the value of an entry is its id as a decimal text.
+    `rows`: labels and weight as in Features.label_types, dense float32, codes uint16 (multi-hot:
+    lists of uint32) with 0 for a missing value, and a list of float32 next to each weighted
+    feature. Columns that get buckets or are standardized are float64 as read, NaN if missing.
+    num_negative: the number of negative values in dense columns whose transform replaces them by 0.
+    A feature has `num_values` entries, and its code c means entry c - 1. `values` and `counts` hold
+    the entries of all features. For a hashed feature the value of an entry is its id as a decimal
+    text.
     """
 
     rows: pa.RecordBatch
@@ -155,7 +159,7 @@ class EncodedBlock:
 def encode_block(
     features: Features, table: pa.Table, probabilities: Mapping[str, np.ndarray] | None = None
 ) -> EncodedBlock:
-    """Encode a block. probabilities: label -> the teacher's, per row, for a generated source."""
+    """Encode a block. probabilities: label -> the teacher's probabilities [rows], for a generated source."""
     table = derive(table, features.derived, features.null_values)
     labels = {name: label_values(table[name]) for name in features.label_types}
     arrays = [pa.array(labels[name].astype(kind.to_pandas_dtype())) for name, kind in features.label_types.items()]
@@ -219,23 +223,24 @@ def _lists_of(values: np.ndarray, lengths: np.ndarray) -> pa.ListArray:
 
 
 def label_values(column: pa.ChunkedArray) -> np.ndarray:
-    """Return [rows] float64, 0 if the value is missing, which is allowed where another label
-    masks it."""
+    """Return [rows] float64. A missing value is 0; it is allowed only if another label masks the
+    row.
+    """
     values: np.ndarray = column.to_numpy()
     return np.nan_to_num(values, nan=0.0, posinf=np.inf, neginf=-np.inf) if np.isnan(values).any() else values
 
 
 def group_ids(column: pa.ChunkedArray) -> np.ndarray:
-    """Return [rows] int64: a hash of the value as text, 0 if it is missing."""
+    """Return [rows] int64: a hash of the value as text, or 0 if the value is missing."""
     codes, distinct = _codes(plain(column).combine_chunks())
     return np.concatenate([np.zeros(1, np.int64), hash_text(distinct, 0).view(np.int64)])[codes]
 
 
 class EncodedValues(NamedTuple):
-    """Codes (0 is a missing value) and the distinct values of codes 1, 2, ... as text.
+    """Codes of values (0 means missing), and the distinct values of codes 1, 2, ... as text.
 
-    For a multi-hot feature also the number of codes per row, and for a weighted one a float32 per
-    code.
+    For a multi-hot feature there is also the number of codes per row, and for a weighted feature a
+    float32 per code.
     """
 
     codes: np.ndarray
@@ -258,8 +263,9 @@ def encode_values(features: Features, name: str, column: pa.ChunkedArray) -> Enc
 
 
 def _staged_numbers(values: np.ndarray, kind: str) -> np.ndarray:
-    """Return float64 unchanged if the transform is learnt from all training rows, otherwise
-    transform the values."""
+    """Return float64 unchanged if the transform must be learned from all training rows first.
+    Otherwise return the transformed values.
+    """
     return values if kind == STANDARDIZE else Transform(kind)(values)
 
 
@@ -269,10 +275,7 @@ def dense_values(column: pa.ChunkedArray, transform: Transform) -> np.ndarray:
 
 
 def _flatten(column: pa.Array, separator: str) -> tuple[pa.Array, np.ndarray]:
-    """Return all values of a list column, and each row's number of values.
-
-    A missing list is empty.
-    """
+    """Return all values of a list column in one array, and each row's number of values. A missing list is empty."""
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
         column = pc.split_pattern(column, separator)
     lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
@@ -280,9 +283,9 @@ def _flatten(column: pa.Array, separator: str) -> tuple[pa.Array, np.ndarray]:
 
 
 def _codes(column: pa.Array, null_values: Sequence[str] = ()) -> tuple[np.ndarray, pa.Array]:
-    """Return codes from 1 (0: missing) and their distinct values as text.
+    """Return codes from 1 on (0 means missing), and their distinct values as text.
 
-    Empty text and `null_values` are missing values.
+    Empty text and the texts in `null_values` are missing values.
     """
     if not pa.types.is_dictionary(column.type):
         column = column.dictionary_encode()

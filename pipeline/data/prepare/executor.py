@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 class Executor(Protocol):
     """Runs tasks.
 
-    `in_order`: an item is taken only after the results of all earlier items were yielded.
+    `in_order`: an item is started only after the results of all earlier items were yielded.
     """
 
     in_order: bool
@@ -40,13 +40,13 @@ class Executor(Protocol):
     ) -> Iterator[Result]:
         """Yield the result of each item, in the items' order; a task may run more than once.
 
-        `sizes` are those of the items on a progress bar. `at_once` tasks fit the memory of this
-        process; an executor with processes of its own ignores it.
+        `sizes` are the sizes of the items on a progress bar. `at_once` is the number of tasks that
+        fit the memory of this process; an executor that starts other processes ignores it.
         """
 
 
 class LocalExecutor:
-    """Run tasks in this process: one after another, or in threads if `at_once` says so."""
+    """Run tasks in this process: one after another, or in `at_once` threads."""
 
     in_order = True
 
@@ -55,7 +55,7 @@ class LocalExecutor:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Keep other processes out. After a failure only finished tasks keep their files."""
+        """Prevent other processes from using the folder. After a failure only finished tasks keep their files."""
         staging = self._recipe.resources.staging
         os.makedirs(staging, exist_ok=True)
         with only_one_run(staging, "preparing"):
@@ -99,7 +99,7 @@ def run_task(task: Callable[[Recipe, Item], Result], recipe: Recipe, item: Item)
 
 
 def _remove_unfinished(staging: str) -> None:
-    """Remove all but the folders of finished tasks; without such a folder, `staging` itself."""
+    """Remove everything except the folders of finished tasks. If there is none, remove `staging` too."""
     paths = [os.path.join(staging, name) for name in os.listdir(staging) if name != LOCK]
     results = {path: finished(path) for path in paths}
     # A source without rows is an error; there is nothing of it to reuse.

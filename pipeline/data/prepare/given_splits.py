@@ -1,4 +1,4 @@
-"""Find the files of existing splits, and count the rows that are in two splits."""
+"""Find the files of existing splits, and count rows that occur in two splits."""
 
 from __future__ import annotations
 
@@ -50,10 +50,8 @@ def find_given(config: SplitConfig) -> list[Source]:
 def count_shared_rows(
     config: SplitConfig, blocks: list[BlockRows], engine: duckdb.DuckDBPyConnection
 ) -> dict[str, int]:
-    """Return split -> number of its rows that equal a row of an earlier split, for the splits after
-    train with rows.
-
-    Published data sets often have some such rows, so they are counted, and refused above
+    """Return the mapping split -> number of its rows that equal a row of an earlier split.
+    Published data sets often have some such rows, so they are refused only above
     config.max_shared_fraction.
 
     Raises:
@@ -83,7 +81,7 @@ def count_shared_rows(
 
 
 def _hashes(blocks: list[BlockRows]) -> pa.RecordBatchReader:
-    """Return (hash, split) of every row. A block of a given split has rows of one split only."""
+    """Yield (hash, split) of every row. All rows of a block are in one split."""
     schema = pa.schema([("hash", pa.uint64()), ("split", pa.int8())])
 
     def batches() -> Iterator[pa.RecordBatch]:

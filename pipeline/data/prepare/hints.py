@@ -1,4 +1,4 @@
-"""Find columns whose values were probably read in an unintended way."""
+"""Find columns whose values were probably read in a way that the user did not intend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_NAMED = 5
 
 
 def find_hints(dataset: Dataset, folder: str, num_negative: Mapping[str, int]) -> list[str]:
-    """Return a line for each kind of finding, with the columns and the key to use."""
+    """Return one line for each kind of finding. The line names the columns and the key that fixes it."""
     tokens = {each.name: _frequent(each, folder) for each in dataset.sparse_features if each.boundaries is None}
     lists = [name for name, values in tokens.items() if _mostly_in_brackets(values)]
     words = {name: [word for word in NULL_WORDS if word in values] for name, values in tokens.items()}
@@ -61,7 +61,7 @@ def find_hints(dataset: Dataset, folder: str, num_negative: Mapping[str, int]) -
 
 
 def _of_labels(dataset: Dataset) -> list[str]:
-    """Return the splits in which a binary main label has the same value in all rows."""
+    """Return the splits in which the main label is binary and has the same value in all rows."""
     kind = next((label.kind for label in dataset.labels if label.name == dataset.label), "binary")
     same = {
         name: int(split.num_positives > 0)

@@ -22,9 +22,8 @@ NOT_IN_RECIPE = (*SPLITS, "max_shared_fraction")
 
 
 def find_prepared(config: DataConfig, sources: list[Source], base: BaseVocabulary | None = None) -> Dataset | None:
-    """Return the finished data set of the same sources and recipe.
-
-    Raises DataError if config.path holds another one.
+    """Return the finished data set if it was made from the same sources by the same recipe. Raises
+    DataError if config.path holds another data set.
     """
     from pipeline.data.vocabulary_files import find_vocabulary
 
@@ -64,7 +63,7 @@ def find_prepared(config: DataConfig, sources: list[Source], base: BaseVocabular
 def _differences(
     config: DataConfig, dataset: Dataset, base: BaseVocabulary | None = None
 ) -> dict[str, tuple[Any, Any]]:
-    """Return key -> value of the data set, value of the config, for the keys of the recipe that differ."""
+    """Return key -> (value in the data set, value in the config), for the recipe's keys with different values."""
     wanted, found = _flat("data", recipe_of(config, base)), _flat("data", dataset.recipe)
     # Keys that may be absent in this job. Some keys are in a recipe only if they are set.
     keys = wanted.keys() | {key for key in found if key.startswith("data.columns.label")}
@@ -74,8 +73,8 @@ def _differences(
 def check_not_contradicted(config: DataConfig, dataset: Dataset, given: Iterable[str]) -> None:
     """Raise DataError if a job that reads a data set contradicts its preparation.
 
-    `given` are the keys of the command line: a training cannot apply them, so a sweep over them
-    would compare equal runs. Other keys may differ, because a preparation may be given keys too.
+    `given` are the keys on the command line. Training cannot apply them, so a sweep over them would
+    compare equal runs. Other keys may differ, because they may have been given to the preparation.
     """
     if not dataset.recipe:  # not written by prepare
         return
@@ -101,7 +100,7 @@ def check_not_contradicted(config: DataConfig, dataset: Dataset, given: Iterable
 
 
 def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[str, Any]:
-    """Return what the data set's bytes depend on, besides the sources."""
+    """Return everything that the data set's bytes depend on, except the sources."""
     keys = (
         "format",
         "columns",
@@ -158,9 +157,8 @@ def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[st
 
 
 def _cells_of(label: LabelConfig) -> dict[str, Any]:
-    """Return how a label's cells are read, if the config says it.
-
-    Data sets of earlier releases have no such entry.
+    """Return the config's entry that says how a label's cells are read, if there is one. Data sets
+    of earlier releases have no such entry.
     """
     given = {"values": dict(sorted(label.values.items())), "threshold": label.threshold}
     return {key: value for key, value in given.items() if value not in ({}, None)}

@@ -1,5 +1,6 @@
-"""Refuse sources with too many unreadable rows, as soon as later rows cannot bring their share
-below the limit."""
+"""Refuse sources with too many unreadable rows as soon as it is certain: even if all later rows are
+readable, the share of unreadable rows exceeds the limit.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ GZIP_MARGIN = 10
 
 
 class ReadFile(Protocol):
-    """Counts of one source file."""
+    """The numbers of rows that were read from one source file."""
 
     @property
     def num_source_rows(self) -> int: ...
@@ -71,11 +72,11 @@ def refuse(config: DataConfig, quarantined: int, rows: int, example: str) -> Non
 
 
 def refuse_early(config: DataConfig, sources: Sequence[Source], files: Sequence[ReadFile], position: int) -> None:
-    """Raise DataError as soon as later rows cannot bring the share of unreadable rows below the
-    limit.
+    """Raise DataError if the share of unreadable rows must exceed the limit, even if all later rows
+    are readable.
 
-    `files` are the files staged so far. The last one is being read; its rows come from at least the first `position` bytes of
-    its source.
+    `files` are the files staged so far. The last one is being read; its rows come from at least the
+    first `position` bytes of its source.
     """
     source, staged = sources[len(files) - 1], files[-1]
     example = f"{source.path}, {staged.first_quarantined}"
@@ -100,8 +101,8 @@ def refuse_hopeless(config: DataConfig, source: Source, staged: ReadFile) -> Non
 def most_rows_to_come(
     source: Source, later: Sequence[Source], num_rows: int, position: int, row_bytes: int
 ) -> float | None:
-    """Return the maximum number of rows after `num_rows`, which come from at least `position`
-    bytes; None if unknown.
+    """Return the maximum number of rows that follow the first `num_rows` rows; None if unknown. The
+    first rows used at least `position` bytes.
 
     A row of text takes at least `row_bytes`, one byte per column. Parquet files store their number
     of rows. For a .gz file the rows per byte are at most GZIP_MARGIN times those of the part that
@@ -117,7 +118,7 @@ def most_rows_to_come(
 
 
 def _rows_of(source: Source, num_bytes: int, row_bytes: int, in_a_byte: float | None) -> float | None:
-    """Return the maximum number of rows in these bytes; for a Parquet file in the complete file."""
+    """Return the maximum number of rows in these bytes; for a Parquet file the rows of the complete file."""
     if source.name.endswith(PARQUET):
         return _parquet_rows(source)
     if source.name.endswith(GZIP):
@@ -127,7 +128,7 @@ def _rows_of(source: Source, num_bytes: int, row_bytes: int, in_a_byte: float | 
 
 @lru_cache(maxsize=4096)
 def _parquet_rows(source: Source) -> int | None:
-    """Return None for an unreadable file; reading it will report the error."""
+    """Return the number of rows, or None for an unreadable file; reading the file later reports the error."""
     try:
         with storage.open_file(source.path, "rb") as file:
             return int(pq.read_metadata(file).num_rows)

@@ -1,6 +1,6 @@
 """Count the values of one feature over all files, give them ids, and write the id of each value.
 
-Values that fit the memory of the task are numbered by pyarrow. Otherwise DuckDB counts, sorts and
+If the values fit the memory of the task, pyarrow numbers them. Otherwise DuckDB counts, sorts and
 joins within its memory limit and spills beyond it, so the number of distinct values has no bound.
 """
 
@@ -40,8 +40,10 @@ ENTRIES_SCHEMA = pa.schema([("position", pa.int64()), ("value", pa.string())])
 
 @dataclass(frozen=True)
 class FeatureToNumber:
-    """`files`: the folders of each staged and divided file; `num_lookups`: in training rows, of
-    all features that share the ids. `in_memory`: the task may use its share of memory only."""
+    """`files`: the folders of each staged and divided file; `num_lookups`: lookups in training rows
+    by all features that share the ids. `in_memory`: the task may not use DuckDB, only its share
+    of memory.
+    """
 
     number: int
     files: list[tuple[str, str]]
@@ -51,7 +53,8 @@ class FeatureToNumber:
 
 @dataclass(frozen=True)
 class NumberedFeature:
-    """`folder` holds IDS_FILE, int32 of all values in source order, and VOCABULARY_FILE unless ids are hashed.
+    """`folder` holds IDS_FILE (the ids of all values in source order, int32), and VOCABULARY_FILE
+    unless ids are hashed.
 
     value_buckets: see BaseVocabulary.count_buckets.
     """
@@ -62,7 +65,7 @@ class NumberedFeature:
 
 
 def number_feature(recipe: Recipe, item: FeatureToNumber) -> NumberedFeature | None:
-    """A task: give ids to the values of a feature; None if it may use memory only, and they do not fit."""
+    """Task: give ids to the values of a feature. Return None if only memory may be used, and the values do not fit."""
     features = recipe.features
     ids = features.ids[features.sparse[item.number]]
     folder = recipe.path(f"ids-{recipe.key}-{item.number:05d}")
@@ -111,8 +114,9 @@ def _number_by_engine(recipe: Recipe, item: FeatureToNumber, ids: IdsConfig, voc
 
 
 def _values(recipe: Recipe, feature: int, files: list[tuple[str, str]]) -> Iterator[tuple[pa.Array, np.ndarray]]:
-    """Yield the values of each block, and how often the block's training rows have each, in
-    source order."""
+    """Yield the values of each block in source order, with their numbers of occurrences in the
+    block's training rows.
+    """
     num_features = len(recipe.features.sparse)
     for folder, path in files:
         blocks = load_blocks(folder, path)
@@ -136,14 +140,14 @@ def _values(recipe: Recipe, feature: int, files: list[tuple[str, str]]) -> Itera
 
 
 def _group(recipe: Recipe, number: int) -> list[int]:
-    """Return the features that share their ids with a feature, itself first."""
+    """Return the features that share their ids with a feature. The feature itself comes first."""
     members = recipe.features.shared_ids.get(number, [number])
     return [number, *(other for other in members if other != number)]
 
 
 @dataclass(frozen=True)
 class _Held:
-    """The values of a feature, then of the features that share its ids; `num_own` belong to itself."""
+    """The values of a feature, then of the features that share its ids. The first `num_own` are its values."""
 
     values: pa.Array
     counts: np.ndarray
@@ -153,7 +157,7 @@ class _Held:
 def _read_all(recipe: Recipe, item: FeatureToNumber) -> _Held | None:
     """Read all values.
 
-    Return None if numbering them would not fit a thread's share of the memory.
+    Return None if numbering the values needs more than a thread's share of the memory.
     """
     limit = recipe.resources.engine_bytes // recipe.resources.threads
     values, counts = [pa.array([], pa.string())], [np.zeros(0, np.int32)]
@@ -205,7 +209,7 @@ def _count(engine: duckdb.DuckDBPyConnection, recipe: Recipe, item: FeatureToNum
 
 
 def _copy(engine: duckdb.DuckDBPyConnection, query: str, path: str) -> str:
-    """Write the result to a file: DuckDB holds more in memory if it streams the result of a sort."""
+    """Write the result of a query to a file. DuckDB would use more memory if it streamed a sorted result."""
     engine.execute(f"COPY ({query}) TO {sql_text(path)} (FORMAT parquet, COMPRESSION lz4_raw)")
     return path
 

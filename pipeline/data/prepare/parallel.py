@@ -1,6 +1,6 @@
 """Map a function over many items in threads.
 
-Results are in the items' order, and few are in memory.
+Results keep the order of the items, and only a few results are in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 def map_ordered(
     function: Callable[[Item], Result], items: Iterable[Item], threads: int, in_flight: int | None = None
 ) -> Iterator[Result]:
-    """Map like map(), with at most `in_flight` (default: threads + 1) items taken but not yet
+    """Map like map(). At most `in_flight` items (default: threads + 1) are started and not yet
     yielded.
 
     Threads help if `function` releases the GIL, as numpy, pyarrow, hashlib and file reads do.

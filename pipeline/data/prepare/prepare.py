@@ -1,11 +1,11 @@
-"""Prepare a data set from raw files by tasks; the driver holds a summary of each file only.
+"""Prepare a data set from raw files by tasks. The driver's memory holds only a summary of each file.
 
-stage_file       source file -> typed rows, and each block's values
-divide_file      staged file -> the split of each row, and counts of its training rows
-number_feature   feature -> its vocabulary, and the id of each of its values
-write_shard      shard -> a Parquet file of the data set
+stage_file source file -> typed rows, and each block's values divide_file staged file -> the split
+of each row, and counts of its training rows number_feature feature -> its vocabulary, and the id of
+each of its values write_shard shard -> a Parquet file of the data set
 
-dataset.json is the commit. Until then the folders of finished tasks stay in the staging folder.
+Writing dataset.json commits the data set. Until then the folders of finished tasks stay in the
+staging folder.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ logger = get_logger(__name__)
 
 
 def prepare_dataset(recipe: Recipe, executor: Executor) -> tuple[Dataset, list[str]]:
-    """Write the data set to config.path; returns it, and warnings about its columns.
+    """Write the data set to config.path. Return the data set, and warnings about its columns.
 
     Raises:
         DataError: the sources cannot become a data set.
@@ -93,7 +93,7 @@ def _stage(recipe: Recipe, executor: Executor) -> list[FileSummary]:
 
 
 def _report_open_lines(recipe: Recipe, files: list[FileSummary]) -> None:
-    """Warn of files whose last line has no end: it may be a whole row, or half of one."""
+    """Warn of files whose last line has no line end: this line may be complete, or cut."""
     named = [
         f"{recipe.sources[file.number].path} (row {file.num_source_rows:,})" for file in files if file.has_open_line
     ]
@@ -152,9 +152,8 @@ def _divide(recipe: Recipe, executor: Executor, files: list[FileSummary], bounda
 
 
 def _count_shared_rows(recipe: Recipe, divided: list[DividedFile], scratch: str) -> dict[str, int]:
-    """Count rows that are in two splits.
-
-    Not a task: only published sets have given splits, and they fit one machine.
+    """Count rows that are in two splits. This is not a task, because only published data sets have
+    given splits, and they fit one machine.
     """
     if not recipe.features.row_hashes:
         return {}
@@ -221,7 +220,7 @@ def _publish_vocabularies(
     in_buckets: list[tuple[SparseFeature, BucketIds]],
     scratch: str,
 ) -> list[SparseFeature]:
-    """Move the vocabularies into the data set; returns the features, those in buckets last."""
+    """Move the vocabularies into the data set. Return the features; features in buckets come last."""
     features, path = recipe.features, recipe.config.path
     lookups = np.sum([file.num_lookups for file in divided], axis=0).tolist()
     num_rows = sum(file.per_split[0] for file in divided)

@@ -1,7 +1,7 @@
 """Define what each task of a preparation receives, and commit the files that a task writes.
 
-A task is a function of a Recipe and an item. Its files appear in the staging folder all at once,
-so a task may run twice, also at the same time, and a restart skips tasks that have finished.
+A task is a function of a Recipe and an item. All files of a task appear in the staging folder at
+once. So a task may run twice, even at the same time, and a restart skips finished tasks.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ Json = dict[str, object]
 
 
 def _ignore(_: float) -> None:
-    """Progress that nobody shows."""
+    """Ignore progress, because nothing shows it."""
 
 
 @dataclass(frozen=True)
 class Recipe:
     """The input of all tasks.
 
-    `resources` belong to one task; all workers see their staging folder. `key` names all that the
-    results depend on, so a restart with other settings reuses nothing. `scratch` is a folder of
-    each worker's own machine. A task may call `advance` with the part of its size that is done.
+    `resources` belong to one task; all workers see their staging folder. `key` names everything
+    that the results depend on, so a restart with other settings reuses no results. `scratch` is a
+    folder of each worker's own machine. A task may call `advance` with the part of its size that is
+    done.
     """
 
     config: DataConfig
@@ -68,7 +69,7 @@ def make_recipe(
     scratch: str | None = None,
     plugins: Sequence[str] = (),
 ) -> Recipe:
-    """Raises DataError if data.feature_ids names no categorical column, or `base` does not fit."""
+    """Return the recipe. Raises DataError if data.feature_ids names no categorical column, or `base` does not fit."""
     layout = with_group(layout_of(config), config.group_column)
     features = features_of(config, layout)
     if base is not None:
@@ -81,7 +82,7 @@ def make_recipe(
 
 @contextmanager
 def scratch_folder(recipe: Recipe) -> Iterator[str]:
-    """Create a folder of this machine, and remove it at the end."""
+    """Create a folder on the local disk, and remove it at the end of the context."""
     staging = recipe.resources.staging
     parent = recipe.scratch or (staging if storage.is_local(staging) else None)
     with tempfile.TemporaryDirectory(prefix="scratch-", dir=parent) as folder:
@@ -100,8 +101,8 @@ def task_engine(recipe: Recipe, scratch: str) -> Iterator[duckdb.DuckDBPyConnect
 def once(recipe: Recipe, path: str, write: Callable[[str], Json]) -> Json:
     """Return the result of `write`, which gets a local folder for the files of `path`.
 
-    `write` is not called if an earlier attempt has finished. Attempts of one task write the same
-    bytes, so the first one stays.
+    `write` is not called if an earlier attempt has finished. All attempts of a task write the same
+    bytes, so the first attempt's files stay.
     """
     done = finished(path)
     if done is not None:
@@ -130,8 +131,8 @@ def once(recipe: Recipe, path: str, write: Callable[[str], Json]) -> Json:
 def finished(path: str) -> Json | None:
     """Return the result of the task that wrote `path`.
 
-    None if the task has not finished, or if a machine that lost power kept the mark but not the
-    bytes.
+    Return None if the task has not finished, or if a power failure kept the mark of its end but
+    lost some bytes.
     """
     mark = storage.join(path, MARK)
     if not storage.is_file(mark):
@@ -158,7 +159,7 @@ def _commit_local(attempt: str, path: str, text: str) -> None:
 
 
 def fetch(path: str, scratch: str) -> str:
-    """Return a local path of the file: its own, or that of a copy in `scratch`."""
+    """Return a local path of the file: `path` itself, or the path of a copy in `scratch`."""
     if storage.is_local(path):
         return path
     local = os.path.join(scratch, uuid.uuid4().hex)

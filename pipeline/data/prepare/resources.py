@@ -1,5 +1,6 @@
-"""Divide the limits of memory and threads among the parts of a preparation, and report what
-DuckDB lacked."""
+"""Divide the limits of memory and threads among the parts of a preparation. Report what DuckDB
+lacked.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ MIN_BLOCK_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Resources:
-    """What preparation may use; the sum of its parts stays within `memory_bytes`."""
+    """The resources that preparation may use. The sum of its parts stays within `memory_bytes`."""
 
     memory_bytes: int
     threads: int
@@ -33,7 +34,7 @@ class Resources:
 
     @property
     def engine_bytes(self) -> int:
-        """Return the memory left by the process.
+        """Return DuckDB's memory limit: the memory that the process itself does not need.
 
         DuckDB exceeds its limit by a tenth (measured up to 30M values).
         """
@@ -45,9 +46,8 @@ class Resources:
         return max(1, min(self.threads, self.engine_bytes // BYTES_AN_ENGINE_THREAD))
 
     def shard_threads(self, row_group_rows: int, num_columns: int) -> int:
-        """Return how many shards may be written in parallel.
-
-        Each holds a row group and a block in several forms.
+        """Return how many shards may be written in parallel. For each shard a row group and several
+        copies of a block are in memory.
         """
         a_shard = (row_group_rows + MAX_BLOCK_ROWS) * num_columns * 4 * 4
         return max(1, min(self.threads, self.memory_bytes // 2 // a_shard))

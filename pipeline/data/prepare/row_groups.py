@@ -8,7 +8,7 @@ import pyarrow as pa
 
 
 def in_row_groups(tables: Iterable[pa.Table], size: int) -> Iterator[pa.Table]:
-    """Yield the same rows as tables of exactly `size` rows; only the last is smaller."""
+    """Yield the same rows as tables of exactly `size` rows. Only the last table may be smaller."""
     waiting: list[pa.Table] = []
     for table in tables:
         waiting.append(table)

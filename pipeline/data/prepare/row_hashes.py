@@ -13,7 +13,8 @@ from pipeline.data.read.streams import mix
 class RowHashes:
     """Hashes of rows.
 
-    Equal rows have equal hashes, other rows with probability 2^-64. Add columns in a fixed order.
+    Equal rows have equal hashes. Different rows have equal hashes with probability 2^-64. Add
+    columns in a fixed order.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -27,9 +28,9 @@ class RowHashes:
     def add_texts(
         self, codes: np.ndarray, distinct: pa.Array, lengths: np.ndarray | None, weights: np.ndarray | None = None
     ) -> None:
-        """Add values: code c means distinct[c - 1], 0 means missing.
+        """Add values as codes: code c means distinct[c - 1], and 0 means missing.
 
-        `lengths` are the numbers of codes per row, `weights` [codes] float32, where -0.0 equals 0.0.
+        `lengths` are the numbers of codes per row. `weights` are [codes] float32; -0.0 equals 0.0.
         """
         of_code = np.concatenate([np.zeros(1, np.uint64), hash_text(distinct, 0)])
         hashes = of_code[codes]
@@ -44,7 +45,7 @@ class RowHashes:
 
 
 def _of_lists(hashes: NDArray[np.uint64], lengths: np.ndarray) -> NDArray[np.uint64]:
-    """Return [num_rows] hashes of each list's values, their order and their number."""
+    """Return [num_rows] hashes of each list. A hash depends on the values, their order and their number."""
     ends = np.cumsum(lengths)
     offsets = np.arange(len(hashes)) - np.repeat(ends - lengths, lengths)
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mix(hashes ^ mix(offsets.astype(np.uint64))))])

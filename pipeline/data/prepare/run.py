@@ -33,7 +33,8 @@ class PrepareSummary:
 def prepare(job: PrepareJob, constants: Mapping[str, str | None] = MappingProxyType({})) -> PrepareSummary:
     """Prepare. `constants` are the values of columns that a file lacks; None is a missing value.
 
-    Raises DataError if the source cannot become a data set, or job.data.path holds another one.
+    Raises DataError if no data set can be made from the source, or job.data.path holds another data
+    set.
     """
     # Here, so that a typo in the command fails before pyarrow and DuckDB are imported.
     from pipeline.data.prepare.base_vocabulary import load_base
@@ -63,7 +64,7 @@ def prepare(job: PrepareJob, constants: Mapping[str, str | None] = MappingProxyT
 
 
 def _ray_executor(recipe: Recipe, config: RayConfig) -> Executor:
-    """Raises ConfigError if Ray is not installed."""
+    """Return an executor that runs tasks on Ray. Raises ConfigError if Ray is not installed."""
     try:
         make = from_extra("ray_executor", "engine=ray")
     except ImportError as error:
@@ -73,9 +74,8 @@ def _ray_executor(recipe: Recipe, config: RayConfig) -> Executor:
 
 
 def staging_folder(job: PrepareJob) -> str:
-    """Return a folder next to data.path, or in temp_dir; with engine=ray all machines see it.
-
-    It is named after data.path, so a restart finds it.
+    """Return a folder next to data.path, or in temp_dir; with engine=ray all machines must see it.
+    Its name is made from data.path, so a restart finds it.
     """
     from urllib.parse import quote
 
@@ -115,7 +115,7 @@ def describe(summary: PrepareSummary) -> str:
 
 
 def _rate(dataset: Dataset, name: str) -> str:
-    """Describe the label rate of a split; "" without rows, or if the main label is not binary."""
+    """Describe the label rate of a split as text; "" if there are no rows, or the main label is not binary."""
     split = dataset.splits[name]
     kind = next(label.kind for label in dataset.all_labels if label.name == dataset.label)
     weighted = "" if split.weighted_rate is None else "weighted "

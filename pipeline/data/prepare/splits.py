@@ -31,10 +31,9 @@ COUNTS_SCHEMA = pa.schema([("count", pa.int32())])
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Two boundaries of keys. `by`: a key is a row's number (row), its time, or a seeded hash of
-    its number or group.
-
-    by=random hashes the number and by=user the group. `sampling` leaves out some training rows.
+    """The two boundaries of keys. `by` says what a row's key is: its number (row), its time, or a
+    seeded hash (random: of the number, user: of the group). `sampling` leaves out some training
+    rows.
     """
 
     first_validation: int
@@ -45,18 +44,19 @@ class Boundaries:
 
     @property
     def column(self) -> str | None:
-        """Return the staged column with the keys; None if the keys are the rows' numbers."""
+        """Return the staged column that holds the keys; None if the keys are the numbers of the rows."""
         return {"time": TIMESTAMP_COLUMN, "user": GROUP_COLUMN}.get(self.by)
 
     @property
     def columns(self) -> list[str]:
-        """Return the staged columns that decide the splits of rows; [] if row numbers are
-        enough."""
+        """Return the staged columns that the splits of rows depend on; [] if the numbers of rows
+        are enough.
+        """
         keys = [] if self.column is None else [self.column]
         return [*keys, *([self.sampling.label] if self.sampling else [])]
 
     def keys(self, first_row: int, num_rows: int, staged: np.ndarray | None) -> np.ndarray:
-        """Return [rows] int64 keys. `staged` is the block's column of keys."""
+        """Return keys [rows] int64. `staged` is the block's column that holds the keys, if there is one."""
         keys = np.arange(first_row, first_row + num_rows) if staged is None else staged
         if self.by not in ("random", "user"):
             return keys
@@ -64,7 +64,7 @@ class Boundaries:
         return (mix(seeded) >> np.uint64(1)).view(np.int64)
 
     def split_of(self, keys: np.ndarray) -> np.ndarray:
-        """Return [rows] numbers into SPLITS."""
+        """Return [rows]: the split of each row as an index into SPLITS."""
         return (keys >= self.first_validation).astype(np.int8) + (keys >= self.first_test)
 
 
@@ -97,7 +97,7 @@ def find_boundaries(
 ) -> Boundaries:
     """Find the boundaries.
 
-    `find_times` returns the times of the rows with these numbers when all are sorted by time.
+    `find_times` takes row numbers in the order of time, and returns the times of these rows.
     """
     total = sum(file.num_rows for file in files)
     if config.kind == "given":
@@ -119,7 +119,7 @@ def find_boundaries(
 
 
 def _by_key(config: SplitConfig) -> Boundaries:
-    """Return the boundaries of kinds that depend only on the config."""
+    """Return the boundaries if data.split.kind makes them depend only on the config."""
     if config.kind == "date":
         first = _time("split.validation_from", config.validation_from or "")
         second = np.iinfo(np.int64).max if config.test_from is None else _time("split.test_from", config.test_from)
@@ -155,7 +155,7 @@ def _between_files(files: Sequence[RowCount], given: Sequence[str | None]) -> Bo
 def _cuts(total: int, config: SplitConfig) -> tuple[int, int]:
     """Return the row numbers where validation and test begin.
 
-    An odd row goes to validation. 1e-9: 2/14 * 14 = 1.9999.
+    An odd row goes to validation. 1e-9 is added because 2/14 * 14 = 1.9999.
     """
     held_out = config.validation_fraction + config.test_fraction
     num_held_out = math.floor(total * held_out + 1e-9)
@@ -172,9 +172,10 @@ def times_of(file: StagedFile) -> Iterator[pa.RecordBatch]:
 
 
 def times_at(counted: duckdb.DuckDBPyRelation, rows: list[int]) -> list[int]:
-    """Return the times of the rows that have these numbers when sorted by time; past the end, a later time.
+    """Return the times of the rows with these numbers in the order of time; a number past the end
+    gets a later time.
 
-    `counted` is (time, rows), by ascending time.
+    `counted` has (time, rows), sorted by time.
     """
     found: list[int] = []
     passed, latest = 0, 0
@@ -199,9 +200,8 @@ def read_block(file: StagedFile, index: int, columns: list[str] | None = None) -
 
 
 def split_of_block(block: BlockRows, boundaries: Boundaries, batch: pa.RecordBatch) -> np.ndarray:
-    """Return [rows] numbers into SPLITS, or DROPPED.
-
-    `batch` is the block, with boundaries.columns.
+    """Return [rows]: the split of each row as an index into SPLITS, or DROPPED. `batch` has the
+    block's columns boundaries.columns.
     """
     return _split_of_rows(block.first_row, block.num_rows, boundaries, batch)
 
@@ -236,8 +236,9 @@ def blocks_of_file(file: StagedFile, boundaries: Boundaries, first_row: int) -> 
 
 
 def check_dates(config: SplitConfig, num_rows: int, num_held_out: int) -> None:
-    """Raise DataError if no row is as late as `validation_from`, because dates are later than
-    any number of seconds."""
+    """Raise DataError if no row is as late as `validation_from`: a date is later than any time in
+    seconds, so the units probably differ.
+    """
     if config.kind == "date" and not num_held_out:
         raise DataError(
             f"none of {num_rows:,} rows is from data.split.validation_from={config.validation_from} on. Where the timestamp column has "
@@ -246,7 +247,7 @@ def check_dates(config: SplitConfig, num_rows: int, num_held_out: int) -> None:
 
 
 def check_rows_to_train_on(found: bool, num_rows: int) -> None:
-    """Raise DataError unless a row is `found`."""
+    """Raise DataError if `found`, the number of training rows, is 0."""
     if not num_rows:
         raise DataError(
             "no row was accepted, all are in the quarantine: correct data.format and data.columns, or the source"
@@ -259,10 +260,11 @@ def check_rows_to_train_on(found: bool, num_rows: int) -> None:
 
 
 def count_training(blocks: list[BlockRows], boundaries: Boundaries, features: Features, path: str) -> np.ndarray:
-    """Return [num_features] the lookups of the training rows of one file.
+    """Return [num_features]: the number of lookups in the training rows of one file.
 
-    The counts of values in blocks that only train were staged. In a block that splits share they
-    are counted again, and written to `path`: a record batch per such block and feature.
+    In a block with only training rows, the counts of values were staged. In a block that several
+    splits share, values are counted again and written to `path`: a record batch for each such block
+    and feature.
     """
     lookups = np.zeros(len(features.sparse), dtype=np.int64)
     with pa.ipc.new_file(path, COUNTS_SCHEMA, options=LZ4) as writer:

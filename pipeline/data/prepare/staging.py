@@ -39,7 +39,7 @@ LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")  # saves two fifths of the folde
 
 @dataclass
 class StagedFile:
-    """block_rows [num_blocks]; num_values and num_lookups [num_blocks][num_features]."""
+    """A staged file. block_rows is [num_blocks]; num_values and num_lookups are [num_blocks][num_features]."""
 
     folder: str
     number: int
@@ -59,8 +59,9 @@ class StagedFile:
 
     @cached_property
     def first_values(self) -> np.ndarray:
-        """Return [num_blocks, num_features]: the number of each block's first value among the
-        values of the file."""
+        """Return [num_blocks, num_features]: the number of each block's first value among all
+        values of the file.
+        """
         counts = np.array(self.num_values, np.int64)
         firsts: np.ndarray = np.cumsum(counts, axis=0) - counts
         return firsts
@@ -95,7 +96,7 @@ class FileSummary:
 
 @dataclass(frozen=True)
 class FileToStage:
-    """A file to stage. `before`: all files before it; None if files are staged in parallel."""
+    """A file to stage. `before`: all files before this file; None if files are staged in parallel."""
 
     number: int
     before: list[FileSummary] | None
@@ -105,7 +106,7 @@ def stage_file(recipe: Recipe, item: FileToStage) -> FileSummary:
     """Task: read one source file.
 
     Raises:
-        DataError: so many rows are unreadable that the preparation can only fail.
+        DataError: so many rows are unreadable that the preparation must fail.
         SourceChangedError: the file is no longer the one that the driver has listed.
     """
     source = recipe.sources[item.number]
@@ -146,7 +147,8 @@ def load_staged(folder: str) -> StagedFile:
 def _stage(recipe: Recipe, source: Source, staged: StagedFile, check: Callable[[StagedFile, int], None]) -> StagedFile:
     """Write the files of `staged`.
 
-    `check` sees the state after each block, and a number of bytes whose rows are all in it.
+    `check` is called after each block with the state, and with a number of bytes whose rows have
+    all been staged.
     """
     features, resources = recipe.features, recipe.resources
     teacher = _read_teacher(source, features)
@@ -175,9 +177,8 @@ def _stage(recipe: Recipe, source: Source, staged: StagedFile, check: Callable[[
 
 
 def _with_positions(reader: RowReader) -> Iterator[tuple[Block, int]]:
-    """Yield each block, and a position whose rows are all in the blocks so far.
-
-    The reader is ahead of its blocks.
+    """Yield each block, and a file position before which all rows are in the blocks so far. The
+    reader's own position is ahead of its blocks.
     """
     before = now = 0
     for block in reader.blocks():
@@ -189,8 +190,9 @@ def _with_positions(reader: RowReader) -> Iterator[tuple[Block, int]]:
 def _key(recipe: Recipe, source: Source) -> str:
     """Return a hash of everything the staged bytes depend on.
 
-    Frequency thresholds, for example, are applied later.
-    The stamp is part of it: a digest of samples does not notice every change of a large file.
+    Frequency thresholds, for example, do not count, because they are applied later. The hash
+    includes the file's stamp, because a digest of samples does not notice every change of a large
+    file.
     """
     features = recipe.features
     hashed = {name: (ids.hash_size, ids.hash_seed) for name, ids in features.ids.items() if ids.kind == "hash"}
@@ -213,7 +215,7 @@ def _key(recipe: Recipe, source: Source) -> str:
 def _read_teacher(source: Source, features: Features) -> dict[str, np.ndarray]:
     """Return label -> [rows] true probabilities of a generated source.
 
-    A single label has a separate column name.
+    If there is a single label, its column has a special name.
     """
     path = source.path + TEACHER_SUFFIX
     if not storage.is_file(path):

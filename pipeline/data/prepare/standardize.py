@@ -18,7 +18,7 @@ CHUNK_ROWS = 65_536
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and `squares`, the sum of squared distances from the mean."""
+    """The count, the mean and `squares` (the sum of squared distances from the mean) of values."""
 
     count: int = 0
     mean: float = 0.0
@@ -41,7 +41,7 @@ class Moments:
 
 
 def base_transforms(features: Features, base: BaseVocabulary | None) -> dict[str, Transform]:
-    """Return the standardized columns' transforms that a base data set has; they are kept."""
+    """Return the transforms of standardized columns that the base data set has. They are kept."""
     if base is None:
         return {}
     about = base.dataset
@@ -60,8 +60,8 @@ def names_to_learn(features: Features) -> list[str]:
 def moments_of(name: str, blocks: list[BlockRows], boundaries: Boundaries) -> Moments:
     """Return the moments of the training values in the blocks of one file.
 
-    They are added up in runs of CHUNK_ROWS values, so the result does not depend on how a file was
-    cut into blocks.
+    Moments are added up over chunks of CHUNK_ROWS values, so the result does not depend on the
+    sizes of blocks.
     """
     moments = Moments()
     waiting = np.zeros(0)
@@ -80,7 +80,7 @@ def moments_of(name: str, blocks: list[BlockRows], boundaries: Boundaries) -> Mo
 def transform_from(moments_of_files: Iterable[Moments]) -> Transform:
     """Return the transform.
 
-    Files are merged in source order, so the result is reproducible. A constant has std 1.
+    Files are merged in source order, so the result is reproducible. A constant column gets std 1.
     """
     total = Moments()
     for moments in moments_of_files:

@@ -1,5 +1,6 @@
-"""Find times in more than one unit, because seconds in one file and milliseconds in another
-would be sorted wrongly."""
+"""Find times in more than one unit. Seconds in one file and milliseconds in another would be sorted
+wrongly.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +26,16 @@ logger = get_logger(__name__)
 
 
 class StagedTimes(Protocol):
-    """Counts of times. num_times: unit -> rows with such a time."""
+    """Counts of times by unit. num_times: unit -> number of rows with a time in this unit."""
 
     @property
     def num_times(self) -> dict[str, int]: ...
 
 
 def count_units(times: np.ndarray) -> dict[str, int]:
-    """Count how many of the times, [rows] int64, look like each unit.
+    """Count for each unit how many of the times, [rows] int64, look like times in this unit.
 
-    Other times are not counted.
+    Times that look like no unit are not counted.
     """
     if not len(times):
         return {}
@@ -49,10 +50,10 @@ def count_units(times: np.ndarray) -> dict[str, int]:
 
 
 def check_time_units(config: DataConfig, sources: Sequence[Source], files: Sequence[StagedTimes]) -> None:
-    """Warn of a few times in a different unit.
+    """Warn if a few times are in another unit than the other times.
 
     Raises:
-        DataError: they are more than data.max_quarantined_fraction.
+        DataError: their share is above data.max_quarantined_fraction.
     """
     counts: dict[str, int] = {}
     first: dict[str, str] = {}

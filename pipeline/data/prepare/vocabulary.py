@@ -51,8 +51,8 @@ def limit_memory(engine: duckdb.DuckDBPyConnection, memory_bytes: int) -> None:
 def rank_values(
     batches: Iterable[tuple[pa.Array, np.ndarray]], ids: IdsConfig, num_lookups: int, path: str | None
 ) -> RankedFeature:
-    """Number one feature's values from 1 and write its vocabulary to `path`; None if ids are
-    hashed.
+    """Number one feature's values from 1 on and write its vocabulary to `path`, which is None if
+    ids are hashed.
 
     Values seen fewer than ids.min_frequency times, or beyond ids.max_size rows (including row 0),
     get no id.
@@ -84,7 +84,7 @@ def rank_values(
 
 
 class _CurveBuilder:
-    """Sums over the most frequent ids, from descending counts in batches."""
+    """Sums the counts of the most frequent ids. Counts are added in batches, in descending order."""
 
     def __init__(self) -> None:
         self._upto = np.zeros(len(CURVE_RANKS), dtype=np.int64)  # of the first CURVE_RANKS[i] values
@@ -102,7 +102,8 @@ class _CurveBuilder:
     def finish(self, cardinality: int, num_lookups: int) -> FrequencyCurve:
         """Return the curve.
 
-        Id 0 has the lookups of values without an id, and its rank depends on their number.
+        Id 0 gets the lookups of all values without an id, and its rank depends on the number of
+        these lookups.
         """
         unknown = num_lookups - self._sum
         top = np.maximum(self._upto, self._before + unknown)

@@ -42,7 +42,7 @@ class Prepared:
 
 
 def assemble_dataset(recipe: Recipe, files: Sequence[FileSummary], prepared: Prepared, scratch: str) -> Dataset:
-    """Describe the data set, and publish its quarantine, which is written in the local folder `scratch`."""
+    """Describe the data set, and publish the quarantine file, which is first written to the local folder `scratch`."""
     config, sources, features = recipe.config, recipe.sources, recipe.features
     shards = prepared.shards
     quarantined = sum(file.num_quarantined for file in files)
@@ -97,7 +97,7 @@ def describe_feature(
 
 
 def with_digest(feature: SparseFeature, path: str) -> SparseFeature:
-    """Add the size and the SHA-256 of the local file `path`, which becomes the vocabulary of the feature."""
+    """Return the feature with the size and SHA-256 of its vocabulary, the local file `path`."""
     return replace(feature, vocabulary_bytes=os.path.getsize(path), vocabulary_sha256=storage.sha256_of(path))
 
 
@@ -122,11 +122,11 @@ def _split(shards: list[WrittenShard], number: int, features: Features) -> Split
 
 
 def _bayes_auc(shards: list[WrittenShard], features: Features) -> dict[str, float]:
-    """Return the AUC of the teacher's probabilities: by split for the main label, by split/label
-    for other labels.
+    """Return the AUC of the teacher's probabilities. Keys are `split` for the main label, and
+    `split/label` for other labels.
 
-    Empty for a source that was not generated. A masked label counts where its mask is 1. Rows count by
-    their weight.
+    Empty if the source was not generated. A masked label counts in rows where its mask is 1. Rows
+    count by their weight.
     """
     aucs = {}
     for number, split in enumerate(SPLITS):

@@ -1,8 +1,8 @@
 """Write staged rows, with the ids of their codes, as Parquet shards.
 
-Columns: labels and weight as in Features.label_types, dense features float32, one-hot and bucketed
-features int32, multi-hot features list<int32>, their weights list<float32>, and the group int64 if
-there is one. No value is null.
+Columns: labels and weight with the types of Features.label_types, dense features float32, one-hot
+and bucketed features int32, multi-hot features list<int32>, their weights list<float32>, and the
+group int64 if there is one. No value is null.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ OBJECTS_AT_ONCE = 16
 class WrittenShard:
     """A written shard.
 
-    `truth`: label -> the teacher's probabilities, `labels`: the sampled labels and the weight column; for
-    generated data only.
+    For generated data, `truth` maps a label to the teacher's probabilities, and `labels` holds the
+    sampled labels and the weight column.
     """
 
     split: int
@@ -62,7 +62,7 @@ class WrittenShard:
 
 @dataclass(frozen=True)
 class Span:
-    """`num_rows` rows of the parts `first` to `last` - 1, after the first `skip` rows."""
+    """A span of `num_rows` rows over parts `first` to `last` - 1, which begins after the first `skip` rows."""
 
     first: int
     last: int
@@ -71,9 +71,8 @@ class Span:
 
 
 def spans_of(counts: Sequence[int], size: int, begin: int = 0) -> Iterator[Span]:
-    """Yield spans of `size` rows over parts with `counts` rows, from row `begin` on.
-
-    The last span is smaller.
+    """Yield spans of `size` rows from row `begin` on. `counts` are the rows of each part. The last
+    span may be smaller.
     """
     ends = np.cumsum([0, *counts])
     for start in range(begin, int(ends[-1]), size):
@@ -84,9 +83,8 @@ def spans_of(counts: Sequence[int], size: int, begin: int = 0) -> Iterator[Span]
 
 @dataclass(frozen=True)
 class FileOfShard:
-    """A file of a shard. `folder`, `path`: where it was staged and divided.
-
-    `first_values`: [num_features] the numbers of its first values among the values of all files.
+    """A file whose rows go to a shard. `folder`, `path`: the outputs of staging and dividing it.
+    `first_values` [num_features]: the number of its first value among the values of all files.
     """
 
     folder: str
@@ -96,9 +94,10 @@ class FileOfShard:
 
 @dataclass(frozen=True)
 class SharedByShards:
-    """Input of all shards.
+    """Input that all shards have in common.
 
-    `ids_paths`: a file of int32 per feature; `transforms`: of columns that were staged as read.
+    `ids_paths`: for each feature a file of ids (int32). `transforms`: transforms of columns that
+    were staged as read.
     """
 
     boundaries: Boundaries
@@ -109,7 +108,7 @@ class SharedByShards:
 
 @dataclass(frozen=True)
 class ShardToWrite:
-    """A shard to write: rows of `split` in `files`, from number `first_row` on."""
+    """A shard to write: rows of `split` from row number `first_row` on, which come from `files`."""
 
     split: int
     number: int
@@ -124,7 +123,7 @@ class ShardToWrite:
 
 
 def plan_shards(files: Sequence[DividedFile], rows_per_shard: int, shared: SharedByShards) -> list[ShardToWrite]:
-    """Plan shards of each split in turn, rows in source order; only the last of a split is smaller."""
+    """Plan the shards of one split after another, with rows in source order. Only a split's last shard is smaller."""
     num_values = np.array([file.num_values for file in files], np.int64)
     firsts = (np.cumsum(num_values, axis=0) - num_values).tolist()
     found = []
@@ -219,7 +218,7 @@ class _ShardWriter:
         return self._with_ids(self._ids_of(file, block), batch)
 
     def _ids_of(self, file: FileOfShard, block: BlockRows) -> Iterator[np.ndarray]:
-        """Yield the ids at each code, for each feature."""
+        """Yield for each feature the array that maps a code to an id."""
         paths = self._item.shared.ids_paths
         firsts = (np.array(file.first_values) + block.file.first_values[block.index]).tolist()
         spans = zip(paths, firsts, block.file.num_values[block.index], strict=True)
@@ -231,7 +230,7 @@ class _ShardWriter:
             yield np.concatenate([[0], ids]).astype(np.int32)  # code 0, the missing value, is id 0
 
     def _with_ids(self, ids: Iterator[np.ndarray], batch: pa.RecordBatch) -> pa.Table:
-        """Replace codes by ids."""
+        """Return the batch with ids instead of codes."""
         columns = {name: batch[name] for name in batch.schema.names}
         for name, id_of_code in zip(self._features.sparse, ids, strict=True):
             column = columns[name]

@@ -21,9 +21,9 @@ Partitions = tuple[tuple[str, str | None], ...]
 class Source:
     """One raw file. `digest` covers 64 evenly spaced pieces of 64 KiB: all of a file up to 4 MiB.
 
-    `split` is the split of its rows if the splits of a data set name their files. `partitions` are
-    the columns whose values the folders above it give (data/raw/partitions.py). `stamp` is the
-    state of the file when it was listed.
+    `split` is the split of its rows if the config names files for each split. `partitions` are the
+    columns whose values are in the names of the folders above it (data/raw/partitions.py). `stamp`
+    is the state of the file when it was listed.
     """
 
     path: str
@@ -50,7 +50,7 @@ class Block:
 
 
 class RowReader(Protocol):
-    """An open source. `position` is the number of its bytes that have been read into blocks."""
+    """An open source. `position` is the number of the file's bytes that have been read into blocks."""
 
     @property
     def position(self) -> int: ...
@@ -63,14 +63,14 @@ class RowReader(Protocol):
         """Yield blocks of at most MAX_BLOCK_ROWS rows, in source order."""
 
     def schema(self) -> pa.Schema | None:
-        """Return the types of the columns, None if the file is text."""
+        """Return the types of the columns, or None if the file is text."""
 
 
 @dataclass(frozen=True)
 class QuarantinedRow:
-    """A row that was left out.
+    """A row that was left out because it is invalid.
 
-    `line` counts from 1, including a header; in Parquet files it is the number of the row.
+    `line` counts from 1, including a header. In Parquet files it is the number of the row.
     """
 
     line: int

@@ -1,4 +1,4 @@
-"""Transform numbers of dense columns or put them into buckets, with the same code for preparation and serving."""
+"""Transform numbers of dense columns, or replace them by bucket numbers. prepare and serve use the same code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Transform:
-    """A transform of a dense column. A missing value becomes 0, or the mean for standardize.
+    """A transform of a dense column. A missing value becomes 0, or the mean if `kind` is standardize.
 
     log1p uses 0 for negative values, as DLRM does:
     https://github.com/facebookresearch/dlrm/blob/main/data_utils.py: X_int[X_int < 0] = 0, then
@@ -53,8 +53,9 @@ def bucket_numbers(values: NDArray[np.float64], boundaries: Sequence[float]) -> 
 
 
 def bucket_texts(values: NDArray[np.float64], boundaries: Sequence[float]) -> list[str | None]:
-    """Return [n]: the number of each value's bucket as text, as in its vocabulary; None if the
-    value is missing."""
+    """Return [n]: each value's bucket number as text, as the vocabulary has it; None if the value
+    is missing.
+    """
     return [None if number < 0 else str(number) for number in bucket_numbers(values, boundaries).tolist()]
 
 

@@ -1,5 +1,4 @@
-"""Compute the columns that data.transforms declares, with the same code for preparation and
-serving."""
+"""Compute the columns that data.transforms declares. prepare and serve use the same code."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def derive(table: pa.Table, transforms: Mapping[str, TransformConfig], null_valu
 
 
 def _read(column: pa.ChunkedArray, kind: str, null_values: Sequence[str]) -> pa.Array:
-    """Return float64 or text; a missing value is null. Times keep their type."""
+    """Return the column as float64 or text, with nulls for missing values. Times keep their type."""
     array = column.combine_chunks()
     if kind == NUMBER:
         return pa.array(np.asarray(array.to_numpy(zero_copy_only=False), np.float64), from_pandas=True)
