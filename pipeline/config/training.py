@@ -290,8 +290,8 @@ class EarlyStopConfig:
 
 @dataclass
 class TrainerConfig:
-    """Steps count optimizer updates of global_batch_size rows, read as gradient_accumulation_steps
-    micro-batches.
+    """Configure the training loop. One step is one optimizer update with global_batch_size rows,
+    which are read in gradient_accumulation_steps micro-batches.
 
     non_finite_loss: stop ends the run at the first such loss. skip skips such batches, up to
     max_non_finite_steps in a row. rollback also skips, then goes back once to the newest checkpoint

@@ -63,12 +63,12 @@ class Device:
 
     @classmethod
     def why_absent(cls) -> str:
-        """Return in one line why torch sees no such device."""
+        """Return one line that says why torch sees no device of this kind."""
         return "torch gives no reason"
 
     @classmethod
     def check_absence(cls) -> None:
-        """Raise ConfigError if the host has such a device and torch does not see it."""
+        """Raise ConfigError if the host has a device of this kind but torch does not see it."""
 
     @classmethod
     def index_of(cls, local_rank: int) -> int:
@@ -76,7 +76,7 @@ class Device:
         return local_rank
 
     def needs_claim(self, num_ranks: int) -> bool:
-        """Return whether several ranks of a host may have been given the same device."""
+        """Return whether several ranks of a host may be using the same device by mistake."""
         return False
 
     def claim(self, store: dist.Store, local_rank: int) -> None:
@@ -103,14 +103,14 @@ class Device:
         self._module.synchronize(self.torch_device)
 
     def record_event(self) -> torch.Event:
-        """Return an event that completes after what is issued on the current stream."""
+        """Return an event that completes after all operations that the current stream has so far."""
         event: torch.Event = self._module.current_stream().record_event()
         return event
 
     # The step
 
     def pipeline(self, asked: str, world_size: int) -> str:
-        """Return the train pipeline: sparse_dist, base, or plain (no copies, no overlap)."""
+        """Return the name of the train pipeline: sparse_dist, base, or plain (without copies and overlap)."""
         return "sparse_dist" if asked == "auto" else asked
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
@@ -122,13 +122,13 @@ class Device:
     # Tables, layers, exchanges
 
     def exchange(self, context: DistributedContext, timeout_s: float) -> HostExchange | None:
-        """Collective: return the exchange of one host's ranks, or None."""
+        """Collective: return the HostExchange of the ranks of one host, or None if this device has none."""
         return None
 
     # Memory
 
     def count_here(self) -> int:
-        """Return the number of such devices. 0: ranks are not bound to one device each."""
+        """Return the number of devices of this kind on this host; 0 if a rank does not need a device of its own."""
         return int(self._module.device_count())
 
     def memory_bytes(self) -> int:
@@ -146,7 +146,7 @@ class Device:
         )
 
     def keep_freed_memory(self, num_ranks: int) -> None:
-        """Keep memory that a step has freed for the next step. num_ranks: ranks of this host."""
+        """Keep the memory that a step frees, so that the next step uses it again. num_ranks: the ranks of this host."""
 
     def peak_memory_bytes(self) -> int:
         """Return the peak memory of this rank since it started."""
@@ -163,7 +163,7 @@ class Device:
         return torch.random.fork_rng(devices=[self.index], device_type=self.device_type)
 
     def random_state(self) -> torch.Tensor | None:
-        """Return the state of the device's own generator, None if it has only the host's."""
+        """Return the state of the device's random generator; None if the device uses only the host's generator."""
         state: torch.Tensor = self._module.get_rng_state(self.torch_device)
         return state
 
@@ -178,10 +178,11 @@ class Device:
         return [ProfilerActivity.CPU, getattr(ProfilerActivity, self.device_type.upper())]
 
     def own_time_us(self, event: FunctionEventAvg) -> float:
-        """Return a profiler event's time without the events that it calls.
+        """Return the microseconds of a profiler event, without the time of the events that it
+        calls.
 
-        Only kernels count. Operations that launch them, and the user's ranges, report the same time
-        again.
+        Only kernels count. Operations that launch kernels, and the user's ranges, report the time
+        of the kernels again.
         """
         is_kernel = event.device_type.name == self.device_type.upper() and not event.is_user_annotation
         return float(event.self_device_time_total) if is_kernel else 0.0
@@ -194,6 +195,6 @@ def in_host_memory(tensors: torch.Tensor | Iterable[torch.Tensor]) -> bool:
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
-    """Return the type of autocast's products of this tensor, or None without autocast."""
+    """Return the dtype in which autocast computes products of this tensor, or None without autocast."""
     device_type = tensor.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None

@@ -1,4 +1,4 @@
-"""Convert a searcher's result into a PlanRecord: ranks' loads, and each table's choice with its reason."""
+"""Convert a searcher's result into a PlanRecord: the ranks' loads, and each table's choice with its reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeline.runtime.byte_counts import show_bytes
 
 @dataclass(frozen=True)
 class ChosenPlan:
-    """A plan as options whose shards have ranks. Bound and gap are set if they are proven."""
+    """Hold a plan as options whose shards are assigned to ranks. Bound and gap are set if they are proven."""
 
     plan: ShardingPlan
     options: list[ShardingOption]
@@ -53,7 +53,7 @@ def build_record(planner: str, problem: Problem, found: ChosenPlan) -> PlanRecor
 
 
 def rank_loads(options: list[ShardingOption], world_size: int, latencies_ms: Mapping[str, Floats]) -> list[RankLoad]:
-    """Sum the loads of shards by rank. Each rank has the latency of all collectives."""
+    """Sum the loads of the shards on each rank. The latency of all collectives is added to every rank."""
     shards: list[list[Shard]] = [[] for _ in range(world_size)]
     for option in options:
         for shard in option.shards:
@@ -98,7 +98,7 @@ def _choice(entry: PlacedTable, option: ShardingOption, problem: Problem) -> Tab
 
 
 def _reason(entry: PlacedTable, option: ShardingOption, problem: Problem) -> str:
-    """Say why a table is sharded like this, and whether its sharding type is inexact."""
+    """Return why the table has this sharding type, and a note if the type is inexact."""
     optimizer, world_size = problem.request.optimizer.name, problem.request.hardware.world_size
     size, room = table_bytes(entry, optimizer), max(problem.usable[:1] if problem.usable[0] else problem.usable)
     if len(problem.constraints[entry.table.name].sharding_types or []) == 1 and entry.table.sharding.sharding_types:

@@ -52,7 +52,7 @@ Rows = NDArray[np.int64]
 
 
 class StepPerf(Perf):
-    """Include the input, for which a step waits, in the total. TorchRec's total omits it."""
+    """Add the time that a step waits for its input to the total. TorchRec's total omits this time."""
 
     @property
     def total(self) -> float:
@@ -67,7 +67,7 @@ class StepPerf(Perf):
 
 @dataclass(frozen=True)
 class Wire:
-    """Bytes per number on the wire; None: as in the table. summed_*: by reduce-scatter, all-gather."""
+    """Hold the bytes of a number on the wire; None: as in the table. summed_*: for reduce-scatter and all-gather."""
 
     forward: float | None = None
     backward: float | None = None
@@ -83,7 +83,7 @@ UNQUANTIZED = "as pooled"
 
 
 def wire_precisions(sharders: Iterable[ModuleSharder[nn.Module]]) -> dict[str, dict[str, str]]:
-    """Return collective -> direction -> the precision that the sharders' codecs give."""
+    """Return collective -> direction -> the precision of the sharders' codecs."""
     registries = (sharder.qcomm_codecs_registry for sharder in sharders)
     registry: dict[str, QuantizedCommCodecs] = next((found for found in registries if found), {})
 
@@ -98,7 +98,7 @@ def wire_precisions(sharders: Iterable[ModuleSharder[nn.Module]]) -> dict[str, d
 
 
 def wire_of(sharders: Iterable[ModuleSharder[nn.Module]]) -> Wire:
-    """Return the precisions in bytes."""
+    """Return the precisions of the sharders' codecs in bytes per number."""
 
     def size(precision: str) -> float | None:
         if precision == UNQUANTIZED:
@@ -111,7 +111,7 @@ def wire_of(sharders: Iterable[ModuleSharder[nn.Module]]) -> Wire:
 
 @dataclass(frozen=True)
 class _Work:
-    """One option in numbers. Arrays are [S] by shard. `lookups`, `outputs`: of all ranks' samples."""
+    """Describe the work of one option. Arrays are [S] by shard. `lookups`, `outputs`: for the samples of all ranks."""
 
     option: ShardingOption
     element_bytes: int
@@ -140,7 +140,7 @@ class CostModel:
         self.links = links_of(hardware)
 
     def estimate(self, sharding_options: list[ShardingOption], *_: Any, **__: Any) -> None:
-        """Estimate. TorchRec renames the other arguments between versions."""
+        """Set the estimates. TorchRec's versions give the other arguments different names."""
         for option in sharding_options:
             cost = self.phases_ms(option)
             made: dict[tuple[float, ...], StepPerf] = {}
@@ -151,7 +151,7 @@ class CostModel:
                 shard.perf = made[phases]
 
     def phases_ms(self, option: ShardingOption) -> Floats:
-        """Return [S, P]: the time of each shard in each phase of plan_record.PHASES."""
+        """Return [S, P]: the milliseconds of each shard in each phase of plan_record.PHASES."""
         work = self._work(option)
         forward, backward = self._compute(work)
         columns = [self._input_dist(work), forward, self._forward_comms(work), backward, self._backward_comms(work)]
@@ -163,7 +163,7 @@ class CostModel:
         return float((work.hits * work.lookups).sum() / max(work.lookups.sum(), 1e-30))
 
     def tier_forecast(self, option: ShardingOption) -> TierForecast | None:
-        """Return the forecast of a table with tiers; None if it is completely in memory."""
+        """Return the forecast of a table with tiers, or None if the whole table is in memory."""
         table = self.in_tiers.get(option.name)
         if table is None:
             return None
@@ -172,7 +172,7 @@ class CostModel:
         return found
 
     def weights_bytes(self, option: ShardingOption) -> Floats:
-        """Return [S]: bytes of the weights of ids that a shard looks up in a step."""
+        """Return [S]: the bytes of the weights of the ids that each shard looks up in a step."""
         work = self._work(option)
         return work.lookups * (WEIGHT_BYTES if work.weighted else 0)
 
@@ -212,7 +212,7 @@ class CostModel:
         return self._hardware.memory_gb_per_s * BYTES_PER_MS
 
     def _kernel_speed(self, option: ShardingOption) -> float:
-        """Bytes/ms by TorchRec's table, an average if a cache serves a part."""
+        """Return bytes/ms from TorchRec's table. If a cache serves a part of the lookups, return the average."""
         hardware = self._hardware
         ddr, uvm = hardware.ddr_gb_per_s * BYTES_PER_MS, hardware.hbm_to_ddr_gb_per_s * BYTES_PER_MS
         device, kernel = hardware.compute_device, option.compute_kernel
@@ -262,7 +262,7 @@ class CostModel:
         return work.element_bytes if number_bytes is None else number_bytes
 
     def _input_dist(self, work: _Work) -> Floats:
-        """Ids, lengths and weights that other ranks send to a shard."""
+        """Return the time to send a shard's ids, lengths and weights from other ranks to the shard."""
         if work.kind == "data_parallel":
             return np.zeros(1)
         if not self._corrected:  # TorchRec sends all ids to every shard of rows
@@ -292,7 +292,7 @@ class CostModel:
         return moved + copied / speed
 
     def _output_ms(self, work: _Work, forward: bool) -> Floats:
-        """Return the time of pooled rows to the samples' ranks, or of their gradients back."""
+        """Return the time to send pooled rows to the samples' ranks, or the gradients of pooled rows back."""
         links, whole = self.links, work.outputs * work.num_columns * self._wire_bytes(work, forward)
         if work.kind in BY_TABLE:
             return self._exchange(whole)
@@ -317,20 +317,21 @@ class CostModel:
 
 
 def cache_load_factor(option: ShardingOption) -> float:
-    """Return the share of a shard's rows that its cache in HBM holds."""
+    """Return the share of a shard's rows that its cache in HBM can hold."""
     return UVM_CACHING_RATIO if option.cache_load_factor is None else option.cache_load_factor
 
 
 def _narrowness(num_columns: Floats) -> Floats:
-    """Return the slowdown of narrow rows (measured by TorchRec): FBGEMM's blocks are 128 wide."""
+    """Return the slowdown of rows narrower than 128 columns, FBGEMM's block width, as TorchRec measured it."""
     narrow = np.where(num_columns >= FULL_BLOCK_EMB_DIM // 2, HALF_BLOCK_PENALTY, QUARTER_BLOCK_PENALTY)
     return np.where(num_columns >= FULL_BLOCK_EMB_DIM, 1.0, narrow)
 
 
 def shard_shares(frequencies: RowFrequencies | None, first_rows: Rows, num_rows: Rows, table_rows: int) -> Floats:
-    """Return [S]: the share of a table's lookups on rows first_rows .. first_rows + num_rows.
+    """Return [S]: for each shard the share of the table's lookups that are for rows first_rows ..
+    first_rows + num_rows.
 
-    It is uniform without frequencies, and if ids are hashed.
+    Lookups count as uniform if frequencies are unknown or ids are hashed.
     """
     if frequencies is None or not frequencies.by_row:
         return num_rows / table_rows
@@ -338,10 +339,11 @@ def shard_shares(frequencies: RowFrequencies | None, first_rows: Rows, num_rows:
 
 
 def hit_rates(frequencies: RowFrequencies | None, first_rows: Rows, num_rows: Rows, load_factor: float) -> Floats:
-    """Return [S]: the share of each shard's lookups on its load_factor x num_rows hottest rows.
+    """Return [S]: the share of each shard's lookups that are for its load_factor x num_rows hottest
+    rows.
 
-    FBGEMM's LFU cache comes close to it, and LRU if hot rows are in every batch. Without
-    frequencies lookups are uniform.
+    FBGEMM's LFU cache reaches nearly this hit rate; so does LRU if hot rows are in every batch. If
+    frequencies are unknown, lookups count as uniform.
     """
     cached = np.minimum(num_rows, load_factor * num_rows)
     if frequencies is None:
@@ -356,5 +358,5 @@ def hit_rates(frequencies: RowFrequencies | None, first_rows: Rows, num_rows: Ro
 
 
 def _upto(frequencies: RowFrequencies, rows: Rows | Floats) -> Floats:
-    """Return the share of lookups on the first `rows` rows. Rows beyond the curve have none."""
+    """Return the share of lookups that are for the first `rows` rows. Rows after the curve's end have no lookups."""
     return np.interp(rows, frequencies.rows, frequencies.shares)

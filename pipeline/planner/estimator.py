@@ -1,8 +1,9 @@
 """Estimate the training memory of each shard, and enumerate TorchRec's sharding options with it.
 
-TorchRec counts optimizer state from an attribute that only one way of setting the optimizer leaves
-on the parameter, and by the kind of the optimizer's class: none for fused_params, fp16 state for
-fp16 tables, one of LAMB's two moments. Here the state depends only on the optimizer's name.
+TorchRec estimates the optimizer's state from the optimizer's class, which it reads from an
+attribute of the parameter. Only one way of setting the optimizer leaves this attribute. So TorchRec
+counts no state with fused_params, fp16 state for fp16 tables, and one of LAMB's two moments. Here
+the state depends only on the optimizer's name.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ DENSE_PARAMETER_COPIES = 6
 
 
 def shard_state_bytes(optimizer_name: str, num_rows: int, num_columns: int) -> int:
-    """Return the bytes of optimizer state of a shard. A row-wise state counts per column shard."""
+    """Return the bytes of a shard's optimizer state. Every column shard has its own row-wise state."""
     entry = find_optimizer(optimizer_name)
     return STATE_BYTES * num_rows * (entry.state_per_element * num_columns + entry.state_per_row)
 
@@ -53,7 +54,7 @@ class CostedEnumerator(EmbeddingEnumerator):
         self._estimated: list[list[Shard]] = []
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
-        """Enumerate without TorchRec's copies of all shards for a second call that never comes."""
+        """Enumerate the options, without TorchRec's copies of all shards, which only a second call would need."""
         options = super().enumerate(module, sharders)
         self._last_stored_module = None  # the copies have no shards
         for option, shards in zip(options, self._estimated, strict=True):
@@ -63,7 +64,7 @@ class CostedEnumerator(EmbeddingEnumerator):
         return sorted(options, key=lambda each: (tables[each.fqn], each.sharding_type, each.compute_kernel))
 
     def estimate_again(self, options: list[ShardingOption]) -> list[ShardingOption]:
-        """Estimate costs and memory of more options of the enumerated module."""
+        """Estimate costs and memory of additional options of the enumerated module."""
         self.populate_estimates(options)
         for option, shards in zip(options, self._estimated, strict=True):
             option.shards = shards
@@ -97,7 +98,7 @@ class CostedEnumerator(EmbeddingEnumerator):
             shard.storage.ddr += (0 if has_hbm else weights) + (0 if in_hbm else extra)
 
     def _bytes_on_ssd(self, option: ShardingOption, shard: Shard, state_bytes: int) -> int:
-        """Return the bytes of weights and state that no slot holds."""
+        """Return the bytes of weights and optimizer state that are only on the SSD, because no slot holds them."""
         num_rows, num_columns = shard.size
         whole = num_rows * num_columns * option.tensor.element_size() + state_bytes
         table = self._in_tiers[option.name]
@@ -106,14 +107,14 @@ class CostedEnumerator(EmbeddingEnumerator):
 
     @staticmethod
     def _key_value_cache_bytes(option: ShardingOption, shard: Shard) -> int:
-        """Return a fifth of the rows, FBGEMM's default. TorchRec counts no cache."""
+        """Return the bytes of a fifth of the rows, FBGEMM's default cache. TorchRec does not count this cache."""
         num_rows, num_columns = shard.size
         return math.ceil(cache_load_factor(option) * num_rows) * num_columns * option.tensor.element_size()
 
 
 @contextmanager
 def _without_optimizer(options: list[ShardingOption]) -> Iterator[None]:
-    """Hide the attribute from which TorchRec counts state, so that nothing is counted twice."""
+    """Hide the attribute from which TorchRec counts optimizer state, so that state is not counted twice."""
     hidden = {}
     for option in options:
         if (classes := option.tensor.__dict__.pop("_optimizer_classes", None)) is not None:
@@ -126,9 +127,9 @@ def _without_optimizer(options: list[ShardingOption]) -> Iterator[None]:
 
 
 class KeepFree(StorageReservation):
-    """Reserve a fraction of each rank's memory and the dense part's bytes.
+    """Reserve a fraction of each rank's memory and the bytes that the dense part needs.
 
-    TorchRec's reservations leave host memory out, so a CPU plan would use all of it.
+    TorchRec reserves no host memory, so a plan for CPU ranks would use all of it.
     """
 
     def __init__(self, fraction: float, dense_bytes: int) -> None:
@@ -160,14 +161,14 @@ class KeepFree(StorageReservation):
 def usable_bytes(
     compute_device: str, hbm_cap_bytes: int, ddr_cap_bytes: int, fraction: float, dense_bytes: int
 ) -> tuple[int, int]:
-    """Return HBM and host memory of a rank for tables. Negative: the dense part is too large."""
+    """Return a rank's bytes of HBM and of host memory for tables. They are negative if the dense part is too large."""
     hbm, ddr = int((1 - fraction) * hbm_cap_bytes), int((1 - fraction) * ddr_cap_bytes)
     has_hbm = devices.named(compute_device).has_own_memory
     return (hbm - dense_bytes, ddr) if has_hbm else (0, ddr - dense_bytes)
 
 
 def dense_part_bytes(model: nn.Module, table_parameters: list[nn.Parameter]) -> int:
-    """Return the training memory of all parameters except tables. Works on meta parameters."""
+    """Return the bytes that all parameters except tables need in training. Parameters may be on meta."""
     tables = {id(parameter) for parameter in table_parameters}
     dense = (parameter for parameter in model.parameters() if id(parameter) not in tables)
     return DENSE_PARAMETER_COPIES * sum(parameter.numel() * parameter.element_size() for parameter in dense)

@@ -36,7 +36,7 @@ def summarize(record: PlanDescription) -> str:
 
 
 def explain(record: PlanDescription) -> str:
-    """Return the largest MAX_TABLES tables and the ranks; of many ranks the extremes."""
+    """Return text about the MAX_TABLES largest tables, the ranks (only the extremes if many), and the cost."""
     shown = sorted(record.tables, key=lambda choice: (-choice.weight_bytes - choice.state_bytes, choice.name))
     hidden = shown[MAX_TABLES:]
     lines = [_table_grid(record, shown[:MAX_TABLES])]
@@ -47,7 +47,7 @@ def explain(record: PlanDescription) -> str:
 
 
 def table_cells(choice: TableChoice, num_ranks: int) -> list[str]:
-    """Return the cells of one table of a plan, as TABLE_HEADINGS names them."""
+    """Return the cells of one table's line, in the order of TABLE_HEADINGS."""
     return [
         choice.name,
         f"{choice.num_embeddings:,}",
@@ -68,7 +68,7 @@ def _table_grid(record: PlanDescription, choices: list[TableChoice]) -> str:
 def print_grid(
     headings: Sequence[str], rows: list[list[str]], right: Sequence[str] = (), folded: Sequence[str] = ()
 ) -> str:
-    """Print columns as wide as needed. `folded` columns continue over several lines."""
+    """Print columns as wide as their text. The text of `folded` columns may take several lines."""
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
         justify: Literal["left", "right"] = "right" if heading in right else "left"

@@ -29,10 +29,10 @@ PROBE_STEP_BYTES = GIB // 4
 
 @dataclass(frozen=True)
 class Hardware:
-    """One rank's capacities in bytes and bandwidths in GB/s. On cpu both hbm_ values are 0.
+    """Describe one rank: capacities in bytes and bandwidths in GB/s. On CPU both hbm_ values are 0.
 
-    `local_world_size` ranks are connected with the intra_host values: the ranks of one host, or of
-    all `hosts_per_nvlink_domain` hosts that NVLink joins.
+    The links between `local_world_size` ranks have the intra_host values. These ranks are the ranks
+    of one host, or of all `hosts_per_nvlink_domain` hosts that NVLink connects.
     """
 
     name: str
@@ -89,9 +89,9 @@ def resolve_hardware(
 ) -> Hardware:
     """Fill in what the config does not set, from the devices of this host.
 
-    A running rank passes its `local_world_size` and `device_type`; a plan for other hardware
-    neither. Raises PlanError if a value cannot be found, ranks do not fill hosts, or the hardware
-    is of another kind than the running rank's.
+    A running rank passes its `local_world_size` and `device_type`; a plan for other hardware passes
+    neither. Raises PlanError if a value cannot be found, the ranks do not fill complete hosts, or
+    the running rank's device is of another kind.
     """
     compute_device = _compute_device(config, device_type)
     device = devices.named(compute_device)
@@ -140,7 +140,7 @@ def available_memory(config: PlannerConfig, hardware: Hardware) -> float:
 
 
 def build_topology(hardware: Hardware) -> Topology:
-    """Build the topology of TorchRec's planner, in bytes and bytes/ms."""
+    """Build the Topology for TorchRec's planner, in bytes and bytes/ms."""
 
     def speed(gb_per_s: float) -> float:
         return gb_per_s * BYTES_PER_MS
@@ -210,7 +210,7 @@ def _given(config: HardwareConfig, name: str, default: float) -> float:
 
 
 def _link(config: HardwareConfig, name: str, device: Device) -> float:
-    """For hardware=auto: return the link of this host's card, or PCIe's."""
+    """Return the GB/s of a link: the config's value, otherwise for hardware=auto the card's or PCIe's."""
     card = _card_at_hand(config, device) if getattr(config, name) is None else None
     if card is not None:
         return float(getattr(card, name))
@@ -224,14 +224,15 @@ def _peak(config: HardwareConfig, name: str, device: Device) -> float | None:
 
 
 def _card_at_hand(config: HardwareConfig, device: Device) -> Card | None:
-    """For hardware=auto: return the card of this host. A preset is complete."""
+    """Return this host's card for hardware=auto, otherwise None, because a preset is complete."""
     return find_card(device.card_name()) if config.compute_device == "auto" else None
 
 
 def _probe_hbm_gb_per_s(device: Device) -> float:
-    """Return the data sheet's bandwidth, or the peak of an unknown card.
+    """Return the GB/s of the card's data sheet, or torch's peak value if the card is unknown.
 
-    Raises PlanError for a MIG slice, which has a part of the bus: torch reports the card's.
+    Raises PlanError for a MIG slice: it uses a part of the bus, but torch reports the bandwidth of
+    the whole card.
     """
     name = _here(device, "hbm_gb_per_s").card_name()
     if is_mig_slice(name):
@@ -244,7 +245,7 @@ def _probe_hbm_gb_per_s(device: Device) -> float:
 
 
 def _here(device: Device, name: str) -> Device:
-    """Return `device`, to probe `name` from. Raises PlanError if this host has no such device."""
+    """Return the device from which the value `name` is probed. Raises PlanError if this host has no such device."""
     if not device.is_available():
         raise PlanError(
             f"hardware.{name} is not set and torch sees no GPU to probe it from; "
@@ -258,7 +259,7 @@ PCIE = 25.0  # measured PCIe 4.0 bandwidth between two cards
 
 @dataclass(frozen=True)
 class Card:
-    """Bandwidths in GB/s in one direction; peaks of dense products in TFLOPS."""
+    """Describe a card: bandwidths in GB/s in one direction, and peaks of matrix products in TFLOPS."""
 
     hbm_gb_per_s: float
     hbm_to_ddr_gb_per_s: float
@@ -293,7 +294,7 @@ def find_card(name: str) -> Card | None:
 
 
 def is_mig_slice(name: str) -> bool:
-    """Return whether torch's name is that of a part of a GPU (... MIG 1g.5gb)."""
+    """Return whether torch's device name is the name of a part of a GPU (... MIG 1g.5gb)."""
     return "MIG" in name.split()
 
 
@@ -303,10 +304,11 @@ NUM_INPUT_ALL_TO_ALLS = 3
 
 @dataclass(frozen=True)
 class Links:
-    """The network of one rank, of W ranks on H hosts of L ranks. Bandwidths in bytes/ms, latencies
-    in ms.
+    """Describe the network of one of W ranks, which are on H hosts with L ranks each. Bandwidths
+    are in bytes/ms and latencies in ms.
 
-    S is what a rank sends or receives, including its own part, as TorchRec counts it.
+    S is the number of bytes that a rank sends or receives. As in TorchRec, S includes the rank's
+    part for itself.
     """
 
     world_size: int
@@ -322,10 +324,11 @@ class Links:
         return self.world_size // self.local_world_size
 
     def all_to_all_ms(self, num_bytes: Floats) -> Floats:
-        """Return the time: (L-1)/W of S goes to the own host, (W-L)/W to other hosts.
+        """Return the milliseconds of an all-to-all: (L-1)/W of S goes to ranks of the same host,
+        (W-L)/W to other hosts.
 
-        The slower of both links counts, because all sends start at once on links that share no
-        wires.
+        The slower of the two links counts, because all sends start at once and the links are
+        separate.
         """
         world, local = self.world_size, self.local_world_size
         return np.maximum(
@@ -333,7 +336,8 @@ class Links:
         )
 
     def ring_ms(self, num_bytes: Floats) -> Floats:
-        """Return the time of a reduce-scatter or all-gather of S: (W-1)/W passes every rank.
+        """Return the milliseconds of a reduce-scatter or all-gather of S, in which (W-1)/W of S
+        passes every rank.
 
         Each of a host's L ring channels leaves through another rank's port, so hosts are connected
         by L ports (NVIDIA/nccl-tests, doc/PERFORMANCE.md).
@@ -346,14 +350,15 @@ class Links:
         return num_bytes * (self.local_world_size - 1) / self.local_world_size / self.intra
 
     def across_hosts_ms(self, num_bytes: Floats) -> Floats:
-        """Return the time of an all-to-all among ranks with equal positions. 1/H stays."""
+        """Return the milliseconds of an all-to-all among ranks with equal positions on hosts. 1/H of S stays local."""
         return num_bytes * (self.num_hosts - 1) / self.num_hosts / self.inter
 
     def latencies_ms(self) -> dict[str, Floats]:
-        """Return sharding type -> [PHASES]: the time of its collectives before the first byte.
+        """Return sharding type -> [PHASES]: the milliseconds until the collectives of the type send
+        the first byte.
 
-        As in NCCL's tuner (src/graph/tuning.cc): a launch, and a hop for each step of a ring, H of
-        which leave a host. For an all-to-all only the longest hop counts.
+        As in NCCL's tuner (src/graph/tuning.cc): a launch, and one hop for each step of a ring, of
+        which H hops leave a host. For an all-to-all only the longest hop counts.
         """
         if self.world_size == 1:
             return {}

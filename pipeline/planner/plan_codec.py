@@ -1,8 +1,8 @@
 """Read and write plan files. Refuse a plan made for other tables or hardware.
 
-A file has every field of every ParameterSharding, the choices, loads and cost, and the fingerprint
-of what the plan was made for. An outdated plan, or a plan for another job, is refused with the
-lines that differ, before memory is allocated.
+A file contains every field of every ParameterSharding, the choices, the loads, the cost, and a
+fingerprint of the job and hardware that the plan was made for. An outdated plan, or a plan for
+another job, is refused with the lines that differ, before memory is allocated.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def encode_record(record: PlanRecord) -> str:
 
 
 def load_plan(path: str, expected: Fingerprint, command: str) -> PlanRecord:
-    """Return the plan in `path`. `command` makes a new plan, for errors.
+    """Return the plan in `path`. Errors show `command`, which makes a new plan.
 
-    Raises PlanError if there is none, or it is damaged, or not made for `expected`.
+    Raises PlanError if there is no plan, the plan is damaged, or its fingerprint is not `expected`.
     """
     found = find_plan_file(path, command)
     record = read_plan(found, command)
@@ -90,7 +90,7 @@ def load_plan(path: str, expected: Fingerprint, command: str) -> PlanRecord:
 
 
 def read_plan(path: str, command: str = COMMAND) -> PlanRecord:
-    """Return the plan in `path`, made for anything. Raises PlanError if it is not a valid plan."""
+    """Return the plan in `path` without checking its fingerprint. Raises PlanError if the plan is not valid."""
     content = read_content(path, command)
     try:
         record = _decode_content(content)
@@ -101,7 +101,7 @@ def read_plan(path: str, command: str = COMMAND) -> PlanRecord:
 
 
 def encode_plan(plan: ShardingPlan) -> dict[str, Any]:
-    """Return JSON values: module path -> table -> every field of its ParameterSharding."""
+    """Return the plan as JSON values: module path -> table -> every field of its ParameterSharding."""
     encoded: dict[str, Any] = {}
     for path, module_plan in plan.plan.items():
         assert isinstance(module_plan, EmbeddingModuleShardingPlan)
@@ -110,7 +110,7 @@ def encode_plan(plan: ShardingPlan) -> dict[str, Any]:
 
 
 def decode_plan(encoded: dict[str, Any]) -> ShardingPlan:
-    """Return the encoded plan. Raises PlanError for a field that this TorchRec lacks."""
+    """Return the plan from its JSON values. Raises PlanError if a field does not exist in this TorchRec."""
     return ShardingPlan(
         {
             path: EmbeddingModuleShardingPlan({table: _decode_sharding(raw) for table, raw in tables.items()})
@@ -144,7 +144,7 @@ def _decode_sharding(raw: dict[str, Any]) -> ParameterSharding:
 
 
 def _encode(value: Any) -> Any:
-    """Encode dataclasses as fields that differ from the default, tuples' fields, enums by name."""
+    """Encode dataclasses as the fields that differ from the default, tuples field by field, enums by name."""
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, enum.Enum):
@@ -160,7 +160,7 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(value: Any, hint: Any) -> Any:
-    """Return the value of type `hint` that `_encode` turned into `value`."""
+    """Return the value of type `hint` from which `_encode` made `value`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if value is None:
         return None
@@ -191,7 +191,7 @@ def _decode_content(content: dict[str, Any]) -> PlanRecord:
 
 
 def _check_shards(record: PlanRecord) -> None:
-    """Raise PlanError unless the fingerprint's tables are planned once, and completely."""
+    """Raise PlanError unless each table of the fingerprint is planned once and its shards have all rows."""
     described, world_size = record.fingerprint["tables"], record.fingerprint["topology"]["world_size"]
     planned = {
         (path, table): sharding for path, tables in record.plan.plan.items() for table, sharding in tables.items()
@@ -213,7 +213,7 @@ def _check_shards(record: PlanRecord) -> None:
 
 
 def _check_tiling(name: str, shape: tuple[int, int], shards: list[ShardMetadata], ranks: list[int]) -> None:
-    """Check column blocks next to each other, each split into rows from top to bottom."""
+    """Check that column blocks are adjacent, and that each block is split into rows from top to bottom."""
     if [shard.placement and shard.placement.rank() for shard in shards] != ranks:
         raise PlanError(f"table {name!r} names ranks {ranks} that its shards are not on")
     blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}

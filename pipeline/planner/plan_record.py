@@ -32,7 +32,7 @@ SECTOR_BYTES = 512
 
 @dataclass(frozen=True)
 class TierForecast:
-    """A table with tiers in a steady state, and distinct rows that a step reads."""
+    """Describe a table with tiers in a steady state, with the number of distinct rows that a step reads."""
 
     slots: int
     hit_rate: float
@@ -40,14 +40,14 @@ class TierForecast:
 
     @property
     def read_bytes(self) -> float:
-        """Bytes read in a step: at least a sector for each row."""
+        """Return the bytes that a step reads from the SSD: at least one sector for each row."""
         return SECTOR_BYTES * self.rows_a_step
 
 
 @dataclass(frozen=True)
 class TableChoice:
-    """A table's choice. Byte counts and `cost_ms` are sums over shards, with input and output
-    buffers.
+    """Describe how one table is sharded. Byte counts and `cost_ms` are sums over the table's shards
+    and include input and output buffers.
 
     cache_load_factor: the share of rows that a cache in HBM holds; None without a cache.
     """
@@ -70,13 +70,13 @@ class TableChoice:
 
     @property
     def share_in_memory(self) -> float:
-        """Return the share of its rows in memory."""
+        """Return the share of the table's rows that are in memory."""
         return 1.0 if self.tiers is None else self.tiers.slots / self.num_embeddings
 
 
 @dataclass(frozen=True)
 class RankLoad:
-    """Memory and estimated time of a rank's tables. All ranks have the latency of all collectives."""
+    """Hold memory and estimated time of a rank's tables. The latency of all collectives is added to every rank."""
 
     rank: int
     hbm_bytes: int
@@ -95,9 +95,9 @@ class RankLoad:
 
 @dataclass(frozen=True)
 class Objective:
-    """max_rank: the slowest rank's total cost, which TorchRec minimizes. critical_path: the sum of
-    each phase's slowest rank. `lower_bound_ms` and `gap` (of `minimised`) are None if nothing is
-    proven.
+    """max_rank is the total cost of the slowest rank, which TorchRec minimizes. critical_path is
+    the sum over phases of the slowest rank's cost. `lower_bound_ms` and `gap` are for `minimised`,
+    and None if nothing is proven.
     """
 
     minimised: str
@@ -109,11 +109,11 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanDescription:
-    """A plan without its ShardingPlan.
+    """Describe a plan without its ShardingPlan.
 
-    usable_*_bytes: a rank's memory for tables. dense_bytes: training memory of the layers on each
-    rank. torchrec_objective: what TorchRec's planner reached for the same request, if it was
-    called.
+    usable_*_bytes: a rank's memory for tables. dense_bytes: memory that the layers need on each
+    rank in training. torchrec_objective: the objective of TorchRec's plan for the same request, if
+    TorchRec's planner was called.
     """
 
     planner: str
@@ -131,13 +131,13 @@ class PlanDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRecord(PlanDescription):
-    """A plan with its description: the content of a plan file."""
+    """Hold a plan with its description: the content of a plan file."""
 
     plan: ShardingPlan
 
 
 def critical_path_ms(ranks: list[RankLoad]) -> float:
-    """Return the critical path: all ranks wait for the slowest at the end of each phase."""
+    """Return the milliseconds of the critical path: at the end of each phase all ranks wait for the slowest one."""
     return sum(max(getattr(load, phase) for load in ranks) for phase in PHASES)
 
 
@@ -151,7 +151,7 @@ DAMAGE = (KeyError, TypeError, AttributeError, ValueError, IndexError, OverflowE
 
 
 def find_plan_file(path: str, command: str) -> str:
-    """Search `path`, then the plans that ship. Raises PlanError; `command` makes a plan."""
+    """Search `path`, then the plans of this package. Raises PlanError, which shows `command` to make a plan."""
     if storage.is_file(path):
         return path
     looked = [path]
@@ -166,20 +166,20 @@ def find_plan_file(path: str, command: str) -> str:
 
 
 def shipped_folder() -> Path:
-    """Return sharding_plans/ of the checkout, otherwise of the installed package."""
+    """Return sharding_plans/ of the checkout, or of the installed package if there is no checkout."""
     return (PACKAGE.parent if (PACKAGE.parent / "setup.cfg").is_file() else PACKAGE) / FOLDER
 
 
 @dataclass(frozen=True)
 class PlanView:
-    """A plan. `shardings`: module path -> table -> its ParameterSharding as in the file."""
+    """Hold a plan for display. `shardings`: module path -> table -> its ParameterSharding as in the file."""
 
     description: PlanDescription
     shardings: dict[str, dict[str, dict[str, Any]]]
 
 
 def read_view(path: str) -> PlanView:
-    """Read the plan in `path` to show it, without checking shards. Raises PlanError."""
+    """Read the plan in `path` for display, without checking its shards. Raises PlanError."""
     path = find_plan_file(path, COMMAND)
     content = read_content(path)
     try:
@@ -193,7 +193,7 @@ def read_view(path: str) -> PlanView:
 
 
 def read_content(path: str, command: str = COMMAND) -> dict[str, Any]:
-    """Return the file's JSON object. Raises PlanError for another format or no plan."""
+    """Return the file's JSON object. Raises PlanError if its format is not supported or it is not a plan."""
     try:
         content: dict[str, Any] = json.loads(storage.read_text(path))
         version = content["format_version"]
@@ -207,7 +207,7 @@ def read_content(path: str, command: str = COMMAND) -> dict[str, Any]:
 
 
 def description_fields(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a PlanDescription. Raises one of DAMAGE if the file is damaged."""
+    """Return the fields of a PlanDescription. Raises an exception of DAMAGE if the file is damaged."""
     if sha256_of(content["fingerprint"]) != content["fingerprint_sha256"]:
         raise PlanError("its fingerprint was changed by hand")
     description = msgspec.convert(content, PlanDescription)  # a ValidationError is a ValueError
@@ -236,7 +236,7 @@ MAX_LINES = 8
 
 
 def describe_hosts(topology: dict[str, Any]) -> str:
-    """Return how many ranks of a fingerprint's topology share a host and, if NVLink joins hosts, a domain."""
+    """Return how many ranks share a host and, if NVLink connects hosts, a domain, from a fingerprint's topology."""
     joined, hosts = topology["local_world_size"], topology.get("hosts_per_nvlink_domain", 1)
     return f"{joined // hosts} per host" + (f", {hosts} hosts per NVLink domain" if hosts > 1 else "")
 
@@ -261,7 +261,7 @@ def sha256_of(fingerprint: Fingerprint) -> str:
 def differing_lines(
     plan: Fingerprint, job: Fingerprint, names: tuple[str, str] = ("the plan", "this job")
 ) -> list[str]:
-    """Return `key: value in the plan, value in this job` for all except library versions."""
+    """Return a line `key: value in the plan, value in this job` for each difference except library versions."""
     in_plan, in_job = dict(_flatten(plan)), dict(_flatten(job))
     return [
         f"{key}: {_show(in_plan, key)} in {names[0]}, {_show(in_job, key)} in {names[1]}"
@@ -271,7 +271,7 @@ def differing_lines(
 
 
 def differing_libraries(plan: Fingerprint, job: Fingerprint) -> list[str]:
-    """Return `torch 2.11.0 (here 2.14.1)` for every version that differs.
+    """Return the versions that differ, such as `torch 2.11.0 (here 2.14.1)`.
 
     Other versions do not make a plan wrong: a ShardingPlan means the same in TorchRec 1.6 to 1.9.
     """

@@ -1,4 +1,5 @@
-"""Search a ShardingPlan and its cost for a model, its tables and the hardware, equal on all ranks.
+"""Search a ShardingPlan and its cost for a model, its tables and the hardware. All ranks get the
+same plan.
 
 TorchRec enumerates and estimates options; a searcher of SEARCHERS chooses among them.
 """
@@ -65,8 +66,8 @@ def load_or_search_plan(
 ) -> PlanRecord:
     """Collective: rank 0 reads or searches the plan; every rank gets the same plan or PlanError.
 
-    num_ranks: of the plan; None: all. earlier: the plan file of the resumed run. step_cost: for
-    planner.objective=step_time and auto.
+    num_ranks: number of ranks in the plan; None: all ranks. earlier: the plan file of the resumed
+    run. step_cost: the prediction for planner.objective=step_time and auto.
     """
     text, error = "", ""
     if context.is_main:
@@ -109,7 +110,7 @@ def load_or_search_plan(
 
 
 def make_plan(config: PlannerConfig, request: PlanRequest, earlier: str | None = None) -> PlanRecord:
-    """Local: return the plan of planner.plan_file, of `earlier` if it is valid, or a new plan."""
+    """Local: return the plan in planner.plan_file, the plan in `earlier` if it is valid, or a new plan."""
     problem = build_problem(config, request)
     if config.kind != "file":
         return (_earlier_plan(earlier, config, problem) if earlier else None) or search_plan(config, problem)
@@ -122,7 +123,7 @@ def make_plan(config: PlannerConfig, request: PlanRequest, earlier: str | None =
 
 
 def _earlier_plan(path: str, config: PlannerConfig, problem: Problem) -> PlanRecord | None:
-    """Return the plan in `path` if it was made for exactly this problem, otherwise log why not."""
+    """Return the plan in `path` if it was made for exactly this problem. Otherwise log the differences."""
     try:
         record = read_plan(path)
         expected = fingerprint_of(problem)
@@ -141,7 +142,7 @@ def _earlier_plan(path: str, config: PlannerConfig, problem: Problem) -> PlanRec
 
 
 def explain_misfit(record: PlanRecord, config: PlannerConfig, request: PlanRequest) -> list[str]:
-    """List why a plan cannot be used for `request`. Empty: it can."""
+    """List why a plan cannot be used for `request`. The list is empty if the plan can be used."""
     problem = build_problem(config, request)
     expected = fingerprint_of(problem)
     differing = differing_lines(record.fingerprint, expected)
@@ -189,7 +190,7 @@ def _search_torchrec(config: PlannerConfig, problem: Problem) -> ChosenPlan:
 
 
 def _search_portfolio(config: PlannerConfig, problem: Problem) -> ChosenPlan:
-    """Let TorchRec enumerate and estimate, our search choose, and TorchRec validate."""
+    """Let TorchRec enumerate and estimate options, our search choose among them, and TorchRec validate the choice."""
     request = problem.request
     topology = build_topology(request.hardware)
     try:
@@ -229,7 +230,7 @@ def _search_portfolio(config: PlannerConfig, problem: Problem) -> ChosenPlan:
 
 
 def _step_cost(config: PlannerConfig, request: PlanRequest) -> StepCost | None:
-    """Return the prediction of a plan's step, if the objective uses it.
+    """Return the object that predicts the step of a plan, or None if the objective does not use it.
 
     Raises PlanError or UserError if planner.objective=step_time and the step cannot be predicted.
     """

@@ -1,4 +1,4 @@
-"""Define what a plan is made for, list what may be chosen for each table, and build a searcher's problem."""
+"""Define the request that a plan is made for, list the options of each table, and build a searcher's problem."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pipeline.runtime.errors import PlanError
 
 @dataclass(frozen=True)
 class Placement:
-    """The sharding type of a table, and for each of its shards (rank, first row, rows, columns)."""
+    """Hold the sharding type of a table, and for each of its shards (rank, first row, rows, columns)."""
 
     table: str
     kind: str
@@ -34,20 +34,21 @@ class Placement:
 
 
 class StepCost(Protocol):
-    """Predicts a step. `needs_loads`: ms() needs the loads of the ranks too."""
+    """Predict the time of a step. `needs_loads`: ms() also needs the loads of the ranks."""
 
     needs_loads: bool
 
     def ms(self, placements: Sequence[Placement], loads: Sequence[RankLoad] = ()) -> float:
-        """Milliseconds of a step whose tables are placed so."""
+        """Return the predicted milliseconds of a step with tables at these placements."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
     """The model (tables on meta), hardware and batch (per rank) that a plan is made for.
 
-    suggests: if nothing fits, try other settings, which takes seconds. step_cost: makes what
-    planner.objective=step_time minimizes, by the measurements in the file `calibration`.
+    suggests: if no plan fits, try other settings, which takes seconds. step_cost: creates the
+    StepCost that planner.objective=step_time minimizes, from the measurements in the file
+    `calibration`.
     """
 
     tables: list[Table]
@@ -63,7 +64,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Problem:
-    """A request in a searcher's form. `usable`: HBM and host memory per rank for tables."""
+    """Hold a request in a searcher's form. `usable`: bytes of HBM and of host memory per rank for tables."""
 
     request: PlanRequest
     placed: list[PlacedTable]
@@ -76,7 +77,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A job with its tables, the request that a plan was made for, and the plan."""
+    """Hold a job with its tables, its plan, and the request that the plan was made for."""
 
     resolved: ResolvedJob
     request: PlanRequest
@@ -102,7 +103,7 @@ def fingerprint_of(problem: Problem) -> Fingerprint:
 
 
 def _describe_table(entry: PlacedTable) -> dict[str, Any]:
-    """Describe a table without frequencies: a plan stays valid with last week's data."""
+    """Describe a table without its frequencies, so that a plan stays valid when new data changes them."""
     described = asdict(entry.table)
     for left_out in (
         "name",
@@ -146,7 +147,7 @@ def build_problem(config: PlannerConfig, request: PlanRequest) -> Problem:
 
 
 def cost_of_steps(resolved: ResolvedJob, request: PlanRequest, threads: int | None = None) -> StepCost:
-    """Ask the extra `step_time` what planner.objective=step_time minimizes. Raises UserError if it cannot tell."""
+    """Return the StepCost that planner.objective=step_time minimizes. Raises UserError if steps cannot be predicted."""
     cost: StepCost = from_extra("step_cost_of", "planner.objective=step_time")(resolved, request, threads)
     return cost
 
@@ -157,7 +158,7 @@ TORCHREC_MIN_PARTITION = 128
 
 @dataclass(frozen=True)
 class TableOptimizer:
-    """The settings of the sparse optimizer that a plan depends on."""
+    """Hold the settings of the sparse optimizer that a plan depends on."""
 
     name: str
     weight_decay: float = 0.0
@@ -165,7 +166,7 @@ class TableOptimizer:
 
 @dataclass(frozen=True)
 class PlacedTable:
-    """A table and its parameter in the model. `module`: the path of its EmbeddingBagCollection."""
+    """Hold a table and its parameter in the model. `module`: the path of its EmbeddingBagCollection."""
 
     table: Table
     module: str
@@ -205,9 +206,10 @@ def _sharded_modules(path: str, module: nn.Module, types: set[type]) -> Iterator
 def build_constraints(
     placed: list[PlacedTable], hardware: Hardware, optimizer: TableOptimizer
 ) -> dict[str, ParameterConstraints]:
-    """Return per table: pooling factors, and sharding types and kernels that train exactly.
+    """Return for each table its pooling factors, and the sharding types and kernels that train it
+    exactly.
 
-    Raises PlanError if a table has no option left.
+    Raises PlanError if no option remains for a table.
     """
     return {
         entry.table.name: ParameterConstraints(
@@ -241,7 +243,7 @@ def _sharding_types(entry: PlacedTable, hardware: Hardware, optimizer: TableOpti
 
 
 def _worth_trying(table: Table, hardware: Hardware, optimizer: TableOptimizer) -> list[str]:
-    """List the types to try if the config names none: they train, and differ on this hardware."""
+    """List the types to try if the config names none: they train exactly and differ in cost on this hardware."""
     if hardware.world_size == 1:
         return ["table_wise"]
     by_columns = table.embedding_dim > (table.sharding.min_partition or TORCHREC_MIN_PARTITION)

@@ -1,7 +1,7 @@
-"""Resolve a job against its data set once. Later steps read the result, and nothing changes it.
+"""Resolve a job against its data set once. The result does not change afterwards.
 
-`head_rows: auto` becomes a number here too. The choice depends on frequency curves, batch, ranks
-and memory, so a run makes it once and stores it in its config.yaml.
+This module also replaces `head_rows: auto` by a number. The number depends on frequency curves,
+batch size, ranks and memory, so a run chooses it once and stores it in its config.yaml.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class HeadReport(Protocol):
 
 @dataclass(frozen=True)
 class ResolvedJob:
-    """A job and its data set, resolved for `world_size` ranks.
+    """Hold a job and its data set, resolved for `world_size` ranks.
 
-    job: with a number for every `head_rows: auto`, and the tiers of sharding.tiers=auto.
-    all_tables: one for every sparse feature, for the reader. tables: those that the model uses.
-    targets: the labels to learn.
+    job: the config, with numbers in place of `head_rows: auto` and with the tiers that
+    sharding.tiers=auto chose. all_tables: a table for every sparse feature, for the reader. tables:
+    the tables that the model uses. targets: the labels to learn.
     """
 
     job: TrainJob
@@ -59,7 +59,7 @@ class ResolvedJob:
 
     @cached_property
     def plain_tables(self) -> list[Table]:
-        """Return the tables to shard: the parts of compressed tables, and all others."""
+        """Return the tables to shard: the parts of compressed tables, and all other tables."""
         return physical_tables(self.tables)
 
 
@@ -70,10 +70,11 @@ def resolve_job(
     choose: HeadChoice | None = None,
     choose_tiers: TierChoice | None = None,
 ) -> ResolvedJob:
-    """Resolve, locally. `choose` is called if a head is `auto`, `choose_tiers` if tiers are.
+    """Local: resolve the job. `choose` is called if a `head_rows` is `auto`, and `choose_tiers` if
+    sharding.tiers is `auto`.
 
-    None: memory has no limit. Raises ConfigError or DataError if tables, compression or labels do
-    not fit.
+    If one of the functions is None, memory has no limit. Raises ConfigError or DataError if tables,
+    compression or labels do not fit.
     """
     job = replace(job, tables=expand_patterns(job.tables, dataset.sparse_feature_names))
     is_split = any(_is_split(config) for config in job.tables.values())
@@ -96,7 +97,7 @@ def resolve_job(
 
 
 def resolve_job_tables(job: TrainJob, configs: dict[str, TableConfig], dataset: Dataset) -> list[Table]:
-    """Resolve the tables of all features of the data set. `configs`: the job's tables."""
+    """Resolve the tables of all features of the data set. `configs`: the `tables` entry of the job."""
     return resolve_tables(
         configs,
         dataset,

@@ -1,4 +1,4 @@
-"""Search over TorchRec's sharding options as arrays, and give the chosen options' shards ranks."""
+"""Search over TorchRec's sharding options as arrays, and assign the shards of the chosen options to ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PHASES = {  # phase -> its name in TorchRec
 
 
 def enumerate_options(problem: Problem) -> tuple[list[ShardingOption], int]:
-    """Return TorchRec's options, then more widths and caches; the number of TorchRec's."""
+    """Return TorchRec's options, then options with more widths and caches; and the number of TorchRec's options."""
     request, constraints, placed = problem.request, problem.constraints, problem.placed
     module, sharders, hardware, optimizer = request.model, request.sharders, request.hardware, request.optimizer
     topology = build_topology(hardware)
@@ -78,7 +78,7 @@ def enumerate_options(problem: Problem) -> tuple[list[ShardingOption], int]:
 def _with_caches(
     options: list[ShardingOption], placed: list[PlacedTable], hardware: Hardware, optimizer: TableOptimizer
 ) -> list[ShardingOption]:
-    """Return options with caches of CACHE_LOAD_FACTORS; none if HBM holds all tables anyway."""
+    """Return options with caches of CACHE_LOAD_FACTORS, or none if all tables fit in HBM."""
     sizes = {entry.table.name: table_bytes(entry, optimizer.name) for entry in placed}
     asked = {entry.table.name for entry in placed if CACHED in entry.table.sharding.compute_kernels}
     if not asked and sum(sizes.values()) < hardware.world_size * hardware.hbm_cap_bytes / 2:
@@ -96,7 +96,7 @@ def _with_caches(
 
 
 def _column_widths(entry: PlacedTable, constraints: ParameterConstraints) -> list[int]:
-    """Return halves, quarters ... of the table's width; none if the width is given."""
+    """Return the table's width divided by 2, 4, ...; nothing if the config sets the width."""
     dim, widths = entry.table.embedding_dim, []
     if constraints.min_partition is None:
         while dim % 2 == 0 and dim // 2 >= MIN_COLUMN_WIDTH and (dim // 2) % COLUMN_STEP == 0:
@@ -126,10 +126,11 @@ def search_options(
     latency_ms: dict[str, Floats],
     price: PlanPrice | None = None,
 ) -> tuple[list[ShardingOption], SearchResult]:
-    """Return one option per table, whose shards have ranks, as TorchRec's partitioner does.
+    """Return one option per table with ranks assigned to its shards, as TorchRec's partitioner
+    does.
 
-    price: of a complete plan, to refine the result for as long as the search took. Raises
-    Infeasible.
+    price: returns the cost of a complete plan. If given, it refines the result for as long as the
+    search took. Raises Infeasible if no plan fits.
     """
     problem, by_table = build_search_problem(options, num_proposed, hardware, usable, latency_ms)
     tables = [[options[index] for index in indices] for indices in by_table.values()]
@@ -155,7 +156,7 @@ def build_search_problem(
     usable: tuple[int, int],
     latency_ms: dict[str, Floats],
 ) -> tuple[SearchProblem, dict[str, list[int]]]:
-    """Return the problem as arrays, and fully qualified name -> indexes of its options."""
+    """Return the problem as arrays, and a map from fully qualified names to the indexes of their options."""
     by_table: dict[str, list[int]] = {}
     for index, option in enumerate(options):
         by_table.setdefault(option.fqn, []).append(index)
@@ -172,7 +173,7 @@ def build_search_problem(
 
 
 def to_arrays(option: ShardingOption, proposed: bool = True) -> Option:
-    """Convert an option. `proposed`: TorchRec's planner has this option too."""
+    """Convert an option to arrays. `proposed`: TorchRec's planner has this option too."""
     cost = [[getattr(shard.perf, phase) for phase in PHASES.values()] for shard in option.shards]
     memory = [[shard.storage.hbm, shard.storage.ddr] for shard in option.shards if shard.storage]
     return Option(

@@ -21,7 +21,7 @@ DISTRIBUTIONS = {"fbgemm": ("fbgemm-gpu-cpu", "fbgemm-gpu")}
 
 
 class VersionError(ShardingError):
-    """torch, torchrec or fbgemm is missing, or has an unsupported version."""
+    """Report that torch, torchrec or fbgemm is missing or has an unsupported version."""
 
     code = "version"
 
@@ -30,7 +30,7 @@ _are_untested_allowed = False
 
 
 def allow_untested_versions() -> None:
-    """Call it in this process before pipeline.sharding.torchrec is imported."""
+    """Allow other versions in this process. Call it before pipeline.sharding.torchrec is imported."""
     global _are_untested_allowed
     _are_untested_allowed = True
 
@@ -65,10 +65,10 @@ def _how_to_install() -> str:
 
 @dataclass(frozen=True)
 class PrivateName:
-    """A private name of a library. owner: "module" or "module:Class".
+    """Describe a private name of a library. owner: "module" or "module:Class".
 
-    parameters: of a function; None for an attribute. used_by: files below pipeline/ to check if it
-    changes.
+    parameters: those of the function; None for an attribute. used_by: the files below pipeline/ to
+    check if the name changes.
     """
 
     owner: str

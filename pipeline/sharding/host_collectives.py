@@ -2,14 +2,15 @@
 
 TorchRec sends ids and pooled rows through the process group. A single rank keeps its ids without a
 copy. Several ranks of one host send the ids and rows of table_wise and column_wise tables through
-HostExchange. Ids then need no previous exchange of splits, because a message states its sizes.
-Numbers, their order and autograd are TorchRec's. TorchRec still exchanges batches whose features
-have different numbers of bags, quantized rows and row-sharded tables.
+HostExchange. So no splits have to be exchanged before the ids, because each message contains its
+sizes. The numbers, their order and the gradients are the same as TorchRec's. TorchRec still
+exchanges batches whose features have different numbers of bags, quantized rows and row-sharded
+tables.
 
 DDP copies gradients into buckets, which gloo's threads send; for a small model that takes longer
-than the layers. Here each rank sends one message at the end of backward (GradientAverage). The
-parts of several shardings are joined in the order of the configs at once (InOrder); TorchRec joins
-them in its own order, and the model would copy them again.
+than the layers. Here each rank sends one message at the end of backward (GradientAverage). InOrder
+joins the parts of several shardings directly in the order of the configs. TorchRec joins them in
+another order, and the model would copy them again.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ COUNT_DTYPE = torch.int64
 
 
 def skip_id_exchange(input_dists: Iterable[nn.Module]) -> None:
-    """Let a collection on one rank keep its ids. TrainPipelineSparseDist restores its exchange."""
+    """Let a collection on one rank keep its ids without an exchange. TrainPipelineSparseDist restores the exchange."""
     for input_dist in input_dists:
         for module in input_dist.modules():
             if isinstance(module, KJTAllToAll):
@@ -46,12 +47,13 @@ def skip_id_exchange(input_dists: Iterable[nn.Module]) -> None:
 
 
 def keep_ids(features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-    """Replace KJTAllToAll.forward: return the features unchanged."""
+    """Return the features unchanged. This function replaces KJTAllToAll.forward."""
     return NoWait(NoWait(features))
 
 
 def exchange_on_host(tables: ShardedEmbeddingBagCollection, exchange: HostExchange) -> int:
-    """Replace the collectives of `tables`, whose input dists exist; return how many shardings.
+    """Replace the collectives of `tables`, whose input dists must exist. Return the number of
+    shardings that changed.
 
     Quantized embeddings keep TorchRec's collectives and so the requested precision.
     """
@@ -66,7 +68,7 @@ def exchange_on_host(tables: ShardedEmbeddingBagCollection, exchange: HostExchan
 
 
 class IdsOnHost(nn.Module):
-    """Exchange ids: forward(features, rank 0's first) -> awaitable^2 of this rank's features."""
+    """Exchange ids: forward(features sorted by rank) -> awaitable of an awaitable of this rank's features."""
 
     def __init__(self, torchrec_dist: TwSparseFeaturesDist, exchange: HostExchange) -> None:
         super().__init__()
@@ -92,7 +94,7 @@ class IdsOnHost(nn.Module):
 
 
 class _IdsAwaitable(Awaitable[Awaitable[KeyedJaggedTensor]]):
-    """Send this rank's ids when made, and read the other ranks' ids when waited for."""
+    """Send this rank's ids when created, and read the other ranks' ids in wait()."""
 
     def __init__(self, exchange: HostExchange, channel: int, parts: list[list[torch.Tensor]], keys: list[str]) -> None:
         super().__init__()
@@ -134,13 +136,13 @@ class _IdsAwaitable(Awaitable[Awaitable[KeyedJaggedTensor]]):
 
 
 def _by_feature(of_ranks: list[tuple[torch.Tensor, ...]], dtype: torch.dtype) -> torch.Tensor:
-    """Join the pieces feature by feature, and by rank within a feature."""
+    """Join the pieces of all ranks, sorted by feature and, within a feature, by rank."""
     pieces = [piece for of_feature in zip(*of_ranks, strict=True) for piece in of_feature]
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype)
 
 
 class _ReceivedIds(KJTAllToAllTensorsAwaitable):
-    """Ids that have arrived, in the type by which TorchRec knows to store batch sizes."""
+    """Hold ids that have arrived, in the type by which TorchRec decides to store batch sizes."""
 
     def __init__(self, features: KeyedJaggedTensor, strides: list[int]) -> None:
         Awaitable.__init__(self)
@@ -152,7 +154,7 @@ class _ReceivedIds(KJTAllToAllTensorsAwaitable):
 
 
 class PooledOnHost(nn.Module):
-    """Exchange rows: forward([all ranks' B, own D]) -> awaitable of [own B, all D]."""
+    """Exchange pooled rows: forward([batch of all ranks, this rank's D]) -> awaitable of [own batch, all D]."""
 
     def __init__(self, torchrec_dist: TwPooledEmbeddingDist, exchange: HostExchange) -> None:
         super().__init__()
@@ -177,7 +179,7 @@ class PooledOnHost(nn.Module):
 
 @dataclass
 class _PooledExchange:
-    """The exchange of one batch's pooled rows, and of their gradients in backward."""
+    """Exchange the pooled rows of one batch, and the gradients of these rows in backward."""
 
     exchange: HostExchange
     forward_channel: int
@@ -190,7 +192,7 @@ class _PooledExchange:
 
 
 class _PooledAwaitable(Awaitable[torch.Tensor]):
-    """Send this rank's columns when made, and read the other ranks' columns when waited for."""
+    """Send this rank's columns when created, and read the other ranks' columns in wait()."""
 
     def __init__(self, batch: _PooledExchange, pooled: torch.Tensor) -> None:
         super().__init__()
@@ -203,7 +205,7 @@ class _PooledAwaitable(Awaitable[torch.Tensor]):
 
 
 class _Post(torch.autograd.Function):
-    """Send pooled rows in forward. Its backward comes after _Read's and reads their gradients."""
+    """Send pooled rows in forward. The backward runs after _Read's backward, and reads the rows' gradients."""
 
     @staticmethod
     def forward(ctx: Any, pooled: torch.Tensor, batch: _PooledExchange) -> torch.Tensor:
@@ -230,7 +232,7 @@ class _Post(torch.autograd.Function):
 
 
 class _Read(torch.autograd.Function):
-    """Read pooled rows in forward. Its backward comes before _Post's and sends their gradients."""
+    """Read pooled rows in forward. The backward runs before _Post's backward, and sends the rows' gradients."""
 
     @staticmethod
     def forward(ctx: Any, posted: torch.Tensor, batch: _PooledExchange) -> torch.Tensor:
@@ -258,11 +260,11 @@ BROADCAST_BYTES = 25 << 20  # sent at a time
 class GradientAverage:
     """Average the gradients of `parameters` after each backward that reaches any of them.
 
-    Every rank must reach the same ones. One that no rank has reached stays without a gradient.
+    Every rank must reach the same parameters. A parameter that no rank reaches has no gradient.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], exchange: HostExchange) -> None:
-        """Collective: set the parameters to those of rank 0, as DDP does."""
+        """Collective: copy rank 0's parameters to all ranks, as DDP does."""
         world = dist.GroupMember.WORLD
         assert world is not None
         dist._broadcast_coalesced(world, [parameter.detach() for parameter in parameters], BROADCAST_BYTES, 0)
@@ -291,7 +293,7 @@ class GradientAverage:
 
 
 class _Block:
-    """The gradients of parameters of one dtype, one after the other."""
+    """Hold the gradients of all parameters of one dtype in one tensor."""
 
     def __init__(self, parameters: list[nn.Parameter], channel: int) -> None:
         self._parameters, self.channel = parameters, channel
@@ -302,7 +304,7 @@ class _Block:
         ]
 
     def gather(self) -> None:
-        """Copy gradients that are not in the block yet; they become views of the block."""
+        """Copy gradients that are not in the block yet into the block. They become views of it."""
         views, gradients = [], []
         for parameter, view in zip(self._parameters, self._views, strict=True):
             gradient = parameter.grad
@@ -317,7 +319,7 @@ class _Block:
 
 
 class Columns(NamedTuple):
-    """Columns begin..end of the pooled rows of sharding number `part`."""
+    """Name the columns begin..end of the pooled rows of sharding number `part`."""
 
     part: int
     begin: int
@@ -325,7 +327,7 @@ class Columns(NamedTuple):
 
 
 class FeatureOrder:
-    """The features of `tables` in the order of their configs, and their columns in the parts."""
+    """List the features of `tables` in the order of their configs, with their columns in the parts."""
 
     def __init__(self, tables: ShardedEmbeddingBagCollection) -> None:
         columns = {}
@@ -345,7 +347,7 @@ class FeatureOrder:
 
 
 class InOrder(EmbeddingBagCollectionAwaitable):
-    """TorchRec's awaitable of a KeyedTensor, with the features in `order`."""
+    """Return a KeyedTensor as TorchRec's awaitable does, but with the features in `order`."""
 
     def __init__(self, torchrec_awaitable: EmbeddingBagCollectionAwaitable, order: FeatureOrder) -> None:
         super().__init__(
@@ -360,7 +362,7 @@ class InOrder(EmbeddingBagCollectionAwaitable):
 
 
 class _Combined(torch.autograd.Function):
-    """Join [B, D of each part] to [B, all D], run by run."""
+    """Join parts [B, D of the part] to [B, all D]. Adjacent columns are copied together."""
 
     @staticmethod
     def forward(ctx: Any, runs: list[Columns], *parts: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Define the interface of tables whose rows are stored outside memory. An extra has the storage."""
+"""Define the interface of tables whose rows are stored outside memory. An extra implements the storage."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 class TierSettings:
     """Settings of tables with tiers.
 
-    slots: share of a table's rows that have a slot, or, above 1, the number of slots. folder: on a
-    local SSD. heads: share of a shard's slots that is reserved for its first rows.
+    slots: the share of a table's rows that have a slot, or the number of slots if above 1. folder:
+    a folder on a local SSD. heads: the share of a shard's slots that is reserved for its first
+    rows.
     """
 
     slots: Mapping[str, float]
@@ -28,10 +29,10 @@ class TierSettings:
 
 @dataclass
 class TierStats:
-    """Statistics since the start; of training only, except for reads and writes.
+    """Hold statistics since the start. They count training only, except for the reads and writes.
 
-    rows: distinct rows per batch. missed: those without a slot when first resolved. stall_seconds:
-    how long the training thread waited for rows.
+    rows: distinct rows per batch. missed: rows without a slot when they were first resolved.
+    stall_seconds: how long the training thread waited for rows.
     """
 
     lookups: int = 0
@@ -53,13 +54,13 @@ class TierStats:
 
 
 class PinnedSlots(Protocol):
-    """Slots that a batch uses until its backward has finished."""
+    """Hold the slots that a batch uses until its backward has finished."""
 
     def release(self) -> None: ...
 
 
 class StorageLookup(Protocol):
-    """Look up slots of the tables of one FBGEMM module. Rows without a slot are loaded first."""
+    """Look up slots of the tables of one FBGEMM module. Rows without a slot are loaded before the lookup."""
 
     def to_slots(
         self, indices: NDArray[np.int64], offsets: NDArray[np.int64], training: bool
@@ -72,7 +73,7 @@ class StorageLookup(Protocol):
 
 
 class StorageGroup(Protocol):
-    """The stored tables of one FBGEMM module in a lookup of TorchRec."""
+    """Hold the stored tables of one FBGEMM module in a lookup of TorchRec."""
 
     @property
     def lookup(self) -> StorageLookup: ...
@@ -81,7 +82,7 @@ class StorageGroup(Protocol):
         """Start loading the rows of ids that have arrived for the complete lookup."""
 
     def names(self, features: Sequence[str]) -> list[list[str]]:
-        """Return the names of the features of each stored table. features: of the lookup."""
+        """Return the names of the features of each stored table. features: all features of the lookup."""
 
 
 class TableStorage(Protocol):
@@ -96,7 +97,7 @@ class TableStorage(Protocol):
     def open(
         self, weights: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]], begins: NDArray[np.int64]
     ) -> None:
-        """Open the stores. weights[t] and states[t] hold the slots of table t."""
+        """Open the stores. weights[t] and states[t] are the slots' weights and states of table t."""
 
     def stored_weights(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return all rows of each table's shard."""

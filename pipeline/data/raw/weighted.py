@@ -81,8 +81,7 @@ def _problem(name: str, element: pa.Scalar) -> str:
 
 
 def weights_of_lists(lists: Sequence[Sequence[str] | None]) -> tuple[list[list[str]], list[float]] | None:
-    """Split the lists of a few rows into their ids and all weights, one after the other; None if
-    one is invalid."""
+    """Split lists of elements. Return the ids by list and the weights as one list; None if an element is invalid."""
     ids: list[list[str]] = []
     weights: list[float] = []
     for elements in lists:

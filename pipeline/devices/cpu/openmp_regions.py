@@ -32,7 +32,7 @@ START = "GOMP_parallel"
 
 @cache
 def is_there() -> bool:
-    """Return whether torch's OpenMP is accessible (not on macOS); else one thread runs kernels."""
+    """Return whether this process can call torch's OpenMP (not on macOS). Without it kernels run on one thread."""
     try:
         start = getattr(ctypes.CDLL(torch._C.__file__), START)
     except (OSError, AttributeError):
@@ -43,11 +43,11 @@ def is_there() -> bool:
 
 @cache
 def region_of(kernel: Kernel) -> Callable[[tuple[Any, ...], np.uint64, np.uint64, np.uint32], int]:
-    """Return region(arguments, count, shares, threads): kernel(*arguments, begin, end) on all
-    shares.
+    """Return a function region(arguments, count, shares, threads) that runs kernel(*arguments,
+    begin, end) on every share of 0..count.
 
-    It returns the bits ALL_TRUE and NONE_RAISED, and is cached on disk as part of the kernel's
-    file.
+    The result of region() has the bit ALL_TRUE if every call returned True, and the bit NONE_RAISED
+    if no call raised. Numba caches the function on disk as part of the kernel's file.
     """
     own, name = kernel.py_func, f"{kernel.py_func.__name__}_region"
     code = _region.__code__.replace(
@@ -101,7 +101,7 @@ def _run_shares(
 
 
 def _take_shares(context: Any, work: ir.Function, kind: ir.PointerType, compiled: Any) -> None:
-    """Write the body of a region's thread: call the compiled kernel until no share is left."""
+    """Write the code that each thread of a region runs: call the compiled kernel until no share is left."""
     builder = ir.IRBuilder(work.append_basic_block("entry"))
     common = _Common(builder, builder.bitcast(work.args[0], kind))
     count, shares, arguments = (common.load(place) for place in (COUNT, SHARES, ARGUMENTS))

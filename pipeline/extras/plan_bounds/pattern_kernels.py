@@ -20,7 +20,7 @@ ROUNDING = 1e-9  # of a capacity; an excess of this size still fits
 
 
 class Candidates(NamedTuple):
-    """O options, K resources, G groups of equal tables."""
+    """Hold the options as arrays: O options, K resources, G groups of equal tables."""
 
     price: Floats  # [O] of a shard
     use: Floats  # [O, K] of each resource by a shard
@@ -46,8 +46,8 @@ def _fitting(option, depth, left, groups_left, candidates):  # type: ignore[no-u
 
 @part()
 def _most_worth(depth, left, surrogate_left, candidates):  # type: ignore[no-untyped-def]
-    """Return an upper bound of the value of options from `depth` on: they share the surrogate
-    resource, in parts of shards.
+    """Return an upper bound of the value that options from `depth` on can add. They share one
+    surrogate resource, and shards may be split into parts.
     """
     worth, room = 0.0, surrogate_left
     for option in candidates.by_worth:
@@ -72,7 +72,8 @@ def _most_worth(depth, left, surrogate_left, candidates):  # type: ignore[no-unt
 def find_pattern(candidates, least, slack, max_nodes, found):  # type: ignore[no-untyped-def]
     """Find the most valuable pattern, in `found` [O], if its value exceeds `least`.
 
-    Returns its value, or `least`, and whether no pattern has more than `slack` times that value.
+    Returns the value of the pattern (`least` if none was found), and whether it is proven that no
+    pattern has more than `slack` times this value.
     """
     num_options, num_resources = candidates.use.shape
     counts = np.zeros(num_options)

@@ -1,10 +1,11 @@
-"""Bound the cost of any plan from below by what single ranks can hold: column generation over
-patterns of a rank.
+"""Prove a lower bound of the cost of any plan from what a single rank can hold, by column
+generation over patterns.
 
-A pattern says how many shards of each option a rank has. It keeps the rank's memory and, in a box
-of the maxima, their upper limits. A linear program combines patterns so that they hold all tables,
-and a knapsack finds the pattern whose value at the program's prices is highest. Boxes are split as
-in branch and bound: within narrow limits the bound shows that shards do not fill a rank evenly.
+A pattern states how many shards of each option one rank holds. A pattern must fit the rank's
+memory. Within a box (limits of the maxima over ranks), it must also keep the box's upper limits. A
+linear program combines patterns so that they hold all tables, and a knapsack search finds the
+pattern with the highest value at the program's prices. Boxes are split as in branch and bound:
+within narrow limits the bound shows that shards do not fill a rank evenly.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Work:
 
 @dataclass(frozen=True, eq=False)
 class Box:
-    """Limits of the maxima [P]."""
+    """Hold the lower and the upper limits [P] of the maxima over ranks."""
 
     low: Floats
     high: Floats
@@ -56,11 +57,11 @@ class Box:
 
 @dataclass(frozen=True, eq=False)
 class _Solved:
-    """A box's linear program.
+    """Hold the solution of a box's linear program.
 
-    Its value, the part of the value for tables that no pattern holds, the prices of shards [O], the
-    price of a pattern, the maxima [P], and the increase of the value per millisecond of each
-    maximum [P].
+    The fields are the value, the part of the value for tables that no pattern holds, the prices of
+    shards [O], the price of a pattern, the maxima [P], and the increase of the value per
+    millisecond of each maximum [P].
     """
 
     value: float
@@ -73,9 +74,7 @@ class _Solved:
 
 @dataclass(frozen=True, eq=False)
 class _Bounded:
-    """The lower bound of a box, and the maxima and their prices in the linear program that proves
-    it.
-    """
+    """Hold the lower bound of a box, and the maxima and their prices in the linear program that proves the bound."""
 
     bound: float
     maxima: Floats
@@ -86,8 +85,8 @@ UNKNOWN = _Bounded(-np.inf, np.zeros(0), np.zeros(0))
 
 
 def can_bound(problem: SearchProblem, most_options: int) -> bool:
-    """Return whether there are few enough options of many equal tables; otherwise there are too
-    many patterns. Needs Numba.
+    """Return whether Numba is installed and the problem has few options and many equal tables.
+    Otherwise there are too many patterns.
     """
     groups = equal_tables(problem)
     options = sum(len(problem.tables[group[0]]) for group in groups)
@@ -96,8 +95,8 @@ def can_bound(problem: SearchProblem, most_options: int) -> bool:
 
 
 class PatternBound:
-    """O options of groups of equal tables without the kinds `left_out`, G groups, P maxima, K
-    resources of a rank.
+    """Bound a problem from which the kinds `left_out` are excluded. O options of G groups of equal
+    tables, P maxima, K resources of a rank.
 
     The resources are the maxima and the kinds of memory. All kinds that are not left out count as
     in use.
@@ -181,9 +180,7 @@ class PatternBound:
         return [Box(box.low, lower), Box(upper, box.high)]
 
     def _generate(self, box: Box, goal: float, work: Work) -> _Bounded:
-        """Add patterns until the box costs at least `goal`, or clearly less, or no pattern improves
-        it.
-        """
+        """Add patterns until the box costs at least `goal`, or clearly less than `goal`, or no pattern improves it."""
         usable = [pattern for pattern in self.patterns if (pattern @ self.cost <= box.high * (1 + 1e-9)).all()]
         best = UNKNOWN
         for _ in range(PATTERNS_EACH):
@@ -208,11 +205,11 @@ class PatternBound:
         return best
 
     def _solve(self, patterns: list[Floats], box: Box, goal: float) -> _Solved | None:
-        """Return the best mix of patterns in a box, with infinite value if there is none; None if
-        the solver gave up.
+        """Return the best mix of patterns in a box, with infinite value if there is none. Return
+        None if the solver gave up.
 
-        Variables: options' shares of their groups, maxima, missing shares, patterns' numbers of
-        ranks.
+        The variables are each option's share of its group, the maxima, the missing shares, and for
+        each pattern the number of ranks with it.
         """
         count, maxima = len(self.shards), len(self.weights)
         first = 2 * count + maxima
@@ -300,8 +297,8 @@ class PatternBound:
         return (weights / total if total > 0 else even), -float(found.fun) * (1 + SAFE)
 
     def _tighten(self, box: Box, goal: float) -> Box | None:
-        """Return the range of the maxima if plans cost less than `goal`, by evenly spread loads;
-        None: there is no such plan.
+        """Return the limits that the maxima have in every plan that costs less than `goal`, from a
+        linear program that spreads loads evenly over ranks. Return None if there is no such plan.
         """
         count, maxima = len(self.shards), len(self.weights)
         even = self.fixed[: self.fixed.shape[0] - count, : count + maxima].toarray()
@@ -327,10 +324,11 @@ class PatternBound:
         return Box(np.maximum(ends[0], box.low), np.minimum(ends[1], box.high))
 
     def _rows(self) -> tuple[scipy.sparse.csr_matrix, scipy.sparse.csr_matrix]:
-        """Return rows <= 0 (a maximum is at least its mean and a table's largest shard; patterns
-        hold the shares) and rows = 1.
+        """Return the rows of the program that must be <= 0 and the rows that must be 1. Rows <= 0:
+        a maximum is at least its mean and a table's largest shard, and patterns hold the options'
+        shares.
 
-        Rows = 1: the shares of each group; the last row is the patterns'.
+        Rows = 1: the shares of each group add up to 1. The last row does the same for patterns.
         """
         count, maxima, groups = len(self.shards), len(self.weights), len(self.copies)
         width, index = 2 * count + maxima, np.arange(count)
@@ -355,7 +353,8 @@ def prove_bounds(
     max_patterns: int,
     is_late: Callable[[], bool],
 ) -> Callable[[tuple[str, ...], float], bool]:
-    """Return a function that tells whether no plan without these kinds of sharding is below a cutoff.
+    """Return a function that returns whether every plan without the given kinds of sharding costs
+    at least a cutoff.
 
     All its calls together look for at most `max_patterns` patterns, and stop if `is_late()`.
     """
@@ -374,9 +373,9 @@ def _most_on_a_rank(problem: SearchProblem, option: Option) -> int:
 
 
 def _shares(use: Floats, room: Floats) -> Floats:
-    """Return [O, K] of each resource's capacity.
+    """Return [O, K]: the share of each resource's capacity that one shard of an option uses.
 
-    A resource without capacity is not used by what fits.
+    If a resource has no capacity, options that fit do not use it, and the share is 0.
     """
     shares: Floats = np.where(use > 0, np.divide(use, room, out=np.full_like(use, np.inf), where=room > 0), 0.0)
     return shares
@@ -385,7 +384,8 @@ def _shares(use: Floats, room: Floats) -> Floats:
 def _merge(every: Floats) -> tuple[list[int], Floats]:
     """Return the maxima to keep and their weights.
 
-    A load that is always a multiple of another adds to its weight.
+    If one load is always a multiple of another load, the two become one maximum with a larger
+    weight.
     """
     kept: list[int] = []
     weights: list[float] = []

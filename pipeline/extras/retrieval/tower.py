@@ -62,8 +62,8 @@ class Tower(Predictor):
     def _pooled(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         """Look up the rows.
 
-        The rows of compressed tables are composed for the features of both towers together. Here
-        the features of the other tower get bags without ids.
+        The rows of compressed tables are composed for the features of both towers together. So the
+        features of the other tower get empty bags.
         """
         if self._composed is None:
             return self.lookup.pooled(values, offsets, weights)

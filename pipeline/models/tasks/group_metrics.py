@@ -1,8 +1,9 @@
 """Measure GAUC, NDCG@k and hit rate@k within groups, and metrics by name, over all ranks.
 
 GAUC is the mean of the groups' AUCs, weighted by their rows (Zhou et al. 2018, Deep Interest
-Network, section 6.2). A row of weight w takes w positions of the ranking; a fraction of a position
-counts as that fraction. NamedMetrics are those of trainer.metrics, for each binary label.
+Network, section 6.2). A row of weight w occupies w positions of the ranking. If only a part of a
+row is within the first k positions, only this part counts. NamedMetrics are those of
+trainer.metrics, for each binary label.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class GroupMeasure:
         self._weights: list[torch.Tensor] = []
 
     def update(self, prediction: Any, groups: torch.Tensor | None) -> None:
-        """Local: add a batch of logits, labels, sample_weights [batch]. Group 0 is none."""
+        """Local: add a batch of logits, labels and sample_weights, each [batch]. Rows of group 0 belong to no group."""
         if groups is None:
             return
         weights = prediction.sample_weights.cpu()
@@ -75,9 +76,9 @@ def group_metrics(
 
     weights: of the rows, 1 by default.
 
-    Each group counts once in ndcg and hit rate. A group with labels of one class ranks nothing: it
-    is left out of all metrics and counted. Rows with equal scores count as the mean over all their
-    orders, so the order of rows does not matter. NaN without a group to rank.
+    Each group counts once in ndcg and hit rate. A group with labels of one class is left out of all
+    metrics and only counted. For rows with equal scores the mean over all their orders is used, so
+    the order of rows does not matter. Metrics are NaN if every group is left out.
     """
     ties, num_groups = _ties_of(groups, scores, labels, np.ones(len(labels)) if weights is None else weights)
     positives, rows = ties.total(ties.positives), ties.total(ties.sizes)
@@ -90,9 +91,9 @@ def group_metrics(
 
 @dataclass(frozen=True)
 class _Ties:
-    """Runs of rows of one group with equal scores, best first: [num_ties], `firsts` [num_groups].
+    """Hold ties: runs of rows of one group with equal scores, sorted by group, then best first.
 
-    Rows and positives are sums of weights.
+    All fields are [num_ties], except `firsts` [num_groups]. Rows and positives count by weight.
     """
 
     sizes: Floats
@@ -102,7 +103,7 @@ class _Ties:
     firsts: NDArray[np.int64]  # the index of each group's first run
 
     def total(self, values: Floats) -> Floats:
-        """Return [num_groups]: sums over the runs of each group."""
+        """Return [num_groups]: the sum of `values` [num_ties] over the ties of each group."""
         sums: Floats = np.add.reduceat(values, self.firsts) if len(self.firsts) else np.zeros(0)
         return sums
 
@@ -127,15 +128,15 @@ def _ties_of(
 
 
 def _aucs(ties: _Ties, positives: Floats, rows: Floats) -> Floats:
-    """Return the AUC of each group [num_groups]; any number for a group of one class."""
+    """Return the AUC of each group [num_groups]. The value of a group with one class has no meaning."""
     above = (ties.sizes - ties.positives) * (ties.positives_before + ties.positives / 2)
     aucs: Floats = ties.total(above) / np.maximum(positives * (rows - positives), 1.0)
     return aucs
 
 
 def _ndcg(ties: _Ties, positives: Floats, k: int) -> Floats:
-    """Return the NDCG by group. Positions of a run gain its share of positives (McSherry, Najork
-    2008).
+    """Return the NDCG of each group [num_groups]. Rows with equal scores share their positives
+    evenly over their positions (McSherry, Najork 2008).
     """
     discounts = np.concatenate([[0.0], np.cumsum(1.0 / np.log2(np.arange(k) + 2.0))])
     places = np.arange(k + 1.0)
@@ -146,7 +147,7 @@ def _ndcg(ties: _Ties, positives: Floats, k: int) -> Floats:
 
 
 def _hits(ties: _Ties, k: int) -> Floats:
-    """Return by group the probability of a positive among the first k, over orders of equal scores."""
+    """Return [num_groups]: the probability that a positive is among the first k, over all orders of equal scores."""
     end = ties.before + ties.sizes
     missed = np.where((ties.positives > 0) & (end <= k), 0.0, 1.0)
     for run in np.flatnonzero((ties.before < k) & (end > k) & (ties.positives > 0)):
@@ -175,7 +176,7 @@ class NamedMetrics:
         self._sums: dict[str, Floats] = {}
 
     def update(self, clicks: Mapping[str, Any]) -> None:
-        """Local: add a batch. clicks: label's prefix -> its logits, labels, weights."""
+        """Local: add a batch. clicks: prefix of a label's metrics -> the logits, labels and weights of the label."""
         for prefix, prediction in clicks.items() if self._metrics else ():
             weights = prediction.sample_weights.double()
             counts = weights > 0

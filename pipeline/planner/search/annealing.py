@@ -1,8 +1,9 @@
-"""Improve an assignment by simulated annealing, several times: some million changes per second by Numba.
+"""Improve an assignment by several runs of simulated annealing, which try some million changes per
+second (Numba).
 
-It starts from the best plan, or from the cheapest choice of options, which may overfill ranks. Ranks
-may also be overfull during the search, at a price: if memory is nearly full, a better plan often can
-only be reached through plans that do not fit.
+It starts from the best plan, or from the cheapest choice of options, which may overfill ranks.
+During the search, overfull ranks are allowed but add to the cost, because if memory is nearly full,
+a better plan can often only be reached through plans that do not fit.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LEVELS = 60  # of the temperature
 
 
 class Schedule(NamedTuple):
-    """Values at the first and the last level, with a constant factor from level to level."""
+    """Hold values at the first and the last level. They change by a constant factor from level to level."""
 
     sharpness: tuple[float, float]  # of the maxima, in units of one over the value
     heat: tuple[float, float]  # in units of the value: the temperature
@@ -43,9 +44,8 @@ FULL_RANKS = Schedule((20.0, 600.0), (1e-2, 1e-4), (1.0, 10.0))
 
 
 class Packed(NamedTuple):
-    """A problem as arrays. An option's number counts through all tables. `key`: equal for options
-    that
-    differ only in size.
+    """Hold a problem as arrays. Options are numbered through all tables. `key`: equal for options
+    that differ only in size.
 
     T tables, O options of all tables, S shards of all options, R ranks, H hosts, P maxima, M kinds
     of memory, K kinds with a latency, W shards of an option at most.
@@ -66,7 +66,7 @@ class Packed(NamedTuple):
 
 
 class Laid(NamedTuple):
-    """An assignment with its loads. `over` [1]: bytes beyond capacities."""
+    """Hold an assignment with its loads. `over` [1]: the bytes beyond the capacities."""
 
     choices: Ranks  # [T] numbers of options
     ranks: Ranks  # [T, W]
@@ -82,7 +82,7 @@ class Laid(NamedTuple):
 
 
 class Change(NamedTuple):
-    """The effect of a move: new options and ranks of tables, and changes of ranks and hosts."""
+    """Hold the effect of a move: the new options and ranks of tables, and the changed loads of ranks and hosts."""
 
     counts: Ranks  # [3] tables, ranks touched, hosts touched
     tables: Ranks  # [2]
@@ -118,8 +118,8 @@ def improve_by_annealing(
 ) -> Assignment | None:
     """Return the best assignment found that fits, including `start`, or None.
 
-    `start` may overfill ranks. scale_ms: the approximate value. The result is the same for a seed
-    unless `stop` ends it.
+    `start` may overfill ranks. scale_ms: the approximate value of the objective. The result is the
+    same for a seed unless `stop` ends it.
     """
     annealing = Annealing(problem, start, objective, seed)
     for level in range(LEVELS):
@@ -130,7 +130,7 @@ def improve_by_annealing(
 
 
 class Annealing:
-    """The state: `choices` and `ranks` change; `best_*` are kept, with the value `best`."""
+    """Hold the search's state: `choices` and `ranks` change; `best_*` keep the best, whose value is `best`."""
 
     def __init__(self, problem: SearchProblem, start: Assignment, objective: str, seed: int) -> None:
         self.problem = problem
@@ -149,7 +149,7 @@ class Annealing:
         self.taken = 0
 
     def go(self, moves: int, scale_ms: float, schedule: Schedule, share: float) -> None:
-        """Run one level of the temperature, at `share` of the way from the first to the last."""
+        """Run one temperature level, at the fraction `share` of the way from the first level to the last."""
         from pipeline.planner.search.annealing_kernels import anneal
 
         sharpness, heat, overfull = (low * (high / low) ** share for low, high in schedule)
@@ -173,7 +173,7 @@ class Annealing:
         )
 
     def _lay(self, per_ms: float) -> Laid:
-        """Return an assignment with new sums, free of rounding errors."""
+        """Return an assignment with its sums computed again, so that no rounding errors remain."""
         problem, packed = self.problem, self.packed
         cost, memory = np.zeros((problem.world_size, packed.cost.shape[1])), np.zeros_like(packed.capacity)
         for choice, row in zip(self.choices.tolist(), self.ranks, strict=True):
@@ -219,7 +219,7 @@ def pack(problem: SearchProblem, objective: str) -> Packed:
 
 
 def _alike(problem: SearchProblem, objective: str) -> Ranks:
-    """Return [T, N]: for each table the tables whose free single-shard options cost most alike."""
+    """Return [T, N]: for each table the N tables whose options with one free shard are nearest in cost."""
     count = len(problem.tables)
     if problem.world_size <= MANY_RANKS or not NEAREST < count <= MAX_TABLES:
         return np.zeros((count, 0), dtype=np.int64)
@@ -279,9 +279,9 @@ class Restarts:
     ) -> None:
         """Anneal from the best plan, or from the cheapest choice if no plan fits yet.
 
-        `solve` is called after the first attempt: it may prove the plan optimal. If the cheapest
-        choice overfills ranks, every other attempt starts from it, hot, with only its kinds. Half
-        of the others use only kinds in use.
+        `solve` is called after the first attempt, because it may prove the plan optimal. If the
+        cheapest choice overfills ranks, every second attempt starts from it at a high temperature
+        and uses only its kinds. Half of the other attempts use only the kinds of their start.
         """
         overfull = cheapest is not None and bool(violations(self.state.problem, cheapest))
         is_easy = (

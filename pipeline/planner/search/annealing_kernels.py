@@ -1,8 +1,9 @@
 """Anneal an assignment: a kernel, compiled by Numba, that tries some million changes per second.
 
-A change affects one or two tables. It is judged by a potential: a smooth approximation of each
-maximum over ranks (the logarithm of a sum of exponentials), the latency of kinds in use, and a
-price for memory beyond capacities. annealing.py documents the shapes of the arrays.
+A change affects one or two tables. It is accepted or rejected by a potential, which is the sum of a
+smooth approximation of each maximum over ranks (the logarithm of a sum of exponentials), the
+latency of kinds in use, and a cost for memory beyond the capacities. annealing.py documents the
+shapes of the arrays.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _is_free(option, packed):  # type: ignore[no-untyped-def]
 
 @part()
 def _keep(index, table, change, laid, packed):  # type: ignore[no-untyped-def]
-    """Start a table's change with its current option and ranks."""
+    """Begin a change with the current option and ranks of a table."""
     option = laid.choices[table]
     change.tables[index] = table
     change.choices[index] = option
@@ -74,7 +75,7 @@ def _keep(index, table, change, laid, packed):  # type: ignore[no-untyped-def]
 
 @part()
 def _may_lie(index, change, packed, local):  # type: ignore[no-untyped-def]
-    """Return whether a free option's shards keep its rule."""
+    """Return whether the ranks of an option with free shards follow the option's rule."""
     option = change.choices[index]
     count = _num_shards(option, packed)
     if count == 1 or not _is_free(option, packed):
@@ -92,7 +93,7 @@ def _may_lie(index, change, packed, local):  # type: ignore[no-untyped-def]
 
 @part()
 def _draw_ranks(index, change, packed, local, seed):  # type: ignore[no-untyped-def]
-    """Sample any ranks that the option's rule permits."""
+    """Sample ranks that the option's rule permits."""
     option = change.choices[index]
     count, world, rule = _num_shards(option, packed), len(packed.capacity), packed.rule[option]
     first = _below(world // local, seed) * local
@@ -110,7 +111,7 @@ def _draw_ranks(index, change, packed, local, seed):  # type: ignore[no-untyped-
 
 @part()
 def _free_shard(index, change, laid, packed, seed):  # type: ignore[no-untyped-def]
-    """Sample two tables, keep the one on the slower rank, and choose a shard; -1: none is free."""
+    """Sample two tables, keep the one on the slower rank, and choose a shard; -1 if no shard is free."""
     best, best_shard, best_weight = int64(-1), int64(-1), -1.0
     for _ in range(2 - index):
         table = _below(len(laid.choices), seed)
@@ -127,7 +128,7 @@ def _free_shard(index, change, laid, packed, seed):  # type: ignore[no-untyped-d
 
 @part()
 def _shard_alike(change, laid, packed, seed):  # type: ignore[no-untyped-def]
-    """Choose a free shard of a table similar to the change's first one; -1: none is free."""
+    """Choose a free shard of a table that is similar to the first table of the change; -1 if no shard is free."""
     table = packed.alike[change.tables[0], _below(packed.alike.shape[1], seed)]
     option = laid.choices[table]
     if not _is_free(option, packed):
@@ -138,7 +139,7 @@ def _shard_alike(change, laid, packed, seed):  # type: ignore[no-untyped-def]
 
 @part()
 def _swap(change, laid, packed, local, seed):  # type: ignore[no-untyped-def]
-    """Swap the ranks of two free shards, sometimes of similar tables: loads then change little."""
+    """Swap the ranks of two free shards. Some swaps are between similar tables, because loads then change little."""
     one = _free_shard(0, change, laid, packed, seed)
     if one >= 0 and packed.alike.shape[1] > 0 and _random(seed) < ALIKE:
         other = _shard_alike(change, laid, packed, seed)
@@ -170,7 +171,7 @@ def _move(change, laid, packed, local, seed):  # type: ignore[no-untyped-def]
 
 @part()
 def _shard_otherwise(change, laid, packed, local, seed):  # type: ignore[no-untyped-def]
-    """Give a table another option or another host."""
+    """Change the option or the host of a table."""
     table = _below(len(laid.choices), seed)
     first, last = packed.first_option[table], packed.first_option[table + 1]
     option = first + _below(last - first, seed)
@@ -221,7 +222,7 @@ def _propose(change, laid, packed, local, seed):  # type: ignore[no-untyped-def]
 
 @part()
 def _lay(option, ranks, sign, change, packed, local):  # type: ignore[no-untyped-def]
-    """Record what an option's shards add to their ranks, or remove from them."""
+    """Add the loads of an option's shards to their ranks, or subtract them."""
     first = packed.first_shard[option]
     for shard in range(_num_shards(option, packed)):
         rank = ranks[shard]
@@ -245,7 +246,7 @@ def _lay(option, ranks, sign, change, packed, local):  # type: ignore[no-untyped
 
 @part()
 def _more_over(change, laid, packed):  # type: ignore[no-untyped-def]
-    """Return the bytes beyond capacities that the change adds."""
+    """Return how many more bytes are beyond the capacities after the change."""
     more = 0.0
     for tier in range(packed.memory.shape[1]):
         for index in range(change.counts[1]):
@@ -261,7 +262,7 @@ def _more_over(change, laid, packed):  # type: ignore[no-untyped-def]
 
 @part()
 def _later(change, laid, packed):  # type: ignore[no-untyped-def]
-    """Return the milliseconds of latency that the change adds."""
+    """Return how many milliseconds of latency the change adds."""
     latency = 0.0
     for kind in range(len(packed.latency)):
         before, after = laid.used[kind] > 0, laid.used[kind] + change.used[kind] > 0
@@ -271,7 +272,7 @@ def _later(change, laid, packed):  # type: ignore[no-untyped-def]
 
 @part()
 def _least_ratios(change, laid):  # type: ignore[no-untyped-def]
-    """Compute lower limits of each sum's factor, as if affected ranks had no load; the product."""
+    """Compute a lower limit of each sum's factor, as if changed ranks had no load. Return the product."""
     product = 1.0
     for maximum in range(len(laid.sums)):
         left = laid.sums[maximum]
@@ -284,7 +285,7 @@ def _least_ratios(change, laid):  # type: ignore[no-untyped-def]
 
 @part()
 def _rises_less(change, laid, most_ms, per_ms):  # type: ignore[no-untyped-def]
-    """Return whether the smooth maxima rise by at most `most_ms`. Stop when that is clear."""
+    """Return whether the smooth maxima rise by at most `most_ms`. Stop computing when the answer is clear."""
     if most_ms * per_ms < -LARGEST_EXPONENT:
         return False
     most, ratio = math.exp(min(most_ms * per_ms, LARGEST_EXPONENT)), _least_ratios(change, laid)
@@ -361,7 +362,7 @@ def _forget(change):  # type: ignore[no-untyped-def]
 
 @part()
 def _value(laid, packed):  # type: ignore[no-untyped-def]
-    """Return the milliseconds of the objective itself."""
+    """Return the milliseconds of the objective itself, without smoothing."""
     value = 0.0
     for maximum in range(len(laid.sums)):
         highest = 0.0
@@ -376,9 +377,11 @@ def _value(laid, packed):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def anneal(packed, laid, best_choices, best_ranks, change, local, moves, heat, seed, best):  # type: ignore[no-untyped-def]
-    """Change `laid`. `best` [1]: value of `best_choices` and `best_ranks`. Return accepted changes.
+    """Anneal `laid` in place. `best` [1]: value of `best_choices` and `best_ranks`. Return how many
+    changes were accepted.
 
-    heat: exponents per millisecond, milliseconds of a temperature, milliseconds per byte too much.
+    heat: the exponents' factor (1/ms), the temperature (ms), the cost of a byte beyond capacities
+    (ms).
     """
     per_ms, temperature, per_byte = heat
     taken = 0

@@ -1,8 +1,9 @@
 """Find the best assignment, or prove that none is better, by integer programming (HiGHS).
 
-Variables: for every option, how many tables of a group of equal tables have it; for every placement
-of it, ranks, hosts or counts of shards per rank; for every kind with a latency, whether it is in
-use. Equal ranks may be renamed, so the first tables are restricted to the first ranks and hosts.
+The variables are, for every option, how many of a group of equal tables have this option; for every
+placement of the option, ranks, hosts or numbers of shards per rank; and for every kind with a
+latency, whether it is in use. Equal ranks are interchangeable, so the first tables may only use the
+first ranks and hosts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SAFE = 1e-6  # relative; the possible error of the bound by the solver's toleran
 
 @dataclass(frozen=True, eq=False)
 class ExactResult:
-    """No plan is below `bound_ms`. `assignment`: None if none better than the cutoff was found."""
+    """Hold the result: no plan costs less than `bound_ms`. `assignment` is None if none below the cutoff was found."""
 
     assignment: Assignment | None
     bound_ms: float
@@ -34,10 +35,10 @@ class ExactResult:
 
 @dataclass(frozen=True, eq=False)
 class _Way:
-    """Shards [S] that a variable places from `first_rank` on, or [similar blocks, S] of which it
-    counts some.
+    """Hold the shards [S] that a variable places from `first_rank` on, or [similar blocks, S], if
+    the variable is a number of these blocks.
 
-    used: for a count, the variable with the number of tables of these blocks, which places no
+    used: for such a number, the variable that counts the tables with these blocks and places no
     shard.
     """
 
@@ -50,7 +51,7 @@ class _Way:
 
 @dataclass
 class _Matrix:
-    """Entries of a sparse matrix, added one by one."""
+    """Hold the entries of a sparse matrix, which are added one by one."""
 
     values: list[float] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
@@ -67,7 +68,7 @@ class _Matrix:
 
 
 def equal_tables(problem: SearchProblem) -> list[list[int]]:
-    """Group tables with equal options: it does not matter which of them has which sharding."""
+    """Group tables with equal options, because such tables can exchange their options without effect."""
     groups: dict[bytes, list[int]] = {}
     for table, options in enumerate(problem.tables):
         key = b"|".join(
@@ -81,7 +82,7 @@ def equal_tables(problem: SearchProblem) -> list[list[int]]:
 
 
 def count_variables(problem: SearchProblem) -> int:
-    """Return the size of the program, which decides whether it is tried."""
+    """Return the number of the program's variables, which decides whether the program is tried."""
     per_rule = {
         Rule.EVERY_RANK: 1,
         Rule.ONE_HOST: problem.num_hosts,
@@ -103,10 +104,11 @@ def solve(
     seconds: float,
     tolerance: float = GAP,
 ) -> ExactResult:
-    """Find an assignment better than `cutoff`, or nothing. `bound`: a known lower bound.
+    """Find an assignment that costs less than `cutoff`, if there is one. `bound`: a known lower
+    bound.
 
-    The node limit ends the search at the same point on every machine; seconds or `tolerance`
-    earlier.
+    The node limit ends the search at the same point on every machine. The limit of seconds or
+    `tolerance` may end it earlier.
     """
     program = _Program(_level(problem) if problem.world_size > MANY_RANKS else problem, objective)
     found = program.solve(bound, cutoff, max_nodes, seconds, max(GAP, tolerance))
@@ -148,7 +150,7 @@ class _Program:
         self.first_maximum = len(self.upper)
 
     def _order_ranks(self, table: int) -> None:
-        """Order a host's ranks by their unsharded tables of this group, and hosts by the total."""
+        """Order a host's ranks by their number of unsharded tables of this group, and hosts by the total number."""
         local, options = self.problem.ranks_per_host, self.problem.tables[table]
         held: list[list[int]] = [[] for _ in range(self.problem.world_size)]
         for variable, way in enumerate(self.ways):
@@ -182,7 +184,7 @@ class _Program:
         return sorted(self.groups, key=lambda table: (-least[table], table))
 
     def _add_tables(self, table: int, copies: int) -> None:
-        """Add `table`, which represents this many equal tables."""
+        """Add `table`, which represents a group with this number of equal tables."""
         problem, local = self.problem, self.problem.ranks_per_host
         self.copies = float(copies)
         choose = self._new_row(self.copies)
@@ -212,7 +214,7 @@ class _Program:
                 )
 
     def _add_counts(self, choose: int, table: int, choice: int, blocks: list[list[int]], first_ranks: range) -> None:
-        """Add blocks of shards that may be apart: how many similar ones from each rank on."""
+        """Add blocks of shards that may be on different ranks: a variable counts similar blocks from each rank on."""
         used = self._new_variable(_Way(table, choice, 0, np.empty(0, dtype=np.intp)), self.copies)
         self._choose(choose, used, table, choice)
         option, per_rank = self.problem.tables[table][choice], len(blocks)
@@ -237,20 +239,20 @@ class _Program:
                     self.at_most.add(limits[first_rank], way, 1.0)
 
     def _add_way(self, choose: int, way: _Way) -> None:
-        """Add the placement of all shards at once, from rank `way.first_rank` on."""
+        """Add the placement that puts all shards on ranks from `way.first_rank` on."""
         variable = self._new_variable(way, self.copies)
         self._choose(choose, variable, way.table, way.choice)
         self._lay(variable, way.table, way.choice, way.first_rank, way.shards.tolist())
 
     def _choose(self, choose: int, variable: int, table: int, choice: int) -> None:
-        """Add one of the table's variables that sum to 1. Its kind is then in use."""
+        """Add a variable of the table's group; they sum to 1. The option's kind is then in use."""
         self.equal.add(choose, variable, 1.0)
         kind = self.problem.tables[table][choice].kind
         if kind in self.late:
             self.at_most.add(self.kind_rows[kind], variable, 1.0)
 
     def _ranks(self) -> list[int]:
-        """List the ranks to try: of equal ranks, those in use and the first unused one."""
+        """List the ranks to try. Of equal ranks, list the ranks in use and the first unused rank."""
         local = self.problem.ranks_per_host
         every = range(self.problem.world_size)
         return [rank for rank in every if not self.symmetric or max(rank // local, rank % local) <= self.first]
@@ -321,7 +323,7 @@ class _Program:
         return scipy.optimize.LinearConstraint(rows.build(caps.size, width), -np.inf, caps.ravel() / BYTES_SCALE)
 
     def read(self, values: Floats) -> Assignment:
-        """Return the assignment. Tables of a group take their options and ranks in turn."""
+        """Return the assignment of a solution. The tables of a group take the group's options and ranks in turn."""
         choices = [0] * len(self.problem.tables)
         placements: list[dict[int, int]] = [{} for _ in choices]  # per table: shard -> rank
         left = {table: list(group) for table, group in self.groups.items()}
@@ -348,7 +350,7 @@ class _Program:
 
 
 def _deal(tables: list[int], ways: list[tuple[_Way, int]], placements: list[dict[int, int]]) -> None:
-    """Deal similar blocks to the tables in turn, so that no table has too many on a rank."""
+    """Assign similar blocks to the tables in turn, so that no table has too many blocks on one rank."""
     first_ranks = [way.first_rank for way, count in ways for _ in range(count)]
     blocks = ways[0][0].shards.tolist()
     for position, first_rank in enumerate(first_ranks[: len(tables) * len(blocks)]):
@@ -366,7 +368,7 @@ def _alike(option: Option, blocks: list[list[int]]) -> list[list[list[int]]]:
 
 
 def _level(problem: SearchProblem) -> SearchProblem:
-    """Make shorter row shards equal to their cheapest siblings: no plan becomes more expensive."""
+    """Give shorter row shards the cost of their cheapest siblings. No plan becomes more expensive."""
 
     def leveled(option: Option) -> Option:
         if option.rule in (Rule.ANY_RANK, Rule.WITHIN_HOST):
@@ -379,7 +381,7 @@ def _level(problem: SearchProblem) -> SearchProblem:
 
 
 def _ranks_are_alike(problem: SearchProblem) -> bool:
-    """Return whether ranks of a host, and hosts, may be exchanged without changing anything."""
+    """Return whether the ranks of a host, and the hosts, can be exchanged without changing a plan's cost."""
     if (problem.capacity != problem.capacity[0]).any():
         return False
     if problem.host_memory is not None and (problem.host_memory != problem.host_memory[0]).any():

@@ -1,6 +1,8 @@
-"""Hold the best assignment of a search, the bound, the options that are still worth trying, the clock.
+"""Hold a search's state: the best assignment, the bound, the options that are still worth trying,
+the clock.
 
-The clock counts CPU seconds of the search's thread, so a busy machine finds the plan of an idle one.
+The clock counts CPU seconds of the search's thread, so that a busy machine finds the same plan as
+an idle machine.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ SLACK = 0.3  # of the gap: local search tries options that cost at most this mor
 class SearchConfig:
     """`seconds` of CPU is an outer limit (WorkClock); all other limits count work.
 
-    The search ends when the gap is at most `gap_tolerance`, but TorchRec's proposals come first.
+    The search ends when the gap is at most `gap_tolerance`, but not before TorchRec's proposals
+    were tried.
     """
 
     objective: str = "critical_path"
@@ -55,7 +58,7 @@ class SearchConfig:
 
 
 class Infeasible(Exception):
-    """No assignment. `proven`: none keeps the capacities; otherwise none was found."""
+    """No assignment was found. `proven`: it is proven that none fits the capacities."""
 
     def __init__(self, proven: bool) -> None:
         super().__init__("no assignment exists" if proven else "no assignment was found")
@@ -108,7 +111,7 @@ class Incumbent:
         return score(self.problem, assignment).of(self.config.objective)
 
     def worth(self, relaxation: Relaxation, share: float, using: Assignment) -> list[list[int]]:
-        """Return options that cost at most a share of the gap, and those in use."""
+        """Return the options that cost at most a share of the gap, and the options of the best assignment."""
         assert relaxation.bound_ms is not None
         ceiling = max(0.0, self.best_value * (1 + 1e-6) - relaxation.bound_ms) * share
         used = [
@@ -126,13 +129,15 @@ class Incumbent:
         return kept
 
     def narrow(self, relaxation: Relaxation) -> None:
-        """Drop the options that no better plan can have."""
+        """Drop the options that no better plan can contain."""
         if self.best is not None and relaxation.bound_ms is not None:
             self.kept = self.worth(relaxation, 1.0, self.best)
             self.small = narrow(self.problem, self.kept)
 
     def within(self, kept: list[list[int]], whole: Assignment) -> list[int]:
-        """Return the choices among options `kept`. A dropped one is replaced by one as good."""
+        """Return the choices as indexes into options `kept`. An option that is not kept is replaced
+        by a dominating one.
+        """
         choices = []
         for options, indices, choice in zip(self.problem.tables, kept, whole.choices, strict=True):
             if choice not in indices:
@@ -145,13 +150,13 @@ MAX_WAITING = 4.0  # wall seconds per CPU second of the limit, because a search 
 
 
 def whole(kept: list[list[int]], small: Assignment) -> Assignment:
-    """Return an assignment of the complete problem from one among options `kept`."""
+    """Convert an assignment of options `kept` into an assignment of the complete problem."""
     choices = [indices[choice] for indices, choice in zip(kept, small.choices, strict=True)]
     return Assignment(choices, small.ranks)
 
 
 class WorkClock:
-    """A limit of `limit_s` CPU seconds and of MAX_WAITING times as many wall seconds."""
+    """Limit work to `limit_s` CPU seconds, and to MAX_WAITING times as many wall seconds."""
 
     def __init__(
         self, limit_s: float, cpu: Callable[[], float] = time.thread_time, wall: Callable[[], float] = time.monotonic
@@ -166,7 +171,7 @@ class WorkClock:
 
     @property
     def busy(self) -> float:
-        """Return wall seconds per CPU second so far, at least 1."""
+        """Return the wall seconds per CPU second so far, at least 1."""
         cpu_s = self._cpu() - self._cpu_begin
         return max(1.0, self.wall_s / cpu_s) if cpu_s > 0.01 else 1.0
 
@@ -176,6 +181,6 @@ class WorkClock:
 
     @property
     def remaining_s(self) -> float:
-        """Return wall seconds that are left, for a solver, if the machine stays as busy."""
+        """Return the wall seconds that remain for a solver, if the machine stays as busy as it was."""
         left = (self.limit_s - (self._cpu() - self._cpu_begin)) * min(self.busy, MAX_WAITING)
         return min(left, self.limit_s * MAX_WAITING - self.wall_s)

@@ -32,7 +32,8 @@ def improve(
     stop: Callable[[], bool],
     tolerance: float = PROVEN,
 ) -> Assignment:
-    """Return the best assignment in `steps` steps, or the first within `tolerance` of `bound`.
+    """Return the best assignment found in `steps` steps, or the first assignment within `tolerance`
+    of `bound`.
 
     The result is the same for a seed unless `stop` ends it early.
     """
@@ -40,7 +41,7 @@ def improve(
 
 
 class _Climb:
-    """One run. `state` changes, `best` is kept. `before`: homes of tables before the last kick."""
+    """Run one local search. `state` changes, `best` is kept. `before`: the ranks of tables before the last kick."""
 
     def __init__(
         self, state: RankState, start: Assignment, generator: random.Random, enough: float, stop: Callable[[], bool]
@@ -60,7 +61,7 @@ class _Climb:
         return self.best
 
     def _climb(self, until: int) -> None:
-        """Descend until no step helps, then kick and descend again. A useless kick is undone."""
+        """Descend until no step helps, then make a random kick and descend again. Undo kicks that did not help."""
         self._descend(until)
         while self.steps < until and not self._done():
             self.before, value = {}, self.state.smooth_value
@@ -93,7 +94,7 @@ class _Climb:
             self.state.restore(self.state.assignment())
 
     def _rank_to_relieve(self, tried: set[int]) -> int | None:
-        """Return the rank with the largest weight in the smooth value."""
+        """Return the rank with the largest weight in the smooth value, whose load is to be reduced."""
         soft = self.state.soft
         weight = (soft.exponentials / soft.sums).sum(axis=1)
         weight[list(tried)] = 0.0
@@ -101,7 +102,7 @@ class _Climb:
         return rank if weight[rank] >= RELEVANT else None
 
     def _exchange(self, rank: int) -> bool:
-        """Exchange a free shard of the rank with another rank's, or move it, if that helps."""
+        """Exchange a free shard of the rank with another rank's shard, or move it, if this lowers the value."""
         state, soft, free = self.state, self.state.soft, self.state.free
         local = np.flatnonzero(free.ranks[: free.num_rows] == rank)
         if not len(local):
@@ -119,7 +120,7 @@ class _Climb:
         return True
 
     def _fit(self, rank: int, there: Ranks, change: Floats) -> NDArray[np.bool_]:
-        """Return whether memory may change by [local, others, M], and `there` by the opposite."""
+        """Return [local, others]: whether memory suffices if `rank` gains `change` [.., .., M] and `there` loses it."""
         memory, capacity = self.state.memory, self.state.problem.capacity
         room, other_room = capacity[rank] - memory[rank], capacity[there] - memory[there]
         fits: NDArray[np.bool_] = ((change <= room) & (-change <= other_room)).all(axis=-1)
@@ -130,7 +131,7 @@ class _Climb:
         return fits
 
     def _swap(self, local: int, other: int) -> None:
-        """Swap the ranks of two rows of free shards."""
+        """Exchange the ranks of two rows of FreeShards."""
         free = self.state.free
         ends = {local: int(free.ranks[other]), other: int(free.ranks[local])}
         rows = [row for row in ends if row < free.num_rows]
@@ -143,7 +144,7 @@ class _Climb:
             self.state.put(table, homes[table][0], ranks)
 
     def _lift(self, table: int) -> Home:
-        """Remove a table, and remember its position before the last kick."""
+        """Remove a table, remember its position before the last kick, and return its option and ranks."""
         choice, ranks = self.state.choices[table], self.state.ranks[table]
         assert choice is not None
         self.state.take(table)
@@ -151,7 +152,7 @@ class _Climb:
         return choice, ranks
 
     def _shard_otherwise(self, rank: int) -> bool:
-        """Give a table of the rank another option or placement, the first that lowers the value."""
+        """Change the option or ranks of a table on the rank. Take the first change that lowers the value."""
         state = self.state
         tables = [*state.on_rank[rank], *state.everywhere]
         self.generator.shuffle(tables)

@@ -1,9 +1,10 @@
-"""Search with several methods, because none is best everywhere, and bound the distance to the optimum.
+"""Search with several methods, because none is best everywhere, and bound the distance to the
+optimum.
 
 TorchRec's proposals come first, so that the result is never worse. A linear program gives a lower
-bound, and its shares choose options. Local search and, for small problems, an integer program
-continue from the best assignment. Steps, proposals and nodes are counted, so a seed gives one
-result on any machine, unless `seconds` ends it early.
+bound, and options are chosen by the shares in its solution. Local search and, for small problems,
+an integer program continue from the best assignment. Steps, proposals and nodes are counted, so a
+seed gives one result on any machine, unless `seconds` ends it early.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ NUM_CLIMBED = 3  # the best starts, which are improved further
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """`torchrec`: what TorchRec's planner would choose; complete: all its proposals were tried."""
+    """Hold the result. `torchrec`: what TorchRec's planner would choose; complete: all its proposals were tried."""
 
     assignment: Assignment
     score: Score
@@ -64,9 +65,10 @@ class SearchResult:
 
 
 def search(problem: SearchProblem, config: SearchConfig, warm_starts: Iterable[Assignment] = ()) -> SearchResult:
-    """Return the best assignment within config's time, with a lower bound of any cost.
+    """Return the best assignment within the config's limits, and a lower bound of any plan's cost.
 
-    warm_starts: assignments of other planners, tried first. Raises Infeasible.
+    warm_starts: other planners' assignments, which are tried first. Raises Infeasible if no plan
+    fits.
     """
     return _Search(problem, config).run(warm_starts)
 
@@ -132,10 +134,10 @@ class _Search:
         )
 
     def _by_kinds(self, program: LinearProgram, first: Relaxation) -> list[tuple[str, ...]]:
-        """Return sets of kinds to exclude, most promising first.
+        """Return the sets of kinds to exclude from the plan; the most promising set is first.
 
-        If kinds have a latency, a plan uses one set of them, so their smallest bound bounds all
-        plans.
+        If kinds have a latency, every plan uses one set of kinds. So the smallest bound of all sets
+        is a bound for all plans.
         """
         assert first.bound_ms is not None
         if (
@@ -161,8 +163,8 @@ class _Search:
     def _choose(self, program: LinearProgram, first: Relaxation, sets: list[tuple[str, ...]]) -> list[Choice]:
         """Choose options for each set of kinds, then under tighter limits on the largest shard.
 
-        Small shards can be spread evenly, large ones cost less in total. Placing shows what
-        matters.
+        Small shards can be spread evenly, and large shards cost less in total. Only placing the
+        options shows which effect is stronger.
         """
         found: dict[tuple[int, ...], Choice] = {}
 
@@ -192,7 +194,7 @@ class _Search:
         return list(found.values())
 
     def _place_choices(self, choices: list[Choice]) -> list[Assignment]:
-        """Return the best placement of each choice, saving more and more memory; best first."""
+        """Return the best placement of each choice, the best first. Each round gives memory more weight."""
         best: dict[tuple[int, ...], Assignment] = {}
         for weight in MEMORY_WEIGHTS:
             before = min(map(self.state.value, best.values()), default=np.inf)
@@ -209,7 +211,7 @@ class _Search:
         return sorted(best.values(), key=self.state.value)
 
     def _place_largest_first(self, choice: Choice, memory_weight: float) -> Assignment | None:
-        """Place towards the relaxation's maxima, below which a load costs little."""
+        """Place tables so that loads stay below the relaxation's maxima, below which a load costs little."""
         state = RankState(
             self.state.small, self.state.config.objective, self.state.bound, memory_weight, choice.maxima_ms
         )
@@ -222,7 +224,9 @@ class _Search:
         return min(found, key=self.state.value) if found else None
 
     def _orders(self, choices: tuple[int, ...]) -> list[list[int]]:
-        """Return orders: few placements first; then the largest, by time and by memory."""
+        """Return orders of tables by time and by memory: options with few possible placements
+        first, then large ones.
+        """
         tables = self.state.small.tables
         chosen = [options[choice] for options, choice in zip(tables, choices, strict=True)]
         room = np.maximum(self.state.small.capacity.min(axis=0), 1.0)
@@ -232,9 +236,10 @@ class _Search:
         return [sorted(range(len(chosen)), key=lambda table: (free[table], key[table])) for key in (by_time, by_memory)]
 
     def _improve(self, relaxation: Relaxation, starts: list[Assignment]) -> None:
-        """Run local search in rounds: each result excludes options, and fewer are searched faster.
+        """Run local search in rounds. Each result excludes options, so the next round is faster.
 
-        If few are left, the integer program solves the rest. It also looks for a first plan.
+        If few options are left, the integer program solves the rest. The integer program also
+        searches for a first plan.
         """
         config = self.state.config
         if (best := self._best_beyond(starts)) is not None:
@@ -255,12 +260,12 @@ class _Search:
             self.state.narrow(relaxation)
 
     def _best_beyond(self, starts: list[Assignment]) -> Assignment | None:
-        """Return the best assignment unless one of `starts` is as good."""
+        """Return the best assignment, or None if one of `starts` is as good."""
         is_there = any(self.state.value(start) <= self.state.best_value for start in starts)
         return None if is_there else self.state.best
 
     def _climb(self, start: Assignment, relaxation: Relaxation, steps: int, seed: int) -> Assignment:
-        """Climb with the options that are cheap enough."""
+        """Improve `start` by local search with the options that are cheap enough."""
         if self.state.done():
             return start
         kept = self.state.worth(relaxation, SLACK, start)
@@ -280,7 +285,7 @@ class _Search:
         return improved
 
     def _place_over_capacity(self, choices: list[Choice]) -> Assignment | None:
-        """Place the cheapest choice even if ranks overfill; None if a rule breaks."""
+        """Place the cheapest choice even if ranks become overfull. Return None if no placement follows the rules."""
         if not choices:
             return None
         choice = choices[0]
@@ -290,7 +295,7 @@ class _Search:
         return whole(self.state.kept, state.assignment()) if filled else None
 
     def _bound_by_patterns(self) -> None:
-        """Raise the bound step by step towards the best plan, if few options are left."""
+        """Raise the bound step by step towards the cost of the best plan, if few options are left."""
         state, lowest = self.state, self.state.bound
         is_near = state.best_value <= lowest * (1 + MIN_GAP)
         if is_near or state.best is None or not state.has_patterns or (state.late and not self.bounds_by_kinds):
@@ -306,7 +311,7 @@ class _Search:
             state.bound = max(state.bound, cutoff)
 
     def _solve_exactly(self, work: int, share: float = 1.0) -> None:
-        """Solve the integer program in `share` of all seconds; later attempts may go on."""
+        """Solve the integer program within `share` of all seconds. A later attempt may continue it."""
         size = exact.count_variables(self.state.small)
         if self.state.done() or size > self.state.config.exact_variables or (size, work, share) in self.tried:
             return

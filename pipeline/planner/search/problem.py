@@ -1,4 +1,4 @@
-"""Define the placement problem and score an assignment: arrays in, arrays out.
+"""Define the placement problem and score an assignment: arguments and results are arrays.
 
 A table has options, an option has shards, and a shard has a cost per phase and a size in each
 memory. Shapes: S shards of an option, R ranks, P phases, M kinds of memory in bytes: HBM, host
@@ -20,7 +20,7 @@ OBJECTIVES = ("critical_path", "max_rank")
 
 
 class Rule(Enum):
-    """Which ranks an option's shards may have; in brackets TorchRec's sharding types."""
+    """State which ranks the shards of an option may have. TorchRec's sharding types are in brackets."""
 
     EVERY_RANK = "shard i on rank i (row_wise, data_parallel)"
     ANY_RANK = "each shard on any rank (table_wise, column_wise)"
@@ -31,7 +31,7 @@ class Rule(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """One way of sharding one table. `kind`: its sharding type. `proposed`: TorchRec has it too."""
+    """Describe one way to shard one table. `kind`: its sharding type. `proposed`: TorchRec has this option too."""
 
     rule: Rule
     cost_ms: Floats  # [S, P]
@@ -47,9 +47,9 @@ class Option:
 
 @dataclass(frozen=True, eq=False)
 class SearchProblem:
-    """`host_memory` limits what the ranks of each host use together: [hosts] for the second kind of
-    memory, or [hosts, M]; infinite: no limit. `latency_ms`: Option.kind -> [P], added once if any
-    table's option has that kind.
+    """`host_memory` limits the memory that the ranks of each host use together: [hosts] for the
+    second kind of memory, or [hosts, M] for all kinds; infinity means no limit. `latency_ms`:
+    Option.kind -> [P] milliseconds, which are added once if any table's option has this kind.
     """
 
     tables: list[list[Option]]
@@ -76,7 +76,7 @@ class SearchProblem:
 
     @property
     def host_caps(self) -> Floats | None:
-        """Return [hosts, M] bytes; None if the ranks' limits are at least as strict."""
+        """Return [hosts, M] bytes, or None if the ranks' limits are at least as strict."""
         if self.host_memory is None:
             return None
         caps = self.host_memory
@@ -92,7 +92,7 @@ class SearchProblem:
 
     @property
     def kind_ms(self) -> dict[str, float]:
-        """Return the latency of each kind under either objective."""
+        """Return the latency [ms] that each kind adds to the objective."""
         there = dict.fromkeys(option.kind for options in self.tables for option in options)
         sums = {kind: float(self.latency_ms[kind].sum()) for kind in there if kind in self.latency_ms}
         return {kind: total for kind, total in sums.items() if total > 0}
@@ -100,7 +100,7 @@ class SearchProblem:
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """For each table the index of its option, and the rank of each of that option's shards."""
+    """Hold for each table the index of its option and the ranks of the option's shards."""
 
     choices: list[int]
     ranks: list[Ranks]
@@ -108,7 +108,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Score:
-    """max_rank: the slowest rank's total. critical_path: the sum of each phase's slowest rank."""
+    """max_rank is the slowest rank's total cost. critical_path is the sum over phases of the slowest rank's cost."""
 
     max_rank_ms: float
     critical_path_ms: float
@@ -140,7 +140,7 @@ def kinds_cost(problem: SearchProblem, assignment: Assignment) -> float:
 
 
 def violations(problem: SearchProblem, assignment: Assignment) -> list[str]:
-    """List the capacities and rules that an assignment breaks; empty for a valid assignment."""
+    """List the capacities and rules that an assignment violates. The list is empty for a valid assignment."""
     _, memory = loads(problem, assignment)
     broken = [
         f"rank {rank} holds {memory[rank].tolist()} of {problem.capacity[rank].tolist()} bytes"
@@ -180,7 +180,7 @@ def keeps_rule(problem: SearchProblem, option: Option, ranks: Ranks) -> bool:
 
 
 def worth_trying(problem: SearchProblem) -> list[list[int]]:
-    """Return each table's options that fit on an empty rank and are not dominated, if any."""
+    """Return each table's options that fit on an empty rank and are not dominated; some tables may have none."""
     kept: list[list[int]] = []
     late = problem.kind_ms
     for options in problem.tables:
@@ -208,7 +208,7 @@ def _fits_alone(problem: SearchProblem, option: Option) -> bool:
 
 
 def narrow(problem: SearchProblem, kept: list[list[int]]) -> SearchProblem:
-    """The problem with only the options whose indexes are given, per table."""
+    """Return the problem with only the options whose indexes are given for each table."""
     tables = [[options[index] for index in indices] for options, indices in zip(problem.tables, kept, strict=True)]
     return replace(problem, tables=tables)
 
@@ -223,9 +223,10 @@ FREER_THAN = {
 
 
 def dominates(option: Option, other: Option, late: Iterable[str] = ()) -> bool:
-    """Return whether `option` can replace `other` everywhere, at no more cost and memory.
+    """Return whether `option` can always replace `other` without additional cost or memory.
 
-    late: kinds with a latency, which only an option of the same kind may add.
+    late: kinds with a latency. An option of such a kind can only replace an option of the same
+    kind.
     """
     return (
         option.num_shards == other.num_shards

@@ -1,10 +1,10 @@
 """Try the proposals of TorchRec's planner on arrays, so that a search is never worse than TorchRec.
 
 The order of proposals (grid search, greedy by the largest shard, greedy by the sum, uniform) and
-the placement (GreedyPerfPartitioner, sorted by storage) are those of torchrec.distributed.planner,
-hundreds of times faster. If there are more proposals than the budget allows, half of the budget is
-used for the first ones, which TorchRec itself reaches within its timeout, and half for every n-th
-of the two greedy walks.
+the placement (GreedyPerfPartitioner, sorted by storage) are the same as in
+torchrec.distributed.planner, but run hundreds of times faster. If there are more proposals than the
+budget allows, half of the budget is used for the first proposals, which TorchRec also reaches
+within its timeout, and half for every n-th proposal of the two greedy searches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Proposal = list[int]  # for each table the index of an option
 
 @dataclass(frozen=True, eq=False)
 class TorchRecResult:
-    """`chosen`: what TorchRec takes, the first of lowest max_rank. `best`: by the objective."""
+    """`chosen`: the plan that TorchRec takes, the first with the lowest max_rank. `best`: the best by our objective."""
 
     chosen: Assignment | None
     best: Assignment | None
@@ -33,7 +33,7 @@ class TorchRecResult:
 
 
 def try_proposals(problem: SearchProblem, objective: str, budget: int, stop: Callable[[], bool]) -> TorchRecResult:
-    """Place each proposal as TorchRec does. `budget`: placements. `stop`: between proposals."""
+    """Place each proposal as TorchRec does. `budget`: the number of placements. `stop` is called between proposals."""
     partitioner = _Partitioner(problem)
     walks, complete = _walks(partitioner, budget)
     seen: set[tuple[int, ...]] = set()
@@ -60,7 +60,7 @@ def try_proposals(problem: SearchProblem, objective: str, budget: int, stop: Cal
 
 
 def _walks(partitioner: _Partitioner, budget: int) -> tuple[list[Iterator[Proposal]], bool]:
-    """Return the proposers' walks in TorchRec's order, and whether all of them are complete."""
+    """Return the sequences of proposals in TorchRec's order, and whether all sequences are complete."""
     tables = partitioner.offered
     grid = math.prod(len(options) for options in tables)
     walks: list[Iterator[Proposal]] = []
@@ -84,7 +84,7 @@ def _walks(partitioner: _Partitioner, budget: int) -> tuple[list[Iterator[Propos
 
 
 def _greedy_walk(partitioner: _Partitioner, by_largest: bool) -> Iterator[Proposal]:
-    """Start from the cheapest options; always change the table whose shards use most memory."""
+    """Start with the cheapest options. In each step change the option of the table whose shards use most memory."""
     order = [partitioner.sorted_options(table, by_largest) for table in range(len(partitioner.offered))]
     position = [0] * len(order)
 
@@ -120,7 +120,7 @@ def _uniform_proposals(partitioner: _Partitioner) -> Iterator[Proposal]:
 
 
 class _Partitioner:
-    """GreedyPerfPartitioner on arrays: uniform options first, then by storage, largest first."""
+    """Do on arrays what GreedyPerfPartitioner does: place uniform options first, then the others, the largest first."""
 
     def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
@@ -148,7 +148,7 @@ class _Partitioner:
         )
 
     def place(self, proposal: Proposal) -> tuple[Assignment, float] | None:
-        """Return the assignment and its slowest rank's cost; None if TorchRec finds none."""
+        """Return the assignment and the slowest rank's cost, or None if TorchRec finds no placement."""
         problem = self.problem
         load, room = np.zeros(problem.world_size), problem.capacity.copy()
         ranks: list[Ranks | None] = [None] * len(proposal)
@@ -212,7 +212,7 @@ def _heap(load: Floats, ranks: range | list[int], ranks_per_host: int) -> list[t
 def _on_emptiest(
     option: Option, costs: Floats, heap: list[tuple[float, int, int]], load: Floats, room: Floats
 ) -> Ranks | None:
-    """Place each shard on the heap's least loaded rank with enough memory. Updates all three."""
+    """Place each shard on the heap's least loaded rank with enough memory. Update `heap`, `load` and `room`."""
     chosen: list[int] = []
     for cost, memory in zip(costs.tolist(), option.memory, strict=True):
         passed = []
@@ -233,7 +233,7 @@ def _on_emptiest(
 
 
 def _on_a_run_of_hosts(option: Option, costs: Floats, load: Floats, room: Floats, hosts: list[Ranks]) -> Ranks | None:
-    """Return the first run of adjacent `hosts`, sorted by load, with enough memory."""
+    """Place the shards on the first adjacent `hosts` with enough memory. Return the ranks."""
     wanted = option.num_shards // len(hosts[0])
     if wanted >= len(hosts):
         runs = [[hosts[index % len(hosts)] for index in range(wanted)]]

@@ -1,4 +1,4 @@
-"""Track what is on each rank, and find the best placement of one more table."""
+"""Track the tables and loads of each rank, and find the best placement of one more table."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TINY = 1e-12  # of a sum of exponentials; less is rounding after its largest par
 
 
 class RankState:
-    """Loads of all ranks under one objective, for placing tables one by one.
+    """Hold the loads of all ranks under one objective, to place tables one by one.
 
     The value is a sum of maxima over ranks: of the total cost for max_rank, of each phase's cost
-    for critical_path. Steps are judged by a smooth approximation, the logarithm of the sum of
-    exponentials, in which second-largest loads count too. `load` is [R, maxima].
+    for critical_path. Changes are compared by a smooth approximation of the value, the logarithm of
+    a sum of exponentials, to which the second-largest load also contributes. `load` is [R, maxima].
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class RankState:
         memory_weight: float = 0.0,
         targets: Floats | None = None,
     ) -> None:
-        """scale_ms: the approximate value. targets [maxima]: loads up to these cost little."""
+        """scale_ms: the approximate value. targets [maxima]: loads below these values cost little."""
         self.problem = problem
         self.objective = objective
         self.costs = [[project(option, objective) for option in options] for options in problem.tables]
@@ -120,13 +120,13 @@ class RankState:
             where.clear()
 
     def restore(self, assignment: Assignment) -> None:
-        """Start again from an assignment, with sums free of rounding errors from earlier steps."""
+        """Place the tables of an assignment again, so that the sums have no rounding errors from earlier steps."""
         self.clear()
         for table, (choice, ranks) in enumerate(zip(assignment.choices, assignment.ranks, strict=True)):
             self.put(table, choice, ranks)
 
     def find_placement(self, table: int, choice: int) -> tuple[Ranks, float] | None:
-        """Return the cheapest ranks by the option's rule, and the smooth value; None if full."""
+        """Return the best ranks that the option's rule permits and the smooth value; None if it does not fit."""
         option, cost = self.problem.tables[table][choice], self.costs[table][choice]
         if option.rule is Rule.ANY_RANK and option.num_shards == 1:
             return self._find_rank(option, cost)
@@ -142,7 +142,7 @@ class RankState:
         return None if ranks is None else (ranks, self._value_with(option, cost, ranks))
 
     def find_best(self, table: int) -> tuple[int, Ranks] | None:
-        """Return the option and ranks that raise the smooth value least; None if nothing fits."""
+        """Return the option and ranks that raise the smooth value least, or None if no option fits."""
         best: tuple[float, int, Ranks] | None = None
         for choice, option in enumerate(self.problem.tables[table]):
             found = self.find_placement(table, choice)
@@ -168,7 +168,7 @@ class RankState:
         return value
 
     def _price(self, ranks: Ranks | slice, taken: Floats, more: Floats) -> Floats:
-        """Return [ranks] milliseconds for `more` memory in addition to `taken`."""
+        """Return [ranks]: the cost in ms of `more` memory on each rank, in addition to `taken`."""
         return (self._memory_price[ranks] * (2 * taken + more) * more).sum(axis=-1)
 
     def _hosts_hold(self, option: Option, ranks: Ranks) -> bool:
@@ -179,7 +179,7 @@ class RankState:
         return bool((taken <= self.host_caps).all())
 
     def host_sums(self) -> Floats:
-        """Return [hosts, M] bytes."""
+        """Return [hosts, M]: the bytes that are used on each host."""
         return self.memory.reshape(self.problem.num_hosts, self.problem.ranks_per_host, -1).sum(axis=1)
 
     def _find_rank(self, option: Option, cost: Floats) -> tuple[Ranks, float] | None:
@@ -195,7 +195,7 @@ class RankState:
         return (np.array([rank]), float(prices[rank])) if np.isfinite(prices[rank]) else None
 
     def _spread(self, option: Option, cost: Floats, on: slice) -> Ranks | None:
-        """Place shards one by one on the best of the ranks `on`; None if one does not fit."""
+        """Place shards one by one, each on the best of the ranks `on`. Return None if one does not fit."""
         load, memory, room = self.load.copy(), self.memory[on].copy(), self.problem.capacity[on]
         ranks, first = np.empty(option.num_shards, dtype=np.intp), on.start or 0
         for shard in np.argsort(-cost.sum(axis=1), kind="stable"):
@@ -218,7 +218,7 @@ class RankState:
         return ranks if self._hosts_hold(option, ranks) else None
 
     def _find_hosts(self, option: Option, cost: Floats) -> tuple[Ranks, float] | None:
-        """Put each block of shards on a separate host, the best that is not used yet."""
+        """Place each block of shards on a separate host, the best host that is not in use yet."""
         local, hosts = self.problem.ranks_per_host, self.problem.num_hosts
         blocks = option.num_shards // local
         uses, most = np.zeros(hosts, dtype=int), -(-blocks // hosts)
@@ -258,10 +258,11 @@ class RankState:
 
 
 class FreeShards:
-    """The shards that may be on any rank, as arrays, which ranks can exchange one for one.
+    """Hold as arrays the shards that may be on any rank. Two ranks can exchange such shards.
 
-    Every table has a row for each shard of its options with that rule; then comes one empty row per
-    rank: a shard exchanged for it just moves. `ranks` is -1 if a row is not in use.
+    Every table has one row for each shard of its options with this rule. After these rows there is
+    one empty row per rank; exchanging a shard with an empty row moves the shard. `ranks` is -1 if a
+    row is not in use.
     """
 
     def __init__(self, problem: SearchProblem, costs: list[list[Floats]]) -> None:
@@ -296,10 +297,10 @@ def _is_free(option: Option) -> bool:
 
 
 class Soft:
-    """The smooth value of loads [R, maxima], and its value if some of them change."""
+    """Hold the smooth value of loads [R, maxima], and compute its value if some loads change."""
 
     def __init__(self, load: Floats, targets: Floats, per_ms: float) -> None:
-        """targets [maxima]: count like the loads of one more rank."""
+        """targets [maxima]: they count like the loads of one more rank."""
         self.highest: Floats = np.maximum(load.max(axis=0), targets)
         self.exponentials: Floats = np.exp(per_ms * (load - self.highest))  # [R, maxima]
         self.sums: Floats = self.exponentials.sum(axis=0) + np.exp(per_ms * (targets - self.highest))
@@ -311,7 +312,7 @@ class Soft:
         return float((self.highest + np.log(self.sums) / self._per_ms).sum())
 
     def instead(self, gone: Floats, loads: Floats) -> Floats:
-        """Return [...] with `loads` [..., ranks, maxima] instead of those with exponentials `gone`."""
+        """Return the smooth value [...] if loads with the exponentials `gone` become `loads` [..., ranks, maxima]."""
         beyond = self._per_ms * (loads - self.highest)
         remaining = np.maximum(self.sums - gone, TINY * self.sums)
         if beyond.max() < LARGEST_EXPONENT:
@@ -322,7 +323,7 @@ class Soft:
         return self._constant + (shift + np.log(total)).sum(axis=-1) / self._per_ms
 
     def exchanged(self, load: Floats, rank: int, there: Ranks, change: Floats) -> Floats:
-        """Return [...] with `change` [maxima, ...] added on the rank, subtracted on `there`."""
+        """Return the smooth value [...] if `change` [maxima, ...] moves from the ranks `there` to the rank `rank`."""
         lifted = (1,) * (change.ndim - 2)
         gone = self.exponentials[rank][:, None] + self.exponentials[there].T  # [maxima, there]
         remaining = np.maximum(self.sums[:, None] - gone, TINY * self.sums[:, None]).reshape(len(gone), *lifted, -1)
@@ -337,12 +338,14 @@ class Soft:
 
 
 def project(option: Option, objective: str) -> Floats:
-    """Return [S, maxima]: the costs whose maxima over ranks the objective sums."""
+    """Return [S, maxima]: the costs of each shard that count in the objective's maxima over ranks."""
     return option.cost_ms.sum(axis=1, keepdims=True) if objective == "max_rank" else option.cost_ms
 
 
 def fill(state: RankState, choices: list[int] | None, order: list[int]) -> bool:
-    """Place all tables in `order`, by `choices` if they fit, otherwise best. False: full."""
+    """Place all tables in `order`, with `choices` or, if they do not fit, with the best option.
+    Return False if full.
+    """
     for table in order:
         placement: tuple[int, Ranks] | None = None
         if choices is not None:

@@ -1,9 +1,10 @@
-"""Bound the cost of any plan from below, and choose the options of the bound (linear programs by HiGHS).
+"""Bound the cost of any plan from below, and choose the options of the bound (linear programs by
+HiGHS).
 
 The relaxation places no shard: each load may be spread evenly over ranks. A maximum over ranks is
-at least the mean, and at least the largest chosen shard plus what every rank has anyway. A kind's
-latency counts by the largest share that any table gives to the kind. If each table takes exactly
-one option, the bound is higher.
+at least the mean, and at least the largest chosen shard plus the load that every rank has. A kind's
+latency is multiplied by the largest share that any table gives to this kind. The bound is higher if
+each table must take exactly one option.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Relaxation:
-    """`bound_ms` is None if nothing fits; then other fields are empty. Per option: its share of the
-    table, and the minimum increase of the bound if it is chosen.
+    """Hold a solution. `bound_ms` is None if nothing fits; then other fields are empty. For each
+    option: its share of the table, and the minimum increase of the bound if the option is chosen.
     """
 
     bound_ms: float | None
@@ -42,7 +43,7 @@ class Relaxation:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """One option per table, with minimum total cost for evenly spread loads, and the bound."""
+    """Hold one option per table with the minimum total cost for evenly spread loads, and the bound."""
 
     choices: tuple[int, ...]
     bound_ms: float
@@ -52,8 +53,8 @@ class Choice:
 class LinearProgram:
     """The relaxation under an objective, solved several times with some options excluded.
 
-    Variables: each option's share, each maximum, what every rank has of it at least, each kind with
-    a latency.
+    The variables are each option's share, each maximum, the part of each maximum that every rank
+    has, and each kind with a latency.
     """
 
     def __init__(self, problem: SearchProblem, objective: str) -> None:
@@ -81,11 +82,13 @@ class LinearProgram:
         self.one_each = scipy.sparse.csr_matrix((np.ones(len(ends)), (ends, np.arange(len(ends)))), shape=shape)
 
     def crowd(self, relaxation: Relaxation) -> bool:
-        """Add rows for tables whose shards nearly fill one maximum of a complete host; whether any.
+        """Add rows for tables whose shards nearly fill one maximum on a complete host. Return True
+        if any.
 
         For n ranks that hold such an option's shards, and for any rate, the load of maximum p is at
-        most n times `rate` times maximum q, plus what the shards have of p beyond `rate` times q.
-        Other ranks have at most maximum p. So what does not fit there raises p or q.
+        most n times `rate` times maximum q, plus the part of the shards' p that exceeds `rate`
+        times their q. Other ranks have at most maximum p. So a load that does not fit on other
+        ranks raises p or q.
         """
         shares = np.concatenate(relaxation.shares)
         filled = self.largest / np.maximum(relaxation.maxima_ms, 1e-12)
@@ -110,7 +113,7 @@ class LinearProgram:
         return bool(rows)
 
     def _crowded_rows(self, index: int, full: int) -> list[Floats]:
-        """Return rows for each other maximum and rate. `full`: the maximum that is filled."""
+        """Return one row for each other maximum and each rate. `full`: the maximum that the shards nearly fill."""
         costs = [cost for table in self.costs for cost in table]
         starts, shards = np.cumsum([0, *map(len, costs[:-1])]), np.concatenate(costs)
         own, count, world = costs[index], len(costs[index]), self.problem.world_size
@@ -130,7 +133,7 @@ class LinearProgram:
         return rows
 
     def small_shards(self, limits_ms: Floats) -> Mask:
-        """Return options without a shard above limits [maxima], or the smallest."""
+        """Return [options] bool: no shard exceeds the limits [maxima], or the option is its table's smallest."""
         free = self.largest - self.least
         excess = np.max(free / np.maximum(limits_ms, 1e-12), axis=1)
         least = np.repeat(np.minimum.reduceat(excess, self.starts), self.sizes)
@@ -138,13 +141,13 @@ class LinearProgram:
         return allowed
 
     def lumps(self, maxima_ms: Floats) -> Floats:
-        """Return [options]: how hard large shards are to spread. n equal ones: 1/n of a load."""
+        """Return [options]: how hard the shards are to spread. n equal shards count 1/n of one shard with their sum."""
         per_rank = self.squares / np.maximum(maxima_ms, 1e-12) / self.problem.world_size
         summed: Floats = per_rank.sum(axis=1)
         return summed
 
     def solve(self, allowed: Mask | None = None, without: Collection[str] = (), all_in_use: bool = False) -> Relaxation:
-        """Bound plans with the `allowed` options and no kind in `without`.
+        """Bound the cost of plans that use only `allowed` options and no kind in `without`.
 
         With `without` or `all_in_use`, all other kinds with a latency count as in use.
         """
@@ -169,10 +172,10 @@ class LinearProgram:
         without: Collection[str] = (),
         unevenness: Floats | None = None,
     ) -> Choice | None:
-        """Return one undivided option per table; None if none were found.
+        """Return one complete option per table, or None if no solution was found.
 
-        unevenness [options]: additional milliseconds (see lumps). Only without it the bound is
-        valid.
+        unevenness [options]: milliseconds to add to each option's cost (see lumps). The bound is
+        valid only without `unevenness`.
         """
         goal = self._goal()
         if unevenness is not None:
@@ -206,7 +209,7 @@ class LinearProgram:
         return np.concatenate([np.zeros(self.num_options), np.ones(count), np.zeros(count), list(self.late.values())])
 
     def _bounds(self, allowed: Mask | None, without: Collection[str], all_in_use: bool) -> Floats:
-        """Return [variables, minimum and maximum]."""
+        """Return [variables, 2]: the minimum and the maximum of each variable."""
         bounds = np.zeros((self.width, 2))
         bounds[: self.num_options, 1] = 1.0 if allowed is None else allowed
         bounds[self.num_options :, 1] = np.inf
@@ -217,7 +220,7 @@ class LinearProgram:
         return bounds
 
     def _rows(self) -> tuple[scipy.sparse.csr_matrix, Floats]:
-        """Return rows <= limits."""
+        """Return the rows of the program, and the limits that they must not exceed."""
         problem, count, maxima = self.problem, self.num_options, self.num_maxima
         means = np.zeros((2 * maxima, self.width))
         index = np.arange(maxima)
@@ -238,7 +241,7 @@ class LinearProgram:
         return rows, np.concatenate([np.zeros(2 * maxima), [limit for _, limit in packing], zeros])
 
     def _kind_rows(self) -> scipy.sparse.csr_matrix:
-        """Return rows by which a kind is in use at least by each table's share of it."""
+        """Return rows that make a kind's variable at least as large as each table's share of the kind."""
         tables = np.repeat(np.arange(len(self.sizes)), self.sizes)
         kinds = np.array(self.kinds)
         data, row, column, line = [], [], [], 0
@@ -252,10 +255,12 @@ class LinearProgram:
         return scipy.sparse.csr_matrix((data, (row, column)), shape=(line, self.width))
 
     def _packing_rows(self) -> list[tuple[Floats, float]]:
-        """Return rows by which two shards of more than half a rank's memory need two ranks.
+        """Return rows that force two shards to be on two ranks if each needs more than half of a
+        rank's memory.
 
-        Martello and Toth's functions for bin packing: below a threshold a shard counts nothing,
-        above one minus the threshold a complete rank. Only if all ranks have the same memory.
+        They are Martello and Toth's functions for bin packing: a shard below a threshold counts
+        nothing, a shard above one minus the threshold a complete rank. All ranks must have equal
+        memory.
         """
         rows = []
         for tier in range(self.problem.num_memories):
@@ -272,7 +277,7 @@ class LinearProgram:
         return rows
 
     def _largest_shard_rows(self) -> scipy.sparse.csr_matrix:
-        """Return rows by which a maximum is at least a table's largest shard, by shares."""
+        """Return rows that make a maximum at least a table's largest shard, averaged over the shares of its options."""
         count = len(self.sizes)
         tables, lines, ones = np.repeat(np.arange(count), self.sizes), np.arange(count), np.ones(count)
         blocks = []

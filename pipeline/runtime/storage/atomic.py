@@ -94,7 +94,7 @@ def published_folders(
 
 
 def committed_names(parent: str, pattern: re.Pattern[str]) -> list[str]:
-    """Sorted as text. Raises OSError where an object store does not answer: that is no empty folder."""
+    """Return names sorted as text. Raises OSError if an object store does not answer, instead of returning no names."""
     names = [name for name in storage.list_folder(parent) if pattern.fullmatch(name)]
     if storage.is_local(parent):
         return names

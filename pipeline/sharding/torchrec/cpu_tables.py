@@ -43,9 +43,9 @@ logger = get_logger(__name__)
 def speed_up_cpu_tables(modules: Iterable[nn.Module], rules: Mapping[str, UpdateRule] | None = None) -> int:
     """Replace forward and backward of each lookup that the kernels support; return how many.
 
-    They support fp32 and fp16 (rounded stochastically), SUM and MEAN, and optimizers that have a
-    cpu_kernel. Without Numba nothing is replaced. rules: of tables that need more than FBGEMM's
-    settings.
+    The kernels support fp32 and fp16 (rounded stochastically), SUM and MEAN, and optimizers that
+    have a cpu_kernel. Without Numba nothing is replaced. rules: the rules of tables that need more
+    than FBGEMM's settings.
     """
     inside = (child for module in modules for child in module.modules())
     lookups = [
@@ -83,14 +83,14 @@ def _is_supported(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
 
 
 class Bags(NamedTuple):
-    """Ids: indices [L], offsets [F * B + 1], and if ids have weights, weights [L]."""
+    """Hold the bags of a lookup: indices [L], offsets [F * B + 1], and weights [L] if ids have weights."""
 
     indices: torch.Tensor
     offsets: torch.Tensor
     weights: torch.Tensor | None = None
 
     def arrays(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Return the arrays that the kernels take. Without weights their array is empty."""
+        """Return the arrays that the kernels take. The array of weights is empty if ids have no weights."""
         weights = np.empty(0, np.float32) if self.weights is None else self.weights.detach().float().numpy()
         return self.indices.numpy(), self.offsets.numpy(), weights
 
@@ -190,12 +190,12 @@ class FastLookup:
         self._lookup.step += 1
 
     def row_dtype(self) -> torch.dtype:
-        """Return the dtype of pooled rows."""
+        """Return the dtype of the pooled rows."""
         bf16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
         return torch.bfloat16 if bf16 and self.follows_autocast else torch.float32
 
     def _in_tiers(self, tiered: StorageLookup, bags: Bags, by_fbgemm: bool) -> torch.Tensor:
-        """Look up slots, which keep their rows until the batch's backward has finished."""
+        """Look up slots of tables with tiers. Slots keep their rows until the batch's backward has finished."""
         if by_fbgemm:
             raise ShardingError("tables with tiers do not train the weights of ids; remove tables.*.tiers")
         training = torch.is_grad_enabled()
@@ -209,7 +209,7 @@ class FastLookup:
             pins.release()
 
     def look_up(self, bags: Bags, dtype: torch.dtype) -> tuple[torch.Tensor, Bags]:
-        """Return pooled rows and their bags, as FBGEMM corrected them.
+        """Return the pooled rows, and the bags with FBGEMM's corrections.
 
         Raises RuntimeError if ids are out of range and FBGEMM's bounds check is set to raise.
         """
@@ -220,16 +220,17 @@ class FastLookup:
         return out[:, self.reserved_columns :], bags
 
     def fill_fixed(self, out: torch.Tensor, begin: int, bags: Bags) -> Bags:
-        """Fill as fill() does, with the bags as FBGEMM corrects them. Raises as look_up does."""
+        """Fill as fill() does, after FBGEMM has corrected the bags. Raises RuntimeError as look_up does."""
         bags = Bags(*self._lookup.prepare_inputs(*bags, force_cast_input_types=True)[:3])
         if not self.fill(out, begin, bags):
             raise RuntimeError("FBGEMM accepted ids or offsets that are out of range")
         return bags
 
     def fill(self, out: torch.Tensor, begin: int, bags: Bags) -> bool:
-        """Fill the columns of `out` [B, width] from `begin` on. False: an id is out of range.
+        """Fill the columns of `out` [B, width] from `begin` on. Return False if an id is out of
+        range.
 
-        Samples are partitioned over torch's threads. Offsets need not begin at 0.
+        The samples are divided among torch's threads. The offsets need not begin at 0.
         """
         fbgemm, num_samples, width = self._lookup, len(out), out.shape[1]
         if not num_samples:
@@ -242,7 +243,7 @@ class FastLookup:
         return on_all_threads(self._pool, arguments, num_samples, max(least_share, MIN_SAMPLES))
 
     def update(self, gradients: torch.Tensor, bags: Bags) -> None:
-        """Update the tables on torch's threads. One thread has a row, so bits do not change."""
+        """Update the tables on torch's threads. Only one thread updates a row, so bits do not depend on threads."""
         fbgemm, rule = self._lookup, self._rule
         is_half = fbgemm.weights_precision == SparseType.FP16
         stored = _flat(fbgemm.weights_host)
@@ -272,21 +273,21 @@ def _rule_of(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> UpdateRule:
 def _state(
     lookup: SplitTableBatchedEmbeddingBagsCodegen, values: torch.Tensor, offsets: torch.Tensor
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return a state's numbers and where each feature's table begins; empty without such a state."""
+    """Return a state's numbers and the positions where the features' tables begin; empty without such a state."""
     if values.dtype != torch.float32:  # FBGEMM's placeholder
         return np.empty(0, np.float32), lookup.weights_offsets.numpy()
     return values.detach().numpy(), offsets.detach().numpy()
 
 
 def _flat(values: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return the numbers of a contiguous tensor as one row; bf16 and fp16 as uint16."""
+    """Return the numbers of a contiguous tensor as a 1-D array; bf16 and fp16 as uint16."""
     values = values.detach()
     bits = values if values.dtype == torch.float32 else values.view(torch.uint16)
     return bits.numpy().reshape(-1)
 
 
 def _rows(gradients: torch.Tensor) -> tuple[np.ndarray[Any, Any], int]:
-    """Return the memory of fp32 or bf16 [B, D], flat, and the distance of rows."""
+    """Return the memory of fp32 or bf16 [B, D] as a 1-D array, and the distance of rows in numbers."""
     if gradients.dtype not in (torch.float32, torch.bfloat16):
         gradients = gradients.float()
     if gradients.stride(1) != 1 or gradients.stride(0) < gradients.shape[1]:
@@ -302,10 +303,12 @@ def partition_tables(
     every: np.ndarray[Any, Any] | int = 0,
     can_split: bool = True,
 ) -> np.ndarray[Any, Any]:
-    """Return units of work, the largest first: [n, 3] of table, part and number of parts.
+    """Return units of work [n, 3], the largest first. A unit is (table, part of its rows, number of
+    parts).
 
-    first_ids [T + 1]: where a table's ids begin. every [T]: rows that are updated even without an
-    id; such a table is not split. Parts have separate rows, so no result depends on them.
+    first_ids [T + 1]: where the tables' ids begin. every [T]: the table's rows if rows without an
+    id are updated too; such a table is not split. Parts have separate rows, so the split changes no
+    result.
     """
     # Reading a row costs about as much as 16 of its numbers.
     work = np.diff(first_ids) * (dims + 16) + every * dims + 256
@@ -323,10 +326,11 @@ def partition_tables(
 
 
 class FusedLookup:
-    """Look up all tables of one CPU rank at once: a batch with the keys `feature_names` -> [B, all D].
+    """Look up all tables of one CPU rank at once: map a batch with the keys `feature_names` to [B,
+    all D].
 
-    TorchRec has a lookup for each pooling and data type, splits a batch between them and joins their
-    rows. For a small model that takes longer than the lookups.
+    TorchRec uses a separate lookup for each pooling and data type, and must split the batch and
+    join the rows. For a small model this takes longer than the lookups.
     """
 
     def __init__(self, lookups: Sequence[FastLookup], feature_names: list[str]) -> None:
@@ -340,13 +344,13 @@ class FusedLookup:
         self._orders: dict[tuple[str, ...], torch.Tensor | None] = {}
 
     def reserve_columns(self, columns: int) -> None:
-        """Reserve columns before the features', which the model writes; follow autocast."""
+        """Reserve columns before the features' columns for the model, and return rows in autocast's dtype."""
         self.reserved_columns = columns
         for lookup in self.lookups:
             lookup.reserved_columns, lookup.follows_autocast = columns, True
 
     def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Raises RuntimeError as FastLookup.look_up does."""
+        """Look up a batch. Raises RuntimeError as FastLookup.look_up does."""
         values, offsets, weights = features.values(), features.offsets(), features.weights_or_none()
         if len(self.lookups) == 1:
             return self.lookups[0](values, offsets, weights)
@@ -384,7 +388,7 @@ class FusedLookup:
         return parts
 
     def look_up(self, bags: Bags, dtype: torch.dtype) -> tuple[torch.Tensor, list[Bags]]:
-        """Return pooled rows, and each lookup's bags as FBGEMM corrected them."""
+        """Return the pooled rows, and each lookup's bags with FBGEMM's corrections."""
         num_samples = (len(bags.offsets) - 1) // len(self.dims)
         out = torch.empty(num_samples, self.reserved_columns + sum(self.dims), dtype=dtype)
         parts = []
@@ -402,9 +406,9 @@ class FusedLookup:
 
 
 class _Pooled(torch.autograd.Function):
-    """Pooled rows of a FastLookup or FusedLookup, whose backward updates the tables.
+    """Return the pooled rows of a FastLookup or FusedLookup. The backward updates the tables.
 
-    Autograd calls it because `weights` is an input.
+    Autograd calls the backward because `weights` is an input.
     """
 
     @staticmethod

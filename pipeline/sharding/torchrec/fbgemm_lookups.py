@@ -22,7 +22,8 @@ LOOKUPS = (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBags
 def without_updates(model: nn.Module, is_bad: torch.Tensor) -> Iterator[None]:
     """Give FBGEMM's lookups zero gradients in a backward for which `is_bad` [] bool is True.
 
-    The device reads it during backward. Gradients are replaced, because NaN times zero is NaN.
+    The device reads `is_bad` during backward. Gradients are replaced, because NaN times zero is
+    NaN.
     """
     zeros: dict[torch.dtype, torch.Tensor] = {}
 
@@ -50,14 +51,14 @@ def fbgemm_lookups(model: nn.Module) -> list[nn.Module]:
 
 
 def divide_weights_of_means(modules: Iterable[nn.Module]) -> None:
-    """Replace the forward of every lookup of means in `modules`."""
+    """Replace the forward of every lookup in `modules` that pools by the mean."""
     for lookup in (child for module in modules for child in module.modules() if isinstance(child, LOOKUPS)):
         if lookup.pooling_mode == PoolingMode.MEAN:
             lookup.forward = _MeansAsSums(lookup)
 
 
 class _MeansAsSums:
-    """Replace the module's forward(indices [L], offsets [F * B + 1], weights of the ids [L])."""
+    """Replace the module's forward(indices [L], offsets [F * B + 1], weights of the ids [L]) -> pooled rows."""
 
     def __init__(self, lookup: nn.Module) -> None:
         self._fbgemm_forward, self._lookup = lookup.forward, lookup

@@ -31,7 +31,7 @@ PLAIN = ("weight_decay", "momentum", "nesterov", "dampening", "lr_decay", "maxim
 
 @dataclass(frozen=True)
 class _Block:
-    """One flat parameter. Arrays have one entry per table; a state of all tables is one array."""
+    """Hold one flat parameter. Arrays have one entry per table; a state of all tables is one array."""
 
     tables: list[int]  # the id() of each table's weight
     weights: torch.Tensor
@@ -43,7 +43,7 @@ class _Block:
 
 
 class FlatUpdate:
-    """Replace the step of an optimizer whose parameters are all tables of flat parameters."""
+    """Replace the step of an optimizer whose parameters are tables, all stored in flat parameters."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, rule: UpdateRule, blocks: list[_Block], update: Callable[..., None]
@@ -52,7 +52,7 @@ class FlatUpdate:
         self._marks = [np.empty(0, np.uint8) for _ in blocks]
 
     def track_rows(self) -> dict[int, np.ndarray[Any, Any]]:
-        """Keep a byte per row, 1 if it is updated. Return id() of a table's weight -> bytes."""
+        """Keep a byte per row, which is 1 if the row is updated. Return id() of a table's weight -> its bytes."""
         self._marks = [np.zeros(int(block.rows.sum()), np.uint8) for block in self._blocks]
         found: dict[int, np.ndarray[Any, Any]] = {}
         for block, marks in zip(self._blocks, self._marks, strict=True):
@@ -64,7 +64,7 @@ class FlatUpdate:
             block.weights.grad = None  # also removes the gradients of the slices
 
     def step(self) -> None:
-        """Make one step as optimizer.step() does. TouchedRows needs the number of steps."""
+        """Make one step as optimizer.step() does. TouchedRows also needs the number of the step."""
         optimizer, step = self._optimizer, 1
         if isinstance(optimizer, TouchedRows):
             optimizer.num_steps += 1
@@ -80,7 +80,7 @@ class FlatUpdate:
 
 
 def flat_update(params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> FlatUpdate | None:
-    """Return None if the kernel lacks the optimizer. States become views: load them in place."""
+    """Return the update, or None if the kernel lacks the optimizer. States become views: load values in place."""
     rules = _rules(optimizer)
     if not rules:
         return None
@@ -101,7 +101,7 @@ def flat_update(params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optim
 
 
 def _rules(optimizer: torch.optim.Optimizer) -> dict[int, UpdateRule]:
-    """Return id() of each weight -> its rule (equal except l2, all_rows); empty if unsupported."""
+    """Return id() of each weight -> its rule; empty if unsupported. Rules may differ only in l2 and all_rows."""
     if len(optimizer.param_groups) != 1:
         return {}
     (group,) = optimizer.param_groups
@@ -137,7 +137,7 @@ def _block(
 
 
 def _joined(tables: list[TableBatchedEmbeddingSlice], optimizer: torch.optim.Optimizer, name: str) -> torch.Tensor:
-    """Join the tables' states of one name to one array. The optimizer then holds views of it."""
+    """Join the states with one name of all tables to one array. The optimizer then holds views of this array."""
     own = [optimizer.state[table][name] for table in tables]
     whole = torch.cat([state.reshape(-1) for state in own])
     for table, state, part in zip(tables, own, whole.split([state.numel() for state in own]), strict=True):

@@ -51,20 +51,20 @@ MEAN, SUM = PoolingType.MEAN.value, PoolingType.SUM.value
 
 
 class ManagedTables(Protocol):
-    """The tables of a sharded collection whose rows are given to ids as they come. An extra has them."""
+    """The interface of a collection's tables whose ids get rows during training. An extra implements it."""
 
     def partition(self, input_dist: RwSparseFeaturesDist, features: list[str]) -> None:
-        """Send each rank the ids of its own part, instead of TorchRec's row numbers."""
+        """Send each rank the ids that belong to the rank's part, instead of splitting by TorchRec's row numbers."""
 
     def remap(self, features: KeyedJaggedTensor, training: bool) -> KeyedJaggedTensor:
-        """Return the features with rows in place of ids."""
+        """Return the features with ids replaced by rows."""
 
     def watch_initialized(self, mark: Callable[[ShardPlace, torch.Tensor], None]) -> None:
-        """Call `mark` with the rows of a shard that another id gets, and that start from their first weights."""
+        """Call `mark` with the rows of a shard that get another id and therefore start from initial weights."""
 
 
 class ShardedTables(ShardedEmbeddingBagCollection):
-    """TorchRec's sharded collection, which checks inputs and uses this package's exchanges."""
+    """TorchRec's sharded collection with checks of the inputs and with this package's exchanges."""
 
     tables_without_optimizer: list[str]
     update_rules: dict[str, UpdateRule]  # by table
@@ -81,7 +81,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         self._order = order if order is not None and order.is_complete and len(order.runs) > 1 else None
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor | LazyAwaitable[KeyedTensor]:
-        """Collective: return pooled rows, or an awaitable. Raises as input_dist does."""
+        """Collective: return pooled rows, or an awaitable of them. Raises ShardingError as input_dist does."""
         lookup = self.fused_lookup
         # TorchRec runs the first batch, because it checks names and ids.
         if lookup is not None and not self._has_uninitialized_input_dist and not features.variable_stride_per_key():
@@ -118,7 +118,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         return awaitable
 
     def prefetch_rows(self, features: KeyedJaggedTensor) -> None:
-        """Start loading a single rank's coming rows, if tables have tiers."""
+        """Start loading the rows of a coming batch on a single rank, if tables have tiers."""
         if not self.tiered_groups:
             return
         keys, offsets, values = features.keys(), features.offset_per_key(), features.values()
@@ -132,19 +132,19 @@ class ShardedTables(ShardedEmbeddingBagCollection):
                     )
 
     def prefetch_rows_on_rank(self, features: KJTList) -> None:
-        """Do the same as prefetch_rows on one of several ranks, with the ids that arrived here."""
+        """Start loading the rows of a coming batch on one of several ranks, from the ids that arrived here."""
         for groups, arrived in zip(self._groups_of_lookups, features, strict=True):
             for group in groups:
                 group.prefetch_rows(arrived)
 
     @property
     def tiered_groups(self) -> list[StorageGroup]:
-        """Return the groups of all lookups on this rank."""
+        """Return the groups of tables with tiers in all lookups on this rank."""
         return [group for groups in self._groups_of_lookups for group in groups]
 
     @staticmethod
     def _pre_load_state_dict_hook(self: ShardedTables, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Skip stored rows, which were loaded in place. TorchRec would collect them in memory."""
+        """Skip rows in tiers, which were loaded in place. TorchRec would load all of them into memory."""
         for table in self.module_sharding_plan:
             key = f"{prefix}embedding_bags.{table}.weight"
             value = state_dict.get(key)
@@ -156,14 +156,12 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *args)
 
     def init_data_parallel(self) -> None:
-        """Leave out DDP on the CPU ranks of one host, because GradientAverage averages their gradients."""
+        """Use no DDP for CPU ranks of one host, because GradientAverage averages their gradients."""
         if self.exchange is None:
             super().init_data_parallel()
 
     def replicated_weights(self) -> list[nn.Parameter]:
-        """Return the flat parameters of the data_parallel tables whose gradients no DDP
-        averages.
-        """
+        """Return the flat parameters of the data_parallel tables whose gradients are not averaged by DDP."""
         if self.exchange is None:
             return []
         pairs = zip(self._embedding_shardings, self._lookups, strict=True)
@@ -195,7 +193,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
 
 
 class TimedTrainPipeline(TrainPipelineSparseDist[Any, Any]):
-    """TorchRec's train pipeline. comms_wait measures its waits for splits and ids."""
+    """TorchRec's train pipeline. `comms_wait` measures how long it waits for splits and ids."""
 
     def wait_sparse_data_dist(self, context: TrainPipelineContext) -> None:
         with waiting():
@@ -211,7 +209,7 @@ class TimedTrainPipeline(TrainPipelineSparseDist[Any, Any]):
 
     @cached_property
     def _tiered_tables(self) -> dict[str, ShardedTables]:
-        """Return the tables with tiers by the pipeline's name of their module."""
+        """Return the tables with tiers, by their module's name in the pipeline."""
         modules = [module for module in self._pipelined_modules if isinstance(module, ShardedTables)]
         forwards: list[tuple[Any, ShardedTables]] = [(module.forward, module) for module in modules]
         return {forward.name: module for forward, module in forwards if module.tiered_groups}
@@ -250,7 +248,7 @@ def _check_dtypes(features: KeyedJaggedTensor) -> None:
 
 
 class TableSharder(EmbeddingBagCollectionSharder):
-    """Shard tables by any type on any device, without initializing them. seed: for managed rows."""
+    """Shard tables by any type on any device, without initializing them. seed: for tables with managed rows."""
 
     def __init__(
         self,
@@ -276,7 +274,7 @@ class TableSharder(EmbeddingBagCollectionSharder):
     ) -> ShardedTables:
         """Collective: shard the tables of `module`.
 
-        Raises ShardingError if TorchRec would execute the plan wrongly without an error.
+        Raises ShardingError if TorchRec would train this plan wrongly without an error.
         """
         here = devices.current()
         check_sharding(module, params)
@@ -326,7 +324,7 @@ class TableSharder(EmbeddingBagCollectionSharder):
 
 
 def _lookup_of_all(sharded: ShardedTables) -> FusedLookup | None:
-    """Return a lookup for all tables; None if kernels are missing or rows are changed later."""
+    """Return one lookup for all tables; None if kernels are missing or rows are changed after the lookup."""
     lookups = fast_lookups(sharded)
     changes = sharded.managed or sharded._has_mean_pooling_callback
     if not lookups or changes or (len(lookups) > 1 and any(lookup.tiered is not None for lookup in lookups)):
@@ -337,7 +335,7 @@ def _lookup_of_all(sharded: ShardedTables) -> FusedLookup | None:
 
 
 def _give_each_parameter_its_own_kwargs(module: EmbeddingBagCollection) -> None:
-    """Copy each table's kwargs: TorchRec renames `lr` in the shared dict."""
+    """Copy the kwargs of each table, because TorchRec renames `lr` in a dict that the tables share."""
     for weight in module.parameters():
         if hasattr(weight, "_optimizer_kwargs"):
             weight._optimizer_kwargs = [dict(kwargs) for kwargs in weight._optimizer_kwargs]
@@ -345,7 +343,7 @@ def _give_each_parameter_its_own_kwargs(module: EmbeddingBagCollection) -> None:
 
 @contextmanager
 def _pooled_as_sum(configs: list[EmbeddingBagConfig]) -> Iterator[None]:
-    """Pool MEAN tables under grid_shard as sums: partial means do not add up."""
+    """Let MEAN tables under grid_shard pool by sum, because means of parts of a bag do not add up."""
     for config in configs:
         config.pooling = PoolingType.SUM
     try:
@@ -357,7 +355,7 @@ def _pooled_as_sum(configs: list[EmbeddingBagConfig]) -> Iterator[None]:
 
 @contextmanager
 def _not_initialized(configs: list[EmbeddingBagConfig]) -> Iterator[None]:
-    """Skip TorchRec's initialization, which initialize_tables replaces."""
+    """Skip TorchRec's initialization of tables. initialize_tables does it instead."""
     init_fns = [config.init_fn for config in configs]
     for config in configs:
         config.init_fn = lambda weight: weight
@@ -376,8 +374,8 @@ def _fix_mean_pooling(
 ) -> None:
     """Let TorchRec divide row-sharded MEAN tables by the bags' lengths, and no other tables.
 
-    TorchRec divides every feature that is not on its list of row-sharded SUM features. Tables that
-    are not sharded by rows are on no list; on the SUM list their divisor is 1.
+    TorchRec divides every feature that is not on its list of row-sharded SUM features. It lists no
+    tables that are not sharded by rows. Here they are on the SUM list, so their divisor is 1.
     """
     features = sharded._pooling_type_to_rs_features
     for config in grid_means:

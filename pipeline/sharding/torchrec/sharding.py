@@ -51,9 +51,10 @@ def join_hosts(hosts_per_nvlink_domain: int) -> None:
 
 
 def make_codecs(comms: CommsConfig) -> dict[str, QuantizedCommCodecs] | None:
-    """Return TorchRec's registry of two codecs for each collective. None: nothing is quantized.
+    """Return TorchRec's registry with two codecs for each collective, or None if nothing is
+    quantized.
 
-    Ids, lengths and the all-reduce of replicated parameters never are.
+    Ids, lengths and the all-reduce of replicated parameters are never quantized.
     """
     registry: dict[str, QuantizedCommCodecs] = {}
     for name, (forward, backward) in precisions(comms).items():
@@ -71,7 +72,7 @@ def make_sharders(
 
 
 def replicates(config: ParallelConfig, context: DistributedContext) -> bool:
-    """Whether each host trains tables of its own. Raises UserError if these hosts cannot."""
+    """Return whether each host trains a replica of the tables. Raises UserError if these hosts cannot."""
     if not config.has_replicas:
         return False
     return bool(from_extra("replicates", f"parallel.embedding_sync={config.embedding_sync}")(config, context))
@@ -91,11 +92,11 @@ def shard_model(
 ) -> DistributedModelParallel:
     """Collective: shard tables by `plan`, replicate dense layers, initialize modules on meta.
 
-    Initial weights depend on `seed` (equal on all ranks), not on plan or world size. With `tables`,
-    column shards under a row-wise optimizer are refused unless their config names them. replicated:
-    the plan is for one host, and every host has a replica (parallel.embedding_sync). tier_folder:
-    for rows of tables with tiers; None: in memory. initialize=False: tables stay as allocated.
-    Raises ShardingError.
+    Initial weights depend on `seed` (equal on all ranks), not on plan or world size. If `tables`
+    are given, column shards under a row-wise optimizer are refused unless the table's config names
+    them. replicated: the plan is for one host, and every host has a replica
+    (parallel.embedding_sync). tier_folder: folder of the rows of tables with tiers; None: all rows
+    are in memory. initialize=False: tables are allocated but not initialized. Raises ShardingError.
     """
     check_plan_covers_tables(model, plan)
     check_dense_layers_can_be_initialized(model)
@@ -141,7 +142,7 @@ def _tier_settings(tables: list[Table], folder: str | None) -> TierSettings | No
 
 
 class _AverageOverRanks(DefaultDataParallelWrapper):
-    """Use DDP, except for one rank, which needs none, and for ranks with an exchange."""
+    """Use DDP, except for a single rank, which does not need it, and for ranks with a HostExchange."""
 
     def __init__(self, exchange: HostExchange | None) -> None:
         super().__init__(static_graph=True)

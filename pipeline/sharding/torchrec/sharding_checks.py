@@ -152,7 +152,7 @@ def _warn_once(message: str, *values: object) -> None:
 
 
 def check_plan_covers_tables(model: nn.Module, plan: ShardingPlan) -> None:
-    """Raise ShardingError for a table without a plan, or a plan of an unknown table."""
+    """Raise ShardingError for a table that has no plan, or a plan for an unknown table."""
     collections = {name: child for name, child in model.named_modules() if isinstance(child, EmbeddingBagCollection)}
     for path, collection in collections.items():
         planned = set(plan.plan.get(path, {}))
@@ -173,7 +173,7 @@ def check_plan_covers_tables(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def check_plan_is_exact(model: nn.Module, plan: ShardingPlan, tables: list[Table]) -> None:
-    """Raise ShardingError for column shards under a row-wise optimizer that no config names."""
+    """Raise ShardingError for column shards under a row-wise optimizer, unless the table's config names them."""
     by_name = {table.name: table for table in tables}
     for path, shardings in plan.plan.items():
         for name, sharding in shardings.items():
@@ -191,7 +191,7 @@ def check_plan_is_exact(model: nn.Module, plan: ShardingPlan, tables: list[Table
 
 
 def check_dense_layers_can_be_initialized(model: nn.Module) -> None:
-    """Raise ShardingError for modules on meta that nothing initializes."""
+    """Raise ShardingError for modules on meta that no code initializes."""
     for name, child in model.named_modules():
         if isinstance(child, EmbeddingBagCollection) or "embedding_bags" in name.split("."):
             continue

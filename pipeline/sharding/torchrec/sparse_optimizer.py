@@ -1,4 +1,5 @@
-"""Make the optimizer of tables: fused into backward, or a torch optimizer for replicated tables.
+"""Make the optimizer of the tables: it is fused into backward, or a torch optimizer for replicated
+tables.
 
 FBGEMM updates a sharded table's rows inside backward. A data_parallel table would ignore that
 optimizer without an error, so it gets a torch optimizer with the same rule. The names and shapes of
@@ -49,7 +50,8 @@ def apply_sparse_optimizer(
 ) -> None:
     """Attach the optimizer to each table, once, before planning and sharding.
 
-    l2s: penalties that are not the default. Raises ShardingError if one would be ignored.
+    l2s: the L2 penalties that differ from the default. Raises ShardingError if a penalty would be
+    ignored.
     """
     check_sparse_optimizer(config)
     l2s = l2s or {}
@@ -107,7 +109,7 @@ def configure_fbgemm(name: str, weight: nn.Parameter) -> None:
 
 
 class ReplicatedTablesOptimizer(KeyedOptimizer):
-    """A torch optimizer over data_parallel tables, with the state of the fused one.
+    """Optimize data_parallel tables by a torch optimizer, with the state of the fused optimizer.
 
     `params`: "<path>.embedding_bags.<table>.weight" -> table. TrainingOptimizer stores the step
     number.
@@ -119,7 +121,7 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
         config: SparseOptimizerConfig,
         rules: Mapping[str, UpdateRule] | None = None,
     ) -> None:
-        """rules: the update rules of tables that need more than `config`, by table."""
+        """rules: by table, the update rules of tables that need more than `config`."""
         by_weight = {weight: (rules or {}).get(key.split(".")[-2]) for key, weight in params.items()}
         self._optimizer = _make_replicated(by_weight, config)
         self._flat = flat_update(params, self._optimizer) if devices.current().has_kernels else None
@@ -136,9 +138,9 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
         super().__init__(params, state, self._optimizer.param_groups)
 
     def track_rows(self) -> dict[str, torch.Tensor]:
-        """Keep by table a number per row, which an update sets to 1.
+        """Keep for each table one number per row, which an update of the row sets to 1.
 
-        The reader must clear the numbers.
+        The reader must set the numbers back to 0.
         """
         by_weight = {weight: key.split(".")[-2] for key, weight in self.params.items()}
         if self._flat:
@@ -183,7 +185,7 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
 def _make_replicated(
     params: Mapping[nn.Parameter, UpdateRule | None], config: SparseOptimizerConfig
 ) -> torch.optim.Optimizer:
-    """Return torch's optimizer if it changes only touched rows. Its state exists."""
+    """Return torch's optimizer if it changes only touched rows. Its state exists already."""
     entry = find_optimizer(config.name)
     if entry.replicated_states is None:
         known = ", ".join(name for name, each in all_optimizers().items() if each.replicated_states is not None)
@@ -211,7 +213,7 @@ def _make_replicated(
 
 @torch.no_grad()
 def materialize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state of torch's first step, so that a checkpoint can be loaded before it."""
+    """Make the state that torch makes at the first step, so that a checkpoint can be loaded before this step."""
     if not isinstance(optimizer, KNOWN):
         _step_on_nothing(optimizer)
         return
@@ -230,7 +232,7 @@ def materialize_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _step_on_nothing(optimizer: torch.optim.Optimizer) -> None:
-    """Make an unknown optimizer's state by a step without gradients, and undo it."""
+    """Make the state of an unknown optimizer by a step without gradients, then undo the step."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     before = [weight.detach().clone() for weight in weights]
     for weight in weights:
@@ -246,9 +248,10 @@ def _step_on_nothing(optimizer: torch.optim.Optimizer) -> None:
 
 
 class RowWiseAdagradAtOnce(optim.RowWiseAdagrad):
-    """TorchRec's RowWiseAdagrad without decay, in a few launches for each width.
+    """TorchRec's RowWiseAdagrad without decay, with a few kernel launches for all tables of one
+    width.
 
-    TorchRec's class calls seven operations per table, too many for small tables on a GPU.
+    TorchRec's class calls seven operations per table, which is too slow for small tables on a GPU.
     """
 
     @torch.no_grad()

@@ -1,4 +1,5 @@
-"""Initialize tables from a seed, with the same weights under any plan, ranks and threads.
+"""Initialize tables from a seed, with the same weights under any plan and any number of ranks and
+threads.
 
 TorchRec initializes each shard from its rank's random state: a table's weights then depend on the
 plan, and with one seed on all ranks every shard of a row_wise table gets the same rows. Here the
@@ -36,7 +37,7 @@ OWN_KERNELS = {"dense", "fused", "fused_uvm", "fused_uvm_caching"}
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows and columns of a table in a tensor that begins at `row` and `column` of the table."""
+    """Hold a part of a table: a tensor whose first element is at `row` and `column` of the table."""
 
     values: torch.Tensor
     row: int
@@ -46,8 +47,8 @@ class _Part:
 def initialize_tables(module: nn.Module, seed: int, only: Collection[str] | None = None) -> None:
     """Initialize the tables `only` (None: all) inside `module`, sharded or not, by their init_fn.
 
-    The random state is restored. A foreign init_fn must sample element by element: it fills float32
-    blocks.
+    The random state is restored. An init_fn that is not from embeddings.collection must sample
+    element by element, because it fills float32 blocks.
     """
     for config, parts in _tables(module):
         for part in parts if only is None or config.name in only else []:
@@ -68,7 +69,7 @@ def disable_huge_pages(module: nn.Module) -> None:
 
 
 def _tables(module: nn.Module) -> Iterator[tuple[EmbeddingBagConfig, list[_Part]]]:
-    """Iterate over the tables held by our kernels or TorchRec's, with their parts on this rank."""
+    """Iterate over the tables in our lookups or TorchRec's, with their parts on this rank."""
     for child in module.modules():
         if isinstance(child, ShardedEmbeddingBagCollection):
             configs = child._embedding_bag_configs
@@ -112,7 +113,7 @@ def _fill(part: _Part, config: EmbeddingBagConfig, seed: int) -> None:
 def _begin_stored(
     part: _Part, config: EmbeddingBagConfig, initialize: Callable[[torch.Tensor], torch.Tensor | None], seed: int
 ) -> None:
-    """Initialize stored rows: sample them on first use, or write them if the init_fn is foreign."""
+    """Initialize stored rows: sample them on first use, or write all of them if the init_fn is not ours."""
     assert isinstance(part.values, StoredRows)
     first = FirstWeights()
     if isinstance(initialize, (Uniform, Normal)):
@@ -127,7 +128,7 @@ def _begin_stored(
 
 
 def _sample(part: _Part, config: EmbeddingBagConfig, distribution: Uniform | Normal, key: int) -> None:
-    """Sample on the device of `part`."""
+    """Sample initial weights on the device of `part`."""
     values, width = part.values, config.embedding_dim
     num_rows, num_columns = values.shape
     if values.dtype == torch.float32 and num_columns == width and values.is_contiguous():
@@ -166,5 +167,5 @@ def _fill_by_blocks(part: _Part, config: EmbeddingBagConfig, seed: int) -> None:
 
 
 def _seed(text: str) -> int:
-    """Return a hash of 64 bits."""
+    """Return a seed: a hash of 64 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -1,7 +1,8 @@
-"""Build FBGEMM's lookup modules on CPU with Adam's state, and with rows that are stored outside memory.
+"""Build FBGEMM's lookup modules on CPU with Adam's state, and with rows that are stored outside
+memory.
 
-FBGEMM has Adam and partial row-wise Adam on GPUs only. Here their state has the form that it has on
-GPUs, so checkpoints and schedules do not change.
+FBGEMM supports Adam and partial row-wise Adam on GPUs only. Here their state has the same form as
+on GPUs, so checkpoints and schedules are the same.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ MOMENTS = {EmbOptimType.ADAM: False, EmbOptimType.PARTIAL_ROWWISE_ADAM: True}
 class TablesWithMoments(SplitTableBatchedEmbeddingBagsCodegen):
     """Give FBGEMM's module Adam's state on CPU. A FastLookup in it trains the rows.
 
-    FBGEMM refuses these optimizers on CPU. The module is built for Adagrad, whose state serves as
-    the first moment, and gets the second one. get_optimizer_state then answers as on GPUs.
+    FBGEMM refuses these optimizers on CPU. So the module is built for Adagrad. Adagrad's state is
+    used as the first moment, and the second moment is added. get_optimizer_state then returns the
+    same as on GPUs.
     """
 
     tiers: TableStorage | None = None
@@ -54,7 +56,7 @@ class TablesWithMoments(SplitTableBatchedEmbeddingBagsCodegen):
             self.tiers = tiers
 
     def split_embedding_weights(self) -> list[torch.Tensor]:
-        """Return each table's rows; with tiers all rows, from the store."""
+        """Return the rows of each table. For a table with tiers return all rows, from the store."""
         weights: list[torch.Tensor] = super().split_embedding_weights()
         return weights if self.tiers is None else self.tiers.stored_weights(weights)
 
@@ -63,7 +65,7 @@ class TablesWithMoments(SplitTableBatchedEmbeddingBagsCodegen):
         return states if self.tiers is None else self.tiers.stored_states(states)
 
     def forward(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        """Raises ShardingError if FBGEMM would have to train (trained weights of ids)."""
+        """Look up rows. Raises ShardingError if FBGEMM would have to train them (trained weights of ids)."""
         if self.optimizer not in MOMENTS:
             return super().forward(*arguments, **keywords)
         if torch.is_grad_enabled():
@@ -80,7 +82,7 @@ class TablesWithMoments(SplitTableBatchedEmbeddingBagsCodegen):
 
 
 def feature_begins(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> np.ndarray[Any, Any]:
-    """Return [T + 1]: where each table's features, which are adjacent, begin."""
+    """Return [T + 1]: the first feature of each table. The features of a table are adjacent."""
     tables = lookup.feature_table_map
     begins = [0, *(index for index, (before, table) in enumerate(pairwise(tables), start=1) if table != before)]
     return np.array([*begins, len(tables)], dtype=np.int64)
@@ -90,7 +92,7 @@ _tiers: TierSettings | None = None  # settings of the tables that are being buil
 
 
 def _storage_of(keywords: Mapping[str, Any]) -> TableStorage | None:
-    """Return the storage of the module that TorchRec builds; None if no table has tiers."""
+    """Return the storage for the module that TorchRec builds, or None if no table has tiers."""
     if _tiers is None:
         return None
     storage: TableStorage | None = from_extra("table_storage", "tables.*.tiers")(_tiers, keywords)
@@ -99,7 +101,7 @@ def _storage_of(keywords: Mapping[str, Any]) -> TableStorage | None:
 
 @contextmanager
 def tables_with_moments(tiers: TierSettings | None = None) -> Iterator[None]:
-    """Let TorchRec build TablesWithMoments, and tables with `tiers` in a storage."""
+    """Let TorchRec build TablesWithMoments instead of FBGEMM's module, and use a storage for tables with `tiers`."""
     global _tiers
     if devices.current().fbgemm_is_complete:
         yield

@@ -1,4 +1,5 @@
-"""Define how a table's rows are updated at a step, and update replicated tables so on any device.
+"""Define how a step updates a table's rows, and update replicated tables by this rule on any
+device.
 
 By default (optimizer.sparse.update_rows) a rule is lazy: it changes the rows that a batch touches,
 and leaves other rows and their moments unchanged. torch's Adam would also move untouched rows, and
@@ -6,8 +7,8 @@ its weight decay would shrink every row. Adam's bias correction uses the step of
 torch.optim.SparseAdam and FBGEMM do. eps is added after the correction, as in torch.optim.AdamW and
 FBGEMM. SparseAdam adds it before, which makes its eps larger in the first steps by 1 / sqrt(1 -
 beta2 ** step). A row counts as touched if the sum of its gradients is not all zero (in a table
-sharded by columns: the sum of the shard's part), because the gradient of a replicated table tells
-no more. SparseAdam and FBGEMM also update rows whose gradient is exactly zero.
+sharded by columns: the sum of the shard's part), because the gradient of a replicated table
+contains no more information. SparseAdam and FBGEMM also update rows whose gradient is exactly zero.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM, ROWWISE_ADAM = range(5)
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """Settings of the tables' optimizer that stay the same from step to step.
+    """Hold the settings of the tables' optimizer that do not change from step to step.
 
     l2: l2 * weights is added to the gradient of a touched row. decay: lr * decay * weights is
-    subtracted from it, as in AdamW. clip_value, clip_norm: limits of the numbers, then of the norm,
-    of a row's (shard's) gradient, before l2; 0: none. all_rows: untouched rows are updated with a
-    gradient of 0, as by torch.optim.Adam.
+    subtracted from a touched row, as in AdamW. clip_value, clip_norm: limits of the numbers, then
+    of the norm, of the gradient of a row (or a shard's part of it), before l2; 0 means no limit.
+    all_rows: untouched rows are updated with a gradient of 0, as by torch.optim.Adam.
     """
 
     kind: int
@@ -48,7 +49,9 @@ class UpdateRule:
 
     @classmethod
     def of(cls, config: SparseOptimizerConfig, l2: float = 0.0, num_rows: int = 0) -> UpdateRule:
-        """Make the rule of a table, if the optimizer has one. l2, num_rows: of the complete table."""
+        """Return the rule of a table, or None if the optimizer has no rule. l2, num_rows: those of
+        the complete table.
+        """
         entry = find_optimizer(config.name)
         assert entry.cpu_kernel is not None
         decay = config.weight_decay if config.decouples else 0.0
@@ -64,7 +67,7 @@ class UpdateRule:
 
     @property
     def extras(self) -> str:
-        """Return the settings that FBGEMM ignores on CPU, with their values; empty: none."""
+        """Return the settings that FBGEMM ignores on CPU, with their values; empty if there are none."""
         values = {
             "weight_decay or tables.*.l2": self.l2 or self.decay,
             "gradient_clip_value": self.clip_value,
@@ -73,7 +76,7 @@ class UpdateRule:
         return ", ".join(f"{name}={value:g}" for name, value in values.items() if value)
 
     def numbers(self, lr: float, step: int) -> np.ndarray[Any, Any]:
-        """Return `step`'s (from 1) float32 numbers, in the order of kernels.optimizer.LR."""
+        """Return the float32 numbers of step `step` (the first is 1), in the order of kernels.optimizer.LR."""
         first, second = 1 - self.beta1**step, 1 - self.beta2**step
         return np.array(
             [lr, self.eps, self.beta1, 1 - self.beta1, 1 / first, self.beta2, 1 - self.beta2, 1 / second,
@@ -92,7 +95,7 @@ STATES: dict[int, dict[str, bool]] = {
 
 
 class TouchedRows(torch.optim.Optimizer):
-    """Optimize one group. `rules[i]`, all of one kind: of `weights[i]`, [rows, dim] fp32."""
+    """Optimize a group of tables. `rules[i]` is for `weights[i]` [rows, dim] fp32; all rules are of one kind."""
 
     def __init__(self, weights: Sequence[nn.Parameter], rules: Sequence[UpdateRule], lr: float) -> None:
         super().__init__(list(weights), {"lr": lr})

@@ -62,11 +62,11 @@ def buffer_sizes(units, feature_begins, offsets, columns, num_samples):  # type:
 def own_ids(  # type: ignore[no-untyped-def]
     indices, offsets, factors, first_bag, last_bag, is_mean, part, num_parts, ids, bags, scales
 ):  # fmt: skip
-    """Write the part's ids, bags (from the first) and factors. Return their number and the largest
-    id.
+    """Write the ids of one part of the table, their bags (counted from the table's first) and their
+    factors. Return the number of ids and the largest id.
 
-    num_parts: a power of two up to 64; a hash of the row chooses. The arrays have room for one id
-    more.
+    num_parts is a power of two up to 64. A hash of the row chooses the part of a row. The arrays
+    need space for one more id.
     """
     count, largest, is_weighted = U(0), U(0), len(factors) > 0
     for bag in range(first_bag, last_bag):
@@ -89,8 +89,8 @@ def own_ids(  # type: ignore[no-untyped-def]
 
 @part()
 def find_rows(ids, count, largest, slots, rows, counts, entries):  # type: ignore[no-untyped-def]
-    """Write the distinct ids of ids[:count] to `rows`, their counts, and each id's entry; return
-    how many.
+    """Write the distinct ids of ids[:count] to `rows`, the count of each, and the entry of each id
+    in `rows`. Return the number of distinct ids.
 
     Small ids are their own slots, and frequent rows have small ids, so these stay in the cache.
     Otherwise the slots are a hash table.
@@ -131,7 +131,7 @@ def find_rows(ids, count, largest, slots, rows, counts, entries):  # type: ignor
 
 @part()
 def sort_bags(bags, scales, entries, count, distinct, has_scales, ends, order, factors):  # type: ignore[no-untyped-def]
-    """Write the bags of each row to `order`, row by row, with their factors.
+    """Write the bags that contain each row to `order`, row by row, and the factors of these bags.
 
     ends: on entry the count of each row, on return the end of each row in `order`.
     """
@@ -151,7 +151,7 @@ def sort_bags(bags, scales, entries, count, distinct, has_scales, ends, order, f
 
 @part()
 def bring_near(gradients, width, columns, first, last, num_samples, dim, near):  # type: ignore[no-untyped-def]
-    """Copy gradients to near [features first..last, B, dim], in fp32."""
+    """Copy the gradients of features first..last to the buffer `near` [last - first, B, dim], in fp32."""
     place = U(0)
     for feature in range(first, last):
         at = U(columns[feature])
@@ -182,7 +182,8 @@ def _prefetch_row(row, weights, halves, is_half, states, squares, kind, begins, 
 def _update_row(  # type: ignore[no-untyped-def]
     row, gradient, weights, halves, is_half, states, squares, kind, numbers, l2, step, begins, sizes
 ):  # fmt: skip
-    """Update a row. Weights and two states begin at `begins` with `sizes` numbers per row.
+    """Update one row. `begins` are the positions of the table's weights and two states, and `sizes`
+    their numbers per row.
 
     `gradient` is overwritten. Thirteen parameters: see update_tables.
     """
@@ -201,7 +202,7 @@ def _update_row(  # type: ignore[no-untyped-def]
 def _update_others(  # type: ignore[no-untyped-def]
     touched, gradient, weights, halves, is_half, states, squares, kind, numbers, l2, step, begins, sizes
 ):  # fmt: skip
-    """Update the rows not in `touched` [rows, or 0] with a gradient of 0. See _update_row."""
+    """Update the rows that are not in `touched` [rows, or 0] with a gradient of 0. See _update_row."""
     for row in range(U(0), U(len(touched))):
         if not touched[row]:
             gradient[:] = np.float32(0)
@@ -221,7 +222,7 @@ def _update_rows_of(  # type: ignore[no-untyped-def]
     near, order, scales, has_scales, rows, ends, distinct, gradient, weights, halves, is_half, states, squares, kind,
     numbers, l2, step, begins, sizes, marks, touched,
 ):  # fmt: skip
-    """Update each row of a unit with the sum over its bags. See update_tables, _update_row."""
+    """Update each row of a unit (a part of a table) with the sum over its bags. See update_tables, _update_row."""
     # With these settings the formulas do not change an untouched row.
     skips, begin = kind >= ADAM or numbers[KEEP] != np.float32(1) or l2 != np.float32(0), U(0)
     for entry in range(distinct):
@@ -242,7 +243,7 @@ def _update_rows_of(  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def mark_ids(marks, mark_begins, feature_begins, indices, offsets, num_samples):  # type: ignore[no-untyped-def]
-    """Set the bits of all rows of a batch in update_tables' bitmaps, for other updates."""
+    """Set the bits of all rows of a batch in the bitmaps of update_tables, if another function updates the rows."""
     for table in range(len(feature_begins) - 1):
         first, last = U(feature_begins[table]) * num_samples, U(feature_begins[table + 1]) * num_samples
         for position in range(U(offsets[first]), U(offsets[last])):
@@ -255,7 +256,8 @@ def update_tables(  # type: ignore[no-untyped-def]
     weight_begins, states, state_begins, squares, square_begins, kind, is_mean, numbers, l2s, every, step,
     marks, mark_begins, begin, end,
 ):  # fmt: skip
-    """Update `halves` (fp16 as uint16) if `is_half`, otherwise `weights`: the units begin..end.
+    """Update the units begin..end. The rows are in `halves` (fp16 as uint16) if `is_half`,
+    otherwise in `weights`.
 
     Twenty-seven parameters, because a structure would be boxed or copied at each call.
 
@@ -303,7 +305,7 @@ def update_tables(  # type: ignore[no-untyped-def]
 
 @part()
 def _has_bits(bits, begin, end):  # type: ignore[no-untyped-def]
-    """Return whether any of the numbers begin..end is not zero. `bits`: the bits of the numbers."""
+    """Return whether any of the numbers begin..end is not zero. `bits` holds the numbers as integers."""
     found = np.uint32(0)
     for k in range(begin, end):
         found |= bits[k]
@@ -316,9 +318,9 @@ def update_rows(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Update tables of `rows` [T] x `dims` [T] like update_tables, from a dense gradient.
 
-    States have a number per weight or per row. A row is touched if its gradient is not all zero.
-    every [T]: not 0 if untouched rows are updated too. marks: a byte per row, 1 if updated, or
-    empty.
+    A state has one number per weight or one per row. A row is touched if its gradient is not all
+    zero. every [T]: not 0 if untouched rows of the table are updated too. marks: one byte per row,
+    set to 1 if the row is updated; or empty.
     """
     begin, state, square, marked = U(0), U(0), U(0), U(0)
     bits = gradient.view(np.uint32)

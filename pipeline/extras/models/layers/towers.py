@@ -15,8 +15,8 @@ from pipeline.models.layers.mlp import MLP
 
 
 class Towers(nn.Module):
-    """Map dense [B, N] and rows [B, F, D] to [B, sum of the targets' widths]: each target's MLP
-    over the output of `body` for it.
+    """Map dense [B, N] and rows [B, F, D] to [B, sum of the targets' widths]. Each target has an
+    MLP, whose input is the output of `body` for this target.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Towers(nn.Module):
 
 
 class SharedBottom(nn.Module):
-    """Map [B, in_features] to one [B, layers' last] for all `num_targets` targets."""
+    """Map [B, in_features] to one tensor [B, H], which all `num_targets` targets share."""
 
     def __init__(self, layers: nn.Module, num_targets: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class SharedBottom(nn.Module):
 
 
 class OwnBottoms(nn.Module):
-    """Map [B, in_features] to a [B, layers' last] for each target, by separate layers.
+    """Map [B, in_features] to one tensor [B, H] per target, by separate layers for each target.
 
     Targets share only the tables.
     """
@@ -83,7 +83,7 @@ class Gate(nn.Module):
 
 
 class Experts(nn.Module):
-    """Map [B, in_features] to [B, sizes[-1]] of each expert."""
+    """Map [B, in_features] to one tensor [B, sizes[-1]] per expert."""
 
     def __init__(self, count: int, in_features: int, sizes: list[int], settings: LayerSettings) -> None:
         super().__init__()
@@ -112,11 +112,11 @@ class MixtureOfExperts(nn.Module):
 
 
 class ExtractionLevel(nn.Module):
-    """Map inputs [B, in_features] of each target and of the shared experts to as many outputs [B,
-    H] (PLE, section 4.2).
+    """Map one input [B, in_features] per target and one for the shared experts to the same number
+    of outputs [B, H] (PLE, section 4.2).
 
-    The shared inputs are last. A target's gate is over the experts of the target and the shared
-    experts. The shared gate is over all experts; the last level has none.
+    The shared inputs are last. A target's gate weights the experts of the target and the shared
+    experts. The shared gate weights all experts; the last level has no shared gate.
     """
 
     def __init__(
