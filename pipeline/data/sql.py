@@ -15,10 +15,11 @@ def sql_text(value: str) -> str:
 
 
 def sql_path(path: str) -> str:
-    """A text literal for a file that DuckDB reads: the signs of a glob in its name stand for themselves.
+    """Return a text literal for a file that DuckDB reads. Glob characters in the name keep their
+    literal meaning.
 
     Raises:
-        DataError: the path also has a backslash, which DuckDB takes for an escape next to a glob.
+        DataError: the path also has a backslash, which DuckDB reads as an escape if there are glob characters.
     """
     if "\\" in path and GLOB_SIGN.search(path):
         raise DataError(
@@ -28,8 +29,7 @@ def sql_path(path: str) -> str:
 
 
 def parquet(*paths: str) -> str:
-    """Return a table of Parquet files.
-
-    A folder of the path such as dt=2026-11-02 is not a column.
+    """Return a table expression for Parquet files. A folder in the path such as dt=2026-11-02 does
+    not become a column.
     """
     return f"read_parquet([{', '.join(map(sql_path, paths))}], hive_partitioning=false)"

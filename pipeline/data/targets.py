@@ -1,4 +1,4 @@
-"""Find the labels that a job learns, their weights, and the rows where they count (stdlib only)."""
+"""Find the labels that a job learns, their weights, and the rows in which they count (stdlib only)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from pipeline.runtime.errors import DataError, did_you_mean
 class Target:
     """A label that a model learns.
 
-    weight: of its loss in the sum. mask: the label that is 1 in rows that count. train_offset:
-    added to its logits in training only, because training rows were sampled: log(1 / keep).
+    weight: the weight of its loss in the sum. mask: a label that is 1 in the rows that count.
+    train_offset: a number added to its logits in training only, because training rows were sampled:
+    log(1 / keep).
     """
 
     name: str
@@ -27,17 +28,18 @@ class Target:
 
     @property
     def width(self) -> int:
-        """Return how many numbers a model outputs for it: one logit or value, or a logit per bucket
-        except the first."""
+        """Return how many numbers a model outputs for this label: one logit or value, or for an
+        ordinal label a logit per bucket except the first.
+        """
         return 1 if self.num_buckets is None else self.num_buckets - 1
 
 
 def targets_of(columns: ColumnsConfig, dataset: Dataset, learns_all: bool) -> list[Target]:
-    """Return the main label, which data.columns.label may change, and all other labels if the model
-    learns all.
+    """Return the main label, which data.columns.label may change. If the model learns all labels,
+    also return the other labels.
 
     Raises:
-        DataError: data.columns has labels that the data set lacks or that it has with other settings.
+        DataError: the data set lacks a label of data.columns, or has it with other settings.
     """
     held = {label.name: label for label in dataset.all_labels}
     weights = {}

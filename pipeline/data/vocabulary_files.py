@@ -21,7 +21,8 @@ def find_vocabulary(folder: str, feature: SparseFeature) -> str:
     """Return a local path of the vocabulary of a feature of the data set in `folder`.
 
     Its size and SHA-256 are compared with dataset.json, once for each state of the file. A data set
-    of an earlier release names none: then a log line says that its vocabularies are not checked.
+    of an earlier release has no such values; a log line then says that its vocabularies are not
+    checked.
 
     Raises:
         DataError: the file is missing or damaged.
@@ -49,7 +50,7 @@ def find_vocabulary(folder: str, feature: SparseFeature) -> str:
 
 
 def _problem(path: str, feature: SparseFeature) -> str:
-    """Empty for the file that `prepare` wrote."""
+    """Return "" if the file is the one that `prepare` wrote, otherwise the problem."""
     wanted = feature.vocabulary_sha256
     stamp = stamp_of(path)
     if (path, stamp, str(wanted)) in _intact:

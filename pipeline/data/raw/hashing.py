@@ -20,9 +20,8 @@ WITHIN = np.array([(1 << 8 * count) - 1 for count in range(WORD_BYTES + 1)], np.
 
 
 def hash_ids(values: pa.Array, size: int | NDArray[np.int64], seed: int) -> np.ndarray:
-    """Return ids in [1, size) of text values, 0 for missing ones.
-
-    `size` may be one number per value.
+    """Return ids in [1, size) for text values, and 0 for missing values. `size` may be an array
+    with one number per value.
     """
     sizes = np.asarray(size).astype(np.uint64)
     ids = hash_text(values, seed) % (sizes - np.uint64(1)) + np.uint64(1)
@@ -64,20 +63,19 @@ class Texts:
         return len(self.offsets) - 1
 
     def lengths(self, which: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return lengths in bytes."""
+        """Return the length in bytes of each text."""
         return self.offsets[which + 1] - self.offsets[which]
 
     def words(self, which: NDArray[np.int64], begin: int) -> NDArray[np.uint64]:
-        """Return words from byte `begin` on, little-endian, with 0 after the end.
-
-        The texts must be longer than `begin`.
+        """Return the 8-byte word of each text at byte `begin`, little-endian, with zeros after the
+        text's end. The texts must be longer than `begin`.
         """
         words = self.all_words[self.offsets[which] + begin]
         return words & WITHIN[np.minimum(self.lengths(which) - begin, WORD_BYTES)]
 
 
 def texts_of(columns: list[pa.Array]) -> Texts:
-    """Copy text or bytes, one column after the other. A missing value is an empty text."""
+    """Copy texts or bytes to one array, one column after the other. A missing value is an empty text."""
     columns = [column.cast(pa.large_binary()) for column in columns]
     offsets = [_offsets(column) for column in columns]
     ends = np.cumsum([0, *(bounds[-1] - bounds[0] for bounds in offsets)])

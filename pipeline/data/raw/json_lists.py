@@ -14,7 +14,7 @@ JSON = "json"  # value of data.columns.list_separator
 def parse_list(cell: str | None) -> list[str] | None:
     """Return the list's values as text, None if the cell is empty.
 
-    Raises ValueError unless it is a list of texts, numbers and nulls.
+    Raises ValueError unless the cell is a list of texts, numbers and nulls.
     """
     if not cell:
         return None
@@ -25,9 +25,9 @@ def parse_list(cell: str | None) -> list[str] | None:
 
 
 def json_lists(column: pa.ChunkedArray) -> tuple[pa.Array, list[int]]:
-    """Return a column of lists of text, and the rows that are not lists.
+    """Return a column of lists of text, and the numbers of the rows that are not lists.
 
-    Each distinct cell is parsed once.
+    Each distinct cell is parsed only once.
     """
     encoded = column.combine_chunks().dictionary_encode()
     lists, bad = [], set()

@@ -12,14 +12,15 @@ from pipeline.data.raw.value_types import to_text
 
 
 def is_text(layout: Layout, name: str) -> bool:
-    """Return True if data.columns maps the label's texts to numbers."""
+    """Return True if data.columns maps this label's texts to numbers."""
     label = layout.columns.all_labels.get(name)
     return label is not None and bool(label.values)
 
 
 def with_labels(layout: Layout, table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
-    """Return labels as float64, null if missing, and row -> reason for texts that data.columns does
-    not list."""
+    """Return the table with labels as float64, null if missing. Also return row -> reason for texts
+    that data.columns does not list.
+    """
     reasons: dict[int, str] = {}
     for name, label in layout.columns.all_labels.items():
         column = table[name]
@@ -44,7 +45,7 @@ def wanted_text(label: LabelConfig) -> str:
 
 
 def invalid_labels(label: LabelConfig, column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return True for each float64 value that is not a valid label. Null values give null."""
+    """Return a column of bool: True for each float64 value that is not a valid label. A null value gives null."""
     if label.kind == "binary":
         return pc.invert(pc.is_in(column, pa.array([0.0, 1.0])))
     if label.kind == "regression":
@@ -54,7 +55,7 @@ def invalid_labels(label: LabelConfig, column: pa.ChunkedArray) -> pa.ChunkedArr
 
 
 def wanted_label(label: LabelConfig) -> str:
-    """Describe a valid value, for the quarantine's reason."""
+    """Describe which values are valid, for the reason in the quarantine file."""
     if label.values:
         return wanted_text(label)
     if label.threshold is not None:
@@ -65,5 +66,5 @@ def wanted_label(label: LabelConfig) -> str:
 
 
 def within(column: pa.ChunkedArray, low: float, high: float) -> pa.ChunkedArray:
-    """Return True for values in [low, high]. NaN gives False."""
+    """Return a column of bool: True for values in [low, high]. NaN gives False."""
     return pc.and_(pc.greater_equal(column, low), pc.less_equal(column, high))

@@ -20,11 +20,11 @@ OTHER_DELIMITERS = ("::", ";", "\t", "|", ",")
 
 @dataclass(frozen=True)
 class Layout:
-    """How a source's rows are written. `header` is None if the file's first line or schema names
-    the columns.
+    """The format of a source's rows. `header` is None if the file's first line or schema names the
+    columns.
 
-    columns.label is empty for rows to be scored, which have no label. `carried` columns are read
-    unchanged (as text in text files).
+    columns.label is empty if the rows are to be scored, because such rows have no label. `carried`
+    columns are read unchanged (as text in text files).
     """
 
     columns: ColumnsConfig
@@ -38,8 +38,9 @@ class Layout:
     separator: str = ""  # the delimiter of the file, if it has several characters
 
     def written(self, delimiter: str | None, encoding: str, quotes: str) -> Layout:
-        """Return the layout of text that is written so. Cells are not quoted if the delimiter has several
-        characters."""
+        """Return the layout of text with this delimiter, encoding and quoting. Cells are not quoted
+        if the delimiter has several characters.
+        """
         layout = replace(self, encoding=encoding, escaped=quotes == BACKSLASH)
         if delimiter is None:
             return layout
@@ -53,7 +54,7 @@ class Layout:
 
     @property
     def roles(self) -> dict[str, str]:
-        """Return column -> what its values are read as (value_types). A label that maps texts to numbers is a category."""
+        """Return column -> role, which says how its values are read (value_types). A label with texts is a category."""
         columns = self.columns
         texts = {name for name, label in columns.all_labels.items() if label.values}
         found = {columns.timestamp: TIME} if columns.timestamp else {}  # a category too: its text must be a time
@@ -62,15 +63,16 @@ class Layout:
 
     @property
     def weights(self) -> list[str]:
-        """Return the column of sample weights in a list; [] if there is none or the rows are to be
-        scored."""
+        """Return a list with the name of the column of sample weights. [] if there is none, or the
+        rows are to be scored.
+        """
         return [self.columns.weight] if self.columns.weight and self.columns.label else []
 
     @property
     def time_column(self) -> str | None:
         """Return the column of parsed tables with the times that split the rows.
 
-        It is the source's column, or a copy if the source's column is also a text feature.
+        This is the source's column, or a copy of it if the source's column is also a text feature.
         """
         name = self.columns.timestamp
         return f"{TIME_PREFIX}{name}" if name and name in self.columns.sparse else name
@@ -90,8 +92,9 @@ class Format:
         @register("format", "my_format")
         class MyFormat(Format): ...
 
-    suffixes: of files that have this format if no config names one. columns: the columns that the
-    format fixes; None if data.columns names them. header_lines: lines before the first row of text.
+    suffixes: files with these suffixes have this format, if no config names one. columns: the
+    columns, if the format defines them; None if data.columns names them. header_lines: lines before
+    the first row of text.
     """
 
     suffixes: tuple[str, ...] = ()
@@ -113,7 +116,7 @@ class Format:
     def parse(self, layout: Layout, names: tuple[str, ...], block: Block) -> ParsedRows:
         """Parse a block of text.
 
-        Blocks that are tables are parsed by the same code for all formats.
+        A block that is a table is parsed by code that all formats share, not by this method.
         """
         raise NotImplementedError(f"{type(self).__name__} has no parse(), but its blocks are text")
 
@@ -129,13 +132,14 @@ class Format:
         """Return the header of rows to score if the file does not contain it, otherwise None.
 
         Raises:
-            DataError: the file has other columns.
+            DataError: the file has neither these columns nor these columns without the label.
         """
         return None
 
     def sql_table(self, paths: str) -> str:
-        """Return a DuckDB table of the quoted `paths` with the columns as text; "" if columns have
-        no names."""
+        """Return a DuckDB table expression of the quoted `paths` with the columns as text; "" if
+        the columns have no names.
+        """
         return ""
 
     def sql_lines(self, paths: str) -> str:
@@ -148,14 +152,15 @@ class Format:
 
 
 def find_format(name: str) -> Format:
-    """Return the format of that name. Raises ConfigError if there is none."""
+    """Return the format of that name. Raises ConfigError if there is no format of that name."""
     kind: type[Format] = find("format", name, "data.format")
     return kind()
 
 
 def columns_of(config: DataConfig) -> ColumnsConfig:
-    """Return the columns that become features: of the format or data.columns, and of
-    data.transforms."""
+    """Return the columns that become features: the columns of the format or of data.columns, and
+    the outputs of data.transforms.
+    """
     return with_outputs(find_format(config.format).columns or config.columns, make_transforms(config.transforms))
 
 
@@ -167,14 +172,15 @@ def feature_names(config: DataConfig) -> tuple[list[str], list[str]]:
 
 
 def source_columns(config: DataConfig) -> ColumnsConfig:
-    """Return the columns that are read: of the format or data.columns, and the further inputs of
-    data.transforms."""
+    """Return the columns that are read: the columns of the format or of data.columns, and further
+    inputs of data.transforms.
+    """
     columns = find_format(config.format).columns or config.columns
     return with_inputs(columns, make_transforms(config.transforms))
 
 
 def with_inputs(columns: ColumnsConfig, transforms: Mapping[str, TransformConfig]) -> ColumnsConfig:
-    """Return the columns of the source that are read: features, and further inputs of transforms."""
+    """Return the columns of the source that are read: features, and further columns that transforms read."""
     known = {*columns.dense, *columns.sparse, *columns.lists}
     more = {name: kind for name, kind in raw_inputs(transforms).items() if name not in known}
     numbers = [name for name, kind in more.items() if kind == NUMBER]
@@ -186,7 +192,7 @@ def with_inputs(columns: ColumnsConfig, transforms: Mapping[str, TransformConfig
 
 
 def with_outputs(columns: ColumnsConfig, transforms: Mapping[str, TransformConfig]) -> ColumnsConfig:
-    """Return the columns that become features: of the source, then the outputs of transforms."""
+    """Return the columns that become features: columns of the source, then the outputs of transforms."""
     made = {kind: [name for name, each in transforms.items() if each.output == kind] for kind in (NUMBER, TEXT, LIST)}
     return replace(
         columns,
@@ -197,10 +203,7 @@ def with_outputs(columns: ColumnsConfig, transforms: Mapping[str, TransformConfi
 
 
 def layout_of(config: DataConfig) -> Layout:
-    """Return the layout of a config.
-
-    Raises DataError if a column has two roles or there is no feature.
-    """
+    """Return the layout that a config describes. Raises DataError if a column has two roles, or there is no feature."""
     columns = source_columns(config)
     timestamp = columns.timestamp if config.split.kind in ("time", "date") else None
     layout = find_format(config.format).layout(config.format, replace(columns, timestamp=timestamp))
@@ -230,7 +233,7 @@ def with_group(layout: Layout, group_column: str | None) -> Layout:
 def _shown(name: str) -> str:
     """Shorten a name for a message.
 
-    It may be empty, or a complete line of a file with another format.
+    The name may be empty. In a file of another format it may be a complete line.
     """
     return name if 0 < len(name) <= LONGEST_NAME_SHOWN else f"{name[:LONGEST_NAME_SHOWN]}..." if name else "(no name)"
 

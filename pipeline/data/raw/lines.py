@@ -1,4 +1,4 @@
-"""Split lines of text into cells, and find the lines that are no rows."""
+"""Split lines of text into cells, and find the lines that are not valid rows."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ ESCAPED_QUOTE = re.compile(rb'(?<!\\)((?:\\\\)*)\\"')
 
 
 def with_doubled_quotes(layout: Layout, text: bytes) -> bytes:
-    """Return text whose quotes inside cells are doubled. Other backslashes stay."""
+    """Return the text with quotes inside cells doubled instead of escaped. Other backslashes stay."""
     return ESCAPED_QUOTE.sub(rb'\1""', text) if layout.escaped else text
 
 
 def read_csv(
     layout: Layout, header: tuple[str, ...], text: bytes, types: dict[str, pa.DataType], **options: Any
 ) -> pa.Table:
-    """Return the needed columns of lines of cells in these types. Raises pa.ArrowInvalid.
+    """Return the needed columns of lines of cells, with these types. Raises pa.ArrowInvalid.
 
-    Empty text and data.columns.null_values are missing.
+    Empty text and data.columns.null_values are missing values.
     """
     if not text:
         return pa.table({name: pa.array([], types[name]) for name in layout.needed})
@@ -50,7 +50,7 @@ def read_csv(
 
 
 def read_texts(layout: Layout, header: tuple[str, ...], lines: list[bytes]) -> pa.Table | None:
-    """Return the needed columns of whole lines as text, None if pyarrow reads other rows."""
+    """Return the needed columns of complete lines as text; None if pyarrow would read other rows than these lines."""
     text = b"\n".join(lines) + b"\n" if lines else b""
     try:
         table = read_csv(layout, header, text, dict.fromkeys(layout.needed, pa.string()))
@@ -60,8 +60,9 @@ def read_texts(layout: Layout, header: tuple[str, ...], lines: list[bytes]) -> p
 
 
 def broken_lines(layout: Layout, header: tuple[str, ...], lines: list[bytes]) -> dict[int, str]:
-    """Return line -> reason, for the lines that are no rows: each line that pyarrow cannot split, or
-    that is empty, not UTF-8, or has quotes inside a cell is looked at one by one."""
+    """Return line -> reason, for lines that are not valid rows. A line is checked separately if
+    pyarrow cannot split it, or if it is empty, not UTF-8, or has quotes inside a cell.
+    """
     whole = b"\n".join(lines)
     found = {i for i, line in enumerate(lines) if not line}
     if not _is_utf8(whole):
@@ -78,7 +79,7 @@ def broken_lines(layout: Layout, header: tuple[str, ...], lines: list[bytes]) ->
 
 
 def _of_other_width(layout: Layout, header: tuple[str, ...], lines: list[bytes]) -> list[int]:
-    """Return the lines with another number of columns; all lines if their rows cannot be told apart."""
+    """Return the lines with a wrong number of columns. Return all lines if it is unknown which lines have it."""
     wrong: list[int] = []
 
     def note(row: pa.csv.InvalidRow) -> str:
@@ -95,7 +96,7 @@ def _of_other_width(layout: Layout, header: tuple[str, ...], lines: list[bytes])
 
 
 def why_no_row(layout: Layout, header: tuple[str, ...], line: bytes) -> str:
-    """Return the reason for one line of text without its line end; "" if it is a row."""
+    """Return the reason why a line (text without its line end) is not a valid row; "" if it is valid."""
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
@@ -135,9 +136,8 @@ def _is_utf8(line: bytes) -> bool:
 
 @lru_cache
 def _well_quoted(delimiter: str) -> re.Pattern[bytes]:
-    """Return the pattern of lines whose cells have no quote or are completely quoted.
-
-    It is possessive and never backtracks.
+    """Return a pattern for lines in which each cell has no quotes, or is completely quoted. The
+    pattern is possessive and never backtracks.
     """
     mark = re.escape(delimiter.encode())
     cell = rb'(?:"[^"]*+(?:""[^"]*+)*+"|[^"' + mark + rb"]*+)"
@@ -146,6 +146,6 @@ def _well_quoted(delimiter: str) -> re.Pattern[bytes]:
 
 @lru_cache
 def _backslash_quote(delimiter: str) -> re.Pattern[str]:
-    r"""Return the pattern of a quoted cell that goes on after \": neither its end nor a doubled quote."""
+    r"""Return a pattern for a quoted cell in which text follows \", neither its end nor a doubled quote."""
     mark = re.escape(delimiter)
     return re.compile(rf'(?:^|{mark})"(?:[^"\\]|\\[^"]|"")*\\"(?:[^"{mark}]|"(?:{mark}|$))')

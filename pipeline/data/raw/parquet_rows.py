@@ -18,7 +18,7 @@ PAGE_BUFFER_BYTES = 1 << 18
 class ParquetReader:
     """Reads `columns` of a Parquet file.
 
-    `position` is the share of its bytes that corresponds to the rows read.
+    `position` is the size of the file in bytes times the share of rows that were read.
     """
 
     def __init__(self, source: Source, columns: list[str], block_bytes: int) -> None:
@@ -64,7 +64,7 @@ class ParquetReader:
         return self._parquet.schema_arrow
 
     def _unreadable(self, error: Exception) -> Exception:
-        """Return the exception to raise. An error of the disk is returned unchanged."""
+        """Return the exception to raise for an unreadable file. An error of the disk is returned unchanged."""
         if getattr(error, "errno", None) is not None:
             return error
         return DataError(
@@ -74,7 +74,7 @@ class ParquetReader:
 
 
 def not_text(table: pa.Table, names: list[str]) -> dict[int, str]:
-    """Return row -> reason for text that is not UTF-8, which Parquet files may contain."""
+    """Return row -> reason for text that is not valid UTF-8. Parquet files may contain such text."""
     reasons: dict[int, str] = {}
     for name in names:
         column = table[name].combine_chunks()
@@ -88,7 +88,7 @@ def not_text(table: pa.Table, names: list[str]) -> dict[int, str]:
 
 
 def _as_bytes(column: pa.Array) -> pa.Array:
-    """Return the same values as bytes instead of text, which to_pylist() would decode."""
+    """Return the same values as bytes instead of text, so that to_pylist() does not decode them."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         return pa.DictionaryArray.from_arrays(column.indices, column.dictionary.view(pa.binary()))

@@ -1,4 +1,4 @@
-"""Parse text as numbers and times, column by column, with the rows whose text is neither."""
+"""Parse columns of text as numbers or times, and find the rows whose text is neither."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEAST_SECONDS = 1e8  # 1973: smaller fractions are no times
 
 
 def parse_numbers(column: pa.ChunkedArray) -> tuple[pa.ChunkedArray, list[int]]:
-    """Return text as float64, null if it is not a number, and the rows with such a text."""
+    """Return text as float64, with null for text that is not a number, and the rows with such text."""
     try:
         return column.cast(pa.float64()), []
     except pa.ArrowInvalid:
@@ -33,10 +33,8 @@ def parse_numbers(column: pa.ChunkedArray) -> tuple[pa.ChunkedArray, list[int]]:
 
 
 def parse_timestamps(values: pa.Array) -> pa.Array:
-    """Return whole numbers unchanged; dates and times as microseconds since 1970, in UTC if they
-    have no zone. Fractions are seconds.
-
-    Raises pa.ArrowInvalid if a value is none of these.
+    """Return whole numbers unchanged. Return dates and times as microseconds since 1970, in UTC if
+    they have no zone. Fractions are seconds.
     """
     kind = values.type
     if pa.types.is_date(kind):
@@ -54,7 +52,7 @@ def parse_timestamps(values: pa.Array) -> pa.Array:
 
 
 def _of_fractions(values: pa.Array) -> pa.Array:
-    """Return whole numbers unchanged, and microseconds if some value is a fraction."""
+    """Return whole numbers unchanged. If any value is a fraction, return all as microseconds."""
     values = pc.if_else(pc.is_finite(values), values, None)
     if pc.all(pc.equal(pc.floor(values), values)).as_py() is not False:
         return values.cast(pa.int64())
@@ -64,9 +62,11 @@ def _of_fractions(values: pa.Array) -> pa.Array:
 
 
 def parse_times(column: pa.ChunkedArray) -> tuple[pa.Array, list[int]]:
-    """Return a column of times as int64, null if a value is not a time, and the rows with such a value.
+    """Return a column of times as int64, with null for values that are not times, and the rows with
+    such values.
 
-    Whole numbers and dates have different units, so a column has either whole numbers or dates.
+    Whole numbers and dates have different units, so a column may have either whole numbers or
+    dates.
     """
     values = plain(column).combine_chunks()
     if pa.types.is_dictionary(values.type):

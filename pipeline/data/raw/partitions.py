@@ -1,8 +1,8 @@
 """Read the folder layouts of Spark and Hive: dt=2026-11-01/part-00000.parquet. A folder's name
-gives a column its value.
+states a column and its value.
 
-Next to the data there is _SUCCESS, which a job writes last. Names that begin with `_` or `.`
-(_temporary, ._SUCCESS.crc) and checksums (.crc) are not data.
+A job writes the file _SUCCESS next to its data when it has finished. Names that begin with `_` or
+`.` (_temporary, ._SUCCESS.crc) and checksums (.crc) are not data.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ logger = get_logger(__name__)
 
 
 def partitions_of(path: str) -> Partitions:
-    """Return (column, value) of each folder above the file; None is a missing value."""
+    """Return (column, value) for each partition folder in the path. None is a missing value."""
     folders = (FOLDER.fullmatch(part) for part in path.split("/")[:-1])
     return tuple((unquote(found[1]), None if found[2] == NULL else unquote(found[2])) for found in folders if found)
 
 
 def name_of(path: str) -> str:
-    """Return the file's name with the partitions above it, which distinguish files with equal
-    names."""
+    """Return the file's name with its partition folders, so that files with equal names can be
+    distinguished.
+    """
     parts = path.split("/")
     first = next((at for at, part in enumerate(parts[:-1]) if FOLDER.fullmatch(part)), len(parts) - 1)
     return "/".join(parts[first:])
 
 
 def is_data(name: str) -> bool:
-    """Return True if a file or folder of this name holds rows."""
+    """Return True if a file or folder of this name may hold rows."""
     return not name.startswith((".", "_")) and not name.endswith(".crc")
 
 
@@ -62,13 +63,13 @@ def files_below(folder: str) -> Iterator[str]:
 
 
 def in_range(source: str) -> list[str] | None:
-    """Return the paths that `source` names if a part of it is a range: dt={2026-11-01..2026-11-07}.
-    None if there is no range.
+    """Return the paths that `source` names, if a part of it is a range such as
+    dt={2026-11-01..2026-11-07}; None if there is no range.
 
     Whole numbers are compared as numbers, everything else (such as ISO 8601 dates) as text.
 
     Raises:
-        DataError: the range is empty, or a day or number of it is missing.
+        DataError: the range is empty, or a folder for a day or number of it is missing.
     """
     found = RANGE.search(source)
     if found is None:
@@ -103,7 +104,7 @@ def _order(value: str) -> int | str:
 
 
 def _all_of(first: str, last: str) -> list[str]:
-    """Return every number or day of a range; [] if the values between its ends are unknown."""
+    """Return every number or day of a range; [] if it is unknown which values the range has."""
     if first.isdigit() and last.isdigit():
         return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     try:
@@ -114,14 +115,14 @@ def _all_of(first: str, last: str) -> list[str]:
 
 
 def check_success(sources: Iterable[Source], wanted: str) -> None:
-    """Check for _SUCCESS next to the files of jobs, or in a folder above them, up to the folder
-    with the partitions.
+    """Check that _SUCCESS exists next to the files of jobs, or in a folder above them (at most the
+    folder that contains the partitions).
 
-    `wanted` is `required`, `reported` or `ignored`. Files that are in no partition and are not called part-* do
-    not belong to a job.
+    `wanted` is `required`, `reported` or `ignored`. Files that are in no partition and are not
+    called part-* do not belong to a job.
 
     Raises:
-        DataError: a marker is missing and required.
+        DataError: _SUCCESS is missing, and `wanted` is `required`.
     """
     if wanted == "ignored":
         return
@@ -151,15 +152,16 @@ def _is_done(folder: str, known: dict[str, bool]) -> bool:
 
 
 def with_constants(sources: Iterable[Source], values: Mapping[str, str | None]) -> list[Source]:
-    """Return the sources, with `values` for the columns that a file lacks."""
+    """Return the sources with constants (`values`) for the columns that a file lacks."""
     return [replace(source, partitions=(*values.items(), *source.partitions)) for source in sources]
 
 
 def with_partitions(
     layout: Layout, source: Source, reader: RowReader, names: Sequence[str], *, has_cells: bool
 ) -> tuple[RowReader, tuple[str, ...]]:
-    """Return the reader and its column names, extended by columns that only the folders give.
-    has_cells: rows are cells of text, and not objects."""
+    """Return the reader and its column names, extended by columns whose values only the folder
+    names state. has_cells: rows are cells of text, and not JSON objects.
+    """
     given = {name: value for name, value in source.partitions if name in layout.needed and name not in names}
     if not given:
         return reader, tuple(names)
@@ -167,7 +169,7 @@ def with_partitions(
 
 
 class _WithPartitions:
-    """Blocks of another reader, with one more column for each partition."""
+    """Reads the blocks of another reader, and adds one column for each partition."""
 
     def __init__(
         self, reader: RowReader, layout: Layout, path: str, given: Mapping[str, str | None], has_cells: bool

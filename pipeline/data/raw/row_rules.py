@@ -1,4 +1,4 @@
-"""Read columns of numbers, and find rows with values that are not allowed, with the reason."""
+"""Read columns of numbers. Find rows with values that are not allowed, with the reason."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ FINITE = "a finite 32-bit number"
 
 
 def wanted_number(layout: Layout, name: str) -> str:
-    """Describe a valid value of one of layout.numbers, for the quarantine's reason."""
+    """Describe which values of a column in layout.numbers are valid, for the reason in the quarantine file."""
     labels = layout.columns.all_labels
     return wanted_label(labels[name]) if name in labels else WANTED_WEIGHT if name in layout.weights else FINITE
 
 
 def invalid_rows(layout: Layout, table: pa.Table, raw: pa.Table | None = None) -> dict[int, str]:
-    """Return row -> reason for a typed table. Types alone do not find these problems.
+    """Return row -> reason for rows of a typed table that have invalid values, although their types
+    are right.
 
-    `raw` has the same rows as they are written; a reason quotes their text.
+    `raw` has the same rows as text in the file; a reason quotes this text.
     """
     reasons: dict[int, str] = {}
 
@@ -56,8 +57,9 @@ def invalid_rows(layout: Layout, table: pa.Table, raw: pa.Table | None = None) -
 
 
 def with_numbers(layout: Layout, table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
-    """Return plain columns of labels, weight and dense features as float64, and row -> reason if a text
-    is not a number. Empty text and data.columns.null_values are missing."""
+    """Return columns of labels, weight and dense features as float64, and row -> reason if a text
+    is not a number. Empty text and data.columns.null_values are missing values.
+    """
     reasons: dict[int, str] = {}
     for name in layout.numbers:
         column = table[name]

@@ -1,7 +1,7 @@
 """Parse a block of raw rows into typed columns, and list unreadable rows for the quarantine.
 
-The fast path lets pyarrow read the complete block. If that fails, the lines that are whole are read as
-text, and parse_table() tells for each column which values are wrong.
+The fast path lets pyarrow read the complete block. If that fails, valid lines are read as text, and
+parse_table() finds the wrong values of each column.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def parse_text(layout: Layout, header: tuple[str, ...], block: Block) -> ParsedR
 
 
 def _refused(layout: Layout, header: tuple[str, ...], lines: list[bytes], rows: list[int]) -> list[int]:
-    """Return those of `rows` whose lines cannot be read. Bisects the rows."""
+    """Return the rows among `rows` whose lines cannot be read. The function bisects the rows."""
     if read_texts(layout, header, [lines[i] for i in rows]) is not None:
         return []
     if len(rows) == 1:
@@ -86,8 +86,9 @@ def _refused(layout: Layout, header: tuple[str, ...], lines: list[bytes], rows: 
 
 
 def _read_typed(layout: Layout, header: tuple[str, ...], text: bytes) -> pa.Table | None:
-    """Return the typed table, None if a row has another number of columns or a value has another
-    type."""
+    """Return the typed table; None if a row has a wrong number of columns, or a value has a wrong
+    type.
+    """
     types = {name: pa.float64() for name in layout.numbers if not is_text(layout, name)}
     types |= {name: pa.dictionary(pa.int32(), pa.string()) for name in layout.columns.sparse}
     types = {name: types.get(name, pa.string()) for name in layout.needed}
@@ -99,8 +100,9 @@ def _read_typed(layout: Layout, header: tuple[str, ...], text: bytes) -> pa.Tabl
 
 
 def _typed(layout: Layout, table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
-    """Return the table with numbers as float64, times as int64 and lists of text, and row -> reason for
-    the rows with a value that is none."""
+    """Return the table with numbers as float64, times as int64 and lists of text. Also return row
+    -> reason for rows with a value that is not a number or time.
+    """
     columns, found = layout.columns, []
     table, reasons = with_numbers(layout, table)
     found.append(reasons)
@@ -124,9 +126,10 @@ def _typed(layout: Layout, table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
 
 
 def parse_table(layout: Layout, block: Block, table: pa.Table) -> ParsedRows:
-    """Parse a typed block: the only place that knows what a raw value means.
+    """Parse a block of typed columns. Only this function defines what a raw value means.
 
-    Text files and JSON lines that are not fast to read become tables of text, and come here too.
+    Text files and JSON lines that cannot be read fast become tables of text, and are parsed here
+    too.
     """
     for name, role in layout.roles.items():
         if problem := why_not_read(table.schema.field(name).type, role):
@@ -155,8 +158,8 @@ def parse_table(layout: Layout, block: Block, table: pa.Table) -> ParsedRows:
 
 
 def parse_objects(layout: Layout, block: Block, read: Callable[[bytes], Any]) -> ParsedRows:
-    """Parse a block of one object per line. `read` returns a line's mapping of column to value, or
-    raises ValueError.
+    """Parse a block with one object per line. `read` returns the mapping column -> value of a line,
+    or raises ValueError.
 
     An absent column is a missing value, and a list is a multi-hot value.
     """
@@ -199,7 +202,7 @@ def _typed_object(layout: Layout, schema: pa.Schema, row: Any) -> dict[str, Any]
 
 
 def _spelled(layout: Layout, name: str, value: Any) -> str | None:
-    """Return the value as text. Raises ValueError for a list or an object."""
+    """Return one value as text. Raises ValueError for a list or an object."""
     try:
         is_number = layout.roles.get(name) == NUMBER
         return value_to_text(int(value) if is_number and isinstance(value, bool) else value)
@@ -210,9 +213,9 @@ def _spelled(layout: Layout, name: str, value: Any) -> str | None:
 
 
 def _listed(layout: Layout, name: str, value: Any) -> list[str]:
-    """Return the values of a list, or of text joined by the separator.
+    """Return the elements of a list, or of a text in which the separator joins elements.
 
-    Raises ValueError for anything else.
+    Raises ValueError for any other value.
     """
     separator = layout.columns.list_separator
     if isinstance(value, str):

@@ -1,5 +1,6 @@
-"""Count list lengths, and cut sequences to their maximum length, with the same code for prepare and
-serving."""
+"""Count list lengths, and cut sequences to their maximum length. prepare and serve use the same
+code.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ Value = TypeVar("Value")
 
 
 def list_lengths(column: pa.Array | pa.ChunkedArray, separator: str) -> NDArray[np.int64]:
-    """Return [rows] lengths of lists, or of text joined by `separator`.
+    """Return [rows]: the length of each list, or of each text in which `separator` joins elements.
 
     A missing list has length 0.
     """
@@ -30,8 +31,9 @@ def list_lengths(column: pa.Array | pa.ChunkedArray, separator: str) -> NDArray[
 
 
 def uneven_rows(columns: ColumnsConfig, table: pa.Table) -> Iterator[tuple[int, str]]:
-    """Yield (row, reason) for each sequence with another length than the sequence that it
-    describes."""
+    """Yield (row, reason) for each sequence whose length differs from the length of the sequence
+    that it describes.
+    """
     for name, sequence in columns.sequence.items():
         if sequence.beside is None:
             continue
@@ -46,8 +48,9 @@ def uneven_rows(columns: ColumnsConfig, table: pa.Table) -> Iterator[tuple[int, 
 def cut_lists(
     values: pa.Array, lengths: NDArray[np.integer], sequence: SequenceConfig
 ) -> tuple[pa.Array, NDArray[np.integer]]:
-    """Return the values of all rows in one array, and each row's number of values, at most
-    max_length."""
+    """Return the values of all rows in one array, and each row's number of values. A row has at
+    most max_length values.
+    """
     limit = sequence.max_length
     if limit is None or not len(lengths) or int(lengths.max()) <= limit:
         return values, lengths
@@ -61,7 +64,7 @@ def cut_lists(
 
 
 def cut_list(values: Sequence[Value], sequence: SequenceConfig) -> Sequence[Value]:
-    """Cut one row as cut_lists does."""
+    """Cut the list of one row in the same way as cut_lists."""
     limit = sequence.max_length
     if limit is None or len(values) <= limit:
         return values

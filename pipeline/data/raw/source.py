@@ -69,7 +69,7 @@ GLOB_SIGNS = "*?["
 
 
 class SourceChangedError(DataError):
-    """A source file is no longer the file that was listed: nobody can say which rows were read."""
+    """A source file was changed after it was listed, so it is unknown which rows were read."""
 
 
 def find_sources(source: str) -> list[Source]:
@@ -88,7 +88,7 @@ def find_sources(source: str) -> list[Source]:
 
 
 def named_apart(sources: list[Source]) -> list[Source]:
-    """Return the same files. If two have one name, names become paths below their common folder."""
+    """Return the same files. If two files have equal names, names become paths below the common folder."""
     if len({each.name for each in sources}) == len(sources):
         return sources
     top = os.path.commonpath([storage.dirname(each.path) for each in sources])  # a/rows.csv and b/rows.csv
@@ -147,7 +147,7 @@ def _describe(path: str) -> Source:
 
 
 def digest_of_samples(file: IO[bytes], size_bytes: int) -> str:
-    """SHA-256 of 64 evenly spaced pieces of the first `size_bytes` bytes: of all of them up to 4 MiB."""
+    """Return the SHA-256 of 64 evenly spaced pieces of the first `size_bytes` bytes: all bytes up to 4 MiB."""
     digest = hashlib.sha256()
     for i in range(NUM_SAMPLES):
         begin = max(0, (size_bytes - SAMPLE_BYTES) * i // (NUM_SAMPLES - 1))
@@ -164,10 +164,11 @@ def check_unchanged(sources: Iterable[Source]) -> None:
 
 @contextmanager
 def unchanged(source: Source) -> Iterator[None]:
-    """Raise SourceChangedError if the file changes within the block, or has changed since it was listed.
+    """Raise SourceChangedError if the file changes during this context, or has changed since it was
+    listed.
 
-    This is also raised in the place of an error that the change has caused, for example by a file
-    that ends too early. Another machine than the one that listed the file may see another inode.
+    An error that the change causes, such as a file that ends too early, is replaced by
+    SourceChangedError. The inode is only compared on the machine that listed the file.
     """
     now = _compare(source, source.stamp, same_host=False)
     try:
@@ -179,7 +180,7 @@ def unchanged(source: Source) -> Iterator[None]:
 
 
 def _compare(source: Source, then: Stamp | None, same_host: bool = True) -> Stamp | None:
-    """Return the stamp of the file as it is now."""
+    """Return the current stamp of the file. Raise SourceChangedError if it differs from `then`."""
     if then is None:
         return None
     try:
@@ -199,9 +200,10 @@ def _changed(source: Source, what: str) -> SourceChangedError:
 
 
 def _refuse_no_text(begin: bytes, source: Source, is_utf8: bool) -> None:
-    """Raise DataError if the first bytes of a file, decompressed if its name ends in .gz, are no text.
+    """Raise DataError if the first bytes of a file (decompressed if its name ends in .gz) are not
+    text.
 
-    The message says how to convert it.
+    The message says how to convert the file.
     """
     found = next((each for signature, each in NO_TEXT.items() if begin.lstrip().startswith(signature)), None)
     if found is None and begin[257:262] == b"ustar":
@@ -238,7 +240,7 @@ class _Transcoded:
 
 
 def _end_of_rows(text: bytes, stop: int) -> int:
-    """Return the end of the last line in text[:stop] that is not empty; 0 if there is none."""
+    """Return the end of the last line in text[:stop] that is not empty; 0 if all lines are empty."""
     if stop > 2 and not text.endswith((b"\n\n", b"\n\r\n"), 0, stop):
         return stop
     rows = text[:stop].rstrip(b"\r\n")
@@ -248,8 +250,8 @@ def _end_of_rows(text: bytes, stop: int) -> int:
 class TextReader:
     """Reads the lines of a text file, plain or .gz, as UTF-8.
 
-    `position` is the number of bytes read from the file. A `separator` of several characters becomes
-    INNER_DELIMITER.
+    `position` is the number of bytes read from the file. A `separator` of several characters is
+    replaced by INNER_DELIMITER.
     """
 
     def __init__(self, source: Source, block_bytes: int, encoding: str = "utf-8", separator: str = "") -> None:
@@ -286,7 +288,7 @@ class TextReader:
         """Return None, because text has no types."""
 
     def header(self) -> bytes:
-        """Read and return the first line, which is then in no block; b"" if the file is empty."""
+        """Read and return the first line, so that no block contains it; b"" if the file is empty."""
         self._line += 1
         with self._readable():
             line = bytes(self._stream.readline(MAX_LINE_BYTES)).removeprefix(b"\xef\xbb\xbf")

@@ -39,7 +39,7 @@ def check_sources(layout: Layout, sources: list[Source]) -> None:
     """Check every source's columns before any rows are read.
 
     Raises:
-        DataError: a needed column is missing, or has another kind of type than in an earlier source. The text
+        DataError: a needed column is missing, or its type is of another kind than in an earlier source. The text
             1.0 and the number 1.0 would be two values of one category.
     """
     seen: dict[str, dict[str, str]] = {}
@@ -63,9 +63,10 @@ def check_sources(layout: Layout, sources: list[Source]) -> None:
 
 
 def _kinds(layout: Layout, schema: pa.Schema, source: Source) -> dict[str, str]:
-    """Return column -> kind of values of categories and times.
+    """Return column -> kind of values, for columns of categories and times.
 
-    A column with only nulls fits every kind and is left out. Raises DataError for a type that is not read.
+    A column with only nulls fits every kind and is left out. Raises DataError for a type that is
+    not read.
     """
     kinds = {}
     for name, role in layout.roles.items():

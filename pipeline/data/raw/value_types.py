@@ -1,9 +1,10 @@
-"""Define which types of values are read and as what, and spell each value as one text.
+"""Define which types of values are read, and in which roles. Convert each value to one text.
 
-inspect, prepare, predict and the server use this table, so a value has the same id wherever it comes
-from. Whole numbers are written without point and exponent, even if they are stored as fractions or
-decimals: pandas stores a column of whole numbers with a missing value as fractions, and 12345678901.0
-is the id 12345678901. Times are written to the last digit that is not 0, in UTC if they have a zone.
+inspect, prepare, predict and the server use this table, so a value has the same id wherever it
+comes from. Whole numbers are written without point and exponent, even if they are stored as
+fractions or decimals: pandas stores a column of whole numbers with a missing value as fractions,
+and 12345678901.0 is the id 12345678901. Times are written to the last digit that is not 0, in UTC
+if they have a zone.
 
 | Arrow type | as a category | as a number | as a time |
 |---|---|---|---|
@@ -17,7 +18,8 @@ is the id 12345678901. Times are written to the last digit that is not 0, in UTC
 | dictionaries and runs of these | as their values | as their values | as their values |
 | lists of these, of any kind of list | a list | - | - |
 
-Every other type is refused: fixed-size binary, spans of time, structs, maps, unions, lists of lists.
+Every other type is refused: fixed-size binary, spans of time, structs, maps, unions, lists of
+lists.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def kind_of(kind: pa.DataType) -> str:
-    """Return what the values of a type, or of its lists, are; "" if they are not read."""
+    """Return the kind of the values of a type, or of a list type's elements; "" if they cannot be read."""
     if is_list(kind) or kind.id in ENCODED:
         return "" if is_list(kind) and is_list(kind.value_type) else kind_of(kind.value_type)
     if isinstance(kind, pa.BaseExtensionType):
@@ -84,7 +86,7 @@ def kind_of(kind: pa.DataType) -> str:
 
 
 def why_not_read(kind: pa.DataType, role: str) -> str:
-    """Return "" if a column of this type can be read as `role`, otherwise what to give instead."""
+    """Return "" if a column of this type can be read as `role`, otherwise a text that says what to use instead."""
     found, listed = kind_of(kind), is_list(kind)
     if found in READ[CATEGORY if role == LIST else role] and listed == (role == LIST):
         return ""
@@ -116,7 +118,8 @@ def plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Return the same values in a type that the package computes with: lists become list<>, binary
     becomes text (which may not be UTF-8), and views, runs and extension types their values.
 
-    Dictionaries of such types stay. Raises pa.ArrowInvalid for a type that is not read.
+    Dictionaries of such types stay dictionaries. Raises pa.ArrowInvalid for a type that is not
+    read.
     """
     wanted = _plain_type(column.type)
     if wanted == column.type:
@@ -169,7 +172,7 @@ def _uuid_texts(array: pa.Array) -> pa.Array:
 
 
 def to_text(values: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    """Return the spelling of plain values as pa.string(). A missing value stays missing."""
+    """Return plain values as pa.string(). A missing value stays missing."""
     kind = values.type
     if pa.types.is_decimal(kind):
         return _without_zeros(values.cast(pa.string()), r"^([^.E]*\.\d*?)0+$")
@@ -192,7 +195,7 @@ def to_text(values: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
 
 
 def _without_zeros(texts: Any, pattern: str) -> Any:
-    """Drop the zeros at the end of a fraction, and its point if nothing is left of it."""
+    """Remove zeros at the end of a fraction, and the point if no digit follows it."""
     return pc.replace_substring_regex(pc.replace_substring_regex(texts, pattern, r"\1"), r"\.$", "")
 
 
@@ -207,7 +210,7 @@ def spelled(column: pa.ChunkedArray, role: str) -> pa.ChunkedArray:
 
 
 def lists_like(lists: pa.Array, values: pa.Array) -> pa.ListArray:
-    """Return lists of the same lengths that hold `values`, all of them one after the other."""
+    """Return lists with the lengths of `lists`. `values` are their elements, one list after the other."""
     lengths = pc.fill_null(pc.list_value_length(lists), 0)
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
     return pa.ListArray.from_arrays(offsets, values, mask=lists.is_null() if lists.null_count else None)

@@ -23,7 +23,7 @@ from pipeline.data.read.target_columns import TargetColumns
 
 
 class Piece(NamedTuple):
-    """Rows [start, stop) of a block, which become the rows from `offset` on of a chunk."""
+    """Rows [start, stop) of a block. They become the rows of a chunk from `offset` on."""
 
     block: Block
     start: int
@@ -33,9 +33,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows of every stream, one stream after the other.
+    """Rows of all streams, one stream after the other.
 
-    Rows that are not `present` are padding or quarantined.
+    Rows that are not `present` are padding or quarantined rows.
     """
 
     block: Block
@@ -43,8 +43,9 @@ class Chunk:
 
 
 class _Column(NamedTuple):
-    """Place of a feature's ids in a Block: lists[position], or one_hot[position], where each id
-    becomes `size` ids."""
+    """The place of a feature's ids in a Block: lists[position], or one_hot[position], of which each
+    id is expanded to `size` ids.
+    """
 
     name: str
     cardinality: int
@@ -54,7 +55,7 @@ class _Column(NamedTuple):
 
 
 class BatchAssembler:
-    """Makes Batches of `num_streams` streams with `rows_per_stream` rows each per step."""
+    """Makes Batches. Each step has `rows_per_stream` rows of each of `num_streams` streams."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class BatchAssembler:
     def assemble(self, pieces: list[Piece], num_steps: int) -> list[Batch]:
         """Return the batches of `num_steps` steps. Pieces are in the order of their offsets.
 
-        Stream i has the rows from i * num_steps * rows_per_stream on.
+        The rows of stream i begin at row i * num_steps * rows_per_stream.
         """
         rows_of_a_stream = num_steps * self.rows_per_stream
         chunk = self._lay_out(pieces, self.num_streams * rows_of_a_stream)
@@ -138,9 +139,9 @@ class BatchAssembler:
     def _bags(
         self, ids: NDArray[np.int64], lists: list[Lists], present: NDArray[np.bool_], lengths: NDArray[np.int32]
     ) -> tuple[NDArray[np.int64], list[int]]:
-        """Return the values of all features, and how many each has.
+        """Return the values of all features, and the number of values of each feature.
 
-        Fills `lengths` [num_features, batch].
+        The function fills `lengths` [num_features, batch].
         """
         length_per_key = [
             len(lists[column.position].ids) if column.is_list else ids.shape[1] * column.size
@@ -159,7 +160,7 @@ class BatchAssembler:
         return values, length_per_key
 
     def _weights(self, lists: list[Lists], length_per_key: list[int]) -> NDArray[np.float32]:
-        """Return the weights of all values, 1 for features without weights."""
+        """Return the weights of all values. Features without weights get weight 1."""
         weights, begin = np.ones(sum(length_per_key), np.float32), 0
         for column, count in zip(self._columns, length_per_key, strict=True):
             own = lists[column.position].weights if column.is_list else None
@@ -170,7 +171,7 @@ class BatchAssembler:
 
 
 def _lay_out_groups(pieces: list[Piece], num_rows: int) -> NDArray[np.int64] | None:
-    """Return groups, None if no piece has any. Padding and unreadable row groups have group 0."""
+    """Return the groups of all rows; None if no piece has groups. Padding and unreadable row groups get group 0."""
     if all(piece.block.groups is None for piece in pieces):
         return None
     groups = np.zeros(num_rows, np.int64)

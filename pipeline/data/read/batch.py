@@ -24,8 +24,8 @@ class Batch(Pipelineable):
     sparse_features: keys in the data set's order, int64 values, int32 lengths [num_features * batch];
         float32 weights of all values if a feature of the data is weighted
     labels: [batch] float32; [batch, targets] for a job that learns several (data.targets)
-    sample_weights: shape of labels; 0 for rows that do not count: the padding of an evaluation batch and
-        quarantined rows (dense 0, label 0, no ids), and rows that a label's mask excludes
+    sample_weights: same shape as labels; 0 for rows that do not count: the padding of an evaluation
+        batch, quarantined rows (dense 0, label 0, no ids), and rows that a label's mask excludes
     present: [batch] bool, rows that are neither padding nor quarantined; None: sample weight above 0
     groups: [batch] int64, in an evaluation of data with data.group_column, 0 for a missing group; no model
         reads it, and it stays on the host in the batch that the reader returned
@@ -40,12 +40,12 @@ class Batch(Pipelineable):
 
     @property
     def is_present(self) -> torch.Tensor:
-        """Return [batch] bool: rows that are neither padding nor quarantined."""
+        """Return [batch] bool: True for rows that are neither padding nor quarantined."""
         return self.sample_weights > 0 if self.present is None else self.present
 
     @property
     def batch_size(self) -> int:
-        """Return the number of rows of this rank, including padding."""
+        """Return the number of rows on this rank, including padding."""
         return self.labels.shape[0]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
@@ -58,10 +58,7 @@ class Batch(Pipelineable):
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Record the stream on all tensors that to() moves.
-
-        A KeyedJaggedTensor's strides stay on the host.
-        """
+        """Call record_stream on all tensors that to() moves. A KeyedJaggedTensor's strides stay on the host."""
         self.dense_features.record_stream(stream)
         self.sparse_features.record_stream(stream)
         inverse = self.sparse_features.inverse_indices_or_none()  # TorchRec does not record these
@@ -91,8 +88,8 @@ def keyed_jagged_tensor(
     length_per_key: list[int],
     weights: torch.Tensor | None = None,
 ) -> KeyedJaggedTensor:
-    """Return a KeyedJaggedTensor that knows its sizes per key, so nothing has to read them from the
-    device.
+    """Return a KeyedJaggedTensor that stores its sizes per key on the host, so they need not be
+    read from the device.
 
     values, weights: [sum(length_per_key)], one feature after the other; lengths: [len(keys) *
     batch_size].
@@ -109,7 +106,7 @@ def keyed_jagged_tensor(
 
 
 def first_ids(feature: JaggedTensor) -> NDArray[np.int64]:
-    """[rows] the first id of each bag, 0 for an empty one."""
+    """Return [rows]: the first id of each bag, or 0 for an empty bag."""
     lengths, values = feature.lengths().cpu().numpy(), feature.values().cpu().numpy()
     starts = np.cumsum(lengths) - lengths
     ids: NDArray[np.int64] = np.where(lengths > 0, np.append(values, 0)[np.minimum(starts, len(values))], 0)

@@ -22,8 +22,9 @@ class BatchReader(Protocol):
         """Return batches start_step .. steps_per_epoch - 1 of an epoch."""
 
     def locate(self, epoch: int, step: int, rows: list[int]) -> list[tuple[str, int]]:
-        """Return where rows of this rank's batch were read: a name, and the number of the row
-        there."""
+        """Return the origin of rows of this rank's batch: for each row a name, and the row's number
+        there.
+        """
 
     def empty_batch(self) -> Batch:
         """Return a batch in which no row counts, for a rank that has nothing to read while other

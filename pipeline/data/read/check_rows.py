@@ -1,7 +1,8 @@
 """Find the rows of a decoded row group that must not be trained on, each with a reason.
 
 Columns are checked by their minimum and maximum. Single rows are checked only if a column is wrong.
-A wrong value stays, or is 0 if it is missing: the caller drops its row or refuses the file.
+A wrong value stays unchanged, and a missing value becomes 0, because the caller drops the row or
+refuses the file.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ MAX_VALUE_CHARACTERS = 80
 
 @dataclass(frozen=True)
 class Lists:
-    """A list-valued feature.
+    """The lists of one feature.
 
-    Row i has ids[offsets[i]:offsets[i + 1]], and as many weights if it is weighted.
+    Row i has ids[offsets[i]:offsets[i + 1]]. A weighted feature has one weight for each id.
     """
 
     ids: NDArray[np.integer]
@@ -46,7 +47,7 @@ class Lists:
 
 @dataclass(frozen=True)
 class Columns:
-    """A row group in file order.
+    """The columns of a row group, with rows in file order.
 
     Features keep the data set's order within `one_hot` and `lists`.
     """
@@ -66,7 +67,7 @@ def num_bytes(columns: Columns) -> int:
 
 
 class Faults:
-    """Reasons of bad rows: row -> reason. Of several reasons for a row the first one stays."""
+    """Collects bad rows as row -> reason. If a row has several reasons, the first one is kept."""
 
     def __init__(self, table: pa.Table) -> None:
         self.reasons: dict[int, str] = {}
@@ -113,7 +114,7 @@ def check_columns(table: pa.Table, dataset: Dataset) -> tuple[Columns, dict[int,
 
 
 def label_shape(dataset: Dataset) -> tuple[int, ...]:
-    """Return the shape of a row's label columns: () for one number, or (count,)."""
+    """Return the shape of the label columns of one row: () for one number, or (count,)."""
     count = len(dataset.label_columns)
     return () if count == 1 else (count,)
 
@@ -133,7 +134,7 @@ def _check_label(label: Label, values: NDArray[np.float32], faults: Faults) -> N
 
 
 def _check_finite(dense: NDArray[np.float32], names: list[str], faults: Faults) -> None:
-    """Check for NaN and infinities, which would make the complete dense part NaN within a step."""
+    """Find NaN and infinite values. They would make all dense weights NaN within one step."""
     finite = np.isfinite(dense)
     if not finite.all():
         for i in np.flatnonzero(~finite.all(axis=1)):
@@ -141,7 +142,7 @@ def _check_finite(dense: NDArray[np.float32], names: list[str], faults: Faults) 
 
 
 def _check_ids(ids: NDArray[np.signedinteger], features: list[SparseFeature], faults: Faults) -> None:
-    """Check `ids` [features, rows]. TorchRec would train row 0 for an id outside its table."""
+    """Find ids outside [0, cardinality). TorchRec would train row 0 instead of reporting an error."""
     if not ids.size:
         return
     limits = [feature.cardinality for feature in features]
@@ -152,9 +153,10 @@ def _check_ids(ids: NDArray[np.signedinteger], features: list[SparseFeature], fa
 
 
 def _check_sequences(features: list[SparseFeature], lists: list[Lists], faults: Faults) -> None:
-    """Check lengths.
+    """Find lists with wrong lengths.
 
-    A longer list has more positions than a model; a list must be as long as the one it describes.
+    A list may not be longer than the model's positions, and must be as long as the sequence that it
+    describes.
     """
     lengths = {feature.name: np.diff(each.offsets) for feature, each in zip(features, lists, strict=True)}
     for feature in features:
@@ -169,7 +171,7 @@ def _check_sequences(features: list[SparseFeature], lists: list[Lists], faults: 
 
 
 def _matrix(table: pa.Table, names: list[str], type_: pa.DataType, faults: Faults) -> NDArray:
-    """Return [names, rows]. An id too large for `type_` is widened, so that _check_ids finds it."""
+    """Return [names, rows]. An id too large for `type_` makes the type wider, so that _check_ids finds it."""
     if not names:
         return np.empty((0, table.num_rows), type_.to_pandas_dtype())
     columns = [_values(table.column(name), name, faults) for name in names]
@@ -188,7 +190,7 @@ def _values(column: pa.ChunkedArray, name: str, faults: Faults) -> pa.Array:
 
 
 def _weighted(lists: Lists, table: pa.Table, feature: SparseFeature, faults: Faults) -> Lists:
-    """Return the lists with the feature's weights, if it is weighted. Bad rows have weights 0."""
+    """Return the lists with weights if the feature is weighted. Bad rows get weights 0."""
     if not feature.weighted:
         return lists
     name, lengths = weights_column(feature.name), np.diff(lists.offsets)

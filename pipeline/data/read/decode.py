@@ -1,8 +1,8 @@
 """Decode a row group of a Parquet shard to a Block of checked, shuffled columns.
 
-Data that would train wrong without an error is refused here, or quarantined (data.read.check_rows
-finds the rows): ids outside the table, invalid labels, values that are missing or not finite, and
-files that differ from dataset.json.
+Data that would silently spoil training is refused here or quarantined (data.read.check_rows finds
+the rows): ids outside the table, invalid labels, values that are missing or not finite, and files
+that differ from dataset.json.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Checked(NamedTuple):
 class Shards:
     """The files of one split. Several threads may decode at once; each uses a separate file handle.
 
-    quarantine: stores the bad rows, which are then not present in the Block; None: the first bad
-    row raises. with_groups: also read the groups of rows, which evaluations need. keep_bytes: a
-    split whose checked columns fit this size is decoded once. Several streams read rows of one row
-    group, and every epoch reads all rows again.
+    quarantine: stores the bad rows, which are then not `present` in the Block; None: the first bad
+    row raises DataError. with_groups: also read the groups of rows, which evaluations need.
+    keep_bytes: a split whose checked columns fit this size is decoded once. Several streams read
+    rows of one row group, and every epoch reads all rows again.
     """
 
     def __init__(
@@ -91,15 +91,15 @@ class Shards:
         self._lock = threading.Lock()
 
     def locate(self, row_group: int, row: int) -> tuple[str, int]:
-        """Return the file (as dataset.json names it) and the row in it, from 0, for a row of a
-        row group."""
+        """Return the file (as named in dataset.json) that holds a row of a row group, and the row's
+        number in the file, from 0.
+        """
         index, _, first = self._places[row_group]
         return self.files[index].path, first + row
 
     def decode(self, segment: Segment, seed: int, epoch: int, shuffled: bool) -> Block:
-        """Decode a segment.
-
-        Raises DataError with file, row, column and value for data that must not be trained on.
+        """Return a segment's Block. Raises DataError, which names file, row, column and value, for
+        data that must not be trained on.
         """
         rows = self.row_group_sizes[segment.row_group]
         chosen = row_permutation(seed, epoch, segment.row_group, rows) if shuffled else np.arange(rows)
@@ -143,7 +143,7 @@ class Shards:
         )
 
     def _nothing(self, num_rows: int) -> Block:
-        """Return a block of unreadable rows, none of which is present."""
+        """Return a block for an unreadable row group. None of its rows is `present`."""
         bags = [feature for feature in self.dataset.sparse_features if feature.multi_hot]
         num_one_hot = len(self.dataset.sparse_features) - len(bags)
         no_ids, no_weights = np.zeros(0, np.int32), np.zeros(0, np.float32)
@@ -201,7 +201,7 @@ class Shards:
 
 
 def take_rows(columns: Columns, rows: NDArray[np.int64], present: NDArray[np.bool_] | None = None) -> Block:
-    """Return the chosen rows of a row group, in the order of `rows`."""
+    """Return the rows with the numbers `rows` of a row group, in this order."""
     dense = np.take(np.ascontiguousarray(columns.dense.T), rows, axis=0)
     labels = np.take(columns.labels, rows, axis=0)
     lists = [column.take(rows, present) for column in columns.lists]

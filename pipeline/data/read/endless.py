@@ -1,5 +1,6 @@
-"""Define a reader that follows a stream, and the file of values that the stream added to the
-vocabularies."""
+"""Define a reader that follows a stream, and the file with the values that the stream added to
+vocabularies.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ Values = dict[str, list[str]]  # by vocabulary; a vocabulary has the name of its
 
 
 class Known(NamedTuple):
-    """The new values with which a batch is encoded.
+    """The new values that a batch is encoded with.
 
-    values: by ascending id. waiting: values that will get ids when their table has grown.
+    values: sorted by id. waiting: values that will get ids when their table has more rows.
     """
 
     values: Values
@@ -34,7 +35,7 @@ def to_bytes(known: Known) -> bytes:
 
 
 def from_bytes(content: bytes) -> Known:
-    """Raise DamagedError if to_bytes() has not written `content`."""
+    """Return the values in `content`. Raises DamagedError if to_bytes() has not written `content`."""
     try:
         known = Known(**json.loads(unpack_zlib(content, _most_bytes(content))))
         if not all(map(_are_values, known)):
@@ -45,7 +46,7 @@ def from_bytes(content: bytes) -> Known:
 
 
 def _most_bytes(packed: bytes) -> int:
-    """Return how many bytes are unpacked. Values differ, so they do not shrink as the text of a bomb does."""
+    """Return the maximum size of the unpacked bytes. All values differ, so they cannot be compressed much."""
     return MIN_UNPACKED + LARGEST_RATIO * len(packed)
 
 
@@ -63,7 +64,7 @@ class EndOfInputError(Exception):
 
 
 class TablesFullError(EndOfInputError):
-    """New values of a stream have no row.
+    """New values of a stream have no free row in their table.
 
     Training ends with a complete step and continues with larger tables.
     """
@@ -78,19 +79,19 @@ class StreamReading(Protocol):
     """A reader of a stream. Batches are numbered from 0 since the start of the run."""
 
     def place(self, batch: int) -> dict[str, Any]:
-        """Return where batch number `batch` starts, for a manifest.
+        """Return the place in the stream where batch number `batch` starts, to store it in a manifest.
 
         Numbers must not decrease between calls.
         """
 
     def go_to(self, batch: int, place: dict[str, Any]) -> None:
-        """Set where batches() starts. Raises UserError if `place` belongs to another stream."""
+        """Let batches() start at this batch and place. Raises UserError if `place` belongs to another stream."""
 
     def values_of(self, batch: int) -> Known:
-        """Return the values with which batch `batch` is encoded and which the data set lacks."""
+        """Return the values that batch `batch` is encoded with and that the data set does not have."""
 
     def restore_values(self, batch: int, known: Known) -> None:
-        """Restore the values of the step that go_to() chose."""
+        """Restore the new values that belong to the step which go_to() chose."""
 
     def progress(self, batch: int) -> dict[str, float]:
-        """Return metrics for the log after all batches before `batch` are trained on."""
+        """Return metrics for the log line that is written when all batches before `batch` were trained on."""

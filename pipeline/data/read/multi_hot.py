@@ -19,11 +19,12 @@ DRAWS_AT_ONCE = 2**14  # 128 KB of 64-bit words fit the cache
 
 
 def sample_bags(ids: NDArray[np.int64], feature: str, cardinality: int, bags: NDArray[np.int64]) -> None:
-    """Fill bags [rows, size] for ids [rows]: the id itself, then ids in [0, cardinality) that
+    """Fill bags [rows, size] for ids [rows]: first the id itself, then ids in [0, cardinality) that
     depend on id and feature.
 
-    As in MLPerf's tables, ids of a bag may repeat. An id gives the same bag in every run and on
-    every rank. cardinality <= 2**32, because the 32 upper bits of a hash are scaled to it.
+    As in MLPerf's tables, ids in a bag may repeat. An id gets the same bag in every run and on
+    every rank. cardinality <= 2**32, because the upper 32 bits of a hash are scaled to the
+    cardinality.
     """
     assert bags.flags.c_contiguous, "a copy would be filled instead"
     num_rows, size = bags.shape
@@ -49,7 +50,8 @@ def _feature_key(feature: str) -> np.uint64:
 
 @cache
 def _multipliers(feature: str, size: int, num_rows: int) -> NDArray[np.uint64]:
-    """Return an odd factor for each position in a bag (multiply-shift hashing after `mix`),
-    repeated for all rows."""
+    """Return an odd factor for each position in a bag (for multiply-shift hashing after `mix`). The
+    factors are repeated for all rows.
+    """
     factors = mix(np.arange(size).astype(np.uint64) + _feature_key(feature)) | np.uint64(1)
     return np.tile(factors, num_rows)

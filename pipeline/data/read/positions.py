@@ -1,4 +1,4 @@
-"""Compute where each row of an evaluation batch is in the files of its split.
+"""Compute the position of each row of an evaluation batch in the files of its split.
 
 A row's position is its number in the order of the files. It does not depend on seed, batch size,
 number of streams or number of ranks, so results of two models can be paired by row.
@@ -20,8 +20,9 @@ PADDING = -1  # the position of a padding row
 def batch_positions(
     order: EpochOrder, streams: Sequence[int], rows_per_stream: int, num_steps: int
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield [len(streams) * rows_per_stream] for each step, in the order of a reader's batches
-    of these streams."""
+    """Yield positions [len(streams) * rows_per_stream] for each step, in the same order as the
+    batches that a reader makes of these streams.
+    """
     firsts = [0, *accumulate(order.row_group_sizes)]
     readers = [_Stream(order, stream, firsts) for stream in streams]
     for _ in range(num_steps):
@@ -29,7 +30,7 @@ def batch_positions(
 
 
 class _Stream:
-    """The positions of one stream's rows. Holds at most one row group in memory."""
+    """The positions of the rows of one stream. At most one row group's positions are in memory."""
 
     def __init__(self, order: EpochOrder, stream: int, firsts: Sequence[int]) -> None:
         self._order, self._firsts = order, firsts
@@ -37,7 +38,7 @@ class _Stream:
         self._rows = np.zeros(0, np.int64)
 
     def take(self, num_rows: int) -> NDArray[np.int64]:
-        """Return [num_rows] positions, PADDING after the end of the stream."""
+        """Return the next [num_rows] positions, PADDING after the end of the stream."""
         taken = np.full(num_rows, PADDING, np.int64)
         filled = 0
         while filled < num_rows:

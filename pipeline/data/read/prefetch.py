@@ -1,4 +1,4 @@
-"""Keep an iterator a few items ahead of its consumer, by a background thread."""
+"""Read an iterator a few items ahead of its consumer, in a background thread."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ JOIN_TIMEOUT_S = 30.0
 
 
 class _Buffer(Generic[Item]):
-    """State shared by consumer and thread.
+    """The state that consumer and thread share.
 
-    It has no reference to the Prefetcher, so that dropping that stops the thread.
+    It has no reference to the Prefetcher, so the thread stops when the Prefetcher is garbage
+    collected.
     """
 
     def __init__(self, depth: int, on_stop: Callable[[], None]) -> None:
@@ -28,7 +29,7 @@ class _Buffer(Generic[Item]):
         self.changed = threading.Condition()
 
     def fill(self, source: Generator[Item, None, None]) -> None:
-        """Run the thread until the source ends or fails, or the consumer stops it."""
+        """Run in the thread until the source ends or fails, or the consumer stops the thread."""
         try:
             for item in source:
                 with self.changed:
@@ -56,12 +57,12 @@ class _Buffer(Generic[Item]):
 
 
 class Prefetcher(Iterator[Item]):
-    """Yields items of `source` in order. An exception of the thread is raised after the items
-    before it, repeatedly.
+    """Yields items of `source` in order. An exception in the thread is raised after the items
+    before it, and by every later next().
 
-    The thread ends with the source, at close(), when this object is garbage collected, and at interpreter exit.
-    `waited` is called with the seconds that a next() had to wait. `on_stop` is called when no more items are
-    needed, because the source may be waiting for something.
+    The thread ends with the source, at close(), when this object is garbage collected, and at
+    interpreter exit. `waited` is called with the seconds that a next() had to wait. `on_stop` is
+    called when no more items are needed, because the source may be waiting for something.
     """
 
     def __init__(

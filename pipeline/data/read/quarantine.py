@@ -1,7 +1,8 @@
-"""Write bad rows to a quarantine file, each once per rank: <run>/quarantine/<split>.rank<r>.jsonl
+"""Write bad rows to a quarantine file, each row once per rank: <run>/quarantine/<split>.rank<r>.jsonl
 
-{"file": "train/00000.parquet", "row": 31, "reason": "'cat_3' is 99, not an id within [0, 50)"};
-rows count from 0. An unreadable row group has one line, with the number of its rows.
+{"file": "train/00000.parquet", "row": 31, "reason": "'cat_3' is 99, not an id within [0, 50)"}
+
+Rows count from 0. An unreadable row group has one line, with the number of its rows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ logger = get_logger(__name__)
 
 
 class Quarantine:
-    """A list of bad rows, safe to use from several threads.
+    """The list of bad rows. Several threads may use it.
 
     Without a path, rows are only logged.
     """
@@ -33,10 +34,7 @@ class Quarantine:
                 self._known = {(entry["file"], entry["row"]) for entry in map(_parse, file) if entry}
 
     def add(self, file: str, reasons: dict[int, str], num_rows: int | None = None) -> None:
-        """Add `reasons` by row number in the file.
-
-        `num_rows`: one line represents this many rows.
-        """
+        """Add `reasons` (row number in the file -> reason). `num_rows`: the number of rows that one line stands for."""
         with self._lock:
             new = {row: reason for row, reason in reasons.items() if (file, row) not in self._known}
             if not new:
@@ -62,7 +60,7 @@ class Quarantine:
 
 
 def _parse(line: str) -> dict[str, Any]:
-    """Parse a line. Return {} for the incomplete line of a killed run."""
+    """Parse a line. Return {} for an incomplete line, which a killed run may leave."""
     try:
         entry = json.loads(line)
         return entry if {"file", "row"} <= entry.keys() else {}

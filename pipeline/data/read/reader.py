@@ -1,7 +1,7 @@
-"""Read this rank's Batches from Parquet shards: the same global batches at any world size, from any
-step on.
+"""Read this rank's Batches from Parquet shards, from any step on. Global batches are the same at
+any world size.
 
-data.streams computes which rows, data.decode makes Blocks of row groups, and data.assemble makes
+data.streams chooses the rows, data.decode makes Blocks of row groups, and data.assemble makes
 Batches of Blocks. All run on a background thread (data.prefetch), or on config.decode_threads
 threads.
 """
@@ -39,18 +39,18 @@ CHUNK_ROWS = 16_384  # batches are made from about this many rows at once
 
 
 class ShardReader:
-    """Batches of one split for one rank. Local: every rank builds one with equal arguments.
+    """Reads batches of one split for one rank. Local: every rank builds a reader with equal arguments.
 
-    drop_last=True: all ranks have equal steps; fewer than global_batch_size rows (different ones
-    each epoch if shuffled) are left out of an epoch. drop_last=False: every row is read exactly
-    once. After the end of a stream, rows with weight 0 and without ids fill the batch, so ranks
-    keep equal steps and batch sizes. multi_hot: feature -> ids per sample, sampled from the one-hot
-    id (data.read.multi_hot). targets: the labels of batches, with their masks; None: the data set's
-    main label. split_ids: a function applied to the ids of every batch (embeddings.id_splitter), on
-    the prefetch thread. pin: copies a batch to pinned memory; called on the threads that assemble
-    batches. with_groups: batches have the groups of rows, if the data set has groups.
-    quarantine_path: file of the rows that config.on_bad_rows=quarantine leaves out; None: only
-    logged.
+    drop_last=True: all ranks have equally many steps; an epoch leaves out fewer than
+    global_batch_size rows (different rows in each epoch if shuffled). drop_last=False: every row is
+    read exactly once. After the end of a stream, the batch is filled with rows of weight 0 without
+    ids, so all ranks have equal steps and batch sizes. multi_hot: feature -> ids per sample,
+    sampled from the one-hot id (data.read.multi_hot). targets: the labels of batches, with their
+    masks; None: the data set's main label. split_ids: a function applied to the ids of every batch
+    (embeddings.id_splitter), on the prefetch thread. pin: copies a batch to pinned memory; called
+    on the threads that assemble batches. with_groups: batches have the groups of rows, if the data
+    set has groups. quarantine_path: file of the rows that config.on_bad_rows=quarantine leaves out;
+    None: only logged.
 
     Memory: one row group per stream of the rank (two with several decode threads), up to 2 *
     config.prefetch_batches batches, or more with several decode threads and small batches, and all
@@ -112,15 +112,16 @@ class ShardReader:
 
     @property
     def order_fingerprint(self) -> str:
-        """Return a hash that is equal only if (epoch, step) means the same rows.
+        """Return a hash of the reading order. It is equal only if (epoch, step) means the same rows.
 
-        A checkpoint's position depends on it.
+        The position in a checkpoint is only valid for an equal hash.
         """
         return hashlib.sha256(json.dumps(self._identity).encode()).hexdigest()
 
     def batches(self, epoch: int, start_step: int = 0) -> Prefetcher[Batch]:
-        """Return batches start_step .. steps_per_epoch - 1 of an epoch. close() the iterator to
-        stop its threads early."""
+        """Return batches start_step .. steps_per_epoch - 1 of an epoch. Call close() on the
+        iterator to stop its threads early.
+        """
         if epoch < 0 or not 0 <= start_step <= self.steps_per_epoch:
             raise DataError(
                 f"epoch={epoch}, start_step={start_step}: epochs count from 0, and an epoch has "
@@ -131,8 +132,9 @@ class ShardReader:
         )
 
     def locate(self, epoch: int, step: int, rows: list[int]) -> list[tuple[str, int]]:
-        """Return the shard (as dataset.json names it) and the row in it, from 0, for rows of
-        this rank's batch."""
+        """Return for each of these rows of this rank's batch its shard (as named in dataset.json)
+        and its row in the shard, from 0.
+        """
         per_stream, shuffled = self._assembler.rows_per_stream, self._is_shuffled
         order = EpochOrder(self._shards.row_group_sizes, self.config.num_streams, self._seed, epoch, shuffled)
         positions = []
@@ -149,8 +151,9 @@ class ShardReader:
         return positions
 
     def positions(self, epoch: int) -> Iterator[NDArray[np.int64]]:
-        """Yield [batch_size] for each batch of an epoch: positions of its rows in the split's
-        files (data.read.positions)."""
+        """Yield [batch_size] for each batch of an epoch: the positions of the batch's rows in the
+        split's files (data.read.positions).
+        """
         order = EpochOrder(self._shards.row_group_sizes, self.config.num_streams, self._seed, epoch, self._is_shuffled)
         return batch_positions(order, self._streams, self._assembler.rows_per_stream, self.steps_per_epoch)
 
@@ -202,9 +205,8 @@ class ShardReader:
 
 
 def workers(num_threads: int, stack: ExitStack) -> Callable[..., Callable[[], Any]]:
-    """Return submit(function, *args) -> result().
-
-    With one thread the work runs when the result is requested.
+    """Return a function submit(function, *args), which returns a function result(). With one thread
+    the work runs when result() is called.
     """
     if num_threads == 1:
         return partial
@@ -214,7 +216,7 @@ def workers(num_threads: int, stack: ExitStack) -> Callable[..., Callable[[], An
 
 
 class BlockStream:
-    """The rows of one stream. The block after the current one is always submitted for decoding."""
+    """The rows of one stream. While a block is in use, the next block is being decoded."""
 
     def __init__(self, segments: Iterator[Segment], decode: Callable[[Segment], Callable[[], Block]]) -> None:
         self._segments = segments
@@ -225,8 +227,9 @@ class BlockStream:
         self._read_ahead()
 
     def take(self, num_rows: int, offset: int) -> Iterator[Piece]:
-        """Yield the next `num_rows` rows as pieces that start at `offset` in the chunk; fewer at
-        the end of the stream."""
+        """Yield the next `num_rows` rows as pieces that start at row `offset` of the chunk; fewer
+        rows at the end of the stream.
+        """
         while num_rows:
             if self._block is None or self._used == len(self._block.labels):
                 if self._next is None:

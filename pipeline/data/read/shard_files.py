@@ -26,9 +26,9 @@ class ShardError(DataError):
 class ShardFiles:
     """The files of one split, by number.
 
-    must_be_whole: raise DataError at once for files that are missing or have another size;
-    otherwise log a warning, and fetch() raises ShardError. Sizes of remote shards are checked when
-    they are fetched.
+    must_be_whole: raise DataError at once if files are missing or have a wrong size. Otherwise log
+    a warning, and let fetch() raise ShardError. Sizes of remote shards are checked when they are
+    fetched.
     """
 
     def __init__(self, folder: str, split: Split, must_be_whole: bool = True) -> None:
@@ -51,10 +51,10 @@ class ShardFiles:
         return storage.join(self._folder, self._files[index].path)
 
     def fetch(self, index: int) -> str:
-        """Return a local path. A remote shard is downloaded once, into iopath's cache.
+        """Return a local path of the file. A remote shard is downloaded once, into iopath's cache.
 
-        Row groups are read in random order, and iopath's S3 handle would fetch the complete object
-        for each of them.
+        Row groups are read in random order, and for each of them iopath's S3 handle would download
+        the complete object.
         """
         path = self.path(index)
         try:
@@ -65,9 +65,8 @@ class ShardFiles:
         return local
 
     def verify_checksums(self, indices: range) -> None:
-        """Read complete files and compare their SHA-256.
-
-        Raises DataError for the first that differs.
+        """Read the complete files and compare their SHA-256 with dataset.json. Raises DataError for
+        the first file that differs.
         """
         with progress("verifying shards", sum(self._files[index].size_bytes for index in indices)) as bar:
             for index in indices:
@@ -77,7 +76,8 @@ class ShardFiles:
     def check_unchanged(self, index: int) -> None:
         """Raise DataError if the file is no longer the same as at the start.
 
-        It calls stat once. A file that was only touched, or copied again, passes by its checksum.
+        The function calls stat once. A file that was only touched, or copied again, is accepted if
+        its checksum is the same.
         """
         then = self._stamps.get(index)
         if then is None:  # remote, or already reported as a problem
@@ -117,7 +117,7 @@ class ShardFiles:
         ]
 
     def _stamp_all(self) -> list[str]:
-        """Record the stamps of existing files. Return the problems."""
+        """Record the stamps of existing files. Return the problems that were found."""
         problems = []
         for index, shard in enumerate(self._files):
             try:

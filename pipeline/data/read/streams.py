@@ -1,9 +1,11 @@
-"""Compute which rows each stream reads at a step, only from seed and epoch; no file is read.
+"""Compute which rows each stream reads at a step. The result depends only on seed and epoch; no
+file is read.
 
 The row groups of a split, in a seeded order, form one long order of N rows. It is cut into C
-streams whose lengths differ by at most one row. Global batch g takes B/C rows of each stream, in
-stream order. Rank r owns the streams [r*C/W, (r+1)*C/W). So ranks 0..W-1 together hold the same
-rows in the same order for every W that divides C, and (epoch, step) is the complete position.
+streams whose lengths differ by at most one row. A global batch of B rows takes B/C rows of each
+stream, in the order of the streams. Rank r owns the streams [r*C/W, (r+1)*C/W). So ranks 0..W-1
+together hold the same rows in the same order for every W that divides C, and (epoch, step) is the
+complete position.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ NUM_ROUNDS = 5
 
 
 class Segment(NamedTuple):
-    """Rows [start, stop) of a row group, counted in that row group's shuffled order."""
+    """Rows [start, stop) of a row group, numbered in the row group's shuffled order."""
 
     row_group: int
     start: int
@@ -70,10 +72,10 @@ def row_permutation(seed: int, epoch: int, row_group: int, num_rows: int) -> NDA
 
 
 def num_steps(num_rows: int, global_batch_size: int, num_streams: int, drop_last: bool) -> int:
-    """Return the steps of an epoch, equal for all ranks and epochs.
+    """Return the number of steps of an epoch, which is equal for all ranks and epochs.
 
-    drop_last leaves out fewer than global_batch_size rows; without it the last step holds the
-    remainder.
+    With drop_last, fewer than global_batch_size rows are left out. Without it, the last step has
+    the remaining rows.
     """
     rows_of_a_step = global_batch_size // num_streams
     shortest, longest = num_rows // num_streams, -(-num_rows // num_streams)
@@ -85,9 +87,10 @@ class EpochOrder:
     """The order of one epoch's rows.
 
     shuffled: row groups are in a seeded permutation; stream c owns the rows [c*N//C, (c+1)*N//C) of
-    it. not shuffled: each round has C ranges as long as the longest row group, one for each stream;
-    the remaining rows are divided evenly. A step then holds C pieces from one round (C row groups)
-    of the file order, and rounds follow the file order.
+    it. not shuffled: the file order is cut into rounds. A round has one range for each of the C
+    streams, each as long as the longest row group. The remaining rows are divided evenly. A step
+    then holds C pieces from one round (C row groups) of the file order, and rounds follow the file
+    order.
     """
 
     row_group_sizes: Sequence[int]
@@ -97,7 +100,7 @@ class EpochOrder:
     shuffled: bool
 
     def segments(self, stream: int, skip_rows: int = 0) -> Iterator[Segment]:
-        """Yield the stream's segments in order, from its row `skip_rows` on."""
+        """Yield the stream's segments in order. The first `skip_rows` rows of the stream are skipped."""
         order = self._row_group_order()
         ends = np.cumsum(np.asarray(self.row_group_sizes, dtype=np.int64)[order])
         for start, stop in self._stretches(stream):

@@ -15,8 +15,9 @@ Floats = NDArray[np.float32]
 
 
 class TargetValues(NamedTuple):
-    """labels and weights [batch] of one target, or [batch, targets]; present [batch] if weights
-    do not define it."""
+    """labels and weights are [batch] for one target, or [batch, targets]. `present` is [batch], or
+    None if weights show which rows are present.
+    """
 
     labels: Floats
     weights: Floats
@@ -24,11 +25,11 @@ class TargetValues(NamedTuple):
 
 
 class TargetColumns:
-    """Computes the values of `targets`; without targets, of the data set's main label.
+    """Computes labels and weights for `targets`, or without targets for the data set's main label.
 
-    for_training: rows of a sampled training split have the weights for training, where an offset
-    corrects the sampling of its label. Otherwise negatives have weight 1 / keep, as if all rows
-    were measured.
+    for_training: rows of a training split with sampled negatives get weights for training, in which
+    the label's offset already corrects the sampling. Otherwise negatives have weight 1 / keep, as
+    if all rows were measured.
     """
 
     def __init__(self, dataset: Dataset, targets: Sequence[Target] | None, *, split: str, for_training: bool) -> None:
@@ -48,7 +49,8 @@ class TargetColumns:
     def __call__(self, values: Floats, present: NDArray[np.bool_]) -> TargetValues:
         """Compute labels and weights.
 
-        `values`: [batch] of one label column, or [batch, columns], 0 if not `present` [batch].
+        `values`: [batch] of one label column, or [batch, columns]. Rows that are not `present`
+        [batch] have 0.
         """
         if self._is_plain:
             return TargetValues(values, present.astype(np.float32), None)

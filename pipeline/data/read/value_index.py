@@ -25,10 +25,9 @@ OFFSET_LIMIT = 2**31 - 1  # maximum bytes of text with 32-bit offsets
 def index_values(
     batches: Iterable[tuple[int, list[str]]], keep: Callable[[NDArray[np.int64]], NDArray[np.bool_]] | None = None
 ) -> pa.Table:
-    """Return a table of id int32 and value, sorted by hash, from (first id, values) of a
-    vocabulary.
+    """Return a table of id (int32) and value, sorted by hash, from (first id, values) of a vocabulary.
 
-    `keep` returns for ids whether they stay in the table.
+    `keep` receives ids and returns which of them stay in the table.
     """
     ids, values = [np.zeros(0, np.int32)], [pa.array([], pa.large_string())]
     for first, batch in batches:
@@ -50,10 +49,10 @@ class ValueIndex:
     """The ids of the values of several vocabularies, which are numbered in the order of the
     argument.
 
-    `keys` ascend; `row_ids` and `texts` have the id and the value for each key. The first `number_bits` bits of a
-    key are the number of the vocabulary.
+    `keys` are sorted; `row_ids` and `texts` have the id and the value for each key. The upper
+    `number_bits` bits of a key are the number of the vocabulary.
 
-    Raises DataError for a table that index_values has not made.
+    Raises DataError if a table was not made by index_values.
     """
 
     def __init__(self, vocabularies: Iterable[pa.Table]) -> None:
@@ -74,7 +73,7 @@ class ValueIndex:
         self._longest_run = _longest_run(self.keys[1:] == self.keys[:-1]) + 1
 
     def __len__(self) -> int:
-        """Return the number of values of all vocabularies."""
+        """Return the number of values in all vocabularies together."""
         return len(self.row_ids)
 
     def _keys_of(self, vocabularies: NDArray[np.integer], hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -82,8 +81,9 @@ class ValueIndex:
         return vocabularies.astype(np.uint64) << (np.uint64(64) - bits) | hashes >> bits
 
     def ids(self, vocabularies: NDArray[np.integer], values: pa.Array) -> NDArray[np.int64]:
-        """Return [len(values)]: the id of each text in the vocabulary of that number; 0 if it is
-        not there."""
+        """Return [len(values)]: the id of each text in the vocabulary with the given number; 0 if
+        the vocabulary does not have the text.
+        """
         found = np.zeros(len(values), np.int64)
         if not len(values) or not len(self):
             return found

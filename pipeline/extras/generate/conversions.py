@@ -24,7 +24,7 @@ FEATURES = ("user_id", "user_group", "item_id", "item_category")
 
 @dataclass(frozen=True)
 class Impressions:
-    """Numbers, from 0, of each row's user, group, item and category, [rows] each."""
+    """The user, group, item and category of each row, as numbers from 0; [rows] each."""
 
     users: np.ndarray
     groups: np.ndarray
@@ -35,7 +35,7 @@ class Impressions:
 @dataclass(frozen=True)
 class Effects:
     """Effects on one logit: users [num_users], items [num_items], pairs [num_groups,
-    num_categories]; `scale` and `bias` of the sum.
+    num_categories]. `scale` and `bias` are applied to the sum.
     """
 
     users: np.ndarray
@@ -51,7 +51,7 @@ class Effects:
 
 @dataclass(frozen=True)
 class Funnel:
-    """The planted teacher."""
+    """The planted teacher of clicks and conversions."""
 
     user_groups: np.ndarray
     item_categories: np.ndarray
@@ -64,14 +64,15 @@ class Funnel:
         return Impressions(users, self.user_groups[users], items, self.item_categories[items])
 
     def probabilities(self, rows: Impressions) -> np.ndarray:
-        """Return [rows, 2]: the probability of a click, and of a conversion after a click."""
+        """Return [rows, 2]: the probability of a click, and the probability of a conversion after a click."""
         return np.stack([sigmoid(self.click.logits(rows)), sigmoid(self.conversion.logits(rows))], axis=1)
 
 
 def make_funnel(config: ConversionsConfig) -> Funnel:
     """Make the teacher.
 
-    Both logits have standard deviation config.teacher_scale; the mean rates are the config's.
+    Both logits have standard deviation config.teacher_scale; the mean rates are those in the
+    config.
     """
     random = np.random.default_rng([config.seed, 0])
     groups = random.integers(0, config.num_groups, config.num_users)
@@ -126,10 +127,7 @@ def sample_rows(
 
 
 def write_source(config: ConversionsConfig, output: str, threads: int | None = None) -> None:
-    """Write `output` (TSV) and its side file of true probabilities.
-
-    An equal config gives equal bytes.
-    """
+    """Write `output` (TSV), and the true probabilities next to it. Equal configs give equal bytes."""
     funnel = make_funnel(config)
     write_tsv(
         config,

@@ -23,8 +23,8 @@ COLUMNS = ("label", "item_id", "category", "history", "history_category", "histo
 
 @dataclass(frozen=True)
 class Behaviour:
-    """Numbers from 0: targets [rows]; items and dwells [rows, max_length], of which the first
-    `lengths` [rows] count.
+    """The items and dwell times of each row, as numbers from 0. targets is [rows]. items and dwells
+    are [rows, max_length]; only the first `lengths` [rows] positions count.
     """
 
     targets: np.ndarray
@@ -34,7 +34,7 @@ class Behaviour:
 
     @property
     def present(self) -> np.ndarray:
-        """Return [rows, max_length] bool: whether the position counts."""
+        """Return [rows, max_length] bool: True if the position counts."""
         return np.arange(self.items.shape[1]) < self.lengths[:, None]
 
 
@@ -72,9 +72,8 @@ def make_interest(config: HistoriesConfig) -> Interest:
 def sample_behaviour(
     config: HistoriesConfig, interest: Interest, random: np.random.Generator, num_rows: int
 ) -> Behaviour:
-    """Sample histories of different categories, except for `repeats`.
-
-    The target has one of the categories at `match_rate`.
+    """Sample histories whose categories differ, except for a share `repeats`. With probability
+    `match_rate` the target has one of these categories.
     """
     count, length = config.num_categories, config.max_length
     order = np.argsort(random.random((num_rows, count)), axis=1)
@@ -99,7 +98,7 @@ def sample_behaviour(
 
 
 def _item_of(config: HistoriesConfig, random: np.random.Generator, categories: np.ndarray) -> np.ndarray:
-    """Sample an item of each category uniformly. The category of item i is i % num_categories."""
+    """Sample one item of each given category, uniformly. The category of item i is i % num_categories."""
     held = (config.num_items - categories - 1) // config.num_categories + 1
     return categories + config.num_categories * (random.random(categories.shape) * held).astype(np.int64)
 
@@ -122,10 +121,7 @@ def _joined(values: np.ndarray, lengths: np.ndarray) -> list[str]:
 
 
 def write_source(config: HistoriesConfig, output: str, threads: int | None = None) -> None:
-    """Write `output` (TSV) and its side file of true probabilities.
-
-    An equal config gives equal bytes.
-    """
+    """Write `output` (TSV), and the true probabilities next to it. Equal configs give equal bytes."""
     interest = make_interest(config)
     write_tsv(
         config, lambda random, num_rows: sample_rows(config, interest, random, num_rows), COLUMNS, output, threads

@@ -14,8 +14,8 @@ from pipeline.runtime.errors import ConfigError, check_above, check_at_least, ch
 class UserItemConfig(GeneratorConfig):
     """Settings of a generated data set of users' clicks on items: a TSV with a header.
 
-    The probability of users and items is ~ rank^-exponent. Logits are dot products of planted
-    vectors of `latent_dim`, with standard deviation `teacher_scale`.
+    The probability of a user or an item is proportional to rank^-exponent. Logits are dot products
+    of planted vectors of `latent_dim`, with standard deviation `teacher_scale`.
     """
 
     num_rows: int = 1_000_000
@@ -91,9 +91,9 @@ class HistoriesConfig(GeneratorConfig):
 
     A click depends on the target and on the dwell time of the last item in the history with the
     target's category. Lengths are uniform from 0 to max_length. match_rate: the share of targets
-    whose category is in the history, if it is not empty. repeats: the share of positions with an
-    earlier category; with 0 at most one item matches, and the order does not matter. dwell_effect,
-    item_effect: standard deviations of both effects on the logit.
+    whose category is in the history, if it is not empty. repeats: the share of positions that
+    repeat an earlier category; with 0 at most one item matches, and the order does not matter.
+    dwell_effect, item_effect: standard deviations of both effects on the logit.
     """
 
     num_rows: int = 200_000
@@ -135,9 +135,9 @@ class TagsConfig(GeneratorConfig):
     """Settings of generated items with weighted tags: a TSV with a header.
 
     A click depends on the item and on the sum of the effects of the row's tags, each times its
-    weight. A row has 0 to max_tags different tags. Weights are exponential with mean 1; a share of
-    `plain_rate` has no weight and counts 1. tag_effect, item_effect: standard deviations of the
-    effect of one tag and of one item on the logit.
+    weight. A row has 0 to max_tags different tags. Weights are exponential with mean 1. A share
+    `plain_rate` of the tags has no weight, and counts as weight 1. tag_effect, item_effect:
+    standard deviations of the effect of one tag and of one item on the logit.
     """
 
     num_rows: int = 200_000

@@ -23,8 +23,8 @@ PLACES = 3  # decimals of a weight
 
 @dataclass(frozen=True)
 class TaggedRows:
-    """Numbers from 0: items [rows]; tags and weights [rows, max_tags], of which the first `lengths`
-    [rows] count.
+    """Items and tags as numbers from 0. items is [rows]. tags and weights are [rows, max_tags];
+    only the first `lengths` [rows] positions count.
     """
 
     items: np.ndarray
@@ -88,9 +88,6 @@ def _texts(rows: TaggedRows) -> list[str]:
 
 
 def write_source(config: TagsConfig, output: str, threads: int | None = None) -> None:
-    """Write `output` (TSV) and its side file of true probabilities.
-
-    An equal config gives equal bytes.
-    """
+    """Write `output` (TSV), and the true probabilities next to it. Equal configs give equal bytes."""
     effects = make_effects(config)
     write_tsv(config, lambda random, num_rows: sample_rows(config, effects, random, num_rows), COLUMNS, output, threads)

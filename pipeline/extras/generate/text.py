@@ -29,7 +29,7 @@ def write_tsv(
     threads: int | None,
     labels: Sequence[str] = (TEACHER_COLUMN,),
 ) -> None:
-    """Write `output` and its side file of true probabilities. An equal config gives equal bytes."""
+    """Write `output`, and the true probabilities next to it. Equal configs give equal bytes."""
 
     def chunk_text(chunk: int) -> tuple[bytes, np.ndarray]:
         random = np.random.default_rng([config.seed, 2, chunk])

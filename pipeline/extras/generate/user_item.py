@@ -22,7 +22,7 @@ GROUP_SHARE = 1 / 3  # of a vector's variance
 
 @dataclass(frozen=True)
 class Taste:
-    """Vectors [users or items, latent_dim]; groups, genres and biases have one value each."""
+    """Planted vectors [users or items, latent_dim]. groups, genres and biases have one value per vector."""
 
     users: np.ndarray
     items: np.ndarray
@@ -44,7 +44,7 @@ class Taste:
 def make_taste(config: UserItemConfig) -> Taste:
     """Make the teacher.
 
-    The logits have standard deviation config.teacher_scale and mean probability
+    The logits have standard deviation config.teacher_scale. The mean probability is
     config.positive_rate.
     """
     random = np.random.default_rng([config.seed, 0])
@@ -64,7 +64,7 @@ def make_taste(config: UserItemConfig) -> Taste:
 
 
 def _vectors(random: np.random.Generator, count: int, num_groups: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (vectors [count, dim], each vector's group [count])."""
+    """Return vectors [count, dim], and the group of each vector [count]."""
     groups = random.integers(0, num_groups, count)
     centres = random.normal(0, GROUP_SHARE**0.5, (num_groups, dim))
     return centres[groups] + random.normal(0, (1 - GROUP_SHARE) ** 0.5, (count, dim)), groups
@@ -87,9 +87,6 @@ def sample_rows(
 
 
 def write_source(config: UserItemConfig, output: str, threads: int | None = None) -> None:
-    """Write `output` (TSV) and its side file of true probabilities.
-
-    An equal config gives equal bytes.
-    """
+    """Write `output` (TSV), and the true probabilities next to it. Equal configs give equal bytes."""
     taste = make_taste(config)
     write_tsv(config, lambda random, num_rows: sample_rows(config, taste, random, num_rows), COLUMNS, output, threads)

@@ -51,5 +51,5 @@ class OtlpGauges:
         self._gauges[name].set(value, labels)
 
     def close(self) -> None:
-        """Send the remaining values and stop."""
+        """Send the remaining values and stop the thread."""
         self._provider.shutdown(timeout_millis=1000 * TIMEOUT_S)

@@ -1,1 +1,1 @@
-"""Check the nodes of a job before it runs for long: links, clocks, software, GPUs and the folder that they share."""
+"""Check the nodes of a job before a long run: links, clocks, software, GPUs and the shared folder."""

@@ -40,7 +40,7 @@ class NodeFacts:
 
 
 def node_facts() -> NodeFacts:
-    """Describe this node."""
+    """Return facts about this node: versions, cores, memory and GPUs."""
     found = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -66,7 +66,7 @@ def parse_gpus(text: str) -> list[dict[str, str]]:
 
 
 def gpu_problems(facts: NodeFacts) -> list[str]:
-    """Return what would slow down or end a run on the GPUs of this node."""
+    """Return problems of this node's GPUs that would slow down or end a run."""
     found = [facts.gpu_error] if facts.gpu_error else []
     for gpu in facts.gpus:
         name = f"GPU {gpu['index']} ({gpu['name']})"
@@ -87,7 +87,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits. min_gb_per_s: of every link; 0: unknown. max_clock_skew_s: between any two nodes."""
+    """Limits of the checks. min_gb_per_s: of every link; 0 means unknown. max_clock_skew_s: between any two nodes."""
 
     min_gb_per_s: float = 0.0
     max_clock_skew_s: float = 1.0
@@ -95,7 +95,7 @@ class Limits:
 
 @dataclass
 class NodesReport:
-    """The result. nodes: by lowest rank. clocks: seconds ahead of node 0, and the bound."""
+    """The result of all checks. nodes: sorted by lowest rank. clocks: seconds ahead of node 0, and the error bound."""
 
     world_size: int
     backend: str
@@ -112,7 +112,7 @@ class NodesReport:
 
 
 def check_nodes(context: DistributedContext, folder: str, megabytes: float, limits: Limits) -> NodesReport:
-    """Collective: return the same report on all ranks. folder: a shared folder; empty: none."""
+    """Collective: return the same report on all ranks. folder: a shared folder to check; empty: check none."""
     gathered = gather(context, node_facts())
     # Agents that share a host, as when a cluster is simulated on one machine, count as separate
     # nodes.
@@ -129,7 +129,7 @@ def check_nodes(context: DistributedContext, folder: str, megabytes: float, limi
 
 
 def find_problems(report: NodesReport, limits: Limits) -> list[str]:
-    """Return what would end, slow down or corrupt a run, each with the fix."""
+    """Return problems that would end, slow down or corrupt a run. Each problem has its fix."""
     found = []
     for package in sorted({package for facts in report.nodes.values() for package in facts.versions}):
         hosts = defaultdict(list)

@@ -1,7 +1,8 @@
-"""Measure the links between nodes and their clocks, by the process group that training would use.
+"""Measure links between nodes and differences of clocks, with the process group that training would
+use.
 
-All pairs of nodes take turns in rounds in which each node takes part once (the circle method):
-H nodes take H - 1 rounds. Every rank calls all collective functions.
+All pairs of nodes take turns in rounds in which each node takes part once (the circle method): H
+nodes take H - 1 rounds. Every rank calls all collective functions.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Link:
-    """A link between the ranks of two nodes. latency_s: of a message of 8 bytes, one way."""
+    """A link between the ranks of two nodes. latency_s: seconds that a message of 8 bytes takes, one way."""
 
     source: int
     target: int
@@ -33,14 +34,14 @@ class Link:
 
 
 def gather(context: DistributedContext, value: Value) -> list[Value]:
-    """Collective: return the value of each rank on all ranks."""
+    """Collective: return on all ranks the list of the values of each rank."""
     found: list[Value] = [value] * context.world_size
     dist.all_gather_object(found, value)
     return found
 
 
 def rounds_of_pairs(members: list[int]) -> list[list[tuple[int, int]]]:
-    """Pair all members with each other, in rounds of pairs that share no member."""
+    """Pair all members with each other, in rounds. The pairs of a round share no member."""
     ring: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
     rounds = []
     for _ in range(len(ring) - 1):
@@ -73,7 +74,7 @@ def measure_links(context: DistributedContext, members: list[int], num_bytes: in
 
 
 def _exchange(sent: torch.Tensor, answer: torch.Tensor, other: int, begins: bool) -> float:
-    """Return the seconds of a message and its answer. The rank that `begins` sends first."""
+    """Return the seconds for sending a message and receiving the answer. The rank with `begins` sends first."""
     received = torch.empty_like(answer)
     _wait(received)
     begun = time.perf_counter()
@@ -92,7 +93,7 @@ def _wait(tensor: torch.Tensor) -> None:
 
 
 def measure_all_to_all(context: DistributedContext, num_bytes: int) -> float:
-    """Collective: return the bytes per second that the slowest rank sends in an all-to-all."""
+    """Collective: return bytes per second in an all-to-all, measured on the slowest rank."""
     share = max(1, num_bytes // 4 // context.world_size)
     sent = torch.ones(share * context.world_size, device=context.device)
     received, times = torch.empty_like(sent), []

@@ -1,7 +1,8 @@
-"""Check that a folder is the same on all nodes, and that it does what checkpoints and leases need.
+"""Check that a folder is the same on all nodes, and that its file system works as checkpoints and
+leases need it.
 
-Other nodes see a renamed file soon, a rename replaces a file completely, and of several processes
-that create a name exclusively one succeeds.
+They need three things: other nodes soon see a renamed file, a rename replaces a file completely,
+and if several processes create a name exclusively, one process succeeds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ STALE = 116  # ESTALE of NFS: the open file was removed; training opens it again
 
 @dataclass
 class FolderFacts:
-    """The measurements. `problems`: what would break a run, each with the fix."""
+    """The measurements of the folder. `problems`: faults that would break a run, each with its fix."""
 
     visible_after_s: float = 0.0
     replaces_seen: int = 0
@@ -64,7 +65,7 @@ def _attempt(action: Callable[[], object]) -> str:
 
 
 def _on_rank_0(context: DistributedContext, action: Callable[[], object]) -> str:
-    """Run `action` on rank 0. Return on all ranks why it failed."""
+    """Run `action` on rank 0. Return on all ranks why it failed, or "" if it succeeded."""
     return gather(context, _attempt(action) if context.is_main else "")[0]
 
 
@@ -92,7 +93,7 @@ def _check_visible(context: DistributedContext, place: Path, facts: FolderFacts)
 
 
 def _check_exclusive(context: DistributedContext, place: Path, facts: FolderFacts) -> None:
-    """Check that one rank succeeds if all ranks create the same name at the same time."""
+    """Check that exactly one rank succeeds if all ranks create the same name at the same time."""
     for turn in range(TURNS):
         dist.barrier()
         states = gather(context, _create(place / f"only-{turn}"))
@@ -143,7 +144,7 @@ def _check_replaces(context: DistributedContext, place: Path, facts: FolderFacts
 
 
 def read_whole(path: Path, seen: set[int]) -> str:
-    """Read a file of equal bytes. Return what is wrong with it, or add its byte to `seen`."""
+    """Read a file whose bytes are all equal. Return what is wrong with the file, or add its byte to `seen`."""
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -90,10 +90,7 @@ def line_chart(
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """Return at most MAX_POINTS points: each is the mean of neighbouring points.
-
-    The last point stays.
-    """
+    """Return at most MAX_POINTS points. Each is the mean of neighbouring points; the last point is kept."""
     if len(points) <= MAX_POINTS:
         return list(points)
     size = len(points) / MAX_POINTS
@@ -199,7 +196,7 @@ def bar_chart(label: str, bars: Sequence[Bar], colour: str = "validation", form:
     """Draw horizontal bars from 0, in the given order, one below the other, with whiskers for
     errors.
 
-    form: the format of the numbers.
+    form: the format string of the numbers.
     """
     if not bars:
         return ""

@@ -88,8 +88,8 @@ def _table_row(a: TableChoice, b: TableChoice, ranks_a: int, ranks_b: int) -> li
 
 
 def _ranks(a: PlanDescription, b: PlanDescription) -> list[str]:
-    """List each rank that both plans have; of many ranks only those with the largest changes of
-    time or memory.
+    """Compare each rank that both plans have. If there are many ranks, list only the ranks with the
+    largest changes of time or memory.
     """
     pairs = list(zip(a.ranks, b.ranks, strict=False))
     if len(a.ranks) != len(b.ranks):

@@ -17,7 +17,7 @@ LIMIT_OFF_SCALE = 4  # a limit higher than this many times the highest column is
 
 @dataclass(frozen=True)
 class Column:
-    """One rank: a value for each series, bottom first, and the text of each mark."""
+    """The column of one rank: a value for each series, from bottom to top, and the text of each mark."""
 
     values: list[float]
     titles: list[str]
@@ -25,7 +25,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """The part of a map's row on a rank. `weight` in 0..1: the strength of its colour."""
+    """A cell of the map: a row's part on a rank. `weight` in 0..1 is the strength of the cell's colour."""
 
     colour: str
     weight: float
@@ -34,7 +34,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class MapRow:
-    """A row. `cells` by rank, ascending; ranks without a cell stay empty."""
+    """A row of the map. `cells` are sorted by rank. Ranks without a cell stay empty."""
 
     name: str
     note: str
@@ -77,7 +77,7 @@ def column_chart(
 def rank_map(label: str, rows: list[MapRow], num_ranks: int, ranks_per_host: int) -> str:
     """Draw a line for each row and a column for each rank.
 
-    Equal neighbours are one mark; lines separate hosts.
+    Equal neighbouring cells are drawn as one mark. Lines separate hosts.
     """
     step = MAP_WIDTH / num_ranks
     width, bottom = min(step, 90.0), MAP_TOP + MAP_ROW * len(rows)

@@ -34,7 +34,7 @@ Shardings = dict[str, dict[str, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class TableShare:
-    """The part of a table on a rank."""
+    """The part of a table that is on one rank."""
 
     weight_bytes: float
     state_bytes: float
@@ -60,8 +60,8 @@ def write_plan_page(
 ) -> str:
     """Write the page next to the plan file, and return its path.
 
-    made: when and by which command the plan was made; forecasts: of the step, the first one for
-    the plan's own ranks; notes: lines to print below the forecast.
+    made: when and by which command the plan was made; forecasts: predictions of the step, the first
+    one for the plan's own number of ranks; notes: lines to print below the forecast.
     """
     from pipeline.planner.plan_codec import encode_plan  # loads torch
 
@@ -75,7 +75,7 @@ def render_page(
     title: str, plan: PlanDescription, shardings: Shardings, made: str = "", step: Sequence[str] = ()
 ) -> str:
     """Return the page. shardings: module -> table -> ParameterSharding, as in a plan file. step:
-    its sections.
+    the sections about the predicted step.
     """
     shares = _table_shares(plan, shardings)
     # Next to each other if their charts are small.
@@ -93,7 +93,7 @@ def render_page(
 
 
 def _table_shares(plan: PlanDescription, shardings: Shardings) -> dict[str, dict[int, TableShare]]:
-    """Return table -> rank -> the rank's part. Several column shards on a rank are added up."""
+    """Return table -> rank -> the part on this rank. Several column shards on one rank are added up."""
     planned = {name: sharding for tables in shardings.values() for name, sharding in tables.items()}
     shares: dict[str, dict[int, TableShare]] = {}
     for choice in plan.tables:
@@ -375,8 +375,8 @@ def _made_for(plan: PlanDescription) -> Iterator[str]:
 
 
 def _foot(plan: PlanDescription, made: str) -> Iterator[str]:
-    """Write when and by which command the page was made, and which libraries the plan was made
-    with.
+    """Return a footer: when and by which command the page was made, and the libraries' versions of
+    the plan.
     """
     libraries = ", ".join(f"{name} {version}" for name, version in plan.fingerprint["libraries"].items())
     yield f'<footer class="faint"><p>{escape(f"Made {made}. " if made else "")}Planned with {escape(libraries)}.</p></footer>'

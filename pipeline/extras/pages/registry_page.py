@@ -31,7 +31,7 @@ class Reign:
 
 
 def render_registry(registry: Registry, ledger: Ledger) -> str:
-    """Show the newest MAX_RECORDS records. Raises RegistryError and DamagedError as the registry does."""
+    """Return a page of the newest MAX_RECORDS records. Raises RegistryError and DamagedError as the registry."""
     records = [record for record, _ in zip(ledger.newest(), range(MAX_RECORDS), strict=False)][::-1]
     pointer, names, found = registry.pointer(), registry.names(), reigns(records)
     values: dict[str, Any] = {

@@ -38,7 +38,7 @@ def step_sections(forecast: PlanForecast, scaling: Sequence[PlanForecast] = ()) 
 
 
 def _line(line: str) -> str:
-    """Return a line of the terminal with its first word in bold."""
+    """Render a line of terminal output with its first word in bold."""
     head, _, rest = line.partition("  ")
     return f"<b>{escape(head)}</b> {escape(rest.strip())}" if rest else escape(line)
 
@@ -58,7 +58,7 @@ def _sizes(scaling: Sequence[PlanForecast]) -> list[list[str]]:
 
 
 def gantt(forecast: PlanForecast) -> str:
-    """Draw a row for each clock that has work."""
+    """Draw a Gantt chart with a row for each clock that has work."""
     used = [clock for clock in CLOCKS if any(span.clock == clock for span in forecast.spans)]
     scale = WIDTH / max(forecast.step_ms, 1e-9)
     bottom = TOP + ROW * len(used)

@@ -21,8 +21,8 @@ class DeltaRefusedError(ServingError):
 
 
 def problems_of(gate: DeltaGateConfig, stats: Stats, history: Sequence[Stats]) -> list[str]:
-    """Return why a delta with these `stats` must not serve; empty if it may. history: the chain's
-    deltas, oldest first.
+    """Return why a delta with these `stats` must not be served; empty if it may be served. history:
+    the earlier deltas of the chain, oldest first.
     """
     found = []
     if stats["not_finite"]:
@@ -42,7 +42,7 @@ def problems_of(gate: DeltaGateConfig, stats: Stats, history: Sequence[Stats]) -
 
 
 def _unlike(gate: DeltaGateConfig, stats: Stats, history: Sequence[Stats]) -> list[str]:
-    """Return which of `stats` are far from the median of earlier deltas."""
+    """Return the names of `stats` that are far from the median of earlier deltas."""
     found = []
 
     def hold(name: str, what: str, key: str, low: float | None, high: float | None) -> None:

@@ -1,7 +1,8 @@
-"""Publish deltas of an artifact while a run trains (publishing.when), by a process next to rank 0.
+"""Publish deltas of an artifact while a run trains (publishing.when), by a separate process next to
+rank 0.
 
-A step that is due is saved, and the process reads it from there, so the training only waits for its
-save. At most one step is being published and one waits. If more steps arrive, the newest one waits.
+A due step is saved, and the process reads the saved step, so training waits only for the save. At
+most one step is being published and one step waits. If more steps come, only the newest step waits.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ Answer = dict[str, Any]
 
 class StepPublisher(Protocol):
     def send(self, step: int) -> None:
-        """Send a step without waiting."""
+        """Send a step to the process without waiting."""
 
     def answer(self, timeout_s: float = 0.0) -> Answer | None:
-        """Return the next answer within that time, or None."""
+        """Return the next answer of the process, or None if none comes within that time."""
 
     def end(self, at_once: bool = False) -> None:
         """End the process. at_once: abandon the step in progress."""
 
 
 class PublishingProcess:
-    """Run pipeline.extras.publish.worker, which has a predictor and exports, in a process, so that
-    it does not delay steps.
+    """Run pipeline.extras.publish.worker in a separate process, so that predictions and exports do
+    not delay steps.
     """
 
     def __init__(self, job: TrainJob) -> None:
@@ -135,7 +136,8 @@ def artifact_of(job: TrainJob) -> str:
 class PublishDeltas(Hook):
     """Publish on rank 0.
 
-    Its clock decides when a step is due; the ranks agree on the save together with their loss.
+    Rank 0's clock decides when a step is due. The ranks learn of the save in the same exchange as
+    the loss.
     """
 
     runs_after = "saving"
@@ -251,9 +253,9 @@ class PublishDeltas(Hook):
 
 @register("hook", "progressive")
 class ProgressiveValidation(Hook):
-    """Measures the main label if it is binary.
+    """Measures NE of the main label, if it is binary, on each batch before training on it.
 
-    Does nothing unless deltas are published or differences are saved.
+    The hook does nothing unless deltas are published or differential checkpoints are saved.
     """
 
     runs_after = "plateau"
@@ -283,7 +285,7 @@ class ProgressiveValidation(Hook):
         return next(iter(clicks(prediction).values()))
 
     def saved_values(self, state: TrainingState) -> dict[str, Any]:
-        """Return the NE since the last save for the manifest. Collective."""
+        """Return the NE since the last save, to store it in the manifest. Collective."""
         if not self._wanted:
             return {}
         sums = self._sums.clone()
@@ -302,7 +304,7 @@ class ProgressiveValidation(Hook):
 
 
 def normalized_entropy(loss: float, labels: float, weights: float) -> float | None:
-    """Return NE, None if there are no rows or all labels are equal."""
+    """Return NE, or None if there are no rows or all labels are equal."""
     rate = labels / weights if weights else 0.0
     if not 0.0 < rate < 1.0:
         return None

@@ -13,10 +13,9 @@ from pipeline.runtime.errors import ConfigError, check_at_least, check_given, ch
 @job_of("publish")
 @dataclass
 class PublishJob(Job):
-    """Publish a delta of `artifact`: what the newest step of its run has changed.
-
-    follow: continue, and publish every new step. pin: publish nothing, and let servers go to
-    this delta and stay there. unpin: let servers follow the newest delta again.
+    """Publish a delta of `artifact` with the changes up to the newest step of its run. follow:
+    continue to run, and publish every new step. pin: publish nothing, and let servers go to this
+    delta and stay there. unpin: let servers follow the newest delta again.
     """
 
     artifact: str = "???"

@@ -1,5 +1,5 @@
-"""Provide the tensors of the layers' program at each step of a run: traced once, then taken from
-the model by name.
+"""Provide the tensors of the layers' program at each step of a run. The layers are traced once;
+later tensors are taken from the model by name.
 
 A trace takes most of a delta's time. Its result is the program's code, which is the same for all
 steps of a run, and tensors: named weights, quantized weights, and computed ones. They are taken by

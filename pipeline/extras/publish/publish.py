@@ -24,7 +24,7 @@ logger = get_logger("pipeline.publish")
 def publish(job: PublishJob, find: Callable[[str], FoundArtifact]) -> list[str]:
     """Return lines that say what was published.
 
-    With job.follow it ends by Ctrl-C, or by a refused delta.
+    With job.follow the function runs until Ctrl-C, or until a delta is refused.
 
     Raises:
         ServingError: deltas cannot follow the artifact, or a delta does not pass the gate.
@@ -54,10 +54,10 @@ def publish(job: PublishJob, find: Callable[[str], FoundArtifact]) -> list[str]:
 
 
 def _publish_what_came(publisher: object) -> None:
-    """Publish.
+    """Publish the newest step, if there is one.
 
-    A training may remove a step while it is read, because it keeps only a few; the next one follows
-    soon.
+    Training keeps only a few steps, so it may remove a step while it is being read. The next step
+    follows soon.
     """
     try:
         delta = publisher.publish_newest()  # type: ignore[attr-defined]

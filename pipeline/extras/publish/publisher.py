@@ -63,7 +63,7 @@ from pipeline.training.run_state import folder_of
 
 
 class Stages:
-    """The duration of the parts of one delta."""
+    """The seconds that each part of making one delta took."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -81,14 +81,15 @@ class Stages:
 
 
 class OutgrownError(ServingError):
-    """A step has rows or values that no delta can add to the artifact: a new artifact is needed."""
+    """A step has rows or values that a delta cannot add to the artifact, so a new artifact is needed."""
 
 
 class Publisher:
-    """The writer of one artifact's chain of deltas."""
+    """Writes the chain of deltas of one artifact."""
 
     def __init__(self, job: PublishJob, artifact: str, history: Sequence[Stats] = ()) -> None:
-        """history: of deltas before this artifact, for comparison with its first ones.
+        """history: deltas of earlier artifacts, with which the first deltas of this artifact are
+        compared.
 
         Raises ServingError if deltas cannot follow the artifact.
         """
@@ -126,7 +127,7 @@ class Publisher:
     def publish_newest(self) -> Delta | None:
         """Publish a delta of the newest step, or of job.step.
 
-        Return None if servers already have it. Raises as publish_step.
+        Return None if servers already have this step. Raises the same errors as publish_step.
         """
         steps = list_steps(folder_of(self._run))
         return self.publish_step(self._job.step if self._job.step is not None else max(steps, default=-1))
@@ -151,8 +152,8 @@ class Publisher:
         return self._publish(trained)
 
     def _check_step(self, trained: TrainedStep) -> None:
-        """Raise OutgrownError if tables have more rows than the artifact's, and ServingError if
-        tables, features or data differ.
+        """Raise OutgrownError if tables have more rows than the artifact's tables. Raise
+        ServingError if tables, features or data differ.
         """
         now = [
             (table.name, stored.rows, stored.dim) for table, stored in zip(trained.tables, trained.stored, strict=True)
@@ -202,9 +203,9 @@ class Publisher:
         return delta
 
     def _new_ids(self, trained: TrainedStep) -> dict[str, NewIds]:
-        """Return by feature the values that the step has and servers lack.
+        """Return for each feature the values that the step has and the servers do not have.
 
-        Raises OutgrownError if servers use the ids otherwise.
+        Raises OutgrownError if servers use these ids for other values.
         """
         found = {}
         for feature in trained.dataset.sparse_features:
@@ -224,7 +225,7 @@ class Publisher:
         return found
 
     def is_chain_over(self, share: float) -> bool:
-        """Return whether the chain's deltas have more than `share` times the artifact's bytes."""
+        """Return True if the chain's deltas together are larger than `share` times the artifact."""
         return self._chain_bytes > share * self._manifest.size_bytes
 
     def _patches(self, trained: TrainedStep, path: str) -> Iterator[Patch]:
@@ -241,8 +242,8 @@ class Publisher:
     def _differing(
         self, trained: TrainedStep, number: int, rows: Rows | None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield those of `rows` (None: all) whose stored bytes differ from the servers', one block
-        at a time.
+        """Yield, one block at a time, the rows whose stored bytes differ from the servers' bytes.
+        Only `rows` are compared (None: all rows).
         """
         stored, table = trained.stored[number], self._manifest.tables[number]
         at_once = block_rows(stored.dim * stored.dtype.itemsize)
@@ -265,8 +266,8 @@ class Publisher:
                 yield ids[differs], new[differs]
 
     def _stats_before(self, patches: list[Patch], trained: TrainedStep) -> dict[str, float]:
-        """Return the statistics of a delta before it is applied, and the values with which its NE
-        is compared.
+        """Return the statistics of a delta before it is applied, and the values that its NE is
+        compared with.
         """
         if math.isnan(self._ne):
             self._ne = self._normalized_entropy(trained)
@@ -291,9 +292,8 @@ class Publisher:
         }
 
     def _check_gate(self, delta: Delta) -> None:
-        """Raise DeltaRefusedError if the delta must not serve.
-
-        If deltas follow each other, pin servers to the current one.
+        """Raise DeltaRefusedError if the delta must not be served. If several deltas are published,
+        pin servers to the current delta.
         """
         if not (problems := problems_of(self._job.delta_gate, delta.stats, self.history)):
             return
@@ -322,7 +322,7 @@ class Publisher:
         return quality(target.kind, *map(np.concatenate, (scores, labels, weights))).ne
 
     def _commit(self, draft: Delta, patches: list[Patch], contents: dict[str, bytes]) -> Delta:
-        """Commit. Raises FileExistsError if another publisher was faster."""
+        """Commit the delta. Raises FileExistsError if another publisher committed a delta first."""
         sequence, changes = draft.sequence, []
         for patch in patches:
             change = TableChange(patch.table, len(patch.ids), f"{patch.table:05d}.ids", f"{patch.table:05d}.rows")

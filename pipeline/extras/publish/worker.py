@@ -42,7 +42,7 @@ logger = get_logger("pipeline.publish")
 
 @dataclass
 class PublishOrder:
-    """The first line of input, as JSON."""
+    """The first line of the worker's input, as JSON."""
 
     run: str
     artifact: str
@@ -57,8 +57,8 @@ class Worker:
     """Export the artifact from the first step if there is none, and publish a delta for each later
     step.
 
-    The artifact's name is a link to <name>.000001 and so on. Each of them begins a chain at the
-    step that ended the previous chain.
+    The artifact's name is a link to <name>.000001, <name>.000002, ... Each of these artifacts
+    begins a new chain at the step where the previous chain ended.
     """
 
     def __init__(self, order: PublishOrder) -> None:
@@ -68,7 +68,7 @@ class Worker:
         self.stopped = ""  # why nothing more is published
 
     def prepare(self) -> None:
-        """Load what deltas follow, before the first step is there. What is wrong with it is said of that step."""
+        """Load what deltas need before the first step comes. The answer to that step reports errors."""
         try:
             if self._has_artifact():
                 self._open()
@@ -79,7 +79,7 @@ class Worker:
         return storage.is_file(storage.join(self._order.artifact, MANIFEST))
 
     def publish(self, step: int) -> dict[str, Any]:
-        """What the answer says besides the step. A step that is gone by now costs nothing but itself."""
+        """Publish the step and return the answer's values. If the step was removed, only this step is left out."""
         began, cpu = time.monotonic(), time.process_time()
         try:
             self._await_commit(step)
@@ -120,7 +120,7 @@ class Worker:
         }
 
     def _outgrown(self, step: int) -> dict[str, Any]:
-        """Begin a new chain at `step`, whose rows or values no delta can bring."""
+        """Begin a new chain at `step`, which has rows or values that a delta cannot add."""
         publisher = self._open()
         try:
             made = self._begin(step)
@@ -152,7 +152,7 @@ class Worker:
         return output
 
     def _generations(self) -> list[tuple[int, str]]:
-        """Return (number, folder) of each artifact, the oldest first."""
+        """Return (number, folder) of each artifact of this name, the oldest first."""
         folder, name = os.path.split(self._order.artifact)
         found = [
             (each.removeprefix(f"{name}."), os.path.join(folder, each)) for each in storage.list_folder(folder or ".")
@@ -160,9 +160,8 @@ class Worker:
         return sorted((int(number), path) for number, path in found if number.isdigit())
 
     def _begin_anew(self, step: int) -> dict[str, Any]:
-        """Begin a new chain if needed, and return the answer's values.
-
-        The delta of `step` has passed the gate.
+        """Begin a new chain if it is needed, and return the values of the answer. The delta of
+        `step` has already passed the gate.
         """
         order, publisher = self._order, self._open()
         if (
@@ -197,7 +196,7 @@ class Worker:
         return self._publisher
 
     def _why_pinned(self) -> str | None:
-        """Return why servers are pinned, or None."""
+        """Return why servers are pinned to a delta, or None if they are not pinned."""
         folder = deltas_folder(self._order.artifact)
         try:
             return None if pinned_sequence(folder) is None else why_pinned(folder)

@@ -39,9 +39,8 @@ logger = get_logger("pipeline.export")
 
 @dataclass(frozen=True)
 class Catalogue:
-    """The items.
-
-    `ids` [num_items] ascending, of the feature that names items; `vectors` [num_items, dim].
+    """The items. `ids` [num_items], ascending, are ids of the feature that names items; `vectors`
+    are [num_items, dim].
     """
 
     ids: NDArray[np.int64]
@@ -52,7 +51,7 @@ class Catalogue:
 def make_catalogue(
     tower: Tower, parts: RetrievalParts, dataset: Dataset, data_path: str, source: str | None, kept: KeptRows | None
 ) -> Catalogue:
-    """Make the catalogue. `tower` is the item's tower; `kept` are the item rows that stay.
+    """Make the catalogue. `tower` is the items' tower; `kept` are the rows of items to keep.
 
     source: raw rows of items; None: all items of the data set.
 

@@ -33,7 +33,7 @@ NUMBERS = ("recall_at_", "mrr")
 class Towers:
     """Compute the vectors of a sample's rows.
 
-    `pooled` looks up the batch; each program takes the columns of its tower.
+    `pooled` looks up the rows of a batch; each tower's program takes the columns of its tower.
     """
 
     trained: TrainedStep
@@ -43,7 +43,7 @@ class Towers:
     item: Program
 
     def of(self, batch: SampleBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return users and items, [batch, dim] float32."""
+        """Return the vectors of users and of items, [batch, dim] float32 each."""
         dims = dict(zip(self.trained.keys, self.trained.model_dims, strict=True))
         with torch.no_grad():
             rows = batch.rows(self.pooled)
@@ -57,9 +57,9 @@ class Towers:
 class Measured:
     """The results. `numbers`: the metrics of an evaluation.
 
-    `users` [clicked, dim]: clicked rows, and the items that they clicked.
+    `users` [clicked, dim]: the users of rows with a click; `items` are the items that they clicked.
 
-    `vectors` [rows, 2 dim]: of all real rows.
+    `vectors` [rows, 2 dim]: the vectors of all rows that are not padding.
     """
 
     numbers: dict[str, float]
@@ -86,8 +86,8 @@ def measure(towers: Towers, sample: Sample, recall_at: Sequence[int]) -> Measure
 
 
 def _first_ids(batch: SampleBatch, number: int) -> torch.Tensor:
-    """Return [batch]: the first id of the feature of that number, as
-    models.tasks.retrieval.first_ids; NO_ITEM if there is none.
+    """Return [batch]: the first id of the feature with that number, as
+    models.tasks.retrieval.first_ids does; NO_ITEM if a row has no id.
     """
     size = len(batch.labels)
     ends = batch.offsets[number * size : (number + 1) * size + 1]
@@ -97,7 +97,7 @@ def _first_ids(batch: SampleBatch, number: int) -> torch.Tensor:
 
 
 def compare(model: Measured, artifact: Measured) -> dict[str, Any]:
-    """Return the certificate of a split."""
+    """Return the certificate of a split: the artifact's recall compared with the model's recall."""
     numbers = [name for name in model.numbers if name.startswith(NUMBERS)]
     far = np.abs(model.vectors - artifact.vectors)
     return {
@@ -133,7 +133,7 @@ def certify_index(
 
 
 def excesses(certificate: dict[str, Any], limits: RetrievalConfig) -> list[str]:
-    """Return a line with both numbers for each exceeded limit."""
+    """Return one line for each exceeded limit, with the measured value and the limit."""
     lines = []
     for split, about in certificate["splits"].items():
         for name, before in about["model"].items():

@@ -129,7 +129,7 @@ def _write_items(writer: ArtifactWriter, catalogue: Catalogue, kind: str, config
 def _trained_towers(
     step: TrainedStep, samples: dict[str, Sample], scratch: str, parts: RetrievalParts, towers: dict[str, TowerLayers]
 ) -> Towers:
-    """Return the towers as the trainer evaluates them."""
+    """Return the model's towers, which compute vectors as the trainer's evaluation does."""
     lookup = fp32_lookup(step, samples, scratch)
     programs = [as_trained(towers[tower], parts.dim, step) for tower in ("user", "item")]
     return Towers(step, parts, lambda batch: lookup.pooled(*batch.ids), *programs)
@@ -165,7 +165,7 @@ def _certificate(
 
 
 def describe(summary: ExportSummary) -> str:
-    """Describe the export of a two-tower."""
+    """Return lines that describe the export of a two-tower."""
     sizes, index, lines = summary.sizes, summary.certificate["index"], [title(summary)]
     for split, about in summary.certificate["splits"].items():
         numbers = ", ".join(

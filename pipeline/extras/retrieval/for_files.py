@@ -1,4 +1,4 @@
-"""Load a two-tower's artifact for files: write the best items of each row, or the rows' vectors."""
+"""Load a two-tower's artifact for scoring files. Each row gets its best items, or its vector."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline.serving.scoring.scorer import Rows
 
 
 class VectorOutput:
-    """Write a vector of `dim` numbers per row."""
+    """Writes a vector of `dim` numbers for each row."""
 
     def __init__(self, dim: int) -> None:
         self.dim, self.fields = dim, [pa.field("vector", pa.list_(pa.float32()))]
@@ -33,7 +33,7 @@ class VectorOutput:
 
 
 class ItemsOutput:
-    """Write the best items of a row, and their scores."""
+    """Writes the best items of each row, and their scores."""
 
     def __init__(self, items: Items) -> None:
         self._items = items
@@ -54,7 +54,7 @@ class ItemsOutput:
 
 
 class BestItems:
-    """Score rows. A score is an object with the `k` best items of the row."""
+    """Scores rows. A score is an object with the `k` best items of the row."""
 
     def __init__(self, retriever: Retriever, k: int) -> None:
         self._retriever, self._wish = retriever, Wish(k)

@@ -49,8 +49,8 @@ def _texts(ids: Sequence[str | int]) -> tuple[str, ...]:
 
 
 def retrieved(retriever: Retriever, scored: Scores) -> tuple[Response, int]:
-    """Return items and scores of each row, best first (null for a row in bad_rows), and the number
-    of items.
+    """Return the best items and scores of each row, best first (null for a row in bad_rows), and
+    the total number of items.
     """
     found: list[Found | None] = list(scored.scores)
     positions = [each.positions for each in found if each is not None]

@@ -27,9 +27,8 @@ SCORES_AT_ONCE = 1 << 24  # numbers in one block of scores, 64 MiB
 
 
 class ItemIndex(Protocol):
-    """The interface of a registered "index": a class whose objects find items.
-
-    One caller at a time.
+    """The interface of a class registered as "index", whose objects find items. Only one thread may
+    call an object.
 
     has_file: whether an artifact stores the index in a separate file, items.index; otherwise it is
     built from the vectors.
@@ -43,19 +42,19 @@ class ItemIndex(Protocol):
 
     @classmethod
     def load(cls, path: str, num_items: int, dim: int, search: int) -> ItemIndex:
-        """Load what write() wrote, or the vectors' file (float32, row after row) if has_file is
-        false.
+        """Load the file that write() wrote. If has_file is false, load the vectors' file (float32,
+        row after row).
 
         Raises:
             ServingError: the file has other items, or a library is missing.
         """
 
     def write(self, path: str) -> None:
-        """Write the index. Only if has_file."""
+        """Write the index. Called only if has_file is true."""
 
     def search(self, users: Vectors, k: int) -> tuple[Vectors, Positions]:
-        """Return scores [users, k] and positions [users, k], the best first; NO_ITEM if fewer were
-        found.
+        """Return scores [users, k] and positions [users, k], best first. Positions are NO_ITEM if
+        fewer than k items were found.
         """
 
     def scores_of(self, users: Vectors, positions: Positions) -> Vectors:
@@ -70,14 +69,14 @@ def index_kind(name: str, num_items: int) -> str:
 
 
 def index_class(name: str) -> type[ItemIndex]:
-    """Return the class of an index. Raises ConfigError if there is none of that name."""
+    """Return the class of an index. Raises ConfigError if no index has that name."""
     found: type[ItemIndex] = find("index", name, "retrieval.index")
     return found
 
 
 def exact_search(users: Vectors, items: torch.Tensor, k: int) -> tuple[Vectors, Positions]:
-    """Return scores and positions of the k best of `items` [n, dim], by comparing with all
-    of them.
+    """Return scores and positions of the k best items. Each user is compared with all `items` [n,
+    dim].
     """
     k = min(k, len(items))
     scores = np.empty((len(users), k), np.float32)

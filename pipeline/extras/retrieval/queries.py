@@ -16,9 +16,8 @@ from pipeline.serving.scoring.scorer import ColumnLists, concat_rows
 
 @dataclass(frozen=True)
 class Wish:
-    """Constraints. `allowed`: only these items; None: all. `excluded`: none of these.
-
-    Raw values; unknown items are ignored.
+    """Constraints on the items. `allowed`: return only these items; None: all. `excluded`: do not
+    return these items. Items are given as raw values; unknown items are ignored.
     """
 
     k: int
@@ -28,8 +27,8 @@ class Wish:
 
 @dataclass(frozen=True)
 class Queries:
-    """Rows of users, and their `wishes`: (number of rows, their constraints) one after the other,
-    for all rows.
+    """Rows of users, and their `wishes`: a list of (number of rows, constraints of these rows) that
+    covers all rows in order.
     """
 
     rows: ColumnLists
@@ -58,8 +57,8 @@ class Queries:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of one user, best first: `positions` among the artifact's items [n], `scores` [n]
-    float32; n <= k.
+    """The items found for one user, best first: `positions` [n] in the artifact's list of items,
+    and `scores` [n] float32; n <= k.
     """
 
     positions: NDArray[np.int64]

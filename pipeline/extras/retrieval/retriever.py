@@ -48,7 +48,7 @@ class Items:
 
     @classmethod
     def from_table(cls, table: pa.Table, num_items: int) -> Items:
-        """Make Items. Raises ArtifactError if the table is not a list of that many items."""
+        """Make Items. Raises ArtifactError if the table is not a list of `num_items` items."""
         kinds = (pa.string(), pa.large_string())
         if table.column_names != [COLUMN] or table[COLUMN].type not in kinds or table[COLUMN].null_count:
             raise ArtifactError(
@@ -65,14 +65,14 @@ class Items:
         return self._values.take(pa.array(positions))
 
     def positions_of(self, values: Iterable[str]) -> NDArray[np.int64]:
-        """Return the distinct positions of the values, ascending. Unknown items are ignored."""
+        """Return the positions of the values without repetition, ascending. Unknown items are ignored."""
         texts: Sequence[str] = list(values)
         found = self._index.ids(np.zeros(len(texts), np.int64), pa.array(texts, pa.large_string()))
         return np.unique(found[found > 0] - 1)
 
 
 class Retriever:
-    """Find items for users. For one caller at a time."""
+    """Finds items for users. Only one thread may call it."""
 
     retrieves_items = True
 
@@ -105,7 +105,7 @@ class Retriever:
 
     @property
     def version(self) -> str:
-        """Return the version of the artifact. Equal versions give equal answers."""
+        """Return the version of the artifact. Equal versions give equal responses."""
         return self.manifest.version
 
     @property
@@ -126,9 +126,8 @@ class Retriever:
         return self.user.unusual(row_zero)
 
     def try_out(self) -> None:
-        """Retrieve for an empty row, as a first request may have.
-
-        Raises ServingError if nothing is found.
+        """Retrieve items for an empty row, which the first request may have. Raises ServingError if
+        no item is found.
         """
         schema = schema_of(self.columns)
         rows = pa.table([pa.nulls(1, field.type) for field in schema], schema=schema)
@@ -144,13 +143,13 @@ class Retriever:
         return RetrieveReader(self.columns, limits)
 
     def answer(self, scored: Scores) -> tuple[Response, int]:
-        """Return the response of a server, and how many items it names."""
+        """Return the server's response, and the number of items in it."""
         from pipeline.extras.retrieval.http import retrieved
 
         return retrieved(self, scored)
 
     def score(self, rows: Rows | Queries) -> Scored:
-        """Answer Queries (see retrieve)."""
+        """Return the results for Queries (see retrieve)."""
         assert isinstance(rows, Queries), "rows without a wish"
         return self.retrieve(rows.rows, rows.wishes)
 
@@ -172,7 +171,7 @@ class Retriever:
         return Scored(found, scored.bad_rows, scored.row_zero)
 
     def _find(self, users: Vectors, wish: Wish) -> NDArray[np.object_]:
-        """Return [users] of Found."""
+        """Return the Found of each user, [users]."""
         if wish.allowed is not None:
             return self._find_among(users, wish)
         excluded = self.items.positions_of(wish.excluded)
@@ -183,7 +182,7 @@ class Retriever:
         return _objects([Found(row[stay][: wish.k], score[stay][: wish.k]) for row, score, stay in rows])
 
     def _find_among(self, users: Vectors, wish: Wish) -> NDArray[np.object_]:
-        """Search a list of allowed items exactly, with any index."""
+        """Search only the allowed items, exactly, whatever the index is."""
         positions = np.setdiff1d(self.items.positions_of(wish.allowed or ()), self.items.positions_of(wish.excluded))
         if not len(positions):
             return _objects([Found(positions, np.zeros(0, np.float32))] * len(users))

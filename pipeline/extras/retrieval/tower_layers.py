@@ -1,4 +1,4 @@
-"""Separate one tower of a two-tower as a module: (dense, pooled rows of its features) -> vectors."""
+"""Make a module of one tower of a two-tower. It maps (dense, pooled rows of the tower's features) to vectors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from pipeline.serving.artifact.trained_step import TrainedStep
 
 
 class TowerLayers(nn.Module):
-    """One tower.
-
-    `model` has user_vectors and item_vectors; parts that the tower does not use are removed.
+    """The layers of one tower. `model` has the methods user_vectors and item_vectors; parts that
+    the tower does not use are removed.
     """
 
     def __init__(self, model: nn.Module, tower: str, keys: list[str], dims: list[int], num_dense: int) -> None:
@@ -32,7 +31,7 @@ class TowerLayers(nn.Module):
         return vectors
 
     def _drop_unused(self) -> None:
-        """Remove unused parts, found by gradients, because they would be written into the artifact."""
+        """Remove parts without gradients, because they are unused and would be written into the artifact."""
         self.eval().requires_grad_(True)
         names = [name for name, _ in self.model.named_parameters()]
         vectors = self(torch.ones(2, self.num_dense), torch.ones(2, self.pooled_dim))
@@ -45,9 +44,8 @@ class TowerLayers(nn.Module):
 
 
 def towers_of(step: TrainedStep, features: dict[str, list[str]]) -> dict[str, TowerLayers]:
-    """Return the layers of the user's and of the item's tower, in fp32.
-
-    features: tower -> its features, in the order of the batch. Dense features belong to the user.
+    """Return the layers of the users' and the items' tower, in fp32. features: tower -> its
+    features, in the order of the batch. Dense features belong to the users' tower.
     """
     dims = dict(zip(step.keys, step.model_dims, strict=True))
     return {
@@ -59,5 +57,5 @@ def towers_of(step: TrainedStep, features: dict[str, list[str]]) -> dict[str, To
 
 
 def as_trained(layers: TowerLayers, dim: int, step: TrainedStep) -> Program:
-    """Return the tower as the trainer evaluates it: (dense, pooled) -> vectors [batch, dim]."""
+    """Return the tower, (dense, pooled) -> vectors [batch, dim], as the trainer evaluates it."""
     return step.program(Layers(copy.deepcopy(layers), width=dim).eval())

@@ -32,14 +32,14 @@ LEFT_OUT = ("num_samples", "num_groups", "num_one_class_groups", "label_rate")
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant, called `letter` in the text. Its runs differ only in their seed."""
+    """A variant, which the text calls by its `letter`. Its runs differ only in their seeds."""
 
     letter: str
     runs: list[Run]
 
     @property
     def by_seed(self) -> dict[int, str]:
-        """Return seed -> run. If a seed was trained twice, the second run gets another number."""
+        """Return seed -> run. If two runs have the same seed, the second run gets another number."""
         found: dict[int, str] = {}
         for run in self.runs:
             seed = run.seed if run.seed not in found else -1 - len(found)
@@ -64,9 +64,8 @@ class MetricRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result. `config`: key -> value of each variant, if they differ.
-
-    `others`: other facts of each variant.
+    """The result. `config`: key -> the values of the variants, for keys whose values differ.
+    `others`: facts of each variant that are not metrics.
     """
 
     split: str
@@ -113,10 +112,8 @@ class Comparison:
 
 
 def compare(runs: Sequence[Run], split: str | None = None, confidence: float = 0.98) -> Comparison:
-    """Compare.
-
-    Raises ConfigError for fewer than two runs, one run twice, and a split on which no run was
-    measured.
+    """Return the comparison of the runs. Raises ConfigError for fewer than two runs, a run that is
+    named twice, and a split on which no run was measured.
     """
     if len(runs) < 2:
         raise ConfigError("compare needs at least two runs: python -m pipeline runs compare RUN RUN")
@@ -162,7 +159,7 @@ def compare(runs: Sequence[Run], split: str | None = None, confidence: float = 0
 
 
 def group(runs: Sequence[Run]) -> list[Variant]:
-    """Return the variants in the order of the runs."""
+    """Group the runs into variants, in the order of the runs."""
     variants: dict[str, list[Run]] = {}
     for run in runs:
         variants.setdefault(repr(sorted(_identity(run).items())), []).append(run)
@@ -179,8 +176,8 @@ def _identity(run: Run) -> dict[str, str]:
 
 
 def choose_split(runs: Sequence[Run]) -> str:
-    """Return the first of SPLITS on which all runs were measured, otherwise the one on which most
-    were.
+    """Return the first of SPLITS on which all runs were measured; if there is none, the split on
+    which most runs were measured.
     """
     counts = {split: sum(bool(run.metrics(split)[1]) for run in runs) for split in SPLITS}
     return max(SPLITS, key=lambda split: (counts[split], -SPLITS.index(split)))
@@ -189,8 +186,8 @@ def choose_split(runs: Sequence[Run]) -> str:
 def read_all_stats(
     runs: Sequence[Run], split: str, steps: dict[str, int]
 ) -> tuple[dict[str, EvaluationStats], list[str]]:
-    """Return path -> statistics of the run's evaluation, for all runs or for none, and why for
-    none.
+    """Return path -> statistics of the run's evaluation, and "". If any run has no statistics,
+    return an empty mapping, and the reason.
     """
     missing = [run.path for run in runs if (split, steps[run.path]) not in run.stats]
     if missing:
@@ -208,7 +205,7 @@ def read_all_stats(
 
 
 def differing_config(variants: Sequence[Variant]) -> dict[str, list[str]]:
-    """Return key -> its value in each variant."""
+    """Return key -> the values of the variants, for keys whose values differ."""
     configs = [_identity(variant.runs[0]) for variant in variants]
     keys = sorted({key for config in configs for key in config})
     return {
@@ -236,13 +233,13 @@ def describe(metric: str, letter: str, found: Difference) -> str:
 
 
 def _places(half_width: float) -> int:
-    """Return the decimal places that show two digits of the half width."""
+    """Return the number of decimal places that shows two digits of the half width."""
     return min(8, max(1, 1 - math.floor(math.log10(half_width)))) if half_width > 0 else 4
 
 
 def _others(variants: Sequence[Variant]) -> dict[str, list[str]]:
-    """Return facts other than quality: of the variant's first run, or the sum or mean of
-    its runs.
+    """Return facts other than quality. A fact is of the variant's first run, or is the sum or mean
+    over its runs.
     """
 
     def mean(runs: list[Run], key: str) -> str:

@@ -17,7 +17,7 @@ class RunsJob(Job):
     file in addition to the text.
 
     compare uses `runs`, of which the first is the baseline. show, tag, clean and remove use `run`.
-    A leading - removes a tag. confidence: of the intervals.
+    A leading - removes a tag. confidence: the confidence of the intervals.
     """
 
     command: str = "list"
@@ -55,7 +55,7 @@ class RunsJob(Job):
 
 @dataclass
 class ReportJob(Job):
-    """Report run folder `run`. output=None: report.html in that folder."""
+    """Write a report of run folder `run`. output=None: write report.html in that folder."""
 
     run: str = "???"
     output: str | None = None

@@ -1,9 +1,9 @@
 """Store statistics of an evaluation: sums over blocks of rows, a reliability diagram, and slices
 (without torch).
 
-A block is a part of the split's files, the same rows for every run over the same split, so two
-runs' blocks can be paired. All sums are weighted by the rows' sample weights. One Parquet file has a row per block, and everything else as JSON in the
-file's metadata.
+A block is a part of the split's files. It has the same rows in every run over this split, so the
+blocks of two runs can be paired. All sums are weighted by the rows' sample weights. One Parquet
+file has a row per block, and everything else as JSON in the file's metadata.
 """
 
 from __future__ import annotations
@@ -80,11 +80,9 @@ class Slice:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Weighted sums over the rows of each block [num_blocks]; `rows` is not weighted; `auc_term` sums
-    each row's part in the AUC's deviation.
-
-    If block b is taken m_b times, the AUC is that of the complete split plus sum(m_b * auc_term_b),
-    to first order (DeLong 1988).
+    """Weighted sums over the rows of each block [num_blocks]; `rows` is not weighted; `auc_term`
+    sums each row's contribution to the AUC's deviation. If block b is sampled m_b times, the AUC
+    is to first order the AUC of the complete split plus sum(m_b * auc_term_b) (DeLong 1988).
     """
 
     rows: Floats
@@ -97,7 +95,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class EvaluationStats:
-    """The statistics. Blocks, bins and slices are of the main label."""
+    """The statistics of an evaluation. Blocks, bins and slices are computed for the main label."""
 
     split: str
     step: int
@@ -119,8 +117,8 @@ def summarize_rows(
     num_blocks: int,
     weights: NDArray[np.floating],
 ) -> tuple[Blocks, list[Bin]]:
-    """Summarize rows [n] in any order: their blocks in [0, num_blocks), logits, labels 0 or 1, and
-    weights.
+    """Return the Blocks of rows in any order. Arguments are [n]: blocks in [0, num_blocks), logits,
+    labels 0 or 1, and weights.
     """
     order = np.argsort(logits, kind="stable")
     ordered = logits[order]
@@ -149,7 +147,7 @@ def summarize_rows(
 
 
 def _bins_of_ties(weights: NDArray[np.number]) -> NDArray[np.int8]:
-    """Return the bin of each group of equal scores, lowest first, so that bins have about the same weight."""
+    """Return the bin of each group of equal scores, lowest score first. All bins have about the same weight."""
     middle = np.cumsum(weights) - weights / 2
     return np.minimum(middle / weights.sum() * NUM_BINS, NUM_BINS - 1).astype(np.int8)
 
@@ -163,8 +161,8 @@ def auc_terms(
     """Return [n]: each row's structural component of the AUC minus the mean of its class (DeLong et
     al. 1988), times its weight.
 
-    `order` sorts the rows by score, ascending. `tie_of` numbers the scores of the sorted rows; equal
-    scores have one number. Zeros if all labels are equal.
+    `order` sorts the rows by score, ascending. `tie_of` numbers the scores of the sorted rows;
+    equal scores have equal numbers. The result is 0 if all labels are equal.
     """
     positive, ordered = labels[order] > 0, weights[order].astype(np.float64)
     of_positives, of_negatives = float(ordered[positive].sum()), float(ordered[~positive].sum())
@@ -173,7 +171,7 @@ def auc_terms(
         return terms
 
     def shares_below(of_class: NDArray[np.bool_], total: float, rows: NDArray[np.bool_]) -> Floats:
-        """Return for `rows` the share of a class with a lower score; equal scores count half."""
+        """Return for `rows` the share of a class that has a lower score. Rows with an equal score count half."""
         per_tie = np.bincount(tie_of, ordered * of_class)
         below = np.cumsum(per_tie) - per_tie / 2
         below /= total
@@ -190,12 +188,12 @@ def auc_terms(
 
 
 def stats_path(evaluation: str) -> str:
-    """Return the path next to an evaluation's JSON file."""
+    """Return the path of the statistics next to the JSON file of an evaluation."""
     return evaluation.removesuffix(".json") + SUFFIX
 
 
 def write_stats(path: str, stats: EvaluationStats) -> None:
-    """Write the file completely or not at all."""
+    """Write the file completely, or do not write it at all."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -226,7 +224,7 @@ def write_stats(path: str, stats: EvaluationStats) -> None:
 
 
 def list_stats(run: str) -> dict[tuple[str, int], str]:
-    """Return (split, step) -> file of complete splits, ascending."""
+    """Return (split, step) -> statistics file, for evaluations of complete splits, ascending."""
     found = {}
     for name in storage.list_folder(run):
         if match := NAME.fullmatch(name):
@@ -242,9 +240,8 @@ def write_stats_of(evaluation: str, stats: EvaluationStats) -> None:
 def keep_stats(run: str, stats: EvaluationStats, metric: str) -> None:
     """Write the statistics of a training's evaluation.
 
-    Of its earlier evaluations keep only the best by `metric`.
-
-    Statistics that `evaluate` has written stay too.
+    Of the training's earlier statistics keep only the best by `metric`. Statistics that `evaluate`
+    has written are kept.
     """
     path = stats_path(storage.join(run, f"evaluation.{stats.split}.step_{stats.step}.json"))
     write_stats(path, stats)
@@ -262,7 +259,7 @@ def keep_stats(run: str, stats: EvaluationStats, metric: str) -> None:
 
 
 def _about(path: str) -> Any:
-    """Read the metadata. Raises DamagedError as read_stats."""
+    """Read the metadata. Raises DamagedError as read_stats does."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -53,7 +53,7 @@ class Start:
 class Run:
     """A run folder. Each property is read once, on first use.
 
-    has_ended: the caller, who still holds the lease of the run, has written the summary.
+    has_ended: the caller, which still holds the lease of the run, has written the summary.
     """
 
     path: str
@@ -68,7 +68,7 @@ class Run:
 
     @cached_property
     def flat_config(self) -> dict[str, Any]:
-        """Return dotted key -> value."""
+        """Return the config as a mapping of dotted keys to values."""
         return dict(flatten(self.config))
 
     @cached_property
@@ -83,8 +83,8 @@ class Run:
 
     @cached_property
     def starts(self) -> list[Start]:
-        """Return the starts of the current training, oldest first; empty for a run of an earlier
-        release.
+        """Return the starts of the current training, oldest first; empty if an earlier release
+        wrote the run.
         """
         keys = [field.name for field in fields(Start)]
         lines = [line for line in self._json_lines(STARTS) if set(keys) <= line.keys()]
@@ -102,7 +102,7 @@ class Run:
     @cached_property
     def evaluations(self) -> dict[tuple[str, int], dict[str, float]]:
         """Return (split, step) -> metrics of complete splits, measured by training or by
-        `evaluate`. If both measured a step, `evaluate` counts.
+        `evaluate`. If both measured a step, the values of `evaluate` are used.
         """
         found = {("validation", line["step"]): _numbers(line) for line in self.lines if line["kind"] == "validation"}
         for name in storage.list_folder(self.path):
@@ -117,7 +117,7 @@ class Run:
 
     @cached_property
     def tables(self) -> dict[str, dict[str, Any]]:
-        """Return table -> rows, dim, updated, norm (table_stats.py); empty for a run that has not
+        """Return table -> rows, dim, updated, norm (table_stats.py); empty if the run has not
         ended.
         """
         return dict(self._json(TABLES).get("tables", {}))
@@ -138,15 +138,15 @@ class Run:
 
     @cached_property
     def importance(self) -> dict[str, tuple[float, float]]:
-        """Return feature -> increase of NE if its values are shuffled, and the standard error
-        (evaluate importance_rows=...).
+        """Return feature -> (increase of NE if the feature's values are shuffled, standard error),
+        from evaluate importance_rows=...
         """
         found = self._json(IMPORTANCE).get("features", {})
         return {name: (each["ne_increase"], each["error"]) for name, each in found.items()}
 
     @property
     def importance_of(self) -> tuple[str, int, int]:
-        """Return split, step and rows of `importance`."""
+        """Return the split, step and number of rows with which `importance` was measured."""
         found = self._json(IMPORTANCE)
         return str(found.get("split", "")), int(found.get("step", 0)), int(found.get("rows", 0))
 
@@ -164,23 +164,23 @@ class Run:
 
     @property
     def chosen_step(self) -> int:
-        """Return the step that represents the run: the best if the run keeps it, otherwise the
-        last.
+        """Return the step that represents the run: the best step if the run keeps it, otherwise the
+        last step.
         """
         best = self.summary.get("best_step")
         return self.step if best is None else int(best)
 
     @cached_property
     def state(self) -> str:
-        """Return running, finished, or stopped (neither of the two)."""
+        """Return "running", "finished", or "stopped" (neither of the two)."""
         if not self.has_ended and held_by(self.path, float(self.config.get("trainer", {}).get("lease_ttl_s", 120.0))):
             return "running"
         return "finished" if self.summary and self.summary.get("step") == self.step else "stopped"
 
     @property
     def seconds(self) -> float:
-        """Return the seconds from each start to its last line; without starts from the first line
-        to the last.
+        """Return the sum of seconds from each start to its last line. If no starts are recorded,
+        count from the first line to the last.
         """
         times = [float(line["time"]) for line in self.lines]
         begins = [datetime.fromisoformat(start.time).timestamp() for start in self.starts] or times[:1]
@@ -192,13 +192,13 @@ class Run:
 
     @property
     def rank_hours(self) -> float:
-        """Return the cost of the run: hours times ranks (GPUs, if each rank has one)."""
+        """Return the cost of the run: hours times number of ranks (GPU hours if each rank has a GPU)."""
         ranks = max((start.world_size for start in self.starts), default=int(self.config.get("world_size", 1)))
         return self.seconds / 3600 * ranks
 
     def metrics(self, split: str) -> tuple[int, dict[str, float]]:
-        """Return (step, metrics) of the chosen step, otherwise of the last measured one; (0, {}) if
-        there is none.
+        """Return (step, metrics) of the chosen step, or else of the last measured step; (0, {}) if
+        no step was measured.
         """
         steps = [step for found, step in self.evaluations if found == split]
         if not steps:
@@ -227,7 +227,7 @@ class Run:
 
 
 def open_run(path: str) -> Run:
-    """Open a run folder. Raises ConfigError if it is not one."""
+    """Open a run folder. Raises ConfigError if the folder is not a run folder."""
     path = path.rstrip("/")
     if not storage.is_file(storage.join(path, CONFIG)):
         raise ConfigError(
@@ -237,7 +237,7 @@ def open_run(path: str) -> Run:
 
 
 def find_runs(root: str) -> list[Run]:
-    """Return run folders at or below `root`, by path.
+    """Return the run folders at or below `root`, sorted by path.
 
     Raises ConfigError if the folder does not exist.
     """
@@ -260,7 +260,7 @@ def _run_folders(folder: str, deeper: int) -> Iterator[str]:
 
 
 def describe_plan(run: Run) -> str:
-    """Return one line on the run's plan; empty if there is none that can be read."""
+    """Describe the run's plan in one line; empty if there is no readable plan."""
     from pipeline.planner.explain import summarize
     from pipeline.planner.plan_record import read_view
 
@@ -272,9 +272,8 @@ def describe_plan(run: Run) -> str:
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers.
-
-    For several labels, with metrics such as label/ne, add the main label's by their plain names.
+    """Return the values that are numbers. If metrics have names such as label/ne (several labels),
+    add the main label's metrics with their plain names.
     """
     found = {
         name: value

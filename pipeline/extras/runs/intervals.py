@@ -1,11 +1,11 @@
 """Measure the confidence of a difference between models: a paired bootstrap over rows, and the
 variance between seeds.
 
-There are two sources of chance, whose variances are added. The rows of the split: blocks of rows
-are resampled, the same for all models, so that effects of hard rows cancel (Efron and Tibshirani
-1993). The seed of a model: runs that differ only in the seed show it, and Student's t accounts for
-their small number. If both variants have the same seeds, at least three, their runs are also
-paired: a seed gives both the same initial weights and order of rows.
+Chance has two sources, and their variances are added. The first source is the rows of the split:
+the same blocks of rows are resampled for all models, so that effects of hard rows cancel (Efron and
+Tibshirani 1993). The second source is the seed: runs that differ only in the seed show its effect,
+and Student's t accounts for their small number. If both variants have the same seeds, at least
+three, their runs are also paired: a seed gives both the same initial weights and order of rows.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ Floats = NDArray[np.float64]
 class Difference:
     """A variant's mean metric minus the baseline's.
 
-    half_width: of the interval around it, which has the requested confidence. seeds_known: the
-    interval accounts for other seeds; otherwise it is about these two models on other rows, and not
-    about their configs.
+    half_width: half the width of its confidence interval. seeds_known: the interval accounts for
+    other seeds; otherwise it is about these two models on other rows, and not about their configs.
     """
 
     value: float
@@ -48,17 +47,16 @@ class Difference:
 
     @property
     def is_called(self) -> bool:
-        """Return whether the variants differ, and not only two models of them."""
+        """Return True if the variants differ, and not only these two models of them."""
         return self.is_significant and self.seeds_known
 
 
 def resampled_measures(
     runs: Mapping[str, Blocks], aucs: Mapping[str, float], num_samples: int = NUM_SAMPLES, seed: int = 0
 ) -> dict[str, dict[str, Floats]]:
-    """Return measure -> run -> [num_samples], for the same blocks in every run: run -> its blocks,
-    and its AUC.
-
-    NaN if the resampled rows have one class.
+    """Return measure -> run -> values [num_samples]; each sample uses the same blocks in every run.
+    `runs` maps a run to its blocks, `aucs` to its AUC. NaN if the resampled rows have only one
+    class.
     """
     names = list(runs)
     num_blocks = len(runs[names[0]].rows)
@@ -93,8 +91,8 @@ def difference(
     resampled: Mapping[str, Floats],
     confidence: float,
 ) -> Difference:
-    """Compare two variants, given as seed -> run. `values` and `resampled` have every run's
-    metric.
+    """Return the difference of two variants, which are given as seed -> run. `values` and
+    `resampled` hold the metric of every run.
     """
     value = _mean(values[run] for run in variant.values()) - _mean(values[run] for run in baseline.values())
     on_rows = _mean(resampled[run] for run in variant.values()) - _mean(resampled[run] for run in baseline.values())
@@ -118,7 +116,7 @@ def _paired(baseline: Mapping[int, str], variant: Mapping[int, str], values: Map
 
 
 def _pooled(baseline: Mapping[int, str], variant: Mapping[int, str], values: Mapping[str, float]) -> tuple[float, int]:
-    """Return the same as _paired, assuming equal variance between seeds in both variants."""
+    """Return the same as _paired, assuming that the variance between seeds is equal in both variants."""
     groups = [[values[run] for run in each.values()] for each in (baseline, variant)]
     freedom = sum(map(len, groups)) - 2
     squares = sum(float(np.var(group)) * len(group) for group in groups)
@@ -135,9 +133,7 @@ def _quantile(confidence: float, freedom: float = math.inf) -> float:
 
 
 def same_rows(blocks: Sequence[Blocks]) -> bool:
-    """Return whether all were measured on the same rows, judged by the sizes and labels of
-    blocks.
-    """
+    """Return True if all evaluations used the same rows, judged by the sizes and labels of blocks."""
     first = blocks[0]
     return all(
         np.array_equal(each.rows, first.rows) and np.array_equal(each.labels, first.labels) for each in blocks[1:]

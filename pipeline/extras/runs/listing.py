@@ -70,7 +70,7 @@ def as_text(runs: Sequence[Run]) -> str:
 
 
 def describe_run(run: Run) -> list[str]:
-    """Describe a run and everything that was measured."""
+    """Return a text that describes a run and everything that was measured."""
     lines = [f"{run.path}  {run.state} at step {run.step}, seed {run.seed}"]
     lines += [f"tags        {', '.join(run.tags)}"] if run.tags else []
     lines += [f"note        {run.note}"] if run.note else []
@@ -87,8 +87,8 @@ def describe_run(run: Run) -> list[str]:
 
 
 def as_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return a row per run: its values, its metrics as <split>.<metric>, its config as config.<key>
-    in text.
+    """Return a row per run: its values, its metrics as <split>.<metric>, and its config as
+    config.<key> in text form.
     """
     found = []
     for run in runs:
@@ -141,7 +141,7 @@ def remove(run: Run, force: bool = False) -> None:
 def clean(run: Run, keep_days: float) -> list[str]:
     """Remove files older than `keep_days` and return their paths.
 
-    Each rank's newest files are removed with their start.
+    The links to each rank's newest files are removed together with the start that they lead to.
 
     An object store does not record when a step was found damaged, so it is removed only with
     keep_days=0.
@@ -173,7 +173,7 @@ def _damaged(folder: str, keep_days: float) -> list[str]:
 
 
 def _is_set_aside(step: str) -> bool:
-    """Return whether a step in an object store has only the manifest of a damaged step."""
+    """Return True if a step in an object store has only the manifest of a damaged step."""
     entries = storage.list_folder(step)
     return MANIFEST not in entries and any(entry.startswith(DAMAGED_MANIFEST) for entry in entries)
 

@@ -1,8 +1,8 @@
 """Measure how much a model relies on each feature: the increase of NE if its values are shuffled
 (Breiman 2001).
 
-A feature that others repeat looks less important than it is alone, because the model uses the
-others.
+If other features carry the same information, a feature looks less important than it is alone,
+because the model uses the other features.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ SEED = 0
 def permutation_importance(
     model: nn.Module, reader: ShardReader, context: DistributedContext, dense_names: list[str], num_rows: int
 ) -> dict[str, Any]:
-    """Collective: measure on the split's first batches with `num_rows` rows over all ranks.
-
-    A feature's values are shuffled within each rank's batch. Returns rows, ne, and for each feature
-    the increase of NE with its standard error over rows. One forward pass per feature and batch.
+    """Collective: measure on the split's first batches, `num_rows` rows over all ranks. A feature's
+    values are shuffled within each rank's batch, with one forward pass per feature and batch.
+    Return rows, ne, and for each feature the increase of NE with its standard error over rows.
 
     Raises:
         TrainingError: the model has no logits, as for retrieval; or there are fewer than two rows; or labels are equal.
@@ -71,8 +70,9 @@ def permutation_importance(
 
 
 def _of_batch(model: nn.Module, task: Any, batch: Batch, dense_names: list[str], seed: list[int]) -> torch.Tensor:
-    """Return [1 + features, 4]: rows, and weighted rows, positives and losses; then for each feature
-    weighted added losses, and the products of squared weights with 1, added losses and their squares.
+    """Return [1 + features, 4]. The first row has sums over rows: rows, weighted rows, positives
+    and losses. The row of a feature has weighted added losses, and the products of squared
+    weights with 1, added losses and their squares.
     """
     weights, labels, before = _losses(model, task, batch)
     sums = [[float((weights > 0).sum()), *(float((weights * part).sum()) for part in (weights > 0, labels, before))]]
@@ -100,7 +100,7 @@ def _added(model: nn.Module, task: Any, batch: Batch, before: torch.Tensor) -> l
 
 
 def _losses(model: nn.Module, task: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return [batch] each: weights, labels, and log losses in nats."""
+    """Return three tensors [batch]: weights, labels, and log losses in nats."""
     _, prediction = model(batch)
     main = clicks_of(task, prediction).get(main_prefix(task))
     if main is None:
@@ -114,7 +114,7 @@ def _losses(model: nn.Module, task: Any, batch: Batch) -> tuple[torch.Tensor, to
 
 
 def with_shuffled(batch: Batch, key: str, order: torch.Tensor) -> Batch:
-    """Return the batch with the ids of feature `key` of row `order[i]` in row i."""
+    """Return the batch in which row i has the ids of feature `key` from row `order[i]`."""
     features = batch.sparse_features
     values, lengths, weights = [], [], []
     for name, feature in features.to_dict().items():
@@ -145,7 +145,7 @@ def with_shuffled(batch: Batch, key: str, order: torch.Tensor) -> Batch:
 
 
 def _summarized(names: list[str], sums: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, Any]:
-    """Summarize. Raises TrainingError if NE is undefined."""
+    """Return the result from the sums. Raises TrainingError if NE is undefined."""
     rows, weight, positives, loss = sums[0]
     rate = positives / weight if weight else 0.0
     if rows < 2 or not 0.0 < rate < 1.0:

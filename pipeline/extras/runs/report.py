@@ -51,8 +51,8 @@ def write_report(run: Run, path: str | None = None) -> str:
 
 
 def try_report(path: str, has_ended: bool = False) -> str:
-    """Write the page of the run in folder `path`; empty if that fails, because a training must not
-    fail by it. has_ended: as in Run.
+    """Write the page of the run in folder `path` and return its path. Return "" if that fails, so
+    that training does not fail. has_ended: as in Run.
     """
     try:
         return write_report(Run(path, has_ended))
@@ -124,7 +124,7 @@ def metric_text(value: float | None) -> str:
 
 
 def stats_of(run: Run, split: str, step: int) -> EvaluationStats | None:
-    """Return the statistics, or None if the evaluation stored none or its file cannot be read."""
+    """Return the statistics; None if the evaluation stored no statistics, or their file cannot be read."""
     try:
         return read_stats(run.stats[split, step]) if (split, step) in run.stats else None
     except UserError:
@@ -132,7 +132,7 @@ def stats_of(run: Run, split: str, step: int) -> EvaluationStats | None:
 
 
 def dataset_of(run: Run) -> Dataset | None:
-    """The data set that the run was trained on, if it still exists."""
+    """Return the data set that the run was trained on, if it still exists."""
     try:
         return load_dataset(str(run.config.get("data", {}).get("path", "")))
     except DataError:
@@ -148,7 +148,7 @@ def _plan_of(run: Run) -> PlanDescription | None:
 
 
 def _cards(run: Run, of: str, step: int, metrics: dict[str, float], limit: float | None) -> list[tuple[str, str]]:
-    """Return pairs of a large figure and its description. limit: the best possible AUC of the split."""
+    """Return pairs of a large figure and its description. limit: the best possible AUC on the split."""
     of += " (the best)" if run.summary.get("best_step") == step else ""
     titles = (("NE", "ne"), ("AUC", "auc"))
     cards = [(f"{metrics[name]:.4f}", f"{title} {of}") for title, name in titles if name in metrics]
@@ -205,7 +205,7 @@ def _rising_loss(run: Run) -> Iterator[str]:
 
 
 def curve(run: Run, kind: str, metric: str, colour: str, marks: bool = False) -> Line:
-    """Return a metric over steps; for several labels the main one's."""
+    """Return a metric as a curve over steps. If the run has several labels, it is the metric of the main label."""
     found = ((line["step"], _value(line, metric)) for line in run.lines if line["kind"] == kind)
     return Line(kind, colour, [(step, value) for step, value in found if value is not None], marks)
 

@@ -34,7 +34,7 @@ def importance_chart(run: Run) -> str:
 def feature_rows(dataset: Dataset, stats: EvaluationStats | None, run: Run) -> list[list[str]]:
     """Return one row per feature, the most important first.
 
-    Dense features only have an importance.
+    A dense feature has only an importance.
     """
     unknown = {each.feature: each for each in stats.slices if each.id == 0} if stats else {}
     measured = {each.feature for each in stats.slices} if stats else set()
@@ -65,7 +65,7 @@ def _importance(run: Run, feature: str) -> str:
 
 
 def _share_of_head(feature: SparseFeature) -> str:
-    """Return the share of lookups of the most frequent 1 % of ids."""
+    """Return the share of lookups that the most frequent 1 % of ids have."""
     wanted, curve = max(1, feature.cardinality // 100), feature.frequency_curve
     below = [share for rank, share in zip(curve.ranks, curve.shares, strict=True) if rank <= wanted]
     return f"{below[-1]:.1%}" if below else "-"
@@ -89,7 +89,7 @@ def slice_rows(dataset: Dataset | None, stats: EvaluationStats | None, run: Run)
 
 
 def worst_slices(slices: Sequence[Slice]) -> list[Slice]:
-    """Return slices that are miscalibrated beyond chance, the most certain first."""
+    """Return slices whose miscalibration is more than chance, the most certain slices first."""
     known = [each for each in slices if each.rows >= MIN_SLICE_ROWS]
     return sorted(known, key=lambda each: -abs(deviations(each)))[:MAX_SLICES]
 
@@ -103,7 +103,7 @@ def deviations(each: Slice) -> float:
 
 
 def head_values(run: Run, dataset: Dataset | None, feature: str) -> dict[int, str]:
-    """Return id -> raw value of the most frequent ids; empty without an intact vocabulary."""
+    """Return id -> raw value of the most frequent ids; empty if the vocabulary is missing or damaged."""
     import pyarrow.parquet as pq
 
     if dataset is None or feature not in dataset.sparse_feature_names:

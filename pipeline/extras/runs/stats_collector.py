@@ -26,11 +26,9 @@ HEAD_IDS = (
 
 
 class StatsCollector:
-    """Collect. Every rank has one collector for each evaluation.
-
-    It keeps 13 bytes per row; rank 0 gets the rows of all ranks at the end. With more than
-    `max_rows` rows of all ranks nothing is kept. Slices are of features that use the data set's
-    ids.
+    """Collects statistics. Every rank has one collector for each evaluation. It keeps 13 bytes per
+    row; rank 0 gets the rows of all ranks at the end. If all ranks have more than `max_rows`
+    rows together, nothing is kept. Slices are computed for features that use the data set's ids.
     """
 
     def __init__(self, reader: ShardReader, context: DistributedContext, max_rows: int = EXACT_ROWS) -> None:

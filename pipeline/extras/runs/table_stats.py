@@ -30,8 +30,8 @@ class TableStats(Hook):
     """Write <run_dir>/tables.json: table -> rows, dim, updated (None if its optimizer has no
     state), norm.
 
-    norm: root mean square of the rows' L2 norms; only of updated rows, if they are known. One pass
-    over the tables.
+    norm: root mean square of the rows' L2 norms, only over updated rows if it is known which rows
+    were updated. The function reads the tables once.
     """
 
     runs_after = "rollback"
@@ -85,8 +85,8 @@ def table_stats(
 
 
 def _state_of(flat: dict[str, Any], weight: str, table: str) -> list[torch.Tensor] | None:
-    """Return this rank's parts of a state that is 0 until a row is updated, in the order of the
-    table's parts, or None.
+    """Return this rank's parts of an optimizer state that is 0 until a row is updated, in the order
+    of the table's parts; None if there is no such state.
     """
     prefix = f"{STATE}{weight.removeprefix(MODEL)}.{table}."
     for name in ("momentum1", "sum", "exp_avg_sq", "momentum2"):
@@ -97,8 +97,8 @@ def _state_of(flat: dict[str, Any], weight: str, table: str) -> list[torch.Tenso
 
 
 def _sums(weights: torch.Tensor, state: torch.Tensor | None, dim: int) -> Sums:
-    """Return the sums of a part of a table [rows, columns], whose state is [rows] or as the
-    weights.
+    """Return the sums over a part of a table [rows, columns]. Its state is [rows], or has the shape
+    of the weights.
     """
     share, squares, updated = weights.shape[1] / dim, 0.0, 0.0
     for values, own_state in _blocks(weights, state):
@@ -113,8 +113,8 @@ def _sums(weights: torch.Tensor, state: torch.Tensor | None, dim: int) -> Sums:
 
 
 def _blocks(weights: torch.Tensor, state: torch.Tensor | None) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Yield blocks; of stored rows only those that have changed, if a state shows it, because other
-    rows' state is 0.
+    """Yield blocks of rows. Rows in a row store that have not changed are skipped if a state shows
+    updates, because their state is 0.
     """
     if isinstance(weights, StoredRows) and isinstance(state, StoredRows):
         changed = np.flatnonzero(weights.changed_rows())

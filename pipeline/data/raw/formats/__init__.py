@@ -1,4 +1,4 @@
 """Raw formats, one file each.
 
-Composing a job loads them, so pyarrow is imported only inside their methods.
+Composing a job imports these modules, so they import pyarrow only inside methods.
 """

@@ -40,7 +40,7 @@ class CriteoTsv(DelimitedText):
         return Layout(columns, name, header=(columns.label, *columns.dense, *columns.sparse))
 
     def unlabelled_header(self, source: Source, columns: ColumnsConfig) -> tuple[str, ...]:
-        """Return the header with or without label, by the number of columns in the first line."""
+        """Return the file's columns, with or without the label, as the number of columns in the first line tells."""
         from pipeline.data.raw.source import TextReader
 
         if not self.fits(columns):

@@ -1,1 +1,1 @@
-"""Hooks that send a training's numbers elsewhere."""
+"""Hooks that send training metrics to other services."""

@@ -1,5 +1,5 @@
-"""Report progress from rank 0 to a monitor outside the cluster (logger.heartbeat_url). Silence is
-the alarm.
+"""Report progress from rank 0 to a monitor outside the cluster (logger.heartbeat_url). The monitor
+raises an alarm if no report comes.
 
 This detects failures that nothing inside the cluster can report: a job that was never restarted, a
 scheduler or a Prometheus that is down.
@@ -43,7 +43,7 @@ class Heartbeat:
         self._thread.start()
 
     def end(self, state: str) -> None:
-        """Send the final state and stop."""
+        """Send the final state and stop the thread."""
         self.state = state
         self._ended.set()
         self._thread.join(2 * TIMEOUT_S)
@@ -58,8 +58,9 @@ class Heartbeat:
         self._send()
 
     def _progress(self) -> tuple[int, float]:
-        """Return a value that changes with each step and, under a watchdog, with each evaluation
-        batch and stage."""
+        """Return a value that changes with each step. Under a watchdog it also changes with each
+        evaluation batch and stage.
+        """
         return self.step, watchdog.progress_at()
 
     def _send(self) -> None:

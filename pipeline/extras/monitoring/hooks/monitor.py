@@ -34,7 +34,7 @@ logger = get_logger("pipeline.train")
 
 
 class Gauges(Protocol):
-    """A receiver of values. It must not wait and must not raise."""
+    """A receiver of values. Its methods must not wait and must not raise exceptions."""
 
     def set(self, name: str, value: float, /, **labels: str) -> None: ...
 
@@ -42,8 +42,9 @@ class Gauges(Protocol):
 
 
 class Scrapes:
-    """Records the times of Prometheus' requests, so that a training can wait until its last values
-    were read."""
+    """Records the times of Prometheus' requests, so that a training can wait until Prometheus has
+    read its last values.
+    """
 
     def __init__(self, app: Callable[..., Any]) -> None:
         self._app, self._answered = app, threading.Condition()
@@ -60,7 +61,7 @@ class Scrapes:
         """Wait for one more request, at most as long as the interval of the last two requests plus
         a second.
 
-        Without two requests it does not wait.
+        If fewer than two requests have come, return at once.
         """
         now = time.monotonic()  # a request that started earlier does not have the newest values
         with self._answered:

@@ -25,7 +25,7 @@ logger = get_logger("pipeline.train")
 class Forwarder:
     """Passes lines to a tracker in a thread. write() never waits.
 
-    The first error is logged and ends it.
+    The first error is logged and ends the thread.
     """
 
     def __init__(self, name: str, tracker: Tracker) -> None:
@@ -59,7 +59,7 @@ class Forwarder:
 
 @register("hook", "tracker")
 class Track(Hook):
-    """Sends metrics unless logger.tracker=none."""
+    """Send metrics unless logger.tracker=none."""
 
     runs_after = "rollback"
 

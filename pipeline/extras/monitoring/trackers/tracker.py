@@ -21,9 +21,8 @@ FILE = "tracker.json"  # in the run folder: the tracker's id of the run, for a r
 
 
 class Tracker:
-    """Base class.
-
-    Rank 0 builds one and calls it in a separate thread. After the first error it gets nothing more.
+    """Base class of trackers. Rank 0 makes one tracker and calls it in a separate thread. After the
+    first error it is not called again.
     """
 
     requires: ClassVar[str] = ""
@@ -53,7 +52,7 @@ class Tracker:
         """End the run. Called after the last write, unless the run was killed."""
 
     def begun_run(self, tracker: str) -> str:
-        """Return the id that remember_run stored before a resume; "" for a new run."""
+        """Return the run id that remember_run stored before the job resumed; "" for a new run."""
         path = storage.join(self.job.run_dir, FILE)
         if not storage.is_file(path):
             return ""
@@ -63,5 +62,5 @@ class Tracker:
             return ""
 
     def remember_run(self, tracker: str, run: str) -> None:
-        """Store `run`, the tracker's id of the run."""
+        """Store `run`, the id that the tracker gave to the run."""
         storage.publish_text(storage.join(self.job.run_dir, FILE), json.dumps({tracker: run}))

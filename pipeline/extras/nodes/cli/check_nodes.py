@@ -1,8 +1,10 @@
-"""Check the nodes of a job before a long run:  torchx run -s slurm pipeline.doctor -j 2x1 --gpu 8 -- folder=/shared/runs
+"""Check the nodes of a job before a long run: torchx run -s slurm pipeline.doctor -j 2x1 --gpu 8 --
+folder=/shared/runs
 
 The job's process group measures the links between all pairs of nodes, an all-to-all, and the
-clocks. The command compares versions and GPUs of all nodes, and checks that `folder` is one file
-system on all of them. One rank per node is enough. Problems have a fix and make the exit code 2.
+clocks. The command compares versions and GPUs of all nodes, and checks that `folder` is the same
+file system on all nodes. One rank per node is enough. Each problem is printed with its fix. With a
+problem the exit code is 2.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from pipeline.runtime.errors import LaunchError
 
 
 def check(job: CheckNodesJob) -> NodesReport:
-    """Check the nodes. After a problem rank 0 prints the report, and all ranks raise LaunchError."""
+    """Check the nodes. If there is a problem, rank 0 prints the report, and all ranks raise LaunchError."""
     context = init_distributed(job.backend, job.timeout_s)
     report = check_nodes(context, job.folder, job.megabytes, Limits(job.min_gb_per_s or 0.0, job.max_clock_skew_s))
     if context.is_main and job.output:

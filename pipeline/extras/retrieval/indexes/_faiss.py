@@ -1,4 +1,4 @@
-"""Share code between the indexes of faiss (https://github.com/facebookresearch/faiss, arXiv
+"""Code that all indexes of faiss share (https://github.com/facebookresearch/faiss, arXiv
 2401.08281).
 """
 
@@ -33,7 +33,7 @@ def import_faiss(kind: str) -> ModuleType:
 
 
 class FaissIndex:
-    """An index of faiss by inner product, which stores the vectors unchanged."""
+    """An index of faiss with the inner product as score. It stores the vectors unchanged."""
 
     has_file = True
     kind = ""
@@ -50,7 +50,7 @@ class FaissIndex:
 
     @classmethod
     def empty(cls, library: ModuleType, dim: int, config: RetrievalConfig) -> faiss.Index:
-        """Return faiss's index without items."""
+        """Return an empty faiss index."""
         raise NotImplementedError
 
     @classmethod

@@ -1,7 +1,7 @@
 """Check a file of faiss before faiss reads it, because faiss trusts the sizes and positions in it.
 
-faiss allocates what a header says, and follows the numbers of a graph without a check. The formats IxFI and IHNf are
-those of faiss/impl/index_write.cpp.
+faiss allocates as much memory as a header says, and uses the numbers in a graph as positions
+without a check. The formats IxFI and IHNf are those of faiss/impl/index_write.cpp.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INNER_PRODUCT = 0
 
 
 class _File:
-    """Bytes that are taken from the front. Raises ValueError if there are fewer than asked for."""
+    """Bytes that are read from front to back. Raises ValueError if fewer bytes are left than requested."""
 
     def __init__(self, content: NDArray[np.uint8]) -> None:
         self._rest = content
@@ -50,12 +50,12 @@ class _File:
 
 
 def check_flat(content: NDArray[np.uint8], num_items: int, dim: int) -> None:
-    """Raise ValueError unless it is an IndexFlatIP of `num_items` vectors."""
+    """Raise ValueError unless the content is an IndexFlatIP of `num_items` vectors."""
     _flat(_File(content), num_items, dim)
 
 
 def check_graph(content: NDArray[np.uint8], num_items: int, dim: int) -> None:
-    """Raise ValueError unless it is an IndexHNSWFlat of `num_items` vectors whose links lead to them."""
+    """Raise ValueError unless the content is an IndexHNSWFlat of `num_items` vectors with valid links."""
     file = _File(content)
     file.header(b"IHNf", num_items, dim)
     file.vector("<f8")  # the share of each level
@@ -83,7 +83,7 @@ def check_graph(content: NDArray[np.uint8], num_items: int, dim: int) -> None:
 
 
 def _levels_fit(first_of_level: Any, levels: Any, offsets: Any, neighbours: Any) -> bool:
-    """Return whether each link of a level leads to a vector that has this level."""
+    """Return True if each link of a level leads to a vector that is in this level."""
     for level in range(1, int(levels.max())):
         begins = offsets[:-1][levels > level].astype(np.int64)
         own = np.arange(first_of_level[level], first_of_level[level + 1])

@@ -37,7 +37,7 @@ class HnswIndex(FaissIndex):
         return cls(index, search)
 
     def search(self, users: Vectors, k: int) -> tuple[Vectors, Positions]:
-        """Search with more candidates than requested: at least `search`, and at least 2 k."""
+        """Search with more candidates than k: at least `search`, and at least 2 * k."""
         k = min(k, self._index.ntotal)
         candidates = min(max(self._search, 2 * k), self._index.ntotal)
         parameters = import_faiss(self.kind).SearchParametersHNSW(efSearch=candidates)

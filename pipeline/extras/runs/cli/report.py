@@ -11,7 +11,7 @@ from pipeline.extras.runs.config import ReportJob
 
 
 def report(job: ReportJob) -> str:
-    """Return where the page was written. Raises ConfigError if there is no run."""
+    """Write the page and return its path. Raises ConfigError if there is no run."""
     from pipeline.extras.runs.folder import open_run
     from pipeline.extras.runs.report import write_report
 

@@ -22,7 +22,7 @@ from pipeline.runtime.storage import storage
 
 
 def list_runs(job: RunsJob) -> str:
-    """Return a line per run."""
+    """Return one line for each run."""
     from pipeline.extras.runs.folder import find_runs
     from pipeline.extras.runs.listing import as_rows, as_text, sorted_runs, write_parquet
 
@@ -85,7 +85,7 @@ RUN: dict[str, Callable[[RunsJob], str]] = {
 
 
 def run(job: RunsJob) -> str:
-    """Return what the command prints."""
+    """Return the text that the command prints."""
     return RUN[job.command](job)
 
 
