@@ -1,5 +1,6 @@
-"""Split the elements of weighted bags, `id:weight`, into ids and weights, with the same code for
-prepare and serving."""
+"""Split the elements of weighted bags, `id:weight`, into ids and weights. prepare and serve use the
+same code.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ MAX_SHOWN = 80
 def split_elements(elements: pa.Array) -> tuple[pa.Array, NDArray[np.float64]]:
     """Split [n] elements into ids [n] and weights [n].
 
-    A weight is NaN if it is not a finite 32-bit number.
+    A weight is NaN if its text is not a finite 32-bit number.
     """
     if pa.types.is_dictionary(elements.type):
         elements = elements.dictionary_decode()
@@ -40,7 +41,7 @@ def split_elements(elements: pa.Array) -> tuple[pa.Array, NDArray[np.float64]]:
 
 
 def _numbers(texts: pa.Array) -> NDArray[np.float64]:
-    """Parse numbers; NaN if a text is not a number."""
+    """Parse texts as numbers. The result is NaN for a text that is not a number."""
     try:
         return np.asarray(texts.cast(pa.float64()))
     except pa.ArrowInvalid:
@@ -49,7 +50,7 @@ def _numbers(texts: pa.Array) -> NDArray[np.float64]:
 
 
 def split_element(element: str | None) -> tuple[str, float] | None:
-    """Split one element as split_elements does; None if its weight is not a finite 32-bit number."""
+    """Split one element as split_elements does. Return None if its weight is not a finite 32-bit number."""
     text, mark, last = (element or "").rpartition(MARK)
     if not mark:
         return last, 1.0

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 class Tower(Predictor):
-    """Map raw rows with the tower's columns to vectors [num_rows, dim] as their `scores`; NaN if a
-    row was refused.
+    """Maps raw rows with the tower's columns to vectors [num_rows, dim], which are returned as
+    `scores`. A refused row has NaN.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ def load_tower(
     """Load a tower. Only its tables are read.
 
     tower: user or item. compiled: load the user's tower as an AOTInductor package. kind: the class
-    to make.
+    of the result.
 
     Raises:
         ArtifactError: a file is damaged, or the parts do not fit each other.
@@ -107,13 +107,13 @@ def load_tower(
 
 
 def tower_schema(schema: RawSchema, parts: RetrievalParts, tower: str) -> RawSchema:
-    """Return the columns of one tower. Dense columns belong to the user."""
+    """Return the columns of one tower. Dense columns belong to the user's tower."""
     return schema.of_features(parts.features_of(tower), with_dense=tower == "user")
 
 
 def own_columns(pooled: torch.Tensor, keys: list[str], dims: dict[str, int], own: list[str]) -> torch.Tensor:
-    """Return the columns of `own`, in their order, of pooled rows [batch, sum of dims] by
-    `keys`.
+    """Return the columns of the features `own`, in their order, from pooled rows [batch, sum of
+    dims], whose features are `keys`.
     """
     columns = dict(zip(keys, pooled.split([dims[key] for key in keys], dim=1), strict=True))
     return torch.cat([columns[key] for key in own], dim=1) if own else pooled[:, :0]
@@ -126,7 +126,7 @@ def _dims(composed: ComposedTables) -> dict[str, int]:
 def _with_empty_bags(
     values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, own: list[str], keys: list[str]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return (values, offsets, weights) by `keys` from those by `own`.
+    """Convert (values, offsets, weights) of the features `own` to those of the features `keys`.
 
     Features that are not in `own` get no ids.
     """
