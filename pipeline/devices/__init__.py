@@ -17,7 +17,7 @@ _current: Device | None = None
 
 
 def current() -> Device:
-    """Return the device that init_distributed chose; the CPU before, and in verbs without ranks."""
+    """Return the device that init_distributed chose. Before, and in verbs without ranks, return the CPU."""
     global _current
     if _current is None:
         _current = named("cpu")
@@ -42,9 +42,10 @@ def using(device: Device) -> Iterator[Device]:
 
 
 def named(name: str, index: int = 0, plain: bool = False) -> Device:
-    """Return the device of this kind (this host need not have it); "auto": the current one.
+    """Return the device of this kind, which this host need not have; for "auto" the current device.
 
-    plain: without this package's kernels (sharding.fast_cpu=false). Raises ConfigError if unknown.
+    plain: without this package's kernels (sharding.fast_cpu=false). Raises ConfigError if the kind
+    is unknown.
     """
     from pipeline.config.registry import find
 
@@ -56,7 +57,7 @@ def named(name: str, index: int = 0, plain: bool = False) -> Device:
 
 
 def best_here() -> str:
-    """Return the name of the first accelerator of this host, or cpu."""
+    """Return the kind of this host's first accelerator, or "cpu"."""
     return next((name for name, kind in kinds().items() if kind.has_own_memory and kind.is_available()), "cpu")
 
 

@@ -22,7 +22,8 @@ class Cuda(Device):
 
     @classmethod
     def index_of(cls, local_rank: int) -> int:
-        """Return the rank's GPU; the only one that the process sees (see claim).
+        """Return the index of the rank's GPU. If the process sees only one GPU, return it (see
+        claim).
 
         Raises ConfigError if this host has more ranks than GPUs.
         """
@@ -38,7 +39,7 @@ class Cuda(Device):
 
     @classmethod
     def why_absent(cls) -> str:
-        """Return torch's reason for torch.cuda.is_available() == False, in one line."""
+        """Return one line that says why torch.cuda.is_available() is False."""
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:  # a CPU build raises AssertionError
@@ -60,7 +61,7 @@ class Cuda(Device):
         )
 
     def memory_gb_per_s(self) -> float:
-        """Return the peak: two transfers per clock (kHz) over the complete bus."""
+        """Return the peak GB/s: two transfers per clock (kHz) over the complete bus."""
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return float(2 * properties.memory_clock_rate * 1e3 * properties.memory_bus_width / 8 / 1e9)
 
@@ -68,9 +69,11 @@ class Cuda(Device):
         return num_ranks > 1 and torch.cuda.device_count() == 1
 
     def claim(self, store: dist.Store, local_rank: int) -> None:
-        """Check that no other rank uses this GPU, if each task sees one (Slurm's --gpus-per-task=1).
+        """Check that no other rank uses this GPU, if each task sees one (Slurm's
+        --gpus-per-task=1).
 
-        CUDA_VISIBLE_DEVICES cannot tell, because Slurm's cgroups renumber GPUs. Raises ConfigError.
+        CUDA_VISIBLE_DEVICES does not show it, because Slurm's cgroups renumber GPUs. Raises
+        ConfigError.
         """
         gpu = torch.cuda.get_device_properties(0).uuid
         if store.add(f"gpu/{socket.gethostname()}/{gpu}", 1) > 1:

@@ -1,11 +1,11 @@
-"""Sample numbers that depend only on a key and a position (Philox-4x32-10), alike on any device.
+"""Sample numbers that depend only on a key and a position (Philox-4x32-10), equal on any device.
 
 Philox (Salmon, Moraes, Dror and Shaw, SC 2011) turns a counter and a key into four words of 32
 bits. Numbers are made in groups of GROUP: lane l of group g has the counter LANES * g + l, and its
 word w makes the number GROUP * g + LANES * w + l. The upper 24 bits of a word make a uniform
 number. Words 0 and 1, and words 2 and 3, make two normal numbers each (Box-Muller). Logarithm, sine
-and cosine are Cephes' polynomials: sums, products and roots are rounded alike everywhere, so
-torch's operations, also on a GPU, and the compiled kernels give the same bits.
+and cosine are Cephes' polynomials. Their sums, products and roots are rounded equally on every
+device, so torch's operations, also on a GPU, and the compiled kernels give the same bits.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ OTHERWISE_AT_ONCE = 1 << 8
 
 
 def fill_uniform(out: torch.Tensor, key: int, first: int, bound: float) -> None:
-    """Fill out [n] (float32) with the key's numbers from `first` on, in [-bound, bound]."""
+    """Fill out [n] (float32) with the key's numbers from number `first` on, uniform in [-bound, bound]."""
     _fill(out, key, first, is_normal=False, unit=bound * 2.0**-23)
 
 
 def fill_normal(out: torch.Tensor, key: int, first: int, std: float) -> None:
-    """Fill out [n] (float32) with the key's normal numbers from `first` on, within 5.9 std."""
+    """Fill out [n] (float32) with the key's normal numbers from number `first` on. All are within 5.9 std."""
     _fill(out, key, first, is_normal=True, unit=std)
 
 
@@ -53,7 +53,7 @@ def _fill(out: torch.Tensor, key: int, first: int, *, is_normal: bool, unit: flo
 
 
 def _words(key: int, first_group: int, num_groups: int, device: torch.device) -> torch.Tensor:
-    """Return [num_groups, 4, LANES] int64 in 0..2^32 - 1. Products beyond 2^63 keep their bits."""
+    """Return [num_groups, 4, LANES] int64 in 0..2^32 - 1. Products beyond 2^63 wrap, so all 64 bits are right."""
     counter = torch.arange(first_group * LANES, (first_group + num_groups) * LANES, device=device)
     x0, x1 = counter & LOW, counter >> 32
     x2, x3 = torch.zeros_like(x0), torch.zeros_like(x0)

@@ -27,10 +27,11 @@ STORE_TIMEOUT_S = 10.0
 def init_distributed(
     backend: str = "auto", timeout_s: float = 300.0, compute_device: str = "auto", fast_cpu: bool = True
 ) -> DistributedContext:
-    """Collective: choose the device, and join torchrun's group, or make one of one rank.
+    """Collective: choose the device, and join torchrun's group, or make a group of one rank.
 
-    compute_device: hardware.compute_device; cpu leaves accelerators unused. fast_cpu=False: without
-    this package's CPU kernels. Raises ConfigError if the host has no device for a rank or backend.
+    compute_device: the value of hardware.compute_device; "cpu" ignores accelerators.
+    fast_cpu=False: without this package's CPU kernels. Raises ConfigError if the host has no device
+    for a rank or backend.
     """
     environ = os.environ
     rank, world_size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
@@ -57,7 +58,7 @@ def init_distributed(
 
 
 def init_for(job: TrainJob) -> DistributedContext:
-    """Collective: init_distributed with the settings of the job."""
+    """Collective: call init_distributed with the settings of the job."""
     comms = job.comms
     return init_distributed(comms.backend, comms.timeout_s, job.hardware.compute_device, job.sharding.fast_cpu)
 
@@ -65,7 +66,8 @@ def init_for(job: TrainJob) -> DistributedContext:
 def _choose_device(backend: str, compute_device: str, local_rank: int, fast_cpu: bool) -> Device:
     """Return the first accelerator of this host with this backend, otherwise the CPU.
 
-    Raises ConfigError if there is none for the backend, too few, or torch does not see it.
+    Raises ConfigError if this host has no device for the backend, has too few, or torch does not
+    see it.
     """
     host = devices.named("cpu", local_rank, plain=not fast_cpu)
     for name, kind in devices.kinds().items():
@@ -88,7 +90,7 @@ def _choose_device(backend: str, compute_device: str, local_rank: int, fast_cpu:
 
 
 def describe_threads(context: DistributedContext) -> str:
-    """Describe how ranks and threads share this host's cores, and why."""
+    """Return one line that says how ranks and threads share this host's cores, and why."""
     ranks, threads, cores = context.local_world_size, torch.get_num_threads(), len(os.sched_getaffinity(0))
     asked = os.environ.get("OMP_NUM_THREADS")
     why = f"OMP_NUM_THREADS={asked}" if asked else "torch's default: one thread per physical core"
@@ -103,8 +105,9 @@ def describe_threads(context: DistributedContext) -> str:
 def _join(rank: int, world_size: int, timeout_s: float) -> dist.Store | None:
     """Return the agent's store after all ranks have joined; None without an agent.
 
-    The c10d agent keeps its store, so a restarted rank might connect to the dead rank's address;
-    torch 2.13 drops the prefix that separates attempts. Raises TimeoutError if a rank is missing.
+    The c10d agent keeps its store, and torch 2.13 no longer adds a prefix for each attempt. So a
+    restarted rank might connect to the address of the dead rank. Raises TimeoutError if a rank is
+    missing.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None

@@ -22,7 +22,7 @@ DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
 
 
 class Composer(nn.Module):
-    """Computes a compressed table's pooled rows from its parts'. Holds its dense parameters."""
+    """Compute a compressed table's pooled rows from its parts' pooled rows. Hold the table's dense parameters."""
 
     def __init__(self, table: Table) -> None:
         super().__init__()
@@ -31,13 +31,14 @@ class Composer(nn.Module):
             _add_parameter(self, name, value)
 
     def id_features(self, index: int) -> list[str]:
-        """Return the features that have each id of feature number `index` once."""
+        """Return the features in which each id of feature number `index` occurs once."""
         return self._kind.id_features(index)
 
     def forward(self, pooled: Mapping[str, torch.Tensor], features: KeyedJaggedTensor, index: int) -> torch.Tensor:
         """Return [batch, embedding_dim] of the table's feature number `index`.
 
-        pooled: part's feature -> [batch, its columns]; features: the ids after the split.
+        pooled: feature of a part -> [batch, columns of the part]. features: the ids after the
+        split.
         """
         rows = self._kind.compose(dict(self.named_parameters()), pooled, features, index)
         if self._kind.table.pooling != "mean":
@@ -58,10 +59,11 @@ def _add_parameter(module: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 class Composition(nn.Module):
-    """forward(pooled parts, features) -> float32 KeyedTensor by features, in the order of `tables`.
+    """Map pooled rows of parts and the features to a float32 KeyedTensor by features, in the order
+    of `tables`.
 
-    A sequence's columns are the rows of its positions, oldest first, zeros without an id, then the
-    number of ids.
+    A sequence's columns are the rows of its positions, oldest first, then the number of ids. The
+    row of a position without an id is zeros.
     """
 
     def __init__(self, tables: Sequence[Table]) -> None:
@@ -95,7 +97,7 @@ class Composition(nn.Module):
 
     @staticmethod
     def _count(features: KeyedJaggedTensor, composer: nn.Module | None, names: list[str], end: int) -> torch.Tensor:
-        """Return [batch, COUNT_COLUMNS] float32: the ids of positions `names` up to `end`."""
+        """Return [batch, 2] float32: how many ids are at the positions `names`, as count // COUNT_UNIT and the rest."""
         if isinstance(composer, Composer):
             names = [name for index in range(end - len(names), end) for name in composer.id_features(index)]
         count = sum_of_lengths(features, names)
@@ -103,7 +105,7 @@ class Composition(nn.Module):
 
 
 def _columns_of(pooled: KeyedTensor, names: list[str]) -> torch.Tensor:
-    """Return [batch, sum of dims]. Neighbouring keys are not copied, others are concatenated."""
+    """Return the columns of keys as [batch, sum of dims]. Adjacent keys are not copied, others are concatenated."""
     keys, ends = pooled.keys(), pooled.offset_per_key()
     first = keys.index(names[0])
     if keys[first : first + len(names)] == names:
@@ -113,12 +115,12 @@ def _columns_of(pooled: KeyedTensor, names: list[str]) -> torch.Tensor:
 
 
 def _key(table: Table) -> str:
-    """Return the module's name. A module cannot have some tables' names (train, type, values)."""
+    """Return the name of a table's module. Some names of tables are not allowed for modules (train, type, values)."""
     return f"{table.name}__parts"
 
 
 class ComposedEmbeddings(nn.Module):
-    """Plain tables and composed ones: forward(split features) -> KeyedTensor by features.
+    """Look up plain and compressed tables: forward(split features) -> KeyedTensor by features.
 
     A model uses it like an EmbeddingBagCollection, after id_splitter.IdSplitter.
     """
@@ -142,7 +144,7 @@ class ComposedEmbeddings(nn.Module):
 
 
 class NoTables(EmbeddingBagCollection):
-    """The lookup without categorical features: forward(features) -> KeyedTensor [batch, 0].
+    """The lookup if there are no categorical features: forward(features) -> KeyedTensor [batch, 0].
 
     TorchRec's class would concatenate no tensors, which torch refuses. No sharder takes this class.
     """
@@ -159,7 +161,8 @@ def build_embeddings(
 ) -> EmbeddingBagCollection | ComposedEmbeddings:
     """Build the lookup of a model's tables: forward(features) -> KeyedTensor by features.
 
-    A plain EmbeddingBagCollection without compressed tables and sequences. `device` None: meta.
+    If there are no compressed tables and no sequences, it is a plain EmbeddingBagCollection.
+    `device` None: meta.
     """
     if not tables:
         return NoTables(device)
@@ -173,8 +176,8 @@ def build_embedding_bag_collection(
 ) -> EmbeddingBagCollection:
     """Return a collection with a config per table. `device` None: meta.
 
-    Read the pooled KeyedTensor by key: its order depends on the plan. If ids of a table have
-    weights, all have, 1 for those without.
+    Read the pooled KeyedTensor by key, because its order depends on the plan. If ids of any table
+    have weights, the ids of all tables have weights, which are 1 by default.
     """
     return EmbeddingBagCollection(
         tables=[_config(table) for table in tables],
@@ -197,7 +200,7 @@ def _config(table: Table) -> EmbeddingBagConfig:
 
 @dataclass(frozen=True)
 class RowsOf:
-    """The init_fn of a part with another table's rows, alike (sharding/torchrec/table_init.py)."""
+    """The init_fn of a part that holds rows of another table: the rows are initialized as in that table."""
 
     block: Block
     initialize: Callable[[torch.Tensor], torch.Tensor]
@@ -208,7 +211,7 @@ class RowsOf:
 
 @dataclass(frozen=True)
 class Managed:
-    """The init_fn of rows that ids get in training (extras/managed_collision/managed_tables.py)."""
+    """The init_fn of rows that are given to ids during training (extras/managed_collision/managed_tables.py)."""
 
     rows: ManagedRows
     initialize: Callable[[torch.Tensor], torch.Tensor]
@@ -226,7 +229,7 @@ def _init_fn(table: Table) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Fills a tensor with numbers in [-bound, bound]."""
+    """An init_fn: fill a tensor with uniform numbers in [-bound, bound]."""
 
     bound: float
 
@@ -236,7 +239,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Normal:
-    """Fills a tensor with normal numbers of mean 0."""
+    """An init_fn: fill a tensor with normal numbers of mean 0."""
 
     std: float
 
@@ -246,7 +249,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Zeros:
-    """Fills a tensor with zeros."""
+    """An init_fn: fill a tensor with zeros."""
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
         return nn.init.zeros_(weight)

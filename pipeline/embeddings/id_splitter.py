@@ -23,11 +23,12 @@ SKIPPED = "tables.*.compression.skip_empty_bags"
 
 
 class IdSplitter:
-    """Converts a KeyedJaggedTensor by features to one by the parts' or positions' features, on the
-    CPU.
+    """Convert, on the CPU, a KeyedJaggedTensor of features to a KeyedJaggedTensor of the features
+    of parts and positions.
 
-    Keys have the same order in every batch. There are also features whose ids dense parameters turn
-    into rows. skip_empty_bags: leave out bags without ids of cold parts, if ranks would send them.
+    Keys have the same order in every batch. Some of its features have ids whose rows dense
+    parameters compute. skip_empty_bags: leave out empty bags of cold parts if ranks would otherwise
+    send them.
     """
 
     def __init__(self, tables: Iterable[Table], *, skip_empty_bags: bool = False) -> None:
@@ -107,16 +108,16 @@ def _bags_of(features: KeyedJaggedTensor) -> dict[str, Bags]:
 
 
 def _weights_of(parts: list[Bags]) -> NDArray[np.float32]:
-    """Return the weights of the ids of all parts, 1 if a part has none."""
+    """Return the weights of the ids of all parts. They are 1 for a part without weights."""
     return np.concatenate(
         [np.ones(len(part.ids), np.float32) if part.weights is None else part.weights for part in parts]
     )
 
 
 def newest(bags: Bags, num_positions: int) -> Iterator[Bags]:
-    """Yield the ids of the first position of all samples, then of the second, and so on.
+    """Yield the ids of all samples at the first position, then at the second position, and so on.
 
-    Longer lists keep the last ids. Shorter ones have no id in later positions.
+    Of longer lists only the last ids are kept. Shorter lists have no id at later positions.
     """
     lengths = bags.lengths.astype(np.int64)
     begins = np.cumsum(lengths) - lengths
@@ -132,7 +133,7 @@ def newest(bags: Bags, num_positions: int) -> Iterator[Bags]:
 
 
 def matching(bags: Bags, searched: Bags, wanted: Bags) -> Bags:
-    """Keep the ids of each list where `searched` has the sample's single id of `wanted`, if one."""
+    """Keep the ids of each list at the positions where `searched` has the single id of the sample in `wanted`."""
     targets: NDArray[np.int64] = np.full(len(wanted.lengths), -1, np.int64)
     has_one = wanted.lengths == 1
     targets[has_one] = wanted.ids[np.repeat(has_one, wanted.lengths)]
@@ -143,7 +144,7 @@ def matching(bags: Bags, searched: Bags, wanted: Bags) -> Bags:
 
 
 class _KeyOrder:
-    """Computes the order of keys. Keys that no table looks up come last."""
+    """Compute the order of the keys. Keys that no table looks up are last."""
 
     def __init__(self, wanted: list[str]) -> None:
         self._places = {name: place for place, name in enumerate(wanted)}
@@ -158,7 +159,7 @@ class _KeyOrder:
 
 
 def hashed_to(num_rows: int, seed: int, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return a seeded hash below num_rows of each id."""
+    """Return for each id a seeded hash below num_rows."""
     # The seed is mixed too; otherwise seeds 0 and 1 would swap neighbouring ids.
     words = mix(ids.view(np.uint64) ^ mix(np.array([seed], np.uint64)))
     # Scaling the upper half changes the probability of a row by at most 2**-32.
@@ -166,7 +167,7 @@ def hashed_to(num_rows: int, seed: int, ids: NDArray[np.int64]) -> NDArray[np.in
 
 
 def in_range(bags: Bags, first: int, end: int) -> Bags:
-    """Keep the ids first .. end - 1 of each bag, counted from `first`."""
+    """Keep the ids first .. end - 1 of each bag and subtract `first` from them."""
     inside = (bags.ids >= first) & (bags.ids < end)
     if len(bags.ids) == len(bags.lengths) and (bags.lengths == 1).all():
         return Bags(bags.ids[inside] - first, inside.astype(np.int32), at(bags.weights, inside))
@@ -180,7 +181,7 @@ def at(weights: NDArray[np.float32] | None, chosen: NDArray[Any]) -> NDArray[np.
 
 
 def sum_of_lengths(features: KeyedJaggedTensor, names: Sequence[str]) -> torch.Tensor:
-    """Return [batch]: the number of ids of the features, also without empty bags."""
+    """Return [batch]: the number of ids of each sample in the features, also if empty bags were left out."""
     keys = features.keys()
     if not features.variable_stride_per_key():
         lengths = features.lengths().view(-1, features.stride())

@@ -1,8 +1,8 @@
 """Limit sharding types, widths and precisions to those that train exactly (stdlib only).
 
 Row-wise optimizers have one state per row. If a table is split by columns, each shard has a
-separate state for its part of the row, which is another optimizer than the unsharded one: after 5
-steps of row-wise Adagrad, weights differ by tenths. SGD, Adagrad and Adam are not affected.
+separate state for its part of the row. This is a different optimizer: after 5 steps of row-wise
+Adagrad, weights differ by tenths. SGD, Adagrad and Adam are not affected.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ INT8_ROW = 32  # fbgemm's codec quantizes this many adjacent values with one sca
 
 
 def sharding_types_exact_for(optimizer_name: str) -> tuple[str, ...]:
-    """Return the types under which the optimizer updates as without sharding."""
+    """Return the types under which the optimizer updates tables exactly as without sharding."""
     if not find_optimizer(optimizer_name).whole_rows:
         return SHARDING_TYPES
     return tuple(kind for kind in SHARDING_TYPES if kind not in COLUMN_SHARDING_TYPES)
 
 
 def allowed_sharding_types(table: Table, optimizer_name: str) -> tuple[str, ...]:
-    """List the types that a planner may choose: the config's, or all exact ones."""
+    """List the types that a planner may choose: the config's types, or all exact types."""
     return tuple(table.sharding.sharding_types) or sharding_types_exact_for(optimizer_name)
 
 
@@ -46,10 +46,10 @@ def check_widths(tables: list[Table]) -> None:
 
 
 def precisions(comms: CommsConfig) -> dict[str, tuple[str, str]]:
-    """Return collective -> (forward, backward) precision in use.
+    """Return collective -> (forward, backward) precision.
 
-    A reduce-scatter adds numbers, which int8 does not allow (32 values have one scale): it uses
-    fp16, and so does the all-gather of its gradients.
+    A reduce-scatter adds numbers. int8 does not allow this, because 32 values share one scale. So
+    reduce-scatter, and the all-gather of its gradients, use fp16.
     """
     asked = (comms.forward_precision, comms.backward_precision)
     summed = ["fp16" if precision == "int8" else precision for precision in asked]
@@ -65,7 +65,7 @@ def describe_comms(comms: CommsConfig) -> dict[str, str]:
 
 
 def check_batch_fits_comms(comms: CommsConfig, batch_size: int, tables: list[Table]) -> None:
-    """Raise PlanError if int8 all-to-all, in rows of 32, would fail at the first step."""
+    """Raise PlanError if int8 all-to-all, which sends rows of 32, would fail at the first step."""
     if "int8" not in precisions(comms)["all_to_all"]:
         return
     for table in tables:

@@ -1,4 +1,4 @@
-"""Replace compressed tables by plain ones; count and check them (stdlib only)."""
+"""Replace compressed tables by the plain tables that store them; count and check these tables (stdlib only)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES = (
 
 
 def physical_tables(tables: Sequence[Table]) -> list[Table]:
-    """Return the plain tables of `tables`, in order. ConfigError if settings do not fit."""
+    """Return the plain tables that store `tables`, in order. Raises ConfigError if settings do not fit."""
     found: dict[str, Table] = {}
     for table in tables:
         for part in leaves(table):
@@ -42,14 +42,14 @@ def physical_tables(tables: Sequence[Table]) -> list[Table]:
 
 
 def leaves(table: Table) -> list[Table]:
-    """Return the plain tables of a table. Parts may be compressed themselves."""
+    """Return the plain tables that store a table. Its parts may also be compressed."""
     if table.compression is None:
         return [_in_memory_or_tiers(by_position(table))]
     return [leaf for part in compressed(table).parts() for leaf in leaves(part)]
 
 
 def _in_memory_or_tiers(table: Table) -> Table:
-    """Return the table without tiers if it is small or replicated."""
+    """Return the table without tiers if it is small or replicated, otherwise unchanged."""
     is_replicated = table.sharding.sharding_types == ["data_parallel"]
     if table.tiers is None:
         return table
@@ -64,7 +64,7 @@ def _in_memory_or_tiers(table: Table) -> Table:
 
 
 def num_numbers(table: Table) -> int:
-    """Return how many numbers a table stores: in its plain tables and in dense parameters."""
+    """Return how many numbers a table stores in its plain tables and in dense parameters."""
     if table.compression is None:
         return table.num_embeddings * table.embedding_dim
     kind = compressed(table)
@@ -103,7 +103,7 @@ def check_compressed(table: Table) -> None:
 
 
 def _check_weights(table: Table) -> None:
-    """Check the table, and its parts that are compressed themselves."""
+    """Check the table, and its parts that are also compressed."""
     kind = compressed(table)
     if table.is_weighted and not kind.carries_weights:
         fitting = [name for name, each in components("compression").items() if each.carries_weights]
@@ -117,7 +117,7 @@ def _check_weights(table: Table) -> None:
 
 
 def signatures(tables: Iterable[Table]) -> dict[str, str]:
-    """Return table -> signature: with another one the rows of its parts mean other ids."""
+    """Return table -> signature. If the signature changes, the rows of the table's parts belong to other ids."""
     return {table.name: signature(table) for table in tables if table.compression is not None}
 
 
@@ -132,7 +132,7 @@ def signature(table: Table) -> str:
 
 
 def describe_parts(table: Table) -> list[str]:
-    """Describe each plain table by its part's name, rows and columns."""
+    """Describe each plain table by the name of the part, its rows and its columns."""
     return [
         f"{part.name.removeprefix(table.name + '__')} {part.num_embeddings:,} x {part.embedding_dim}"
         for part in leaves(table)

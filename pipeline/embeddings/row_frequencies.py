@@ -1,7 +1,8 @@
 """Estimate from frequency curves how lookups are distributed over rows (stdlib only).
 
 Vocabulary ids are sorted by descending frequency, so a table's first rows are its hottest. Hashed
-ids are in no order: the curve then tells how hot the hottest rows are, but not which rows they are.
+ids are in no order: for them the curve states the shares of the hottest rows, but not which rows
+these are.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ POINTS = 64  # maximum number of points of a part's curve
 
 @dataclass(frozen=True)
 class RowFrequencies:
-    """`shares[i]` of a table's lookups are for its `rows[i]` hottest rows (ascending from 0).
+    """The share `shares[i]` of a table's lookups is for its `rows[i]` hottest rows. `rows` ascends
+    from 0.
 
     `by_row`: the hottest rows are the first rows.
     """
@@ -29,9 +31,10 @@ class RowFrequencies:
 def merge_frequencies(
     features: list[SparseFeature], pooling_factors: list[float], multi_hot: dict[str, int]
 ) -> RowFrequencies | None:
-    """Merge the curves of a table's features; None if no curve has more than its end point.
+    """Merge the curves of a table's features. Return None if no curve has more than its end point.
 
-    `multi_hot`: features with one id of the data and further uniform ids (data/read/multi_hot.py).
+    `multi_hot`: features with one id from the data and additional uniform ids
+    (data/read/multi_hot.py).
     """
     curves = [feature.frequency_curve for feature in features]
     if all(len(curve.ranks) < 2 for curve in curves) or not sum(pooling_factors):
@@ -48,7 +51,7 @@ def merge_frequencies(
 
 
 def share_of(curve: FrequencyCurve, rank: int) -> float:
-    """Return the share of lookups of the `rank` most frequent ids, linear between points."""
+    """Return the share of lookups that are for the `rank` most frequent ids. It is linear between points."""
     after = bisect_right(curve.ranks, rank)
     if after == len(curve.ranks):
         return 1.0
@@ -57,7 +60,7 @@ def share_of(curve: FrequencyCurve, rank: int) -> float:
 
 
 def share_of_first(frequencies: RowFrequencies, num_ids: float) -> float:
-    """Return the share of a table's lookups of its `num_ids` most frequent ids."""
+    """Return the share of a table's lookups that are for its `num_ids` most frequent ids."""
     rows, shares = frequencies.rows, frequencies.shares
     after = bisect_right(rows, num_ids)
     if after == 0:
@@ -69,7 +72,7 @@ def share_of_first(frequencies: RowFrequencies, num_ids: float) -> float:
 
 
 def hashed_frequencies(frequencies: RowFrequencies | None, num_rows: int) -> RowFrequencies | None:
-    """Estimate the frequencies of a part's rows with hashed ids, or None."""
+    """Estimate the frequencies of the rows of a part with hashed ids. Return None if they are unknown."""
     if frequencies is None:
         return None
     points = points_of(num_rows)
@@ -79,7 +82,7 @@ def hashed_frequencies(frequencies: RowFrequencies | None, num_rows: int) -> Row
 
 
 def frequencies_of_block(frequencies: RowFrequencies | None, first: int, end: int) -> RowFrequencies | None:
-    """Return the frequencies of ids first .. end - 1, which are the rows of a separate table."""
+    """Return the frequencies of ids first .. end - 1, if they are the rows of a separate table."""
     if frequencies is None or not frequencies.by_row:
         return None
     before, all_ = share_of_first(frequencies, first), share_of_first(frequencies, end)
@@ -92,14 +95,14 @@ def frequencies_of_block(frequencies: RowFrequencies | None, first: int, end: in
 
 
 def share_of_block(frequencies: RowFrequencies | None, first: int, end: int, num_ids: int) -> float:
-    """Return the share of lookups of ids first .. end - 1; even if unknown or hashed."""
+    """Return the share of lookups that are for ids first .. end - 1; uniform if frequencies are unknown or hashed."""
     if frequencies is None or not frequencies.by_row:
         return (end - first) / num_ids
     return share_of_first(frequencies, end) - share_of_first(frequencies, first)
 
 
 def points_of(num_rows: int) -> list[int]:
-    """Return 0, 1, 2, 4, ... and num_rows, with more steps between if possible."""
+    """Return 0, 1, 2, 4, ... and num_rows, and more points between them if possible."""
     points, row = {0, num_rows}, 1.0
     factor = max(1.2, num_rows ** (1 / (POINTS - 2))) if num_rows > 1 else 2.0
     while row < num_rows:

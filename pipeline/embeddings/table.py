@@ -1,4 +1,4 @@
-"""Define a resolved embedding table (stdlib only)."""
+"""Define an embedding table whose settings are all resolved (stdlib only)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Block:
 
 @dataclass(frozen=True)
 class ManagedRows:
-    """Settings of the map from hashed ids to rows. `table`: the part that holds the rows.
+    """Hold the settings of the map from hashed ids to rows. `table`: the part that holds the rows.
 
     admit_count, admit_probability: conditions for an id to get a row. max_idle_steps: an id that
-    does not occur for so many steps loses its row; None: only other ids take it.
+    does not occur for this many steps loses its row; None: it loses the row only to other ids.
     """
 
     table: str
@@ -47,9 +47,10 @@ class ManagedRows:
 
 @dataclass(frozen=True)
 class Positions:
-    """A sequence read by position: its newest `num_positions` ids, and their number.
+    """A sequence that is read by position: its newest `num_positions` ids, and how many there are.
 
-    search_in, search_for: only positions where the sequence search_in has the id of search_for.
+    search_in, search_for: read only positions where the sequence search_in has the id of the
+    feature search_for.
     """
 
     feature: str
@@ -70,7 +71,7 @@ class Table:
     managed: the map that assigns rows to ids of any number.
     note: a sentence for the plan's report.
     l2: added to the gradient of touched rows, times the row.
-    positions: its sequences that are not pooled (position_features).
+    positions: the table's sequences that are not pooled (position_features).
     padding: rows per sample of positions without an id, which are returned and sent as zeros.
     is_weighted: ids of some feature have weights.
     tiers: set if most rows are on an SSD.
@@ -100,12 +101,12 @@ class Table:
 
     @property
     def whole_name(self) -> str:
-        """Return the name of this table, or of the table that it is a part of."""
+        """Return the name of this table, or the name of the table that it is a part of."""
         return self.part_of or self.name
 
     @property
     def config_name(self) -> str:
-        """Return the entry of the job's `tables` that defines this table."""
+        """Return the name of the entry in the job's `tables` that defines this table."""
         return entry_name(self.whole_name)
 
 
@@ -114,12 +115,12 @@ COUNT_COLUMNS, COUNT_UNIT = 2, 128
 
 
 def position_features(positions: Positions) -> list[str]:
-    """Return the features that a table embeds instead of the sequence, oldest position first."""
+    """Return the features that a table looks up instead of the sequence, one per position, oldest position first."""
     return [f"{positions.feature}__{number}" for number in range(positions.num_positions)]
 
 
 def by_position(table: Table) -> Table:
-    """Return the table with a feature for each position of its sequences."""
+    """Return the table with one feature for each position of its sequences."""
     if not table.positions:
         return table
     read = {positions.feature: positions for positions in table.positions}
@@ -141,7 +142,7 @@ def by_position(table: Table) -> Table:
 
 
 def width_of(table: Table, feature: str) -> int:
-    """Return a feature's columns in a model: a sequence's rows, then the number of ids."""
+    """Return how many columns a feature has in a model. A sequence has its rows and the number of ids."""
     for positions in table.positions:
         if positions.feature == feature:
             return positions.num_positions * table.embedding_dim + COUNT_COLUMNS

@@ -1,7 +1,8 @@
 """Resolve the job's table configs against a data set (stdlib only).
 
-`tables` in a job maps a table's name to its TableConfig. The entry `default` supplies unset values of other
-tables. A table without feature_names embeds the feature with the table's name.
+`tables` in a job maps a table's name to its TableConfig. The entry `default` supplies the values
+that other entries do not set. A table without feature_names embeds the feature with the table's
+name.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def resolve_tables(
     """Return one table for each sparse feature of `dataset`, in the order of first features.
 
     A feature that no table names gets its own table; a sequence that shares another feature's ids
-    uses its table. `multi_hot` replaces pooling factors of ids that are sampled while reading.
-    `auto_init` is for init.kind=auto. `sequences` are read by position, others are pooled. Raises
-    ConfigError.
+    uses its table. `multi_hot` replaces the pooling factors of features whose ids are sampled while
+    reading. `auto_init` is for init.kind=auto. `sequences` are read by position; other sequences
+    are pooled. Raises ConfigError.
     """
     tables = expand_patterns(tables, dataset.sparse_feature_names)
     default = tables.get(DEFAULT, TableConfig())
@@ -84,7 +85,7 @@ def resolve_tables(
 
 
 def resolve_positions(sequences: Sequence[SequenceInput], dataset: Dataset) -> dict[str, Positions]:
-    """Return positions by feature. Raises ConfigError if the data set cannot give them."""
+    """Return the positions by feature. Raises ConfigError if the data set does not have them."""
     held = {feature.name: feature.sequence for feature in dataset.sparse_features if feature.sequence is not None}
     found = {}
     for each in sequences:
@@ -176,7 +177,7 @@ def _resolve(
 
 
 def _compressed(table: Table, own: CompressionConfig | None, default: CompressionConfig | None) -> Table:
-    """Return the table with its compression; the default's only if it makes the table smaller."""
+    """Return the table with its compression. The default's compression is used only if the table becomes smaller."""
     config = own or default
     if config is None or kind_of(config) is Whole or table.num_embeddings < config.min_rows:
         return table

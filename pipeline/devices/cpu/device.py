@@ -58,7 +58,7 @@ class PlainCpu(Device):
         pass
 
     def pipeline(self, asked: str, world_size: int) -> str:
-        """Return plain for one rank: it exchanges nothing, and copies no batch."""
+        """Return "plain" for a single rank, because it exchanges nothing and copies no batch."""
         chosen = asked if asked != "auto" else "base" if world_size == 1 else "sparse_dist"
         return "plain" if chosen == "base" else chosen
 
@@ -78,7 +78,7 @@ class PlainCpu(Device):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # Linux counts KiB
 
     def watch_memory(self) -> Callable[[], int]:
-        """Return a function that returns the growth of peak memory since this call."""
+        """Return a function that returns how many bytes peak memory has grown since this call."""
         resident, before = psutil.Process().memory_info().rss, self.peak_memory_bytes()
 
         def peak() -> int:

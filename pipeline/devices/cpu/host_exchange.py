@@ -46,7 +46,7 @@ FLAGS = 0  # the channel that exists from the start
 
 
 class HostExchange:
-    """One rank's end. Every rank sends and receives a channel's messages in one order."""
+    """One rank's end of the exchange. Every rank sends and receives the messages of a channel in the same order."""
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], files: dict[int, int]) -> None:
         self.rank, self.world_size = rank, len(files)
@@ -64,8 +64,8 @@ class HostExchange:
     def post(self, channel: int, parts: Sequence[Sequence[torch.Tensor]]) -> int:
         """Write parts[other] for every other rank, notify them, and return the message's number.
 
-        A sequence object that several ranks get is written once. Raises RuntimeError if a rank has
-        exited or is silent.
+        If several ranks get the same sequence object, it is written once. Raises RuntimeError if a
+        rank has exited or is silent.
         """
         number = self._posted[channel] + 1
         for other in self._sockets:
@@ -90,7 +90,8 @@ class HostExchange:
         return number
 
     def take(self, channel: int, number: int) -> list[Message | None]:
-        """Return message `number` of each rank, and None for this rank. Raises as post does.
+        """Return message `number` of each rank, and None for this rank. Raises RuntimeError as post
+        does.
 
         Read the messages before the channel's next post.
         """
@@ -101,22 +102,22 @@ class HostExchange:
         return messages
 
     def all_gather(self, channel: int, local: torch.Tensor) -> list[torch.Tensor]:
-        """Return every rank's `local` (one shape). Read them before the channel's next post."""
+        """Return `local` of every rank (all of one shape). Read the tensors before the channel's next post."""
         parts = [local]
         number = self.post(channel, [parts] * self.world_size)
         return self._read_all(channel, number, local)
 
     def all_reduce(self, channel: int, flat: torch.Tensor) -> None:
-        """Add up [n] in place over all ranks, in one order: all get the same bits."""
+        """Sum [n] over all ranks in place. The order is the same on all ranks, so all get the same bits."""
         flat.copy_(_sum(self.all_gather(channel, flat)))
 
     def reduce_scatter(self, channel: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum over ranks of their part for this rank; parts have one shape."""
+        """Return the sum of all ranks' parts for this rank. All parts have one shape."""
         number = self.post(channel, [[part] for part in parts])
         return _sum(self._read_all(channel, number, parts[self.rank]))
 
     def _read_all(self, channel: int, number: int, local: torch.Tensor) -> list[torch.Tensor]:
-        """Return one tensor of each rank, of the shape of `local`, this rank's."""
+        """Return one tensor of each rank, all with the shape of `local`, which is this rank's tensor."""
         return [
             local if message is None else message.read(local.shape, local.dtype)
             for message in self.take(channel, number)
@@ -159,7 +160,7 @@ class HostExchange:
 
 
 class Message:
-    """A message: tensors one after the other, in the order in which they were written."""
+    """A received message: tensors, which must be read in the order in which they were written."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self._data, self._position = data, 0
@@ -175,7 +176,7 @@ class Message:
 
 
 class _Slot:
-    """A slot of a rank's file. The mapping grows with the data that is written."""
+    """A slot of a rank's file. The mapping grows with the data."""
 
     def __init__(self, file: int, index: int) -> None:
         assert index < NUM_SLOTS, "too many channels"
@@ -220,12 +221,12 @@ _current: tuple[dist.ProcessGroup, HostExchange] | None = None
 
 
 def current() -> HostExchange | None:
-    """Return the exchange of all ranks that connect() made, or None."""
+    """Return the exchange that connect() made for all ranks, or None."""
     return _current[1] if _current is not None and _current[0] is dist.GroupMember.WORLD else None
 
 
 def all_reduce(tensor: torch.Tensor) -> None:
-    """Collective: add up in place over all ranks, by the exchange if there is one."""
+    """Collective: sum a tensor over all ranks in place, by the exchange if there is one."""
     exchange = _current_for(tensor)
     if exchange is not None:
         exchange.all_reduce(FLAGS, tensor)
@@ -235,7 +236,7 @@ def all_reduce(tensor: torch.Tensor) -> None:
 
 
 def all_gather(local: torch.Tensor) -> torch.Tensor:
-    """Collective: return every rank's tensor as [ranks, *shape], by the exchange if any."""
+    """Collective: return the tensors of all ranks as [ranks, *shape], by the exchange if there is one."""
     exchange = _current_for(local)
     if exchange is not None:
         return torch.stack(exchange.all_gather(FLAGS, local))
@@ -247,7 +248,7 @@ def all_gather(local: torch.Tensor) -> torch.Tensor:
 
 
 def reduce_scatter(whole: torch.Tensor) -> torch.Tensor:
-    """Collective: return this rank's [*shape] of the sum over all ranks of [ranks, *shape]."""
+    """Collective: sum [ranks, *shape] over all ranks, and return this rank's part [*shape]."""
     exchange = _current_for(whole)
     if exchange is not None:
         return exchange.reduce_scatter(FLAGS, whole.unbind())
@@ -258,13 +259,13 @@ def reduce_scatter(whole: torch.Tensor) -> torch.Tensor:
 
 
 def num_exchanging_ranks() -> int:
-    """Return the ranks whose rows a layer exchanges; 1 without a process group."""
+    """Return the number of ranks whose rows a layer exchanges; 1 without a process group."""
     return 1 if _exchanges_nothing or not dist.is_initialized() else dist.get_world_size()
 
 
 @contextmanager
 def exchanging_nothing() -> Iterator[None]:
-    """Let layers use this rank's rows only, to record their operations on fake tensors."""
+    """Let layers use only this rank's rows, so that their operations can be recorded on fake tensors."""
     global _exchanges_nothing
     before, _exchanges_nothing = _exchanges_nothing, True
     try:
@@ -278,7 +279,7 @@ def _current_for(tensor: torch.Tensor) -> HostExchange | None:
 
 
 def connect(context: DistributedContext, timeout_s: float) -> HostExchange | None:
-    """Collective: return the exchange, or None if ranks are not a few CPU ranks of one host."""
+    """Collective: return the exchange, or None unless all ranks are CPU ranks of one host and few."""
     global _current
     if current() is not None:
         return current()
@@ -314,7 +315,7 @@ def connect(context: DistributedContext, timeout_s: float) -> HostExchange | Non
 def _join(
     context: DistributedContext, listener: socket.socket, addresses: list[bytes], timeout_s: float
 ) -> HostExchange:
-    """Connect to the ranks before this one, accept those after it; pass a descriptor each way."""
+    """Connect to the ranks before this rank, accept the ranks after it, and exchange file descriptors."""
     local_file = os.memfd_create(f"rank {context.rank}")
     os.ftruncate(local_file, NUM_SLOTS * SLOT_BYTES)
     sockets: dict[int, socket.socket] = {}

@@ -20,13 +20,13 @@ _is_forked = False
 
 
 def can_read(tensor: torch.Tensor) -> bool:
-    """Return whether a kernel can read this tensor, not a traced or fake one."""
+    """Return whether a kernel can read this tensor: it must not be a traced or fake tensor."""
     return not torch.compiler.is_compiling() and type(tensor) is torch.Tensor and tensor.device.type == "cpu"
 
 
 @cache
 def kernels(module: str) -> ModuleType | None:
-    """Return the module, or None without Numba; torch's operations are then used."""
+    """Return the kernels' module, or None without Numba; callers then use torch's operations."""
     try:
         return import_module(module)
     except ImportError:
@@ -42,10 +42,10 @@ def on_all_threads(
 ) -> bool:
     """Run kernel(*arguments, begin, end) on shares of 0..count on torch's threads, in any order.
 
-    kernel: compiled by Numba; each item is independent, so threads change no result. A share has at
-    least `least_share` items. most_shares: two per thread by default, because a thread may start
-    late. Returns False if a call did. Raises the kernel's exception; RuntimeError from several
-    threads.
+    kernel: a function that Numba compiled. Items are independent, so threads change no result. A
+    share has at least `least_share` items. most_shares: two per thread by default, because a thread
+    may start late. Returns False if any call returned False. Raises the kernel's exception, or
+    RuntimeError if the kernel ran on several threads.
     """
     threads = 1 if _is_forked else torch.get_num_threads()
     region = _region_of(kernel) if threads > 1 else None
@@ -70,7 +70,7 @@ def _region_of(
 
 
 def _forget_threads() -> None:
-    """Forget OpenMP's threads: a region in a forked process would wait for them forever."""
+    """Forget OpenMP's threads. A forked process does not have them, so its regions would wait for them forever."""
     global _is_forked
     _is_forked = True
 

@@ -67,7 +67,7 @@ def _region(arguments, count, shares, threads):  # type: ignore[no-untyped-def]
 def _run_shares(
     _: Any, kernel: Any, arguments: Any, count: Any, shares: Any, threads: Any
 ) -> tuple[Signature, Callable[..., Any]]:
-    """Let each thread take the next share until none is left, because a thread may start late."""
+    """Let each thread take the next share until none is left. So a thread that starts late delays nothing."""
     dispatcher, number = kernel.dispatcher, types.uint64
 
     def call(arguments, begin, end):  # type: ignore[no-untyped-def]

@@ -1,6 +1,7 @@
 """Set OpenMP's spin time, huge pages, freed memory and Numba's cache for a process on the CPU.
 
-All except keep_freed_memory are called before torch and Numba are imported. A user's settings stay.
+All except keep_freed_memory are called before torch and Numba are imported. Settings of the user
+are not changed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ GPU_FILE = Path("/dev/nvidia0")  # the NVIDIA driver makes it for the first GPU 
 
 
 def computes_here(overrides: Sequence[str]) -> bool:
-    """Return whether a training computes on this CPU, as far as it is known without torch."""
+    """Return whether this process trains on the CPU, as far as this is known without importing torch."""
     asked = {"hardware=cpu", "comms.backend=gloo"} & set(overrides)
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return bool(asked) or hidden or not GPU_FILE.exists()
@@ -49,14 +50,16 @@ def limit_openmp_spin() -> None:
 def use_huge_pages() -> None:
     """Request huge pages for CPU tensors of 2 MiB and more.
 
-    They save 512 page faults for each 2 MiB of temporary tensors, and TLB misses. torch's setting
-    (c10/core/impl/alloc_cpu.cpp); no effect if transparent_hugepage/enabled is `never`.
+    Each huge page saves 512 page faults for 2 MiB of temporary tensors, and TLB misses. This is a
+    setting of torch (c10/core/impl/alloc_cpu.cpp). It has no effect if transparent_hugepage/enabled
+    is `never`.
     """
     os.environ.setdefault(HUGE_PAGES, "1")
 
 
 def disable_huge_pages_of(address: int, num_bytes: int) -> None:
-    """Use small pages for memory that is kept. Call it before it is written.
+    """Use small pages for memory that is kept for the whole run. Call it before the memory is
+    written.
 
     If a virtual machine returns free memory to its host, the host must find each huge page again:
     tables of 2 GiB took 5.2 CPU-seconds instead of 1.1 (docs/adr/0054).
@@ -71,7 +74,8 @@ def disable_huge_pages_of(address: int, num_bytes: int) -> None:
 
 
 def find_kernel_cache() -> None:
-    """Set Numba's cache folder, which must be writable; copy an image's kernels there.
+    """Set Numba's cache folder, which must be writable, and copy an image's compiled kernels into
+    it.
 
     Compiled kernels are pickles, so a folder is used only if no other user can write to it.
     """
@@ -99,7 +103,8 @@ def find_kernel_cache() -> None:
 def find_other_caches() -> None:
     """Let torch's compilers and matplotlib use caches in a folder of this user.
 
-    Their caches hold code and pickles. torch's default, /tmp/torchinductor_<user>, is used as found, whoever made it.
+    Their caches hold code and pickles. torch uses its default, /tmp/torchinductor_<user>, even if
+    another user made this folder.
     """
     for variable, name in OTHER_CACHES.items():
         if given := os.environ.get(variable):
@@ -121,7 +126,7 @@ def find_other_caches() -> None:
 
 
 def _others_write(folder: Path) -> bool:
-    """Return whether another user than root owns the folder, or can write to it or to a folder in it."""
+    """Return whether another user (except root) owns or can write to the folder or a folder in it."""
     folders = (folder, *(Path(parent) / name for parent, names, _ in os.walk(folder) for name in names))
     for each in folders if folder.is_dir() else ():
         found = each.lstat()
@@ -158,17 +163,17 @@ MAX_KEPT_BYTES_OF_LARGE_MEMORY = 2 << 30
 
 
 def kept_bytes(memory_bytes: int) -> tuple[int, int]:
-    """Return the largest block to keep, and the most bytes at the heap's end, for a rank."""
+    """Return two limits for a rank: the largest block that glibc keeps, and the most free bytes at the heap's end."""
     if memory_bytes < LARGE_MEMORY_BYTES:
         return LARGEST_KEPT_BYTES, MAX_KEPT_BYTES
     return LARGEST_KEPT_IN_ROOM_BYTES, min(MAX_KEPT_BYTES_OF_LARGE_MEMORY, memory_bytes // 8)
 
 
 def keep_freed_memory(num_ranks: int = 1) -> bool:
-    """Keep freed memory in this process. False: the C library is not glibc.
+    """Keep freed memory in this process. Return False if the C library is not glibc.
 
-    glibc returns large blocks to the kernel at once, which clears each page of the next step's
-    memory: 2,000 to 8,000 page faults, a third of a DLRM's step.
+    By default glibc returns large blocks to the kernel at once. The kernel then clears each page of
+    the next step's memory: 2,000 to 8,000 page faults, a third of the time of a DLRM's step.
     """
     return keep_blocks(*kept_bytes(host_memory_bytes() // num_ranks))
 

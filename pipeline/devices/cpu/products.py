@@ -34,7 +34,7 @@ MIN_PRODUCTS = 1 << 20
 
 @cache
 def onednn_multiplies_faster() -> bool:
-    """Return whether oneDNN is faster, by vendor and width only: equal bits on resume."""
+    """Return whether oneDNN is faster, by the CPU's vendor and vector width, so that a resume has equal bits."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
         return False
     info = Path("/proc/cpuinfo")
@@ -44,7 +44,7 @@ def onednn_multiplies_faster() -> bool:
 def outputs(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_relu: bool = False
 ) -> torch.Tensor:
-    """Return inputs [B, I] times the transposed weight [O, I], plus bias [O]: [B, O]."""
+    """Multiply inputs [B, I] by the transposed weight [O, I] and add the bias [O]. Return [B, O]."""
     if is_for_onednn(inputs, weight, inputs.shape[-1]):
         return _multiply(inputs, weight, bias, is_relu)
     values = F.linear(inputs, weight, bias)
@@ -52,16 +52,17 @@ def outputs(
 
 
 def gradient_of_inputs(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return gradient [B, O] times weight [O, I]: [B, I]."""
+    """Multiply gradient [B, O] by weight [O, I]. Return [B, I]."""
     if not is_for_onednn(gradient, weight, len(weight)):
         return gradient @ weight
     return _multiply(gradient, weight.t())
 
 
 def gradient_of_weight(gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """Return the transposed gradient [B, O] times inputs [B, I]: [O, I].
+    """Multiply the transposed gradient [B, O] by inputs [B, I]. Return [O, I].
 
-    oneDNN's wrapper transposes one factor in memory; this passes the narrower one.
+    oneDNN's wrapper transposes one factor in memory; this function lets it transpose the narrower
+    factor.
     """
     if not is_for_onednn(gradient, inputs, len(inputs)):
         return gradient.t() @ inputs
@@ -71,7 +72,7 @@ def gradient_of_weight(gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Te
 
 
 def is_for_onednn(first: torch.Tensor, second: torch.Tensor, inner: int) -> bool:
-    """Return whether oneDNN multiplies two matrices. inner: the dimension that is summed over."""
+    """Return whether oneDNN multiplies two matrices. inner: the length of the dimension that is summed over."""
     return (
         first.dtype == second.dtype == torch.float32
         and first.device.type == second.device.type == "cpu"
@@ -109,7 +110,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Apply a linear layer [..., I] -> [..., O] by the faster library; torch if not plain fp32."""
+    """Apply a linear layer [..., I] -> [..., O] by the faster library; by torch unless inputs are plain fp32."""
     if not _takes_onednn(inputs):
         return F.linear(inputs, weight, bias)
     values = _Linear.apply(inputs.reshape(-1, inputs.shape[-1]), weight, bias)
@@ -170,7 +171,7 @@ def multiplies_rows(rows: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def dots(rows: torch.Tensor, lead: int) -> torch.Tensor:
-    """Return [B, lead + n (n - 1) / 2] of rows [B, n, D]: `lead` numbers, then pairs' products."""
+    """Map rows [B, n, D] to [B, lead + n (n - 1) / 2]: first `lead` numbers, then the products of all pairs."""
     batch, num_rows, dim = rows.shape
     out = rows.new_empty(batch, lead + num_rows * (num_rows - 1) // 2)
     sizes = map(np.uint64, (num_rows, dim, lead))
@@ -179,7 +180,7 @@ def dots(rows: torch.Tensor, lead: int) -> torch.Tensor:
 
 
 def dots_backward(gradient: torch.Tensor, rows: torch.Tensor, lead: int) -> torch.Tensor:
-    """Return the gradient of rows [B, n, D], in their type."""
+    """Return the gradient of rows [B, n, D], with the dtype of the rows."""
     batch, num_rows, dim = rows.shape
     out = torch.empty_like(rows)
     sizes = map(np.uint64, (num_rows, dim, lead))
@@ -193,5 +194,5 @@ def _module() -> Any:
 
 
 def _flat(values: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return the numbers of a contiguous tensor as one row; bf16 as uint16."""
+    """Return the numbers of a contiguous tensor as a 1-D array; bf16 as uint16."""
     return (values if values.dtype == torch.float32 else values.view(torch.uint16)).numpy().reshape(-1)

@@ -1,4 +1,4 @@
-"""Store a table as a smaller one, whose rows ids share by a seeded hash (stdlib only)."""
+"""Store a table as a smaller table, whose rows are shared by ids with the same seeded hash (stdlib only)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @register("compression", "hash")
 class Hash(CompressionKind):
-    """The row of an id is a hash of it in `num_rows` rows."""
+    """The row of an id is a hash of the id, in a table of `num_rows` rows."""
 
     fits_sequences = True
     carries_weights = True

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 
 
 class Bags(NamedTuple):
-    """The bags of a feature: ids [sum of lengths] int64 by sample, lengths [batch] int32.
+    """Hold the bags of a feature: ids [sum of lengths] int64, sorted by sample, and lengths [batch]
+    int32.
 
-    weights: float32, one per id; None: each counts 1.
+    weights: float32, one per id; None: the weight of each id is 1.
     """
 
     ids: NDArray[np.int64]
@@ -49,7 +50,7 @@ Split = Callable[[Bags], Iterator[tuple[str, Bags]]]
 
 
 class CompressionKind(ABC):
-    """One table in the form its kind stores. `key`: its config key, for errors."""
+    """A table in the form in which its kind stores it. `key`: the table's config key, for errors."""
 
     # The fields of CompressionConfig that it uses in addition to kind, min_rows and options.
     settings: ClassVar[tuple[str, ...]] = ()
@@ -73,38 +74,38 @@ class CompressionKind(ABC):
 
     @property
     def is_for_size(self) -> bool:
-        """Return True if tables.default applies it only to tables that get smaller."""
+        """Return whether tables.default applies this kind only to tables that become smaller."""
         return True
 
     @property
     def can_average(self) -> bool:
-        """Return True if replicas may be averaged: rows mean the same ids everywhere."""
+        """Return whether replicas may be averaged, because a row has the same ids in every replica."""
         return True
 
     @property
     def is_product(self) -> bool:
-        """Return True if a row is a product of trained numbers, so zeros would stay zeros."""
+        """Return whether a row is a product of trained numbers. Zeros in all factors would then stay zeros."""
         return False
 
     @property
     def composes_each_id(self) -> bool:
-        """Return True if each id is composed before pooling, by its slot of a bag."""
+        """Return whether the row of each id is composed before pooling, by the id's slot in its bag."""
         return False
 
     @abstractmethod
     def parts(self) -> list[Table]:
-        """Return the tables with the rows, maybe compressed. ConfigError if settings do not fit."""
+        """Return the tables that hold the rows. They may be compressed. Raises ConfigError if settings do not fit."""
 
     @abstractmethod
     def split(self, index: int) -> Split:
-        """Return the function from bags of feature number `index` to the parts' bags."""
+        """Return the function that maps the bags of feature number `index` to the bags of the parts."""
 
     def id_features(self, index: int) -> list[str]:
-        """Return the features that have each id of feature number `index` once, split."""
+        """Return the features in which each id of feature number `index` occurs once after the split."""
         return [self.feature(index, self.id_part)]
 
     def often_empty_features(self) -> set[str]:
-        """Return the parts' features whose bags often have no id and may be left out."""
+        """Return the features of parts in which many bags have no id, so that empty bags may be left out."""
         return set()
 
     # Dense parameters, and composed rows.
@@ -114,7 +115,7 @@ class CompressionKind(ABC):
         return 0
 
     def initial_parameters(self) -> dict[str, torch.Tensor]:
-        """Return dense parameters, sampled by torch's generator. Dots in names: nested modules."""
+        """Return dense parameters sampled by torch's generator. Names with dots are those of nested modules."""
         return {}
 
     def compose(
@@ -124,10 +125,10 @@ class CompressionKind(ABC):
         features: KeyedJaggedTensor,
         index: int,
     ) -> torch.Tensor:
-        """Return [batch, embedding_dim]: the sums of the bags of feature number `index`.
+        """Return [batch, embedding_dim]: the pooled sum of each bag of feature number `index`.
 
-        pooled: part's feature -> [batch, its columns]. features: the batch after `split`. This
-        default returns the pooled row of the part `id_part`.
+        pooled: feature of a part -> [batch, columns of the part]. features: the batch after
+        `split`. This default returns the pooled row of the part `id_part`.
         """
         return pooled[self.feature(index, self.id_part)]
 
@@ -139,7 +140,7 @@ class CompressionKind(ABC):
 
     @property
     def setting(self) -> str:
-        """Return the setting that decides how ids are composed, for errors."""
+        """Return the name of the setting that decides how ids are composed, for errors."""
         return f"kind={self.config.kind}"
 
     def describe_dense(self, count: int) -> str:
@@ -147,42 +148,42 @@ class CompressionKind(ABC):
         return f"{count:,} dense parameters"
 
     def least_numbers(self) -> int | None:
-        """Return the numbers of this kind's smallest table without shared rows, or None."""
+        """Return how many numbers the smallest table of this kind without shared rows has, or None."""
         return None
 
     def shared_rows(self, ids: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Return the row of each id in the first part; None if each id has its own row."""
+        """Return for each id its row in the first part, or None if each id has a separate row."""
         return None
 
     # Checkpoints and artifacts.
 
     def assignments(self) -> Sequence[Sequence[int]]:
-        """Return classes by id that the settings lack, for a checkpoint's check."""
+        """Return the classes of the ids if the settings do not contain them, so that a checkpoint can check them."""
         return []
 
     def embed_files(self) -> tuple[CompressionConfig, Sequence[Sequence[int]]]:
-        """Return settings for an artifact, without files, and the integers of these files."""
+        """Return settings for an artifact that name no files, and the integers that the files contain."""
         return self.config, []
 
     @classmethod
     def restore_files(cls, config: CompressionConfig, numbers: list[list[int]]) -> CompressionConfig:
-        """Return the settings before `embed_files`, with its `numbers` instead of files."""
+        """Undo `embed_files`: return settings that use `numbers` instead of files."""
         return config
 
     # Helpers for subclasses.
 
     @cached_property
     def options(self) -> Any:
-        """Return the further settings, an instance of `Options`."""
+        """Return the additional settings, an instance of `Options`."""
         return None if self.Options is None else self.config.read_options(self.Options)
 
     def feature(self, index: int, part: str, slot: int | None = None) -> str:
-        """Return the feature of a part for feature number `index`. `slot`: of an id in its bag."""
+        """Return the part's feature for feature number `index`. `slot`: the position of an id in its bag."""
         name = f"{self.table.feature_names[index]}__{part}"
         return name if slot is None else f"{name}_{slot}"
 
     def slots(self, index: int) -> list[int] | list[None]:
-        """Return the slots of a bag; [None] if bags are pooled first, or have one id.
+        """Return the positions of ids in a bag; [None] if bags are pooled first or have one id.
 
         Raises ConfigError if ids are composed one by one, and lists may have any length.
         """
@@ -212,7 +213,7 @@ class CompressionKind(ABC):
     ) -> Table:
         """Return a part that looks up `share` of the ids, initialized with `std`.
 
-        dim and std None: same as the table. Parts are added up; means are divided after composing.
+        dim and std are the table's if None. Parts pool by sum; a mean is divided after composing.
         """
         table = self.table
         features, factors = [], []
@@ -237,14 +238,14 @@ class CompressionKind(ABC):
         )
 
     def row_std(self) -> float:
-        """Return the standard deviation of the full table's initial numbers."""
+        """Return the standard deviation of the initial numbers of the table without compression."""
         init = self.table.init.scaled(self.table.num_embeddings, self.table.embedding_dim)
         if init.scale is None:
             return 0.0
         return init.scale if init.kind == "normal" else init.scale / math.sqrt(3)
 
     def budget(self) -> int | None:
-        """Return how many numbers the table may have by its ratio; None without a ratio."""
+        """Return how many numbers the table may have according to its ratio, or None without a ratio."""
         if self.config.ratio is None:
             return None
         return int(self.table.num_embeddings * self.table.embedding_dim / self.config.ratio)
@@ -252,7 +253,7 @@ class CompressionKind(ABC):
 
 @register("compression", "none")
 class Whole(CompressionKind):
-    """A table that is not compressed. It is its only part."""
+    """A table that is not compressed. Its only part is the table itself."""
 
     fits_sequences = True
     carries_weights = True
@@ -275,7 +276,7 @@ def kind_of(config: CompressionConfig) -> type[CompressionKind]:
 
 
 def compressed(table: Table) -> CompressionKind:
-    """Return the table in the form its kind stores (Whole without), with sequences by position."""
+    """Return the table in the form in which its kind stores it (or Whole), with sequences by position."""
     table = by_position(table)
     return Whole(table) if table.compression is None else kind_of(table.compression)(table)
 

@@ -49,9 +49,7 @@ class UpdateRule:
 
     @classmethod
     def of(cls, config: SparseOptimizerConfig, l2: float = 0.0, num_rows: int = 0) -> UpdateRule:
-        """Return the rule of a table, or None if the optimizer has no rule. l2, num_rows: those of
-        the complete table.
-        """
+        """Return the rule of a table; None if the optimizer has none. l2, num_rows: those of the complete table."""
         entry = find_optimizer(config.name)
         assert entry.cpu_kernel is not None
         decay = config.weight_decay if config.decouples else 0.0

@@ -25,13 +25,13 @@ def _mix(state):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def _word(words, at, count):  # type: ignore[no-untyped-def]
-    """Return the first `count` bytes at `at`. count is at most 8."""
+    """Return the first `count` bytes at position `at` as a number. `count` is at most 8."""
     return words[at] if count >= WORD_BYTES else words[at] & (ALL >> U(8 * (WORD_BYTES - count)))
 
 
 @njit(nogil=True, cache=True)
 def hash_values(words, offsets, seed, hashes, begin, end):  # type: ignore[no-untyped-def]
-    """Set hashes[i] = data.raw.hashing.hash_texts of text i, for texts begin..end."""
+    """Set hashes[i] to data.raw.hashing.hash_texts of text i, for texts begin..end."""
     start = _mix(seed)
     for i in range(begin, end):
         state = start
@@ -42,7 +42,7 @@ def hash_values(words, offsets, seed, hashes, begin, end):  # type: ignore[no-un
 
 @njit(nogil=True, cache=True)
 def find_slots(hashes, directory, directory_bits, first, slots, begin, end):  # type: ignore[no-untyped-def]
-    """Set slots[i] to a slot at or before the key of hashes[i]. first: the vocabulary's first."""
+    """Set slots[i] to a position at or before the key of hashes[i]. first: the vocabulary's first position."""
     for i in range(begin, end):
         slots[i] = first + directory[hashes[i] >> (U(64) - directory_bits)]
 
@@ -52,7 +52,8 @@ def listed_ids(texts, slots, index, vocabulary, ids, begin, end):  # type: ignor
     """Set ids[i] to the id of text i in a vocabulary, for texts begin..end. 0: unknown or empty.
 
     texts: words, offsets, hashes. index: keys, ids, words and offsets of all vocabularies
-    (data.read.value_index.ValueIndex). vocabulary: its number, and the bits of a number in a key.
+    (data.read.value_index.ValueIndex). vocabulary: the number of the vocabulary, and how many bits
+    of a key such a number has.
     """
     words, offsets, hashes = texts
     keys, row_ids, known_words, known_offsets = index

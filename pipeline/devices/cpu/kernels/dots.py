@@ -27,10 +27,11 @@ L = U(LANES)
 
 @part()
 def _multiply(a, rows, step, b, columns, width, count, c):  # type: ignore[no-untyped-def]
-    """Set c[r, j] = the sum over k < count of a[r, k] b[k, j], 16 columns at a time from `columns`.
+    """Set c[r, j] = the sum over k < count of a[r, k] b[k, j], 16 columns at a time, beginning at
+    `columns`.
 
-    rows: (first, last), a multiple of 4 apart. a: `step` numbers per row; b, c: `width`, a multiple
-    of 16.
+    rows: (first, last); their difference is a multiple of 4. a has `step` numbers per row. b and c
+    have `width` numbers per row, a multiple of 16.
     """
     row, last = rows
     while row < last:
@@ -53,7 +54,7 @@ def _multiply(a, rows, step, b, columns, width, count, c):  # type: ignore[no-un
 
 @njit(nogil=True, cache=True)
 def dots(rows, num_rows, dim, lead, out, begin, end):  # type: ignore[no-untyped-def]
-    """Fill out [B, lead + pairs] from rows [B, num_rows, dim]: `lead` numbers, then all i . j."""
+    """Fill out [B, lead + pairs] from rows [B, num_rows, dim]: first `lead` numbers, then the products of all pairs."""
     padded, width = (num_rows + U(3)) // U(4) * U(4), (num_rows + L - U(1)) // L * L
     num_pairs = num_rows * (num_rows - U(1)) // U(2)
     a, b = np.zeros(width * dim + L, np.float32), np.empty((dim + L) * width, np.float32)

@@ -22,7 +22,7 @@ FLOAT, HALF, INT32, INT16 = ir.FloatType(), ir.HalfType(), ir.IntType(32), ir.In
 
 
 class _SayOnce(event.Listener):
-    """Log once that kernels are compiled, so that a new checkout's first job is not silent."""
+    """Log once that kernels are being compiled, so that the first job of a new checkout is not silent."""
 
     said = False
 
@@ -59,7 +59,7 @@ def _pointer(builder: Any, data: Any, index: Any, kind: Any, lanes: int) -> Any:
 
 
 def _load(builder: Any, data: Any, index: Any, dtype: Any, is_table: bool, lanes: int) -> Any:
-    """Load fp32 from fp32, fp16 (a table) or bf16."""
+    """Load fp32, fp16 (a table) or bf16 as fp32."""
     if dtype == types.float32:
         return builder.load(_pointer(builder, data, index, FLOAT, lanes), align=4)
     bits = builder.load(_pointer(builder, data, index, INT16, lanes), align=2)
@@ -70,7 +70,7 @@ def _load(builder: Any, data: Any, index: Any, dtype: Any, is_table: bool, lanes
 
 
 def _store(builder: Any, numbers: Any, data: Any, index: Any, dtype: Any, lanes: int) -> None:
-    """Store fp32 as fp32 or bf16, rounded to the nearest, ties to even; NaN stays NaN."""
+    """Store fp32 as fp32 or bf16. bf16 is rounded to the nearest number, ties to even; NaN stays NaN."""
     if dtype == types.float32:
         builder.store(numbers, _pointer(builder, data, index, FLOAT, lanes), align=4)
         return
@@ -79,7 +79,7 @@ def _store(builder: Any, numbers: Any, data: Any, index: Any, dtype: Any, lanes:
 
 
 def _as_bf16_bits(builder: Any, numbers: Any, lanes: int) -> Any:
-    """Convert fp32 to bf16 in the lower half of 32 bits."""
+    """Return the bits of fp32 rounded to bf16, in the lower half of 32 bits."""
     bits = builder.bitcast(numbers, _across(INT32, lanes))
     sixteen = _whole(INT32, lanes, 16)
     odd = builder.and_(builder.lshr(bits, sixteen), _whole(INT32, lanes, 1))
@@ -130,7 +130,7 @@ def _make_add(lanes: int, is_table: bool = False) -> Any:
 
 
 def _blend(builder: Any, before: Any, decay: Any, value: Any, share: Any) -> Any:
-    """Compute decay * before + share * value, in two roundings if the CPU can."""
+    """Compute decay * before + share * value. The result is rounded only twice if the CPU has fused multiply-add."""
     contract = ("contract",)
     return builder.fadd(
         builder.fmul(before, decay, flags=contract), builder.fmul(value, share, flags=contract), flags=contract
@@ -190,7 +190,7 @@ def _make_adam(lanes: int) -> Any:
 
 
 def _make_multiply(rows: int, vectors: int) -> Any:
-    """Keep `rows` times `vectors` sums in registers and stream both factors through them."""
+    """Make an intrinsic that keeps `rows` times `vectors` sums in registers and reads both factors once."""
 
     def typed(_: Any, a: Any, at: Any, step: Any, b: Any, begin: Any, width: Any, count: Any, c: Any, into: Any, stride: Any) -> tuple[Signature, Any]:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -226,7 +226,7 @@ def _make_multiply(rows: int, vectors: int) -> Any:
 
 
 def _make_sum(vectors: int) -> Any:
-    """Keep `vectors` sums in registers and stream the rows, in one of two loops: scaled or not."""
+    """Make an intrinsic that keeps `vectors` sums in registers and reads rows in a loop, scaled or not."""
 
     def typed(_: Any, rows: Any, start: Any, dim: Any, order: Any, scales: Any, is_scaled: Any, first: Any, last: Any, k: Any, into: Any) -> tuple[Signature, Any]:  # fmt: skip
         def add_all(context: Any, builder: Any, signature: Any, arguments: Any, sums: Any, has_factors: bool) -> None:
@@ -267,7 +267,7 @@ def _make_sum(vectors: int) -> Any:
 
 
 def _transpose_16(_: Any, a: Any, at: Any, step: Any, b: Any, begin: Any, width: Any) -> tuple[Signature, Any]:
-    """Transpose 16 x 16: pairs of rows exchange halves, quarters and so on, in 64 shuffles."""
+    """Transpose 16 x 16 numbers: pairs of rows exchange halves, quarters and so on, in 64 shuffles."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, target = (_data(context, builder, signature, arguments, position) for position in (0, 3))
@@ -335,7 +335,7 @@ adam_16, adam_1 = _named("adam_16", _make_adam(LANES)), _named("adam_1", _make_a
 
 
 def _cast(name: str, from_type: Any, to_type: Any, steps: list[tuple[str, Any]]) -> Any:
-    """Make an intrinsic for one number that applies LLVM's casts one after the other."""
+    """Make an intrinsic for one number that applies LLVM's casts in their order."""
 
     def typed(_: Any, value: Any) -> tuple[Signature, Any]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

@@ -29,7 +29,7 @@ def _copy(table, at, into, position, dim):  # type: ignore[no-untyped-def]
 
 @part()
 def _prefetch(table, begin, indices, position, limit, dim):  # type: ignore[no-untyped-def]
-    """Prefetch the row of an id that is not checked yet."""
+    """Prefetch the row of an id. The id is not checked yet."""
     if position < U(len(indices)):
         at = begin + min(U(indices[position]), limit) * dim
         for k in range(U(0), dim, U(LANES)):
@@ -57,11 +57,13 @@ def _sum_scaled(table, begin, indices, factors, first, last, scale, dim, sums): 
 def look_up(  # type: ignore[no-untyped-def]
     indices, offsets, factors, num_samples, columns, table, table_begins, num_rows, is_mean, out, width, begin, end
 ):  # fmt: skip
-    """Fill out[s * width + columns[f]:] with each feature's pooled rows, for samples begin..end.
+    """Fill out[s * width + columns[f]:] with the pooled rows of each feature f, for samples s in
+    begin..end.
 
-    indices [L], offsets [F * B + 1], columns [F + 1]. factors: weights [L], or [0]; a mean is
-    divided by the number of ids. table: all rows, flat; feature f has num_rows[f] from
-    table_begins[f] on. Returns False if an id or an offset is out of range.
+    indices [L], offsets [F * B + 1], columns [F + 1]. factors: the ids' weights [L], or an empty
+    array [0]. Means are divided by the number of ids. table: all rows, 1-D; those of feature f
+    begin at table_begins[f], and there are num_rows[f]. Returns False if an id or an offset is out
+    of range.
     """
     num_features = U(len(columns) - 1)
     widest = U(0)

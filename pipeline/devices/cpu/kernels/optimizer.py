@@ -1,6 +1,7 @@
-"""Compute the optimizer's step of one row: its states, and the change of its weights.
+"""Compute the optimizer's step for one row: update the row's states, and return the change of the
+weights.
 
-fp16 rows are passed as uint16. They are computed in fp32 and rounded stochastically, because
+fp16 rows are passed as uint16. Updates are computed in fp32 and rounded stochastically, because
 rounding to the nearest would lose every update below 1/2048 of a weight.
 """
 
@@ -46,7 +47,7 @@ def subtract(into, at, gradient, scale, keep, dim):  # type: ignore[no-untyped-d
 
 @part()
 def _rounded(value, key):  # type: ignore[no-untyped-def]
-    """Round fp32 to a neighbour in fp16 (uint16), chosen by `key` so that the mean is `value`."""
+    """Round fp32 to one of the two nearest fp16 (as uint16). `key` chooses, so that the mean over keys is `value`."""
     key ^= key >> U(33)  # the finalizer of MurmurHash3
     key *= U(0xFF51AFD7ED558CCD)
     key ^= key >> U(33)
@@ -85,7 +86,7 @@ def _adagrad(states, at, gradient, lr, eps, dim):  # type: ignore[no-untyped-def
 
 @part()
 def _adam(states, squares, at, square_at, gradient, begin, numbers, dim):  # type: ignore[no-untyped-def]
-    """Replace the gradient with Adam's direction, without the first moment's bias correction."""
+    """Replace the gradient with Adam's direction, but without the bias correction of the first moment."""
     decay, share, scale = numbers[SQUARE_DECAY], numbers[SQUARE_SHARE], numbers[SQUARE_SCALE]
     first_decay, first_share, eps = numbers[DECAY], numbers[SHARE], numbers[EPS]
     whole = dim // U(LANES) * U(LANES)
@@ -130,7 +131,7 @@ def _squares(gradient, begin, end):  # type: ignore[no-untyped-def]
 
 @part(fastmath=True)
 def clip(gradient, begin, end, most, norm):  # type: ignore[no-untyped-def]
-    """Clip numbers to [-most, most], then scale the row to a norm of at most `norm`. 0: no limit."""
+    """Clip the numbers to [-most, most], then scale the row so that its norm is at most `norm`. 0 means no limit."""
     if most > np.float32(0):
         for k in range(begin, end):
             gradient[k] = min(max(gradient[k], -most), most)
@@ -143,7 +144,7 @@ def clip(gradient, begin, end, most, norm):  # type: ignore[no-untyped-def]
 
 @part(fastmath=True)
 def to_direction(gradient, states, squares, state, square, kind, numbers, dim):  # type: ignore[no-untyped-def]
-    """Update the row's state, make its gradient the direction, and return its factor."""
+    """Update the row's states and replace its gradient with the direction. Return the factor of the direction."""
     scale = numbers[LR]
     if kind == ROWWISE_ADAGRAD:
         states[state] += _mean_square(gradient, dim)

@@ -1,4 +1,4 @@
-"""Build parts of kernels: how to compile them, and the copies and sums that several kernels use.
+"""Compile parts of kernels, and define the copies and sums that several kernels use.
 
 A compiled function calls a part for each row or number. Python never calls a part.
 """
@@ -27,7 +27,8 @@ L = U(LANES)
 
 
 def part(*, fastmath: bool = False) -> Callable[[Kernel], Kernel]:
-    """Compile a function that allocates nothing: inlined, without references to its arrays.
+    """Compile a function that allocates nothing. It is inlined, and references to its arrays are
+    not counted.
 
     Numba would count a reference to each array by two atomic operations, which took three quarters
     of the time of a table update.
@@ -51,10 +52,10 @@ def move(source, at, into, position, count):  # type: ignore[no-untyped-def]
 
 @part()
 def sum_rows(table, begin, dim, order, factors, is_scaled, first, last, sums):  # type: ignore[no-untyped-def]
-    """Set sums[:dim] = the sum over e in first..last of table[begin + order[e] * dim:][:dim].
+    """Set sums[:dim] to the sum over e in first..last of table[begin + order[e] * dim:][:dim].
 
-    Each row is multiplied by factors[e] if is_scaled. Sums stay in registers: 64 columns at a time,
-    then 32, 16 and single ones, in order, in fp32. uint16 is fp16.
+    Each row is multiplied by factors[e] if is_scaled. The fp32 sums stay in registers for 64
+    columns at a time, then 32, 16 and 1. The rows are added in order. uint16 is fp16.
     """
     k = U(0)
     while k + U(4) * L <= dim:

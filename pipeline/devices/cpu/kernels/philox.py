@@ -38,7 +38,7 @@ L, G = U(LANES), U(GROUP)
 
 @njit(nogil=True, cache=True)
 def _words(group, key0, key1, words):  # type: ignore[no-untyped-def]
-    """Compute the group's four words for each lane, word by word."""
+    """Compute the four words of a group for each lane, one word after the other."""
     first = group * L
     for lane in range(L):
         counter = first + lane
@@ -90,9 +90,10 @@ def _normal(words, out, at, std):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def fill(out, first, key0, key1, is_normal, unit, begin, end):  # type: ignore[no-untyped-def]
-    """Write the key's numbers from `first` on into `out`, for its groups begin..end.
+    """Write the key's numbers, from number `first` on, into `out` for the groups begin..end of
+    `out`.
 
-    unit: the standard deviation of normal numbers, or 2^-23 of the bound of uniform ones.
+    unit: the standard deviation of normal numbers, or the bound of uniform numbers times 2^-23.
     """
     words, group_out = np.empty(GROUP, np.uint32), np.empty(GROUP, np.float32)
     offset = first % G  # position of out[0] in its group
@@ -112,7 +113,7 @@ def fill(out, first, key0, key1, is_normal, unit, begin, end):  # type: ignore[n
 
 @njit(nogil=True, cache=True)
 def sample_rows(rows, slots, first_row, first_column, width, key0, key1, is_normal, unit, values):  # type: ignore[no-untyped-def]
-    """Set values[slots[i]] to initial weights of row first_row + rows[i] from first_column."""
+    """Set values[slots[i]] to the initial weights of row first_row + rows[i], from column first_column on."""
     numbers = np.empty(width, np.float32)
     for position in range(len(rows)):
         first = U(first_row + rows[position]) * U(width)
