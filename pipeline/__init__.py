@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pipeline.runtime.nvml import BeforeFbgemm
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 sys.meta_path.insert(0, BeforeFbgemm())
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pipeline import __version__
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.saved_jobs import job_from_yaml, job_to_yaml, load_saved_job, save_job
@@ -62,7 +63,7 @@ def test_keys_of_another_release_are_dropped_if_they_are_off_and_named_if_not(
     for key in ("trainer.removed", "tables.default.removed", "model.removed", "removed"):
         assert f"{key}=" in caplog.text
     values["trainer"]["removed"] = 5
-    with pytest.raises(ConfigError, match=names("trainer.removed=5 release 0.1.0 remove")):
+    with pytest.raises(ConfigError, match=names(f"trainer.removed=5 release {__version__} remove")):
         job_from_yaml(TrainJob, yaml.safe_dump(values))
 
 
