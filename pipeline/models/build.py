@@ -24,9 +24,9 @@ def build_model(
 ) -> nn.Module:
     """Return a module: (dense_features [batch, num_dense], sparse_features) -> logits [batch, 1].
 
-    A model that learns all labels returns the targets' width; a two-tower model (users, items).
-    Tables that the model does not read are left out. Dense layers depend on `seed` alone; the
-    random state is restored. Raises ConfigError if the tables do not fit.
+    A model that learns all labels returns [batch, sum of the targets' widths]; a two-tower model
+    returns (users, items). Tables that the model does not read are left out. Dense layers depend on
+    `seed` alone; the random state is restored. Raises ConfigError if the tables do not fit.
     """
     import torch  # imported here, because the configs of models are composed without torch
 
@@ -45,10 +45,12 @@ def build_model(
 def find_layers_by_feature(
     config: ModelConfig, tables: list[Table], num_dense_features: int, targets: Sequence[Target]
 ) -> Callable[[str], bool]:
-    """Return a function that says whether the layout of a parameter depends on the model's features.
+    """Return a function (parameter's name -> bool): whether its layout depends on the model's
+    features.
 
-    Such a parameter has another shape in a model with one feature more. If parameters are added
-    (`fields.3.weight`), all that are numbered like them depend on the features too.
+    Such a parameter has another shape in a model with one more feature. If such a model has
+    additional parameters (`fields.3.weight`), all parameters of the same numbered list depend on
+    the features.
     """
 
     def shapes(tables: list[Table], num_dense: int) -> dict[str, tuple[int, ...]]:

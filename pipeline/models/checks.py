@@ -14,7 +14,7 @@ def check_layer_sizes(name: str, sizes: list[int], least: int = 1) -> None:
 
 
 def check_one_dim(tables: list[Table]) -> int:
-    """Return the tables' one embedding_dim. Raises ConfigError if they differ or there are none."""
+    """Return the embedding_dim of all tables. Raises ConfigError if tables differ or there are none."""
     if not tables:
         raise ConfigError(
             "the model reads tables of categorical features, and the data set has 0; name some in "

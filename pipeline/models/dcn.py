@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 @register("model", "dcn")
 @dataclass
 class DCNConfig(VectorsConfig):
-    """Configure DCN (arXiv 1708.05123): crosses by a vector per layer, an MLP, a linear layer over
-    both.
+    """Configure DCN (arXiv 1708.05123): layers that cross columns by a vector, an MLP, and a linear
+    layer over both.
 
     The defaults are those that BARS (arXiv 2205.09626) found best on most of its data sets.
     """
@@ -52,7 +52,7 @@ class DCNConfig(VectorsConfig):
 @register("model", "dcnv2")
 @dataclass
 class DCNv2Config(VectorsConfig):
-    """Configure DCNv2 (arXiv 2008.13535): crosses by a matrix per layer, with an MLP.
+    """Configure DCNv2 (arXiv 2008.13535): layers that cross columns by a matrix, and an MLP.
 
     cross: "matrix"; "low_rank": the matrix is a product of two matrices of `low_rank` columns;
         "mixture": `num_experts` such products with tanh between them, weighted by gates.
@@ -73,7 +73,7 @@ class DCNv2Config(VectorsConfig):
 
     @property
     def table_init(self) -> InitConfig:
-        """Use smaller weights than for an MLP, or crosses start with noise from rare ids."""
+        """Use smaller weights than for an MLP. Otherwise the crosses start with noise from rare ids."""
         return InitConfig("normal", 0.001)
 
     def __post_init__(self) -> None:

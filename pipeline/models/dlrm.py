@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class DLRMConfig(LayersConfig):
     """Configure DLRM with dot interaction (arXiv 1906.00091), with TorchRec's layer sizes.
 
-    dense_arch_layer_sizes: ends in the tables' embedding_dim; None: 512, 256 and that. Without
-    dense features the interaction is over the tables only.
+    dense_arch_layer_sizes: the last size is the tables' embedding_dim; None: 512, 256 and
+    embedding_dim. Without dense features the interaction uses the tables only.
     """
 
     kind: str = "dlrm"
@@ -87,7 +87,7 @@ class DLRMConfig(LayersConfig):
 @register("model", "dlrm_dcn")
 @dataclass
 class DLRMDCNConfig(DLRMConfig):
-    """Configure DLRM with a low-rank cross network (arXiv 2008.13535): MLPerf's DLRMv2."""
+    """Configure DLRM with a low-rank cross network (arXiv 2008.13535), as in MLPerf's DLRMv2."""
 
     kind: str = "dlrm_dcn"
     dcn_num_layers: int = 3

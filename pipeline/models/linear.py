@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @register("model", "logistic_regression")
 @dataclass
 class LogisticRegressionConfig(ModelConfig):
-    """Configure logistic regression. The weight of an id is the sum of its row.
+    """Configure logistic regression. The weight of an id is the sum of the id's row.
 
     Sharded tables have at least 4 columns; data_parallel tables may have 1.
     """
@@ -33,7 +33,7 @@ class LogisticRegressionConfig(ModelConfig):
 
     @property
     def table_init(self) -> InitConfig:
-        """Start near 0; small tables would start with large random scores."""
+        """Start near 0. Otherwise small tables would start with large random scores."""
         return InitConfig("normal", 0.001)
 
     def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
@@ -48,8 +48,8 @@ class LogisticRegressionConfig(ModelConfig):
 class FMConfig(ModelConfig):
     """Configure a factorization machine of second order (Rendle, ICDM 2010).
 
-    dense_features: "vectors": a learnt vector times the value; "values": a linear term.
-    linear_scale: as in deepfm.
+    dense_features: "vectors": each is a learnt vector times its value; "values": each is a linear
+    term. linear_scale: as in DeepFM.
     """
 
     kind: str = "fm"
@@ -85,7 +85,7 @@ class FMConfig(ModelConfig):
 @register("model", "wide_deep")
 @dataclass
 class WideDeepConfig(DeepConfig):
-    """Configure Wide&Deep (arXiv 1606.07792): linear weights, and an MLP over vectors.
+    """Configure Wide&Deep (arXiv 1606.07792): linear weights plus an MLP over vectors.
 
     Tables may differ in embedding_dim, because the MLP takes the concatenated vectors.
     """
@@ -95,7 +95,7 @@ class WideDeepConfig(DeepConfig):
 
     @property
     def table_init(self) -> InitConfig:
-        """Start small for any number of rows, as all models over vectors do."""
+        """Start with small weights for any number of rows, as all models over vectors do."""
         return InitConfig("normal", 0.01)
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:

@@ -1,4 +1,4 @@
-"""Define the base of models over one vector per feature (stdlib only; layers import torch)."""
+"""Define the base of models that have one vector per feature (stdlib only; layers import torch)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ DIM_WITHOUT_TABLES = 16  # the width of dense features' vectors; tables set thei
 
 @dataclass
 class VectorsConfig(LayersConfig):
-    """Configure a model over one vector per feature: [batch, num_features, embedding_dim].
+    """Configure a model whose inputs are one vector per feature: [batch, num_features,
+    embedding_dim].
 
-    dense_features: "vectors": a learnt vector times the value; "values": an input only of the
-    layers over all columns.
+    dense_features: "vectors": each is a learnt vector times its value; "values": the values are
+    inputs only of the layers that take all columns.
     """
 
     num_linear_columns: ClassVar[int] = 0  # of a row, after its vector
@@ -38,7 +39,7 @@ class VectorsConfig(LayersConfig):
 
     @property
     def table_init(self) -> InitConfig:
-        """Start small: with 1/sqrt(rows) small tables would outweigh all others."""
+        """Start with small weights. With 1/sqrt(rows), small tables would outweigh all others."""
         return InitConfig("normal", 0.01)
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
@@ -60,7 +61,7 @@ class VectorsConfig(LayersConfig):
         return RowsModel(build_embeddings(tables), list(dims), dim, self.build_over_arch(inputs, list(dims), dim))
 
     def build_over_arch(self, inputs: FeatureInputs, feature_names: list[str], dim: int) -> nn.Module:
-        """Return (dense [B, num_dense], rows [B, F, dim]) -> logits [B, 1]."""
+        """Return a module: (dense [B, num_dense], rows [B, F, dim]) -> logits [B, 1]."""
         raise NotImplementedError(f"{type(self).__name__} has no build_over_arch()")
 
 
@@ -68,9 +69,9 @@ class VectorsConfig(LayersConfig):
 class LinearVectorsConfig(VectorsConfig):
     """Configure a model with an id's linear weight in the last column of its row.
 
-    linear_scale: factor of linear weights in the logit. A table has one L2 penalty (tables.*.l2).
-    With a factor of 3 and nine times the penalty, weights are as free as before, and vectors of
-    rare ids stay nearer to 0.
+    linear_scale: factor of the linear weights in the logit. A table has only one L2 penalty
+    (tables.*.l2). With a factor of 3 and nine times the penalty, the linear weights are penalized
+    as before, but the vectors of rare ids are nearer to 0.
     """
 
     num_linear_columns: ClassVar[int] = 1
@@ -90,5 +91,5 @@ class LinearVectorsConfig(VectorsConfig):
         return self.build_logits(inputs, inputs.num_dense_features)
 
     def build_logits(self, inputs: FeatureInputs, num_dense_features: int) -> nn.Module:
-        """Return (dense [B, num_dense], rows [B, F, embedding_dim]) -> logits [B, 1]."""
+        """Return a module: (dense [B, num_dense], rows [B, F, embedding_dim]) -> logits [B, 1]."""
         raise NotImplementedError(f"{type(self).__name__} has no build_logits()")

@@ -8,7 +8,7 @@ DEFAULT_EXCHANGE = (0.85, 74.0)  # of hardware=cpu, if no ranks were measured
 
 
 def hardware_yaml(measured: Calibration, path: str) -> str:
-    """Return conf/hardware/<name>.yaml: what the planner reads, and the path of the calibration."""
+    """Return the text of conf/hardware/<name>.yaml: the planner's values and the path of the calibration."""
     machine, conditions, speeds = measured.machine, measured.conditions, measured.speeds
     link, latency = DEFAULT_EXCHANGE
     if speeds.exchange_gb_per_s and speeds.exchange_us:

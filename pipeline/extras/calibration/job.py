@@ -11,12 +11,12 @@ from pipeline.runtime.errors import ConfigError, check_choice, check_within
 
 @dataclass
 class CalibrateJob(Job):
-    """The job of `calibrate`. output: the hardware config; the measurements are written next to it,
-    as .json.
+    """Configure `calibrate`. output: path of the hardware config. The measurements are written next
+    to this file, as .json.
 
     setups: the <ranks>x<threads> to measure; None: one rank on one core, one rank on all cores, and
-    one rank per core. clock=cpu counts the process's CPU seconds, for a machine that others use; it
-    measures one rank with one thread.
+    one rank per core. clock=cpu counts CPU seconds of the process instead of wall seconds, for a
+    shared machine; it measures only one rank with one thread.
     """
 
     name: str = "measured"

@@ -49,12 +49,12 @@ CPU_RANK = HardwareConfig(
 
 @dataclass(frozen=True)
 class SmallJob:
-    """A small training. rows, pooling: of each feature; each feature has a table. skew: the first x
-    of the rows get x^(1/skew) of the lookups.
+    """Describe a small training. Each feature has a table with `rows` rows and `pooling` ids per
+    sample. skew: the first share x of the rows gets the share x^(1/skew) of the lookups.
 
-    batch: per rank. model: fields of its config. sharding: the type of all tables; None: as the
-    planner chooses. calibration: a file with which the planner shortens the predicted step
-    (planner.objective=step_time).
+    batch: samples per rank. model: fields of the model's config. sharding: the type of all tables;
+    None: the planner chooses. calibration: a file from which the planner predicts steps, to choose
+    the shortest one (planner.objective=step_time).
     """
 
     rows: list[int]
@@ -120,7 +120,7 @@ class SmallJob:
         return resolve_job(self.config(world_size, hardware), self.dataset(), world_size)
 
     def request(self, world_size: int) -> tuple[ResolvedJob, PlanRequest]:
-        """Return the inputs of a plan of this job."""
+        """Return the PlanRequest of this job."""
         resolved = self.resolve(world_size)
         request = PlanRequest(
             resolved.plain_tables,
@@ -139,7 +139,7 @@ class SmallJob:
 
 
 def small_jobs(draw: random.Random) -> Iterator[SmallJob]:
-    """Generate jobs of all kinds whose steps take some milliseconds."""
+    """Generate jobs of all kinds. Their steps take some milliseconds."""
     while True:
         kind = draw.choice(("dlrm", "dlrm", "dlrm", "dlrm_dcn", "dcnv2", "deepfm", "wide_deep"))
         dim, count = draw.choice((8, 16, 16, 32, 64)), draw.choice((4, 8, 13, 20, 26))
@@ -171,13 +171,13 @@ def _layers(draw: random.Random) -> list[int]:
 
 
 class InMemoryTraining:
-    """A small job that is ready to run steps.
+    """Hold a small job that is ready to run steps.
 
     Collective: every rank builds it and runs the same steps.
     """
 
     def __init__(self, job: SmallJob, context: DistributedContext, by_cpu: bool = False) -> None:
-        """by_cpu: measure CPU seconds of this process, which other programs do not lengthen."""
+        """by_cpu: measure CPU seconds of this process, which do not depend on other programs."""
         self.job, self._context, self._rate = job, context, "samples_per_cpu_s" if by_cpu else "samples_per_s"
         self.resolved = job.resolve(context.world_size)
         self.assembly: ShardedModel = build_sharded_model(self.resolved, context)

@@ -50,9 +50,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Setup:
-    """Ranks of one host, each with `threads`, and the jobs that they train: as many as fit in
-    `seconds`.
-    """
+    """Describe ranks of one host with `threads` each, and the jobs that they train: as many as fit in `seconds`."""
 
     ranks: int
     threads: int
@@ -69,8 +67,8 @@ class Setup:
 
 @dataclass
 class Found:
-    """The result of a setup. jobs: by their number in the setup's list; reference: seconds of the
-    repeated operation.
+    """Hold the result of a setup. jobs: times by the job's number in the setup. reference: seconds
+    of the repeated operation.
     """
 
     jobs: dict[int, TimedJob]
@@ -105,9 +103,7 @@ def calibration_setups(job: CalibrateJob, folder: str) -> list[Setup]:
 
 
 def default_setups(cores: int) -> list[str]:
-    """Return one rank on one core, one rank on all cores, and as many ranks as the host exchange
-    supports.
-    """
+    """Return one rank on one core, one rank on all cores, and 1, 2, 4 or 8 ranks that share all cores."""
     ranks = max(count for count in (1, 2, 4, 8) if count <= cores)
     return list(dict.fromkeys(("1x1", f"1x{cores}", f"{ranks}x{cores // ranks}")))
 
@@ -147,8 +143,8 @@ def calibration_of(job: CalibrateJob, found: Sequence[Found], seconds: float) ->
 def run_in_turns(setups: Sequence[Setup]) -> list[Found]:
     """Train all setups' jobs in passes: one pass of each setup after the other.
 
-    A rented machine is sometimes slower for a minute. With passes, that minute affects one pass of
-    every setup, and the other passes compensate.
+    A rented machine is sometimes slower for a minute. With passes, such a minute affects only one
+    pass of every setup, and the other passes compensate for it.
 
     Raises:
         TrainingError: a rank has ended, or did not answer in time.
@@ -164,7 +160,7 @@ def run_in_turns(setups: Sequence[Setup]) -> list[Found]:
 
 
 class _Ranks:
-    """The processes of one setup, which wait for their turns."""
+    """Run the processes of one setup. Between their turns they wait."""
 
     def __init__(self, setup: Setup) -> None:
         self._busy_s = self._seconds = 0.0
@@ -203,7 +199,7 @@ class _Ranks:
             pipe.send("go")
 
     def receive(self) -> object:
-        """Wait for a message of each rank and return rank 0's."""
+        """Wait for a message from each rank and return rank 0's message."""
         seconds = ENDS_AFTER * (min(self._setup.seconds, 600.0) + START_S) + GRACE_S
         name = self._setup.name
         found = []

@@ -100,7 +100,7 @@ def _seconds_of_write(folder: Path) -> float:
 
 
 def _row_us(folder: Path, columns: int) -> float:
-    """Return the microseconds from decoding a row to the batch, for a file in the page cache."""
+    """Return the microseconds per row from decoding to the finished batch, for a file in the page cache."""
     dataset = _write_shard(folder, columns)
     reader = ShardReader(
         str(folder), dataset, "train", global_batch_size=BATCH, rank=0, world_size=1, config=ReaderConfig(), seed=0

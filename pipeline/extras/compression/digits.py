@@ -19,8 +19,9 @@ TERMS = 4096  # maximum number of ids of one row that are added up one by one
 def digit_frequencies(
     frequencies: RowFrequencies | None, num_rows: int, stride: int, num_ids: int
 ) -> RowFrequencies | None:
-    """Estimate the frequencies of a part's rows, id // stride % num_rows each; None if nothing
-    is known."""
+    """Estimate the frequencies of a part's rows, where an id has row id // stride % num_rows.
+    Return None if ids' frequencies are unknown.
+    """
     if frequencies is None or not frequencies.by_row:
         return hashed_frequencies(frequencies, num_rows)
     points = points_of(num_rows)
@@ -28,8 +29,7 @@ def digit_frequencies(
 
 
 def _share_of_digits(frequencies: RowFrequencies, num_rows: int, stride: int, row: int, num_ids: int) -> float:
-    """Return the share of ids whose digit is below `row`: row * stride ids in every stride *
-    num_rows."""
+    """Return the share of ids whose digit is below `row`: these are row * stride ids of every stride * num_rows."""
     period = stride * num_rows
     runs = min(-(-num_ids // period), TERMS)
     share = sum(
@@ -42,7 +42,8 @@ def _share_of_digits(frequencies: RowFrequencies, num_rows: int, stride: int, ro
 
 
 def by_slot(bags: Bags, slots: list[int], what: str) -> Iterator[tuple[int, Bags]]:
-    """Yield the first ids of all bags, the second ids, and so on. A bag that has ended is empty.
+    """Yield the first id of all bags, then the second id, and so on. Bags with fewer ids are then
+    empty.
 
     Raises:
         ConfigError: a bag has more ids than there are slots.
@@ -64,8 +65,9 @@ def by_slot(bags: Bags, slots: list[int], what: str) -> Iterator[tuple[int, Bags
 
 
 def pool_rows(rows: torch.Tensor, bags: JaggedTensor) -> torch.Tensor:
-    """Pool rows [ids, D] of the ids in `bags`, one bag after the other, to sums [batch, D],
-    weighted if ids have weights."""
+    """Sum the rows [ids, D] of each bag in `bags`, and return [batch, D]. Rows are multiplied by
+    the ids' weights, if any.
+    """
     lengths, weights = bags.lengths(), bags.weights_or_none()
     if weights is not None:
         rows = rows * weights.unsqueeze(1)

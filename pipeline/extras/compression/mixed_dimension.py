@@ -27,7 +27,7 @@ DEFAULT_BLOCKS = 4
 
 @dataclass(frozen=True)
 class Block:
-    """Ids first .. end - 1, in a table of `dim` columns."""
+    """Ids first .. end - 1, stored in a table of `dim` columns."""
 
     first: int
     end: int
@@ -40,8 +40,8 @@ class Block:
 
 @register("compression", "mixed_dimension")
 class MixedDimension(CompressionKind):
-    """Compute the row of an id: its block's row, times the block's projection [block's columns, D]
-    if it is narrower than D.
+    """Compute the row of an id from the row of its block. If the block is narrower than D, multiply
+    the row by the block's projection [block's columns, D].
     """
 
     settings = ("ratio", "dims", "num_blocks", "temperature")
@@ -53,8 +53,8 @@ class MixedDimension(CompressionKind):
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """Return blocks of ids by descending popularity; the hottest block is first and has the
-        most columns.
+        """Return blocks of ids by descending popularity. The first block is the most popular and
+        has the most columns.
 
         Columns are proportional to popularity to the power of a temperature, as in arXiv
         1909.11810, algorithm 1: d = d0 (p / p0)^t, where p is the number of lookups of a block's
@@ -149,9 +149,7 @@ class MixedDimension(CompressionKind):
 
 
 def _bounds(num_ids: int, num_blocks: int) -> list[tuple[int, int]]:
-    """Return (first, end) of blocks that grow by BLOCK_GROWTH; fewer if there are not
-    enough ids.
-    """
+    """Return (first, end) of the blocks, which grow by BLOCK_GROWTH. There are fewer blocks if there are few ids."""
     ends = sorted({max(1, num_ids // BLOCK_GROWTH ** (num_blocks - 1 - index)) for index in range(num_blocks)})
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
@@ -172,7 +170,7 @@ def _given_blocks(table: Table, config: CompressionConfig, bounds: list[tuple[in
 
 
 def _popularity(frequencies: RowFrequencies | None, first: int, end: int, num_ids: int) -> float:
-    """Return the lookups of a block's average id, by Zipf's law if the data have no frequencies."""
+    """Return the lookups of the average id of a block. Without frequencies they follow Zipf's law."""
     if frequencies is None:
         return math.log((end + 1) / (first + 1)) / math.log(num_ids + 1) / (end - first)
     return max(share_of_block(frequencies, first, end, num_ids), 1e-12) / (end - first)
@@ -193,5 +191,5 @@ def _numbers(blocks: list[Block], dim: int) -> int:
 
 
 def projection_numbers(block: Block, dim: int) -> int:
-    """Return the size of a block's projection. A block as wide as the table needs none."""
+    """Return how many numbers a block's projection has. A block as wide as the table has none."""
     return block.dim * dim if block.dim < dim else 0

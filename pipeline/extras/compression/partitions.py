@@ -48,12 +48,12 @@ class Given:
         return np.asarray(self.classes).astype(np.int64, copy=False)[ids]
 
     def frequencies(self, table: Table) -> RowFrequencies | None:
-        """Return None: the data do not tell how often given groups are looked up."""
+        """Return None, because the data do not contain how often given groups are looked up."""
         return None
 
 
 def partitions_of(table: Table, config: CompressionConfig) -> Sequence[Partition]:
-    """Return the partitions of scheme=given or chinese_remainder. Raises ConfigError if two ids have one code."""
+    """Return the partitions of scheme=given or chinese_remainder. Raises ConfigError if two ids have the same code."""
     if config.scheme == "given":
         return _given(table, config)
     bases = bases_of(table, config, balanced_bases, bases_within)
@@ -110,7 +110,7 @@ def _check_given(what: str, columns: Sequence[Sequence[int]], num_ids: int) -> N
 
 @lru_cache(maxsize=8)
 def _columns_of_file(path: str, stamp: tuple[int, int], num_ids: int, what: str) -> tuple[array[int], ...]:
-    """Read and check the file once, as long as its `stamp` does not change."""
+    """Read and check the file, but only once as long as its `stamp` does not change."""
     columns = _read_columns(path, what)
     _check_given(what, columns, num_ids)
     return columns
@@ -145,7 +145,7 @@ def _read_columns(path: str, what: str) -> tuple[array[int], ...]:
 
 
 def check_bases(name: str, bases: Sequence[int], num_ids: int) -> None:
-    """Raise ConfigError if two ids would get the same code."""
+    """Raise ConfigError if two ids would have the same code."""
     wanted = balanced_bases(num_ids, len(bases))
     if (product := math.prod(bases)) < num_ids:
         raise ConfigError(
@@ -173,8 +173,8 @@ def balanced_bases(num_ids: int, num_bases: int) -> list[int]:
 
 
 def bases_within(num_ids: int, num_bases: int, max_classes: int) -> list[int] | None:
-    """Return one large base and several small ones, all coprime, with at most `max_classes` in
-    total; None if that is too few.
+    """Return one large base and several small bases, all coprime, with at most `max_classes` in
+    total. Return None if this is not possible.
     """
     if sum(balanced_bases(num_ids, num_bases)) > max_classes:
         return None
@@ -194,7 +194,7 @@ def bases_within(num_ids: int, num_bases: int, max_classes: int) -> list[int] | 
 def coprime_from(start: int, count: int) -> list[int]:
     """Return `count` pairwise coprime numbers from `start` on.
 
-    Each is the next number that is coprime to the earlier ones.
+    Each is the next number that is coprime to all numbers before it.
     """
     found: list[int] = []
     candidate = start

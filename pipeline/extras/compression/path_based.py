@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Paths:
-    """A base table of `num_rows` rows, chosen by the remainder, and a small network for each of
-    `num_buckets` quotients.
+    """Hold a base table of `num_rows` rows, chosen by the id's remainder, and a small network for
+    each of `num_buckets` quotients.
     """
 
     num_rows: int
@@ -51,7 +51,7 @@ class PathBased(CompressionKind):
 
     @cached_property
     def paths(self) -> Paths:
-        """Return the paths. Raises ConfigError if the numbers do not fit the table."""
+        """Return the sizes. Raises ConfigError if they do not fit the table."""
         config, num_ids, dim = self.config, self.table.num_embeddings, self.table.embedding_dim
         hidden, each = config.hidden_size, network_numbers(dim, config.hidden_size)
         if config.num_rows is not None:
@@ -88,8 +88,8 @@ class PathBased(CompressionKind):
         return [self.part("remainder", num_rows, frequencies=curve)]
 
     def split(self, index: int) -> Split:
-        """Return the rows of the base table by their slots in the bag, and all buckets of the bag
-        in one feature.
+        """Return the rows of the base table, one feature per position in the bag, and all buckets
+        of the bag in one feature.
         """
 
         num_rows, slots = self.paths.num_rows, [slot for slot in self.slots(index) if slot is not None]
@@ -111,8 +111,8 @@ class PathBased(CompressionKind):
         return self.paths.num_buckets * network_numbers(self.table.embedding_dim, self.paths.hidden_size)
 
     def initial_parameters(self) -> dict[str, torch.Tensor]:
-        """Return initial networks that keep the variance of the base rows, so that rows have the
-        variance of the table's init.
+        """Return initial networks that keep the variance of the base rows, so that composed rows
+        have the variance of the table's init.
         """
         import torch
 
@@ -157,5 +157,5 @@ class PathBased(CompressionKind):
 
 
 def network_numbers(dim: int, hidden_size: int) -> int:
-    """Count the numbers of a small network dim -> hidden -> dim."""
+    """Return how many numbers a small network dim -> hidden -> dim has."""
     return 2 * dim * hidden_size + hidden_size + dim

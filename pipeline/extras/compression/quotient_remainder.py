@@ -1,11 +1,11 @@
-"""Store a table as the classes of partitions of its ids, whose rows compose to an id's row (stdlib
-only; arXiv 1909.02107).
+"""Partition the ids of a table into classes several times, store a row for each class, and compose
+an id's row from its classes' rows (stdlib only; arXiv 1909.02107).
 
 Partitions are complementary if any two ids differ in at least one class (definition 1 of the
-paper): then every id has a different composed row. Digits of the id are such classes (quotient and
-remainder, their generalisation, and remainders by coprime bases), and given classes may be too.
-Bases b1 .. bk distinguish n ids if b1 * ... * bk >= n; for remainders alone they must also be
-pairwise coprime (section 3).
+paper): then every id has a different composed row. Digits of the id give such partitions: quotient
+and remainder, their generalisation, and remainders by coprime bases. Given classes may also be
+complementary. Bases b1 .. bk distinguish n ids if b1 * ... * bk >= n; for remainders alone they
+must also be pairwise coprime (section 3).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Digit:
 
 
 class Partition(Protocol):
-    """Classes of ids, which are the rows of one part."""
+    """Classes of ids. Each class is a row of one part."""
 
     @property
     def part(self) -> str: ...
@@ -86,7 +86,7 @@ class QuotientRemainder(CompressionKind):
 
     @cached_property
     def partitions(self) -> list[Partition]:
-        """Raises ConfigError for settings that contradict, or that give two ids the same code."""
+        """Return the partitions. Raises ConfigError if settings contradict each other or give two ids the same code."""
         table, scheme = self.table, self.config.scheme
         if scheme == "naive":
             return [Digit("naive", table.num_embeddings)]
@@ -107,13 +107,13 @@ class QuotientRemainder(CompressionKind):
 
     @property
     def composes_each_id(self) -> bool:
-        """Return whether each id is composed before pooling, because a sum of products is not a
-        product of sums.
+        """Return whether each id is composed before pooling: this is necessary for products, whose
+        sum is not a product of sums.
         """
         return self.is_product and len(self.partitions) > 1
 
     def parts(self) -> list[Table]:
-        """Return the parts. Composed rows have the variance of the table's init."""
+        """Return the parts. They are initialized so that composed rows have the variance of the table's init."""
         count, std = len(self.partitions), self.row_std()
         dims = part_dims(self.table, self.config, count)
         if count > 1 and self.config.operation == "add":
@@ -180,7 +180,7 @@ class QuotientRemainder(CompressionKind):
         return f"operation={self.config.operation}"
 
     def least_numbers(self) -> int | None:
-        """Return the smallest size, with balanced bases: k n^(1/k) D."""
+        """Return how many numbers the smallest table has: k n^(1/k) D with balanced bases."""
         if (count := len(self.partitions)) < 2:
             return None
         return sum(balanced_bases(self.table.num_embeddings, count)) * max(part_dims(self.table, self.config, count))
@@ -202,7 +202,7 @@ class QuotientRemainder(CompressionKind):
 
 
 def part_dims(table: Table, config: CompressionConfig, num_parts: int) -> list[int]:
-    """Return the columns of each part. Raises ConfigError if they do not compose to the table's."""
+    """Return the columns of each part. Raises ConfigError if the parts do not compose to the table's columns."""
     dim, key = table.embedding_dim, f"tables.{table.config_name}.compression"
     if config.dims and len(config.dims) != num_parts:
         raise ConfigError(f"{key}.dims={config.dims} has {len(config.dims)} entries, but there are {num_parts} parts")
@@ -269,7 +269,7 @@ def bases_of(table: Table, config: CompressionConfig, balanced: Balanced, within
 
 
 def check_bases(name: str, bases: Sequence[int], num_ids: int) -> None:
-    """Raise ConfigError if two ids would get the same code."""
+    """Raise ConfigError if two ids would have the same code."""
     if (product := math.prod(bases)) < num_ids:
         raise ConfigError(
             f"tables.{name}.compression.bases={list(bases)} distinguish {product:,} ids, but the "
@@ -288,11 +288,11 @@ def balanced_bases(num_ids: int, num_bases: int) -> list[int]:
 
 
 def bases_within(num_ids: int, num_bases: int, max_classes: int) -> list[int] | None:
-    """Return one large base and several small ones, with at most `max_classes` in total; None if
-    that is too few.
+    """Return one large base and several small bases, with at most `max_classes` in total. Return
+    None if this is not possible.
 
-    The large base is first. With small other bases, few ids share a class of the large one (the
-    paper's enforced collisions).
+    The large base is first. If the other bases are small, few ids share a class of the large base
+    (the paper's enforced collisions).
     """
     if sum(balanced_bases(num_ids, num_bases)) > max_classes:
         return None

@@ -27,8 +27,8 @@ LEAST = 2.0  # standard deviations; TT-Rec excludes numbers nearer to zero
 
 @dataclass(frozen=True)
 class Cores:
-    """The sizes of the cores: [rows[0], dims[0], rank], [rows[1], rank, dims[1], rank], [rows[2],
-    rank, dims[2]].
+    """Hold the sizes of the cores: [rows[0], dims[0], rank], [rows[1], rank, dims[1], rank],
+    [rows[2], rank, dims[2]].
     """
 
     rows: tuple[int, int, int]
@@ -58,7 +58,7 @@ class TensorTrain(CompressionKind):
 
     @cached_property
     def cores(self) -> Cores:
-        """Return the cores.
+        """Return the sizes of the cores.
 
         Raises ConfigError if factors do not cover the table, or no rank is small enough.
         """
@@ -158,8 +158,8 @@ def _products_of_all(first: torch.Tensor, second: torch.Tensor, pairs: torch.Ten
 
 
 def away_from_zero(*shape: int) -> torch.Tensor:
-    """Sample a normal distribution without its middle, scaled to standard deviation 1 (TT-Rec's
-    sampled Gaussian, section 4.2).
+    """Sample a normal distribution without the numbers near 0, scaled to standard deviation 1
+    (TT-Rec's sampled Gaussian, section 4.2).
 
     Sums of products of such numbers come closest to the uniform distribution that embedding tables
     are initialized with.

@@ -1,4 +1,4 @@
-"""Average the tables of the hosts when it is time, and log how long it took."""
+"""Average the tables of the hosts every few steps, and log how long it took."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = get_logger("pipeline.training")
 
 @register("hook", "replicas")
 class AverageReplicas(Hook):
-    """Averages tables of hosts. Does nothing if tables are sharded over all ranks."""
+    """Average the tables of the hosts. Do nothing if tables are sharded over all ranks."""
 
     runs_after = "record"  # tables are averaged before another hook reads them
 
@@ -31,8 +31,7 @@ class AverageReplicas(Hook):
             self._replicas.after_step(state.step)
 
     def log_values(self, state: TrainingState) -> dict[str, float]:
-        """Return how often and with how many bytes tables were averaged over the hosts since the
-        last line."""
+        """Return values since the last log line: how often tables were averaged, and the bytes sent for it."""
         replicas = self._replicas
         if replicas is None:
             return {}

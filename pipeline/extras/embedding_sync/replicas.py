@@ -38,7 +38,7 @@ logger = get_logger(__name__)
 
 
 def replicates(config: ParallelConfig, context: DistributedContext) -> bool:
-    """Return whether each host trains a replica.
+    """Return whether each host trains a replica of the tables.
 
     Raises:
         ShardingError: the hosts run different numbers of ranks.
@@ -107,10 +107,10 @@ def plan_for_host(plan: ShardingPlan, context: DistributedContext) -> ShardingPl
 
 
 class TableReplicas:
-    """The sharded tables of a model and their optimizer's state. Every host has a replica of them.
+    """Hold this host's replica of a model's sharded tables and their optimizer's state.
 
-    There are `num_hosts` replicas; this rank's has the number `host`. `equal`: whether all replicas
-    are equal, which may be so after `after_step` or `average`.
+    There are `num_hosts` replicas, and this rank's replica has the number `host`. `equal` is true
+    if all replicas are equal, which is possible after `after_step` or `average`.
     """
 
     def __init__(
@@ -137,16 +137,14 @@ class TableReplicas:
         return 4 * sum(tensor.numel() for tensor in self._tensors)
 
     def after_step(self, step: int) -> None:
-        """Collective if the replicas are due to be averaged."""
+        """Average the replicas if it is time. The call is then collective."""
         self.equal = False
         if self._every and step % self._every == 0:
             self.average()
 
     @torch.no_grad()
     def average(self) -> None:
-        """Collective: set weights and optimizer states of all hosts to their mean, with equal bits
-        on all.
-        """
+        """Collective: set weights and optimizer states of all hosts to their mean. All hosts get equal bits."""
         device = devices.current()
         device.synchronize()  # the device may still run the step, and later the averages
         began = time.perf_counter()
@@ -158,8 +156,8 @@ class TableReplicas:
         self.seconds += time.perf_counter() - began
 
     def report(self) -> dict[str, float]:
-        """Return values since the last report: averages, bytes that this rank sent for them (in a
-        ring), seconds.
+        """Return values since the last report: number of averages, bytes that this rank sent for
+        them (in a ring), seconds.
         """
         wire = 2 * (self.num_hosts - 1) / self.num_hosts * self.payload_bytes
         values = {"embedding_syncs": self.num_syncs, "embedding_sync_bytes": wire, "embedding_sync_s": self.seconds}
@@ -168,7 +166,7 @@ class TableReplicas:
 
     @torch.no_grad()
     def averaged(self, tensor: ShardedTensor) -> ShardedTensor:
-        """Collective: return a copy with the mean over the hosts.
+        """Collective: return a copy of the tables with the mean over the hosts.
 
         It needs as much memory as this rank's part.
         """
@@ -198,7 +196,8 @@ def _local_parts(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def average_in_place(tensors: list[torch.Tensor], group: dist.ProcessGroup | None, count: int) -> None:
-    """Collective over `group` of `count` ranks, which all pass tensors of equal sizes.
+    """Collective over `group` of `count` ranks: set tensors to their mean. All ranks must pass
+    tensors of equal sizes.
 
     The sums are fp32.
     """

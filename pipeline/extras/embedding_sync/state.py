@@ -26,7 +26,7 @@ class HostTables(Protocol):
 def describe_replicas(replicas: HostTables) -> dict[str, Any]:
     """Return values for the manifest.
 
-    `apart`: the step has each host's tables in addition to their mean.
+    `apart`: the checkpoint has the tables of each host in addition to their mean.
     """
     return {
         "num_hosts": replicas.num_hosts,
@@ -49,7 +49,7 @@ def state_to_load(state: dict[str, Any], replicas: HostTables) -> dict[str, Any]
 
 
 def holds_own_tables(manifest: Mapping[str, Any], replicas: HostTables) -> bool:
-    """Return whether the step has the tables of each of these hosts."""
+    """Return whether the checkpoint has separate tables for each of these hosts."""
     stored = manifest.get("replicas") or {}
     return bool(stored.get("apart")) and stored["num_hosts"] == replicas.num_hosts
 

@@ -29,7 +29,7 @@ MEMORY_STEP_GIB = 1.0  # a kernel update changes the total by some MiB
 
 @dataclass(frozen=True)
 class TimedJob:
-    """A small training. us: of a step; amounts: of work.AMOUNTS."""
+    """Hold the time of a small training. us: microseconds of a step. amounts: the amounts of work.AMOUNTS."""
 
     setup: str
     us: float
@@ -39,10 +39,10 @@ class TimedJob:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Direct measurements. exchange_*: of an all-to-all between the ranks of this host; None for
-    one rank.
+    """Hold speeds that were measured directly. exchange_*: speed of an all-to-all between the ranks
+    of this host; None for one rank.
 
-    reader_us: of a row, by its number of columns.
+    reader_us: microseconds for a row, by the row's number of columns.
     """
 
     tflops_fp32: float
@@ -54,16 +54,14 @@ class Speeds:
     exchange_us: float | None = None
 
     def row_us(self, num_columns: int) -> float:
-        """Return the microseconds of a row, by a line through the two measured numbers of
-        columns.
-        """
+        """Return the microseconds of a row. They are interpolated linearly from the two measured numbers of columns."""
         (few, few_us), (many, many_us) = ((float(key), us) for key, us in self.reader_us.items())
         return max(0.0, few_us + (many_us - few_us) * (num_columns - few) / (many - few))
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The properties that distinguish kinds of machines."""
+    """Hold the properties that distinguish kinds of machines."""
 
     cpu: str
     cores: int
@@ -73,10 +71,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions. busy_cores: cores that other programs used. noise: spread of one operation
-    that was repeated.
+    """Hold the conditions of the measurement. busy_cores: cores that other programs used. noise:
+    spread of the times of one repeated operation.
 
-    clock: `wall`, or `cpu` seconds of the process.
+    clock: `wall` seconds, or `cpu` seconds of the process.
     """
 
     date: str
@@ -89,7 +87,7 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Calibration:
-    """All results of one run of `calibrate`."""
+    """Hold all results of one run of `calibrate`."""
 
     name: str
     machine: Machine
@@ -103,8 +101,8 @@ class Calibration:
         return sorted({job.setup for job in self.jobs})
 
     def rates(self, setup: str) -> dict[str, float]:
-        """Return the rates of work.AMOUNTS, fitted to the jobs of a setup and pulled towards the
-        rates of all setups.
+        """Return the rates of work.AMOUNTS, fitted to the jobs of one setup. The fit prefers rates
+        near the rates of all setups.
 
         Raises:
             ConfigError: the setup was not measured.
@@ -138,7 +136,7 @@ def step_us(amounts: dict[str, float], rates: dict[str, float]) -> float:
 
 
 def read_calibration(path: str) -> Calibration:
-    """Raises ConfigError if there is no such file, or if this release cannot read it."""
+    """Return the calibration in a file. Raises ConfigError if there is no such file, or this release cannot read it."""
     if not storage.is_file(path):
         raise ConfigError(
             f"hardware.calibration={path} does not exist; make it with python -m pipeline calibrate, or "

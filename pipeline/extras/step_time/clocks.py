@@ -1,4 +1,4 @@
-"""Run a step's work on three clocks: the host that issues it, the device that computes, the
+"""Predict a step's time with three clocks: the host that issues work, the device that computes, the
 network.
 
 On a CPU the host computes, so host and device are one clock. The rule is that of arXiv 2201.07821,
@@ -22,7 +22,7 @@ CLOCKS = (HOST, COMPUTE, COMMS)
 
 @dataclass(frozen=True)
 class Span:
-    """Work of one name on one clock."""
+    """Hold the work of one name on one clock."""
 
     name: str
     clock: str
@@ -35,7 +35,7 @@ class Span:
 
 
 class StepClocks(Protocol[Time]):
-    """The interface of clocks of one rank, or RankClocks of many."""
+    """The interface of the clocks of one rank (Clocks) or of many ranks (RankClocks)."""
 
     def issue(self, name: str, ms: float) -> None: ...
 
@@ -50,27 +50,27 @@ class StepClocks(Protocol[Time]):
 
 @dataclass
 class Clocks:
-    """The clocks. `host_computes`: as on a CPU."""
+    """Hold the clocks of one rank. `host_computes`: host and device are one clock, as on a CPU."""
 
     host_computes: bool
     now: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLOCKS, 0.0))
     spans: list[Span] = field(default_factory=list)
 
     def issue(self, name: str, ms: float) -> None:
-        """Add the host's work of a step. The host runs ahead of the device, so neither waits."""
+        """Add the host's work for a step. The host runs ahead of the device, so neither waits for the other."""
         self._run(name, HOST, ms, 0.0)
 
     def compute(self, name: str, ms: float, after: float | None = None) -> float:
-        """Add work of `ms` on the device; return when it ends."""
+        """Add work of `ms` on the device. Return the time when it ends."""
         clock = HOST if self.host_computes else COMPUTE
         self._run(name, clock, ms, after or 0.0)
         self.now[COMPUTE] = self.now[clock]
         return self.now[COMPUTE]
 
     def communicate(self, name: str, ms: float, after: float | None = None) -> float:
-        """Send after the time `after` and return when it ends.
+        """Send after the time `after`. Return the time when sending ends.
 
-        None: at once, and the host copies and waits itself.
+        If `after` is None, sending starts at once, and the host copies the data and waits.
         """
         start = max(self.now[COMMS], self.now[HOST] if after is None else after)
         if after is None:
@@ -81,7 +81,7 @@ class Clocks:
         return self.now[COMMS]
 
     def wait(self, until: float) -> None:
-        """Later work on the device starts after `until`."""
+        """Let later work on the device start after the time `until`."""
         self.now[COMPUTE] = max(self.now[COMPUTE], until)
         if self.host_computes:
             self.now[HOST] = max(self.now[HOST], until)

@@ -1,8 +1,9 @@
 """Predict operations from a data sheet's peaks, for a machine that was not measured.
 
-The reached shares of a peak are assumptions for any machine from the literature, and not fitted to
-results: 75 % of the peak of products is what torch.distributed._tools.runtime_estimator assumes; 79
-% of the memory's bandwidth is what arXiv 2201.07821 measured for copies.
+The shares of a peak that are reached are assumptions from the literature for any machine. They are
+not fitted to results: 75 % of the peak of products is what
+torch.distributed._tools.runtime_estimator assumes; 79 % of the memory's bandwidth is what arXiv
+2201.07821 measured for copies.
 
 The host's time is a number of calls, each with the time that the authors of arXiv 2201.07821
 measured in eager DLRM training (github.com/owensgroup/ml_perf_model, commit 5b2522a0: the charts of
@@ -33,7 +34,7 @@ STEP_CALLS, SHARDING_CALLS = (47, 75), (30, 62)
 
 
 class DataSheetTimes:
-    """Raises ConfigError if the hardware's config has no peak of products."""
+    """Predict times from a data sheet. Raises ConfigError if the hardware's config has no peak of products."""
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware, self._is_gpu = hardware, not hardware.on_cpu
@@ -53,8 +54,8 @@ class DataSheetTimes:
         )
 
     def host_ms(self, layers: Sequence[Operation], num_shardings: int) -> float:
-        """Return the time of a GPU's host to issue a step: hardware.issue_us per launch; 0 under
-        CUDA graphs.
+        """Return the milliseconds in which a GPU's host issues a step: hardware.issue_us per
+        launch; 0 under CUDA graphs.
         """
         launched = sum(each.has_kernel for each in layers)
         launches = launched + STEP_CALLS[0] + num_shardings * SHARDING_CALLS[0]

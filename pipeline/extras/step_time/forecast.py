@@ -1,5 +1,5 @@
-"""Interpret a predicted step: rate, epoch, price, where more ranks do not pay, what changed
-settings would give.
+"""Interpret a predicted step: its rate and price, the time of an epoch, the world size from which
+more ranks do not pay, and the effect of changed settings.
 
 This module does not import torch, so that tables are printed fast.
 """
@@ -20,7 +20,9 @@ SHOWN_PARTS = 6
 
 @dataclass(frozen=True)
 class PlanForecast:
-    """A step of a job, and its epoch. num_samples: of an epoch; None without a data set."""
+    """Hold a job's predicted step and the size of its epoch. num_samples: samples of an epoch; None
+    without a data set.
+    """
 
     world_size: int
     batch_size: int  # per rank
@@ -60,7 +62,9 @@ class PlanForecast:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The result of a changed setting. None: no plan or no prediction; `note` has the reason."""
+    """Hold the effect of one changed setting. If there is no plan or no prediction, it is None and
+    `note` has the reason.
+    """
 
     words: str
     forecast: PlanForecast | None
@@ -68,9 +72,7 @@ class WhatIf:
 
 
 def fullest(plan: PlanDescription) -> tuple[float, float]:
-    """Return the bytes of tables and layers on the fullest rank, and the bytes that they
-    may use.
-    """
+    """Return for the fullest rank the bytes of tables and layers, and the bytes that they may use."""
     on_gpu = bool(plan.usable_hbm_bytes)
     taken = max(load.hbm_bytes if on_gpu else load.ddr_bytes for load in plan.ranks)
     room = plan.usable_hbm_bytes if on_gpu else plan.usable_ddr_bytes
@@ -78,9 +80,7 @@ def fullest(plan: PlanDescription) -> tuple[float, float]:
 
 
 def describe_forecast(forecast: PlanForecast) -> list[str]:
-    """Return lines: the time and parts of a step, the time of an epoch, the source of the
-    numbers.
-    """
+    """Return lines with the time and the parts of a step, the time of an epoch, and the source of the numbers."""
     shown = sorted(forecast.parts.items(), key=lambda part: -part[1])
     parts = ", ".join(f"{name} {ms:.3g}" for name, ms in shown[:SHOWN_PARTS] if ms > 0)
     exposed = 100 * forecast.exposed_comms_ms / forecast.step_ms
@@ -129,9 +129,7 @@ def describe_scaling(rows: Sequence[PlanForecast]) -> list[str]:
 
 
 def where_it_stops(rows: Sequence[PlanForecast]) -> str:
-    """Describe the first size whose next size (scaled to twice the ranks) gives less than MIN_GAIN
-    times the rate.
-    """
+    """Describe the first world size from which twice the ranks give less than MIN_GAIN times the rate."""
     for before, after in itertools.pairwise(rows):
         doublings = max((after.world_size / before.world_size - 1), 1e-9)
         gain = after.samples_per_s / before.samples_per_s
@@ -146,7 +144,7 @@ def where_it_stops(rows: Sequence[PlanForecast]) -> str:
 
 
 def describe_what_ifs(base: PlanForecast, what_ifs: Sequence[WhatIf]) -> list[str]:
-    """Return one line per changed setting, the largest gain first."""
+    """Return one line for each changed setting; the largest gain is first."""
     found = sorted((what_if for what_if in what_ifs if what_if.forecast), key=lambda what_if: -_gain(base, what_if))
     width = max((len(what_if.words) for what_if in what_ifs), default=0)
     lines = [

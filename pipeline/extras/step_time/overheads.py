@@ -1,4 +1,4 @@
-"""Predict a run's overheads: waiting for the input reader and for saves, spread over the steps."""
+"""Predict a run's overheads, spread over the steps: the time that steps wait for the input reader and for saves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ READER, SAVES = "input reader", "saves"
 
 @dataclass(frozen=True)
 class Saves:
-    """rank_bytes: of the fullest rank; disk_bytes: of all ranks that write to one disk."""
+    """Hold bytes of a save. rank_bytes: bytes of the fullest rank; disk_bytes: bytes of all ranks
+    that write to one disk.
+    """
 
     every_steps: int
     every_minutes: float | None
@@ -22,7 +24,7 @@ class Saves:
 
 @dataclass(frozen=True)
 class Overheads:
-    """The milliseconds that each step waits, by name, and a line on each for the user."""
+    """Hold by name the milliseconds that each step waits, and one line about each for the user."""
 
     waits_ms: dict[str, float]
     lines: list[str]
@@ -35,8 +37,8 @@ class Overheads:
 def overheads_of(
     step_ms: float, reading_ms: float, speeds: Speeds, saves: Saves, *, reader_has_core: bool
 ) -> Overheads:
-    """Return the overheads. reading_ms: of a batch. reader_has_core: the host has a core for each
-    rank's reader.
+    """Return the overheads. reading_ms: time to read a batch. reader_has_core: the host has a core
+    for the reader of each rank.
     """
     waits = {READER: max(0.0, reading_ms - step_ms) if reader_has_core else reading_ms}
     where = "on a core of its own" if reader_has_core else "on the cores that compute"

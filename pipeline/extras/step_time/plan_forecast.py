@@ -43,7 +43,8 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Foresight:
-    """The result. lines: for the terminal. forecasts: of the job, then of other world sizes.
+    """Hold the result. lines: text for the terminal. forecasts: the job's forecast, then those for
+    other world sizes.
 
     If the step cannot be predicted, there are no forecasts, and a line says why.
     """
@@ -107,11 +108,11 @@ def step_request(resolved: ResolvedJob, request: PlanRequest, plan: PlanRecord |
 
 
 def step_cost_of(resolved: ResolvedJob, request: PlanRequest, threads: int | None = None) -> StepCost:
-    """Return what planner.objective=step_time minimizes.
+    """Return the StepCost that planner.objective=step_time minimizes.
 
     Raises UserError if the step cannot be predicted.
 
-    threads: of a CPU rank; None: as the job or the environment sets it.
+    threads: threads of a CPU rank; None: the number that the job or the environment sets.
     """
     calibration = _calibration_of(resolved.job)
     for line in calibration_warnings(calibration):
@@ -158,8 +159,8 @@ def _calibration_of(job: TrainJob) -> Calibration | None:
 def _overheads(
     job: PlanJob, planned: PlannedJob, step_ms: float, threads: int, calibration: Calibration | None
 ) -> Overheads:
-    """Return the overheads; none without a calibration, because a data sheet has no speeds of
-    reading or writing rows.
+    """Return the overheads. Without a calibration there are none, because a data sheet has no
+    speeds of reading or writing rows.
     """
     if calibration is None:
         return Overheads({}, [])
@@ -180,7 +181,7 @@ def _overheads(
 
 
 def _waits(start_ms: float, waits_ms: dict[str, float]) -> Iterator[Span]:
-    """Yield waits one after the other on the host's clock, after the step."""
+    """Yield the waits, one after the other, on the host's clock. They follow the step."""
     for name, ms in waits_ms.items():
         if ms > 0:
             yield Span(name, HOST, start_ms, ms)
@@ -209,7 +210,7 @@ def calibration_warnings(calibration: Calibration | None) -> Iterator[str]:
 
 
 def scaling_of(job: PlanJob, sizes: Sequence[int], prepare: Prepare) -> tuple[list[PlanForecast], list[str]]:
-    """Forecast each world size with the job's global batch. Also return why some have no plan."""
+    """Forecast each world size with the job's global batch. Also return why some world sizes have no plan."""
     rows, skipped = [], []
     for size in sorted(sizes):
         logger.info("scale       %d ranks", size)

@@ -1,5 +1,5 @@
-"""Find the smallest world size and hardware with which a job reaches a rate, by planning and
-predicting sizes one by one.
+"""Find the smallest world size and hardware with which a job reaches a target rate, by planning and
+predicting one size after the other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Predict = Callable[[PlanJob], PlanForecast]
 
 @dataclass(frozen=True)
 class Target:
-    """A rate, and the samples of an epoch if known."""
+    """Hold a target rate, and the samples of an epoch if they are known."""
 
     samples_per_s: float
     num_samples: int | None
@@ -38,7 +38,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Tried:
-    """One world size of one hardware. `forecast` is None if there is no plan, or no prediction."""
+    """Hold one world size of one hardware. `forecast` is None if there is no plan or no prediction."""
 
     hardware: str
     world_size: int
@@ -54,7 +54,7 @@ class Tried:
 
 
 def target_of(job: PlanJob, num_samples: int | None) -> Target:
-    """Return the target. num_samples: of the data set's train split.
+    """Return the target. num_samples: samples of the data set's train split.
 
     Raises ConfigError if an epoch's samples are unknown.
     """
@@ -78,7 +78,7 @@ def reach_target(
     sizes.
 
     Raises:
-        ConfigError: no hardware reaches it, or the samples of an epoch are unknown.
+        ConfigError: no hardware reaches the target, or the samples of an epoch are unknown.
     """
 
     def predict(other: PlanJob) -> PlanForecast:
@@ -103,16 +103,16 @@ def find_target(job: PlanJob, target: Target, hardware: Mapping[str, HardwareCon
 
 
 def smallest(tried: list[Tried]) -> Tried | None:
-    """Return the fewest ranks that reach the target; of equals the cheapest if all have a price,
-    otherwise the fastest.
+    """Return the size with the fewest ranks that reaches the target. Of equal sizes take the
+    cheapest if all have a price, otherwise the fastest.
     """
     reaching = [each for each in tried if each.reaches and each.forecast]
     return min(reaching, key=lambda each: (each.world_size, _cost(each, reaching)), default=None)
 
 
 def cheapest(tried: list[Tried]) -> Tried | None:
-    """Return the cheapest size that reaches the target by the price of a sample; None if some have
-    no price.
+    """Return the size that reaches the target with the lowest price of a sample. Return None if
+    some sizes have no price.
     """
     reaching = [each for each in tried if each.reaches and each.forecast]
     if not reaching or any(each.forecast is None or each.forecast.price_of_million is None for each in reaching):
@@ -130,7 +130,7 @@ def _cost(each: Tried, all_of_them: list[Tried]) -> float:
 def at_size(job: PlanJob, hardware: HardwareConfig, world_size: int) -> PlanJob:
     """Return the job on other hardware.
 
-    If its plan file has the old name of the hardware, the name is replaced.
+    If the name of the job's plan file contains the old hardware's name, the new name replaces it.
     """
     price = hardware.price_per_hour if hardware.price_per_hour is not None else job.target.prices.get(hardware.name)
     old, new = f"{job.hardware.name}x{job.world_size}", f"{hardware.name}x{world_size}"
@@ -144,8 +144,8 @@ def at_size(job: PlanJob, hardware: HardwareConfig, world_size: int) -> PlanJob:
 
 
 def sizes_to_try(global_batch_size: int, num_streams: int, ranks_per_host: int, most: int) -> list[int]:
-    """Return world sizes that divide the batch and the reader's streams, and fill complete hosts or
-    a part of one host.
+    """Return world sizes that divide the batch and the reader's streams, and fill either complete
+    hosts or a part of one host.
     """
     shared = math.gcd(global_batch_size, num_streams)
     divisors = (size for size in range(1, min(most, shared) + 1) if shared % size == 0)
@@ -153,9 +153,7 @@ def sizes_to_try(global_batch_size: int, num_streams: int, ranks_per_host: int, 
 
 
 def _try_hardware(job: PlanJob, target: Target, hardware: HardwareConfig, predict: Predict) -> Iterator[Tried]:
-    """Double the size up to the first that reaches the target, then bisect between it and the size
-    before.
-    """
+    """Double the size until the target is reached, then bisect between this size and the size before."""
     streams, most = job.data.reader.num_streams, job.target.max_world_size
     sizes = sizes_to_try(job.trainer.micro_batch_size, streams, hardware.ranks_per_host or 8, most)
     below, rates = -1, [0.0]

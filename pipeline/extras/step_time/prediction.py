@@ -1,8 +1,9 @@
 """Predict a training step for a model, a plan and a machine.
 
-With a calibration, a step on CPU ranks is a sum of amounts (work.py), each times a measured rate.
-With a data sheet, operations process their bytes or FLOPs at a share of the peak, and three clocks
-run in parallel: the host that issues operations, the device that computes, the network.
+With a calibration, the time of a step on CPU ranks is a sum of amounts (work.py), each multiplied
+by a measured rate. With a data sheet, operations process their bytes or FLOPs at a share of the
+peak, and three clocks run in parallel: the host that issues operations, the device that computes,
+the network.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ CPU_PARTS = {
 
 @dataclass(frozen=True)
 class StepRequest:
-    """A model's step on hardware. batch_size: per rank. optimizer: of tables. plan: None to compare
-    many plans (StepCost).
+    """Hold a model's step on hardware. batch_size: samples per rank. optimizer: the tables'
+    optimizer. plan: None to compare many plans (StepCost).
     """
 
     dense: DensePart
@@ -65,8 +66,8 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """A predicted step. parts: name -> milliseconds; their sum exceeds the step if clocks overlap.
-    source: of the times.
+    """Hold a predicted step. parts: name -> milliseconds; their sum exceeds the step if clocks
+    overlap. source: where the times come from.
     """
 
     step_ms: float
@@ -78,7 +79,7 @@ class StepPrediction:
 
     @property
     def limit(self) -> str:
-        """Return the part with most of the step's time."""
+        """Return the part that takes most of the step's time."""
         return max(self.parts, key=lambda name: self.parts[name])
 
 
@@ -111,12 +112,12 @@ def predict_step(request: StepRequest, calibration: Calibration | None = None) -
 
 
 class SheetLayers:
-    """Predict layers by a roofline, the host by its number of calls, and tables with collectives by
-    the cost model.
+    """Predict layers by a roofline, the host's time by its number of calls, and tables and
+    collectives by the cost model.
     """
 
     def __init__(self, request: StepRequest) -> None:
-        """Raises ConfigError if the hardware does not state its peaks."""
+        """Prepare the times. Raises ConfigError if the hardware does not state its peaks."""
         self._request = request
         times = self._times = DataSheetTimes(request.hardware)
         self._layers = {
@@ -126,8 +127,8 @@ class SheetLayers:
         self._placements = placements_of(request.plan.plan) if request.plan else []
 
     def step(self, ranks: Sequence[RankLoad], placements: Sequence[Placement] = ()) -> StepPrediction:
-        """Return the step with the slowest rank of each phase. placements: of a plan that the
-        request does not have.
+        """Return the predicted step; each phase takes as long as on its slowest rank. placements:
+        needed if the request has no plan.
         """
         slowest = {name: max(getattr(load, name) for load in ranks) for name in PHASES}
         clocks = Clocks(host_computes=self._request.hardware.on_cpu)
@@ -159,7 +160,7 @@ class SheetLayers:
         clocks.compute("layers update", nothing + layers["optimizer"])
 
     def _average_ms(self) -> float:
-        """Return the milliseconds of averaging the layers' gradients over all ranks."""
+        """Return the milliseconds in which the layers' gradients are averaged over all ranks."""
         hardware = self._request.hardware
         if hardware.world_size == 1:
             return 0.0
@@ -182,13 +183,14 @@ class SheetLayers:
 class StepCost:
     """Return the milliseconds of a step for a placement of tables.
 
-    Work that depends on no plan is computed once.
+    Work that does not depend on the plan is computed once.
 
-    needs_loads: ms() uses the ranks' loads, as with a data sheet, instead of the placement.
+    needs_loads: ms() uses the loads of the ranks instead of the placement. This is so with a data
+    sheet.
     """
 
     def __init__(self, request: StepRequest, calibration: Calibration | None = None) -> None:
-        """Raises ConfigError if neither the calibration nor the data sheet suffices."""
+        """Prepare the prediction. Raises ConfigError if neither the calibration nor the data sheet suffices."""
         self._request = request
         self.needs_loads = calibration is None or not request.hardware.on_cpu
         if calibration is None or self.needs_loads:

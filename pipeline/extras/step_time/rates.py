@@ -1,4 +1,4 @@
-"""Fit non-negative rates: a step's time is the sum of its amounts, each times its rate."""
+"""Fit non-negative rates: the time of a step is the sum of its amounts, each multiplied by its rate."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ DEFAULT_RATES = {
 def fit_rates(
     jobs: Sequence[Mapping[str, float]], times_us: Sequence[float], prior: Mapping[str, float]
 ) -> dict[str, float]:
-    """Minimize the squares of relative errors, and of each rate's distance from the prior.
+    """Minimize the sum of the squared relative errors and of the squared distances of rates from
+    the prior.
 
-    Plain least squares of relative errors prefers too small predictions, so each round weights a
-    job by its prediction of the previous round.
+    Plain least squares of relative errors prefers predictions that are too small. So each round
+    weights a job by the job's prediction in the previous round.
     """
     names = list(prior)
     times = np.array(times_us, dtype=np.float64)

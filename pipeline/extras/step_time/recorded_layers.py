@@ -37,10 +37,10 @@ Numbers: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Operation:
-    """One call below autograd. shapes: of its tensor inputs, then of its outputs; for a product
-    only of the two factors.
+    """Record one call below autograd. shapes: the shapes of tensor inputs, then of outputs; for a
+    product only of the two factors.
 
-    is_view: no memory is accessed.
+    is_view: the call accesses no memory.
     """
 
     name: str
@@ -57,16 +57,14 @@ class Operation:
 
     @property
     def product_sizes(self) -> tuple[int, int, int, int]:
-        """Return for a product: the number of products, rows, columns, and the length of the inner
-        dimension.
-        """
+        """Return the number of products, rows and columns, and the length of the inner dimension, for a product."""
         first, second = self.shapes
         return (first[0] if len(first) == 3 else 1), first[-2], second[-1], first[-1]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The batch of one rank. pooling: of each feature."""
+    """Hold the batch of one rank. pooling: mean number of ids of each feature."""
 
     batch_size: int
     num_dense: int
@@ -77,9 +75,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class DensePart:
-    """The recorded part. operations: in order. weight_bytes: of all parameters except the
-    tables'.
-    """
+    """Hold the recorded operations in their order. weight_bytes: bytes of all parameters except the tables'."""
 
     operations: list[Operation]
     weight_bytes: int
@@ -158,9 +154,7 @@ def record_dense(
 
 
 def _update(name: str, weights: list[nn.Parameter]) -> list[Operation]:
-    """Return the dense optimizer's step as one operation, because its kernels process all
-    parameters at once.
-    """
+    """Return the dense optimizer's step as one operation, because each of its kernels processes all parameters."""
     if not weights:
         return []
     numbers = sum(weight.numel() for weight in weights)
@@ -169,7 +163,7 @@ def _update(name: str, weights: list[nn.Parameter]) -> list[Operation]:
 
 
 def _marked(operations: list[Operation]) -> list[Operation]:
-    """Mark where backward begins: at the first gradient, the loss's gradient of ones."""
+    """Mark the operation with which backward begins: the first gradient, which is the loss's gradient of ones."""
     first = next((i for i, operation in enumerate(operations) if operation.name == "ones_like"), len(operations))
     return [
         replace(operation, phase=PHASES[1]) if index >= first else operation
@@ -178,9 +172,7 @@ def _marked(operations: list[Operation]) -> list[Operation]:
 
 
 def _without_tables(model: nn.Module) -> nn.Module:
-    """Return a copy with replaced tables. Parameters of layers are copied, those of tables
-    are not.
-    """
+    """Return a copy whose tables are replaced. The parameters of layers are copied, the tables' are not."""
     stand_ins = {id(module): _Rows(module) for module in model.modules() if isinstance(module, EmbeddingBagCollection)}
     return copy.deepcopy(model, dict(stand_ins))
 
@@ -240,7 +232,7 @@ def _operation(
 def _bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of the memory behind a tensor.
 
-    A number that is expanded to a shape counts once.
+    A number that is expanded to a shape is counted once.
     """
     spread = math.prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
     return int(spread) * tensor.element_size()

@@ -1,5 +1,5 @@
-"""Refine assignments by a price of complete plans: change one table, or swap two, while the price
-falls.
+"""Refine assignments by the price (predicted step) of complete plans: change or swap tables while
+the price falls.
 
 The search's costs are sums over shards, but the price of a step is not: the first replicated table
 adds an all-reduce, and the last row-wise table removes gloo's collectives. So plans of a single
@@ -25,9 +25,7 @@ Price = Callable[[Assignment], float]
 
 @dataclass(frozen=True, eq=False)
 class Refined:
-    """The result. `start`: the price of the first assignment. `priced`: the number of
-    priced plans.
-    """
+    """Hold the result. `start`: the price of the first assignment. `priced`: how many plans were priced."""
 
     assignment: Assignment
     price: float
@@ -45,7 +43,7 @@ def refine(problem: SearchProblem, starts: Sequence[Assignment], price: Price, s
 
 
 class _Descent:
-    """A descent. `best` is the current assignment, with `value`.
+    """Hold the state of a descent. `best` is the current assignment, and `value` its price.
 
     It starts again from several plans.
     """
@@ -81,7 +79,7 @@ class _Descent:
         return self._price(assignment)
 
     def _offer(self, assignment: Assignment) -> bool:
-        """Take a valid assignment if it is cheaper."""
+        """Take a valid assignment if its price is lower."""
         if violations(self.problem, assignment):
             return False
         value = self._price_of(assignment)
@@ -91,9 +89,7 @@ class _Descent:
         return True
 
     def _one_kind(self, start: Assignment) -> Iterator[Assignment]:
-        """For each kind, give every table its cheapest option of that kind, if it has one that
-        fits.
-        """
+        """For each kind, give every table the cheapest option of that kind, if the table has one that fits."""
         tables = self.problem.tables
         for kind in sorted({option.kind for options in tables for option in options}):
             found = start
@@ -147,8 +143,8 @@ class _Descent:
         return False
 
     def _places(self, assignment: Assignment, table: int, option: Option) -> Iterator[Ranks]:
-        """Yield ranks for the option's shards, first the ranks with the smallest load without the
-        table.
+        """Yield ranks for the option's shards, beginning with the ranks that have the smallest load
+        without the table.
         """
         world, local = self.problem.world_size, self.problem.ranks_per_host
         if option.rule is Rule.EVERY_RANK:

@@ -1,7 +1,8 @@
 """List the work of a step on CPU ranks as amounts: calls, FLOPs, bytes, rows of tables, exchanges.
 
-A step is predicted as a sum of amounts, each times a rate that `calibrate` has fitted (rates.py).
-Counts are plain numbers; FLOPs and bytes are in millions, so that all rates are microseconds.
+The time of a step is predicted as a sum of amounts, each multiplied by a rate that `calibrate` has
+fitted (rates.py). Counts are plain numbers; FLOPs and bytes are in millions, so that all rates are
+microseconds.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ AMOUNTS = LAYER_AMOUNTS + TABLE_AMOUNTS + EXCHANGE_AMOUNTS
 
 
 def layer_amounts(dense: DensePart, threads: int) -> dict[str, float]:
-    """Return the amounts that depend on no plan."""
+    """Return the amounts of the layers, which do not depend on the plan."""
     amounts = dict.fromkeys(LAYER_AMOUNTS, 0.0) | {"steps": 1.0}
     for operation in dense.operations:
         if not operation.has_kernel:
@@ -60,8 +61,8 @@ def layer_amounts(dense: DensePart, threads: int) -> dict[str, float]:
 
 
 def _passes_kind(name: str) -> str:
-    """Return the kind: random numbers are sampled one by one, and a batch norm reads its numbers
-    several times.
+    """Return the kind of an operation by how it passes over its numbers: random numbers are sampled
+    one by one, and a batch norm reads numbers several times.
     """
     if name in DRAWN:
         return "drawn_bytes"
@@ -75,9 +76,7 @@ def _flops_kind(operation: Operation) -> str:
 
 
 def product_flops(operation: Operation, row_block: int, column_block: int) -> float:
-    """Return the FLOPs of a matrix product whose rows and columns are computed in complete
-    blocks.
-    """
+    """Return the FLOPs of a matrix product. Rows and columns are rounded up to complete blocks."""
     count, rows, columns, inner = operation.product_sizes
     rows, columns = math.ceil(rows / row_block) * row_block, math.ceil(columns / column_block) * column_block
     return 2.0 * count * rows * columns * inner
@@ -109,7 +108,7 @@ def table_amounts(
     batch_size: int,
     world_size: int,
 ) -> dict[str, float]:
-    """Return the amounts of tables and exchanges; of each amount that of the rank with the most."""
+    """Return the amounts of tables and exchanges. Each amount is that of the rank with the largest."""
     by_name = {table.name: table for table in tables}
     entry = find_optimizer(optimizer)
     ranks: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(world_size)]
@@ -161,8 +160,8 @@ def table_amounts(
 
 
 def _way(kind: str) -> str:
-    """Return whole (a shard gets all ids of its table), row (the ids of its rows) or replicated
-    (the rank's ids).
+    """Return which ids a shard gets: whole (all ids of its table), row (the ids of its rows) or
+    replicated (the rank's ids).
     """
     if kind == "data_parallel":
         return "replicated"
@@ -170,6 +169,6 @@ def _way(kind: str) -> str:
 
 
 def _share(table: Table, first: int, rows: int) -> float:
-    """Return the share of a table's lookups on rows first .. first + rows."""
+    """Return the share of a table's lookups that are for rows first .. first + rows."""
     begin, count = np.array([first]), np.array([rows])
     return float(shard_shares(table.frequencies, begin, count, table.num_embeddings)[0])

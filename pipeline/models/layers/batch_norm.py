@@ -16,11 +16,12 @@ from pipeline.devices.cpu.host_exchange import all_gather, all_reduce, num_excha
 
 
 class BatchNorm(nn.Module):
-    """Map [B, width] -> [B, width], as nn.BatchNorm1d on the rows of all ranks (arXiv 1502.03167).
+    """Map [B, width] -> [B, width], as nn.BatchNorm1d would on the rows of all ranks (arXiv
+    1502.03167).
 
     Collective during training, with any number of rows; forward and backward exchange one message
-    each. Running mean and variance are equal on all ranks, and evaluation exchanges nothing.
-    Numbers are float32; the output has the input's type.
+    each. The running mean and variance are equal on all ranks. Evaluation exchanges nothing.
+    Statistics are float32; the output has the input's dtype.
     """
 
     def __init__(self, width: int, momentum: float = 0.1, eps: float = 1e-5, affine: bool = True) -> None:
@@ -72,9 +73,10 @@ def _over_all_ranks(norm: BatchNorm, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _global_statistics(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Collective: return mean, variance [width] and number of all ranks' rows, bit for bit.
+    """Collective: return mean [width], variance [width] and number of all ranks' rows, with equal
+    bits on all.
 
-    Ranks send squared deviations from their means, which stay precise if means are large.
+    Each rank sends squared deviations from its mean. They are precise even if means are large.
     """
     local_count = rows.new_tensor([rows.shape[0]])
     local_mean = rows.sum(dim=0) / local_count.clamp(min=1)

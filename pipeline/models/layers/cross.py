@@ -1,4 +1,4 @@
-"""Cross the columns with each other, a degree per layer (DCN 1708.05123, DCNv2 2008.13535)."""
+"""Cross the columns with each other; each layer raises the degree by one (DCN 1708.05123, DCNv2 2008.13535)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class VectorCross(nn.Module):
 
 
 class MatrixCross(nn.Module):
-    """Map first, last [B, width] to first * (W last + b) + last; W full or U V of `rank`."""
+    """Map first, last [B, width] to first * (W last + b) + last. W is a full matrix, or U V of rank `rank`."""
 
     def __init__(self, width: int, rank: int | None = None) -> None:
         super().__init__()
@@ -37,8 +37,8 @@ class MixtureCross(nn.Module):
     """Map first, last [B, width] to first * (sum of gated experts + b) + last (DCN-Mix).
 
     An expert is U tanh(C tanh(V last)); gates are a softmax of a linear map of `last` (arXiv
-    2008.13535, 3.2). All experts are two products, with the gate before the second one; the sum is
-    the same.
+    2008.13535, 3.2). All experts together are computed by two products. The gate is applied before
+    the second product, which gives the same sum.
     """
 
     def __init__(self, width: int, rank: int, num_experts: int) -> None:
@@ -58,7 +58,7 @@ class MixtureCross(nn.Module):
 
 
 class CrossNetwork(nn.Module):
-    """Map inputs [B, width] -> [B, width]: a layer crosses them with the last layer's output."""
+    """Map inputs [B, width] -> [B, width]. Each layer crosses the inputs with the output of the layer before."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
@@ -72,12 +72,12 @@ class CrossNetwork(nn.Module):
 
 
 class CrossAndDeep(nn.Module):
-    """Map dense [B, num_dense], rows [B, F, D] to logits [B, 1]: crosses with up to two MLPs."""
+    """Map dense [B, num_dense] and rows [B, F, D] to logits [B, 1] by crosses and up to two MLPs."""
 
     def __init__(
         self, inputs: FeatureInputs, cross: CrossNetwork, behind: nn.Module | None, beside: nn.Module | None
     ) -> None:
-        """behind: an MLP over the crosses. beside: over the inputs. Both have `out_features`."""
+        """behind: an MLP over the output of the crosses. beside: an MLP over the inputs. Both have `out_features`."""
         super().__init__()
         self.inputs, self.cross, self.behind, self.beside = inputs, cross, behind, beside
         widths = [inputs.width if behind is None else behind.out_features]

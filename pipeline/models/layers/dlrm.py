@@ -1,7 +1,8 @@
 """Compute the logits of TorchRec's DLRM and DLRM_DCN with less copying.
 
-Parameters, their names and the results are TorchRec's. TorchRec's forward reads the embeddings key
-by key, copies them twice and gathers the pairs by index, which on a CPU takes longer than the layers.
+Parameters, names and results are the same as TorchRec's. TorchRec's forward reads the embeddings
+key by key, copies them twice and gathers the pairs by index, which on a CPU takes longer than the
+layers.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class CrossDLRM(_LessCopying, DLRM_DCN):
 
 
 class SparseDLRM(nn.Module):
-    """forward(dense_features [B, 0], sparse_features) -> logits [B, 1], without a dense arch.
+    """Compute forward(dense_features [B, 0], sparse_features) -> logits [B, 1], without a dense
+    arch.
 
     `inter_arch`: (None, rows [B, F, D]) -> [B, inter_arch.out_features].
     """
@@ -80,7 +82,7 @@ class SparseDLRM(nn.Module):
 
 
 class CrossedRows(nn.Module):
-    """Map (None, rows [B, F, D]) to [B, F D]: low-rank crosses of all columns."""
+    """Map (None, rows [B, F, D]) to [B, F D] by low-rank crosses of all columns."""
 
     def __init__(self, width: int, num_layers: int, rank: int) -> None:
         super().__init__()
@@ -93,7 +95,8 @@ class CrossedRows(nn.Module):
 
 
 def _set_layers(model: _LessCopying, settings: LayerSettings) -> None:
-    """Replace layers by ones with norms, dropout or other activations; names of weights stay.
+    """Replace layers by layers with norms, dropout or other activations. The names of the weights
+    do not change.
 
     The dense arch's output has neither norm nor dropout, like the vectors of the tables.
     """
@@ -108,13 +111,13 @@ def _set_layers(model: _LessCopying, settings: LayerSettings) -> None:
 
 
 def _sizes(mlp: nn.Module) -> list[int]:
-    """Return the width of the input and of each layer's output."""
+    """Return the width of the input and the width of each layer's output."""
     layers = [layer for layer in mlp.modules() if isinstance(layer, nn.Linear)]
     return [layers[0].in_features, *(layer.out_features for layer in layers)]
 
 
 def _activate_in_place(model: nn.Module) -> None:
-    """Apply relu in place: only its layer uses the output, its backward not the input."""
+    """Apply relu in place. This is safe because only relu uses the layer's output, and its backward needs no input."""
     for layer in model.modules():
         if isinstance(layer, Perceptron) and layer._activation_fn is torch.relu:
             layer._activation_fn = torch.relu_
@@ -135,10 +138,11 @@ def use_torchrec_layers(model: nn.Module) -> None:
 
 
 def join_lookups_to_products(model: nn.Module) -> int:
-    """Let lookups write rows in the type and place of the dot products; return how many.
+    """Let lookups write rows directly into the inputs of the dot products, in their dtype. Return
+    the number of lookups.
 
-    This needs one lookup with all tables in the model's order and of one width. Each row is rounded
-    once, so the numbers are the same.
+    This needs one lookup that has all tables in the model's order and with one width. Each row is
+    rounded once, as before, so the results are the same.
     """
     joined = 0
     for dlrm in (module for module in model.modules() if isinstance(module, DotDLRM)):

@@ -1,4 +1,4 @@
-"""Represent features as vectors: rows of tables, and learnt vectors times dense values."""
+"""Represent features as vectors: the rows of tables, and learnt vectors multiplied by dense values."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pipeline.models.layers.interaction import PooledRows
 
 
 class RowsModel(nn.Module):
-    """forward(dense_features [B, num_dense], sparse_features) -> over_arch(dense, rows [B, F, D]).
+    """Compute forward(dense_features [B, num_dense], sparse_features) -> over_arch(dense, rows [B,
+    F, D]).
 
-    The rows are in the order of `feature_names` under any plan. Without features they are [B, 0,
-    D].
+    The rows are in the order of `feature_names` under any plan. Without sparse features the rows
+    are [B, 0, D].
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class RowsModel(nn.Module):
 
 
 class DenseVectors(nn.Module):
-    """Map dense [B, N] and rows [B, F, D] to [B, N + F, D]: values times learnt vectors first."""
+    """Map dense [B, N] and rows [B, F, D] to [B, N + F, D]: first learnt vectors times dense values, then rows."""
 
     def __init__(self, num_dense_features: int, dim: int) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class DenseVectors(nn.Module):
 class FeatureInputs(nn.Module):
     """Map dense [B, N] and rows [B, F, D] to (vectors [B, num_vectors, D], inputs [B, width]).
 
-    Dense features are part of the vectors, or enter `inputs` only, by value.
+    Dense features are part of the vectors, or their values are part of `inputs` only.
     """
 
     def __init__(self, num_sparse_features: int, num_dense_features: int, dim: int, dense_as_vectors: bool) -> None:

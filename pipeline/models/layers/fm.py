@@ -11,7 +11,7 @@ from pipeline.models.layers.features import FeatureInputs
 
 
 class DenseTerm(nn.Module):
-    """Map dense_features [B, num_dense] to weights . dense + bias [B, 1], or to the bias."""
+    """Map dense_features [B, num_dense] to weights . dense + bias [B, 1], or to the bias if there are none."""
 
     def __init__(self, num_dense_features: int) -> None:
         super().__init__()
@@ -26,10 +26,11 @@ class DenseTerm(nn.Module):
 
 
 class PairTerms(nn.Module):
-    """Map dense [B, num_dense], rows [B, F, D + 1] to [B, 1]: linear terms and pairs' dot products.
+    """Map dense [B, num_dense], rows [B, F, D + 1] to [B, 1]: linear terms plus all pairs' dot
+    products.
 
-    The last column of a row is its linear weight. A dense feature is a learnt vector times its
-    value, or only a linear term if `dense_as_vectors` is False.
+    The last column of a row is its linear weight. A dense feature gives a vector (a learnt vector
+    times the value), or only a linear term if `dense_as_vectors` is False.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class PairTerms(nn.Module):
 
 
 class _SumsOfRows(torch.autograd.Function):
-    """Map rows [B, F, D + 1] to sums of vectors, of squares [B, D], and of last columns [B, 1].
+    """Map rows [B, F, D + 1] to the sum of vectors [B, D], of squares [B, D], and of last columns
+    [B, 1].
 
     Backward writes the gradient once; autograd would add up one zero-filled tensor per slice.
     """
@@ -95,7 +97,7 @@ def scaled(weights: torch.Tensor, linear_scale: float) -> torch.Tensor:
 
 
 class _PairProducts(torch.autograd.Function):
-    """Backward computes (sum of vectors - vector) at once, rounded as autograd rounds it."""
+    """Compute in backward (sum of vectors - vector) in one operation, rounded as autograd would round it."""
 
     @staticmethod
     def forward(ctx: Any, vectors: torch.Tensor) -> torch.Tensor:
@@ -115,7 +117,7 @@ def pair_products(vectors: torch.Tensor) -> torch.Tensor:
 
 
 class FMAndDeep(nn.Module):
-    """Map dense [B, num_dense], rows [B, F, D + 1] to logits [B, 1]: linear, pairs, an MLP."""
+    """Map dense [B, num_dense], rows [B, F, D + 1] to logits [B, 1]: linear terms plus pairs' products plus an MLP."""
 
     def __init__(
         self, inputs: FeatureInputs, num_dense_features: int, deep: nn.Module, linear_scale: float = 1.0

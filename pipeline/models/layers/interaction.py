@@ -36,7 +36,7 @@ class PooledRows(nn.Module):
 
 
 class _Reordered(torch.autograd.Function):
-    """Permute dimension 1. Backward is a permutation too; torch's adds up from zeros."""
+    """Permute dimension 1. Backward is a permutation too, where torch would add to zeros."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, there: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
@@ -50,11 +50,12 @@ class _Reordered(torch.autograd.Function):
 
 
 class DotInteraction(nn.Module):
-    """Map dense [B, D] and rows [B, F, D] to [B, D + F + F (F - 1) / 2]: dense, then pairs' dots.
+    """Map dense [B, D] and rows [B, F, D] to [B, D + F + F (F - 1) / 2]: dense, then the pairs' dot
+    products.
 
     Numbers and order are those of torchrec.models.dlrm.InteractionArch. X X^T is symmetric, so
-    backward is one product (G + G^T) X; autograd's takes two. dense None: only pairs [B, F (F - 1)
-    / 2].
+    backward needs only one product (G + G^T) X; autograd computes two. If dense is None, the output
+    is only the pairs [B, F (F - 1) / 2].
     """
 
     def __init__(self, num_sparse_features: int, has_dense: bool = True) -> None:
@@ -74,7 +75,8 @@ class DotInteraction(nn.Module):
         return _Dots.apply(dense, rows, dtype, self.rows_are_padded, positions)
 
     def _positions_on(self, device: torch.device, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the pairs' positions in a flat [n, n], and its positions in pairs and a zero.
+        """Return the pairs' positions in a flat [n, n], and for each of its numbers the position in
+        (pairs, 0).
 
         torch then gathers in one call; slices would need a call for each row.
         """
@@ -95,7 +97,7 @@ class _Dots(torch.autograd.Function):
         rows_are_padded: bool,
         positions: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
-        """positions: None if the CPU's kernel multiplies."""
+        """positions: from _positions_on, or None if the CPU's kernel multiplies."""
         ctx.dtypes = None if dense is None else dense.dtype, rows.dtype
         combined = _in_place(dense, rows, dtype) if dense is not None and rows_are_padded else None
         if combined is None:
@@ -124,7 +126,7 @@ class _Dots(torch.autograd.Function):
 def _split(
     both: torch.Tensor, first: torch.Tensor | None, to_dense: torch.dtype | None, to_rows_type: torch.dtype
 ) -> tuple[torch.Tensor | None, torch.Tensor, None, None, None]:
-    """Return the gradients of dense (`first`) and of rows, from both [B, F (+ 1), D]."""
+    """Return the gradients of dense (None without `first`) and of rows from their common gradient [B, F (+ 1), D]."""
     to_rows = both if first is None else both[:, 1:]
     if to_rows.dtype != to_rows_type:
         to_rows = to_rows.to(to_rows_type, memory_format=torch.contiguous_format)
@@ -132,7 +134,7 @@ def _split(
 
 
 def _in_place(dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Write `dense` into memory reserved before `rows`: [B, F + 1, D]; None if none is."""
+    """Write `dense` into memory reserved before `rows`. Return [B, F + 1, D], or None if no memory is reserved."""
     batch, num_features, dim = rows.shape
     strides, count = ((num_features + 1) * dim, dim, 1), batch * (num_features + 1) * dim
     is_slice = rows.stride() == strides and rows.storage_offset() == dim
@@ -145,7 +147,7 @@ def _in_place(dense: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> to
 
 
 def _combined(dense: torch.Tensor | None, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Join [B, D] and [B, F, D] to [B, F + 1, D] of `dtype`. Without dense return the rows."""
+    """Join [B, D] and [B, F, D] to [B, F + 1, D] of `dtype`. Return the rows if there are no dense features."""
     if dense is None:
         return rows.to(dtype).contiguous()
     if torch.compiler.is_compiling() or not in_host_memory(dense):
@@ -156,7 +158,7 @@ def _combined(dense: torch.Tensor | None, rows: torch.Tensor, dtype: torch.dtype
 
 
 def _symmetric(gradient: torch.Tensor, both_ways: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return G + G^T [B, n, n] of gradient [B, P], the upper triangle of G row by row."""
+    """Return G + G^T [B, n, n]. The gradient [B, P] holds the upper triangle of G row by row."""
     with_zero = torch.nn.functional.pad(gradient, (0, 1))
     return with_zero.index_select(1, both_ways).view(len(gradient), num_rows, num_rows)
 

@@ -12,7 +12,7 @@ from pipeline.models.layers.mlp import MLP
 
 
 class LogisticRegression(nn.Module):
-    """forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1]."""
+    """Compute forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1]."""
 
     def __init__(self, embedding_bag_collection: nn.Module, num_dense_features: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class LogisticRegression(nn.Module):
 
 
 class WideDeep(nn.Module):
-    """forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1]. Dims may differ."""
+    """Compute forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1]. Tables may differ in width."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class WideDeep(nn.Module):
 
 
 class WideAndDeepColumns(nn.Module):
-    """Map a KeyedTensor to sums of last columns [B, 1], and other columns in order."""
+    """Map a KeyedTensor to the sum of the features' last columns [B, 1], and their other columns in order."""
 
     def __init__(self, feature_names: list[str]) -> None:
         super().__init__()

@@ -24,10 +24,10 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Dice(nn.Module):
-    """DIN's activation, a PReLU that bends at the batch's mean (arXiv 1706.06978, 4.3).
+    """DIN's activation, a PReLU whose bend is at the batch's mean (arXiv 1706.06978, 4.3).
 
-    [rows, width]: p x + (1 - p) alpha x, where p = sigmoid(x normalized over the rows of all
-    ranks). Collective during training, because BatchNorm is.
+    Maps x [rows, width] to p x + (1 - p) alpha x, where p = sigmoid(x normalized over the rows of
+    all ranks). Collective during training, because BatchNorm is.
     """
 
     def __init__(self, width: int) -> None:
@@ -59,7 +59,8 @@ class MLP(nn.Module):
     """Map [B, in_features] to [B, layer_sizes[-1]], or through a last linear layer to [B,
     out_features].
 
-    Names of parameters, and numbers with plain relu, are those of torchrec.modules.mlp.MLP.
+    The parameters have the names of torchrec.modules.mlp.MLP, and with plain relu the results are
+    the same.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class MLP(nn.Module):
         return hidden if self.last is None else self.last(hidden)
 
     def linear_layers(self) -> list[tuple[nn.Linear, bool]]:
-        """Return each linear layer with whether relu follows; empty if anything else is between."""
+        """Return each linear layer with whether relu follows; empty if a layer has more than linear map and relu."""
         layers = [layer for layer in self._mlp if isinstance(layer, Layer)]
         if not all(layer.is_relu_alone for layer in layers):
             return []
@@ -90,7 +91,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Apply linear, norm, activation and dropout: [B, in_features] -> [B, out_features]."""
+    """Apply a linear map, norm, activation and dropout: [B, in_features] -> [B, out_features]."""
 
     def __init__(self, in_features: int, out_features: int, settings: LayerSettings) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class Layer(nn.Module):
 
 
 def initialize_linear_layers(model: nn.Module, init: str) -> None:
-    """Initialize all linear layers of `model` again, in order; biases to 0.
+    """Initialize all linear layers of `model` again, in order. Biases are set to 0.
 
     init: torch (no change), xavier (Glorot and Bengio 2010), or kaiming (arXiv 1502.01852, for
     relu).

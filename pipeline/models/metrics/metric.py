@@ -24,7 +24,7 @@ from pipeline.data.quality import Floats
 
 
 class Metric:
-    """Compute a number from sums over rows, so that their order and the ranks do not change it."""
+    """Compute a number from sums over rows. So the order of the rows and the number of ranks do not change it."""
 
     higher_is_better: ClassVar[bool] = False
 

@@ -44,7 +44,7 @@ class ClickTask(nn.Module):
 
 
 def logit_a_row(output: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return logits [batch] as float32. Raises ConfigError if the model returns anything else."""
+    """Return one logit per row as [batch] float32. Raises ConfigError if the model returns another shape."""
     if not isinstance(output, torch.Tensor) or output.numel() != num_rows:
         given = list(output.shape) if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
         raise ConfigError(
@@ -54,7 +54,7 @@ def logit_a_row(output: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 class ClickMeasure:
-    """Measure NE, logloss, calibration, label rate, AUC, AUPRC and the number of samples."""
+    """Measure NE, log loss, calibration, label rate, AUC and AUPRC, and count the samples."""
 
     def __init__(self, context: DistributedContext, batch_size: int) -> None:
         self._context = context

@@ -1,11 +1,12 @@
-"""Measure predictions of clicks: NE, logloss, calibration and label rate by TorchRec; AUC and AUPRC by us.
+"""Measure predictions of clicks: NE, logloss, calibration and label rate by TorchRec; AUC and AUPRC
+by us.
 
-For any number of rows in the same memory, weights are summed by label and bucket of logits. Rows of
-a bucket are treated as equal scores, and both metrics report an upper bound of the error that this
-causes. It is only a bound, because rows with equal scores add to it and cause no error. Buckets are
-the upper bits of a float32: BUCKETS_OF_OCTAVE of equal width between two powers of 2, for
-magnitudes from 2**-12 to 2**8. Smaller and larger ones are in the first and last bucket of their
-sign.
+To measure AUC and AUPRC of any number of rows in constant memory, weights are summed by label and
+bucket of logits. Rows of a bucket are treated as equal scores. Both metrics report an upper bound
+of the error that this causes. It is only a bound, because rows with really equal scores cause no
+error. Buckets are the upper bits of a float32: BUCKETS_OF_OCTAVE of equal width between two powers
+of 2, for magnitudes from 2**-12 to 2**8. Smaller and larger ones are in the first and last bucket
+of their sign.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LABEL_RATE = "ctr-click|{}_ctr"
 
 
 class Prediction(NamedTuple):
-    """Detached tensors of shape [batch], float32; sample_weights are 0.0 on padding rows."""
+    """Hold detached tensors of shape [batch], float32. sample_weights are 0.0 for padding rows."""
 
     loss: torch.Tensor  # scalar
     logits: torch.Tensor
@@ -49,8 +50,9 @@ class Prediction(NamedTuple):
 class RunningMetrics:
     """Measure NE, logloss [nats], calibration and label rate over all ranks.
 
-    NaN: NE with labels of one class, calibration (sum of predictions / sum of labels) without a
-    positive one. window_samples: about how many last samples of all ranks count; None: all.
+    NE is NaN if all labels are equal. Calibration (sum of predictions / sum of labels) is NaN
+    without a positive label. window_samples: about how many of the last samples of all ranks count;
+    None: all.
     """
 
     def __init__(self, context: DistributedContext, batch_size: int, window_samples: int | None = None) -> None:
@@ -76,7 +78,9 @@ class RunningMetrics:
         self._pending: list[Prediction] = []
 
     def update(self, prediction: Prediction) -> None:
-        """Add a batch. Many are updated at a time: one costs as much as a small model's step."""
+        """Add a batch. Several batches are updated together, because an update takes as long as a
+        small model's step.
+        """
         self._pending.append(prediction)
         if len(self._pending) == BATCHES_AT_ONCE:
             self._flush()
@@ -108,7 +112,7 @@ class RunningMetrics:
 
 
 def _gathered(state: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
-    """Collective: return a metric's state of each rank. The state has one shape on all ranks."""
+    """Collective: return the metric's state of each rank. The state must have one shape on all ranks."""
     return list(all_gather(state))
 
 
@@ -116,7 +120,8 @@ class ScoreCollector:
     """Compute AUC and AUPRC of all ranks' samples in bounded memory.
 
     Up to `exact_rows` samples of all ranks are kept (9 bytes each: logit, label, weight), and rank
-    0 sorts them. More are counted by buckets of logits (10 MiB), and the result states its error.
+    0 sorts them. If there are more samples, they are counted by buckets of logits (10 MiB), and the
+    result states its error.
     """
 
     def __init__(self, exact_rows: int = EXACT_ROWS) -> None:
@@ -154,7 +159,8 @@ class ScoreCollector:
     def compute(self, context: DistributedContext) -> dict[str, float]:
         """Collective: return AUC, AUPRC and the number of all ranks' samples.
 
-        From buckets, `auc_error` and `auprc_error` bound the distance from the exact values.
+        If buckets were used, `auc_error` and `auprc_error` bound the distance from the exact
+        values.
         """
         num_samples = torch.tensor(self._num_counted + self._num_kept, device=context.device)
         dist.all_reduce(num_samples)
@@ -184,7 +190,7 @@ class ScoreCollector:
 
 
 def gather_to_main(local: torch.Tensor, context: DistributedContext) -> torch.Tensor:
-    """Collective: return all ranks' 1-D tensors joined on rank 0, on others an empty one."""
+    """Collective: join the 1-D tensors of all ranks on rank 0. Other ranks get an empty tensor."""
     if context.world_size == 1:
         return local.cpu()
     size = torch.tensor([len(local)], device=context.device)
@@ -203,7 +209,7 @@ def gather_to_main(local: torch.Tensor, context: DistributedContext) -> torch.Te
 def auprc(
     scores: NDArray[np.floating], labels: NDArray[np.number], weights: NDArray[np.floating] | None = None
 ) -> float:
-    """Return the average precision: the sum over thresholds of precision times the step in recall."""
+    """Return the average precision: the sum over thresholds of precision times the increase of recall."""
     positives, sizes = ranked_groups(scores, labels, weights) if len(scores) else (np.zeros(0), np.zeros(0))
     if not positives.sum():
         return math.nan
@@ -219,7 +225,7 @@ BUCKETS = 2 * BUCKETS_OF_SIGN
 
 
 class Bounded(NamedTuple):
-    """A metric, and the largest distance of the exact value from it."""
+    """Hold a metric and the largest possible distance from its exact value."""
 
     value: float
     error: float
@@ -253,9 +259,7 @@ class ScoreCounts:
             self.counts[label] += np.bincount(buckets[rows], weights[rows], minlength=BUCKETS)
 
     def auc(self) -> Bounded:
-        """Return AUC; NaN if all labels are equal. A pair of unlike labels in a bucket counts 1/2
-        +- 1/2.
-        """
+        """Return AUC; NaN if all labels are equal. A positive and a negative row in one bucket count 1/2 +- 1/2."""
         negatives, positives = self._best_first()
         pairs = positives.sum() * negatives.sum()
         if not pairs:
@@ -267,7 +271,8 @@ class ScoreCounts:
     def auprc(self) -> Bounded:
         """Return AUPRC, or NaN without a positive.
 
-        At best all positives of a bucket come before its negatives; at worst they come after.
+        In the best case all positives of a bucket come before its negatives, in the worst case
+        after.
         """
         negatives, positives = self._best_first()
         if not positives.sum():
@@ -288,6 +293,6 @@ class ScoreCounts:
         return Bounded(value, max(most - value, value - least))
 
     def _best_first(self) -> tuple[Floats, Floats]:
-        """Return the weight of label 0 and of label 1 by bucket, best first."""
+        """Return the weights of label 0 and of label 1 in each bucket; the bucket with the highest logits is first."""
         negatives, positives = self.counts[:, ::-1]
         return negatives, positives

@@ -1,8 +1,8 @@
 """Train labels of any kind and number: a weighted sum of losses, and metrics by label.
 
-binary: a logit, cross-entropy. regression: a value, squared error. ordinal: for each bucket except
-the first, the logit of "this bucket or a later bucket" (Frank and Hall 2001); the cross-entropies
-are averaged.
+A binary label has one logit and cross-entropy. A regression label has one value and squared error.
+An ordinal label has for each bucket except the first the logit of "this bucket or a later bucket"
+(Frank and Hall 2001), and the mean of their cross-entropies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipeline.runtime.process.distributed import DistributedContext
 
 
 class LabelsPrediction(NamedTuple):
-    """Detached: outputs [B, sum of widths], labels and sample_weights [B, targets], losses [B]."""
+    """Hold detached tensors: outputs [B, sum of widths], labels and sample_weights [B, targets], losses [B]."""
 
     loss: torch.Tensor  # scalar
     outputs: torch.Tensor
@@ -39,7 +39,8 @@ class LabelsPrediction(NamedTuple):
 
 @register("task", "labels")
 class LabelsTask(nn.Module):
-    """The sum over targets of weight * loss, a mean over all rows; a masked row adds 0.
+    """Compute the sum over targets of weight * loss. The loss is a mean over all rows; masked rows
+    add 0.
 
     So a step is the same for any number of ranks. A target with few unmasked rows has less
     influence, which `weight` may compensate.
@@ -58,7 +59,7 @@ class LabelsTask(nn.Module):
         self._columns = [slice(end - target.width, end) for end, target in zip(ends, targets, strict=True)]
 
     def forward(self, outputs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, LabelsPrediction]:
-        """outputs: [B, sum of widths], in the order of targets, the main target first."""
+        """outputs: [B, sum of widths], in the order of the targets; the main target is first."""
         outputs = outputs.float()
         labels, weights = (part.reshape(-1, len(self.targets)) for part in (batch.labels, batch.sample_weights))
         parts = [outputs[:, columns] for columns in self._columns]
@@ -75,14 +76,14 @@ class LabelsTask(nn.Module):
     def losses_of_targets(
         self, outputs: list[torch.Tensor], labels: torch.Tensor, weights: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Return the losses [B] of each target, times the weights of the target and the rows."""
+        """Return the losses [B] of each target, multiplied by the weights of the target and of the rows."""
         return [
             target.weight * weights[:, number] * losses_of(target, outputs[number], labels[:, number])
             for number, target in enumerate(self.targets)
         ]
 
     def total(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of the targets' mean losses; with learnt s: exp(-s) * loss + s / 2."""
+        """Return the sum of the targets' mean losses. With learnt s, each is exp(-s) * loss + s / 2."""
         means = torch.stack([each.mean() for each in losses])
         if self.log_variances is None:
             return means.sum()
@@ -93,7 +94,7 @@ class LabelsTask(nn.Module):
         return prediction.losses
 
     def clicks(self, prediction: LabelsPrediction) -> dict[str, Prediction]:
-        """Return the predictions of binary targets, to rank groups, by their metrics' prefix."""
+        """Return binary targets' predictions by the prefix of their metrics, to rank within groups."""
         return {
             prefix: self.of_target(prediction, number).as_click()
             for number, (prefix, target) in enumerate(zip(self.prefixes, self.targets, strict=True))
@@ -109,12 +110,12 @@ class LabelsTask(nn.Module):
         )
 
     def number_of(self, name: str | None) -> int:
-        """Return the position of the target of this name. None: the main target, which is first."""
+        """Return the position of the target with this name. None: the main target, which is first."""
         return 0 if name is None else [target.name for target in self.targets].index(name)
 
     @property
     def prefixes(self) -> list[str]:
-        """Return the prefixes of metrics' names: <label>/, or nothing if there is one label."""
+        """Return the prefixes of the metrics' names: <label>/, or an empty prefix if there is one label."""
         return [f"{target.name}/" for target in self.targets] if len(self.targets) > 1 else [""]
 
     def training_measure(self, context: DistributedContext, batch_size: int, window_samples: int) -> Measure:
@@ -136,7 +137,7 @@ class LabelsMeasure:
             measure.update(self._task.of_target(prediction, number))
 
     def compute(self) -> dict[str, float]:
-        """Collective: return the metrics. num_samples is the largest number of any target."""
+        """Collective: return the metrics of all targets. num_samples is the largest number of any target."""
         found: dict[str, float] = {}
         for prefix, measure in zip(self._task.prefixes, self._measures, strict=True):
             found |= {prefix + name: value for name, value in measure.compute().items()}
@@ -154,13 +155,13 @@ def losses_of(target: Target, outputs: torch.Tensor, labels: torch.Tensor) -> to
 
 
 def passed_buckets(labels: torch.Tensor, width: int) -> torch.Tensor:
-    """Map buckets [B] to [B, width] float32: 1 if the bucket is k + 1 or later."""
+    """Map buckets [B] to [B, width] float32: column k is 1 if the bucket is k + 1 or later."""
     # Not torch.arange, because TorchRec traces this with torch.fx, where labels have no device.
     return torch.stack([(labels > bucket).float() for bucket in range(width)], dim=1)
 
 
 class TargetPrediction(NamedTuple):
-    """Detached tensors: outputs [B, width], labels and sample_weights [B]."""
+    """Hold detached tensors: outputs [B, width], labels and sample_weights [B]."""
 
     loss: torch.Tensor  # scalar, of the batch and all targets
     outputs: torch.Tensor
@@ -172,7 +173,7 @@ class TargetPrediction(NamedTuple):
 
 
 class BinaryTargetMeasure:
-    """Measure NE, log loss, calibration and label rate; in an evaluation also AUC and AUPRC."""
+    """Measure NE, log loss, calibration and label rate. An evaluation also measures AUC and AUPRC."""
 
     def __init__(self, measure: RunningMetrics | ClickMeasure) -> None:
         self._measure = measure
@@ -186,7 +187,7 @@ class BinaryTargetMeasure:
 
 
 class SumsMeasure:
-    """Measure metrics of weighted float64 sums over rows, which are added up over ranks."""
+    """Measure metrics that are computed from weighted float64 sums over the rows of all ranks."""
 
     def __init__(
         self,
@@ -195,7 +196,9 @@ class SumsMeasure:
         metrics: Callable[[list[float]], dict[str, float]],
         starts_anew: bool,
     ) -> None:
-        """sums: of a batch [n]. metrics: of all sums. starts_anew: after each compute()."""
+        """sums: returns a batch's sums [n]. metrics: returns metrics of the total sums.
+        starts_anew: reset in compute().
+        """
         self._context, self._sums_of, self._metrics, self._starts_anew = context, sums, metrics, starts_anew
         self._sums: torch.Tensor | None = None
         self._num_samples = 0
@@ -250,7 +253,7 @@ def _ordinal_sums(prediction: TargetPrediction) -> torch.Tensor:
 
 
 def _ordinal_metrics(sums: list[float]) -> dict[str, float]:
-    """Return ne (log loss of all thresholds over their entropy) and mae of the expected bucket."""
+    """Return ne (log loss of all thresholds divided by their entropy) and mae of the expected bucket."""
     weight, absolutes, losses, *passed = sums
     rates = [_ratio(each, weight) for each in passed]
     entropy = sum(-p * math.log(p) - (1 - p) * math.log(1 - p) for p in rates if 0.0 < p < 1.0)

@@ -26,23 +26,24 @@ from pipeline.runtime.process.distributed import DistributedContext
 
 
 class Measure(Protocol):
-    """Measure metrics batch by batch. `prediction` is what the task's forward returns."""
+    """Measure metrics batch by batch. `prediction` is what the task's forward returns as its second value."""
 
     def update(self, prediction: Any) -> None:
         """Local: add one batch."""
 
     def compute(self) -> dict[str, float]:
-        """Collective: return the metrics, equal on all ranks; an evaluation's with `num_samples`."""
+        """Collective: return the metrics, equal on all ranks. The metrics of an evaluation include `num_samples`."""
 
 
 class Task(Protocol):
     """The interface of a registered "task": an nn.Module of the model's config and tables.
 
-    no_export: why models of this task cannot be exported; empty if they can, with one logit per
-    row, or the targets' widths. exports="towers": the model has user_vectors and item_vectors
-    (extras/models/layers/two_tower.py), its config `user_features` and `item_features`; items are
-    retrieved by dot product (extras/retrieval). takes_targets=True: the task takes the list of
-    data.targets.Target. Other tasks learn one binary label.
+    no_export: why models of this task cannot be exported. It is empty if they can; then outputs are
+    one logit per row, or [B, sum of the targets' widths]. exports="towers": the model has
+    user_vectors and item_vectors (extras/models/layers/two_tower.py), and its config has
+    `user_features` and `item_features`; items are retrieved by dot product (extras/retrieval).
+    takes_targets=True: the task takes the list of data.targets.Target. Other tasks learn one binary
+    label.
     """
 
     no_export: str
@@ -55,20 +56,20 @@ class Task(Protocol):
         """
 
     def losses(self, prediction: Any) -> torch.Tensor:
-        """Return the loss of each row [batch], to name rows whose loss is not finite."""
+        """Return the loss of each row [batch], so that rows whose loss is not finite can be named."""
 
     def training_measure(self, context: DistributedContext, batch_size: int, window_samples: int) -> Measure:
-        """Return the measure of about the last `window_samples` of all ranks."""
+        """Return the measure of about the last `window_samples` samples of all ranks."""
 
     def evaluation_measure(self, context: DistributedContext, batch_size: int) -> Measure:
-        """Return the measure of an evaluation, of the config's `metrics`."""
+        """Return the measure of an evaluation, which includes the config's `metrics`."""
 
 
 class TaskModel(nn.Module):
-    """Join a model and its task: forward(batch) -> (loss, prediction). bf16: except the loss."""
+    """Join a model and its task: forward(batch) -> (loss, prediction). With bf16, the loss is not in autocast."""
 
     def __init__(self, model: nn.Module, loss: nn.Module, precision: str = "fp32", train_offset: float = 0.0) -> None:
-        """train_offset: added to logits in training if rows were sampled (data.targets)."""
+        """train_offset: this is added to logits in training if rows were sampled (data.targets)."""
         super().__init__()
         self.model, self.loss = model, loss
         self._bf16, self._train_offset = precision == "bf16", train_offset

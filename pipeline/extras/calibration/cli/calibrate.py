@@ -14,7 +14,7 @@ from pipeline.runtime.storage import storage
 
 
 def run(job: CalibrateJob) -> str:
-    """Describe what was measured and where it was written.
+    """Return a description of what was measured and where it was written.
 
     Raises TrainingError if the machine was busy.
     """
