@@ -1,1 +1,1 @@
-"""Files by path or URI, published whole; leases."""
+"""Files by path or URI that appear only when they are complete; leases of run folders."""

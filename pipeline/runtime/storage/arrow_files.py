@@ -9,12 +9,12 @@ from pipeline.runtime.storage import storage
 
 
 def open_input(path: str) -> pa.NativeFile:
-    """A pyarrow file to read from. Bytes are read, not mapped: mapped pages count as memory."""
+    """Return a pyarrow file for reading. Bytes are read and not mapped, because mapped pages count as memory."""
     return pa.OSFile(path) if storage.is_local(path) else pa.PythonFile(storage.open_file(path, "rb"), mode="r")
 
 
 def read_numbers(path: str, first: int, count: int) -> np.ndarray:
-    """[count] int32 of a file of them, from number `first` on."""
+    """Return [count] int32 from a file of int32 numbers, beginning with number `first`."""
     with storage.open_file(path, "rb") as file:
         file.seek(4 * first)
         return np.frombuffer(file.read(4 * count), np.int32)

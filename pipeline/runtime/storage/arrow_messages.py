@@ -1,4 +1,4 @@
-"""Read the messages of an Arrow stream, to know what its buffers unpack to before memory is allocated for them."""
+"""Read the messages of an Arrow stream, to know the unpacked size of its buffers before memory is allocated."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ FILE_MAGIC = b"ARROW1\0\0"  # before the stream in an Arrow file
 
 
 def has_compression(body: bytes) -> bool:
-    """Return whether a buffer of the stream is compressed. Raise struct.error if a message is torn."""
+    """Return True if a buffer of the stream is compressed. Raise struct.error if a message is incomplete."""
     return any(_is_compressed(metadata, header) for metadata, header, _ in _batches(pa.py_buffer(body)))
 
 
 def unpacked_bytes(stream: pa.Buffer) -> int:
-    """Return the bytes that the buffers of a stream say they unpack to. Raise struct.error if a message is torn."""
+    """Return the unpacked size that the stream states. Raise struct.error if a message is incomplete."""
     total = 0
     for metadata, header, body in _batches(stream):
         if not (begin := _field(metadata, header, 2)):
@@ -35,7 +35,8 @@ def unpacked_bytes(stream: pa.Buffer) -> int:
 
 
 def _batches(stream: pa.Buffer) -> Iterator[tuple[bytes, int, pa.Buffer]]:
-    """Yield of each batch and dictionary the metadata, the position of its RecordBatch there, and the body.
+    """Yield for each batch and dictionary: its metadata, the position of the RecordBatch in the
+    metadata, and its body.
 
     The format is arrow/format/Message.fbs.
     """

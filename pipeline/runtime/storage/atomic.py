@@ -5,9 +5,9 @@ A folder is written as an attempt under another name. Its manifest is the last f
     on a disk           <parent>/.attempt-<name>-<id>/...   renamed to <parent>/<name>/
     in an object store  <parent>/<name>/<id>/...            committed by <parent>/<name>/manifest.json
 
-A killed process leaves an attempt, which nobody reads. If one process at a time writes (it holds a
-lease), the next one calls remove_leftovers(). If many write at the same time, each locks a file for
-its attempt (locked_attempt); an attempt whose lock is free was abandoned.
+A killed process leaves an attempt, which no process reads. If one process at a time writes (it
+holds a lease), the next writer calls remove_leftovers(). If many processes write at the same time,
+each locks a file for its attempt (locked_attempt); an attempt whose lock is free was abandoned.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Attempt:
 class PublishedFolders(Protocol):
     """The folders of one parent that are committed completely. Methods raise OSError.
 
-    One process calls them, except deliver(); several may write the files of one attempt.
+    Only one process calls these methods, except deliver(), because several processes may write
+    files of one attempt.
     """
 
     parent: str
@@ -60,24 +61,24 @@ class PublishedFolders(Protocol):
     def begin(self, name: str, attempt_id: str = "") -> Attempt: ...
 
     def add(self, attempt: Attempt, name: str, source: str) -> FileEntry:
-        """Copy the local file `source` into the attempt; the entry of the copied bytes."""
+        """Copy the local file `source` into the attempt. Return the entry of the copied bytes."""
 
     def deliver(self, attempt: Attempt, names: list[str]) -> None:
-        """Make the staged files `names` durable at the attempt's path."""
+        """Move the staged files `names` to the attempt's path, where they are durable."""
 
     def commit(self, attempt: Attempt, manifest: str, fence: Fence | None = None) -> str:
-        """Return the path of the committed folder. Raises FileExistsError if it exists."""
+        """Commit the attempt and return the path of the committed folder. Raises FileExistsError if it exists."""
 
     def discard(self, attempt: Attempt) -> None: ...
 
     def remove(self, name: str) -> None:
-        """Take it out of the list in one step, so that no half folder is left there."""
+        """Remove a folder. It leaves the published folders in one step, so it never appears incomplete."""
 
     def set_aside(self, name: str) -> str:
-        """Take it out of the list, for a person to look at. Return its path."""
+        """Remove a folder from the list of published folders, but keep it for inspection. Return its path."""
 
     def remove_leftovers(self) -> None:
-        """Remove what killed attempts left. The caller holds the lease."""
+        """Remove the files that killed attempts have left. The caller must hold the lease."""
 
 
 def published_folders(
@@ -85,8 +86,9 @@ def published_folders(
 ) -> PublishedFolders:
     """Return the folders whose names match `pattern`.
 
-    prefix: of the names, left out in those of attempts. staging: a local folder for an object store's
-    files. flat: in an object store the files are in the folder itself, because its writers take turns.
+    prefix: a prefix of the folders' names, which the names of attempts leave out. staging: a local
+    folder for files of an object store. flat: in an object store the files are in the folder
+    itself, because only one process at a time writes.
     """
     if storage.is_local(parent):
         return LocalFolders(parent, prefix)
@@ -191,7 +193,7 @@ class ObjectFolders:
         return aside
 
     def remove_leftovers(self) -> None:
-        """What a damaged folder has left stays."""
+        """Remove leftovers of killed attempts. Files of damaged folders stay."""
         committed = set(committed_names(self.parent, self._pattern))
         for name in filter(self._pattern.fullmatch, storage.list_folder(self.parent)):
             path = storage.join(self.parent, name)
@@ -216,7 +218,7 @@ class ObjectFolders:
 def commit_folder(attempt: str, target: str, manifest: str, fence: Fence | None = None) -> None:
     """Write the manifest, make the local folder `attempt` durable, and rename it to `target`.
 
-    Raises FileExistsError if somebody else has made `target` in the meantime.
+    Raises FileExistsError if another process has made `target` in the meantime.
     """
     for folder, _, _ in os.walk(attempt):
         storage.sync_folder(folder)
@@ -236,9 +238,9 @@ def commit_folder(attempt: str, target: str, manifest: str, fence: Fence | None 
 
 @contextmanager
 def locked_attempt(parent: str, prefix: str) -> Iterator[str]:
-    """Yield a fresh folder <parent>/<prefix><id>, for a process that shares `parent` with others.
-
-    It is removed at the end; what ended processes left is removed at the beginning.
+    """Yield a new folder <parent>/<prefix><id>, for a process that shares `parent` with other
+    processes. The folder is removed at the end; folders of ended processes are removed at the
+    beginning.
     """
     os.makedirs(parent, exist_ok=True)
     remove_abandoned(parent, prefix)
@@ -253,7 +255,7 @@ def locked_attempt(parent: str, prefix: str) -> Iterator[str]:
 
 @contextmanager
 def _locked(path: str) -> Iterator[None]:
-    """A lock file of this process; gone at the end."""
+    """Hold a lock file of this process, and remove the file at the end."""
     with open(path, "x") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
@@ -265,7 +267,7 @@ def _locked(path: str) -> Iterator[None]:
 
 
 def remove_abandoned(parent: str, prefix: str) -> None:
-    """The locked attempts whose process has ended: their lock is free, or gone."""
+    """Remove the attempts whose process has ended: their lock is free, or the lock file is missing."""
     for name in storage.list_folder(parent):
         path = os.path.join(parent, name).removesuffix(LOCK)
         if not name.startswith(prefix):
@@ -292,7 +294,7 @@ def make_durable(path: str) -> None:
 
 
 def publish_file(staged: str, path: str) -> None:
-    """Move a finished local file to `path`, local or remote, which appears whole and durable. Replaces what is there."""
+    """Move a finished local file to `path`, where it appears complete and durable. Replaces an old file."""
     make_durable(staged)
     storage.make_folder(storage.dirname(path))
     storage.move_file(staged, path)

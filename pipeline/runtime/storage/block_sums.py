@@ -1,8 +1,8 @@
-"""Compute the checksums of a file block by block, and check what a manifest says of a file.
+"""Compute the checksums of a file block by block, and check the entry of a file in a manifest.
 
 CRC-32 finds accidental damage. BLAKE3, or SHA-256 if the package blake3 is not installed,
-identifies the bytes, so a signature of a manifest with these digests covers the files.
-On one core: BLAKE3 6.8 GiB/s, CRC-32 4.4, SHA-256 1.8, BLAKE2b 0.9 (docs/adr/0068).
+identifies the bytes, so a signature of a manifest with these digests covers the files. On one core:
+BLAKE3 6.8 GiB/s, CRC-32 4.4, SHA-256 1.8, BLAKE2b 0.9 (docs/adr/0068).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FileEntry = dict[str, Any]
 
 @cache
 def _hash_of(algorithm: str) -> Callable[[], Any] | None:
-    """Return what makes a hash object of the algorithm; None if it is not installed."""
+    """Return a function that makes a hash object of the algorithm; None if the algorithm is not installed."""
     if algorithm == "sha256":
         return hashlib.sha256
     try:
@@ -40,26 +40,26 @@ def _hash_of(algorithm: str) -> Callable[[], Any] | None:
 
 
 def written_algorithm() -> str:
-    """Return the algorithm of the digests of new files; empty if they need none."""
+    """Return the algorithm of the digests of new files; "" if new files need no digests."""
     if not signature.is_signing() and not signature.is_required():
         return ""
     return next(name for name in ALGORITHMS if _hash_of(name) is not None)
 
 
 def digest_algorithm(entry: FileEntry) -> str:
-    """Return the key of an entry's digests; an empty text if it has none."""
+    """Return the key under which an entry has its digests; "" if it has no digests."""
     return next((name for name in ALGORITHMS if name in entry), "")
 
 
 def verifying_algorithm(entry: FileEntry) -> str:
-    """Return the key of the digests that verify blocks; empty: CRC-32, slower than BLAKE3."""
+    """Return the key of the digests that verify blocks. Return "" if CRC-32 verifies them."""
     algorithm = digest_algorithm(entry)
     is_fast = algorithm == ALGORITHMS[0] and _hash_of(algorithm) is not None
     return algorithm if is_fast or signature.is_required() else ""
 
 
 def digest_of(algorithm: str, block: memoryview | bytes) -> str:
-    """Raises DamagedError if the algorithm is not installed."""
+    """Return the digest of a block. Raises DamagedError if the algorithm is not installed."""
     make = _hash_of(algorithm)
     if make is None:
         raise DamagedError(
@@ -77,9 +77,9 @@ def zero_digest(algorithm: str) -> str:
 
 
 def entry_problem(entry: object) -> str:
-    """Return what is wrong with a file's entry, after the name of the file; empty if nothing is.
-
-    Looks at every checksum. counts_problem() is for files that are opened often.
+    """Return what is wrong with a file's entry, to be printed after the file's name; empty if
+    nothing is wrong. The function checks every checksum. counts_problem() is for files that are
+    opened often.
     """
     if problem := counts_problem(entry):
         return problem
@@ -91,7 +91,7 @@ def entry_problem(entry: object) -> str:
 
 
 def counts_problem(entry: object) -> str:
-    """Return an empty text, or that an entry does not have one checksum for each block."""
+    """Return "" if an entry has one checksum for each block, otherwise the problem."""
     about = entry if isinstance(entry, dict) else {}
     size, block = about.get("size_bytes"), about.get("block_bytes")
     if type(size) is not int or type(block) is not int or size < 0 or block < 1:
@@ -107,7 +107,7 @@ def counts_problem(entry: object) -> str:
 
 
 class BlockSums:
-    """The checksums of the blocks of a file that is written from its beginning to its end."""
+    """The checksums of a file's blocks. The file must be written from its beginning to its end."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self._block_bytes, self._algorithm = block_bytes, written_algorithm()
@@ -136,7 +136,7 @@ class BlockSums:
                     self._hash = self._fresh_hash()
 
     def add_zero_block(self) -> None:
-        """Add a block of zeros. Only where a block begins."""
+        """Add a block of zeros. Call it only at the beginning of a block."""
         self.crcs.append(ZERO_BLOCK)
         if self._algorithm:
             self._digests.append(zero_digest(self._algorithm))

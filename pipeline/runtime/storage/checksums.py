@@ -1,10 +1,10 @@
 """Compute checksums of blocks while files are written, and verify them while files are read.
 
-Each block of 8 MiB has its own CRC-32, so a rank that reads a part of a file verifies only that
-part, and the bytes that are verified are the bytes that are used. CRC-32 finds every flip of one,
-two or 32 neighbouring bits in a block, but anyone can make other bytes with the same CRC-32. If a
-key signs, each block also has a BLAKE3 or SHA-256 digest. If a signature is required, or the digest
-is the faster BLAKE3, blocks are verified by the digest. docs/adr/0068 compares the algorithms.
+Each block of 8 MiB has its own CRC-32, so a rank that reads a part of a file verifies only this
+part, and uses exactly the bytes that it verified. CRC-32 finds every flip of one, two or 32
+neighbouring bits in a block, but anyone can make other bytes with the same CRC-32. If a key signs,
+each block also has a BLAKE3 or SHA-256 digest. If a signature is required, or the digest is the
+faster BLAKE3, blocks are verified by the digest. docs/adr/0068 compares the algorithms.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if _sync_file_range is not None:
 def begin_writeback(descriptor: int, offset: int, num_bytes: int) -> None:
     """Start to write a part of a file to the disk. Raises OSError if the disk refuses bytes.
 
-    Without it the kernel starts late, and fsync waits for nearly all of a file.
+    Without this call the kernel starts to write late, and fsync waits for nearly the complete file.
     """
     _call(descriptor, offset, num_bytes, WRITE)
 
 
 def wait_for_writeback(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Wait until the disk has these bytes; an fsync is still needed for its own cache."""
+    """Wait until these bytes are written to the disk. An fsync is still needed for the disk's cache."""
     _call(descriptor, offset, num_bytes, WAIT_BEFORE | WRITE | WAIT_AFTER)
 
 
@@ -72,11 +72,13 @@ ZEROS = bytes(1 << 20)
 
 
 class ChecksummedWriter(io.RawIOBase):
-    """Writes a new local file and keeps the checksums of what was handed to it; close() makes the bytes durable.
+    """Writes a new local file and computes the checksums of the written bytes. close() makes the
+    bytes durable.
 
-    The disk takes blocks while later blocks are written, and a thread computes the checksums of large
-    pieces. With `read_back` another thread reads each block once the disk has it, and close() raises
-    DamagedError if a block differs. `failure` is the first OSError: torch.save replaces it by its own.
+    Blocks go to the disk while later blocks are written, and a thread computes the checksums of
+    large pieces. With `read_back` another thread reads each block when it is on the disk, and
+    close() raises DamagedError if a block differs. `failure` is the first OSError: torch.save
+    replaces it by another exception.
     """
 
     def __init__(self, path: str, read_back: bool = False) -> None:
@@ -95,7 +97,7 @@ class ChecksummedWriter(io.RawIOBase):
         return self.size_bytes
 
     def write(self, data: Any) -> int:
-        """Raises OSError that names the file, the bytes wanted and the bytes written so far."""
+        """Write bytes. Raises OSError that names the file, the bytes to write and the bytes written so far."""
         view = memoryview(data).cast("B")
         wanted = len(view)
         for begin in range(0, wanted, PIECE_BYTES):
@@ -115,7 +117,7 @@ class ChecksummedWriter(io.RawIOBase):
         return wanted
 
     def write_zeros(self, num_bytes: int) -> None:
-        """A hole, where the file system has them: it takes no space, and reads as zeros."""
+        """Write zeros. If the file system supports holes, they are a hole, which takes no space on the disk."""
         left = num_bytes
         while left:
             part = min(left, BLOCK_BYTES - self._sums.filled_bytes)
@@ -153,7 +155,7 @@ class ChecksummedWriter(io.RawIOBase):
         return self._sums.entry(self.size_bytes)
 
     def close(self) -> None:
-        """Raises DamagedError, with the file closed, for what does not read back."""
+        """Close the file. Raises DamagedError, after closing, if a block that was read back differs."""
         if self.closed:
             return
         try:
@@ -172,10 +174,9 @@ class ChecksummedWriter(io.RawIOBase):
 
 
 class _ReadBack:
-    """Read blocks of a file that is being written, on a thread, each once the disk has it.
-
-    Pages that were read are dropped, because new pages cost more than the copy into them, and a
-    checkpoint in memory would push out what others read.
+    """Reads the blocks of a file that is being written, in a thread, each when it is on the disk.
+    Pages that were read leave the page cache. Otherwise a checkpoint would evict pages that
+    other programs use.
     """
 
     def __init__(self, path: str, descriptor: int) -> None:
@@ -187,7 +188,7 @@ class _ReadBack:
         self.checked: set[int] = set()  # blocks of which no byte was written
 
     def check(self, checksums: list[str]) -> None:
-        """Read the new ones of all blocks so far. Waits while many are not yet read."""
+        """Read all blocks so far that were not read yet. Wait while many blocks are not yet read."""
         for index in range(len(self._checks), len(checksums)):
             if index in self.checked:
                 self._checks.append(Future())
@@ -211,7 +212,7 @@ class _ReadBack:
         _drop_pages(self._descriptor, begin, size)
 
     def end(self, is_whole: bool) -> Exception | None:
-        """Return the first error of a check, when all have ended. A partial file is not checked."""
+        """Wait for all checks, and return the first error. If not `is_whole`, the rest is not checked."""
         self._thread.shutdown(cancel_futures=not is_whole)
         self._file.close()
         raised = [each.exception() for each in self._checks] if is_whole else []
@@ -219,10 +220,11 @@ class _ReadBack:
 
 
 class VerifiedFile(PositionedReader):
-    """Read a file as its entry describes it. Raises DamagedError instead of returning other bytes.
+    """Reads a file and verifies it by its entry. Raises DamagedError instead of returning bytes
+    that differ.
 
-    keep_pages=False: pages of complete blocks leave the cache as soon as they are read, for files that
-    nobody reads again soon.
+    keep_pages=False: pages of complete blocks leave the cache as soon as they are read, for files
+    that are not read again soon.
     """
 
     def __init__(self, path: str, entry: FileEntry, keep_pages: bool = True) -> None:
@@ -270,7 +272,7 @@ class VerifiedFile(PositionedReader):
         return block
 
     def _read_blocks(self, first: int, target: memoryview) -> int:
-        """Fill `target`, which begins with block `first` and ends with a block; verified before it is used."""
+        """Fill `target` with complete blocks from block `first` on. The bytes are verified before they are returned."""
         blocks = [target[begin : begin + self._block_bytes] for begin in range(0, len(target), self._block_bytes)]
         if len(blocks) == 1:
             if not self._is_hole(first):
@@ -307,7 +309,7 @@ class VerifiedFile(PositionedReader):
             _drop_pages(self._file.fileno(), begin, len(block))
 
     def verify(self) -> None:
-        """Read all of it, but for holes. Raises DamagedError."""
+        """Read the complete file except holes. Raises DamagedError if a block differs."""
         size, most = self._block_bytes, 4
         buffer = memoryview(bytearray(min(most * size, max(self._size, 1))))
         index, last = 0, len(self._entry["crc32"])
@@ -320,7 +322,7 @@ class VerifiedFile(PositionedReader):
             index = end
 
     def _is_hole(self, index: int) -> bool:
-        """Whether a whole block is to be zeros, and the file system says that it was never written."""
+        """Return True if a block should be all zeros, and the file system says that it is a hole."""
         begin = index * BLOCK_BYTES
         is_zero = self._entry["crc32"][index] == ZERO_BLOCK and begin + BLOCK_BYTES <= self._size
         if self._algorithm:
@@ -350,7 +352,7 @@ class VerifiedFile(PositionedReader):
 
 
 def _read_data(descriptor: int, block: memoryview, begin: int) -> int:
-    """Fill `block` from byte `begin` of a file; holes are zeros. Return how many bytes there were."""
+    """Fill `block` from byte `begin` of a file; holes are zeros. Return the number of bytes that were read."""
     done = 0
     while done < len(block):
         position = begin + done
@@ -371,7 +373,7 @@ def _read_data(descriptor: int, block: memoryview, begin: int) -> int:
 
 
 def _seek(descriptor: int, position: int, whence: int, otherwise: int) -> int:
-    """Where data, or a hole, begins at `position` or behind it; `otherwise` where there is none."""
+    """Return the position of the next data (or hole, by `whence`) from `position` on; `otherwise` if there is none."""
     try:
         return os.lseek(descriptor, position, whence)
     except OSError as error:
@@ -391,7 +393,7 @@ def _fill_with_zeros(block: memoryview) -> None:
 
 
 def checksums_of(path: str) -> FileEntry:
-    """Return the entry of a local file that is there already."""
+    """Return the entry of an existing local file."""
     sums = BlockSums(BLOCK_BYTES)
     with open(path, "rb") as file:
         for block in iter(lambda: file.read(BLOCK_BYTES), b""):
@@ -400,7 +402,7 @@ def checksums_of(path: str) -> FileEntry:
 
 
 def same_bytes(path: str, entry: FileEntry, wanted: FileEntry) -> bool:
-    """Whether the file at `path`, of which `entry` was made, has the bytes that `wanted` describes."""
+    """Return True if the file at `path` has the bytes that `wanted` describes. `entry` was made from this file."""
     keys = ["size_bytes", "block_bytes", "crc32"]
     if any(entry[key] != wanted[key] for key in keys):
         return False
@@ -411,7 +413,7 @@ def same_bytes(path: str, entry: FileEntry, wanted: FileEntry) -> bool:
 
 
 def copy_file(source: str, target: str) -> FileEntry:
-    """Copy a local file to a new, durable one, and return the entry of the bytes that were copied."""
+    """Copy a local file to a new file, and make it durable. Return the entry of the copied bytes."""
     with open(source, "rb") as file, ChecksummedWriter(target) as writer:
         while piece := file.read(BLOCK_BYTES):
             writer.write(piece)
@@ -419,13 +421,13 @@ def copy_file(source: str, target: str) -> FileEntry:
 
 
 def read_verified(path: str, entry: FileEntry) -> bytes:
-    """The whole of a small file. Raises DamagedError."""
+    """Return the content of a small file. Raises DamagedError if it differs from its entry."""
     with VerifiedFile(path, entry) as file:
         return file.read()
 
 
 def size_problem(path: str, entry: FileEntry) -> str:
-    """Empty for a file, local or remote, of the size that its entry gives, else what is wrong."""
+    """Return "" if a file (local or remote) has the size in its entry, otherwise what is wrong."""
     if not storage.is_file(path):
         return f"{path} is missing"
     found = storage.size_bytes(path)
@@ -433,7 +435,7 @@ def size_problem(path: str, entry: FileEntry) -> str:
 
 
 def damage(path: str, entry: FileEntry) -> str:
-    """Empty for a file of the size and checksums that its entry gives, else what is wrong. Reads all of it."""
+    """Return "" if a file has the size and checksums in its entry, otherwise what is wrong. Reads the complete file."""
     try:
         with VerifiedFile(path, entry) as file:
             file.verify()
@@ -443,7 +445,7 @@ def damage(path: str, entry: FileEntry) -> str:
 
 
 def write_blocks(path: str, blocks: Iterable[Any]) -> FileEntry:
-    """Write a new file of buffers, one after the other. Return its checksums."""
+    """Write buffers, one after the other, to a new file. Return its checksums."""
     with ChecksummedWriter(path) as writer:
         for block in blocks:
             writer.write(block)

@@ -1,10 +1,11 @@
 """Lease a run folder to one run at a time, on one host or on many that share it (stdlib only).
 
-    <run_dir>/.lease/00000007.json   who holds it; the highest number is the token of the newest holder
+    <run_dir>/.lease/00000007.json   the holder of token 7; the highest number is the newest holder's token
 
-A token is made by os.link, which is atomic on local disks and on NFS; its file's time is the holder's heartbeat, set
-and compared by the file server's own clock. A token whose holder is dead, or sends no heartbeat for the ttl, is followed by
-a higher one. Before each commit the holder checks that its token is still the highest (fencing).
+A token is made by os.link, which is atomic on local disks and on NFS; the modification time of its
+file is the holder's heartbeat, which is set and compared by the file server's clock. A token whose
+holder is dead, or sends no heartbeat for the ttl, is followed by a higher one. Before each commit
+the holder checks that its token is still the highest (fencing).
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ CLOCKS_DIFFER_S = 60.0
 
 
 class RunFolderHeldError(StorageError):
-    """Another run writes to the folder; the message says who, and since when."""
+    """Another run writes to the folder. The message names this run and its start."""
 
 
 class LeaseLostError(OSError):
-    """Another run has taken the folder over: nothing may be committed any more."""
+    """Another run has taken over the folder, so this run may not commit any more."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Holder:
 
 
 class Lease:
-    """Held from take_lease() to release(); a thread sends the heartbeats."""
+    """A lease that is held from take_lease() to release(). A thread sends the heartbeats."""
 
     def __init__(self, folder: str, holder: Holder, ttl_s: float, when_lost: Callable[[], None]) -> None:
         self.token = holder.token
@@ -75,7 +76,7 @@ class Lease:
             )
 
     def release(self) -> None:
-        """The folder is free for anybody; a lost lease stays with the one who has it."""
+        """Release the folder for other runs. A lost lease is left to the run that holds it now."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -97,13 +98,12 @@ class Lease:
 
 
 def take_lease(run_dir: str, ttl_s: float, when_lost: Callable[[], None] = lambda: None) -> Lease:
-    """Take the folder `run_dir`, which is made, for this process.
-
-    Waits only for an earlier start of the same job if nobody can say whether it still runs.
+    """Make the folder `run_dir` and take its lease for this process. Waits only for an earlier
+    start of the same job, if it is unknown whether that start still runs.
 
     Raises:
-        RunFolderHeldError: another run holds it, or was faster.
-        OSError: it cannot be written to.
+        RunFolderHeldError: another run holds the lease, or took it first.
+        OSError: the folder cannot be written to.
     """
     folder = os.path.join(run_dir, FOLDER)
     os.makedirs(folder, exist_ok=True)
@@ -172,7 +172,7 @@ def _path(folder: str, token: int) -> str:
 
 
 def _tokens(folder: str) -> list[int]:
-    """Ascending."""
+    """Return the numbers of the tokens in the folder, ascending."""
     return sorted(int(name[:-5]) for name in os.listdir(folder) if name.endswith(".json") and name[:-5].isdigit())
 
 
@@ -185,7 +185,7 @@ def _read(folder: str, token: int) -> Holder | None:
 
 
 def _silent_s(folder: str, token: int) -> float:
-    """Seconds since the holder's last heartbeat, both by the clock of the file server."""
+    """Return the seconds since the holder's last heartbeat, measured by the clock of the file server."""
     probe = os.path.join(folder, f".{uuid.uuid4().hex}.tmp")
     with open(probe, "w"):
         pass
@@ -205,7 +205,7 @@ def _write(path: str, holder: Holder) -> None:
 
 
 def held_by(run_dir: str, ttl_s: float) -> str:
-    """Who writes to the folder now, empty for nobody; only looked at, and by this host's clock."""
+    """Return which run writes to the folder now; "" for none. Nothing is changed, and this host's clock is used."""
     folder = os.path.join(run_dir, FOLDER)
     if "://" in run_dir or not os.path.isdir(folder) or not (tokens := _tokens(folder)):
         return ""

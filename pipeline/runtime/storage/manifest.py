@@ -1,9 +1,10 @@
 """Write and read manifest.json, which lists the files of a folder and is sealed by a SHA-256.
 
-A checkpoint step, an artifact, a delta and a registry version are such folders. Each adds values
-of its own; "format_version" and "files" (name -> FileEntry) mean the same in all of them. The text
-begins with the SHA-256 of all that follows, so a changed manifest is refused. If a key signs, the
-signature is before the SHA-256 (signature.py). A signed pointer is sealed in the same way.
+A checkpoint step, an artifact, a delta and a registry version are such folders. Each adds values of
+its own; "format_version" and "files" (name -> FileEntry) mean the same in all of them. The text
+begins with the SHA-256 of all following text, so a changed manifest is refused. If a key is set for
+signing, the signature is before the SHA-256 (signature.py). A signed pointer is sealed in the same
+way.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FORBIDDEN = re.compile(r"[\x00-\x1f\x7f\\]")  # control characters; on Windows \
 
 
 def name_problem(name: object) -> str:
-    """Return an empty text for a relative path below a folder, else what is wrong with the name."""
+    """Return "" if `name` is a relative path below a folder, otherwise what is wrong with the name."""
     if not isinstance(name, str):
         return f"is a {type(name).__name__}, not a name"
     if not name or len(name.encode(errors="replace")) > MAX_NAME_BYTES:
@@ -56,7 +57,7 @@ NUMBERS = {
 
 
 def seal_manifest(values: dict[str, Any], purpose: Purpose) -> str:
-    """Return the text of a manifest file; a number that is not finite is null."""
+    """Return the text of a manifest file. Numbers that are not finite are written as null."""
     text = json.dumps(finite(values), indent=1, allow_nan=False)
     digest = hashlib.sha256(text.encode()).hexdigest()
     signed = signature.signature_of(digest, purpose, values.get(NUMBERS.get(purpose, "")))
@@ -75,7 +76,7 @@ def sealed_digest(path: str) -> str:
 def open_manifest(path: str, purpose: Purpose, *format_versions: int) -> dict[str, Any]:
     """Return the values of the manifest file at `path`.
 
-    Raises DamagedError: the file was changed, is of another release, or lists files that cannot be.
+    Raises DamagedError: the file was changed, is of another release, or lists invalid files.
     """
     values = read_sealed(path, purpose)
     if problem := files_problem(values.get("files")):
@@ -92,13 +93,13 @@ def open_manifest(path: str, purpose: Purpose, *format_versions: int) -> dict[st
 def read_sealed(path: str, purpose: Purpose | None) -> dict[str, Any]:
     """Return the values that seal_manifest wrote. `purpose` None ignores the signature.
 
-    Raises DamagedError: the file is missing, is not what was written, or is not signed as required.
+    Raises DamagedError: the file is missing, was changed, or is not signed as required.
     """
     return unseal(_text_of(path), path, purpose)
 
 
 def unseal(text: str, path: str, purpose: Purpose | None) -> dict[str, Any]:
-    """Return the values of a sealed text, which was read from `path`. Raises as read_sealed()."""
+    """Return the values of a sealed text, which was read from `path`. Raises DamagedError as read_sealed() does."""
     seal = SEAL.match(text)
     if seal is None or hashlib.sha256(("{" + text[seal.end() :]).encode()).hexdigest() != seal["sha256"]:
         raise DamagedError(f"{path} does not match its checksum")
@@ -116,15 +117,15 @@ def unseal(text: str, path: str, purpose: Purpose | None) -> dict[str, Any]:
 
 
 def pointer_text(values: dict[str, Any], purpose: Purpose) -> str:
-    """Return the text of a pointer, a small file that is replaced: sealed and signed if a key signs."""
+    """Return the text of a pointer, a small file that gets replaced. It is sealed, and signed if a key is set."""
     return seal_manifest(values, purpose) if signature.is_signing() else json.dumps(values, indent=1)
 
 
 def parse_pointer(text: str, path: str, purpose: Purpose) -> dict[str, Any]:
     """Return the values of a pointer that was read from `path`.
 
-    Raises DamagedError: it is not what pointer_text() wrote, is not signed as required, or is older
-    than one that was accepted before.
+    Raises DamagedError: the pointer was not written by pointer_text(), is not signed as required,
+    or is older than a pointer that was accepted before.
     """
     if SEAL.match(text):
         values = unseal(text, path, purpose)
@@ -148,7 +149,7 @@ def parse_pointer(text: str, path: str, purpose: Purpose) -> dict[str, Any]:
 
 
 def check_still_signed(path: str) -> None:
-    """Raise ConfigError if there is a signed pointer at `path` and no key signs the next one."""
+    """Raise ConfigError if the pointer at `path` is signed, but no key is set to sign the next pointer."""
     try:
         seal = SEAL.match(storage.read_text(path))
     except (FileNotFoundError, UnicodeDecodeError):
@@ -158,7 +159,7 @@ def check_still_signed(path: str) -> None:
 
 
 def check_not_removed(path: str) -> None:
-    """Raise DamagedError for a missing pointer that was there when this process, or one before it, read it."""
+    """Raise DamagedError if the pointer is missing now, but this process or an earlier one has read it."""
     if problem := signature.age_problem(path, None):
         raise DamagedError(f"{path} {problem}")
 
@@ -171,7 +172,7 @@ def _text_of(path: str) -> str:
 
 
 def files_problem(files: object) -> str:
-    """Return what is wrong with a list of files; empty if nothing is."""
+    """Return what is wrong with a list of files; "" if nothing is wrong."""
     if not isinstance(files, dict):
         return "it lists no files"
     for name, entry in files.items():

@@ -1,8 +1,8 @@
 """Fix iopath's S3 handler: errors with path and bytes, retries, and no partial objects.
 
 iopath 0.1.10 logs a failed upload and returns False, says that an object does not exist if the
-store answers 403 or 503, uploads what was written if the writing code raises, reads whole objects
-into memory, and caches by key without the bucket.
+store answers 403 or 503, uploads a partial object if the writing code raises, reads complete
+objects into memory, and caches by key without the bucket.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WITHOUT_CONDITION = {"NotImplemented", "501"}
 
 
 class S3Handler(S3PathHandler):
-    """s3://bucket/key. Every method raises OSError with what it was about; FileNotFoundError only for what is not there."""
+    """Handles s3://bucket/key. Methods raise OSError with the path; FileNotFoundError only for missing objects."""
 
     def __init__(self, attempts: int = ATTEMPTS) -> None:
         # profile: iopath's default names one ("saml") that other people's machines lack.
@@ -44,7 +44,7 @@ class S3Handler(S3PathHandler):
         self._attempts, self._lock = attempts, Lock()
 
     def _get_client(self, bucket: str) -> Any:
-        """Thread-safe once it is made. botocore's standard mode retries 5xx, throttling and broken connections, no other 4xx."""
+        """Return the client, which several threads may use. botocore retries 5xx, throttling and lost connections."""
         import boto3
         from botocore.config import Config
 
@@ -71,7 +71,7 @@ class S3Handler(S3PathHandler):
             return None
 
     def size_and_etag(self, path: str) -> tuple[int, str]:
-        """Raises FileNotFoundError."""
+        """Return size and ETag of an object. Raises FileNotFoundError if it is missing."""
         head = self._head_object(path)
         if head is None:
             raise FileNotFoundError(f"{path} is not there")
@@ -98,7 +98,7 @@ class S3Handler(S3PathHandler):
             return str(super()._get_local_path(path, **kwargs))
 
     def _ls(self, path: str, **kwargs: Any) -> list[str]:
-        """Whole keys, files first. iopath's own hides the status of the answer."""
+        """Yield complete keys, files first. iopath's method hides the status of the response."""
         bucket, prefix = self._parse_uri(path)
         keys: list[str] = []
         folders: list[str] = []
@@ -110,7 +110,7 @@ class S3Handler(S3PathHandler):
         return keys + folders
 
     def files_below(self, path: str) -> list[tuple[str, int]]:
-        """(key below `path`, bytes) of all objects, a thousand a request."""
+        """Yield (key below `path`, bytes) of all objects. One request lists a thousand objects."""
         bucket, prefix = self._parse_uri(path.rstrip("/") + "/")
         with explained(f"listing {path}"):
             pages = self._get_client(bucket).get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
@@ -128,7 +128,8 @@ class S3Handler(S3PathHandler):
     def put_once(self, path: str, content: bytes) -> bool:
         """Write an object that must not exist, in one conditional request.
 
-        Returns False if the store has no such request. Raises FileExistsError if it has other content.
+        Returns False if the store does not support such requests. Raises FileExistsError if the
+        object has other content.
         """
         from botocore.exceptions import ClientError
 
@@ -149,9 +150,9 @@ class S3Handler(S3PathHandler):
         return True
 
     def put_instead(self, path: str, expected: bytes | None, content: bytes) -> bool:
-        """Write an object instead of `expected` (None: nothing); False if it has other content.
-
-        One conditional request (If-Match); a store without such requests is written to without condition.
+        """Replace an object with content `expected` (None: no object). Return False if it has other
+        content. The request is conditional (If-Match). If the store does not support this, the
+        object is written without condition.
         """
         from botocore.exceptions import ClientError
 
@@ -191,7 +192,7 @@ class S3Handler(S3PathHandler):
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Raise what boto3 raises as OSError, or FileNotFoundError, that says `what` failed."""
+    """Convert what boto3 raises to OSError or FileNotFoundError with the message that `what` failed."""
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -208,7 +209,7 @@ def explained(what: str) -> Iterator[None]:
 
 
 class _RangeReader(PositionedReader):
-    """Reads parts of an object; a body that breaks off is asked for again from where it broke off."""
+    """Reads parts of an object. If a response breaks off, the remaining bytes are requested again."""
 
     def __init__(self, client: Any, bucket: str, key: str, path: str, attempts: int) -> None:
         self._client, self._bucket, self._key, self._path, self._attempts = client, bucket, key, path, attempts
@@ -217,7 +218,7 @@ class _RangeReader(PositionedReader):
         self._size, self._etag, self._position = int(head["ContentLength"]), head["ETag"], 0
 
     def readinto(self, buffer: Any) -> int:
-        """All that is asked for, or what is left."""
+        """Fill the buffer, or read the bytes that are left."""
         view = memoryview(buffer).cast("B")
         view = view[: max(0, self._size - self._position)]
         done = attempt = 0
@@ -233,7 +234,7 @@ class _RangeReader(PositionedReader):
         return done
 
     def _fetch(self, view: memoryview, done: int) -> int:
-        """Bytes filled. Fewer than asked for where the body breaks off after some."""
+        """Read into `view` from byte `done` on. Return the bytes read; fewer if the response breaks off."""
         from urllib3.exceptions import HTTPError
 
         begin, end = self._position + done, self._position + len(view) - 1
@@ -259,11 +260,11 @@ class _RangeReader(PositionedReader):
 
 
 class _BrokenOffError(OSError):
-    """The answer came, its body did not; botocore does not ask again for that."""
+    """The response came, but its body broke off. botocore does not retry this."""
 
 
 class _Upload(io.BytesIO):
-    """An object, uploaded when it is closed, unless the code that wrote it raised."""
+    """An object that is uploaded when it is closed, unless the code that wrote it raised an exception."""
 
     def __init__(self, client: Any, bucket: str, key: str, path: str) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from pipeline.runtime.errors import ConfigError
 
 
 def private_problem(folder: str) -> str:
-    """Return an empty text if the folder belongs to this user alone, else what is wrong with it."""
+    """Return "" if only this user can use the folder, otherwise what is wrong with it."""
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode):
         return f"{folder} is not a folder (a link is not followed)"
@@ -47,7 +47,7 @@ def temporary_folder() -> str:
 
 
 def open_lock(path: str) -> IO[bytes]:
-    """Open a lock file, and make it if it is missing. Nothing is truncated.
+    """Open a lock file, and create it if it is missing. An existing file is not truncated.
 
     Raises ConfigError if the path is a link.
     """

@@ -1,4 +1,4 @@
-"""Define the seekable part of a read-only file for readers of blocks and ranges."""
+"""Define the seek methods of read-only files, for readers of blocks and ranges."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 
 class PositionedReader(io.RawIOBase):
-    """A seekable, readable file of `_size` bytes, of which `_position` is next; subclasses bring readinto()."""
+    """A seekable, readable file of `_size` bytes. `_position` is the next byte. Subclasses define readinto()."""
 
     _size: int
     _position: int

@@ -1,7 +1,8 @@
-"""Sign what is written with an Ed25519 key, and accept only what one of the required keys has signed.
+"""Sign written manifests with an Ed25519 key, and accept only manifests that one of the required
+keys has signed.
 
-A checksum finds damage. A signature says who wrote a file. It covers the SHA-256 of a manifest,
-what the manifest is for and its number; the manifest holds a digest of each block of each file
+A checksum finds damage. A signature says who wrote a file. It covers the SHA-256 of a manifest, the
+manifest's purpose and its number; the manifest holds a digest of each block of each file
 (checksums.py). Keys are PEM files:
 
     openssl genpkey -algorithm ed25519 -out sign.pem
@@ -35,7 +36,7 @@ HOW_TO = (
 
 
 class Purpose(StrEnum):
-    """What a signed text is. A text that was signed for one purpose is refused for another."""
+    """The purpose of a signed text. A text that was signed for another purpose is refused."""
 
     STEP = "step"
     ARTIFACT = "artifact"
@@ -46,7 +47,7 @@ class Purpose(StrEnum):
 
 
 class _Accepted:
-    """The highest number accepted at each path; kept in the local file `path`, if there is one."""
+    """The highest number accepted for each path. If `path` is set, this local file stores the numbers."""
 
     def __init__(self, path: str | None) -> None:
         self._path = path
@@ -102,8 +103,8 @@ def signing(path: str | None) -> Iterator[None]:
 def requiring(paths: str | Sequence[str] | None, accepted: str | None = None) -> Iterator[None]:
     """Read only manifests and pointers that one of these keys has signed; None changes nothing.
 
-    `accepted` is a local file with the numbers of pointers, so that the next process refuses older
-    pointers too. Raises ConfigError if a file does not hold a public Ed25519 key.
+    `accepted` is a local file with the numbers of accepted pointers, so that later processes also
+    refuse older pointers. Raises ConfigError if a file does not hold a public Ed25519 key.
     """
     global _public, _accepted
     before = _public, _accepted
@@ -161,12 +162,12 @@ def is_required() -> bool:
 
 
 def signature_of(digest: str, purpose: Purpose, number: object) -> str:
-    """Return 128 hex digits for a SHA-256 in hex digits; an empty text if nothing is signed."""
+    """Return the signature of a SHA-256 (hex digits) as 128 hex digits; "" if no key is set for signing."""
     return _private.sign(_statement(digest, purpose, number)).hex() if _private is not None else ""
 
 
 def signature_problem(signature: str, digest: str, purpose: Purpose, number: object) -> str:
-    """Return an empty text if no signature is required, or if a required key made this one."""
+    """Return "" if no signature is required, or a required key made this signature; otherwise the problem."""
     if not _public:
         return ""
     if not signature:
@@ -181,15 +182,14 @@ def signature_problem(signature: str, digest: str, purpose: Purpose, number: obj
 
 
 def accept(path: str, number: int) -> None:
-    """Keep the highest number of what was read at `path` and is signed as required."""
+    """Remember the number of a pointer that was read at `path` and is signed, if it is the highest so far."""
     if _public:
         _accepted.add(path, number)
 
 
 def age_problem(path: str, number: int | None) -> str:
-    """Return that a higher number was accepted at `path` before, or an empty text.
-
-    `number` None: there is nothing at `path`. Without a required key nothing is kept.
+    """Return the problem if a higher number was accepted at `path` before; otherwise "". `number`
+    None: `path` does not exist. Numbers are only remembered if a key is required.
     """
     newest = _accepted.newest(path) if _public else None
     if newest is None or (number is not None and number >= newest):
@@ -201,7 +201,8 @@ def age_problem(path: str, number: int | None) -> str:
 def next_number(number: int) -> int:
     """Return the number of a pointer that replaces the one with `number`.
 
-    A signed one is at least the time in seconds, so it is above each number accepted before.
+    The number of a signed pointer is at least the time in seconds, so it is above all numbers
+    accepted before.
     """
     return max(number + 1, int(time.time())) if is_signing() else number + 1
 

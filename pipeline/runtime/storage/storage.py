@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)  # runtime.logs imports this module
 
 @cache
 def path_manager() -> PathManager:
-    """The one PathManager of the process; register further handlers here."""
+    """Return the only PathManager of the process. Register further handlers on it."""
     return PathManager()
 
 
 def is_local(path: str) -> bool:
-    """Whether `path` is a plain path of this machine. Raises StorageError for a scheme that nothing handles."""
+    """Return True if `path` is a plain path on this machine. Raises StorageError if no handler knows its scheme."""
     if "://" not in path:
         return True
     prefix = path.split("://", 1)[0] + "://"
@@ -63,7 +63,7 @@ def _register_s3() -> None:
 
 
 def _handler_of(path: str) -> Any:
-    """Return iopath's handler of a remote path, which may do more than PathHandler's interface."""
+    """Return iopath's handler of a remote path. It may have more methods than PathHandler."""
     return path_manager()._path_handlers[path.split("://", 1)[0] + "://"]
 
 
@@ -76,14 +76,14 @@ def dirname(path: str) -> str:
 
 
 def open_file(path: str, mode: str = "r") -> IO[Any]:
-    """Text is UTF-8 with the line ends it has. A remote file appears when it is closed."""
+    """Open a file. Text is UTF-8, and line ends are not converted. A remote file appears when it is closed."""
     is_local(path)
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
     return path_manager().open(path, mode, **text)
 
 
 def open_raw(path: str) -> IO[bytes]:
-    """For reading parts of a file, with readinto() and without a buffer between."""
+    """Open a file without a buffer, to read parts of it with readinto()."""
     if is_local(path):
         return open(path, "rb", buffering=0)
     return open_file(path, "rb")
@@ -100,12 +100,12 @@ def is_file(path: str) -> bool:
 
 
 def is_folder(path: str) -> bool:
-    """On an object store a folder is there as long as something is in it."""
+    """Return True if the folder exists. In an object store, a folder exists while it contains objects."""
     return os.path.isdir(path) if is_local(path) else bool(list_folder(path))
 
 
 def list_folder(path: str) -> list[str]:
-    """Names (not paths) in a folder, sorted; the empty list where there is none."""
+    """Return the names (not paths) in a folder, sorted; [] if the folder does not exist."""
     if is_local(path):
         return sorted(os.listdir(path)) if os.path.isdir(path) else []
     # S3's handler wants the slash, gives whole keys, and lists the folder's own marker ("a/b/").
@@ -115,7 +115,7 @@ def list_folder(path: str) -> list[str]:
 
 
 def list_files(folder: str) -> list[tuple[str, int]]:
-    """(path below the folder, bytes) of the files in it and in folders below, by path; none where there is no folder."""
+    """Return (path below the folder, bytes) of all files below it, sorted; [] if the folder does not exist."""
     if is_local(folder):
         paths = [os.path.join(at, name) for at, _, names in os.walk(folder) for name in names]
         return sorted((os.path.relpath(path, folder), os.path.getsize(path)) for path in paths)
@@ -133,13 +133,13 @@ def list_files(folder: str) -> list[tuple[str, int]]:
 
 
 def make_folder(path: str) -> None:
-    """Also makes its parents. An object store needs none: its keys are flat."""
+    """Make a folder and its parents. In an object store this does nothing, because it has no folders."""
     if is_local(path):
         os.makedirs(path, exist_ok=True)
 
 
 def remove(path: str) -> None:
-    """Remove a file, or a folder with all that is in it; nothing happens where there is neither."""
+    """Remove a file, or a folder with its content. A missing path is not an error."""
     if is_local(path):
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
@@ -168,9 +168,8 @@ def retry_once(task: Callable[[], Made], path: str) -> Made:
 
 
 def rename(source: str, target: str) -> None:
-    """Rename a local file or folder; a file replaces what is there.
-
-    NFS repeats a request whose answer was lost. The second one finds the rename done and answers ENOENT.
+    """Rename a local file or folder. A file replaces an existing file. NFS repeats a request whose
+    response was lost. The repeated request fails with ENOENT although the rename is done.
     """
     inode = os.lstat(source).st_ino
     try:
@@ -181,7 +180,7 @@ def rename(source: str, target: str) -> None:
 
 
 def move_file(source: str, destination: str) -> None:
-    """Move a local file to `destination`, which appears whole: a rename or an upload. Replaces what is there."""
+    """Move a local file to `destination`, where it appears complete. Replaces an old file."""
     if is_local(destination):
         try:
             rename(source, destination)
@@ -198,14 +197,14 @@ def move_file(source: str, destination: str) -> None:
 
 
 def upload_file(source: str, destination: str) -> None:
-    """Copy a local file to an object store, where it appears whole. Replaces what is there."""
+    """Copy a local file to an object store, where it appears complete. Replaces an old object."""
     # iopath 0.1.10 logs a failed S3 upload and returns False.
     if not path_manager().copy_from_local(source, destination, overwrite=True):
         raise OSError(f"upload of {source} to {destination} failed; iopath's log above says why")
 
 
 def local_path(path: str) -> str:
-    """A path that native code can open; a remote file is downloaded into iopath's cache."""
+    """Return a path that native code can open. A remote file is first downloaded into iopath's cache."""
     return str(path_manager().get_local_path(path)) if not is_local(path) else path
 
 
@@ -230,12 +229,12 @@ def read_text(path: str) -> str:
 
 
 def publish_text(path: str, text: str) -> None:
-    """Write a file whole or not at all: after a crash there is the old one, or the new one."""
+    """Write a file so that after a crash either the old file or the complete new file exists."""
     publish_bytes(path, text.encode())
 
 
 def publish_bytes(path: str, content: bytes) -> None:
-    """As publish_text."""
+    """Write bytes in the same way as publish_text."""
     if not is_local(path):
         with open_file(path, "wb") as file:  # an object appears at once, with all its bytes
             file.write(content)
@@ -260,7 +259,7 @@ def _publish_local(path: str, content: bytes) -> None:
 
 
 def publish_once(path: str, text: str) -> None:
-    """Write a file that must not be there. Raises FileExistsError where it is, with other content."""
+    """Write a file that must not exist. Raises FileExistsError if it exists with other content."""
     if is_local(path):
         staged = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
         publish_text(staged, text)
@@ -284,9 +283,11 @@ def publish_once(path: str, text: str) -> None:
 
 
 def swap_text(path: str, expected: str | None, text: str) -> bool:
-    """Write a file instead of one that holds `expected` (None: nothing); False if it holds another text.
+    """Replace a file whose text is `expected` (None: no file). Return False if the file has another
+    text.
 
-    Readers see the old text or the new one. Of several writers, on any hosts, one succeeds.
+    Readers see either the old or the new text. If several writers on any hosts try this, one writer
+    succeeds.
     """
     if not is_local(path):
         handler = _handler_of(path)
@@ -307,7 +308,7 @@ def _swap(path: str, expected: str | None, text: str) -> bool:
 
 
 def sync_folder(folder: str) -> None:
-    """Make the names in a local folder durable; POSIX wants this after a rename."""
+    """Make the names in a local folder durable. POSIX requires this after a rename."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -316,7 +317,7 @@ def sync_folder(folder: str) -> None:
 
 
 def unpack_zlib(content: bytes, most_bytes: int) -> bytes:
-    """Raise ValueError if `content` is not one whole zlib stream, or if it holds more than `most_bytes`."""
+    """Return the unpacked bytes. Raise ValueError unless `content` is one zlib stream of at most `most_bytes`."""
     stream = zlib.decompressobj()
     try:
         unpacked = stream.decompress(content, most_bytes + 1)
@@ -330,9 +331,9 @@ def unpack_zlib(content: bytes, most_bytes: int) -> bytes:
 
 
 class Stamp(NamedTuple):
-    """The size and version of a file. Equal stamps mean equal bytes, unless somebody sets clocks back.
-
-    A local file has a modification time and an inode, an object of S3 an ETag; others only a size.
+    """The size and version of a file. Equal stamps mean equal bytes, unless clocks are set back. A
+    local file has a modification time and an inode, an S3 object has an ETag, and other files
+    have only a size.
     """
 
     size_bytes: int
@@ -342,7 +343,7 @@ class Stamp(NamedTuple):
 
 
 def stamp_of(path: str) -> Stamp:
-    """Raises FileNotFoundError."""
+    """Return the stamp of a file. Raises FileNotFoundError if the file is missing."""
     if is_local(path):
         status = os.stat(path)
         return Stamp(status.st_size, status.st_mtime_ns, status.st_ino)
@@ -354,7 +355,7 @@ def stamp_of(path: str) -> Stamp:
 
 
 def difference(then: Stamp, now: Stamp) -> str:
-    """Say in numbers what changed; empty for equal stamps."""
+    """Return a text with numbers that says what changed; "" if the stamps are equal."""
     found = []
     if now.size_bytes != then.size_bytes:
         found.append(f"it had {then.size_bytes:,} bytes and has {now.size_bytes:,}")

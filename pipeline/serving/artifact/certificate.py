@@ -1,4 +1,4 @@
-"""Certify an artifact: compare its scores, loaded as a server does, with the model's."""
+"""Certify an artifact: load it as a server does, and compare its scores with the model's scores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = get_logger("pipeline.export")
 
 
 def excesses(found: dict[str, Parity], limits: ParityConfig) -> list[str]:
-    """Return a line with both numbers for each limit that a split exceeds. Several labels are checked one by one."""
+    """Return a line for each limit that a split exceeds, with both numbers, and for each label separately."""
     lines = []
     parities = {f"{split}, {name}": of_task for split, each in found.items() for name, of_task in each.tasks.items()}
     for split, parity in {**{split: each for split, each in found.items() if not each.tasks}, **parities}.items():
@@ -47,9 +47,11 @@ def excesses(found: dict[str, Parity], limits: ParityConfig) -> list[str]:
 
 
 def certify(job: ExportJob, reference: Reference, plan: ExportPlan, draft: Manifest, path: str) -> Manifest:
-    """Return the manifest `draft` of the files in folder `path` with its certificate.
+    """Return the manifest `draft`, which describes the files in folder `path`, with a certificate
+    added.
 
-    Raises ServingError if the scores are further from the trained model's than job.parity allows.
+    Raises ServingError if the scores differ more from the trained model's scores than job.parity
+    allows.
     """
     certificate = _costs(reference, plan, job.parity)
     found = _compare(reference, draft, path)
@@ -68,7 +70,7 @@ def certify(job: ExportJob, reference: Reference, plan: ExportPlan, draft: Manif
 
 
 def _compare(reference: Reference, draft: Manifest, path: str) -> dict[str, Parity]:
-    """Return split -> the artifact's scores compared with the model's."""
+    """Return split -> comparison of the artifact's scores with the model's scores."""
     lookup, program = load_parts(path, draft)
     with progress("scoring by the artifact", sum(sample.num_rows for sample in reference.samples.values())) as bar:
         return {
@@ -78,7 +80,7 @@ def _compare(reference: Reference, draft: Manifest, path: str) -> dict[str, Pari
 
 
 def _costs(reference: Reference, plan: ExportPlan, limits: ParityConfig) -> dict[str, Any]:
-    """Return what each precision of all tables, and pruning, would cost on the validation split, each alone."""
+    """Return the loss of quality on the validation split by each precision of all tables, and by pruning."""
     step, precisions = plan.step, {}
     with progress("measuring what each precision costs", len(PRECISIONS)) as bar:
         for name in PRECISIONS:
@@ -104,14 +106,14 @@ def _costs(reference: Reference, plan: ExportPlan, limits: ParityConfig) -> dict
 
 
 def _by_target(targets: list[Target], found: list[Quality]) -> dict[str, Any]:
-    """Return the quality of the only label, or label -> its quality."""
+    """Return the quality of the label; if there are several labels, return label -> quality."""
     if len(found) == 1:
         return asdict(found[0])
     return {target.name: asdict(each) for target, each in zip(targets, found, strict=True)}
 
 
 def refusal(excesses: list[str], certificate: dict[str, Any], hints: list[str], precision: str) -> str:
-    """Say why nothing is written, and suggest the smallest precision that fits."""
+    """Return a message that says why nothing is written, and suggests the smallest precision that fits."""
     limits = certificate["limits"]
     wider = PRECISIONS[: PRECISIONS.index(precision)] if precision in PRECISIONS else PRECISIONS
     fits = [

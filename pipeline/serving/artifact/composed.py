@@ -33,9 +33,8 @@ MAX_HEADER_BYTES, MAX_POSITIONS = 256 << 20, 1 << 16
 
 @dataclass(frozen=True)
 class RowMap:
-    """The rows that hashed ids of a table with managed collision had when its training was saved.
-
-    ids: int64, ascending, as the id splitter hashes them. Another id shares the last row of its bucket.
+    """Maps ids to rows for a table with managed collision, as when its training was saved. ids:
+    hashed ids, int64, ascending. An id that is not in `ids` uses the last row of its bucket.
     """
 
     ids: NDArray[np.int64]
@@ -43,7 +42,7 @@ class RowMap:
     rows_a_bucket: int
 
     def problem(self, num_rows: int) -> str:
-        """Return what no map of a table with `num_rows` rows has, or an empty string."""
+        """Return what makes the map invalid for a table with `num_rows` rows; "" if it is valid."""
         if not 1 <= self.rows_a_bucket <= num_rows:
             return f"has {self.rows_a_bucket} rows a bucket, and the table has {num_rows}"
         if len(self.ids) and (self.rows.min() < 0 or self.rows.max() >= num_rows):
@@ -62,9 +61,8 @@ class RowMap:
 
 
 def row_map(sorted_ids: NDArray[np.int64], rows: NDArray[np.int64], num_buckets: int) -> RowMap:
-    """Make a map from a checkpoint's state: one bucket after the other, with its own rows from 0 on.
-
-    If a bucket is not full, its last numbers are the largest integer.
+    """Make a map from a checkpoint's state, which has one bucket after the other. Rows of each
+    bucket count from 0. If a bucket is not full, its last ids are the largest integer.
     """
     rows_a_bucket = len(sorted_ids) // num_buckets
     buckets = np.repeat(np.arange(num_buckets), rows_a_bucket)
@@ -74,7 +72,7 @@ def row_map(sorted_ids: NDArray[np.int64], rows: NDArray[np.int64], num_buckets:
 
 
 class ComposedTables:
-    """`tables` are logical, `keys` the batch's features in its order; `parts` and `looked_up` what the collection holds."""
+    """`tables` are the model's tables, `keys` the batch's features. `looked_up` are the features of `parts`."""
 
     def __init__(
         self,
@@ -83,7 +81,7 @@ class ComposedTables:
         composition: Composition | None = None,
         row_maps: Mapping[str, RowMap] | None = None,
     ) -> None:
-        """`row_maps`: of the parts with managed collision. Raises ServingError where one is missing."""
+        """`row_maps`: maps of the parts with managed collision. Raises ServingError if a map is missing."""
         self.tables, self.keys, self.row_maps = list(tables), list(keys), dict(row_maps or {})
         self.parts = physical_tables(self.tables)
         managed = [part for part in self.parts if part.managed is not None]
@@ -105,7 +103,7 @@ class ComposedTables:
         self._rows = {feature: table.num_embeddings for table in self.tables for feature in table.feature_names}
 
     def split(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Raises ServingError for an id outside its table, or a bag that is too long."""
+        """Convert features to ids of the parts. Raises ServingError for ids outside their table and too long bags."""
         ends = features.offset_per_key()
         for key, (begin, end) in zip(features.keys(), pairwise(ends), strict=True):
             ids = features.values()[begin:end]
@@ -114,7 +112,7 @@ class ComposedTables:
         return self._split(features)
 
     def ids_looked_up(self, split: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(values, offsets, weights) of `looked_up`, as a TableLookup takes them."""
+        """Return (values, offsets, weights) of the features `looked_up`, in the form that TableLookup needs."""
         ends, keys, batch = split.offset_per_key(), split.keys(), split.stride()
         positions = [keys.index(key) for key in self.looked_up]
         lengths = split.lengths().view(len(keys), batch)[positions].reshape(-1).long()
@@ -127,7 +125,7 @@ class ComposedTables:
         return torch.cat(parts), torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), own
 
     def compose(self, pooled: torch.Tensor, split: KeyedJaggedTensor) -> torch.Tensor:
-        """[batch, sum of dims] of `looked_up` -> [batch, sum of the tables' dims] by `keys`."""
+        """Convert pooled rows of `looked_up` [batch, sum of dims] to those of `keys` [batch, sum of tables' dims]."""
         with torch.no_grad():
             composed = self.composition(KeyedTensor(self.looked_up, self.dims, pooled), split).to_dict()
         return torch.cat([composed[key] for key in self.keys], dim=1)
@@ -135,7 +133,7 @@ class ComposedTables:
     def pooled(
         self, lookup: TableLookup, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """As lookup.pooled, of ids by `keys`."""
+        """Return pooled rows for ids of the features `keys`, as lookup.pooled does for ordinary tables."""
         batch = (len(offsets) - 1) // len(self.keys)
         ends = offsets[::batch].tolist() if batch else [0] * (len(self.keys) + 1)
         counts = [end - begin for begin, end in pairwise(ends)]
@@ -143,7 +141,7 @@ class ComposedTables:
         return self.compose(lookup.pooled(*self.ids_looked_up(split)), split)
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
+        """Return the content of the file."""
         numbers = {name: value.float() for name, value in self.composition.state_dict().items()}
         tables, in_files = zip(*(_without_files(table) for table in self.tables), strict=True)
         header = {
@@ -160,7 +158,7 @@ class ComposedTables:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> ComposedTables:
-        """Raises ServingError for what to_bytes has not written."""
+        """Read the content of the file. Raises ServingError if to_bytes() has not written it."""
         line, _, body = content.partition(b"\n")
         if len(line) > MAX_HEADER_BYTES:
             raise ServingError("its header is too long")
@@ -190,12 +188,12 @@ class ComposedTables:
 
 
 def composed_in(model: torch.nn.Module) -> tuple[str, ComposedEmbeddings] | None:
-    """The path and module of a model's compressed tables, None where it has none."""
+    """Return the path and module of a model's compressed tables; None if it has no compressed tables."""
     return next(((name, part) for name, part in model.named_modules() if isinstance(part, ComposedEmbeddings)), None)
 
 
 def _without_files(table: Table) -> tuple[dict[str, Any], NDArray[np.int64]]:
-    """The table as plain values, which an artifact can hold, and the integers of files that its settings point to."""
+    """Return the table as plain values for an artifact, and the integers in the files that its settings name."""
     values = asdict(table)
     if table.compression is None:
         return values, np.zeros((0, 0), np.int64)
@@ -207,7 +205,7 @@ def _without_files(table: Table) -> tuple[dict[str, Any], NDArray[np.int64]]:
 def _restore_files(
     tables: list[Table], shapes: list[list[int]], integers: NDArray[np.int64]
 ) -> tuple[list[Table], NDArray[np.int64]]:
-    """The tables with their files' integers, and what of `integers` lies behind these."""
+    """Return the tables with the integers of their files, and the integers that are left over."""
     restored = []
     for table, shape in zip(tables, shapes, strict=True):
         config, count = table.compression, _count(shape)
@@ -233,7 +231,7 @@ def _row_maps(sizes: dict[str, list[int]], numbers: NDArray[np.int64]) -> dict[s
 
 
 def decode(kind: Any, value: Any) -> Any:
-    """Restore what asdict made of a dataclass of plain values, lists and dataclasses. Raises KeyError, TypeError, ServingError."""
+    """Rebuild an object of type `kind` from the output of asdict. Raises KeyError, TypeError, ServingError."""
     if is_dataclass(kind) and isinstance(kind, type):
         hints = get_type_hints(kind)
         known = {each.name for each in fields(kind)}

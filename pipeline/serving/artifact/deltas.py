@@ -4,11 +4,12 @@
                       00003.ids       rows of table 3, uint64 little-endian, ascending
                       00003.rows      these rows, as the artifact stores rows
                       dense.tensors   all tensors of the layers' program; composed.bin if the artifact has one
-    <deltas>/pin.json                 the sequence that servers stay at: {"sequence": 41}, and a gate's reason
+    <deltas>/pin.json                 the delta that servers stay at: {"sequence": 41}, and the reason of a gate
 
-<deltas> is versions/vN/deltas of a registry, and <artifact>/deltas of another artifact. Each delta
-names the SHA-256 of the one before it, and the first one that of the artifact's manifest, so servers
-apply a delta after what it was made for or not at all. A committed delta is never changed.
+<deltas> is versions/vN/deltas in a registry, and <artifact>/deltas for an artifact outside a
+registry. Each delta names the SHA-256 of the previous delta, and the first delta names the SHA-256
+of the artifact's manifest. So servers apply a delta only to the state that it was made for. A
+committed delta is never changed.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ Number = Annotated[float, Meta(gt=-LARGEST, lt=LARGEST)]
 
 
 class NewIds(NamedTuple):
-    """Values that have ids from `first` on."""
+    """New values. The first value has id `first`, and the next values have the following ids."""
 
     first: int
     values: list[str]
@@ -69,7 +70,7 @@ class NewIds(NamedTuple):
 
 @dataclass(frozen=True)
 class TableChange:
-    """`rows` rows of table number `table` of the artifact, in the files `ids` and `values`."""
+    """`rows` changed rows of table number `table`. Their ids and values are in the files `ids` and `values`."""
 
     table: int
     rows: int
@@ -79,7 +80,7 @@ class TableChange:
 
 @dataclass
 class _DeltaValues:
-    """The types of a delta's values."""
+    """The types of the values in a delta's manifest."""
 
     base_version: str
     sequence: int
@@ -94,7 +95,7 @@ class _DeltaValues:
 
 @dataclass(frozen=True)
 class Delta:
-    """One of the chain: `saved_at` is when the step that it brings was saved, `digest` what the next one names."""
+    """A delta of the chain. `saved_at`: when its step was saved. `digest`: the SHA-256 that the next delta names."""
 
     path: str
     sequence: int
@@ -108,7 +109,7 @@ class Delta:
     below: str = ""
 
     def content(self, name: str) -> bytes:
-        """Verified. Raises DamagedError."""
+        """Return the verified content of a file. Raises DamagedError."""
         return read_verified(storage.join(self.path, self.below, name), self.files[name])
 
     @property
@@ -117,7 +118,7 @@ class Delta:
 
 
 def deltas_folder(artifact: str) -> str:
-    """Of the artifact at `artifact`; it need not be there."""
+    """Return the deltas' folder of the artifact at `artifact`. The folder may not exist."""
     artifact = artifact.rstrip("/")
     return storage.join(storage.dirname(artifact) if OF_VERSION.fullmatch(artifact) else artifact, FOLDER)
 
@@ -131,7 +132,7 @@ def name_of(sequence: int) -> str:
 
 
 def newest_sequence(folder: str) -> int:
-    """Of the deltas from 1 on without a gap, at most the pinned one; 0 where there is none. Raises OSError, DamagedError."""
+    """Return the newest delta's number, at most the pinned one; 0 if there is none. Raises OSError, DamagedError."""
     found = {int(name) for name in committed_names(folder, NAME)}
     newest = next(number for number in range(len(found) + 1) if number + 1 not in found)
     if (pinned := pinned_sequence(folder)) is not None:
@@ -142,13 +143,13 @@ def newest_sequence(folder: str) -> int:
 
 
 def pinned_sequence(folder: str) -> int | None:
-    """Raises DamagedError where the file is not what pin() wrote."""
+    """Return the pinned number, or None. Raises DamagedError if pin() has not written the file."""
     return _read_pin(folder).sequence
 
 
 @dataclass(frozen=True)
 class _Pin:
-    """What pin.json holds. `number` rises with every change of a signed one."""
+    """The content of pin.json. `number` increases with every change of a signed pin."""
 
     sequence: int | None = None
     reason: str = ""
@@ -172,7 +173,7 @@ def _read_pin(folder: str) -> _Pin:
 
 
 def pin(folder: str, sequence: int | None, reason: str = "") -> None:
-    """Let servers go to `sequence` and stay there; None lets them follow the newest again."""
+    """Let servers go to delta `sequence` and stay there. None lets servers follow the newest delta again."""
     storage.make_folder(folder)
     content: dict[str, Any] = {"sequence": sequence, **({"reason": reason} if reason else {})}
     path = storage.join(folder, PIN)
@@ -192,7 +193,7 @@ def why_pinned(folder: str) -> str:
 
 
 def read_delta(folder: str, artifact: str, manifest: Manifest, sequence: int) -> Delta:
-    """Read delta `sequence`. Raises DamagedError also if it was made for something else."""
+    """Read delta `sequence`. Raises DamagedError if it is damaged, or was made for another artifact or delta."""
     path = storage.join(folder, name_of(sequence))
     values = open_manifest(storage.join(path, MANIFEST), Purpose.DELTA, FORMAT_VERSION)
     found = checked(values, _DeltaValues, storage.join(path, MANIFEST))
@@ -210,7 +211,7 @@ def read_delta(folder: str, artifact: str, manifest: Manifest, sequence: int) ->
 
 
 def _problem(values: dict[str, Any], manifest: Manifest, sequence: int) -> str:
-    """Return what does not fit delta `sequence` of the artifact, or an empty string."""
+    """Return what does not fit delta `sequence` of the artifact; "" if everything fits."""
     if (values["base_version"], values["sequence"]) != (manifest.version, sequence):
         return (
             f"is delta {values['sequence']} of artifact {values['base_version']}, not {sequence} of {manifest.version}"
@@ -244,7 +245,7 @@ def values_to_bytes(values: Mapping[str, NewIds]) -> bytes:
 
 
 def values_from_bytes(content: bytes, manifest: Manifest) -> dict[str, NewIds]:
-    """Raises DamagedError for what values_to_bytes() has not written, or what has no row in the artifact."""
+    """Return the new values. Raises DamagedError if the content is damaged, or a value has no row."""
     rows = {name: manifest.tables[table].rows for name, table in manifest.features}
     cardinalities = {feature.name: feature.cardinality for feature in manifest.schema.features if not feature.hash_size}
     found = {}
@@ -263,14 +264,14 @@ def values_from_bytes(content: bytes, manifest: Manifest) -> dict[str, NewIds]:
 
 
 def tensors_to_bytes(tensors: Sequence[torch.Tensor]) -> bytes:
-    """A line of JSON, which names types and shapes, and behind it the numbers."""
+    """Return a line of JSON with the types and shapes, and after it the numbers of all tensors."""
     about = [{"dtype": str(one.dtype).removeprefix("torch."), "shape": list(one.shape)} for one in tensors]
     numbers = [one.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for one in tensors]
     return b"".join([json.dumps(about).encode(), b"\n", *numbers])
 
 
 def tensors_from_bytes(content: bytes) -> list[torch.Tensor]:
-    """Raises DamagedError for what tensors_to_bytes() has not written."""
+    """Return the tensors. Raises DamagedError if tensors_to_bytes() has not written the content."""
     line, _, rest = content.partition(b"\n")
     try:
         about = [(DTYPES[one["dtype"]], tuple(one["shape"])) for one in json.loads(line)]
@@ -287,7 +288,7 @@ def tensors_from_bytes(content: bytes) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Patch:
-    """`ids` [n] int64 ascending, `rows` [n, row_bytes] uint8: rows of a table as its file has them."""
+    """New rows of a table: `ids` [n] int64 ascending, `rows` [n, row_bytes] uint8 in the format of the table's file."""
 
     table: int
     ids: torch.Tensor
@@ -296,7 +297,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class StagedDelta:
-    """A verified delta in memory. Nothing of it serves yet."""
+    """A verified delta in memory. It does not serve yet."""
 
     delta: Delta
     patches: list[Patch]
@@ -306,7 +307,7 @@ class StagedDelta:
 
 
 def stage_delta(artifact: str, manifest: Manifest, sequence: int) -> StagedDelta:
-    """Raise DamagedError if the delta does not follow on the artifact, or names rows that do not exist."""
+    """Read and verify a delta. Raises DamagedError if it does not follow the artifact, or names missing rows."""
     delta = read_delta(deltas_folder(artifact), artifact, manifest, sequence)
     patches = [_read_patch(delta, change, manifest.tables[change.table].stored_rows) for change in delta.tables]
     constants = tensors_from_bytes(delta.content(LAYERS_FILE))
@@ -323,7 +324,7 @@ def stage_delta(artifact: str, manifest: Manifest, sequence: int) -> StagedDelta
 
 
 def _read_patch(delta: Delta, change: TableChange, stored_rows: int) -> Patch:
-    """Compare ids as the unsigned numbers that they are: as int64 an id of 2^63 or more is a negative number."""
+    """Read and check a table's new rows. Ids are compared as unsigned: as int64, an id of 2^63 or more is negative."""
     ids = np.frombuffer(delta.content(change.ids), "<u8")
     if (ids[1:] <= ids[:-1]).any() or int(ids[-1]) >= stored_rows:
         raise DamagedError(

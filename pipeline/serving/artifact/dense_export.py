@@ -2,7 +2,8 @@
 
 forward(dense [batch, num_dense] float32, pooled [batch, sum of dims] float32) -> logits [batch]
 float32, for any batch; of several labels, or one that is not binary, [batch, sum of their widths].
-The tables are files of their own: pooled rows replace the model's EmbeddingBagCollection.
+The tables are separate files: in the program, pooled rows replace the model's
+EmbeddingBagCollection.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MIN_INT8_OUTPUTS = 8  # the layer of the logit stays what it is: int8 saves noth
 
 
 class PooledInput(nn.Module):
-    """Stands where an EmbeddingBagCollection was: what it is given are the pooled rows themselves."""
+    """Replaces an EmbeddingBagCollection. Its input is already the pooled rows."""
 
     def __init__(self, names: list[str], dims: list[int]) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class PooledInput(nn.Module):
 
 
 class GatheredDots(nn.Module):
-    """DotInteraction's numbers by one gather of the products of all pairs: its slices are an operation a row each."""
+    """Computes DotInteraction by one gather of all pairs' products, instead of one slice per row."""
 
     pairs: torch.Tensor
 
@@ -64,7 +65,7 @@ def with_gathered_pairs(model: nn.Module) -> nn.Module:
 
 
 class Layers(nn.Module):
-    """(dense [batch, num_dense], pooled [batch, sum of dims]) -> logits [batch], or [batch, width], computed in `dtype`."""
+    """Maps (dense [batch, num_dense], pooled [batch, sum of dims]) to [batch] or [batch, width], in `dtype`."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float32, width: int | None = None) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class Layers(nn.Module):
 
 
 def take_collection(model: nn.Module, keys: list[str]) -> list[int]:
-    """Replace the model's collection by a PooledInput. Return the dims of `keys`, in their order."""
+    """Replace the model's collection by a PooledInput. Return the dims of `keys`, in the same order."""
     kind = (
         ComposedEmbeddings
         if any(isinstance(module, ComposedEmbeddings) for module in model.modules())
@@ -111,14 +112,14 @@ def take_collection(model: nn.Module, keys: list[str]) -> list[int]:
 def export_layers(
     model: nn.Module, precision: str, num_dense: int, pooled_dim: int, width: int | None = None
 ) -> torch.export.ExportedProgram:
-    """`model` with its collection taken, in fp32, on the CPU; it is left as it is. `width`: of the outputs; None: [batch]."""
+    """Export `model` without its tables, in fp32 on the CPU; it is not changed. `width` of outputs; None: [batch]."""
     return trace_layers(model, precision, num_dense, pooled_dim, width)[0]
 
 
 def trace_layers(
     model: nn.Module, precision: str, num_dense: int, pooled_dim: int, width: int | None
 ) -> tuple[torch.export.ExportedProgram, Int8Names]:
-    """As export_layers, and which layers it has made int8."""
+    """Do the same as export_layers, and also return which layers were converted to int8."""
     program = _export(_layers(model, precision, width), num_dense, pooled_dim)
     if precision != "int8":
         return program, {}
@@ -129,7 +130,7 @@ def trace_layers(
 def by_name(
     model: nn.Module, precision: str, width: int | None, names: Sequence[str], int8: Int8Names
 ) -> list[torch.Tensor | None]:
-    """What a program of trace_layers has under each of `names`, from the model itself; None for what it holds under no name."""
+    """Return for each of `names`, constants of the program, its tensor in the model; None if there is none."""
     state = _layers(model, precision, width).state_dict()
     quantized = {
         name: Int8Linear(state[weight], None if bias is None else state[bias])
@@ -147,7 +148,7 @@ def _layers(model: nn.Module, precision: str, width: int | None) -> Layers:
 
 
 def program_bytes(program: torch.export.ExportedProgram) -> bytes:
-    """The content of dense.pt2."""
+    """Return the content of dense.pt2."""
     examples, buffer = program._example_inputs, io.BytesIO()
     program._example_inputs = None  # they would be stored by pickle
     try:
@@ -166,9 +167,11 @@ def _export(module: nn.Module, num_dense: int, pooled_dim: int) -> torch.export.
 
 
 class Int8Linear(nn.Module):
-    """x [..., in] -> x W^T + b, by int8 weights with a scale per output, and rows quantized on the way.
+    """Computes x W^T + b for x [..., in], with int8 weights, a scale per output, and rows of x that
+    are quantized first.
 
-    torch.ao packs such weights into objects that torch.export cannot write; these are plain tensors.
+    torch.ao packs such weights into objects that torch.export cannot write; these are plain
+    tensors.
     """
 
     numbers: torch.Tensor
@@ -190,7 +193,7 @@ class Int8Linear(nn.Module):
 
 
 def with_int8_linears(graph_module: Any) -> tuple[nn.Module, Int8Names]:
-    """Every product with a constant matrix in int8, whatever module it came from; all else as it was."""
+    """Compute every product with a constant matrix in int8, whatever module it came from. Nothing else changes."""
     names: Int8Names = {}
     for number, node in enumerate(list(graph_module.graph.nodes)):
         if node.op != "call_function" or node.target is not torch.ops.aten.linear.default:
@@ -220,7 +223,7 @@ def _attribute(module: Any, path: str) -> torch.Tensor:
 
 
 def compile_layers(program: torch.export.ExportedProgram, path: str) -> None:
-    """Write the layers as an AOTInductor package. Raises ServingError where there is no compiler that can."""
+    """Write the layers as an AOTInductor package. Raises ServingError if there is no suitable compiler."""
     from torch._inductor import aoti_compile_and_package
     from torch._inductor.exc import InductorError
 

@@ -30,10 +30,9 @@ logger = get_logger("pipeline.export")
 
 
 def export(job: ExportJob) -> ExportSummary:
-    """Write the artifact, or find that it exists already.
-
-    Raises ServingError: the run, step or data set is missing or damaged; something else is at the
-    output; or the scores are further from the model's than job.parity allows.
+    """Write the artifact, unless it exists already. Raises ServingError: the run, step or data set
+    is missing or damaged; the output path is used by something else; or the scores differ more
+    from the model's than job.parity allows.
     """
     # Here, so that a typo in the command line fails before torch is imported.
     with none_while_importing():
@@ -75,7 +74,7 @@ def write_scorer(job: ExportJob, step: TrainedStep, writer: ArtifactWriter) -> M
 
 
 def _already_there(job: ExportJob, step: TrainedStep, output: str) -> ExportSummary:
-    """Return the summary of an equal export. Raises ServingError if something else is at the output."""
+    """Return the summary of an equal earlier export. Raises ServingError if `output` has something else."""
     from pipeline.serving.artifact.manifest import read_manifest
     from pipeline.serving.artifact.plan import lineage_of, settings_of
 
@@ -91,14 +90,14 @@ def _already_there(job: ExportJob, step: TrainedStep, output: str) -> ExportSumm
 
 
 def _summary(job: ExportJob, step: TrainedStep, output: str, manifest: Manifest, seconds: float) -> ExportSummary:
-    """Summarize an export that took `seconds`; 0.0: it was there already."""
+    """Summarize an export that took `seconds`. 0.0 means that the artifact existed already."""
     about = manifest.version, manifest.certificate, manifest.sizes
     return ExportSummary(job.run, step.step, output, *about, seconds == 0.0, seconds, step.best_by)
 
 
 @dataclass
 class ExportSummary:
-    """best_by: the metric if the step was chosen because it is the best of the run, else empty."""
+    """The summary. best_by: the metric, if the step was chosen as the best step of the run; otherwise ""."""
 
     run: str
     step: int
@@ -112,13 +111,13 @@ class ExportSummary:
 
     @property
     def parity(self) -> dict[str, dict[str, Any]]:
-        """Split -> scores, NE and AUC of the artifact compared with the trained model's."""
+        """Return split -> comparison of the artifact's scores, NE and AUC with the trained model's."""
         splits: dict[str, dict[str, Any]] = self.certificate["splits"]
         return splits
 
 
 def describe(summary: ExportSummary) -> str:
-    """Return the lines that export prints."""
+    """Return the lines that the export prints."""
     from pipeline.serving.artifact.task_quality import measures
 
     sizes, certificate = summary.sizes, summary.certificate
@@ -149,7 +148,7 @@ def _by_label(splits: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, An
 
 
 def _table_of_precisions(costs: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a line for each precision, with what the scores lose by it."""
+    """Return one line for each precision with the loss of quality that it causes."""
     from pipeline.serving.artifact.task_quality import measures
 
     first = next(iter(costs.values()))

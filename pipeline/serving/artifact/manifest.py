@@ -1,18 +1,18 @@
-"""Say what an artifact is: manifest.json and back.
+"""Define an artifact's manifest, and convert it to manifest.json and back.
 
 {
   "sha256": of all that follows, so that a changed manifest is refused, not read
   "format_version": 1
   "version": hash of the files' checksums and of all that says how to read them: equal for equal scores
   "lineage": run, name, step, hashes of config and data set, version of this code
-  "schema": the raw columns and what becomes of them
+  "schema": the raw columns and their transforms
   "tables", "features": rows, dims, precisions, pooling, files; which feature looks up which table
   "dense": precision of the layers, and their files
-  "lookups": how often each feature looks up, and which shares of that fall on its most frequent ids
-  "tasks": labels by name, kind and width; absent where there is one that is binary
+  "lookups": number of lookups of each feature, and the shares of its most frequent ids
+  "tasks": labels by name, kind and width; absent if there is one binary label
   "retrieval": towers, items and their index; only of a two-tower, whose dense.pt2 gives users' vectors
   "sizes", "versions", "certificate", "settings"
-  "files": name -> size_bytes and CRC-32 by block, as a checkpoint has them
+  "files": name -> size_bytes and CRC-32 by block, as in a checkpoint
 }
 """
 
@@ -53,12 +53,12 @@ MAX_DIM, MAX_ROWS, MAX_TABLES = 1 << 16, 1 << 40, 1 << 16
 
 
 class ArtifactError(DamagedError):
-    """An artifact cannot be used; the message says why, and what to do."""
+    """An artifact cannot be used. The message gives the reason and the fix."""
 
 
 @dataclass(frozen=True)
 class TableFiles:
-    """One table as the artifact has it; `kept` names the file of KeptRows, None where all rows are stored."""
+    """The files of one table. `kept` names the file of KeptRows; None if all rows are stored."""
 
     name: str
     rows: int
@@ -78,9 +78,10 @@ class TableFiles:
 class RetrievalParts:
     """The parts of a two-tower's artifact in addition to tables and the user's program.
 
-    user_features, item_features: of each tower, in the order of the batch. item_feature names the item.
-    item.pt2 is the item's program. items.vectors has a row of `dim` float32 for each item, items.arrow
-    their raw values, items.index the index if it has a file. search: candidates that hnsw keeps.
+    user_features, item_features: the features of each tower, in the order of the batch.
+    item_feature names the item. item.pt2 is the item's program. items.vectors has a row of `dim`
+    float32 for each item, items.arrow their raw values, items.index the index if it has a file.
+    search: candidates that hnsw keeps.
     """
 
     item_feature: str
@@ -97,7 +98,7 @@ class RetrievalParts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`features` are (feature, number of its table), in the order of the batch's keys; `dense` has precision and compiled."""
+    """`features`: (feature, number of its table) in the order of the batch. `dense`: precision and compiled."""
 
     lineage: dict[str, Any]
     schema: RawSchema
@@ -117,7 +118,7 @@ class Manifest:
 
     @cached_property
     def version(self) -> str:
-        """16 hex digits of the hash of what scores depend on; worked out once, for every answer names it."""
+        """Return 16 hex digits of a hash of everything that scores depend on. Cached for the responses."""
         about = self._values()
         content = {key: about[key] for key in ("files", "schema", "tables", "features", "dense", "vocabularies", "format_version")}  # fmt: skip
         # Without the digests of a signed artifact, so that signing does not change the version.
@@ -133,7 +134,7 @@ class Manifest:
 
     @property
     def exported_at(self) -> float | None:
-        """In seconds since 1970; None where the lineage does not say."""
+        """Return the time of the export in seconds since 1970; None if the lineage does not state it."""
         try:
             return calendar.timegm(time.strptime(str(self.lineage.get("exported_at")), "%Y-%m-%dT%H:%M:%SZ"))
         except ValueError:
@@ -141,7 +142,7 @@ class Manifest:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Raw column -> dense, sparse or multi_hot; there is no label among them."""
+        """Return raw column -> dense, sparse or multi_hot, without labels."""
         return self.schema.columns
 
     @property
@@ -152,7 +153,7 @@ class Manifest:
         return seal_manifest({"version": self.version, **self._values()}, Purpose.ARTIFACT)
 
     def _values(self) -> dict[str, Any]:
-        """Return the file's values, without empty ones that earlier releases lacked."""
+        """Return the values of the file. Empty values that earlier releases did not have are left out."""
         values = asdict(self)
         for key in ("tasks", "retrieval"):
             if not values[key]:
@@ -170,14 +171,14 @@ class Manifest:
 
 
 def most_unpacked_bytes(size_bytes: int) -> int:
-    """Return how much memory a vocabulary's file of `size_bytes` may unpack to."""
+    """Return the maximum memory for unpacking a vocabulary's file of `size_bytes`."""
     return max(256 << 20, 32 * size_bytes)
 
 
 def read_manifest(path: str) -> Manifest:
     """Read the manifest of the artifact at `path`.
 
-    Raises ArtifactError: there is none, it was changed, or is of another release.
+    Raises ArtifactError: the manifest is missing, was changed, or is of another release.
     """
     file = storage.join(path, MANIFEST)
     if storage.join(path, "").rstrip("/").rpartition("/")[2].startswith(UNFINISHED):
@@ -211,7 +212,7 @@ def decode(values: dict[str, Any]) -> Manifest:
 
 
 def _unknown_key(values: object, known: object) -> str:
-    """Return a key at any depth of `values` that `known` lacks, because msgspec skips these keys. Empty if none."""
+    """Return a key at any depth of `values` that is not in `known`; "" if there is none. msgspec ignores such keys."""
     parts: Iterable[tuple[object, object]] = ()
     if isinstance(values, dict) and isinstance(known, dict):
         if unknown := sorted(map(str, values.keys() - known.keys())):
@@ -223,7 +224,7 @@ def _unknown_key(values: object, known: object) -> str:
 
 
 def _problem(manifest: Manifest) -> str:
-    """Empty, or what in it no artifact has: the sizes that memory is asked for are checked before any is."""
+    """Return "" or why the manifest is invalid. Sizes are checked before memory is allocated for them."""
     if wrong := [name for name in manifest.files if not FILE_NAME.fullmatch(name)]:
         return f"a file is called {wrong[0]!r}"
     if not len(manifest.tables) <= MAX_TABLES:

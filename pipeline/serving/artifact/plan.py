@@ -1,4 +1,4 @@
-"""Decide what an export writes, before a file is written: one frozen record that the writer follows."""
+"""Decide what an export writes before it writes any file. The plan is a frozen record that the writer follows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NO_SETTINGS = ("plugins", "run", "step", "which", "output", "data_path", "paths"
 
 @dataclass(frozen=True)
 class PlannedTable:
-    """A table of the step and the rows that the artifact stores. kept: None means all rows."""
+    """A table of the step, and the rows that the artifact stores. kept: the rows; None means all rows."""
 
     table: Table
     stored: StoredTable
@@ -47,7 +47,7 @@ class PlannedTable:
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """Layers that become a program of torch.export: (dense, pooled) -> [batch], or [batch, width]."""
+    """Layers that become a program of torch.export, which maps (dense, pooled) to [batch] or [batch, width]."""
 
     file: str
     layers: nn.Module
@@ -58,11 +58,11 @@ class PlannedProgram:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """An artifact before it is written: everything that its files depend on, and what its manifest says.
+    """A planned artifact: everything that its files depend on, and the values of its manifest.
 
-    dense: precision of the layers. compiled: write an AOTInductor package too.
-    lookups: feature -> how often its ids are looked up (raw_schema.lookups_of).
-    retrieval: the parts that only the artifact of a two-tower has.
+    dense: precision of the layers. compiled: write an AOTInductor package too. lookups: feature ->
+    how often its ids are looked up (raw_schema.lookups_of). retrieval: the parts that only the
+    artifact of a two-tower has.
     """
 
     step: TrainedStep
@@ -79,12 +79,12 @@ class ExportPlan:
 
     @property
     def kept(self) -> list[KeptRows | None]:
-        """The rows that each table keeps. None means all rows."""
+        """Return the rows that each table keeps. None means all rows."""
         return [each.kept for each in self.tables]
 
     @cached_property
     def kept_of(self) -> dict[str, KeptRows]:
-        """Feature -> the rows that its table keeps, for pruned tables that only this feature looks up."""
+        """Return feature -> the rows that its table keeps, for pruned tables that only this feature looks up."""
         return {
             each.table.feature_names[0]: each.kept
             for each in self.tables
@@ -93,9 +93,9 @@ class ExportPlan:
 
 
 def plan_export(job: ExportJob, step: TrainedStep, precisions: Sequence[str]) -> ExportPlan:
-    """Plan an artifact that scores rows. precisions: one for each table of the step.
+    """Plan an artifact that scores rows. precisions: the precision of each table of the step.
 
-    Raises ServingError if pruning needs state of the optimizer that the step does not hold.
+    Raises ServingError if pruning needs optimizer state that the step does not have.
     """
     kept = prune_tables(step, job.pruning)
     columns, multi_hot = step.job.data.columns, step.job.data.synthetic_multi_hot
@@ -115,9 +115,10 @@ def plan_export(job: ExportJob, step: TrainedStep, precisions: Sequence[str]) ->
 
 
 def choose_precisions(job: ExportJob, reference: Reference) -> list[str]:
-    """Return each table's precision: job.precision, or the one that job.tables gives its name.
+    """Return the precision of each table: the one in job.tables for the table's name, otherwise
+    job.precision.
 
-    Raises ServingError if a table cannot have rows of its precision.
+    Raises ServingError if a table cannot have rows of this precision.
     """
     if job.precision != AUTO:
         return given_precisions(job, reference.trained)
@@ -126,7 +127,7 @@ def choose_precisions(job: ExportJob, reference: Reference) -> list[str]:
 
 
 def given_precisions(job: ExportJob, trained: TrainedStep) -> list[str]:
-    """As choose_precisions, for a precision other than auto."""
+    """Return the precisions in the same way as choose_precisions, if job.precision is not auto."""
     precision, fixed = job.precision, _fixed(trained, job.tables)
     found = [fixed.get(table.name) or nearest(table.embedding_dim, precision) for table in trained.tables]
     names = [table.name for table in trained.tables]
@@ -140,7 +141,7 @@ def given_precisions(job: ExportJob, trained: TrainedStep) -> list[str]:
 
 
 def _fixed(trained: TrainedStep, tables: dict[str, str]) -> dict[str, str]:
-    """Table -> the precision that its name asks for. Raises ServingError if a table cannot have it."""
+    """Return table -> the precision that is set for its name. Raises ServingError if a table cannot have it."""
     fixed = {}
     for table in trained.tables:
         asked = tables.get(table.name) or tables.get(table.config_name)

@@ -54,7 +54,7 @@ def prune_tables(step: TrainedStep, config: PruningConfig) -> list[KeptRows | No
 
 
 def _trained(tensors: StepTensors, stored: StoredTable, limit: float) -> KeptRows:
-    """Return the rows whose state is above `limit`."""
+    """Return the rows whose optimizer state is above `limit`."""
     mask, first = RowMask(stored.rows), 0
     for values in _state_blocks(tensors, stored):
         mask.set_block(first, (values > limit).numpy())
@@ -63,9 +63,9 @@ def _trained(tensors: StepTensors, stored: StoredTable, limit: float) -> KeptRow
 
 
 def _limit_of(tensors: StepTensors, stored: Sequence[StoredTable], fraction: float) -> float:
-    """Return the largest state that at most `fraction` of all rows do not exceed.
-
-    By a histogram of the upper 16 bits of a float32, which ascend with its value if it is not negative.
+    """Return the largest limit such that at most `fraction` of all rows have a state up to it. The
+    function makes a histogram of the upper 16 bits of float32, which increase with the value if
+    it is not negative.
     """
     counts = np.zeros(BUCKETS, np.int64)
     for stored_table in stored:
@@ -77,7 +77,7 @@ def _limit_of(tensors: StepTensors, stored: Sequence[StoredTable], fraction: flo
 
 
 def _state_blocks(tensors: StepTensors, stored: StoredTable) -> Iterator[torch.Tensor]:
-    """Yield the state of successive rows, [n] float32, not negative: the largest number of each row."""
+    """Yield the states of successive rows, [n] float32, not negative. A row's state is its largest number."""
     state = next((name for name in STATES if name in stored.states), None)
     if state is None:
         raise ServingError(
@@ -95,7 +95,7 @@ def _state_blocks(tensors: StepTensors, stored: StoredTable) -> Iterator[torch.T
 
 
 def _num_frequent(tables: Sequence[Table], config: PruningConfig) -> dict[str, tuple[int, int]]:
-    """Return table -> (rows, number of first rows that stay), for tables whose rows are in the order of frequency."""
+    """Return table -> (rows, number of first rows to keep), for tables whose rows are ordered by frequency."""
     ordered = [
         (table, table.frequencies)
         for table in tables
@@ -116,9 +116,9 @@ def _num_frequent(tables: Sequence[Table], config: PruningConfig) -> dict[str, t
 
 
 def _stretches(table: Table, curve: RowFrequencies) -> Iterator[tuple[float, int, str]]:
-    """Yield (lookups a row, rows, table) of successive rows.
-
-    The last stretch has one row less: the unknown row stays, and if nothing is unknown the curve counts it there.
+    """Yield (lookups per row, number of rows, table) for ranges of successive rows. The last range
+    has one row less, because row 0 (unknown ids) is always kept, and without unknown ids the
+    curve counts it there.
     """
     factor = sum(table.pooling_factors)
     for (left, right), (low, high) in zip(pairwise(curve.rows), pairwise(curve.shares), strict=True):
@@ -128,7 +128,7 @@ def _stretches(table: Table, curve: RowFrequencies) -> Iterator[tuple[float, int
 
 
 def _rows_of_share(curve: RowFrequencies, share: float) -> int:
-    """Return how many of the first rows receive that share of the lookups."""
+    """Return the smallest number of first rows that have this share of the lookups."""
     for (left, right), (low, high) in zip(pairwise(curve.rows), pairwise(curve.shares), strict=True):
         if high >= share:
             return left + int(np.ceil((right - left) * max(0.0, share - low) / max(high - low, 1e-12)))

@@ -1,7 +1,8 @@
 """Quantize float rows to the format of FBGEMM's inference lookup, and dequantize them.
 
-A quantized row opens with its scale and bias, each fp16, then its numbers, 8, 4 or 2 bits each
-(fbgemm_gpu/docs, IntNBitTableBatchedEmbeddingBagsCodegen; post-training 4-bit rows: arXiv 1911.02079).
+A quantized row starts with its scale and bias, each fp16. Its numbers follow, 8, 4 or 2 bits each
+(fbgemm_gpu/docs, IntNBitTableBatchedEmbeddingBagsCodegen; post-training 4-bit rows: arXiv
+1911.02079).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ BITS = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4, "int2": 2}
 
 
 def row_bytes(dim: int, precision: str) -> int:
-    """Bytes of a row of `dim` numbers. Raises ServingError where FBGEMM has no such rows."""
+    """Return the bytes of a row of `dim` numbers. Raises ServingError if FBGEMM does not support such rows."""
     if not fits(dim, precision):
         raise ServingError(
             f"rows of {dim} numbers cannot be {precision}: that wants a multiple of {16 // BITS[precision]}"
@@ -30,17 +31,17 @@ def row_bytes(dim: int, precision: str) -> int:
 
 
 def fits(dim: int, precision: str) -> bool:
-    """FBGEMM packs 4 and 2 bits into pairs of bytes."""
+    """Return True if a row of `dim` numbers can have this precision: FBGEMM packs 4 and 2 bits into pairs of bytes."""
     return BITS[precision] >= 8 or dim * BITS[precision] % 16 == 0
 
 
 def nearest(dim: int, precision: str) -> str:
-    """The precision, or the next larger one that rows of `dim` numbers can have."""
+    """Return the precision, or the next larger precision that rows of `dim` numbers can have."""
     return next(name for name in reversed(PRECISIONS[: PRECISIONS.index(precision) + 1]) if fits(dim, name))
 
 
 def quantize_rows(rows: torch.Tensor, precision: str) -> torch.Tensor:
-    """[n, dim] float -> [n, row_bytes] uint8. Each row is quantized by itself. Raises ServingError for NaN and infinities."""
+    """Quantize [n, dim] float to [n, row_bytes] uint8 row by row. Raises ServingError for NaN and infinities."""
     if not bool(rows.isfinite().all()):
         raise ServingError("a row holds NaN or an infinity")
     if precision == "fp32":
@@ -58,7 +59,7 @@ def quantize_rows(rows: torch.Tensor, precision: str) -> torch.Tensor:
 
 
 def dequantize_rows(rows: torch.Tensor, dim: int, precision: str) -> torch.Tensor:
-    """[n, row_bytes] uint8 -> [n, dim] float32: the numbers that the lookup adds up."""
+    """Convert [n, row_bytes] uint8 to [n, dim] float32, the numbers that the lookup adds up."""
     if precision in ("fp32", "fp16"):
         return rows.contiguous().view({"fp32": torch.float32, "fp16": torch.float16}[precision]).float()
     bits = BITS[precision]
@@ -78,10 +79,10 @@ WORD_BITS = 64
 
 
 class KeptRows:
-    """`words` [ceil(num_rows / 64)] uint64: bit i % 64 of word i // 64 says whether row i is kept. Row 0 is."""
+    """`words` [ceil(num_rows / 64)] uint64: bit i % 64 of word i // 64 is 1 if row i is kept. Row 0 is always kept."""
 
     def __init__(self, num_rows: int, words: NDArray[np.uint64]) -> None:
-        """Raises ServingError for words that do not fit a table of `num_rows`, or that leave out row 0."""
+        """Raises ServingError if `words` do not fit a table of `num_rows`, or row 0 is not kept."""
         if len(words) != -(-num_rows // WORD_BITS) or not num_rows or not int(words[0]) & 1:
             raise ServingError(f"{len(words)} words do not say which of {num_rows} rows are kept, row 0 among them")
         self.num_rows, self.words = num_rows, words
@@ -95,7 +96,7 @@ class KeptRows:
         return int(self._before[-1])
 
     def remap(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the positions of rows among the kept rows, and 0 for rows that are not kept. Rows are in [0, num_rows)."""
+        """Return each row's position among the kept rows, or 0 if the row is not kept. Rows are in [0, num_rows)."""
         index, bit = rows >> 6, (rows & 63).astype(np.uint64)
         words = self.words[index]
         is_kept = words >> bit & np.uint64(1)
@@ -104,7 +105,7 @@ class KeptRows:
         return np.where(is_kept, positions, 0)
 
     def num_kept_below(self, row: int) -> int:
-        """How many of rows 0, 1, ..., `row` - 1 are kept; `row` is at most num_rows."""
+        """Return how many of rows 0, 1, ..., `row` - 1 are kept. `row` is at most num_rows."""
         if row == self.num_rows:
             return self.num_kept
         index, bit = row >> 6, np.uint64(row & 63)
@@ -112,11 +113,11 @@ class KeptRows:
         return int(self._before[index]) + int(np.bitwise_count(below))
 
     def contains(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return for each row whether it is kept."""
+        """Return a bool for each row: True if the row is kept."""
         return (self.words[rows >> 6] >> (rows & 63).astype(np.uint64) & np.uint64(1)).astype(np.bool_)
 
     def mask(self, first: int, count: int) -> NDArray[np.bool_]:
-        """[count]: whether rows first, first + 1, ... are kept. `first` is a multiple of 64."""
+        """Return [count] bool: True if row first + i is kept. `first` is a multiple of 64."""
         assert first % WORD_BITS == 0
         words = self.words[first // WORD_BITS : -(-(first + count) // WORD_BITS)]
         return np.unpackbits(words.view(np.uint8), bitorder="little")[:count].astype(np.bool_)
@@ -134,7 +135,7 @@ class RowMask:
         np.bitwise_or.at(self._bytes, rows >> 3, (1 << (rows & 7)).astype(np.uint8))
 
     def set_block(self, first: int, kept: NDArray[np.bool_]) -> None:
-        """Say of rows first, first + 1, ... whether they are kept. `first` is a multiple of 8."""
+        """Set for rows first, first + 1, ... if they are kept. `first` is a multiple of 8."""
         assert first % 8 == 0
         packed = np.packbits(kept, bitorder="little")
         self._bytes[first // 8 : first // 8 + len(packed)] |= packed

@@ -25,8 +25,10 @@ DENSE, SPARSE, MULTI_HOT = "dense", "sparse", "multi_hot"
 
 @dataclass(frozen=True)
 class RawFeature:
-    """A categorical column. `hash_size` None: its values are in the vocabulary. `bag_size` > 1: ids that are drawn from
-    a one-hot id (data.multi_hot). With `boundaries` the column holds numbers, and the vocabulary those of their buckets."""
+    """A categorical column. `hash_size` None: its values are in the vocabulary. `bag_size` > 1: ids
+    are sampled from a one-hot id (data.multi_hot). With `boundaries` the column has numbers, and
+    the vocabulary has the numbers of their buckets.
+    """
 
     name: str
     cardinality: int
@@ -41,7 +43,7 @@ class RawFeature:
 
 @dataclass(frozen=True)
 class RawSchema:
-    """What raw rows are and become; `features` are in the order of the batch's keys."""
+    """The columns of raw rows and their transforms. `features` are in the order of the batch's keys."""
 
     dense: list[str]
     features: list[RawFeature]
@@ -55,7 +57,7 @@ class RawSchema:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Column of raw rows -> dense, sparse or multi_hot; a number that is put into buckets is a dense one."""
+        """Return raw column -> dense, sparse or multi_hot. A number that is put into a bucket is a dense column."""
         if not self.transforms:
             return self.model_columns
         made = self.derived
@@ -66,18 +68,18 @@ class RawSchema:
 
     @property
     def model_columns(self) -> dict[str, str]:
-        """As columns, of those that become features, wherever they come from."""
+        """Return the same as columns, for the columns that become features, including outputs of transforms."""
         kinds = dict.fromkeys([*self.dense, *self.in_buckets], DENSE)
         categories = [feature for feature in self.features if feature.boundaries is None]
         return kinds | {feature.name: MULTI_HOT if feature.multi_hot else SPARSE for feature in categories}
 
     @property
     def derived(self) -> dict[str, TransformConfig]:
-        """Raises ConfigError for transforms that there are none of."""
+        """Return the transforms. Raises ConfigError if a transform does not exist."""
         return restore(self.transforms)
 
     def of_features(self, names: Collection[str], *, with_dense: bool = True) -> RawSchema:
-        """Of these features alone, with the transforms that they and the dense columns need."""
+        """Return the schema for these features only, with the transforms that they and the dense columns need."""
         features = [feature for feature in self.features if feature.name in names]
         dense, dense_columns = (self.dense, self.dense_columns) if with_dense else ([], {})
         wanted = {*dense, *(feature.name for feature in features)}
@@ -90,7 +92,7 @@ class RawSchema:
 
     @property
     def in_buckets(self) -> dict[str, list[float]]:
-        """Numeric column that is looked up by its bucket -> boundaries of its buckets."""
+        """Return numeric column -> boundaries of its buckets, for columns that are looked up by bucket."""
         return {each.name: each.boundaries for each in self.features if each.boundaries is not None}
 
 
@@ -103,8 +105,8 @@ def schema_of(
 ) -> RawSchema:
     """Describe the raw rows of a model that reads the features `keys`.
 
-    multi_hot: feature -> largest number of ids a row.
-    new_values: vocabulary -> values that a stream has added to it.
+    multi_hot: feature -> largest number of ids per row. new_values: vocabulary -> values that a
+    stream has added to it.
     """
     features = [
         RawFeature(
@@ -133,7 +135,7 @@ def schema_of(
 
 
 def _sequence(feature: SparseFeature, keys: list[str]) -> SequenceFeature | None:
-    """Return the feature's sequence, without a leader that the model does not read."""
+    """Return the feature's sequence. The sequence that it describes is left out if the model does not read it."""
     sequence = feature.sequence
     if sequence is None or sequence.beside is None or sequence.beside in keys:
         return sequence
@@ -141,7 +143,8 @@ def _sequence(feature: SparseFeature, keys: list[str]) -> SequenceFeature | None
 
 
 def lookups_of(dataset: Dataset, data_path: str, multi_hot: dict[str, int]) -> dict[str, dict[str, Any]]:
-    """Return how often each feature with a vocabulary looks up, and how its lookups fall on the ids.
+    """Return the number of lookups of each feature with a vocabulary, and their distribution over
+    the ids.
 
     The cache of tables on an SSD reads this. row_zero_share is the share of unknown and missing
     values in the validation rows (scoring.predictor).
@@ -160,7 +163,7 @@ def lookups_of(dataset: Dataset, data_path: str, multi_hot: dict[str, int]) -> d
 
 
 def _row_zero_shares(dataset: Dataset, data_path: str) -> dict[str, float]:
-    """Return the share of row 0 in the lookups of each feature, in the first row groups of validation."""
+    """Return the share of row 0 in each feature's lookups, measured on the first row groups of validation."""
     names = [feature.name for feature in dataset.sparse_features if feature.hash_size is None]
     files = dataset.splits["validation"].files
     if not names or not files:
@@ -182,7 +185,7 @@ MAX_BAG = 10_000  # ids that are drawn from one
 
 
 def schema_problem(schema: RawSchema, lookups: Mapping[str, Mapping[str, Any]]) -> str:
-    """Empty, or what no artifact has."""
+    """Return "" or why the schema is invalid for an artifact."""
     names = [*schema.dense, *(feature.name for feature in schema.features)]
     if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
         return "two columns have one name"

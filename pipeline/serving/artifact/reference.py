@@ -46,12 +46,12 @@ logger = get_logger("pipeline.export")
 
 @dataclass(frozen=True)
 class SampleBatch:
-    """Rows of the data set, as the layers and tables take them.
+    """Rows of the data set in the form that layers and tables need.
 
-    dense: [batch, num_dense] float32. values, offsets, weights: as a TableLookup takes them.
-    labels, sample_weights: [batch, targets]; the weight is 0 if a label does not count.
-    real: [batch] bool, False for padding and for rows in quarantine.
-    compose: computes the input of the layers from the pooled rows of compressed tables.
+    dense: [batch, num_dense] float32. values, offsets, weights: the arguments of
+    TableLookup.pooled. labels, sample_weights: [batch, targets]; the weight is 0 if a label does
+    not count. real: [batch] bool, False for padding and for rows in quarantine. compose: computes
+    the input of the layers from the pooled rows of compressed tables.
     """
 
     dense: torch.Tensor
@@ -65,11 +65,11 @@ class SampleBatch:
 
     @property
     def ids(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The arguments of TableLookup.pooled."""
+        """Return the arguments of TableLookup.pooled."""
         return self.values, self.offsets, self.weights
 
     def rows(self, pooled: Callable[[SampleBatch], torch.Tensor]) -> torch.Tensor:
-        """Return the pooled rows [batch, sum of dims]. A model without tables looks nothing up."""
+        """Return the pooled rows [batch, sum of dims]. A model without tables has no lookups."""
         if len(self.offsets) == 1:
             return torch.empty(len(self.labels), 0)
         return self.compose(pooled(self))
@@ -84,14 +84,14 @@ class Sample:
 
     @property
     def labels(self) -> LabelledRows:
-        """The labels of the real rows, and their weights."""
+        """Return the labels of the real rows, and their weights."""
         labels = torch.cat([batch.labels[batch.real] for batch in self.batches]).double().numpy()
         weights = torch.cat([batch.sample_weights[batch.real] for batch in self.batches]).double().numpy()
         return LabelledRows(self.targets, labels, weights)
 
     @property
     def num_rows(self) -> int:
-        """The number of rows, padding included."""
+        """Return the number of rows, including padding."""
         return sum(len(batch.labels) for batch in self.batches)
 
     def score(
@@ -297,7 +297,7 @@ def _file_rows(path: str, num_rows: int, dim: int) -> Iterator[torch.Tensor]:
 
 
 def _used_rows(step: TrainedStep, samples: Sequence[Sample]) -> list[KeptRows]:
-    """Return for each table the rows that the samples look up. Raises ServingError for ids outside their table."""
+    """Return for each table the rows that the samples look up. Raises ServingError if an id is outside its table."""
     masks = [RowMask(stored.rows) for stored in step.stored]
     for batch in (batch for sample in samples for batch in sample.batches):
         ends = batch.offsets[:: len(batch.labels)].tolist()

@@ -1,4 +1,4 @@
-"""Measure scores against labels, label by label, and how far an artifact's are from its model's."""
+"""Measure scores against each label, and how much an artifact's scores differ from its model's scores."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from pipeline.data.targets import Target
 
 @dataclass(frozen=True)
 class ServedTask:
-    """A label that is scored: binary by a probability, regression by its value, ordinal by the expected bucket.
+    """A label that is scored: binary by its probability, regression by its value, ordinal by the
+    expected bucket.
 
-    `width`: the numbers that the layers give for it. An artifact of one binary label names no tasks.
+    `width`: how many numbers the layers output for it. An artifact with one binary label has no
+    list of tasks.
     """
 
     name: str
@@ -28,7 +30,7 @@ class ServedTask:
 
 
 def scores_of(tasks: list[ServedTask], outputs: torch.Tensor) -> torch.Tensor:
-    """Of the layers' outputs, [batch] without tasks, else [batch, sum of widths] -> [batch, tasks]."""
+    """Return scores [batch, tasks] of outputs [batch, sum of widths], or of outputs [batch] without tasks."""
     if not tasks:
         return torch.sigmoid(outputs)
     parts = outputs.split([task.width for task in tasks], dim=1)
@@ -42,7 +44,7 @@ def _score(kind: str, outputs: torch.Tensor) -> torch.Tensor:
 
 
 def width_of(tasks: list[ServedTask]) -> int | None:
-    """Columns of the layers' outputs; None where they are [batch]."""
+    """Return the number of columns of the layers' outputs; None if the outputs are [batch]."""
     return sum(task.width for task in tasks) if tasks else None
 
 
@@ -50,7 +52,7 @@ Floats = NDArray[np.float64]
 
 
 class LabelledRows(NamedTuple):
-    """labels [rows, targets] float64, and what each of them weighs [rows, targets] float64: 0 where it does not count."""
+    """labels and weights [rows, targets] float64. A weight is 0 if the label does not count in the row."""
 
     targets: list[Target]
     labels: Floats
@@ -59,8 +61,10 @@ class LabelledRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Quality:
-    """Of one label. ne: log loss over the entropy of the label rate (Ad click prediction, He et al. 2014), of a label that is
-    not binary the squared error over the label's variance; NaN for labels of one kind, as auc, which others have not."""
+    """The quality for one label. ne: log loss divided by the entropy of the label rate (He et al.
+    2014); if the label is not binary, squared error divided by its variance. NaN if all labels
+    are equal; auc also if the label is not binary.
+    """
 
     ne: float
     auc: float
@@ -70,8 +74,9 @@ class Quality:
 class Parity:
     """The artifact compared with the trained model on the same rows; the deltas are artifact - model.
 
-    Scores of a label that is not binary differ in its standard deviations. Of several labels: the
-    worst of each number, ne and auc of the main one, and in `tasks` each alone.
+    Differences of scores are in standard deviations of the label if it is not binary. With several
+    labels, each number is the worst of all labels, ne and auc are the main label's, and `tasks` has
+    each label separately.
     """
 
     rows: int
@@ -84,22 +89,22 @@ class Parity:
     tasks: dict[str, Parity] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Without `tasks` where there is one label."""
+        """Return the values, without `tasks` if there is one label."""
         values = {key: value for key, value in vars(self).items() if key != "tasks"}
         return values | ({"tasks": {name: each.as_dict() for name, each in self.tasks.items()}} if self.tasks else {})
 
 
 def measures(ne: float, auc: float) -> dict[str, str]:
-    """Return field -> title of what measures scores: NE and AUC, or MSE over variance."""
+    """Return field -> title for the two measures of quality: NE and AUC, or MSE divided by variance."""
     if math.isnan(ne):
         return {}
     return {"ne": "MSE/variance"} if math.isnan(auc) else {"ne": "NE", "auc": "AUC"}
 
 
 def quality(kind: str, scores: Floats, labels: Floats, weights: Floats) -> Quality:
-    """scores, labels, weights [rows]; of binary labels scores within (0, 1).
-
-    As `evaluate` measures: rows of weight 0 are left out, and both numbers are weighted.
+    """Return the quality of scores [rows], labels [rows] and weights [rows]. Scores of binary
+    labels are in (0, 1). The measures are the same as `evaluate`'s: rows of weight 0 are left
+    out, and both measures are weighted.
     """
     counted = weights > 0
     scores, labels, weights = scores[counted], labels[counted], weights[counted]
@@ -113,14 +118,14 @@ def quality(kind: str, scores: Floats, labels: Floats, weights: Floats) -> Quali
 
 
 def _variance(labels: Floats, weights: Floats) -> float:
-    """0 where no row has a weight above 0."""
+    """Return the weighted variance of the labels; 0 if no row has a weight above 0."""
     if not weights.any():
         return 0.0
     return float(np.average(np.square(labels - np.average(labels, weights=weights)), weights=weights))
 
 
 def qualities(rows: LabelledRows, scores: Floats) -> list[Quality]:
-    """scores [rows, targets]; each target on the rows that count for it."""
+    """Return the quality of each target for scores [rows, targets], on the rows in which the target counts."""
     return [
         quality(target.kind, scores[:, number], rows.labels[:, number], rows.weights[:, number])
         for number, target in enumerate(rows.targets)
@@ -128,7 +133,7 @@ def qualities(rows: LabelledRows, scores: Floats) -> list[Quality]:
 
 
 def compare(model: Floats, artifact: Floats, rows: LabelledRows, of_model: Sequence[Quality]) -> Parity:
-    """Scores [rows, targets] of the same rows in the same order."""
+    """Compare scores [rows, targets] of two models for the same rows in the same order."""
     found = {}
     for number, (target, before, now) in enumerate(zip(rows.targets, of_model, qualities(rows, artifact), strict=True)):
         difference, weights = np.abs(artifact[:, number] - model[:, number]), rows.weights[:, number]
@@ -143,7 +148,7 @@ def compare(model: Floats, artifact: Floats, rows: LabelledRows, of_model: Seque
 
 
 def _worst(found: dict[str, Parity]) -> Parity:
-    """NaN, where labels are of one kind, is no number to be the worst."""
+    """Return the worst number, ignoring NaN, which occurs if all labels are equal."""
 
     def most(name: str, sign: float = 1.0) -> float:
         numbers = [sign * value for parity in found.values() if math.isfinite(value := getattr(parity, name))]

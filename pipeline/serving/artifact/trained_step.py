@@ -1,4 +1,4 @@
-"""Open the step of a run that is exported: its layers in memory, its tables left in their files."""
+"""Open the step of a run for an export. Its layers are loaded; its tables stay in their files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ INNER = f"{MODEL}model."  # keys of the model inside the task
 
 
 def block_rows(row_bytes: int) -> int:
-    """Return the rows of one block: about BLOCK_BYTES, and whole words of KeptRows."""
+    """Return the number of rows in one block: about BLOCK_BYTES, and complete words of KeptRows."""
     return max(1, BLOCK_BYTES // max(1, row_bytes) // WORD_BITS) * WORD_BITS
 
 
@@ -79,17 +79,17 @@ class TrainedStep:
 
     @property
     def precision(self) -> str:
-        """fp32 or bf16: the precision in which the trainer computes the layers."""
+        """Return fp32 or bf16, the precision in which the trainer computes the layers."""
         return "bf16" if self.job.trainer.precision == "bf16" else "fp32"
 
     @property
     def has_towers(self) -> bool:
-        """Whether the model returns vectors of users and of items instead of logits."""
+        """Return True if the model outputs vectors of users and of items instead of logits."""
         return getattr(find("task", self.job.model.task), "exports", "logits") == "towers"
 
     @property
     def tasks(self) -> list[ServedTask]:
-        """The tasks of the artifact: none if the model learns one binary label."""
+        """Return the tasks of the artifact; empty if the model learns one binary label."""
         if len(self.targets) == 1 and self.targets[0].kind == "binary":
             return []
         return [ServedTask(target.name, target.kind, target.width) for target in self.targets]
@@ -146,7 +146,7 @@ def open_trained_step(job: ExportJob) -> TrainedStep:
     """Open the step that the job chooses.
 
     Raises ServingError: the run, the data set or a table that job.tables names is missing. Raises
-    CheckpointError: the step holds other tables or layers than the run's config says.
+    CheckpointError: the step's tables or layers differ from the run's config.
     """
     trained = config_of(job.run)
     if trained is None:
@@ -237,7 +237,7 @@ def _load_composed(
 
 
 def _row_map(tensors: StepTensors, table: str, num_buckets: int) -> RowMap:
-    """Return which id had which row of a table with managed collision when the step was saved."""
+    """Return the map from ids to rows of a table with managed collision, as saved in the step."""
     found = []
     for name in ("sorted_ids", "rows"):
         ending = f".{MANAGED_STATE}.{table}.{name}"

@@ -63,7 +63,7 @@ class ArtifactWriter:
         return self.manifest(plan)
 
     def write_tables(self, plan: ExportPlan) -> None:
-        """Write one file for each table, and one for its kept rows if not all rows are kept."""
+        """Write one file for each table. If not all rows are kept, also write a file of its kept rows."""
         with progress("writing tables", plan.step.num_rows) as bar:
             for number, each in enumerate(plan.tables):
                 name, kept_name, stored = f"tables/{number:05d}.rows", None, each.stored
@@ -97,7 +97,8 @@ class ArtifactWriter:
             self.add_bytes(COMPOSED_FILE, plan.step.composed.to_bytes())
 
     def write_vocabularies(self, plan: ExportPlan) -> None:
-        """Write the values of each feature that is not hashed, without those whose row is left out.
+        """Write the vocabulary of each feature that is not hashed, without values whose row is left
+        out.
 
         Values of a stream follow those of the data set.
         """
@@ -116,7 +117,7 @@ class ArtifactWriter:
         self._files[name] = write_bytes(self._at(name), content)
 
     def add_file(self, name: str, staged: str) -> None:
-        """Add a file that another library wrote."""
+        """Add a file that another library has written."""
         with open(staged, "rb") as file:
             self._files[name] = write_blocks(self._at(name), iter(lambda: file.read(1 << 24), b""))
 
@@ -176,7 +177,7 @@ class ArtifactWriter:
 
 @contextmanager
 def new_artifact(output: str) -> Iterator[ArtifactWriter]:
-    """Yield a writer into a fresh folder next to `output`, .export-<id>. If it does not commit, the folder is removed."""
+    """Yield a writer for a new folder .export-<id> next to `output`. If nothing is committed, the folder is removed."""
     output = os.path.abspath(output)
     with atomic.locked_attempt(os.path.dirname(output), UNFINISHED) as path:
         for folder in (*FOLDERS, SCRATCH):
@@ -185,7 +186,7 @@ def new_artifact(output: str) -> Iterator[ArtifactWriter]:
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of the libraries that read the files."""
+    """Return the versions of the libraries that are needed to read the files."""
     return {name: version(name) for name in LIBRARIES}
 
 

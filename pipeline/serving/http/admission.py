@@ -1,4 +1,4 @@
-"""Decide before a request is read whether its client may ask: its Host header, its rate and its token."""
+"""Decide before a request is read whether it is accepted, by its Host header, its client's rate and its token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Refusal(NamedTuple):
 
 
 def client_key(address: str) -> str:
-    """Return what counts as one client: an IPv4 address, or the network of 64 bits of an IPv6 address."""
+    """Return the key of a client: an IPv4 address, or the 64-bit network of an IPv6 address."""
     if ":" not in address:
         return address
     try:
@@ -41,7 +41,7 @@ def client_key(address: str) -> str:
 
 
 class Tokens:
-    """The bearer tokens of which a request has to have one. Only their SHA-256 is kept.
+    """The bearer tokens, one of which a request must have. Only their SHA-256 is stored.
 
     `signed`: tokens of an identity provider are accepted too.
     """
@@ -54,14 +54,14 @@ class Tokens:
         return bool(self._digests) or self.signed is not None
 
     def allow(self, headers: Sequence[bytes]) -> bool:
-        """Compare the Authorization headers with every token, in a time that does not depend on what is equal."""
+        """Compare the Authorization headers with every token. The time does not depend on which bytes are equal."""
         scheme, _, token = headers[0].partition(b" ") if len(headers) == 1 else (b"", b"", b"")
         given = hashlib.sha256(token.strip()).digest()
         equal = sum(hmac.compare_digest(given, digest) for digest in self._digests)
         return scheme.lower() == b"bearer" and equal > 0
 
     async def problem(self, headers: Sequence[bytes]) -> str:
-        """Return why no token of the Authorization headers is accepted, or an empty string."""
+        """Return why no token in the Authorization headers is accepted; "" if one is accepted."""
         if self.allow(headers):
             return ""
         scheme, _, token = headers[0].partition(b" ") if len(headers) == 1 else (b"", b"", b"")
@@ -72,7 +72,7 @@ class Tokens:
 
 
 def read_tokens(server: ServerConfig) -> Tokens:
-    """Read server.token_file and the variable that server.token_env names. Raise ServingError; it names no token."""
+    """Read server.token_file and the variable that server.token_env names. Raise ServingError, which shows no token."""
     tokens: list[str] = []
     if server.token_file is not None:
         try:
@@ -104,14 +104,14 @@ def read_tokens(server: ServerConfig) -> Tokens:
 
 
 class ClientRates:
-    """A token bucket for each client: it may ask `per_s` times a second, and so often at once."""
+    """A token bucket for each client: a client may send `per_s` requests per second, and as many at once."""
 
     def __init__(self, per_s: float) -> None:
         self._per_s, self._most = per_s, max(1.0, per_s)
         self._left: dict[str, tuple[float, float]] = {}  # client: requests that are left, and when
 
     def take(self, client: str) -> float:
-        """Count a request. Return 0, or the seconds after which the client may ask again."""
+        """Count a request. Return 0, or the seconds after which the client may send the next request."""
         now = time.monotonic()
         left, then = self._left.get(client, (self._most, now))
         left = min(self._most, left + (now - then) * self._per_s)
@@ -123,7 +123,7 @@ class ClientRates:
         return 0.0
 
     def _forget(self, now: float) -> None:
-        """Drop clients that may ask as often as new ones, or all if there are none."""
+        """Forget clients whose bucket is full, because they are like new clients. If there are none, forget all."""
         kept = {
             client: (left, then)
             for client, (left, then) in self._left.items()
@@ -133,7 +133,7 @@ class ClientRates:
 
 
 class Admission:
-    """The checks of one server. `allowed_hosts`: names of a Host header, or none for any."""
+    """The checks of one server. `allowed_hosts`: the accepted names in a Host header; empty: any name."""
 
     def __init__(self, allowed_hosts: Sequence[str], limits: LimitsConfig, tokens: Tokens) -> None:
         self._allowed_hosts, self._tokens = frozenset(allowed_hosts), tokens
@@ -141,7 +141,7 @@ class Admission:
         self._rates = None if per_s is None else ClientRates(per_s)
 
     async def refusal(self, scope: Scope) -> Refusal | None:
-        """Return the answer to a request that is not let in."""
+        """Return the response to a request that is not accepted, or None."""
         if self._allowed_hosts and (problem := self._host_problem(scope)):
             return problem
         if scope["path"] in HEALTH_PATHS:
@@ -155,7 +155,7 @@ class Admission:
         return None
 
     def _host_problem(self, scope: Scope) -> Refusal | None:
-        """Without this, a web page whose name leads to this machine could ask for scores through a browser here."""
+        """Return why the Host header is refused. A web page must not reach this server through a browser."""
         named = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
         name = named.rpartition(":")[0] if named.rpartition(":")[2].isdigit() else named
         if name.lower() in self._allowed_hosts:

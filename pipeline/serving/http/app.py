@@ -1,6 +1,7 @@
 """Route HTTP requests: scores, items, errors as JSON, /health and /metrics.
 
-POST /score, or of a two-tower /retrieve    GET /health, /health/live, /health/ready    GET /metrics    GET /openapi.json, /docs
+POST /score, or /retrieve for a two-tower GET /health, /health/live, /health/ready GET /metrics GET
+/openapi.json, /docs
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ logger = get_logger(__name__)
 
 
 class ScoringApp:
-    """Requests of one server. `draining`: a SIGTERM has come, and /health/ready says no."""
+    """Handles the requests of one server. `draining`: a SIGTERM has come, and /health/ready reports "not ready"."""
 
     def __init__(self, slot: ModelSlot, limits: LimitsConfig, metrics: ServerMetrics, admission: Admission) -> None:
         self._slot, self._limits, self._metrics = slot, limits, metrics
@@ -111,7 +112,7 @@ class ScoringApp:
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     def _count_tables(self) -> None:
-        """Tables on SSD keep their own counts."""
+        """Update the metrics of tables on SSD, which count lookups themselves."""
         model = self._slot.model
         counts = cache_counts(model.scorer)
         if counts is None:
@@ -144,7 +145,7 @@ async def _decode(model: ServedModel, body: bytes, kind: str) -> Asked:
 
 
 def _wanted(request: Request, kind: str) -> str:
-    """Arrow where it is asked for, or was sent and anything may come back."""
+    """Return True if the response should be Arrow: it was requested, or was sent and any type is accepted."""
     accept = request.headers.get("accept", "*/*")
     return ARROW_TYPE if ARROW_TYPE in accept or (kind == ARROW_TYPE and "*/*" in accept) else JSON_TYPE
 
@@ -186,7 +187,7 @@ def _problem(status: int, message: str, headers: dict[str, str] | None = None, *
 
 
 class _Watched:
-    """Count and time every request, refuse those that are not let in, and answer an unexpected error with a plain 500."""
+    """Counts and times every request, refuses those that are not accepted, and answers errors with 500."""
 
     def __init__(
         self,
@@ -244,7 +245,7 @@ LINGER_S = 1.0  # a client that is still sending does not look at an answer: wha
 
 
 async def read_body(request: Request, limits: LimitsConfig) -> bytes:
-    """Raises BadRequest for a body that is too large, too slow, encoded, or cut off."""
+    """Return the body. Raises BadRequest if it is too large, too slow, encoded, or cut off."""
     if encoding := request.headers.get("content-encoding"):
         raise BadRequest(415, f"Content-Encoding {encoding!r} is not read: send the body as it is")
     too_large = BadRequest(413, f"the body has more than {limits.body_bytes} bytes: send its rows in several requests")

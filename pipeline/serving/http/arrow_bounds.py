@@ -1,7 +1,8 @@
-"""Refuse an Arrow stream whose rows would take far more memory than its bytes.
+"""Refuse an Arrow stream whose rows need far more memory than the stream has bytes.
 
-Three things let a few bytes stand for gigabytes: compressed buffers, dictionaries (an index of one byte for a text of
-megabytes) and values without bytes of their own (nulls, bits). Sizes are computed before memory is allocated for them.
+Three features of the format let a few bytes represent gigabytes: compressed buffers, dictionaries
+(an index of one byte for a text of megabytes) and values without bytes of their own (nulls, bits).
+Sizes are computed before memory is allocated for them.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ TEXTS = (pa.lib.Type_STRING, pa.lib.Type_LARGE_STRING, pa.lib.Type_BINARY, pa.li
 
 
 def is_flat(schema: pa.Schema) -> bool:
-    """Return whether each row has one value of each column, and each value has bytes of its own."""
+    """Return True if each row has one value in each column, and each value takes bytes of its own."""
     return all(kind.id not in LISTS and kind.id != pa.lib.Type_DICTIONARY for kind in schema.types)
 
 
 def bytes_before_reading(table: pa.Table) -> int:
-    """Return a lower bound of what the table becomes. No buffer is read: only lengths have to be valid.
-
-    A record batch refers to a whole dictionary, which is checked once for each batch.
+    """Return a lower bound of the bytes that the table needs. No buffer is read, so only lengths
+    must be valid. A record batch refers to a complete dictionary, which is checked once for each
+    batch.
     """
     return sum(_unread_bytes(chunk) for column in table.columns for chunk in column.chunks)
 
@@ -38,7 +39,7 @@ def _unread_bytes(array: pa.Array) -> int:
 
 
 def text_bytes(table: pa.Table) -> int:
-    """Return at least the bytes of all values of a valid table as text."""
+    """Return a number that is at least the bytes of all values as text. The table must be valid."""
     if is_flat(table.schema):
         return int(table.nbytes) + TEXT_BYTES * table.num_rows * table.num_columns  # columns may share bytes
     return sum(_text_bytes(chunk) for column in table.columns for chunk in column.chunks)

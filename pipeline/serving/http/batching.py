@@ -1,7 +1,7 @@
-"""Gather requests that arrive together into batches, score them on one thread, and split the scores again.
-
-The event loop never scores. While a batch is under way the next one gathers; what would wait longer than the latency
-budget is refused at the door, where that costs nothing.
+"""Collect requests that arrive together into batches, score them on one thread, and split the
+scores again. The event loop never scores. While a batch is scored, the next batch is collected.
+A request that would wait longer than the latency budget is refused before it is read into a
+batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class ServerMetrics:
-    """Of one server; each has a registry of its own."""
+    """The Prometheus metrics of one server, in a separate registry."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -77,7 +77,7 @@ logger = get_logger(__name__)
 
 
 class Queries(Protocol):
-    """Rows with more to each, as a retriever takes them; concat_requests(parts) joins those of several requests."""
+    """Rows with constraints, as a retriever takes them. concat_requests(parts) joins the rows of several requests."""
 
     @property
     def num_rows(self) -> int: ...
@@ -89,7 +89,7 @@ Asked: TypeAlias = Rows | Queries
 
 
 class Overloaded(Exception):
-    """The answer would come too late. `retry_after_s`: when the queue should have gone down."""
+    """The response would come too late. `retry_after_s`: the time after which the queue should be shorter."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -98,7 +98,7 @@ class Overloaded(Exception):
 
 @dataclass(frozen=True)
 class Scores:
-    """`scores` float32 [num_rows], or [num_rows, tasks], NaN for `refused` rows; of queries objects, None for those."""
+    """`scores` float32 [num_rows] or [num_rows, tasks], NaN for `refused` rows; for Queries objects or None."""
 
     scores: np.ndarray
     refused: list[RefusedRow]
@@ -114,7 +114,7 @@ class _Item:
 
 
 class Batcher:
-    """All methods but the scorer's run on the event loop that made it."""
+    """Makes batches. All methods run on the event loop that made the object; only the scorer runs in another thread."""
 
     def __init__(self, scorer: Scorer, config: BatchingConfig, metrics: ServerMetrics) -> None:
         self._scorer, self._config, self._metrics = scorer, config, metrics
@@ -131,7 +131,7 @@ class Batcher:
         self._task = asyncio.create_task(self._run())
 
     async def score(self, rows: Asked) -> Scores:
-        """Raises Overloaded, or what the scorer raises for these rows alone."""
+        """Score rows. Raises Overloaded, or the exception that the scorer raises for these rows alone."""
         if not rows.num_rows:
             return Scores(np.zeros(0, np.float32), [], self._scorer.version)
         self._admit(rows.num_rows)
@@ -153,14 +153,14 @@ class Batcher:
         return Scores(np.concatenate([part.scores for part in parts]), refused, parts[0].version)
 
     async def change(self, work: Callable[[], None]) -> None:
-        """Run `work` on the thread that scores, between two batches and between two requests; raises what it raises."""
+        """Run `work` on the scoring thread, between two batches and two requests. Raises what it raises."""
         done = asyncio.get_running_loop().create_future()
         self._changes.append((work, done))
         self._arrival.set()
         await done
 
     async def _make_changes(self) -> None:
-        """Not while a request's rows are scored in part: an answer is of one model."""
+        """Make the changes, unless a request was scored in part: all rows of a response must come from one model."""
         while self._changes and (not self._waiting or self._waiting[0].is_first):
             work, done = self._changes.popleft()
             try:
@@ -196,7 +196,7 @@ class Batcher:
                 self._last_batch, self._idle_since = len(batch), time.monotonic()
 
     async def _gather(self) -> list[_Item]:
-        """Return what waits. After several requests wait max_delay_ms for their clients."""
+        """Return the waiting requests. If several came, first wait max_delay_ms for more of them."""
         config, delay_s = self._config, self._config.max_delay_ms / 1000
         now = time.monotonic()
         until = self._waiting[0].arrived + delay_s if self._waiting else now
@@ -274,7 +274,7 @@ class Batcher:
         return scores
 
     def _count_unknown(self, row_zero: Mapping[str, Sequence[int]], num_rows: int) -> None:
-        """Ever more seldom a line of the log says so where values are unknown that used to be known."""
+        """Count unknown values. If a feature has unusually many, log a warning, less and less often."""
         add_counts(self._row_zero, row_zero)
         for name, (values, unknown) in row_zero.items():
             if (counters := self._of_features.get(name)) is None:  # finding one by its label costs more than counting
@@ -290,7 +290,7 @@ class Batcher:
                 logger.warning("%s rows scored; %s", f"{self._num_rows:,}", text)
 
     async def close(self) -> None:
-        """Whoever calls it has no request left."""
+        """Stop. The caller must have no request left."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         for item in self._waiting:

@@ -1,4 +1,4 @@
-"""Describe requests and answers as OpenAPI, by an artifact's columns and the server's limits."""
+"""Describe requests and responses as OpenAPI, from an artifact's columns and the server's limits."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _score(scorer: Scorer, limits: LimitsConfig) -> dict[str, Any]:
 
 
 def _exchange(body: dict[str, Any], answer: dict[str, Any], about: str, more: dict[str, Any]) -> dict[str, Any]:
-    """Describe a request and its answers. more: content types in addition to JSON, both ways."""
+    """Describe a request and its responses. more: content types in addition to JSON, for both directions."""
     answered = {"artifact": {"type": "string"}, **answer, "bad_rows": BAD_ROWS}
     error = {"schema": _object({"error": {"type": "string"}, "bad_rows": BAD_ROWS}, ["error"])}
     good = {"description": about, "content": {JSON_TYPE: {"schema": _object(answered, [*answered])}, **more}}
@@ -114,7 +114,7 @@ STYLE = "pre { white-space: pre-wrap; overflow-wrap: anywhere; }\n"
 
 
 def docs_page(scorer: Scorer, limits: LimitsConfig, address: str) -> str:
-    """`address` is what the reader's own request went to."""
+    """Return a page of documentation. `address` is the address that the reader's request was sent to."""
     page = openapi_page(scorer, limits)
     body: dict[str, Any] = {"rows": [example_row(scorer)]}
     path = next(iter(page["paths"]))
@@ -152,6 +152,6 @@ def example_row(scorer: Scorer) -> dict[str, Any]:
 
 
 def _answers(about: dict[str, Any]) -> list[tuple[str, str]]:
-    """(status, meaning); none if the summary says the same."""
+    """Return pairs (status, meaning); empty if the summary has the same text."""
     answers = [(status, answer["description"]) for status, answer in about["responses"].items()]
     return [] if [description for _, description in answers] == [about["summary"]] else answers

@@ -1,7 +1,9 @@
-"""Limit the size and time of a request's header and the number of connections, for which uvicorn has no limits.
+"""Limit the size and time of a request's header and the number of connections, for which uvicorn
+has no limits.
 
-A connection that sends nothing, or a byte now and then, is closed. One client has only a part of all connections. A
-request with two Host headers, or with an address of another host, could be read otherwise by a proxy: it is refused.
+A connection that sends nothing, or sends bytes too slowly, is closed. One client can use only a
+part of all connections. A request with two Host headers, or with another host's address, is
+refused, because a proxy could understand it differently.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ REASONS = {
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """`limits` and `open_of`, the connections of each client, are set by limited_by()."""
+    """The protocol. limited_by() sets `limits`, and `open_of` (the open connections of each client)."""
 
     limits = LimitsConfig()
     open_of: ClassVar[Counter[str]] = Counter()
@@ -108,7 +110,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(400, self._problem or "this is not an HTTP request")
 
     def _host_problem(self) -> str:
-        """Return what is wrong by RFC 9112, section 3.2, or an empty string."""
+        """Return what is wrong with the Host header by RFC 9112, section 3.2; "" if nothing is wrong."""
         if len(self._hosts) != 1 and (self._hosts or self.parser.get_http_version() == "1.1"):
             return f"a request has one Host header, and this one has {len(self._hosts)}"
         if self.url[:1] not in (b"/", b"*", b""):
@@ -120,7 +122,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return ""
 
     def _refuse(self, status: int, message: str, header: str = "cache-control: no-store") -> None:
-        """Answer and hang up; nothing is answered where an earlier request's answer is still to be sent."""
+        """Send an error and close the connection; send nothing while an earlier response is not sent yet."""
         self._stop_timer()
         if not self.transport.is_closing():
             cycle = self.cycle

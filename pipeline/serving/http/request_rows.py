@@ -1,7 +1,9 @@
-"""Read a request's body, JSON or Arrow, as raw rows of one schema, or name the row and column that is wrong.
+"""Read a request's body, JSON or Arrow, as raw rows of one schema, or name the row and column that
+is wrong.
 
-JSON    {"rows": [{"<column>": value, ...}, ...]}: a column that a row leaves out is missing in it
-Arrow   an IPC stream of record batches with every column; without compression, whose size nothing bounds beforehand
+JSON {"rows": [{"<column>": value, ...}, ...]}: a column that a row leaves out has a missing value
+Arrow an IPC stream of record batches with every column; compression is refused, because the
+unpacked size is not known
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ UNFIT = re.compile(r'["\\\x00-\x1f]')  # in the name of a field
 
 
 class BadRequest(Exception):
-    """What the client has to fix; `status` is 4xx."""
+    """An error in a request, which the client must fix. `status` is 4xx."""
 
     def __init__(self, status: int, message: str, **more: Any) -> None:
         super().__init__(message)
@@ -43,7 +45,7 @@ class BadRequest(Exception):
 
 
 class CountedRows(msgspec.Struct):
-    """A body whose rows are counted before they are decoded."""
+    """A request body whose rows are counted before they are decoded."""
 
     rows: list[msgspec.Raw] = []
 
@@ -52,10 +54,10 @@ COUNTED = msgspec.json.Decoder(CountedRows)
 
 
 class RequestReader:
-    """Of one artifact's columns. Safe from several threads."""
+    """Reads requests for the columns of one artifact. Several threads may use it."""
 
     def __init__(self, columns: ColumnsConfig, limits: LimitsConfig, more: Sequence[tuple[str, Any, Any]] = ()) -> None:
-        """more: what a body may have beside its rows: name, type, default."""
+        """more: fields that a body may have in addition to its rows, as (name, type, default)."""
         self.columns, self.schema, self._limits = columns, schema_of(columns), limits
         self._field_names = _field_names(self.schema.names)
         self._decoder = msgspec.json.Decoder(_body_type(columns, limits, more, self._field_names))
@@ -63,7 +65,7 @@ class RequestReader:
         self._readers = [_reader_of(field.type) for field in self.schema]
 
     def read(self, body: bytes, content_type: str) -> Rows:
-        """Rows of self.schema, but whole numbers of categorical columns may be int64. Raises BadRequest."""
+        """Return the rows with the types of self.schema; category columns may be int64. Raises BadRequest."""
         if content_type == JSON_TYPE:
             return self.read_json(body)
         if content_type == ARROW_TYPE:
@@ -75,7 +77,7 @@ class RequestReader:
         return self.lists_of(self.decode(body).rows)
 
     def decode(self, body: bytes) -> Any:
-        """Return a struct with `rows` and what else a body may have. Raises BadRequest."""
+        """Return a struct with `rows` and the additional fields of a body. Raises BadRequest."""
         try:
             # msgspec counts the rows after it has decoded all: 8 MB of `{},` would take 1 GB. A row has a brace.
             if body.count(b"{") > self._limits.rows + 1:
@@ -93,7 +95,7 @@ class RequestReader:
             raise BadRequest(400, f"the body is not JSON: {_plain(error)}") from None
 
     def _decode(self, body: bytes) -> Any:
-        """Decode a number with too large an exponent, 1e400, as an infinity, which makes only its row a bad one."""
+        """Decode a body. A number with a too large exponent (1e400) becomes infinite: only its row is refused."""
         if not self._field_names:
             try:
                 return self._decoder.decode(body)
@@ -103,7 +105,7 @@ class RequestReader:
         return msgspec.convert(self._renamed(UNTYPED.decode(body)), self._decoder.type)
 
     def _renamed(self, body: Any) -> Any:
-        """Replace the names of columns that no field of a struct may have."""
+        """Replace the names of columns that cannot be names of a struct's fields."""
         rows = body.get("rows") if self._field_names and isinstance(body, dict) else None
         if not isinstance(rows, list):
             return body
@@ -116,13 +118,13 @@ class RequestReader:
         return {**body, "rows": renamed}
 
     def _with_columns(self, message: str) -> str:
-        """The message with the columns' own names."""
+        """Return the message with the original names of the columns."""
         for name, field in self._field_names.items():
             message = message.replace(f".{field}`", f".{name}`").replace(f".{field}[", f".{name}[")
         return message
 
     def lists_of(self, rows: Sequence[Any]) -> ColumnLists:
-        """Raises BadRequest."""
+        """Return the rows as lists by column. Raises BadRequest."""
         values = list(zip(*map(msgspec.structs.astuple, rows), strict=True)) if rows else [()] * len(self.schema)
         try:
             columns = [read(column) for read, column in zip(self._readers, values, strict=True)]
@@ -131,16 +133,16 @@ class RequestReader:
         return ColumnLists(self.schema, columns, len(rows))
 
     def _near_column(self, message: str) -> str:
-        """A hint for `Object contains unknown field `cat_O``."""
+        """Return a suggestion for a message such as `Object contains unknown field `cat_O``."""
         unknown = message.partition("unknown field `")[2].partition("`")[0]
         return did_you_mean(unknown, self._names) if unknown else ""
 
     def read_arrow(self, body: bytes) -> pa.Table:
-        """The columns of the schema from an Arrow IPC stream, in one chunk each.
+        """Return the columns of the schema from an Arrow IPC stream, each as one chunk.
 
         Raises:
-            BadRequest: 400 if the body is not such a stream, 415 if it is compressed, 422 if a column has a type
-                that rows cannot have, and the answers of the limits on rows, sizes and lengths.
+            BadRequest: 400 if the body is not such a stream, 415 if it is compressed, 422 if a column
+                has a type that is not allowed, and the codes for exceeded limits of rows, sizes and lengths.
         """
         try:
             if has_compression(body):
@@ -170,7 +172,7 @@ class RequestReader:
         return table.combine_chunks()
 
     def _schema_of(self, table: pa.Table) -> pa.Schema:
-        """Of many rows whole numbers stay what they are: the encoder spells them sooner than Arrow does."""
+        """Return the table's schema. With many rows, whole numbers stay int64, which the encoder converts faster."""
         if table.num_rows < MIN_ROWS:
             return self.schema
         kinds = [
@@ -216,7 +218,7 @@ class RequestReader:
 
 
 def _field_names(columns: Sequence[str]) -> dict[str, str]:
-    """Return another name for each column whose name msgspec refuses: quotes, backslashes, control characters."""
+    """Return other names for columns whose names msgspec refuses: quotes, backslashes, control characters."""
     return {name: f"column {number}" for number, name in enumerate(columns) if UNFIT.search(name)}
 
 
@@ -226,7 +228,7 @@ def _body_type(
     more: Sequence[tuple[str, Any, Any]],
     field_names: Mapping[str, str],
 ) -> Any:
-    """Return a struct with a field for each column: msgspec then names the row and column of an error."""
+    """Return a struct type with a field for each column, so that msgspec's errors name the row and column."""
     text = str | int | float | bool | None
     listed = Annotated[list[text], msgspec.Meta(max_length=limits.values_per_cell)] | None
     kinds = [*((name, float | None) for name in columns.dense), *((name, text) for name in columns.sparse)]
@@ -243,7 +245,7 @@ def _body_type(
 
 
 def _reader_of(kind: pa.DataType) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Of a column's values. Numbers, true and false are categories too, in the spelling that prepare gives them."""
+    """Return the type of a column's values. Categories may be numbers or bools, which are spelled as prepare does."""
     if pa.types.is_string(kind):
         return lambda column: [value if type(value) is str else value_to_text(value) for value in column]
     if pa.types.is_list(kind):
@@ -254,9 +256,10 @@ def _reader_of(kind: pa.DataType) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 
 def _check_type(name: str, kind: pa.DataType, wanted: pa.DataType) -> None:
-    """Raises BadRequest before a record batch is read: what is not listed here is not decoded.
+    """Raise BadRequest for a column's type before any record batch is read. Only listed types are
+    decoded.
 
-    Views and runs stand for more bytes than they have, and text is no number of a request.
+    Views and runs represent more bytes than they have. Text is not accepted as a number.
     """
     role = LIST if is_list(wanted) else CATEGORY if pa.types.is_string(wanted) else NUMBER
     expands = kind.id in VIEWS or (is_list(kind) and kind.value_type.id in VIEWS)
@@ -271,7 +274,7 @@ def _check_type(name: str, kind: pa.DataType, wanted: pa.DataType) -> None:
 
 
 def _read_as(table: pa.Table, wanted: pa.Schema) -> pa.Table:
-    """Return the columns in the wanted types, as prepare reads and spells them."""
+    """Return the columns in the wanted types. Values are read and spelled as prepare does."""
     columns = []
     for column, field in zip(table.columns, wanted, strict=True):
         if field.type != column.type:
@@ -287,7 +290,7 @@ def _read_as(table: pa.Table, wanted: pa.Schema) -> pa.Table:
 
 
 def _limit_in(message: str) -> str:
-    """The key of the limit in `Expected `array` of length <= 4096 - at `$.rows``."""
+    """Return the key of the limit in a message such as `Expected `array` of length <= 4096 - at `$.rows``."""
     if message.endswith("`$.k`") and "<=" in message:
         return " (limits.k)"
     if "of length <=" not in message:
@@ -298,7 +301,7 @@ def _limit_in(message: str) -> str:
 
 
 def _has_rows(body: bytes) -> bool:
-    """Return False for an object without rows, such as a bare row."""
+    """Return True if the object has rows. A bare row is an object without rows."""
     try:
         found = UNTYPED.decode(body)
     except (msgspec.DecodeError, RecursionError):

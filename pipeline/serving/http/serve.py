@@ -1,7 +1,8 @@
 """Serve an artifact's scores over HTTP:  python -m pipeline serve artifact=artifacts/quickstart
 
-It listens on loopback. Elsewhere put a proxy in front, or set tokens and a certificate (docs/do/serving.md). A newer
-artifact behind the same link, or a registry's new champion, is taken up between two requests.
+It listens on loopback. Elsewhere put a proxy in front, or set tokens and a certificate
+(docs/do/serving.md). A newer artifact behind the same link, or a registry's new champion, replaces
+the current model between two requests.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def serve(
     load: Callable[[FoundArtifact], Scorer] | None = None,
     find: Callable[[str], FoundArtifact] = find_folder,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C, then answer what was accepted.
+    """Serve until SIGTERM or Ctrl-C. Then respond to the requests that were accepted before.
 
     Raises ServingError if the artifact cannot be loaded, or the address is not free.
     """
@@ -57,7 +58,7 @@ def serve(
 
 
 def check_certificate(server: ServerConfig) -> None:
-    """Raise ServingError for a certificate and key that cannot be used. A key must have no password."""
+    """Raise ServingError if the certificate and key cannot be used. The key must have no password."""
     if server.tls_cert is None or server.tls_key is None:
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -72,7 +73,7 @@ def check_certificate(server: ServerConfig) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that does not listen yet: nobody is kept waiting while the artifact is loaded."""
+    """Return a bound socket that does not listen yet, so that clients do not wait while the artifact is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

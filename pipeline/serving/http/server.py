@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """`tokens`: those of which a request has to have one, if there are any."""
+    """The settings of the server. `tokens`: if there are any, a request must have one of them."""
 
     server: ServerConfig
     batching: BatchingConfig
@@ -44,7 +44,7 @@ Load = Callable[[FoundArtifact], Scorer]
 
 
 def run_server(settings: Settings, listener: socket.socket, find: Find, load: Load) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ServingError where the first artifact cannot be loaded."""
+    """Serve until SIGTERM or SIGINT. Raises ServingError if the first artifact cannot be loaded."""
     found = find()
     scorer = load(found)
     try_out(scorer)
@@ -55,7 +55,7 @@ def run_server(settings: Settings, listener: socket.socket, find: Find, load: Lo
 
 
 class _Loop(uvloop.Loop):
-    """A connection that never ends its TLS handshake is closed as one that never sends a header."""
+    """An event loop that limits TLS handshakes: a connection that does not finish its handshake in time is closed."""
 
     def __init__(self, handshake_timeout_s: float) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _Loop(uvloop.Loop):
 
 
 class _Server(uvicorn.Server):
-    """serve() handles the signals; `announce` is called as soon as connections are taken."""
+    """serve() handles the signals. `announce` is called when the server accepts connections."""
 
     def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
         super().__init__(config)
@@ -86,7 +86,7 @@ class _Server(uvicorn.Server):
 async def _serve(
     settings: Settings, listener: socket.socket, find: Find, load: Load, found: FoundArtifact, scorer: Scorer
 ) -> bool:
-    """Whether it was Ctrl-C that ended it."""
+    """Run the server. Return True if Ctrl-C ended it."""
     metrics = ServerMetrics()
     slot = ModelSlot(find, load, settings.batching, settings.limits, metrics)
     slot.begin(found, scorer)
@@ -127,7 +127,7 @@ async def _serve(
 
 
 def allowed_hosts(server: ServerConfig) -> list[str]:
-    """On loopback only this machine's own names, unless others are given; elsewhere a proxy or the network decides."""
+    """Return the accepted host names. By default on loopback: this machine's names. Elsewhere: any name."""
     if server.allowed_hosts or not _is_loopback(server.host):
         return [name.lower() for name in server.allowed_hosts]
     return [*LOOPBACK_NAMES, server.host.lower()]

@@ -1,7 +1,8 @@
 """Accept tokens that an identity provider signs (JWT), by the keys that it publishes (JWKS, RFC 7517).
 
-Keys are read at the start, every REFRESH_S seconds, and when a token names a key that is not known, at most every
-COOLDOWN_S seconds. If the keys cannot be read again, the ones from before are used. PyJWT checks the tokens.
+Keys are read at the start, every REFRESH_S seconds, and when a token names a key that is not known,
+at most every COOLDOWN_S seconds. If the keys cannot be read again, the previous keys are used.
+PyJWT checks the tokens.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class SignedTokens:
         self._keys, self._asked_at = read_keys(self._source), time.monotonic()
 
     async def problem(self, token: str) -> str:
-        """Return why a token is not accepted, or an empty string. Read the keys again if it names an unknown key."""
+        """Return why a token is not accepted; "" if it is accepted. If it names an unknown key, read the keys again."""
         try:
             return self._checked(token)
         except UnknownKeyError:
@@ -61,7 +62,7 @@ class SignedTokens:
             return "its key (kid) is not known"
 
     async def keep_fresh(self) -> None:
-        """Read the keys again and again, until the task is cancelled."""
+        """Read the keys again every REFRESH_S seconds, until the task is cancelled."""
         while True:
             await asyncio.sleep(REFRESH_S)
             await self._refresh(COOLDOWN_S)
@@ -95,7 +96,8 @@ class SignedTokens:
 def read_keys(source: str) -> dict[str, jwt.PyJWK]:
     """Read the keys of a URL or a file, by their ids.
 
-    Keys that are secret or short, and keys without an id, are left out. Raises ServingError if there are no others.
+    Keys that are secret or short, and keys without an id, are left out. Raises ServingError if no
+    key remains.
     """
     try:
         values = json.loads(_content(source))

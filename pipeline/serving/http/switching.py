@@ -1,8 +1,9 @@
-"""Switch to a new artifact between two requests: load it, try it, and then replace the model that serves.
+"""Switch to a new artifact between two requests: load it, try it, and then replace the model that
+serves.
 
-Each request holds the model that it began with; the earlier model is closed after its last answer.
-An artifact that cannot be loaded is refused once, and the earlier model continues. Deltas are
-applied in place, on the thread that scores; a pin on an earlier delta loads the artifact again.
+Each request uses one model from beginning to end. The earlier model is closed after its last
+response. An artifact that cannot be loaded is refused once, and the earlier model continues. Deltas
+are applied in place, on the thread that scores; a pin on an earlier delta loads the artifact again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ logger = get_logger(__name__)
 
 
 class ServedModel:
-    """A scorer with its queue, and how many requests hold it."""
+    """A scorer with its queue, and the number of requests that use it."""
 
     def __init__(
         self, scorer: Scorer, key: str, batching: BatchingConfig, limits: LimitsConfig, metrics: ServerMetrics
@@ -64,7 +65,7 @@ def try_out(scorer: Scorer) -> None:
 
 
 class ModelSlot:
-    """The model that serves. Everything runs on one event loop but load() and find()."""
+    """The model that serves. All methods run on one event loop, except load() and find()."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class ModelSlot:
         return self._model is not None
 
     def begin(self, found: FoundArtifact, scorer: Scorer) -> None:
-        """Serve what was loaded before there was a loop."""
+        """Serve an artifact that was loaded before the event loop started."""
         self._take(found, scorer)
 
     @contextmanager
@@ -107,13 +108,13 @@ class ModelSlot:
                 model.released.set()
 
     async def watch(self, every_s: float) -> None:
-        """Until it is cancelled: look, load and switch."""
+        """Check for a new artifact every `every_s` seconds, load it and switch to it, until the task is cancelled."""
         while True:
             await asyncio.sleep(every_s)
             await self.check()
 
     async def check(self) -> None:
-        """Change to what the pointer names now, where that is another artifact and can be loaded."""
+        """Switch to the artifact that the pointer names now, if it is another artifact and can be loaded."""
         try:
             found = await asyncio.to_thread(self._find)
         except Exception as error:  # half-way through being replaced, or a store that cannot be reached
@@ -147,7 +148,7 @@ class ModelSlot:
         await before.batcher.close()
 
     async def _follow_deltas(self, found: FoundArtifact) -> None:
-        """Take the deltas that have come; where a pin has gone back, load the artifact and take those up to it."""
+        """Apply new deltas. If a pin names an earlier delta, load the artifact again, and apply deltas up to it."""
         scorer = self.model.scorer
         if not isinstance(scorer, Predictor):  # the items of a retriever would have to be found again
             return
