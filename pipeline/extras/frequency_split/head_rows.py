@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HeadReport:
-    """Bytes that leave a rank in a step: without a head, with the chosen head, with all rows in the
-    head.
+    """Hold the bytes that leave a rank in a step: without a head, with the chosen head, and with
+    all rows in the head.
     """
 
     table: str
@@ -66,7 +66,7 @@ def has_auto(configs: Mapping[str, TableConfig]) -> bool:
 
 
 def auto_tables(configs: Mapping[str, TableConfig], tables: list[Table]) -> list[Table]:
-    """List the `tables`, resolved from without_auto(configs), whose head is `auto`."""
+    """Return those of the `tables` (resolved from without_auto(configs)) whose head is `auto`."""
     return [table for table in tables if _is_split(table) and _is_auto(_own_or_default(configs, table.config_name))]
 
 
@@ -80,9 +80,7 @@ def without_auto(configs: Mapping[str, TableConfig]) -> dict[str, TableConfig]:
 def resolve_split_tables(
     job: TrainJob, dataset: Dataset, world_size: int, choose: HeadChoice | None
 ) -> tuple[TrainJob, list[Table]]:
-    """Return the job with a number for every `head_rows: auto`, and its tables. choose=None: memory
-    has no limit.
-    """
+    """Return the job with numbers in place of `head_rows: auto`, and its tables. choose=None: memory has no limit."""
     resolved = resolve_job_tables(job, without_auto(job.tables), dataset)
     if has_auto(job.tables):
         auto = auto_tables(job.tables, resolved)
@@ -108,10 +106,10 @@ def choose_heads(
     room_bytes: float,
     earlier: Mapping[str, TableConfig] | None = None,
 ) -> dict[str, int]:
-    """Return the rows of the head of each table of `auto`, which are among `tables`.
+    """Return the number of head rows for each table of `auto`. These tables are among `tables`.
 
-    room_bytes: a rank's memory for tables. earlier: the tables of the run that is resumed, whose
-    numbers stay.
+    room_bytes: a rank's memory for tables. earlier: the tables of the resumed run, whose numbers
+    are kept.
 
     Raises:
         PlanError: the ids of such a table have no order.
@@ -134,9 +132,7 @@ def choose_heads(
 
 
 def with_head_rows(configs: Mapping[str, TableConfig], heads: Mapping[str, int]) -> dict[str, TableConfig]:
-    """Return `configs` without `auto`: every table of `heads` has a separate entry with its number
-    of rows.
-    """
+    """Return `configs` without `auto`: each table of `heads` gets a separate entry with its number of head rows."""
     resolved = dict(configs)
     for name, rows in heads.items():
         config = resolved.get(name, TableConfig())
@@ -174,9 +170,9 @@ def head_table(job: TrainJob, table: Table, dataset: Dataset) -> HeadTable:
 
 
 def wire_of(job: TrainJob, table: Table, world_size: int) -> Wire:
-    """Describe the tail's collectives.
+    """Describe how the tail's pooled rows are sent.
 
-    A tail that may be sharded by tables or columns is assumed to be.
+    If the tail may be sharded by tables or columns, assume that it is.
     """
     allowed = table.sharding.sharding_types
     by_rows = bool(allowed) and set(allowed) <= set(ROW_SHARDING_TYPES)
@@ -194,9 +190,7 @@ def wire_of(job: TrainJob, table: Table, world_size: int) -> Wire:
 
 
 def _column_shards(table: Table) -> int:
-    """Return the number of shards of a table that must be split by columns, because each gets all
-    ids; otherwise 1.
-    """
+    """Return into how many column shards a table must be split, because each shard gets all ids; otherwise 1."""
     if not table.sharding.sharding_types or not set(table.sharding.sharding_types) <= set(COLUMN_SHARDING_TYPES):
         return 1
     return -(-table.embedding_dim // (table.sharding.min_partition or table.embedding_dim // 2))

@@ -1,11 +1,12 @@
 """Count the bytes that a table sends in a step, by the number of its replicated rows (stdlib only).
 
 As in arXiv 2411.01611: looking up a row of another rank sends its id there, the row back, and its
-gradient there. A replicated row sends none of these, but its part of an all-reduce of gradients in
-every step, used or not. So the head grows as long as a row saves more than it costs.
+gradient there. A replicated row sends none of these. But in every step the gradient of a replicated
+row is part of an all-reduce, also if no id used the row. So the head grows as long as one more row
+saves more bytes than it costs.
 
-TorchRec sends one pooled row per bag, not per lookup, so a bag is saved if none of its ids is cold
-(embeddings/id_splitter.py). The ids of a bag are assumed to be independent.
+TorchRec sends one pooled row per bag, not per lookup. So the bytes of a bag are saved only if none
+of its ids is cold (embeddings/id_splitter.py). The ids of a bag are assumed to be independent.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ BISECTIONS = 60
 
 @dataclass(frozen=True)
 class BagShape:
-    """The bags of a feature: `num_ids` ids per sample distributed by `curve`, and `num_even` more
-    distributed uniformly.
+    """Describe the bags of a feature: a sample has `num_ids` ids distributed by `curve`, and
+    `num_even` ids distributed uniformly.
 
-    num_ids is a mean; bags have the two integers next to it.
+    num_ids is a mean; the bags have one of the two nearest integers.
     """
 
     curve: FrequencyCurve
@@ -62,8 +63,8 @@ def _power(share: float, count: int) -> float:
 
 
 def bag_shapes(features: Sequence[SparseFeature], multi_hot: dict[str, int]) -> list[BagShape]:
-    """Return the shapes. multi_hot: features whose bags are one id of the data and more uniform ids
-    (data/read/multi_hot.py).
+    """Return the shapes of bags. multi_hot: features whose bags have one id from the data and
+    additional uniform ids (data/read/multi_hot.py).
     """
     return [
         BagShape(feature.frequency_curve, 1.0, multi_hot[feature.name] - 1)
@@ -75,13 +76,14 @@ def bag_shapes(features: Sequence[SparseFeature], multi_hot: dict[str, int]) -> 
 
 @dataclass(frozen=True)
 class Wire:
-    """How pooled rows are sent.
+    """Describe how pooled rows are sent.
 
     `batch_size` is per rank; bytes are per number of a pooled row, and of its gradient.
 
     by_rows: the tail is split by rows, so every rank has a part of every bag. summed_twice: a
     reduce-scatter is an all-reduce whose result is mostly discarded, as in gloo;
-    extras/frequency_split/variable_batches.py avoids it. column_shards: each gets all ids.
+    extras/frequency_split/variable_batches.py avoids it. column_shards: the number of shards that
+    each get all ids.
     """
 
     world_size: int
@@ -95,9 +97,9 @@ class Wire:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes that leave a rank in a step, the mean over ranks.
+    """Hold the bytes that leave a rank in a step, as a mean over ranks.
 
-    `head`: the all-reduce of the replicated rows' gradients.
+    `head`: bytes of the all-reduce of the replicated rows' gradients.
     """
 
     ids: float = 0.0
@@ -112,7 +114,7 @@ class StepBytes:
 
 @dataclass(frozen=True)
 class HeadTable:
-    """The inputs of a table. `state_bytes`: of the optimizer's state per row."""
+    """Hold the inputs for a table. `state_bytes`: bytes of optimizer state per row."""
 
     name: str
     num_embeddings: int
@@ -121,9 +123,9 @@ class HeadTable:
     state_bytes: int = 4
 
     def candidates(self) -> list[int]:
-        """Return sizes: no head, a head at each point of the curves, all rows.
+        """Return the head sizes to compare: no head, a head at each point of the curves, all rows.
 
-        Between its points a curve is a guess.
+        Between its points, a curve is only an estimate.
         """
         ranks = {rank for bag in self.bags for rank in bag.curve.ranks if rank < self.num_embeddings}
         return [0, *sorted(ranks), self.num_embeddings]
@@ -133,12 +135,12 @@ class HeadTable:
         return head_rows * (2 * GRADIENT_BYTES * self.embedding_dim + self.state_bytes)
 
     def tail_bytes(self, head_rows: int, world_size: int) -> float:
-        """Return a rank's memory for the remaining rows, divided evenly."""
+        """Return a rank's memory for the remaining rows, which are divided evenly over ranks."""
         return (self.num_embeddings - head_rows) * (4 * self.embedding_dim + self.state_bytes) / world_size
 
 
 def step_bytes(table: HeadTable, head_rows: int, wire: Wire) -> StepBytes:
-    """Return the expected bytes. 0 rows: the table without a head, with every bag sent."""
+    """Return the expected bytes. With 0 head rows there is no head, so every bag is sent."""
     # a rank keeps its part of what it sends to all ranks
     away = (wire.world_size - 1) / wire.world_size
     # In a ring, an all-reduce sends every number through a rank twice, except for the part that the
@@ -171,8 +173,8 @@ def choose_head_rows(
     """Return the heads that send the fewest bytes and together need at most `room_bytes` of a rank,
     tails included.
 
-    If they do not fit, bisection finds a price per byte of memory at which they do. For concave
-    curves this is the best choice, up to the last step.
+    If the best heads do not fit, bisection finds a price per byte of memory at which heads fit. For
+    concave curves this is the best choice, up to the last step of the bisection.
     """
     options = {
         table.name: [

@@ -1,5 +1,5 @@
-"""Store a table as a hot head and a cold tail, which are one table for model, checkpoint and export
-(stdlib only).
+"""Store a table as a hot head and a cold tail. Model, checkpoint and export see one table (stdlib
+only).
 
 Ids are sorted by descending frequency, so a table's first rows get most of its lookups. They are
 `<table>__hot`, which is replicated or in the fastest memory. The remaining rows are
@@ -32,7 +32,7 @@ FASTEST_KERNELS = ["fused"]  # host memory on CPU, HBM on a GPU
 
 @register("compression", "frequency_split")
 class FrequencySplit(CompressionKind):
-    """Compute the row of an id from the head or the tail. A bag is the sum of both."""
+    """Look up the row of an id in the head or in the tail. A pooled bag is the sum of both."""
 
     settings = ("head_rows", "head_sharding_types", "tail", "skip_empty_bags")
     carries_weights = True
@@ -64,7 +64,7 @@ class FrequencySplit(CompressionKind):
 
     @cached_property
     def head_rows(self) -> int:
-        """Raises ConfigError if the number is not chosen yet."""
+        """Return the number of head rows. Raises ConfigError if it is not chosen yet."""
         if self.config.head_rows == AUTO:
             raise ConfigError(f"{self.key}.head_rows=auto has not been resolved for these ranks yet")
         return min(int(self.config.head_rows), self.table.num_embeddings)

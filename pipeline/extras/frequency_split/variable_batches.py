@@ -41,8 +41,8 @@ WITHIN_HOSTS = (TwRwPooledEmbeddingDist, GridPooledEmbeddingDist)
 
 
 def leave_out_empty_bags(features: KeyedJaggedTensor, names: Collection[str]) -> KeyedJaggedTensor:
-    """Keep all ids. For each feature in `names` keep only bags with ids, after one empty bag, in
-    multiples of MULTIPLE.
+    """For each feature in `names` keep one empty bag and then the bags with ids, and pad their
+    number to a multiple of MULTIPLE. All ids are kept.
 
     A bag without ids has a pooled row of zeros, but TorchRec sends it and its gradient like any other. A
     KeyedJaggedTensor may have fewer bags of a feature than samples, and map samples to bags (TorchRec's "variable
@@ -75,8 +75,9 @@ def leave_out_empty_bags(features: KeyedJaggedTensor, names: Collection[str]) ->
 
 
 def accept_variable_batches(lookups: Iterable[nn.Module], output_dists: Iterable[nn.Module]) -> None:
-    """Replace the forward of TorchRec's grouped lookups by one that pads, if FBGEMM needs equal
-    numbers of bags. On gloo, whose all-gather needs equal batches, change the output dists too.
+    """Replace the forward of TorchRec's grouped lookups by a forward that pads, if FBGEMM needs
+    equal numbers of bags. On gloo, whose all-gather needs equal batches, also replace the output
+    dists.
     """
     for lookup in lookups:
         inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
@@ -101,8 +102,8 @@ def takes_variable_batches(fbgemm: nn.Module) -> bool:
 
 
 class _PaddedLookup:
-    """Replace the module's forward(features) -> [B, all features' D], or the existing bags,
-    flat.
+    """Replace the module's forward(features). Return [B, all features' D], or only the existing
+    bags as a flat tensor.
     """
 
     def __init__(self, lookup: nn.Module) -> None:
@@ -119,8 +120,8 @@ class _PaddedLookup:
 
 
 def padded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return the same ids with empty bags at the end of each feature, so that all have as many bags
-    as the longest.
+    """Add empty bags at the end of each feature, so that all features have as many bags as the
+    longest. The ids stay the same.
     """
     counts = features.stride_per_key()
     lengths = features.lengths()
@@ -140,9 +141,7 @@ def padded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 class _Flattened(torch.autograd.Function):
-    """Map [max B, sum of D] to a flat tensor: for each rank, for each feature, its
-    `counts[feature][rank]` bags.
-    """
+    """Map [max B, sum of D] to a flat tensor. It has, for each rank and each feature, `counts[feature][rank]` bags."""
 
     @staticmethod
     def forward(ctx: Any, pooled: torch.Tensor, counts: list[list[int]], dims: list[int]) -> torch.Tensor:
@@ -163,7 +162,7 @@ class _Flattened(torch.autograd.Function):
 
 
 def _pieces(counts: list[list[int]], dims: list[int]) -> list[tuple[slice, slice, slice]]:
-    """Return rows and columns of each block, and its span in the flat tensor.
+    """Return the rows and columns of each block, and the block's span in the flat tensor.
 
     A feature's bags are sorted by rank.
     """
@@ -217,9 +216,7 @@ def _create_output_dist_modules(
 
 
 class _VariableReduceScatter(nn.Module):
-    """Do the same as VariableBatchPooledEmbeddingsReduceScatter, with all-to-alls of the same
-    number of bytes.
-    """
+    """Replace VariableBatchPooledEmbeddingsReduceScatter by all-to-alls that send the same number of bytes."""
 
     def __init__(self, group: dist.ProcessGroup, codecs: QuantizedCommCodecs | None) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ FIRST_PLAN = SearchConfig(
 
 
 def explain_infeasible(config: PlannerConfig, problem: Problem) -> Iterator[str]:
-    """Yield the lines of the explanation."""
+    """Yield the lines that explain why no plan holds the tables."""
     request, fraction = problem.request, config.reserved_memory_fraction
     hardware, optimizer_name = request.hardware, request.optimizer.name
     sizes = {entry.table.name: table_bytes(entry, optimizer_name) for entry in problem.placed}
@@ -67,7 +67,7 @@ def explain_infeasible(config: PlannerConfig, problem: Problem) -> Iterator[str]
 
 
 def _describe_missing(problem: Problem) -> list[str]:
-    """Describe the ranks that the best attempt overfills. Empty if a table has no option at all."""
+    """Describe the ranks that the best attempt overfills. Return nothing if a table has no option at all."""
     try:
         options, num_proposed = enumerate_options(problem)
     except RuntimeError:
@@ -82,7 +82,7 @@ def _describe_missing(problem: Problem) -> list[str]:
 
 
 def _free_bytes(config: PlannerConfig, suggestion: Suggestion) -> int | None:
-    """Return the free bytes of the fullest rank under the first plan of a changed request."""
+    """Return the free bytes of the fullest rank under the first plan for a changed request."""
     try:
         problem = build_problem(replace(config, reserved_memory_fraction=suggestion.fraction), suggestion.request)
         options, num_proposed = enumerate_options(problem)
@@ -105,7 +105,7 @@ def _capacity(hardware: Hardware, usable: tuple[int, int]) -> str:
 
 
 def _room(entry: PlacedTable, problem: Problem) -> int:
-    """Return a rank's bytes for a shard. On a GPU host memory counts if the table may be there."""
+    """Return a rank's bytes for a shard. On a GPU rank, host memory counts if the table may be there."""
     hbm, ddr = problem.usable
     if hbm <= 0:
         return ddr
@@ -126,7 +126,7 @@ def _unsplittable(problem: Problem, sizes: dict[str, int]) -> Iterator[str]:
 
 
 def describe_shortfall(shortfall: Shortfall, names: list[str], kinds: list[str], taken: list[int]) -> list[str]:
-    """Say which ranks the best attempt overfills. kinds, taken: types and bytes of tables."""
+    """Say which ranks the best attempt overfills. kinds, taken: sharding types and bytes of the tables."""
     memories = ("HBM", "host memory", "SSD")
     lines = []
     ranks = np.argsort(-shortfall.over.sum(axis=1), kind="stable")

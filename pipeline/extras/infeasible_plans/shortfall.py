@@ -15,7 +15,7 @@ ROUNDS = 4  # of placing the tables on overfull ranks again
 
 @dataclass(frozen=True, eq=False)
 class Shortfall:
-    """The attempt that exceeds capacities least: options, ranks and the excess."""
+    """Hold the attempt that exceeds the capacities least: options, ranks and the excess."""
 
     choices: list[int]
     ranks: list[Ranks]
@@ -27,7 +27,7 @@ class Shortfall:
 
 
 def least_shortfall(problem: SearchProblem) -> Shortfall:
-    """Place the largest table first, where it adds least excess; then overfull ones again."""
+    """Place the largest table first, each where it adds the least excess. Then place tables on overfull ranks again."""
     attempt = _Attempt(problem)
     least = [min(float(option.memory.sum()) for option in options) for options in problem.tables]
     order = sorted(range(len(least)), key=lambda table: (-least[table], table))
@@ -79,7 +79,7 @@ class _Attempt:
         np.add.at(self.memory, best[3], self.problem.tables[table][best[2]].memory)
 
     def _ranks_for(self, option: Option) -> Ranks:
-        """Choose the ranks with most free memory that the option's rule permits."""
+        """Return the ranks with most free memory among those that the option's rule permits."""
         problem, local = self.problem, self.problem.ranks_per_host
         room = ((problem.capacity - self.memory) / np.maximum(problem.capacity.max(axis=0), 1.0))[
             :, option.memory.any(axis=0)

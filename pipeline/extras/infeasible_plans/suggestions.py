@@ -19,7 +19,7 @@ NUM_NAMED = 3  # tables whose config lines are written out
 
 @dataclass(frozen=True)
 class Suggestion:
-    """`lines`: overrides for the command line. `fraction`: planner.reserved_memory_fraction."""
+    """Hold a suggestion. `lines`: overrides for the command line. `fraction`: planner.reserved_memory_fraction."""
 
     lines: str
     request: PlanRequest
@@ -34,9 +34,10 @@ def working_suggestions(
     free_bytes: Callable[[Suggestion], int | None],
     others: Sequence[Suggestion] = (),
 ) -> list[tuple[Suggestion, int]]:
-    """Find the smallest change of each kind that works, cheapest kinds first, after `others`.
+    """Find the smallest change of each kind that works: first `others`, then the cheapest kinds.
 
-    free_bytes: returns the free memory of the fullest rank for the changed request; None: no plan.
+    free_bytes: returns the free memory of the fullest rank for the changed request, or None without
+    a plan.
     """
     unchanged = Suggestion("", request, fraction)
     working = []
@@ -52,7 +53,7 @@ def working_suggestions(
 def _changes(
     unchanged: Suggestion, placed: list[PlacedTable], usable: tuple[int, int]
 ) -> Iterator[Iterator[Suggestion]]:
-    """Yield kinds of changes, each as larger and larger changes."""
+    """Yield kinds of changes. Each kind is a series of larger and larger changes."""
     optimizer = unchanged.request.optimizer.name
     by_size = [entry.table for entry in sorted(placed, key=lambda entry: -table_bytes(entry, optimizer))]
     if unchanged.request.hardware.world_size > 1:
@@ -96,7 +97,7 @@ def _lacks_host_memory(table: Table) -> bool:
 def _relaxed_limits(
     unchanged: Suggestion, tables: list[Table], key: str, allowed: Callable[[Table], list[str]]
 ) -> Iterator[Suggestion]:
-    """Lift a limit of the largest table, of the two largest, of the four largest ..."""
+    """Yield changes that remove a limit of the largest table, of the two largest, of the four largest ..."""
     count = 1
     while tables and count < 2 * len(tables):
         relaxed = tables[:count]

@@ -1,5 +1,5 @@
-"""Train tables with managed collision: an unlimited number of ids share rows, and rare ids lose
-theirs (docs/do/embeddings.md).
+"""Train tables with managed collision: any number of ids share the rows, and rare ids lose their
+rows (docs/do/embeddings.md).
 """
 
 COMPONENTS = {"compression": "pipeline.extras.managed_collision.kind"}

@@ -1,10 +1,10 @@
-"""Store any number of ids in a table that keeps the rows in use, like TorchRec's managed collision
-(stdlib only).
+"""Store any number of ids in a table that keeps only rows of ids in use, like TorchRec's managed
+collision (stdlib only).
 
 An id is hashed to one of `buckets` and to a number within it, before it is sent to the rank that
-holds the bucket's rows. There a map gives it a row (extras/managed_collision/managed_tables.py). A
-bucket's rows and its part of the map are on the same rank under any plan, so a checkpoint is
-resharded like any other.
+holds the bucket's rows. A map on this rank gives the id a row
+(extras/managed_collision/managed_tables.py). A bucket's rows and its part of the map are on the
+same rank under any plan, so a checkpoint is resharded like any other.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ SHARDING_TYPES = ("row_wise", "table_wise")
 
 @dataclass
 class AdmissionOptions:
-    """compression.options of a managed table.
+    """Define the compression.options of a managed table.
 
     admit_count: an id without a row must occur this often since the last eviction to be considered
     for a row. admit_probability: each step counts it with this probability, so an id gets a row
     after 1/p of its steps on average. max_idle_steps: an id that does not occur for this many steps
-    loses its row at the next eviction; None: never.
+    loses its row at the next eviction; None: it never loses its row for this reason.
     """
 
     admit_count: int = 1
@@ -46,7 +46,7 @@ class AdmissionOptions:
 
 @register("compression", "managed_collision")
 class ManagedCollision(CompressionKind):
-    """The map of an id's bucket gives it a row, until it evicts the id."""
+    """The map of a bucket gives each id a row, until the map evicts the id."""
 
     settings = ("num_rows", "seed", "policy", "eviction_interval", "buckets")
     Options = AdmissionOptions
@@ -84,7 +84,7 @@ class ManagedCollision(CompressionKind):
     def parts(self) -> list[Table]:
         """Return the single part with rows.
 
-        Raises ConfigError also for sharding types that cannot hold the map.
+        Raises ConfigError if settings or sharding types do not support the map.
         """
         table, asked = self.table, self.table.sharding.sharding_types
         kept = [name for name in asked or SHARDING_TYPES if name in SHARDING_TYPES]

@@ -9,8 +9,8 @@ its optimizer state is set to zero. Ids without a row share the last row of thei
 histories are part of the checkpoint; each rank has a shard of the buckets.
 
 With ManagedRows, an id without a row may have to occur several times, or to be sampled, before it
-can get a row, and an id that does not occur may lose its row. Samples are hashes of id and step, so
-they are the same on any rank and after a resume.
+can get a row, and an id that does not occur may lose its row. Sampling uses hashes of id and step,
+so it is the same on any rank and after a resume.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ FREE = torch.iinfo(torch.int64).max  # TorchRec's value instead of an id for a r
 
 
 class LocalTable(NamedTuple):
-    """The part of a table that FBGEMM holds on this rank: [rows, dim] from `first_row` on, and its
-    optimizer's states.
+    """Hold the part of a table that FBGEMM has on this rank: [rows, dim] from `first_row` on, and
+    the optimizer's states.
     """
 
     weight: torch.Tensor
@@ -65,7 +65,7 @@ class LocalTable(NamedTuple):
 
 
 class ManagedTable:
-    """The buckets of one table on this rank, from number `first_bucket` on.
+    """Hold the buckets of one table that are on this rank; the first one has number `first_bucket`.
 
     A step looks up and counts the ids of all buckets at once, without waiting for a GPU. Only an
     eviction visits the buckets one by one.
@@ -140,7 +140,7 @@ class ManagedTable:
         return buckets * self.managed.rows_a_bucket + rows_within
 
     def _find(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return for [n] hashed ids whether each has a row, and its place in the maps."""
+        """Return for [n] hashed ids whether each has a row, and the id's position in the maps."""
         if self._keys is None:
             of_buckets = self.state["sorted_ids"].view(self.num_buckets, -1)
             begins = torch.arange(self.num_buckets, device=ids.device)[:, None] * IDS_A_BUCKET
@@ -176,7 +176,7 @@ class ManagedTable:
     def _have_room(self, counts: torch.Tensor, num_ids: int) -> bool:
         """Return whether every history has space for its part of the step's ids.
 
-        Reads counts only if necessary.
+        The counts are read from the device only if necessary.
         """
         if self._most_counted is not None and self._most_counted + num_ids <= self._history_size:
             self._most_counted += num_ids
@@ -212,9 +212,9 @@ class ManagedTable:
                 self._evict(bucket)
 
     def _seen(self, ids: torch.Tensor, buckets: torch.Tensor, step: int) -> torch.Tensor:
-        """Store when rows were last used.
+        """Store for each row the step in which it was last used.
 
-        Return which ids are counted: all that have a row, and sampled ids.
+        Return which ids are counted: all ids that have a row, and sampled ids.
         """
         managed = self.managed
         if managed.max_idle_steps is None and managed.admit_probability >= 1.0:
@@ -244,9 +244,9 @@ class ManagedTable:
         return len(kept)
 
     def _expire(self, bucket: int, bucket_map: MCHManagedCollisionModule) -> None:
-        """Free the rows of ids that have not occurred for long.
+        """Free the rows of ids that have not occurred for max_idle_steps.
 
-        TorchRec assigns free rows first, and they are initialized again.
+        TorchRec assigns free rows first, and the rows are then initialized again.
         """
         longest = self.managed.max_idle_steps
         if longest is None:
@@ -263,9 +263,7 @@ class ManagedTable:
 
     @torch.no_grad()
     def _evict(self, bucket: int) -> None:
-        """Apply the policy to the ids of the history, initialize rows with a new id, and empty the
-        history.
-        """
+        """Apply the policy to the ids of the history, initialize the rows that have a new id, and empty the history."""
         assert self._steps is not None
         bucket_map, length = self._maps[bucket], self._of_bucket("history_length", bucket)
         self._expire(bucket, bucket_map)
@@ -308,9 +306,9 @@ class ManagedTable:
 
 
 class ManagedTables:
-    """The managed tables of a sharded collection, and this rank's part of their maps.
+    """Hold the managed tables of a sharded collection, and this rank's part of their maps.
 
-    False if there are none.
+    The object is False if there are no managed tables.
     """
 
     def __init__(
@@ -341,8 +339,8 @@ class ManagedTables:
         return bool(self._num_buckets)
 
     def watch_initialized(self, mark: Callable[[ShardPlace, torch.Tensor], None]) -> None:
-        """Call `mark` with the rows of a shard, numbered from its first row, that got another id
-        and were initialized again.
+        """Call `mark` with the rows of a shard that got another id and were initialized again. They
+        are numbered from the shard's first row.
         """
         for name, table in self._tables.items():
             first_row = table.first_bucket * table.managed.rows_a_bucket
@@ -403,7 +401,7 @@ class ManagedTables:
 
 
 def _draws(ids: torch.Tensor, step: int) -> torch.Tensor:
-    """Return [n] float64 in [0, 1): a hash of each id and the step. Products of int64 wrap."""
+    """Return [n] float64 in [0, 1): a hash of each id and the step. Products of int64 may overflow."""
     words = (ids ^ (step * 0x2545F4914F6CDD1D % 2**63)) * -7046029254386353131
     words = (words ^ (words >> 29)) * -4658895280553007687
     words = (words ^ (words >> 32)) * -7723592293110705685
@@ -411,9 +409,9 @@ def _draws(ids: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def state_sizes(managed: ManagedRows) -> dict[str, int]:
-    """Return how many numbers of each name a bucket has.
+    """Return for each name of the state how many numbers a bucket has.
 
-    It is the same on ranks without a bucket of the table.
+    Ranks without a bucket of the table return the same.
     """
     history = max(MIN_HISTORY, managed.rows_a_bucket)
     policy = POLICIES[managed.policy]()

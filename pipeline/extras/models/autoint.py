@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 @register("model", "autoint")
 @dataclass
 class AutoIntConfig(VectorsConfig):
-    """Configure AutoInt and AutoInt+ (arXiv 1810.11921): interacting layers, and with
-    `hidden_layer_sizes` also an MLP.
+    """Configure AutoInt and AutoInt+ (arXiv 1810.11921): attention layers, and also an MLP if
+    `hidden_layer_sizes` is set.
 
     The defaults are those of AutoInt+ that BARS (arXiv 2205.09626) found best on most of its data
     sets. `dropout`, `batch_norm` and `layer_norm` apply to the MLP.

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 @register("model", "bst")
 @dataclass
 class BSTConfig(SelfAttentionConfig):
-    """Configure the behaviour sequence transformer (arXiv 1905.06874), causal as SASRec (arXiv
-    1808.09781).
+    """Configure the behaviour sequence transformer (arXiv 1905.06874), with causal attention as in
+    SASRec (arXiv 1808.09781).
 
     Positions are learnt. feed_forward: the units of each block's hidden layer. The blocks' output
     at the target's position is an input of the MLP.

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 class DINConfig(HistoryConfig):
     """Configure the deep interest network (arXiv 1706.06978).
 
-    attention_*: settings of the attention unit. In the paper its weights are not a softmax. search:
-    one of `sequences`. The model then reads only the positions with the target's id, at most the
-    newest num_positions of them. This is the hard search of SIM (arXiv 2006.05639) by category: the
-    data keep a long history, and the model reads a short one.
+    attention_*: settings of the attention unit. As in the paper, its weights are not normalized by
+    a softmax by default. search: one of `sequences`. The model then reads only the positions with
+    the target's id, at most the newest num_positions of them. This is the hard search of SIM (arXiv
+    2006.05639) by category: the data keep a long history, and the model reads a short one.
     """
 
     kind: str = "din"

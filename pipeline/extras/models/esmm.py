@@ -1,5 +1,5 @@
-"""Define ESMM: conversion learnt on all impressions, as click times conversion after a click
-(stdlib only; layers import torch).
+"""Define ESMM: learn conversions on all impressions, as the probability of a click times that of a
+conversion after it (stdlib only; layers import torch).
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ if TYPE_CHECKING:
 @register("model", "esmm")
 @dataclass
 class ESMMConfig(TowersConfig):
-    """Configure the entire space multi-task model (Ma et al., SIGIR 2018): a click, and a
-    conversion masked by the click.
+    """Configure the entire space multi-task model (Ma et al., SIGIR 2018): one label is a click,
+    the other is a conversion that is masked without a click.
 
     The towers share the tables. The score of the conversion is its probability after a click. The
     loss uses its product with the probability of a click, which is the probability of a click that
     converts. hidden_layer_sizes: the layers of each tower, below tower_layer_sizes.
 
-    inverse_propensity: the weight of the conversion's loss over clicks, each divided by the click's
-    predicted probability, so that clicks represent all impressions (ESCM2-IPS: Wang et al., SIGIR
-    2022, section 3.2). propensity_floor: the smallest probability to divide by.
+    inverse_propensity: the weight of a second conversion loss over clicked rows. Each row's loss is
+    divided by the predicted probability of the click, so that clicked rows represent all
+    impressions (ESCM2-IPS: Wang et al., SIGIR 2022, section 3.2). propensity_floor: the smallest
+    probability to divide by.
     """
 
     kind: str = "esmm"

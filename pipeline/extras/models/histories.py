@@ -24,9 +24,9 @@ class HistoryConfig(LayersConfig):
     with all other features.
 
     sequences: the behaviour first, then its side information. targets: for the first sequences, in
-    their order, the feature of the row with the same meaning (the item for the items, the item's
-    category for their categories). num_positions: read only the newest ids; None: all that the data
-    keep. Other sequences of the data set are pooled.
+    their order, the feature of the current row with the same meaning (the item for a sequence of
+    items, the item's category for a sequence of categories). num_positions: read only this many
+    newest ids; None: all ids that the data keep. Other sequences of the data set are pooled.
     """
 
     init: str = "xavier_normal"

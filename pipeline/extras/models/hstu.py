@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 @register("model", "hstu")
 @dataclass
 class HSTUConfig(SelfAttentionConfig):
-    """Configure hierarchical sequential transduction units (arXiv 2402.17152), with a bias by the
-    distance of positions.
+    """Configure hierarchical sequential transduction units (arXiv 2402.17152), with an attention
+    bias for each distance of positions.
 
-    The unit is that in the paper. The sequence has one kind of action, and time stamps do not enter
-    the bias.
+    The unit is as in the paper. But the sequence has only one kind of action, and the bias does not
+    use time stamps.
     """
 
     kind: str = "hstu"

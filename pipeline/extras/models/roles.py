@@ -9,7 +9,7 @@ from pipeline.runtime.errors import ConfigError, check_given, did_you_mean
 
 
 def check_features(roles: Iterable[tuple[str, str]], tables: list[Table]) -> None:
-    """Raise ConfigError unless each (config key, feature) names another feature of the data."""
+    """Raise ConfigError unless each (config key, feature) names a feature of the data, and all features differ."""
     known = [feature for table in tables for feature in table.feature_names]
     seen: dict[str, str] = {}
     for key, feature in roles:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class TowersConfig(VectorsConfig):
     """Configure a model that learns all labels of the data set (data.columns.labels).
 
-    tower_layer_sizes: the hidden layers of each label's MLP. towers: the hidden layers of single
+    tower_layer_sizes: the hidden layers of each label's MLP. towers: other hidden layers for some
     labels, by label. uncertainty_weights: learn weights of the labels in the loss (Kendall et al.,
     CVPR 2018), in addition to the given weights.
     """

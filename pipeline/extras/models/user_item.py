@@ -70,8 +70,8 @@ class NCFConfig(UserItemConfig, LayersConfig):
     """Configure neural collaborative filtering (arXiv 1708.05031).
 
     gmf: a weighted product of the two vectors. mlp: layers over both vectors. neumf: both, with
-    separate vectors: the first `gmf_dim` columns of a row (None: half) are GMF's, the rest are the
-    MLP's.
+    separate vectors: GMF uses the first `gmf_dim` columns of a row (None: half of them), and the
+    MLP uses the other columns.
     """
 
     kind: str = "ncf"
@@ -90,7 +90,7 @@ class NCFConfig(UserItemConfig, LayersConfig):
             )
 
     def gmf_columns(self, embedding_dim: int) -> int:
-        """Return the number of columns of a row that GMF takes. The MLP takes the rest."""
+        """Return how many columns of a row GMF uses. The MLP uses the other columns."""
         if self.variant == "neumf":
             return embedding_dim // 2 if self.gmf_dim is None else self.gmf_dim
         return embedding_dim if self.variant == "gmf" else 0
@@ -119,8 +119,8 @@ class TwoTowerConfig(LayersConfig):
     Clicked rows are the positives. `item_features[0]` names the item. Dense features are inputs of
     the user's tower, because they describe the request. A row's negatives are the items of all rows
     of the global batch, on all ranks. `log_q_correction` subtracts each item's log frequency in the
-    training rows, because frequent items are frequent negatives. hard_negatives: how many negatives
-    with the highest scores count in a row's loss; None: all.
+    training rows, because frequent items are frequent negatives. hard_negatives: how many
+    negatives, those with the highest scores, are used in a row's loss; None: all.
     """
 
     kind: str = "two_tower"

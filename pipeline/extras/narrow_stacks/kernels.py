@@ -6,11 +6,11 @@ narrow layers that takes longer than the arithmetic. Here the numbers of a block
 from the first layer to the last. The gradient of a weight is summed over the blocks of a group, and
 groups are added in a fixed order, so threads change no bit.
 
-Widths are padded with zeros to a multiple of 16: P of a width. Arrays are flat and positions
-unsigned. `forth` and `back` hold each layer's weights as each direction needs them: [P of inputs, P
-of outputs] and transposed. acts: each layer's outputs [blocks * ROWS, P]. shape: widths (the
-inputs' width first), and the lower limit of each layer's outputs: 0 if relu follows. Numbers are
-fp32.
+Widths are padded with zeros to a multiple of 16. Arrays are flat and positions unsigned. P(n) is
+width n after padding. `forth` and `back` hold each layer's weights for forward, [P(inputs),
+P(outputs)], and transposed for backward. acts: each layer's outputs [blocks * ROWS, P]. shape:
+widths (the inputs' width first), and the lower limit of each layer's outputs, which is 0 if relu
+follows. Numbers are fp32.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _multiply(left, rows, right, out):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def pack(weights, sizes, forth, back, biases):  # type: ignore[no-untyped-def]
-    """Pack the weights. weights: [outputs, inputs] and the bias of each layer."""
+    """Pack the weights into the kernels' arrays. weights: [outputs, inputs] and the bias of each layer."""
     at, place, bias = U(0), U(0), U(0)
     back[:] = ZERO
     biases[:] = ZERO
@@ -117,8 +117,8 @@ def forward(inputs, packed, shape, acts, out, num_samples, begin, end):  # type:
 
 @part()
 def _load_block(source, width, block, num_samples, into):  # type: ignore[no-untyped-def]
-    """Copy a block's rows of [B, width] to [ROWS, P], with 0 after the last row. Return the rows in
-    eights.
+    """Copy a block's rows of [B, width] to [ROWS, P], and set the rest of the block to 0. Return
+    the number of rows, rounded up to eights.
     """
     across, first = _pad(width), block * ROWS
     rows = min(ROWS, num_samples - first)
@@ -138,8 +138,8 @@ def _store_block(source, at, width, block, num_samples, into):  # type: ignore[n
 
 @part()
 def _through_bias(acts, begin, floor, gradient, width, rows, sums, turned):  # type: ignore[no-untyped-def]
-    """Apply relu's derivative to the gradient [ROWS, P] in place, add it to the bias's sums, and
-    transpose it.
+    """Apply relu's derivative to the gradient [ROWS, P] in place, add the gradient to the bias's
+    sums, and transpose it.
     """
     if floor == ZERO:
         for k in range(rows * width):
@@ -154,10 +154,11 @@ def _through_bias(acts, begin, floor, gradient, width, rows, sums, turned):  # t
 
 @njit(nogil=True, cache=True)
 def backward(given, back, shape, sums, to_inputs, num_groups, begin, end):  # type: ignore[no-untyped-def]
-    """Fill the weights' gradients of groups begin..end, and to_inputs [B, inputs], or [0] for none.
+    """Fill the weights' gradients of groups begin..end, and to_inputs [B, inputs] (or an empty [0]
+    if not needed).
 
-    given: the outputs' gradient [B, outputs], inputs, acts and B. sums [groups, ..]: layer by layer
-    [P of outputs, P of inputs] and [P of outputs].
+    given: the outputs' gradient [B, outputs], inputs, acts and B. sums [groups, ..]: for each layer
+    [P(outputs), P(inputs)], then [P(outputs)] for the bias.
     """
     (gradient, inputs, acts, num_samples), (sizes, floors) = given, shape
     num_layers, widest = len(sizes) - 1, _widest(sizes)
@@ -198,7 +199,7 @@ def backward(given, back, shape, sums, to_inputs, num_groups, begin, end):  # ty
 
 @part()
 def ends(sizes, all_rows):  # type: ignore[no-untyped-def]
-    """Return the lengths of one group's sums, of all packed weights, and of all acts."""
+    """Return the lengths of the sums of one group, of all packed weights, and of all acts."""
     total, places, acts = U(0), U(0), U(0)
     for layer in range(len(sizes) - 1):
         wide, down = _pad(sizes[layer]), _pad(sizes[layer + 1])

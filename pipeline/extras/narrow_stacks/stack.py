@@ -27,7 +27,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Shape:
-    """Describe a stack. sizes: the width of the inputs and of each layer's outputs."""
+    """Describe a stack. sizes: the width of the inputs, then of each layer's outputs."""
 
     def __init__(self, sizes: Sequence[int], has_relu: Sequence[bool]) -> None:
         floors = np.array([0.0 if each else -np.inf for each in has_relu], np.float32)
@@ -118,8 +118,8 @@ def speed_up_stacks(model: nn.Module) -> int:
 
 
 def stack_of(module: nn.Module) -> list[tuple[nn.Linear, bool]]:
-    """Return the linear layers that a module runs in sequence, each with whether relu follows;
-    empty if it is no such stack.
+    """Return the linear layers that a module runs in sequence, each with whether relu follows; the
+    list is empty if the module is not such a stack.
     """
     if hasattr(module, "linear_layers"):  # models.layers.mlp.MLP
         return module.linear_layers()  # type: ignore[operator]

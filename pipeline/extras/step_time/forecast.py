@@ -20,9 +20,7 @@ SHOWN_PARTS = 6
 
 @dataclass(frozen=True)
 class PlanForecast:
-    """Hold a job's predicted step and the size of its epoch. num_samples: samples of an epoch; None
-    without a data set.
-    """
+    """Hold a job's predicted step and its epoch. num_samples: samples of an epoch; None without a data set."""
 
     world_size: int
     batch_size: int  # per rank
@@ -62,9 +60,7 @@ class PlanForecast:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Hold the effect of one changed setting. If there is no plan or no prediction, it is None and
-    `note` has the reason.
-    """
+    """Hold the effect of a changed setting, or None if there is no plan or prediction; `note` has the reason."""
 
     words: str
     forecast: PlanForecast | None

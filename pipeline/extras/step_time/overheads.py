@@ -11,9 +11,7 @@ READER, SAVES = "input reader", "saves"
 
 @dataclass(frozen=True)
 class Saves:
-    """Hold bytes of a save. rank_bytes: bytes of the fullest rank; disk_bytes: bytes of all ranks
-    that write to one disk.
-    """
+    """Hold bytes of a save. rank_bytes: of the fullest rank; disk_bytes: of all ranks that write to one disk."""
 
     every_steps: int
     every_minutes: float | None

@@ -34,7 +34,7 @@ def _tiers_problem(
     module: EmbeddingBagCollection,
     params: dict[str, ParameterSharding],
 ) -> str:
-    """Return why the table cannot have tiers, and the fix. Empty: it can."""
+    """Return why the table cannot have tiers and how to fix it, or an empty string if it can."""
     weight = module.embedding_bags[config.name].weight
     rule, optimizer = getattr(weight, "update_rule", None), optimizer_class_of(weight)
     if devices.current().has_own_memory:

@@ -1,8 +1,9 @@
 """Predict the memory of a table with tiers, and how many of its rows a step reads from the SSD.
 
-A row is assumed to keep its slot as under LRU in Che's approximation (Che, Tung and Wang, IEEE JSAC
-2002): it is in a slot if it was among the last T lookups, where T lookups have as many distinct
-rows as there are slots. CLOCK with counts is slightly better. Rows of the head are always in slots.
+The forecast assumes LRU in Che's approximation (Che, Tung and Wang, IEEE JSAC 2002): a row has a
+slot if it was among the last T lookups, where T lookups have as many distinct rows as there are
+slots. The algorithm in use, CLOCK with counts, is slightly better. Rows of the head always have
+slots.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ BISECTIONS = 80
 
 
 def memory_bytes(table: Table, shard_rows: int, row_bytes: float) -> int:
-    """Return the bytes of a shard's slots with their map, of waiting rows, and of the places of
-    rows.
+    """Return the bytes that a shard needs for slots and their map, for waiting rows, and for the
+    places of rows in the file.
     """
     assert table.tiers is not None
     slots = num_slots(table.tiers.slots, shard_rows, table.num_embeddings)
@@ -36,7 +37,7 @@ def memory_bytes(table: Table, shard_rows: int, row_bytes: float) -> int:
 
 
 def forecast(table: Table, lookups_a_step: float) -> TierForecast:
-    """Return the forecast. lookups_a_step: of all ranks together."""
+    """Return the forecast. lookups_a_step: the lookups of all ranks together in one step."""
     assert table.tiers is not None
     slots = num_slots(table.tiers.slots, table.num_embeddings, table.num_embeddings)
     head = head_rows(table.tiers.head or 0.0, slots)
@@ -50,7 +51,7 @@ def forecast(table: Table, lookups_a_step: float) -> TierForecast:
 
 
 def _parts(frequencies: RowFrequencies | None, num_rows: int) -> list[tuple[float, float]]:
-    """Return (rows, share of the lookups of each of them); uniform without frequencies."""
+    """Return (rows, share of the lookups of each of these rows). Without frequencies the lookups are uniform."""
     if frequencies is None:
         return [(num_rows, 1 / num_rows)]
     points = [*zip(frequencies.rows, frequencies.shares, strict=True)]
@@ -80,7 +81,7 @@ def _after(head: int, parts: list[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def _lasting(parts: Sequence[tuple[float, float]], slots: int) -> float:
-    """Return the number of lookups after which a row loses its slot."""
+    """Return after how many lookups a row loses its slot."""
 
     def held(lasting: float) -> float:
         return sum(count * -math.expm1(-share * lasting) for count, share in parts)
@@ -95,17 +96,16 @@ def _lasting(parts: Sequence[tuple[float, float]], slots: int) -> float:
 
 
 def io_ms(rows_a_step: float, loads_per_s: float, stores_per_s: float) -> float:
-    """Return the I/O time of a step that loads and evicts equally many rows, all of them
-    changed.
-    """
+    """Return the I/O time of a step that loads rows and evicts the same number of rows, all of which have changed."""
     return 1000 * rows_a_step * (1 / loads_per_s + 1 / stores_per_s)
 
 
 def stall_percent(step_ms: float, io_ms: float, slowdown: float = 1.0, spread: float = 0.0) -> float:
-    """Return the percentage of a step that waits for rows. step_ms: without tiers.
+    """Return the percentage of a step's time in which it waits for rows. step_ms: the step's time
+    without tiers.
 
-    slowdown: the step computes this much slower during I/O, because the reading thread may share
-    its core. spread: the relative standard deviation of io_ms.
+    slowdown: the factor by which the step computes slower during I/O, because the reading thread
+    may share its core. spread: the relative standard deviation of io_ms.
     """
     return 100 * _wait_ms(step_ms, io_ms, slowdown, spread) / tiered_step_ms(step_ms, io_ms, slowdown, spread)
 
@@ -120,8 +120,8 @@ def _computing_ms(step_ms: float, io_ms: float, slowdown: float) -> float:
 
 
 def _wait_ms(step_ms: float, io_ms: float, slowdown: float, spread: float) -> float:
-    """Return the mean time by which I/O exceeds the computation, if its time is normally
-    distributed.
+    """Return the mean time by which I/O takes longer than the computation. The I/O time is assumed
+    to be normally distributed.
     """
     excess, deviation = io_ms - _computing_ms(step_ms, io_ms, slowdown), spread * io_ms
     if deviation <= 0:

@@ -22,7 +22,8 @@ ROWS_A_STORE = 8  # that leave together, for a read and a write of a segment
 def tier_outlook(job: TrainJob, plan: PlanDescription, step_ms: float) -> list[str]:
     """Describe the plan's tables with tiers in one line; empty if there are none.
 
-    If no data sheet has the SSD's speed, it writes 128 MiB to the SSD, for a second or two.
+    If no data sheet has the SSD's speed, measure it: write 128 MiB to the SSD, which takes a second
+    or two.
 
     Raises:
         PlanError: the stall is above planner.most_tier_stall_percent.
@@ -49,9 +50,9 @@ def tier_outlook(job: TrainJob, plan: PlanDescription, step_ms: float) -> list[s
 
 
 def data_sheet(hardware: HardwareConfig) -> SsdSpeed | None:
-    """Use hardware.ssd_gb_per_s and ssd_latency_us.
+    """Return speeds from hardware.ssd_gb_per_s and ssd_latency_us.
 
-    A row is a block, and READS_AT_ONCE reads run at a time.
+    The model is that each row is one block, and that READS_AT_ONCE reads run at a time.
     """
     if not hardware.ssd_gb_per_s or not hardware.ssd_latency_us:
         return None
@@ -60,7 +61,7 @@ def data_sheet(hardware: HardwareConfig) -> SsdSpeed | None:
 
 
 def describe(num_tables: int, rows: float, step_ms: float, speed: SsdSpeed, stall: float) -> str:
-    """Return the line. rows: rows per step, on the rank with most."""
+    """Return the line. rows: rows per step on the rank that has the most."""
     moving_ms = io_ms(rows, speed.loads_per_s, speed.stores_per_s)
     return (
         f"tiers       {num_tables} tables; {rows:,.0f} rows per step are loaded and evicted, "

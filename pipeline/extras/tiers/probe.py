@@ -1,7 +1,7 @@
 """Measure how many rows per second an SSD loads and stores, with the store's reads and writes.
 
 Also measure the cost for a concurrent step: with few cores, the thread that reads, and the system's
-work for it, take some of the step's time.
+work for reading, slow the step down.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ SLOTS = 0.2  # of the rows; the store has their pool
 
 @dataclass(frozen=True)
 class SsdSpeed:
-    """Speeds in rows per second, scattered over a file whose records are all stored.
+    """Hold speeds in rows per second. The rows are scattered over a file whose records are all
+    stored.
 
     slowdown: how much longer a thread computes while rows are loaded and stored all the time.
     spread: the relative standard deviation of the time for a step's rows.
@@ -37,7 +38,8 @@ class SsdSpeed:
 
 
 def measure(folder: str, record: int, rows_at_once: int = ROWS_AT_ONCE) -> SsdSpeed:
-    """Measure. record: float32 numbers per row. rows_at_once: rows per step. Raises TierError.
+    """Measure the SSD. record: float32 numbers per row. rows_at_once: rows per step. Raises
+    TierError.
 
     Takes a second or two, and 160 MiB of disk that are freed afterwards.
     """

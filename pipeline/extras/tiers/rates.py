@@ -28,7 +28,7 @@ def tier_folder(job: TrainJob, table: str) -> str:
 
 
 class TierClock:
-    """Counts between start() and stop(), on this rank. False if no table has tiers."""
+    """Count between start() and stop() on this rank. The object is False if no table has tiers."""
 
     def __init__(self, model: nn.Module) -> None:
         tables = [module for module in model.modules() if isinstance(module, ShardedTables)]
@@ -53,9 +53,7 @@ class TierClock:
 
 
 def tier_rates(stats: TierStats, seconds: float, num_steps: int) -> dict[str, float]:
-    """Return percentages of the time, of looked-up ids and of a batch's distinct rows, and MB per
-    step.
-    """
+    """Return percentages (waiting time; ids and distinct rows that had a slot), and MB read and written per step."""
     steps = max(num_steps, 1)
     return {
         "tier_stall_percent": 100 * stats.stall_seconds / seconds,

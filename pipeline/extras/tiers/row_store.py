@@ -1,13 +1,13 @@
 """Store the records of a table's shard in a sparse file on a local SSD, which disappears with the
 process.
 
-The file has no name (O_TMPFILE), so no run can find another run's file, and a killed run leaves
-nothing: only checkpoints last. Records that were never stored take no space. The file bypasses the
-page cache (O_DIRECT) if the file system supports it.
+The file has no name (O_TMPFILE), so no run can find the file of another run, and a killed run
+leaves no file. Only checkpoints are kept. Records that were never stored use no space. The file
+bypasses the page cache (O_DIRECT) if the file system supports it.
 
 Stored records wait in a pool in memory until many of one region can be written together, to the
-region's emptiest segment, so that an SSD and the processor handle a few large writes instead of one
-for each row. A row that is read for training is no longer stored, because it will change; its place
+region's emptiest segment. So an SSD and the processor handle a few large writes instead of one for
+each row. A row that is read for training is no longer stored, because it will change; its place
 becomes free.
 """
 
@@ -44,8 +44,8 @@ Columns = Sequence[Array]
 
 
 class RowStore:
-    """Store the records of `num_rows` rows, each with sum(widths) float32 numbers. name: of the
-    table, for errors.
+    """Store the records of `num_rows` rows, each with sum(widths) float32 numbers. name: the
+    table's name, for errors.
 
     pool_rows: the maximum number of records that wait in memory.
     """
@@ -108,7 +108,7 @@ class RowStore:
         return found
 
     def load(self, rows: Array, slots: Array, columns: Columns, *, take: bool = False) -> None:
-        """Do as begin_load, and read. Raises TierError."""
+        """Do the same as begin_load, and read the records. Raises TierError."""
         transfers().read(self.begin_load(rows, slots, columns, take=take))
 
     def begin_load(
@@ -118,8 +118,8 @@ class RowStore:
 
         Pooled records are copied at once.
 
-        take: the rows are no longer stored after the read and before anything else is stored.
-        begin: the number of a record that is the first number of the columns.
+        take: remove the rows from the store after the read, before other rows are stored. begin:
+        the position in a record of the first number of the columns.
         """
         offsets = np.empty(len(rows), np.int64)
         record_kernels.locate(rows, self._place, self._layout, offsets)
@@ -201,9 +201,9 @@ class RowStore:
         return list(self._writes(rows, records))
 
     def _writes(self, rows: Array, records: Array) -> Iterator[Piece]:
-        """Yield writes.
+        """Yield the writes.
 
-        Each must be written before the next is requested, or all of them in their order.
+        Each write must be done before the next one is requested, or all of them in their order.
         """
         first = 0
         span_offsets, span_sizes, at = (np.empty(len(rows), np.int64) for _ in range(3))
@@ -229,7 +229,8 @@ class RowStore:
             first = after
 
     def read_column(self, column: int, rows: Array) -> tuple[Array, Array]:
-        """Return [n, width] of rows [n], and which are stored; other values are undefined.
+        """Return [n, width] of rows [n], and [n] bool: whether each row is stored. Values of other
+        rows are undefined.
 
         Raises TierError.
         """
@@ -329,7 +330,7 @@ def _open_unnamed(folder: str, flags: int) -> int:
 
 
 def _sector_bytes(fd: int) -> int:
-    """Return the sector size of the device, found by writing a part of a block."""
+    """Return the sector size of the device. It is found by writing a part of a block."""
     try:
         with mmap.mmap(-1, BLOCK_BYTES) as page, memoryview(page) as whole, whole[:SECTOR_BYTES] as part:
             os.pwritev(fd, [whole], 0)

@@ -33,7 +33,7 @@ class _Shard:
 
 
 class ShardTiers:
-    """The shards of one FBGEMM module. None: a shard without tiers."""
+    """Hold the shards of one FBGEMM module; None for a shard without tiers."""
 
     lookup: TieredLookup
 
@@ -43,8 +43,8 @@ class ShardTiers:
 
     @classmethod
     def of(cls, settings: TierSettings, keywords: Mapping[str, Any]) -> ShardTiers | None:
-        """Make the storage for the arguments with which TorchRec builds the module; None if no
-        table of it has tiers.
+        """Return the storage for the arguments with which TorchRec builds the module, or None if
+        none of its tables has tiers.
         """
         names = keywords.get("table_names") or []
         if not any(name in settings.slots for name in names):
@@ -65,7 +65,7 @@ class ShardTiers:
         ]
 
     def open(self, weights: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]], begins: Begins) -> None:
-        """Open the stores. weights[t] and states[t] hold the slots of table t."""
+        """Open the stores. weights[t] and states[t] are the slots' weights and states of table t."""
         from pipeline.extras.tiers.row_store import RowStore, pool_rows
         from pipeline.extras.tiers.tiered_lookup import ShardRows, TieredLookup
         from pipeline.extras.tiers.tiered_table import TieredTable
@@ -110,8 +110,8 @@ class ShardTiers:
 
 @dataclass(frozen=True)
 class TieredGroup:
-    """The tables with tiers of one FBGEMM module. features: the positions of each table's features
-    in the lookup.
+    """Hold the tables with tiers of one FBGEMM module. features: the positions of each table's
+    features in the lookup.
     """
 
     lookup: TieredLookup

@@ -2,9 +2,10 @@
 (sharding.tiers=auto).
 
 A table may have any share of its rows in slots, from what batches in flight need up to all. A table
-that is completely in memory needs no map, so its last rows are cheap. Memory is given to the table
-where it saves most rows per step, along the lower convex hull of each table's curve of rows per
-step by bytes; for few tables by dynamic programming over bytes.
+that is completely in memory needs no map, so its last rows need less memory. Each table has a curve
+of rows per step from the SSD by bytes of memory. Memory is given to the table where it saves most
+rows, along the lower convex hulls of these curves. For few tables, dynamic programming over bytes
+is used.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ BYTES_A_NUMBER = {"fp32": 4, "fp16": 2}
 
 @dataclass(frozen=True)
 class SlotChoice:
-    """The choice: shares of rows with a slot, by table; the memory of all tables on all ranks, and
-    without tiers.
+    """Hold the choice: by table the share of rows with a slot; the memory of all tables on all
+    ranks, with tiers and without.
     """
 
     slots: Mapping[str, float]
@@ -66,7 +67,7 @@ def room_for_tiers(capacity_bytes: float, reserved_fraction: float, dense_bytes:
 
 
 def choose_slots(job: TrainJob, tables: Sequence[Table], room_bytes: float, world_size: int) -> SlotChoice:
-    """Choose. room_bytes: of all ranks together.
+    """Return the choice. room_bytes: memory of all ranks together.
 
     Raises:
         PlanError: the minimum number of slots does not fit next to the tables that stay in memory.
@@ -98,8 +99,8 @@ def choose_slots(job: TrainJob, tables: Sequence[Table], room_bytes: float, worl
 
 
 def is_open(table: Table) -> bool:
-    """Return whether `auto` may choose the table's slots: none are set, and tiers would train it
-    exactly.
+    """Return whether `auto` may choose the table's slots: the config sets none, and the table would
+    train exactly with tiers.
     """
     named = table.tiers is not None and table.tiers.slots != 1
     managed = table.compression is not None and table.compression.kind == "managed_collision"
@@ -182,8 +183,8 @@ Cost = Callable[[Table], tuple[float, float]]
 
 
 def _cost_of(job: TrainJob, world_size: int) -> Cost:
-    """Return a function: (bytes of memory, rows per step from the SSD) of a table with its
-    optimizer's state, by its tiers.
+    """Return a function that maps a table's tiers to (bytes of memory with the optimizer's state,
+    rows per step from the SSD).
     """
     optimizer = find_optimizer(job.optimizer.sparse.name)
 
@@ -236,7 +237,7 @@ def _hull(points: Sequence[_Point]) -> list[_Point]:
 
 
 def _saved(less: _Point, more: _Point) -> float:
-    """Return the saved rows per step for each byte."""
+    """Return how many rows per step each additional byte saves."""
     return (less.rows_a_step - more.rows_a_step) / max(more.memory - less.memory, 1e-9)
 
 
@@ -252,8 +253,8 @@ def _spend(curves: Mapping[str, list[_Point]], room_bytes: float) -> dict[str, _
 
 
 def _spend_by_buckets(points: Mapping[str, list[_Point]], room_bytes: float) -> list[dict[str, _Point]]:
-    """Choose the best point for each table, with bytes rounded up; empty if they then do
-    not fit.
+    """Choose the best point for each table, with bytes rounded up to buckets. Return nothing if the
+    tables then do not fit.
     """
     # rows per step of the tables so far, by the buckets that are left for other tables
     best = [0.0] * (BUCKETS + 1)
@@ -279,7 +280,7 @@ def _spend_by_buckets(points: Mapping[str, list[_Point]], room_bytes: float) -> 
 def _spend_rest(
     points: Mapping[str, list[_Point]], chosen: Mapping[str, _Point], room_bytes: float
 ) -> dict[str, _Point]:
-    """Replace steps of the hull that are too large for the remaining memory by points between."""
+    """Where the hull's next step is too large for the remaining memory, choose a point of the curve between both."""
     found = dict(chosen)
     while True:
         left = room_bytes - sum(point.memory for point in found.values())

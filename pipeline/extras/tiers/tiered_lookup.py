@@ -2,8 +2,8 @@
 for them.
 
 A batch's rows are pinned from their prefetch or lookup until backward has updated them. A thread
-resolves a coming batch while another batch trains: it chooses victims, reads missing rows, and then
-writes the victims back.
+resolves a coming batch while another batch trains: it chooses rows to evict, reads missing rows,
+and then writes the evicted rows back.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def look_ahead_pool() -> ThreadPoolExecutor:
 
 
 class Pins:
-    """The rows of one batch, which keep their slots until release()."""
+    """Hold the rows of one batch. They keep their slots until release()."""
 
     def __init__(self, lookup: TieredLookup, slots: list[Array], epoch: int) -> None:
         self._lookup, self.slots, self.epoch = lookup, slots, epoch
@@ -67,7 +67,7 @@ class Pins:
 
 
 class TieredLookup:
-    """The tables with tiers of one lookup module. `tables[t]` is None if table t has no tiers.
+    """Hold the tables with tiers of one lookup module. `tables[t]` is None if table t has no tiers.
 
     feature_begins [T + 1]: a table's features are adjacent.
     """
@@ -88,7 +88,7 @@ class TieredLookup:
         self._failure: TierError | None = None
 
     def stats(self) -> TierStats:
-        """Return the statistics without waiting for the thread, which may be about to count."""
+        """Return the statistics. Do not wait for the thread, which may still add to them."""
         stats = TierStats() + self._stats
         for table in self.tables:
             counts = table.store.counts.copy()
@@ -106,7 +106,7 @@ class TieredLookup:
         return [ids[bounds[at] : bounds[at + 1]] for at in self.positions]
 
     def to_slots(self, ids: Array, offsets: Array, training: bool) -> tuple[Array, Pins]:
-        """Return a copy of `ids` [L] with slots for rows of tables with tiers.
+        """Return a copy of `ids` [L] in which slots replace the rows of tables with tiers.
 
         The slots stay until the pins are released.
 
@@ -141,16 +141,14 @@ class TieredLookup:
         self._tidied = look_ahead_pool().submit(self._tidy)
 
     def quiet(self) -> AbstractContextManager[bool]:
-        """Return a context in which only the caller moves rows. Raises TierError if rows
-        were lost.
-        """
+        """Return a context in which no other thread moves rows. Raises TierError if rows were lost."""
         self._drop_ahead()
         self._check_failure()
         return self._lock
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Record that rows are lost if the context fails."""
+        """Record that rows are lost if the code in the context raises."""
         try:
             yield
         except TierError as error:
@@ -158,7 +156,7 @@ class TieredLookup:
             raise
 
     def void_pins(self) -> None:
-        """Invalidate the pins of batches in flight, for a caller that empties a table."""
+        """Make the pins of batches in flight invalid. The caller empties a table."""
         self._epoch += 1
         for table in self.tables:
             table.unpin_all()
@@ -170,9 +168,9 @@ class TieredLookup:
             future.result()[0].release()
 
     def _looked_ahead_at(self, by_table: list[Array]) -> tuple[Pins | None, list[Array]]:
-        """Return the pins and slots of this batch if it was prefetched.
+        """Return this batch's pins and slots if it was prefetched.
 
-        Waits for the thread and raises its error.
+        Waits for the thread and raises the thread's error.
         """
         if self._ahead:
             expected, future = self._ahead[0]
@@ -190,7 +188,7 @@ class TieredLookup:
             return self._pin(by_table, training=True)
 
     def _bring_now(self, by_table: list[Array], training: bool, before: Pins | None) -> tuple[Pins, list[Array]]:
-        """Load the rows now. before: pins of a part of the batch that was prefetched."""
+        """Load the rows now. before: the pins of the part of the batch that was prefetched."""
         with self._lock:
             self._check(by_table)
             pins, slots = self._pin(by_table, training)
@@ -310,7 +308,7 @@ class TieredLookup:
 
 
 class ShardRows:
-    """The RowSource of a table's shard. It takes turns with the thread that prefetches."""
+    """The RowSource of a table's shard. It waits while the thread that prefetches moves rows."""
 
     def __init__(self, lookup: TieredLookup, table: TieredTable) -> None:
         self._lookup, self.table = lookup, table

@@ -1,8 +1,8 @@
 """A table's shard whose rows are in slots while batches need them, and in a row store otherwise.
 
-Slots are a plain table: kernels and FBGEMM look up and update them. A row that was never looked up
-is not stored. Its initial weights depend only on the seed and its number, and are sampled on first
-use.
+The slots are a plain table, which kernels and FBGEMM look up and update. A row that was never
+looked up is not stored. Its initial weights depend only on the seed and its number, and are sampled
+on first use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AT_ONCE = 1 << 14  # rows
 
 @dataclass
 class Admission:
-    """Rows that get slots. `rows`: ascending.
+    """Hold the rows that get slots. `rows` ascends.
 
     `victims`: evicted rows whose records are not written yet.
     """
@@ -40,7 +40,7 @@ class Admission:
 
 
 class TieredTable:
-    """The shard.
+    """Hold the shard.
 
     `columns` are the slots' weights and two states, [slots, numbers per row]; a missing state is 0
     wide.
@@ -76,7 +76,7 @@ class TieredTable:
         return None if position < 0 else int(ids[position])
 
     def pin(self, ids: Array, slots: Array) -> tuple[Array, Array]:
-        """Fill slots [n]; -1 for a row without a slot.
+        """Set slots [n]; they are -1 for rows without a slot.
 
         Return the distinct slots, which are now pinned, and the distinct missing rows.
         """
@@ -114,7 +114,8 @@ class TieredTable:
             self._pins[:] = 0
 
     def admit(self, rows: Array) -> Admission:
-        """Give missing rows pinned slots that no batch in flight needs, as far as there are any.
+        """Give pinned slots to missing rows, as long as there are slots that no batch in flight
+        needs.
 
         Call begin_fill next.
         """
@@ -161,7 +162,7 @@ class TieredTable:
             self.store.store(admission.victims, admission.records)
 
     def fill_in(self, ids: Array, slots: Array) -> None:
-        """Fill in the slots of rows that were admitted since pin()."""
+        """Set the slots of rows that were admitted since pin()."""
         slot_map_kernels.fill_in(ids, self._buckets, self._row_of, self._head_here, slots)
 
     def mark_dirty(self, slots: Array) -> None:
@@ -173,7 +174,7 @@ class TieredTable:
         self.store.forget()
 
     def flush(self) -> None:
-        """Store what has changed, and empty the slots."""
+        """Store the rows that have changed, and empty the slots."""
         if self._is_empty:
             return
         slots = np.flatnonzero((self._row_of >= 0) & (self._dirty != 0))
@@ -187,7 +188,7 @@ class TieredTable:
         self._clear()
 
     def read_rows(self, column: int, rows: Array) -> torch.Tensor:
-        """Read rows as RowSource describes. The slots stay unchanged."""
+        """Read rows as RowSource describes. The slots do not change."""
         slots = np.full(len(rows), -1, np.int64)
         slot_map_kernels.fill_in(rows, self._buckets, self._row_of, self._head_here, slots)
         values, stored = self.store.read_column(column, rows)

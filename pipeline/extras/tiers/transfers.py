@@ -34,11 +34,11 @@ Array = np.ndarray[Any, Any]
 
 @dataclass
 class Piece:
-    """Spans of a file that are adjacent in the buffer, at most PIECE_BYTES.
+    """Hold spans of a file that are adjacent in the buffer and have at most PIECE_BYTES.
 
-    use: called with the numbers after a read, or to fill them before a write. is_read: spans to
-    write that also contain other records, and are read first. check: raises for an errno other than
-    0.
+    use: called with the numbers after a read, or before a write to fill them. is_read: spans to
+    write that also contain other records and are therefore read first. check: raises an error for
+    an errno other than 0.
     """
 
     file: int
@@ -68,7 +68,7 @@ class Transfers:
         self._threads = None if self._context else ThreadPoolExecutor(THREADS, thread_name_prefix="tier-io")
 
     def read(self, pieces: Sequence[Piece]) -> None:
-        """Read pieces. Raises what a piece's check raises."""
+        """Read the pieces. Raises the error of a piece's check."""
         with self._lock:
             for group in _groups(pieces):
                 self._move(group, is_write=False)
@@ -76,7 +76,7 @@ class Transfers:
                     piece.use(numbers)
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Write pieces. Raises what a piece's check raises."""
+        """Write the pieces. Raises the error of a piece's check."""
         with self._lock:
             for group in _groups(pieces):
                 self._move(group, is_write=False, only_read=True)
@@ -108,7 +108,7 @@ class Transfers:
     def _first_failure(
         self, is_write: bool, files: Array, offsets: Array, sizes: Array, addresses: Array
     ) -> tuple[int, int]:
-        """Return the first failed span and its errno, which is 0 if none failed."""
+        """Return the first failed span and its errno; the errno is 0 if no span failed."""
         if not len(files):
             return 0, 0
         if self._threads is None:
@@ -150,7 +150,7 @@ def _context(at_once: int) -> int:
 
 
 def _groups(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Group as many pieces as fit the buffer."""
+    """Yield groups of pieces; a group has as many pieces as fit in the buffer."""
     group: list[Piece] = []
     held = 0
     for piece in pieces:

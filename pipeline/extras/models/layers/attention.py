@@ -61,10 +61,10 @@ class MultiHeadInteraction(nn.Module):
 
 
 class AttendedFeatures(nn.Module):
-    """Map dense [B, N] and rows [B, F, D] to logits [B, 1]: interacting layers in sequence, then a
+    """Map dense [B, N] and rows [B, F, D] to logits [B, 1]: attention layers in sequence, then a
     linear layer.
 
-    With `deep` the logit of an MLP over the inputs is added (AutoInt+, section 5.5).
+    If `deep` is given, the logit of an MLP over the inputs is added (AutoInt+, section 5.5).
     """
 
     def __init__(

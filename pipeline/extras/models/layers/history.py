@@ -15,9 +15,9 @@ from pipeline.embeddings.table import COUNT_COLUMNS, COUNT_UNIT
 
 
 class History(NamedTuple):
-    """The inputs of an encoder of histories.
+    """Hold the inputs of an encoder of histories.
 
-    target [B, Q]. rows [B, L, K], oldest first; the first Q columns have the same features as the
+    target [B, Q]. rows [B, L, K], oldest first; the first Q columns are of the same features as the
     target. mask [B, L]: true if the position has an id. others [B, W]: the columns of all features
     that are not sequences.
     """
@@ -31,7 +31,7 @@ class History(NamedTuple):
 class HistoryInputs(nn.Module):
     """Map a KeyedTensor by feature to a History.
 
-    A position without an id has a row of zeros and enters no sum.
+    A position without an id has a row of zeros and is left out of every sum.
     """
 
     def __init__(
@@ -81,7 +81,5 @@ class HistoryModel(nn.Module):
 
 
 def ages(mask: torch.Tensor) -> torch.Tensor:
-    """Return [B, L] int64: 1 for the newest id of a sequence, 2 for the one before; below 1 if
-    there is no id.
-    """
+    """Return [B, L] int64: 1 for the newest id of a sequence, 2 for the id before it; below 1 if there is no id."""
     return mask.sum(dim=1, keepdim=True) - torch.arange(mask.shape[1], device=mask.device)

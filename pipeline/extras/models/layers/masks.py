@@ -73,8 +73,8 @@ class MaskBlock(nn.Module):
 
 
 class SerialMasks(nn.Module):
-    """Apply blocks in sequence, each masked by the inputs: inputs, hidden [B, in_features] -> [B,
-    layer_sizes[-1]] (figure 3a).
+    """Apply blocks in sequence, each with a mask from the inputs: map inputs, hidden [B,
+    in_features] to [B, layer_sizes[-1]] (figure 3a).
     """
 
     def __init__(self, in_features: int, layer_sizes: list[int], reduction: float, settings: LayerSettings) -> None:
@@ -92,9 +92,7 @@ class SerialMasks(nn.Module):
 
 
 class ParallelMasks(nn.Module):
-    """Apply blocks in parallel: inputs, hidden [B, in_features] -> [B, num_blocks * block_dim]
-    (figure 3b).
-    """
+    """Apply blocks in parallel: map inputs, hidden [B, in_features] to [B, num_blocks * block_dim] (figure 3b)."""
 
     def __init__(
         self, in_features: int, num_blocks: int, block_dim: int, reduction: float, settings: LayerSettings
@@ -109,9 +107,7 @@ class ParallelMasks(nn.Module):
 
 
 class MaskedFeatures(nn.Module):
-    """Map dense [B, N] and rows [B, F, D] to logits [B, 1]: blocks of masked features, then the
-    layers `over`.
-    """
+    """Map dense [B, N] and rows [B, F, D] to logits [B, 1] by blocks of masked features and then the layers `over`."""
 
     def __init__(
         self, inputs: FeatureInputs, dim: int, blocks: nn.Module, over: nn.Module, has_feature_norm: bool

@@ -55,7 +55,7 @@ class WithTarget(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Apply multi-head attention, then a layer for each position, each after a norm and with a
+    """Apply multi-head attention, then an MLP to each position. Each has a norm before it and a
     residual.
 
     Source: arXiv 1905.06874 and 1808.09781.
@@ -83,7 +83,7 @@ class TransformerBlock(nn.Module):
 class HSTUBlock(nn.Module):
     """Apply pointwise attention with a gate (arXiv 2402.17152, 3.2).
 
-    Without a softmax, counts of events are kept.
+    There is no softmax, so the result depends on how often an event occurs.
 
     Y = norm(A V) * U with A = silu(Q K^T + bias) / L. The bias depends on the head and on the
     distance of two positions.

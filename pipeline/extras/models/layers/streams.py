@@ -33,8 +33,8 @@ class FeatureGate(nn.Module):
 
 
 class Stream(nn.Module):
-    """Map inputs [B, in_features] and rows [B, F, D] to [B, width of the last layer]: `layers` over
-    the inputs times their gate.
+    """Map inputs [B, in_features] and rows [B, F, D] to [B, width of the last layer]: multiply the
+    inputs by their gate and apply `layers`.
     """
 
     def __init__(self, gate: FeatureGate | None, layers: MLP) -> None:
@@ -54,7 +54,7 @@ class BilinearFusion(nn.Module):
     """
 
     def __init__(self, first_features: int, second_features: int, num_heads: int) -> None:
-        """num_heads: divides both widths."""
+        """num_heads: it must divide both widths."""
         super().__init__()
         self.num_heads = num_heads
         self.first, self.second = nn.Linear(first_features, 1), nn.Linear(second_features, 1)

@@ -21,7 +21,7 @@ class TargetAttention(nn.Module):
     The MLP reads the target, the row, their difference, their product, and the row's side
     information. It does not read padding: during training the rows of all samples are one matrix
     [ids, K], over which Dice takes its mean and variance. softmax: scale the weights so that they
-    add up to 1. The paper does not, so that many similar rows count more.
+    add up to 1. The paper does not scale them, so that many similar rows count more.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class TargetAttention(nn.Module):
         return torch.bmm(weights.unsqueeze(1).to(rows.dtype), rows).squeeze(1)
 
     def _jagged(self, target: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return [B, L], zero at positions without an id."""
+        """Return the weights [B, L], computed only for positions with an id; other weights are zero."""
         positions = mask.flatten().nonzero().squeeze(1)
         hidden = self._hidden(target, rows)
         if len(positions) < mask.numel():
@@ -52,7 +52,7 @@ class TargetAttention(nn.Module):
         return found.new_zeros(mask.numel()).index_copy(0, positions, found).view(mask.shape)
 
     def _padded(self, target: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return [B, L] for every position."""
+        """Return the weights [B, L], computed for every position."""
         found: torch.Tensor = self.layers(self.activation(self._hidden(target, rows)))
         return found.view(rows.shape[:2])
 

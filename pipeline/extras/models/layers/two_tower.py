@@ -77,7 +77,7 @@ class Columns(nn.Module):
 class Tower(nn.Module):
     """Map [B, width] to [B, layer_sizes[-1]].
 
-    The last layer is linear. `normalize`: to length 1, so that scores are cosines.
+    The last layer is linear. `normalize`: scale vectors to length 1, so that scores are cosines.
     """
 
     def __init__(self, width: int, layer_sizes: list[int], normalize: bool, settings: LayerSettings) -> None:

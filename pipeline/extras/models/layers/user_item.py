@@ -65,10 +65,11 @@ class BiasedDot(nn.Module):
 
 
 class NeuralFiltering(nn.Module):
-    """Map users, items [B, D] to [B, 1]: GMF over the first `gmf_columns` columns, an MLP over the
-    rest, one layer over both.
+    """Map users, items [B, D] to [B, 1] by GMF over the first `gmf_columns` columns, an MLP over
+    the other columns, and one layer over both results.
 
-    Source: arXiv 1708.05031, section 3.4. With all columns it is GMF, with none it is MLP.
+    Source: arXiv 1708.05031, section 3.4. If GMF has all columns there is no MLP, and if it has
+    none there is only the MLP.
     """
 
     def __init__(

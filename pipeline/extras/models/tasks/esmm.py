@@ -16,7 +16,7 @@ from pipeline.models.tasks.labels import LabelsTask
 
 @register("task", "esmm")
 class ESMMTask(LabelsTask):
-    """Compute cross-entropy of click, and of click * conversion with the product of both
+    """Compute the cross-entropy of the click, and of (click * conversion) with the product of both
     probabilities.
 
     Both losses use all rows. The mask of the conversion only selects the rows of its metrics. A

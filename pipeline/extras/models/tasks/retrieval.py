@@ -32,10 +32,11 @@ NO_ITEM = -1  # the id of padding and quarantined rows
 
 @register("task", "retrieval")
 class RetrievalTask(nn.Module):
-    """Compute softmax cross-entropy of each positive row's item among the global batch's (Yi et
-    al., RecSys 2019, section 3).
+    """Compute the softmax cross-entropy of each positive row's item among the items of the global
+    batch (Yi et al., RecSys 2019, section 3).
 
-    A candidate with the same item as the row is not a negative. Rows of weight 0 give no candidate.
+    A candidate with the same item as the row is not a negative. Items of rows with weight 0 are not
+    candidates.
     """
 
     no_export = ""
@@ -55,7 +56,7 @@ class RetrievalTask(nn.Module):
     ) -> tuple[torch.Tensor, RetrievalPrediction]:
         """vectors: users and items [B, D]. Collective in training mode.
 
-        In evaluation the loss is 0, because negatives of a batch do not represent the catalogue.
+        In evaluation the loss is 0, because the negatives of a batch do not represent all items.
         """
         users, items = (part.float() for part in vectors)
         labels, sample_weights = batch.labels, batch.sample_weights
@@ -107,8 +108,8 @@ class RetrievalTask(nn.Module):
 
 
 def hardest_cross_entropy(scores: torch.Tensor, own: torch.Tensor, count: int) -> torch.Tensor:
-    """Return [P]: softmax cross-entropy of each row's candidate among the `count` other candidates
-    with the highest scores.
+    """Return [P]: the softmax cross-entropy of each row's candidate against the `count` other
+    candidates with the highest scores.
 
     scores: [P, N], -inf if a candidate is not a negative. own: [P], the index of the row's
     candidate.

@@ -20,8 +20,8 @@ SCORES_AT_ONCE = 1 << 24  # numbers in one block of scores, 64 MiB
 
 
 class RetrievalPrediction(NamedTuple):
-    """Detached tensors: losses [B] (0 if a row is not a positive), users and items [B, D] float32,
-    item_ids [B].
+    """Hold detached tensors: losses [B] (0 if a row is not a positive), users and items [B, D]
+    float32, item_ids [B].
     """
 
     loss: torch.Tensor  # scalar
@@ -99,8 +99,9 @@ class RetrievalMetrics:
     def compute(self) -> dict[str, float]:
         """Collective: return the metrics, equal on every rank.
 
-        recall_at_k: the share of clicked rows, by weight, whose item is among the k best (ties
-        count half each way). mrr: the mean of 1 / position. NaN without a clicked row.
+        recall_at_k: the share of clicked rows, by weight, whose item is among the k best; items
+        with equal scores count as half above and half below. mrr: the mean of 1 / position. NaN
+        without a clicked row.
         """
         ids, items = self._catalogue()
         positions = [
@@ -148,8 +149,8 @@ def _first_positions(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _positions(users: torch.Tensor, wanted: torch.Tensor, ids: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-    """Return [P] float64: the position, from 1, of each user's wanted item; infinite if the
-    catalogue lacks the item.
+    """Return [P] float64: the position (from 1) of each user's clicked item among all items by
+    score; infinite if the catalogue lacks the item.
     """
     positions = torch.full((len(users),), math.inf, dtype=torch.float64)
     known = torch.nonzero(wanted > UNKNOWN_ITEM).flatten()

@@ -28,7 +28,7 @@ MAX_PLACES = 0xFFFF - FIRST
 
 @njit(nogil=True, cache=True)
 def gather(slots, weights, states, squares, records):  # type: ignore[no-untyped-def]
-    """Set records [n, numbers per record] from the slots [n]."""
+    """Copy the slots [n] into records [n, numbers per record]."""
     dim, second = weights.shape[1], weights.shape[1] + states.shape[1]
     for position in range(len(slots)):
         slot = slots[position]
@@ -39,7 +39,7 @@ def gather(slots, weights, states, squares, records):  # type: ignore[no-untyped
 
 @njit(nogil=True, cache=True)
 def scatter(numbers, at, slots, weights, states, squares):  # type: ignore[no-untyped-def]
-    """Fill the slots [n] of each column from the records that begin at numbers[at]."""
+    """Copy the records that begin at numbers[at] into the slots [n] of each column."""
     dim, second = weights.shape[1], states.shape[1]
     for position in range(len(slots)):
         slot, begin = slots[position], at[position]
@@ -50,7 +50,7 @@ def scatter(numbers, at, slots, weights, states, squares):  # type: ignore[no-un
 
 @njit(nogil=True, cache=True)
 def fill_records(numbers, at, records):  # type: ignore[no-untyped-def]
-    """Do the opposite of scatter, from records [n, numbers per record]."""
+    """Do the opposite of scatter: copy slots into records [n, numbers per record]."""
     for position in range(len(at)):
         numbers[at[position] : at[position] + records.shape[1]] = records[position]
 
@@ -63,7 +63,7 @@ def set_bits(bits, rows):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def stored_bits(place, bits):  # type: ignore[no-untyped-def]
-    """Set the bits of rows that are stored."""
+    """Set the bits of the rows that are stored."""
     for row in range(len(place)):
         if place[row] != 0:
             bits[row >> 3] |= np.uint8(1) << np.uint8(row & 7)
@@ -71,8 +71,8 @@ def stored_bits(place, bits):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def locate(rows, place, layout, offsets):  # type: ignore[no-untyped-def]
-    """Set offsets [n] to the byte position of each row's record in the file, -1 if it waits in
-    memory. All rows are stored.
+    """Set offsets [n] to the byte position of each row's record in the file, or -1 if the record
+    waits in memory. All rows must be stored.
     """
     rows_a_region, _, _, rows_a_unit, region_bytes, unit_bytes, record_bytes, _ = layout
     for position in range(len(rows)):
@@ -87,12 +87,12 @@ def locate(rows, place, layout, offsets):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def plan_reads(offsets, first, record_bytes, sector, most_gap, most_bytes, span_offsets, span_sizes, at):  # type: ignore[no-untyped-def]
-    """Find spans of complete sectors with the records at offsets [n], ascending, from position
-    `first` on, up to most_bytes.
+    """Find spans of complete sectors that contain the records at offsets [n] (ascending), from
+    position `first` on, until the spans have most_bytes.
 
-    Records with at most most_gap bytes between them share a span. Spans follow each other in
-    memory; at [n] are the records' positions there, in numbers. Returns the position after the last
-    record, the number of spans, and bytes.
+    Records with at most most_gap bytes between them share a span. Spans are adjacent in memory. at
+    [n] gets the position of each record in this memory, counted in numbers. Returns the position
+    after the last record, the number of spans, and their bytes.
     """
     num_spans, total, position = 0, 0, first
     while position < len(offsets):
@@ -133,12 +133,12 @@ def _emptiest(num_taken, region, segments):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def plan_writes(rows, first, layout, place, taken, num_taken, most_bytes, span_offsets, span_sizes, is_read, at):  # type: ignore[no-untyped-def]
-    """Give rows [n], ascending and not stored, places from position `first` on, up to most_bytes
-    and the number of spans.
+    """Give places to rows [n] (ascending, not stored), from position `first` on, until the spans
+    have most_bytes or their maximum number.
 
-    Spans follow each other in memory; at [n] are the records' positions there, in numbers. is_read:
-    spans with other records, which have to be read before they are written. Returns the position
-    after the last row, the number of spans, and bytes.
+    Spans are adjacent in memory. at [n] gets the position of each record in this memory, counted in
+    numbers. is_read: spans with other records, which must be read before they are written. Returns
+    the position after the last row, the number of spans, and their bytes.
     """
     rows_a_region, places_a_region, places_a_segment, rows_a_unit, region_bytes, unit_bytes, record_bytes, segments = (
         layout
@@ -180,7 +180,7 @@ def plan_writes(rows, first, layout, place, taken, num_taken, most_bytes, span_o
 
 @part()
 def _leave(row, place, taken, num_taken, layout):  # type: ignore[no-untyped-def]
-    """Free the place of a row in the file."""
+    """Free the place that a row has in the file."""
     rows_a_region, places_a_region, places_a_segment, _, _, _, _, segments = layout
     region, at = row // rows_a_region, int64(place[row]) - FIRST
     bit = region * places_a_region + at
@@ -208,9 +208,9 @@ def pool(rows, first, records, place, taken, num_taken, layout, buckets, pool_ro
 
     Return the position where the pool is full.
 
-    pool_rows, pool_records: of each place of the pool. buckets: their map, as in slot_map. free [1
-    + places]: how many places are free, and which. waiting [regions]: rows of each region in the
-    pool.
+    pool_rows, pool_records: the row and the record in each place of the pool. buckets: the map from
+    rows to places, as in slot_map. free [1 + places]: how many places are free, and which. waiting
+    [regions]: how many rows of each region are in the pool.
     """
     for position in range(first, len(rows)):
         row = rows[position]
@@ -232,15 +232,15 @@ def pool(rows, first, records, place, taken, num_taken, layout, buckets, pool_ro
 
 @njit(nogil=True, cache=True)
 def find_pooled(rows, buckets, pool_rows, at):  # type: ignore[no-untyped-def]
-    """Write the places of `rows` in the pool to the array `at` [n]."""
+    """Set at [n] to the places of `rows` in the pool."""
     for position in range(len(rows)):
         at[position] = find(rows[position], buckets, pool_rows, 0)
 
 
 @njit(nogil=True, cache=True)
 def choose_regions(waiting, least, rows_a_region, pool_rows, chosen):  # type: ignore[no-untyped-def]
-    """Choose the rows of the regions with most rows in the pool, at least `least` rows: chosen
-    [pool] and their number.
+    """Choose regions with the most rows in the pool, until they have `least` rows. Write these rows
+    to chosen [pool] and return their number.
     """
     left = waiting.copy()
     total = 0

@@ -1,11 +1,12 @@
 """Map rows of a table to slots, and choose which rows to evict, by kernels that Numba compiles.
 
-A map is a hash table of slots: buckets [2^k] have a slot or -1, row_of [slots] the row in a slot or
--1. Collisions use the next bucket. Removing a row closes its gap, so there are no tombstones. CLOCK
-chooses victims: a hand moves over the slots, reduces each count by one, and stops at a count of 0
-if no batch in flight needs the row.
+A map is a hash table of slots: buckets [2^k] contain a slot or -1, and row_of [slots] contains the
+row of a slot or -1. After a collision the next bucket is used. Removing a row closes its gap, so
+there are no tombstones. The CLOCK algorithm chooses the rows to evict: a hand moves over the slots,
+reduces each count by one, and stops at a count of 0 if no batch in flight needs the row.
 
-Rows [0, head) have the slots of their numbers. These slots are in no bucket and are never evicted.
+Rows [0, head) have the slots with their own numbers. These slots are in no bucket and are never
+evicted.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def remove(row, buckets, row_of):  # type: ignore[no-untyped-def]
 
 @part()
 def _victim(hand, row_of, visits, pins, head):  # type: ignore[no-untyped-def]
-    """Return a slot that may be filled, free or not; -1 if batches in flight need all slots."""
+    """Return a free slot, or a slot whose row may be evicted; -1 if batches in flight need all slots."""
     count = len(row_of)
     for _ in range((int64(MOST) + 2) * (count - head)):
         slot = max(hand[0], head)
@@ -87,10 +88,11 @@ def _victim(hand, row_of, visits, pins, head):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def resolve(ids, buckets, row_of, visits, pins, seen, now, head, slots, pinned, missing):  # type: ignore[no-untyped-def]
-    """Pin the slots of `ids` [n], once per row, and fill slots [n]; -1 for a row without a slot.
+    """Pin the slots of `ids` [n], once per row. Set slots [n], to -1 for a row without a slot.
 
-    seen [slots]: the call that last saw a slot; `now` is this call. pinned [n]: the pinned slots.
-    missing [n]: the ids without a slot. Returns the lengths of both.
+    seen [slots]: the number of the last call that used a slot; `now` is the number of this call.
+    pinned [n]: the pinned slots. missing [n]: the ids without a slot. Returns the lengths of pinned
+    and missing.
     """
     num_pinned, num_missing = 0, 0
     for position in range(len(ids)):
@@ -112,7 +114,7 @@ def resolve(ids, buckets, row_of, visits, pins, seen, now, head, slots, pinned, 
 def admit(rows, buckets, row_of, visits, pins, dirty, hand, head, slots, victims, victim_slots):  # type: ignore[no-untyped-def]
     """Give each of `rows` [n], which have no slot, a pinned slot in slots [n].
 
-    Weights and states are filled later.
+    Weights and states of the slots are set later.
 
     victims [n], victim_slots [n]: the evicted rows that had changed, whose weights and states are
     still in their slots. Returns how many rows got a slot (fewer than n if batches in flight need
@@ -136,7 +138,7 @@ def admit(rows, buckets, row_of, visits, pins, dirty, hand, head, slots, victims
 
 @njit(nogil=True, cache=True)
 def fill_in(ids, buckets, row_of, head, slots):  # type: ignore[no-untyped-def]
-    """Fill the -1 entries of slots [n] for rows that have a slot now."""
+    """Replace each -1 in slots [n] whose row has a slot now."""
     for position in range(len(ids)):
         if slots[position] < 0:
             slots[position] = find(ids[position], buckets, row_of, head)
@@ -144,7 +146,7 @@ def fill_in(ids, buckets, row_of, head, slots):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def out_of_range(ids, num_rows):  # type: ignore[no-untyped-def]
-    """Return the position of the first id that is not a row; -1 if all are."""
+    """Return the position of the first id that is not a row; -1 if all ids are rows."""
     for position in range(len(ids)):
         if U(ids[position]) >= U(num_rows):  # a negative id becomes a large one
             return position
@@ -153,6 +155,6 @@ def out_of_range(ids, num_rows):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def release_head(head, buckets, row_of):  # type: ignore[no-untyped-def]
-    """Allow the eviction of rows [0, head), which are in their slots."""
+    """Allow the eviction of rows [0, head). Their slots are then found through buckets."""
     for row in range(head):
         insert(row, row, buckets, row_of)

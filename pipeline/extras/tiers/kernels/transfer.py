@@ -1,7 +1,7 @@
 """Transfer many spans between files and memory at once, by kernels that Numba compiles.
 
 Linux's io_submit starts all transfers of a step in one call, and io_getevents waits for them. One
-thread keeps the SSD busy, with a third of the processor time that threads need which read one span
+thread keeps the SSD busy. It needs a third of the processor time of threads that read one span
 each. Kernels return the first span that failed and its errno (SHORT: the file ended); an errno of 0
 means success.
 """
@@ -51,7 +51,7 @@ def _move(is_write, file, offset, size, address):  # type: ignore[no-untyped-def
 
 @njit(nogil=True, cache=True)
 def move_each(is_write, files, offsets, sizes, addresses, begin, end):  # type: ignore[no-untyped-def]
-    """Transfer spans [begin, end) one after the other. Return (span, errno)."""
+    """Transfer spans [begin, end) one after the other. Return (failed span, errno)."""
     for at in range(begin, end):
         error = _move(is_write, files[at], offsets[at], sizes[at], addresses[at])
         if error != 0:
@@ -61,12 +61,12 @@ def move_each(is_write, files, offsets, sizes, addresses, begin, end):  # type: 
 
 @njit(nogil=True, cache=True)
 def move_together(context, is_write, files, offsets, sizes, addresses, requests, pointers, events):  # type: ignore[no-untyped-def]
-    """Transfer all spans [n] (files, offsets and sizes in bytes, addresses), as many at a time as
-    there are requests.
+    """Transfer all spans [n] (files, offsets and sizes in bytes, addresses). As many spans as there
+    are requests are transferred at a time.
 
-    context: of io_setup. requests [most at once, REQUEST_NUMBERS], pointers [most at once] and
-    events [most at once, EVENT_NUMBERS] are overwritten. What the kernel refuses, or transfers
-    partly, is transferred by pread and pwrite, whose errors have a reason.
+    context: the result of io_setup. requests [most at once, REQUEST_NUMBERS], pointers [most at
+    once] and events [most at once, EVENT_NUMBERS] are overwritten. Spans that Linux refuses, or
+    transfers only partly, are transferred by pread and pwrite, whose errors state the reason.
     """
     for first in range(0, len(files), len(requests)):
         count = min(len(requests), len(files) - first)
