@@ -30,7 +30,7 @@ class DataError(UserError):
 
 
 class LimitError(DataError):
-    """The limits of the job are too low for rows that may be valid."""
+    """The configured limits are too low for rows that may be valid."""
 
 
 class PlanError(UserError):
@@ -52,7 +52,7 @@ class TierError(ShardingError):
 
 
 class TrainingError(UserError):
-    """A run cannot continue, or not with this job."""
+    """A run cannot continue, or cannot continue with this job."""
 
     code = "training"
 
@@ -64,7 +64,7 @@ class ServingError(UserError):
 
 
 class RetrainingError(UserError):
-    """Windows, champion or registry do not allow the requested action."""
+    """The windows, the champion or the registry do not allow the requested action."""
 
     code = "retraining"
 
@@ -108,9 +108,11 @@ def did_you_mean(name: str, choices: Collection[str]) -> str:
 
 
 def nearest(name: str, choices: Collection[str], least_alike: float = 0.5) -> str:
-    """Return the choice most similar to `name`, if at least this share of letters matches; else "".
+    """Return the choice most similar to `name`, if at least the share `least_alike` of the letters
+    matches; otherwise "".
 
-    A choice that starts with `name` comes first: h100 means h100_80gb, although h200 shares more letters.
+    A choice that starts with `name` comes first: h100 means h100_80gb, although h200 shares more
+    letters.
     """
     begun = [choice for choice in choices if name and choice.startswith(name)]
     near = difflib.get_close_matches(name, begun or list(choices), n=1, cutoff=0.0 if begun else least_alike)

@@ -1,4 +1,4 @@
-"""Report how much memory this host has and how much is free. Limits of containers and Slurm count."""
+"""Report how much memory this host has, and how much is free. Limits of containers and of Slurm are applied."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _slurm_limits() -> list[int]:
 
 
 def free_host_bytes(used_bytes: int) -> int:
-    """Return how much more memory this host has, if the caller's ranks here use `used_bytes`."""
+    """Return how much more memory this host can provide if the ranks on this host use `used_bytes`."""
     import psutil
 
     return min(int(psutil.virtual_memory().available), host_memory_bytes() - used_bytes)

@@ -1,4 +1,4 @@
-"""Make values that JSON can hold, and check the types of values that JSON gave."""
+"""Make values that JSON can hold, and check the types of values that were read from JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def checked(values: object, kind: type[Kind], source: str) -> Kind:
 
 
 def finite(value: object) -> object:
-    """Return the value with None for each number that is not finite, also in nested values."""
+    """Return the value with None instead of each number that is not finite, including nested values."""
     if isinstance(value, dict):
         return {name: finite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -79,7 +79,7 @@ class EventFiles:
         return writer
 
     def close(self, after_step: int | None = None) -> None:
-        """Close the files. after_step: the run continues there; TensorBoard drops later numbers."""
+        """Close the files. after_step: the run continues after this step; TensorBoard drops later numbers."""
         for writer in self._writers.values():
             writer.close()
         self._writers = {}
@@ -127,17 +127,17 @@ class _DropNoise(logging.Filter):
 
 
 def attempt() -> str:
-    """Return which start of the job this is, from requeues and the agent's restarts; first: 0.0."""
+    """Return which start of the job this is, as "<requeues>.<restarts by the agent>"; the first is 0.0."""
     return ".".join(os.environ.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
 
 
 def job_id() -> str:
-    """Return the scheduler's or the launcher's name of the job; empty without one."""
+    """Return the job's name from the scheduler or the launcher; "" if there is none."""
     return next(filter(None, map(os.environ.get, (ELASTIC_JOB, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"))), "")
 
 
 def fields(**values: object) -> dict[str, dict[str, object]]:
-    """Return `extra` of a log line: its values by name, for JSON logs."""
+    """Return the argument `extra` for a log call, with these values by name, for JSON logs."""
     return {"fields": values}
 
 
@@ -289,7 +289,7 @@ class MetricsWriter:
         )
 
     def _keep_up_to(self, step: int) -> None:
-        """Drop later lines. A file without later lines is not written."""
+        """Drop the lines after `step`. A file without later lines is not written."""
         kept = "".join(_lines_up_to(self.path, step) if step else [])
         if not step and (lost := _newest_step(self.path)):
             get_logger(__name__).warning(
@@ -311,7 +311,7 @@ class MetricsWriter:
             self._event_files.write(kind, step, values)
 
     def _append(self, line: str, size: int) -> None:
-        """Write the line behind byte `size`: a try before may have written a part of it."""
+        """Write the line after byte `size`, because an earlier attempt may have written a part of it."""
         with open(self.path, "a") as file:
             file.truncate(size)
             file.write(line + "\n")

@@ -96,7 +96,7 @@ def _mask_urls_and_environment(text: str) -> str:
 
 
 def _secret_values() -> Iterator[str]:
-    """Yield the longest value first, so that a value inside another one leaves nothing of it."""
+    """Yield secret values, the longest first, so that a value that contains another value is masked completely."""
     values = {
         value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= MIN_HIDDEN_LETTERS
     }

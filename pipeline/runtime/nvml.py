@@ -26,7 +26,7 @@ MACHINES = {
 
 
 class BeforeFbgemm:
-    """Load the stub before fbgemm_gpu is imported: a finder of modules that finds none."""
+    """Load the stub before fbgemm_gpu is imported. It is registered as a finder of modules, but finds no module."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
         if name == "fbgemm_gpu":
@@ -35,7 +35,7 @@ class BeforeFbgemm:
 
 
 def load_stub_without_driver() -> bool:
-    """Load the stub if the driver's library is absent. Return whether it was loaded."""
+    """Load the stub if the driver's library is missing. Return True if the stub was loaded."""
     import ctypes
 
     machine = os.uname().machine

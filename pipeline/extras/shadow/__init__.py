@@ -35,10 +35,10 @@ def activate(
     name: str = "h100_80gb",
     untouched_above_bytes: int | None = None,
 ) -> None:
-    """Give this process `num_gpus` shadow GPUs of a card. Later calls only change the settings.
+    """Give this process `num_gpus` simulated GPUs of one kind. Later calls only change the settings.
 
-    Call it before torch is imported. total_memory_bytes: of a GPU. untouched_above_bytes: larger
-    tensors are zeros in memory that is reserved but not touched. Raises ConfigError.
+    Call it before torch is imported. total_memory_bytes: memory per GPU. untouched_above_bytes:
+    larger tensors are zeros in memory that is reserved but not touched. Raises ConfigError.
     """
     if name not in CARDS:
         raise ConfigError(f"unknown card {name!r}{did_you_mean(name, CARDS)}; known are {', '.join(CARDS)}")
@@ -72,7 +72,7 @@ def activate(
 
 @contextmanager
 def running(rank: int = 0) -> Iterator[Report]:
-    """Run the context, and threads that it starts, on the shadow GPUs. Yields the report."""
+    """Run the context, and the threads that it starts, on the shadow GPUs. Yields the report."""
     from pipeline.extras.shadow import collectives, device, memory, report, streams, tensors
 
     for module in (streams, memory, collectives, device):

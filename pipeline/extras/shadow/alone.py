@@ -1,8 +1,9 @@
 """Answer the collectives of one rank that runs without other ranks, as if all ranks were equal.
 
-Sums are multiplied by the number of ranks, gathered parts are copies, and each rank sends what this
-rank sends to itself. Shapes and bytes are those of equal loads; the numbers are meaningless. What
-rank 0 broadcasts (plans, decisions) is recorded for ranks that run later.
+Sums are multiplied by the number of ranks, gathered parts are copies, and each other rank is
+assumed to send what this rank sends to itself. Shapes and bytes are those of equal loads; the
+numbers are meaningless. What rank 0 broadcasts (plans, decisions) is recorded for ranks that run
+later.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAX_RECORDED_BYTES = 64 << 20
 
 
 class Alone:
-    """Answer the collectives of `rank`. folder: the folder of rank 0's broadcasts."""
+    """Answers the collectives of `rank`. folder: the folder in which rank 0's broadcasts are stored."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank
@@ -71,7 +72,8 @@ class Alone:
                     _copy(part, sent[me])
 
     def _from_rank_0(self, into: list[torch.Tensor], parts: Any, ranks: list[int], root: int) -> None:
-        """Record what rank 0 sends to each rank, or give it to another rank. root: in the group.
+        """Record what rank 0 sends to each rank, or on another rank read what was recorded. root:
+        rank within the group.
 
         A group without rank 0 gets nothing: its tensors stay unchanged.
         """
@@ -108,7 +110,7 @@ def _sum(tensor: torch.Tensor, reduce_op: Any, num_ranks: int) -> None:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Fill target with source, repeated or cut to its size."""
+    """Fill `target` with `source`, which is repeated or cut to the size of `target`."""
     flat, wanted = source.reshape(-1), target.numel()
     if flat.numel() == 0:
         target.zero_()

@@ -45,9 +45,9 @@ class CollectiveMismatch(RuntimeError):
 
 
 class _Group:
-    """A group of nccl: its twin, its stream, and the number of its collectives.
+    """An nccl group: its gloo twin, its stream, and the number of its collectives.
 
-    takes_cpu: a group of gloo whose only rank has no peers (alone.py).
+    takes_cpu: the group is a gloo group whose only rank has no other ranks (alone.py).
     """
 
     def __init__(self, twin: dist.ProcessGroup, ranks: list[int], takes_cpu: bool = False) -> None:
@@ -72,7 +72,7 @@ def reset() -> None:
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operation of c10d: on the twin for GPU tensors, unchanged for groups of gloo."""
+    """Run an operation of c10d. GPU tensors use the twin; gloo groups are unchanged."""
     flat, spec = tree_flatten((args, kwargs))
     given = [each for each in flat if isinstance(each, torch.Tensor)]
     on_gpu = [each for each in given if isinstance(each, Shadow)]
@@ -146,7 +146,7 @@ def _is_uneven(lists: Any) -> bool:
 
 
 def _uneven(base: str, outputs: Any, inputs: Any, twin: dist.ProcessGroup) -> tuple[Any, Any]:
-    """Gather, or sum and scatter, parts of different sizes, which gloo lacks."""
+    """Gather parts of different sizes, or sum and scatter them. gloo does not support this."""
     if base == "allgather_":
         parts, own = outputs[0], inputs[0].reshape(-1)
         everyone = own.new_zeros(len(parts), max(each.numel() for each in parts))
@@ -164,7 +164,7 @@ def _uneven(base: str, outputs: Any, inputs: Any, twin: dist.ProcessGroup) -> tu
 
 
 def _wait(self: Work, *args: Any, **kwargs: Any) -> Any:
-    """work.wait(): let the current stream wait for the group's stream."""
+    """Replace work.wait(): the current stream waits for the group's stream."""
     done = _work_wait(self, *args, **kwargs)
     for index, (work, clock) in enumerate(_pending):
         if work is self:
@@ -195,13 +195,13 @@ def _note(base: str, known: _Group, given: list[Any]) -> None:
 
 
 def _folder() -> Path:
-    """Return the folder for all ranks of a program on this machine."""
+    """Return the folder that all ranks of a program on this machine share."""
     name = f"shadow-{os.getuid()}-{os.environ.get('TORCHELASTIC_RUN_ID', '')}{os.environ.get('MASTER_PORT', '')}"
     return Path(private_folder(os.environ.get(FOLDER) or os.path.join(tempfile.gettempdir(), name)))
 
 
 def _compare(base: str, known: _Group, given: list[Any], flat: list[Any]) -> None:
-    """Collective on the twin: raise CollectiveMismatch on all ranks if they differ."""
+    """Collective on the twin: raise CollectiveMismatch on all ranks if their collectives differ."""
     size = len(known.ranks)
     if size == 1:
         return
@@ -227,7 +227,7 @@ def _compare(base: str, known: _Group, given: list[Any], flat: list[Any]) -> Non
 
 
 def _splits(base: str, given: list[Any], flat: list[Any], size: int) -> tuple[list[int], list[int]]:
-    """Return the rows that this rank sends to, and expects from, each rank (all-to-all)."""
+    """Return how many rows this rank sends to each rank, and expects from each rank (all-to-all)."""
     if base == "alltoall_base_":
         into, out_of = given[0], given[1]
         lists = [each for each in flat[2:] if isinstance(each, int)]
@@ -243,7 +243,7 @@ def _splits(base: str, given: list[Any], flat: list[Any], size: int) -> tuple[li
 
 
 def _digest(base: str, shapes: list[Any]) -> int:
-    """Return a number that is equal on ranks that may call this collective together."""
+    """Return a number that is equal on all ranks whose collectives fit each other."""
     if base in _OWN_PART:  # the list has each rank's size; NCCL accepts different sizes
         parts = shapes[:-1] if base == "allgather_" else shapes[1:]
     else:
@@ -287,7 +287,7 @@ def _new_twin(ranks: Any, timeout: Any) -> Any:
 
 
 def init_process_group(backend: str | None = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
-    """dist.init_process_group: gloo unchanged; nccl as a group for GPU tensors with a gloo twin."""
+    """Replace dist.init_process_group. gloo is unchanged; nccl becomes a group for GPU tensors with a gloo twin."""
     if backend not in ("nccl", "cuda:nccl", "cpu:gloo,cuda:nccl"):
         _init(backend, *args, **kwargs)
         return

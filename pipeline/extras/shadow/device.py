@@ -140,9 +140,8 @@ def patches() -> list[Patch]:
 
 
 def let_autograd_run(shim: Any) -> None:
-    """Let torch's C++ accept CUDA tensors: install its empty guard, then raise the count.
-
-    The guard supports 8 devices, and autograd makes as many queues as the count.
+    """Let torch's C++ accept CUDA tensors: install torch's no-op device guard, then increase the
+    device count. The guard supports 8 devices, and autograd makes one queue per device.
     """
     torch._C._ensureCUDADeviceGuardSet()
     shim.shadow_set_device_count(16)

@@ -67,7 +67,7 @@ def _features(call: dict[str, Any]) -> Iterator[_Feature]:
 
 
 def _dims_and_outputs(call: dict[str, Any], num_features: int) -> tuple[list[int], Any]:
-    """Return each feature's width, and a function: a range of its bags -> output positions."""
+    """Return each feature's width, and a function that maps a range of the feature's bags to output positions."""
     if "D" in call:
         return [int(call["D"])] * num_features, None
     d_offsets = call["D_offsets"].tolist()
@@ -79,7 +79,7 @@ def _dims_and_outputs(call: dict[str, Any], num_features: int) -> tuple[list[int
 
 
 def _bags(call: dict[str, Any], num_features: int) -> list[tuple[int, int]]:
-    """Return the first bag of each feature, and the bag after its last one."""
+    """Return the first bag of each feature, and as the last entry the number of all bags."""
     if call.get("B_offsets") is not None:
         begins = call["B_offsets"].tolist()
         return list(pairwise(begins))
@@ -94,7 +94,7 @@ def _bags(call: dict[str, Any], num_features: int) -> list[tuple[int, int]]:
 
 
 class _Rows:
-    """Read and write rows of one table in place: in HBM, in host memory or in the cache."""
+    """Reads and writes rows of one table in place: in HBM, in host memory or in the cache."""
 
     def __init__(self, call: dict[str, Any], table: tuple[int, int], dim: int) -> None:
         self.placement, begin = table
@@ -121,7 +121,7 @@ class _Rows:
 
 
 def _locations(call: dict[str, Any], at: slice) -> torch.Tensor | None:
-    """Return the positions of the ids' rows in the cache (-1: not cached); None without a cache."""
+    """Return for each id the position of its row in the cache (-1: not cached); None if there is no cache."""
     found = call.get("lxu_cache_locations")
     return found[at] if found is not None and found.numel() else None
 
@@ -155,7 +155,7 @@ def _output_shape(call: dict[str, Any]) -> torch.Size:
 
 
 def _row_gradients(call: dict[str, Any], feature: _Feature) -> torch.Tensor:
-    """Return the gradient of each id's row [ids, dim], before repeated ids are added up."""
+    """Return the gradient of each id's row [ids, dim]. Repeated ids are not added up yet."""
     grad = call["grad_output"].reshape(-1).float()[feature.output_at]
     if call.get("pooling_mode") == _MEAN:
         grad = grad / feature.lengths.clamp(min=1).unsqueeze(1)
@@ -183,7 +183,7 @@ def backward(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def _summed(call: dict[str, Any], features: list[_Feature]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the table's distinct ids, where they occur first, and their summed gradients."""
+    """Return the table's distinct ids, the position where each occurs first, and their summed gradients."""
     ids = torch.cat([feature.ids for feature in features])
     gradients = torch.cat([_row_gradients(call, feature) for feature in features])
     distinct, inverse = torch.unique(ids, return_inverse=True)
@@ -269,7 +269,7 @@ def _complete_cumsum(counts: torch.Tensor) -> torch.Tensor:
 def _selected(
     indices: torch.Tensor, begins: torch.Tensor, dims: torch.Tensor, counts: torch.Tensor, permuted: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions of all selected numbers in the flat input, and in the flat output."""
+    """Return the positions of all selected numbers, in the flat input and in the flat output."""
     source, into, columns, used = [], [], 0, 0
     parts = indices.long().split(counts.tolist())
     for own, begin, dim in zip(parts, begins.tolist(), dims.tolist(), strict=True):
@@ -284,7 +284,7 @@ def _selected(
 
 
 def patches() -> list[Patch]:
-    """Return no patches; install the kernels where operations look for them."""
+    """Return no patches. The function installs the kernels where operations look for them."""
     tensors.KERNELS[:] = [
         (r"fbgemm::(split|dense)_embedding_(nobag_)?codegen_forward_(un)?weighted(_vbe)?_cuda", forward),
         (r"fbgemm::split_embedding_(nobag_)?backward_codegen_dense_.*_exact_cuda", dense_backward),

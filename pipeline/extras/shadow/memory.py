@@ -1,4 +1,5 @@
-"""Count the memory of shadow GPUs, and copies to and from the host; find reads that are too early.
+"""Count memory of shadow GPUs and copies to and from the host. Find reads of a copy's target before
+the copy is done.
 
 A block is attached to torch's storage object, so it ends with it. Sizes are rounded as in torch's
 allocator. Fragmentation and NCCL's buffers are not counted. A non-blocking copy into pinned memory
@@ -92,7 +93,7 @@ def is_kind(inner: torch.Tensor, kind: str) -> bool:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Attribute peaks in the context to `name`."""
+    """Attribute memory peaks in this context to the phase `name`."""
     global _phase
     before, _phase = _phase, name
     peaks = report.current().peak_bytes
@@ -104,7 +105,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def enter_phase(name: str) -> None:
-    """Attribute peaks to `name` from now on."""
+    """Attribute memory peaks to the phase `name` from now on."""
     global _phase
     _phase = name
     peaks = report.current().peak_bytes
@@ -120,7 +121,7 @@ def peak() -> int:
 
 
 def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros in memory that is reserved but not touched and may exceed this machine's."""
+    """Return zeros in memory that is reserved but not touched, and may be larger than this machine's memory."""
     count = prod(shape)
     pages = mmap.mmap(-1, max(1, count * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     buffer = (ctypes.c_char * len(pages)).from_buffer(pages)
@@ -155,7 +156,7 @@ def check_host_reads(rule: Rule, flat: list[Any]) -> None:
 
 
 def _remember(storage: Any) -> None:
-    """Record that the current stream still fills this memory of the host. Drop finished copies."""
+    """Record that the current stream still fills this host memory. Forget copies that are finished."""
     for key, (_, stream, tick, _) in list(_in_flight.items()):
         if streams.host_knows(stream, tick):
             del _in_flight[key]
@@ -165,7 +166,7 @@ def _remember(storage: Any) -> None:
 
 @dataclass(frozen=True)
 class Copy:
-    """One copy: source and target (host or GPU), and whether the host continues without waiting."""
+    """One copy: its source and target (host or GPU), and whether the host continues without waiting for it."""
 
     from_host: bool
     to_host: bool

@@ -11,10 +11,11 @@ from pipeline.extras.shadow import tensors
 
 
 class Meter:
-    """Count this process's operations on tensors, and this thread's CPU time outside them.
+    """Counts this process's operations on tensors, and measures this thread's CPU time outside
+    these operations.
 
-    The time of entering the shadow is measured on `detach` and subtracted. Backward uses other threads
-    unless torch.autograd.set_multithreading_enabled(False).
+    The time of entering the shadow is measured on `detach` and subtracted. Backward uses other
+    threads unless torch.autograd.set_multithreading_enabled(False).
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class Meter:
         self._entering_s = min(self._time_of_entering() for _ in range(20))
 
     def outside_s(self) -> float:
-        """Return the seconds of this thread since it began. Subtract two values."""
+        """Return the CPU seconds outside operations since the thread began. Subtract two values."""
         return time.thread_time() - self._inside_s - self.calls * self._entering_s
 
     def _metered(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,5 @@
-"""Replace what torch and TorchRec do in C++ or by changing classes, which wrappers do not support.
+"""Replace what torch and TorchRec do in C++ or by changing classes, because tensor wrappers do not
+support this.
 
 DistributedDataParallel's Reducer makes CUDA events in C++. Here hooks compute the same sums:
 weights are broadcast at the start, and gradients are averaged in buckets when backward ends.

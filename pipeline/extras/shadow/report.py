@@ -20,7 +20,7 @@ _MAX_FINDINGS = 200  # of one kind, because a fault in a loop is found once per 
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault: its kind (race, reuse, host_read, device, collective), what happened, and where."""
+    """A fault: its kind (race, reuse, host_read, device, collective), what happened, and where."""
 
     kind: str
     text: str
@@ -58,7 +58,7 @@ class Report:
         return [each for each in self.problems if each.kind == kind]
 
     def counts(self) -> dict[str, int]:
-        """Return the totals that benchmarks compare. Subtract two of them."""
+        """Return the totals that benchmarks compare. Subtract two results to get the counts of one step."""
         return {
             "launches": self.launches,
             "syncs": sum(self.syncs.values()),
@@ -69,7 +69,7 @@ class Report:
         }
 
     def as_record(self) -> dict[str, Any]:
-        """The report as JSON values."""
+        """Return the report as JSON values."""
         record = {name: value for name, value in vars(self).items() if name not in ("findings", "collectives")}
         record["problems"] = [asdict(each) for each in self.problems]
         record["num_collectives"] = len(self.collectives)
@@ -111,7 +111,7 @@ def place() -> str:
 
 
 def sync(kind: str) -> None:
-    """Count that the host waits for the device here."""
+    """Count that the host waits for the device at the caller's place."""
     _current.syncs[f"{kind} {place()}"] += 1
 
 

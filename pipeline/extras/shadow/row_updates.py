@@ -1,7 +1,7 @@
 """Implement FBGEMM's optimizers of rows (fbgemm_gpu/codegen/genscript/optimizers.py).
 
-A state is flat, in HBM or UVM. The table's part begins at its offset: one number per row, or as wide
-as the row.
+A state tensor is flat, in HBM or UVM. A table's part begins at the table's offset, and has one
+number per row, or as many as the row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _L2, _DECOUPLED = 1, (2, 5)  # FBGEMM's WeightDecayMode: NONE is 0
 
 
 class _State:
-    """The rows of one table in a state tensor of a call (momentum1, momentum2, row_counter)."""
+    """The state of one table's rows in a state tensor of a call (momentum1, momentum2, row_counter)."""
 
     def __init__(self, call: dict[str, Any], name: str, feature: int, dim: int) -> None:
         on_device = int(call[f"{name}_placements"][feature]) == _DEVICE
@@ -74,7 +74,7 @@ def _rowwise_adagrad(call: Any, state: Any, ids: Any, weights: Any, grad: Any, l
 
 
 def _moments(call: Any, state: Any, ids: Any, grad: Any, rowwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return Adam's averages of the gradient and of its square, the latter per row with `rowwise`."""
+    """Return Adam's averages of the gradient and of its square. With `rowwise`, the second average is per row."""
     beta1, beta2, dim = call["beta1"], call["beta2"], grad.shape[1]
     first, second = state("momentum1", dim), state("momentum2", 1 if rowwise else dim)
     square = grad.square().mean(1, keepdim=True) if rowwise else grad.square()

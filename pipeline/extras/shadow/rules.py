@@ -55,7 +55,7 @@ class Rule:
     written_arguments: tuple[tuple[int, str], ...]
 
     def written(self, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-        """Return the arguments that the operator writes into, as it returns them."""
+        """Return the arguments that the operator writes into, in the form in which it returns them."""
         found: list[Any] = []
         for index, name in self.written_arguments:
             value = args[index] if index < len(args) else kwargs.get(name)
@@ -96,7 +96,7 @@ def rule_of(func: Any) -> Rule:
 
 
 def check_devices(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any], shadows: list[Any]) -> None:
-    """Raise what the kernel would raise, or an error if the kernel would read invalid memory."""
+    """Raise the error that a GPU kernel would raise, or an error if the kernel would read invalid memory."""
     if not shadows or rule.base in _MAY_MIX:
         return
     device = shadows[0].device
@@ -134,7 +134,7 @@ def _refuse(text: str) -> None:
 
 
 def _tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield (argument's name, tensor, whether it is written) for all tensors, also in lists."""
+    """Yield (argument's name, tensor, True if it is written) for all tensors, including tensors in lists."""
     for index, argument in enumerate(func._schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         is_written = argument.alias_info is not None and argument.alias_info.is_write
@@ -144,7 +144,7 @@ def _tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str
 
 
 def named(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the call's arguments by the names of the schema."""
+    """Return the call's arguments by the names in the schema."""
     values = {each.name: each.default_value for each in func._schema.arguments if each.has_default_value()}
     names = [each.name for each in func._schema.arguments]
     return values | dict(zip(names, args, strict=False)) | kwargs

@@ -45,7 +45,7 @@ settings = Settings()
 
 @dataclass(frozen=True)
 class Patch:
-    """Replace target.name by value, because of `why`."""
+    """A patch that replaces target.name by value. `why` is the reason."""
 
     target: Any
     name: str

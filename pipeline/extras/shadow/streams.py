@@ -23,7 +23,7 @@ Clock = dict[int, int]
 
 
 class Tracked:
-    """Record what streams did with one storage. `owner`: the stream whose pool has the memory."""
+    """Records the use of one storage by streams. `owner`: the stream whose pool has the memory."""
 
     __slots__ = ("last_op", "owner", "recorded", "uses", "writer")
 
@@ -54,7 +54,7 @@ def reset() -> None:
 
 
 def enter_thread() -> None:
-    """Give a Python thread its device and streams. Autograd's threads use the main thread's."""
+    """Give a Python thread its device and streams. Autograd's threads use those of the main thread."""
     _local.own = {"device": 0, "streams": {}}
 
 
@@ -111,7 +111,7 @@ class Stream:
         _learn(_clocks[self.number], clock_of(other.number))
 
     def follow(self, other: Stream) -> None:
-        """Do as wait_stream, without counting it, for the streams of libraries."""
+        """Do the same as wait_stream without counting it. Libraries' streams use this."""
         _learn(_clocks[self.number], clock_of(other.number))
 
     def learn(self, clock: Clock) -> None:
@@ -152,7 +152,7 @@ class Stream:
 
 
 class Event:
-    """Replace torch.cuda.Event. Its time is the host's."""
+    """Replace torch.cuda.Event. Its time is measured by the host's clock."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.clock: Clock = {}
@@ -231,7 +231,7 @@ def wait_for_host_copy() -> None:
 
 
 def clock_of(stream: int) -> Clock:
-    """Return the clock at which the stream's current work is done."""
+    """Return the clock that is reached when the stream's current work is done."""
     return {**_clocks[stream], stream: _ticks[stream]}
 
 
@@ -262,7 +262,7 @@ def operation(
     writes: Sequence[tuple[Tracked, Any]],
     stream: int | None = None,
 ) -> None:
-    """Put an operation on the current or another stream, and find races. Pairs: (block, shape)."""
+    """Add an operation to the current stream or `stream`, and find races. reads, writes: pairs (block, shape)."""
     me = current_stream().number if stream is None else stream
     _ticks[me] += 1
     tick, known = _ticks[me], _clocks[me]
@@ -304,7 +304,7 @@ def freed(block: Tracked) -> None:
 
 
 def _reuse(owner: int) -> None:
-    """Check an allocation: freed memory must be ordered after its earlier uses."""
+    """Check a new allocation: earlier uses of its memory must be known to be done."""
     if not _freed.get(owner):
         return
     known = _clocks[owner]

@@ -38,7 +38,7 @@ LIBRARIES = {"libshadow_shim.so": SHIM, "libcuda.so.1": CUDA}
 
 
 def load_libraries() -> ctypes.CDLL:
-    """Load both for all libraries that are loaded later. Return the shim. Raises ConfigError."""
+    """Load both libraries so that libraries loaded later use them. Return the shim. Raises ConfigError."""
     if "torch" in sys.modules:
         raise ConfigError("the shadow GPU was activated after torch: call shadow.activate() first")
     folder = build()

@@ -2,7 +2,7 @@
 
 A Shadow is what the program sees: device cuda:k. torch's CPU kernels, or lookups.py, run every
 operation on the `inner` CPU tensors. ShadowMode makes Shadows when the program asks for a CUDA
-device. What a GPU kernel would refuse is refused with torch's message (rules.py).
+device. An operation that a GPU kernel would refuse is refused with torch's message (rules.py).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Shadow(torch.Tensor):
         self.inner = other.inner
 
     def resize_(self, *sizes: Any, **_: Any) -> Any:
-        """Replace this tensor's memory, by swapping it with another wrapper."""
+        """Replace this tensor's memory by swapping this tensor with another wrapper."""
         shape = tuple(sizes[0]) if isinstance(sizes[0], (tuple, list)) else sizes
         torch_swap(self, Shadow(self.inner.clone().resize_(shape), self.device))
         return self
@@ -184,7 +184,7 @@ def streams_must_have(asked: torch.device) -> None:
 
 
 def _on_the_host(func: Any, rule: Rule, args: Any, kwargs: dict[str, Any], flat: list[Any]) -> Any:
-    """Run an operation without GPU tensors. Pinned memory is ordinary memory with a mark."""
+    """Run an operation without GPU tensors. Pinned memory is ordinary memory that is marked."""
     memory.check_host_reads(rule, flat)
     pinned = kwargs.pop("pin_memory", None) if kwargs.get("pin_memory") else None
     if rule.is_about_pinning:
@@ -243,7 +243,7 @@ def _plain(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _drawn(func: Any, args: Any, kwargs: Any, target: torch.device) -> Any:
-    """Sample from the GPU's generator, which sampling on the host does not change."""
+    """Sample with the GPU's generator. Sampling on the host does not change this generator."""
     if kwargs.get("generator") is not None:
         return func(*args, **kwargs)
     own, host = device.generator(target.index), torch.default_generator

@@ -48,7 +48,7 @@ _apply = torch.nn.Module._apply
 
 
 def _apply_to_module(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
-    """Replace module.to(...): a Shadow that does not move stays the same object."""
+    """Replace module.to(...). A Shadow that stays on its device must stay the same object."""
     own: dict[str, Any] = {name: each for name, each in self._parameters.items() if isinstance(each, Shadow)}
     for name in own:
         self._parameters[name] = None

@@ -70,7 +70,7 @@ def _held(state: torch.Tensor) -> dict[int, int]:
 
 
 def _fill(call: dict[str, Any], number: int, rank: torch.Tensor, held: dict[int, int], stamp: int, lock: Any) -> Any:
-    """Put a row into its set and write the lowest-ranking row back.
+    """Put a row into its set of the cache, and write the lowest-ranking row of the set back.
 
     Returns None (a miss) if all ways hold rows of this batch or locked rows.
     """
@@ -122,7 +122,7 @@ def lookup(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def update_locations(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Keep known locations and use the new location for a miss."""
+    """Keep known locations. For a miss use the new location."""
     call = named(func, args, kwargs)
     old, new = call["lxu_cache_locations"], call["lxu_cache_locations_new"]
     old.copy_(torch.where(old < 0, new[: len(old)], old))
@@ -135,7 +135,8 @@ def unlock(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def linearize(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return each id's row number over all cached tables; past the last for uncached tables.
+    """Return each id's row number over all cached tables; for uncached tables the number after the
+    last one.
 
     FBGEMM's CPU kernel returns uninitialized memory.
     """
@@ -152,7 +153,7 @@ def linearize(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def unique(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the distinct numbers, padded to the given length, how many they are, and their counts."""
+    """Return the distinct numbers padded to the given length, how many there are, and their counts."""
     call = named(func, args, kwargs)
     numbers, counts = torch.unique(call["linear_indices"], return_counts=True)
     padded = torch.full_like(call["linear_indices"], int(call["max_indices"]))

@@ -35,8 +35,8 @@ from pipeline.serving.scoring.raw_rows import EncodedRows, RowEncoder
 
 
 class EncodedBatch(NamedTuple):
-    """An encoded batch. event_time: the newest of its rows, in seconds since 1970; None if no
-    column has it.
+    """An encoded batch. event_time: the time of its newest row, in seconds since 1970; None if no
+    column has times.
     """
 
     batch: Batch
@@ -45,9 +45,7 @@ class EncodedBatch(NamedTuple):
 
 
 def _features_of(dataset: Dataset) -> dict[str, list[int]]:
-    """Return for each vocabulary, named by its feature, the numbers of the features with
-    its ids.
-    """
+    """Return for each vocabulary (named by its feature) the numbers of the features that use its ids."""
     found: dict[str, list[int]] = {}
     for number, feature in enumerate(dataset.sparse_features):
         if feature.hash_size is None:
@@ -56,12 +54,12 @@ def _features_of(dataset: Dataset) -> dict[str, list[int]]:
 
 
 def _kind_of(part: Rows) -> tuple[tuple[str, ...], pa.Schema | None]:
-    """Return the kind of rows. Adjacent rows of one kind are parsed together."""
+    """Return the kind of rows in a part. Adjacent parts of one kind are parsed together."""
     return part.names, part.table.schema.remove_metadata() if isinstance(part, TableRows) else None
 
 
 def _block(first: int, parts: Sequence[Rows]) -> Block:
-    """Make a block from parts of one kind. first: the batch's row number of their first row."""
+    """Make a block from parts of one kind. first: the number in the batch of the parts' first row."""
     tables = [part.table.replace_schema_metadata() for part in parts if isinstance(part, TableRows)]
     if tables:
         table = pa.concat_tables(tables)
@@ -76,8 +74,8 @@ def _block(first: int, parts: Sequence[Rows]) -> Block:
 
 
 def _alike(tables: list[pa.Table]) -> list[pa.Table]:
-    """Cast tables to the types of the first table, because files may store a column's text plain or
-    coded.
+    """Cast tables to the types of the first table, because files may store a text column plain or
+    as a dictionary.
     """
     schema = tables[0].schema
     return [each if each.schema.equals(schema) else each.select(schema.names).cast(schema) for each in tables]
@@ -95,10 +93,8 @@ class LineEncoder:
         split_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor],
         growing: Collection[str] = (),
     ) -> None:
-        """growing: vocabularies whose unknown values take_unknown() returns.
-
-        Raises RetrainingError if the data's rows would be different in a stream than in the
-        prepared data set.
+        """growing: vocabularies whose unknown values take_unknown() returns. Raises RetrainingError
+        if a stream cannot give the same rows as the prepared data set.
         """
         if dataset.negative_sampling:
             raise RetrainingError(
@@ -160,9 +156,7 @@ class LineEncoder:
             self._num_added[name] += len(own)
 
     def take_unknown(self) -> dict[str, set[str]]:
-        """Return by vocabulary the values without an id that encode() has found since the last
-        call.
-        """
+        """Return for each vocabulary the values without an id that encode() has found since the last call."""
         found = self._encoder.added.take_unknown()
         merged = {
             name: set[str]().union(*(found.get(number, ()) for number in self._features[name]))

@@ -54,8 +54,8 @@ class FollowSummary:
 
 
 def follow(job: RetrainJob) -> FollowSummary:
-    """Follow the stream until it ends, or until SIGTERM, which ends the process with exit code 75,
-    as in a training.
+    """Follow the stream until it ends, or until SIGTERM. SIGTERM ends the process with exit code
+    75, as in training.
 
     Raises:
         UserError: the job does not fit the stream, the data set or the content of run_dir.
@@ -79,9 +79,7 @@ def follow(job: RetrainJob) -> FollowSummary:
 
 
 def _follow(job: RetrainJob, trained: TrainJob) -> tuple[TrainSummary, list[str]]:
-    """Train until the stream ends, or until tables are full, and return the names of full
-    tables.
-    """
+    """Train until the stream ends or tables are full. Return the names of the full tables."""
     readers: list[StreamReader] = []
 
     def open_input(resolved: ResolvedJob, context: DistributedContext) -> BatchReader:

@@ -19,7 +19,7 @@ MAX_LINES = 1 << 18
 
 
 class Journal:
-    """The journal of one run's batches, for one writer."""
+    """The journal of one run's batches. Only one process may write to it."""
 
     def __init__(self, path: str) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -35,7 +35,7 @@ class Journal:
             self._cut()
 
     def _cut(self) -> None:
-        """Drop the older half, which belongs to steps that have been saved long ago."""
+        """Drop the older half of the lines, which belong to steps that were saved long ago."""
         with open(self._path, "rb") as file:
             lines = file.readlines()
         self._rewrite(lines[-MAX_LINES // 2 :])
@@ -50,9 +50,8 @@ class Journal:
         self._num_lines = len(lines)
 
     def after(self, batch: int) -> list[list[Range]]:
-        """Return the ranges of batch `batch` and of later batches without a gap.
-
-        Drop everything after a gap or a partial line.
+        """Return the ranges of batch `batch` and of the batches after it, up to a gap. Drop
+        everything after a gap or a partial line.
         """
         with open(self._path, "rb") as file:
             lines = file.readlines()

@@ -1,6 +1,5 @@
-"""Read lines of text files from a byte on.
-
-A line counts if its end is written, or if its file no longer grows.
+"""Read lines of text files, starting at a byte. A line is read when its line end is written, or
+when its file no longer grows.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ NEVER_ANEW = "files of a stream grow, and are never written anew; give new rows 
 
 
 class LineFiles:
-    """The text files of one folder. An offset counts a file's bytes."""
+    """The text files of one folder. An offset is a number of bytes in a file."""
 
     def __init__(self, folder: str, data: DataConfig) -> None:
         self._folder, self._layout = folder, layout_of(data)
@@ -46,7 +45,7 @@ class LineFiles:
         return size - begin
 
     def end(self, name: str, size: int) -> int:
-        """Behind the last row of a file of so many bytes; half of a row at its end is none."""
+        """Return the offset after the last complete row of a file with this size. An incomplete row is not counted."""
         return end_of_lines(self.path(name), size) if self._grows else size
 
     def read(self, name: str, begin: int, end: int, most_lines: int) -> Lines | None:
@@ -86,9 +85,8 @@ class LineFiles:
         return Lines(name, begin, lines, ends, names) if lines else None
 
     def _check_same(self, name: str, file: IO[bytes], begin: int) -> None:
-        """Raise DataError for a file that is not the one that was read up to `begin`.
-
-        What a process has not read itself it cannot compare, except that a row begins at `begin`.
+        """Raise DataError if the file is not the one that was read up to `begin`. If an earlier
+        process read it, only check that a row begins at `begin`.
         """
         if not self._grows:
             return

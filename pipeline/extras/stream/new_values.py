@@ -1,4 +1,4 @@
-"""Give ids to values of a stream that the vocabularies of its data set lack.
+"""Give ids to values of a stream that are not in the vocabularies of its data set.
 
 An unknown value in batch n may be sampled to get an id. From batch n + 1 on it has the next free
 row of its table. A step stores the values that its next batch is encoded with in a separate file,
@@ -22,8 +22,8 @@ from pipeline.data.read.endless import Known, Values
 
 @dataclass(frozen=True)
 class TableCapacity:
-    """The ids of a vocabulary for new values: from `first` up to `end`, the number of rows of its
-    table.
+    """The free ids of a vocabulary for new values: from `first` up to, but not including, `end`,
+    the number of rows of its table.
     """
 
     table: str
@@ -35,7 +35,8 @@ class TableCapacity:
 class NewValues:
     """The new values of one run.
 
-    One thread adds values; another thread calls known_to(). `capacities` by vocabulary.
+    One thread adds values, and another thread calls known_to(). `capacities`: vocabulary -> free
+    ids.
     """
 
     def __init__(self, capacities: Mapping[str, TableCapacity], admit_probability: float) -> None:
@@ -47,7 +48,7 @@ class NewValues:
         self._lock = threading.Lock()
 
     def restore(self, batch: int, known: Known) -> None:
-        """Restore the values that a step stores for batch `batch`."""
+        """Restore the new values that a step has stored for batch `batch`."""
         with self._lock:
             self._recent.clear()
             self._values = {name: list(known.values.get(name, ())) for name in {**self.capacities, **known.values}}
@@ -97,7 +98,7 @@ class NewValues:
                 self._values[name].extend(values)
 
     def known_to(self, batch: int) -> Known:
-        """Return what batch `batch` is encoded with. Earlier batches are no longer needed."""
+        """Return the values that batch `batch` is encoded with. Values for earlier batches are forgotten."""
         with self._lock:
             while self._recent and self._recent[0][0] <= batch:
                 self._recent.popleft()

@@ -1,7 +1,4 @@
-"""Read rows of Parquet files from a row on, one row group at a time.
-
-A file counts when it has its footer.
-"""
+"""Read rows of Parquet files, starting at a row, one row group at a time. A file is read when its footer is written."""
 
 from __future__ import annotations
 

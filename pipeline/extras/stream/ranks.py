@@ -1,10 +1,10 @@
-"""Tell each rank which rows of a stream's batch are its share.
+"""Distribute the rows of a stream's batches: each rank gets a share of the rows.
 
-Rank 0 reads the stream; other ranks read their rows again.
+Rank 0 reads the stream. The other ranks read their rows from the source again.
 
-The store of the process group has, under a batch's number and a rank, the ranges of all rows and of
-the rank's rows, or why there is no such batch, until the rank has read it. A reader that starts
-again after a rollback uses a new round, so that nothing from before is used.
+For each batch and rank, the store of the process group holds the ranges of all rows and of the
+rank's rows, or why there is no such batch. The entry is deleted when the rank has read it. A reader
+that starts again after a rollback uses a new round, so that nothing from before is used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Share(NamedTuple):
 
 
 class StreamRanks:
-    """Exchange shares through the store. Nothing here is collective."""
+    """Exchanges shares through the store. No method is collective."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store, self.rank, self.world_size = store, rank, world_size
@@ -45,13 +45,14 @@ class StreamRanks:
     def begin(self) -> int:
         """Start a new round.
 
-        Every rank starts equally many. Returns the argument of tell(), end() and share().
+        Every rank must start equally many rounds. Returns the argument of tell(), end() and
+        share().
         """
         self._round += 1
         return self._round
 
     def tell(self, round_: int, number: int, ranges: list[Range], shares: list[list[Range]], added: Values) -> None:
-        """On rank 0: publish what batch `number` takes, and each rank's part."""
+        """On rank 0: publish the ranges of batch `number`, and each rank's part."""
         for rank in range(1, self.world_size):
             self._set(round_, number, rank, {"ranges": ranges, "own": shares[rank], "added": added})
 
@@ -88,7 +89,7 @@ class StreamRanks:
         )
 
     def ask_to_stop(self) -> None:
-        """Report that this rank was asked to stop, because without rows no step tells rank 0."""
+        """Report that this rank was asked to stop. Without rows there is no step in which rank 0 would learn it."""
         self._store.set(STOP, "1")
 
     def is_asked_to_stop(self) -> bool:

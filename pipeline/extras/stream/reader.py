@@ -1,8 +1,8 @@
-"""Read batches of a stream, and know after each batch the offsets of the stream.
+"""Read batches of a stream, and record the offsets of the stream after each batch.
 
-A batch is a number of lines, not of seconds. A journal stores which lines, so that a killed run
-resumes from its checkpoint with the same batches. The queue of batches is bounded, so a slow
-training reads no more. With several ranks, rank 0 reads the stream and writes the journal. Rank r
+A batch is a fixed number of lines. A journal stores which lines, so that a killed run resumes from
+its checkpoint with the same batches. The queue of batches is bounded, so a slow training does not
+read ahead without limit. With several ranks, rank 0 reads the stream and writes the journal. Rank r
 trains on the r-th part of each batch's rows, so a journal works for any number of ranks.
 """
 
@@ -37,7 +37,7 @@ logger = get_logger("pipeline.train")
 
 @dataclass(frozen=True)
 class _Taken:
-    """What a batch took, and the newest event time up to it."""
+    """The rows that a batch took, and the newest event time up to this batch."""
 
     ranges: list[Range]
     event_time: float | None
@@ -65,8 +65,8 @@ class StreamReader:
         values: NewValues | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """name: of the stream; a run cannot continue with another. batch_size: per rank. journal:
-        rank 0's. ranks: None for one rank.
+        """name: the stream's name; a run cannot continue with another stream. batch_size: per rank.
+        journal: used by rank 0. ranks: None for one rank.
 
         values: the new values of vocabularies; None: the run has none.
         """
@@ -142,8 +142,8 @@ class StreamReader:
             raise TablesFullError(full)
 
     def _read_own(self, start: int, round_: int, stopped: threading.Event) -> Generator[Batch, None, None]:
-        """Read batches on ranks other than 0, which know only the offsets that they need to count
-        batches.
+        """Read batches on ranks other than 0. These ranks know only the offsets that they need to
+        count batches.
         """
         assert self._ranks is not None
         self._offsets = self._offsets or {}
@@ -220,7 +220,7 @@ class StreamReader:
     def _collect(self, offsets: Offsets, left: Rows | None, stopped: threading.Event) -> tuple[list[Rows], Rows | None]:
         """Collect the lines of one batch, and the surplus of the last read.
 
-        Moves `offsets` after what was read.
+        `offsets` are moved to the end of what was read.
         """
         parts: list[Rows] = []
         missing, since = self._all_rows, time.monotonic()
@@ -264,7 +264,7 @@ class StreamReader:
         }
 
     def _forget_before(self, batch: int) -> None:
-        """Move the known beginning to `batch`."""
+        """Make `batch` the first batch whose offsets are kept."""
         while self._first < batch and self._taken:
             taken = self._taken.popleft()
             assert self._offsets is not None, "a batch was read"
@@ -308,7 +308,7 @@ class StreamReader:
         }
 
     def locate(self, epoch: int, step: int, rows: list[int]) -> list[tuple[str, int]]:
-        """Return (partition and range, row of the batch) of rows, for an error message."""
+        """Return (partition and range, row number in the batch) of rows, for an error message."""
         at = step - self._first
         ranges = self._taken[at].ranges if 0 <= at < len(self._taken) else []
         return [(_text(ranges), self._first_row + row) for row in rows]

@@ -1,6 +1,4 @@
-"""Compute the rows of tables for new values of a stream, and larger sizes when tables are full
-(without torch).
-"""
+"""Compute how many rows tables need for new values of a stream, and enlarge full tables (without torch)."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def with_capacity(
 ) -> TrainJob:
     """Return the job with rows for new values in its tables.
 
-    earlier: the tables of the run that is resumed, which do not become smaller. full: names of
+    earlier: the tables of the resumed run; no table becomes smaller than there. full: names of
     tables to enlarge.
     """
     tables = expand_patterns(job.tables, dataset.sparse_feature_names)
@@ -55,7 +53,7 @@ def _more(rows: int, config: NewValuesConfig) -> int:
 def capacities_of(job: TrainJob, dataset: Dataset, config: NewValuesConfig) -> dict[str, TableCapacity]:
     """Return the capacities by vocabulary for a job of with_capacity().
 
-    Of tables that share a vocabulary the smallest counts.
+    If several tables share a vocabulary, the smallest table decides.
     """
     capacities: dict[str, TableCapacity] = {}
     if not config.spare:
@@ -75,7 +73,8 @@ def capacities_of(job: TrainJob, dataset: Dataset, config: NewValuesConfig) -> d
 
 
 def _growing_tables(job: TrainJob, dataset: Dataset) -> list[Table]:
-    """Return complete tables that the model looks up, of features with vocabularies of values.
+    """Return the tables that the model looks up completely and whose features have vocabularies of
+    values.
 
     Parts of compressed tables, hashes and buckets of numbers have a fixed size.
     """

@@ -1,4 +1,4 @@
-"""Define the schema of a sweep: the values, how they are searched, how many at a time."""
+"""Define the schema of a sweep: the keys and values to try, how to search them, and how many trials run at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ PRUNERS = ("none", "asha")
 class KnobConfig:
     """A key of the training and its values: `low` to `high`, or `choices`, also options of a group.
 
-    when: key of another knob -> its values with which this one is searched; otherwise the key is not set.
+    when: key of another knob -> values; only with these values this knob is searched, otherwise the
+    key is not set.
     """
 
     low: float | None = None
@@ -45,7 +46,8 @@ class KnobConfig:
 
 @dataclass
 class SweepConfig:
-    """The sweep. params: key of the training -> its values. metric: of validation; None: the model's.
+    """The sweep. params: key of the training -> its values. metric: the validation metric; None:
+    the model's default.
 
     prune=asha: a training continues from a rung (1/9, 1/3 and all of its steps with
     reduction_factor=3) only while it is among the best 1/reduction_factor there (Li et al. 2020).

@@ -48,7 +48,7 @@ class Training:
         return f"{self.run_dir}.log"
 
     async def until_free(self) -> None:
-        """Wait while an earlier start of the training still saves into the run folder."""
+        """Wait while an earlier start of the same training still saves into the run folder."""
         while held_by(self.run_dir, self.lease_ttl_s):
             await asyncio.sleep(LEASE_POLL_S)
         storage.make_folder(self.run_dir)
@@ -56,14 +56,14 @@ class Training:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a training ended. is_mistake: by an error that a restart would not fix."""
+    """How a training ended. is_mistake: it ended by an error that a restart would not fix."""
 
     reason: str
     is_mistake: bool = False
 
 
 class LocalProcesses:
-    """Run trainings as processes that share the cores. launch: words before overrides."""
+    """Runs trainings as processes that share the cores. launch: the words before the overrides."""
 
     poll_s = 0.2
 
@@ -93,14 +93,14 @@ class LocalProcesses:
 
 
 class SchedulerJobs:
-    """Run trainings as jobs. settings: as in `torchx run -cfg`. job_args: before `--`, [-j, 1x8]."""
+    """Runs trainings as jobs. settings: as for `torchx run -cfg`. job_args: before `--`, such as [-j, 1x8]."""
 
     poll_s = 2.0
 
     def __init__(
         self, scheduler: str, settings: Mapping[str, Any], job_args: Sequence[str], name: str, runner: Runner | None = None
     ) -> None:  # fmt: skip
-        """Raises ConfigError for a scheduler, or a setting of it, that TorchX does not have."""
+        """Raises ConfigError if TorchX does not have the scheduler, or the scheduler does not have a setting."""
         from torchx.runner import get_runner
 
         self._runner = runner or get_runner()

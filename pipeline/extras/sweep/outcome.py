@@ -28,7 +28,7 @@ MIN_TRIALS = 8  # for the importance of knobs
 
 
 def importance(study: optuna.Study) -> dict[str, float]:
-    """Return Optuna's importance (PED-ANOVA) of each knob that all trials have, at the first rung."""
+    """Return Optuna's importance (PED-ANOVA) at the first rung, for each knob that all trials have."""
     import optuna
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
@@ -52,7 +52,7 @@ def finalists(result: SweepResult, confidence: float = 0.98) -> Comparison | Non
 
 
 def on_edges(result: SweepResult) -> list[str]:
-    """Return a remark for each knob whose best value lies at an end of its range, beyond which it may be better."""
+    """Return a remark for each knob whose best value is at an end of its range: values outside may be better."""
     best, found = result.ranked[0], []
     for key, space in best.distributions.items():
         low, high = getattr(space, "low", None), getattr(space, "high", None)

@@ -30,7 +30,7 @@ logger = get_logger("pipeline.sweep")
 
 @dataclass
 class SweepResult:
-    """The result. words: overrides of all trials. steps_of_all: without early ends."""
+    """The result of a sweep. words: overrides of all trials. steps_of_all: steps if no trial had ended early."""
 
     run_dir: str
     metric: str
@@ -63,7 +63,7 @@ def sweep(job: SweepJob, words: list[str], compose: Compose) -> SweepResult:
     """Run or continue the sweep in job.run_dir. words: the overrides of every training.
 
     Raises:
-        ConfigError: there is no knob, a knob that no training has, or the folder has another sweep.
+        ConfigError: there is no knob, a knob is not a key of the training, or the folder has another sweep.
         TrainingError: every training has failed.
     """
     if not job.sweep.params:
@@ -92,7 +92,7 @@ def sweep(job: SweepJob, words: list[str], compose: Compose) -> SweepResult:
 
 
 def _checked_in(run_dir: str) -> str:
-    """Return the run folder of a job that is only checked: no training has it, also none of the same name."""
+    """Return a run folder for a job that is only checked. No training uses a folder of this name."""
     return f"run_dir={storage.join(run_dir, 'trials', 'unused')}"
 
 
@@ -125,7 +125,7 @@ class _Trials:
         return storage.join(self.job.run_dir, "trials", name)
 
     async def _train(self, run_dir: str, words: list[str], steps: int) -> float | None:
-        """Return the metric after `steps` steps; None if every start of the run failed."""
+        """Return the metric after `steps` steps, or None if every start of the run failed."""
         training = Training(run_dir, [*self.words, *words, f"run_dir={run_dir}"], self.job.trainer.lease_ttl_s)
         starts = self.job.sweep.retries + 1
         while (value := self._result(run_dir, steps)) is None and starts:
@@ -139,7 +139,7 @@ class _Trials:
         return value
 
     def _result(self, run_dir: str, steps: int) -> float | None:
-        """Return the metric (NaN: not a number) if the run has reached `steps`, otherwise None."""
+        """Return the metric (NaN if it is not a number) if the run has reached `steps`, otherwise None."""
         run = Run(run_dir)
         if not run.summary or (run.summary["step"] < steps and not run.summary.get("stopped_early")):
             return None

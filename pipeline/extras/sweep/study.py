@@ -49,7 +49,7 @@ def _walk(params: Mapping[str, KnobConfig], value_of: Callable[[str, KnobConfig]
 
 
 def grid(params: Mapping[str, KnobConfig]) -> list[Point]:
-    """Return all points; the last knob changes fastest. Inactive knobs make no difference."""
+    """Return all points; the last knob changes fastest. Points that differ only in inactive knobs are equal."""
     points: dict[str, Point] = {}
     for combination in itertools.product(*map(_grid_values, params.values())):
         chosen = dict(zip(params, combination, strict=True))
@@ -84,7 +84,7 @@ def _text(value: Any) -> str:
 
 
 def edges(params: Mapping[str, KnobConfig]) -> Iterator[Point]:
-    """Return points that together have both ends or every choice of each knob, to check them first."""
+    """Return points that together include both ends, or every choice, of each knob. They are checked first."""
     for key, knob in params.items():
         ends = [edge for edge in (knob.low, knob.high) if edge is not None]
         for value in knob.choices or [int(end) if knob.integer else end for end in ends]:
@@ -121,7 +121,7 @@ Measure = Callable[[int, Point, int], Awaitable[float | None]]
 
 
 def open_study(folder: str, config: SweepConfig, words: list[str], maximize: bool) -> optuna.Study:
-    """Open the study. Raises ConfigError without Optuna, and for a folder with another sweep."""
+    """Open the study. Raises ConfigError if Optuna is missing, or the folder has another sweep."""
     try:
         import optuna
     except ImportError as error:
@@ -175,14 +175,14 @@ def steps_at(rung: int, total_steps: int, config: SweepConfig) -> int:
 
 
 class Search:
-    """Run trials of a study. Several run() may be awaited at the same time."""
+    """Runs trials of a study. Several calls of run() may be awaited at the same time."""
 
     def __init__(self, study: optuna.Study, config: SweepConfig, measure: Measure) -> None:
         self.study, self._config, self._measure = study, config, measure
         self._taken: set[int] = set()  # numbers of the trials that this process has begun
 
     async def run(self) -> None:
-        """Run trials one after the other until there are `config.trials`."""
+        """Run trials one after the other until the study has `config.trials` trials."""
         from optuna.trial import TrialState
 
         while (trial := self._next_trial()) is not None:
@@ -202,7 +202,7 @@ class Search:
             self.study.tell(trial, value if state == TrialState.COMPLETE else None, state)
 
     def _next_trial(self) -> optuna.Trial | None:
-        """Return a trial that an earlier sweep began, or a new one; None if there are enough."""
+        """Return a trial that an earlier sweep began, or a new trial; None if there are enough trials."""
         from optuna.trial import Trial, TrialState
 
         trials = self.study.get_trials(deepcopy=False)

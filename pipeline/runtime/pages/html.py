@@ -28,7 +28,7 @@ def render(template: str, title: str, **values: Any) -> str:
 
 
 def document(title: str, body: Iterable[str], css: str = "") -> str:
-    """Return a page of parts that are HTML already; `css` is added to the CSS that all pages share."""
+    """Return a page from parts that are HTML already. `css` is added to the CSS that all pages share."""
     return render("runtime/pages/base.html", title, body="\n".join(body), css=css)
 
 

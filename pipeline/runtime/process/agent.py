@@ -47,7 +47,7 @@ RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 
 
 def old_starts(log_dir: str, kept: int = KEPT_STARTS, days: float = KEPT_DAYS) -> list[str]:
-    """Return starts not written for this many days, except for the newest `kept`."""
+    """Return the folders of starts that were not written to for `days` days, except for the newest `kept` starts."""
     before = time.time() - days * DAY_S
     found = []
     with contextlib.suppress(OSError), os.scandir(log_dir) as entries:
@@ -61,7 +61,7 @@ def old_starts(log_dir: str, kept: int = KEPT_STARTS, days: float = KEPT_DAYS) -
 
 
 def _last_written(start: str) -> float:
-    """Return when a start's files were last written."""
+    """Return the time when a start's files were last written."""
     files = (os.path.join(folder, name) for folder, _, names in os.walk(start) for name in names)
     return max((os.lstat(file).st_mtime for file in files), default=os.stat(start).st_mtime)
 
@@ -92,7 +92,7 @@ class RankLogs(DefaultLogsSpecs):
         return tempfile.mkdtemp(prefix=f"{rdzv_run_id}_{host}_", dir=base)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Count an attempt per start of the ranks; torchelastic ignores joins."""
+        """Count one attempt for each start of the ranks. torchelastic does not count starts after nodes have joined."""
         attempt = {RESTART_COUNT: str(self._num_attempts)}
         self._num_attempts += 1
         counted = {rank: {**env, **attempt} for rank, env in envs.items()}
@@ -293,7 +293,7 @@ def _code_of(error: ChildFailedError) -> int:
 
 
 def _code_after_signal() -> int:
-    """Return the exit code. Killed ranks resume from an earlier step, so that is REQUEUE too."""
+    """Return the exit code. It is REQUEUE even if ranks were killed, because they resume from an earlier step."""
     if Agent.last_codes and set(Agent.last_codes) == {DONE}:
         return DONE
     if USER_ERROR in Agent.last_codes:

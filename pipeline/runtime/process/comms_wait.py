@@ -44,7 +44,7 @@ class CommsWait:
 
     @contextmanager
     def clocked(self, loss: nn.Module) -> Iterator[None]:
-        """Run the clock while this rank waits, also in `loss`'s backward (DDP)."""
+        """Run the clock while this rank waits, including waits in the backward of `loss` (DDP)."""
         global _clock
         hook = loss.register_forward_hook(self._clock_backward)
         before, _clock = _clock, self
@@ -96,12 +96,12 @@ def waiting(is_waiting: bool = True) -> Iterator[None]:
 
 
 def working() -> AbstractContextManager[None]:
-    """Do not count the time in this context: the rank works."""
+    """Do not count the time in this context, because the rank works instead of waiting."""
     return waiting(False)
 
 
 def clock_awaitable(awaitable: Awaitable[Any]) -> None:
-    """Let an awaitable of pooled embeddings count its wait, and in backward its gradients'."""
+    """Let an awaitable of pooled embeddings count its own wait, and in backward the wait for its gradients."""
     if _current() is None:
         return
     wait_impl: Callable[[], Any] = awaitable._wait_impl

@@ -28,7 +28,7 @@ class DistributedContext:
 
 
 def true_on_any_rank(flag: bool, context: DistributedContext) -> bool:
-    """Collective: return whether the flag is true on any rank."""
+    """Collective: return True on all ranks if the flag is true on any rank."""
     if context.world_size == 1:
         return flag
     value = torch.tensor(int(flag), device=context.device)
@@ -37,7 +37,7 @@ def true_on_any_rank(flag: bool, context: DistributedContext) -> bool:
 
 
 def own_store(name: str) -> dist.Store:
-    """Return the group's store with the prefix `name` over a connection of its user."""
+    """Return the group's store with the prefix `name`, over a separate connection."""
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
     return store.clone()
 
@@ -46,7 +46,7 @@ def take_run_folder(path: str, context: DistributedContext, ttl_s: float = 120.0
     """Collective: make the folder and hold it until rank 0, which gets the lease, releases it or ends.
 
     A run that loses its lease is asked to stop, as by SIGTERM; its fence keeps it from committing.
-    Raises StorageError on every rank if it cannot be written to, or another run holds it.
+    Raises StorageError on every rank if the folder cannot be written to, or another run holds it.
     """
     lease, problem = None, ""
     if context.is_main:

@@ -43,7 +43,7 @@ def describe_os_error(error: OSError, folder: str = "") -> str:
 
 
 def write_error_file(message: str, error: BaseException | None = None) -> None:
-    """Write why this rank ends to the file of torchelastic's agent, if there is one."""
+    """Write the reason why this rank ends to the error file of torchelastic's agent, if there is one."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

@@ -92,7 +92,7 @@ class FolderBackend(RendezvousBackend):
         return state, number, True
 
     def _make(self, number: int, state: bytes) -> bool:
-        """Return whether this process made the state of this number, and it is the newest."""
+        """Return True if this process made the state with this number, and it is the newest state."""
         staged = os.path.join(self.folder, f".{uuid.uuid4().hex}.tmp")
         with open(staged, "wb") as file:
             file.write(state)
@@ -136,7 +136,7 @@ class FileRendezvous(DynamicRendezvousHandler):
         return int(self._state_holder.state.round)
 
     def lost_one_of(self, num_nodes: int) -> bool:
-        """Return whether fewer nodes are left than `num_nodes`. Waits until a lost node is noticed."""
+        """Return True if fewer nodes than `num_nodes` are left. Wait until a lost node is noticed."""
         until = time.monotonic() + HEARTBEAT_S * (LOST_AFTER + 1)
         while True:
             with self._heartbeat_lock:

@@ -43,7 +43,7 @@ def wanted() -> bool:
 
 
 def interrupted() -> bool:
-    """Return whether Ctrl-C was the request, inside deferred(interrupts=True)."""
+    """Return True if the request came from Ctrl-C, inside deferred(interrupts=True)."""
     return _interrupted
 
 

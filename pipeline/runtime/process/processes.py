@@ -26,7 +26,7 @@ STATES = {"R": "running", "S": "sleeping", "D": "blocked in the kernel", "T": "s
 
 
 def start_time(pid: int) -> int:
-    """Return the start in clock ticks since boot, which identifies a number; 0: none."""
+    """Return the process's start in clock ticks since boot, which makes its number unique; 0: no such process."""
     fields = _stat(pid)
     return int(fields[19]) if fields and fields[0] != "Z" else 0
 
@@ -47,7 +47,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def machine() -> str:
-    """Identify where process numbers are valid: this boot of the kernel and this namespace."""
+    """Return an id of the place where process numbers are valid: this boot of the kernel and this namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -56,7 +56,7 @@ def machine() -> str:
 
 
 def hand_over_agent() -> None:
-    """Let the processes that this one starts find out whether it is still there."""
+    """Store this process's id in the environment, so that processes that it starts can check if it still runs."""
     os.environ[AGENT] = f"{os.getpid()}:{start_time(os.getpid())}"
 
 
@@ -77,7 +77,7 @@ def end_with_parent() -> None:
 
 
 def kill(pid: int, started: int) -> bool:
-    """Send SIGKILL to the process with this number and start time. Return whether it existed."""
+    """Send SIGKILL to the process with this number and start time. Return True if it existed."""
     if not started or start_time(pid) != started:
         return False
     os.kill(pid, signal.SIGKILL)
@@ -133,6 +133,6 @@ def none_while_importing() -> Iterator[None]:
 
 
 def _free_at_exit() -> None:
-    """Let the last collection see all objects: nanobind (DuckDB) prints those it cannot reach."""
+    """Let the last garbage collection see all objects; otherwise nanobind (DuckDB) reports leaked objects."""
     if "duckdb" in sys.modules:
         gc.unfreeze()

@@ -31,7 +31,7 @@ SAFETY_S = 5.0  # part of the grace period, reserved for the launcher and the ke
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits in seconds; 0: none. stage_s: a stage of start-up. step_s: a step or a batch."""
+    """Time limits in seconds; 0: no limit. stage_s: for a stage of start-up. step_s: for a step or a batch."""
 
     stage_s: float = 900.0
     step_s: float = 180.0
@@ -40,7 +40,7 @@ class Limits:
 
 
 class Board(Protocol):
-    """What the watchdog needs of a c10d Store: a client that no other thread blocks in."""
+    """The methods of a c10d Store that the watchdog needs. No other thread may block in this client."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -283,7 +283,7 @@ def is_running() -> bool:
 
 
 def progress_at() -> float:
-    """Return when this rank last made progress, by time.monotonic(); 0 if no watchdog runs."""
+    """Return the time of this rank's last progress, by time.monotonic(); 0 if no watchdog runs."""
     return _current.progress_at if _current is not None else 0.0
 
 

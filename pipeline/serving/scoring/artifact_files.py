@@ -50,7 +50,7 @@ def parts_of(what: str) -> Iterator[None]:
 
 
 def _ids_problem(vocabulary: pa.Table, cardinality: int) -> str:
-    """Empty, or what ids and values of a vocabulary cannot be. A pruned one lacks those of rows that are not stored."""
+    """Return "" or why a vocabulary is invalid. A pruned one lacks values of rows that are not stored."""
     if (
         vocabulary.column_names != NAMES
         or vocabulary["id"].type != pa.int32()
@@ -80,7 +80,7 @@ def open_lookup(
     ssd: SsdConfig | None = None,
     only: Sequence[str] | None = None,
 ) -> TableLookup:
-    """The artifact's tables, as `memory` says; `only`: of these features, in the batch's order."""
+    """Return the lookup of the artifact's tables. `memory`: where rows are kept. `only`: features to look up."""
     chosen = [(name, table) for name, table in files.manifest.features if only is None or name in only]
     used = sorted({table for _, table in chosen}) if only is not None else list(range(len(files.manifest.tables)))
     tables = [files.table(files.manifest.tables[number], verified=memory == "ram") for number in used]
@@ -95,20 +95,20 @@ def open_lookup(
 
 
 class ArtifactFiles:
-    """The files of an artifact, each verified before it is used."""
+    """Opens the files of an artifact. Each file is verified before it is used."""
 
     def __init__(self, path: str, manifest: Manifest, verify: bool) -> None:
         self._path, self.manifest, self._verify = path, manifest, verify or signature.is_required()
 
     def path(self, name: str) -> str:
-        """Raises ArtifactError where the file is missing, or has another size."""
+        """Return the path of a file. Raises ArtifactError if the file is missing, or has another size."""
         path, entry = storage.join(self._path, name), self.manifest.files[name]
         if problem := size_problem(path, entry):
             raise ArtifactError(f"{problem}; copy or export the artifact again")
         return path
 
     def checked(self, name: str) -> str:
-        """The path of a file that others read, verified as a whole."""
+        """Return the path of a file for a library that reads it. The complete file was verified."""
         path = self.path(name)
         if self._verify and (problem := damage(path, self.manifest.files[name])):
             raise ArtifactError(f"{problem}; copy or export the artifact again")
@@ -123,7 +123,7 @@ class ArtifactFiles:
         return content
 
     def table(self, table: TableFiles, verified: bool) -> ServedTable:
-        """`verified`: whoever reads the rows verifies them; else that is done here."""
+        """Return the file of a table. `verified`: the caller verifies the rows; otherwise they are verified here."""
         entry: FileEntry | None = self.manifest.files[table.file] if verified and self._verify else None
         path = self.path(table.file) if verified else self.checked(table.file)
         kept = None
@@ -154,7 +154,7 @@ class ArtifactFiles:
             raise ArtifactError(f"{name} is no vocabulary: {error}") from None
 
     def composed(self) -> ComposedTables | None:
-        """What makes compressed tables of their parts; None where there are none."""
+        """Return the object that composes compressed tables from their parts; None if there are none."""
         if COMPOSED_FILE not in self.manifest.files:
             return None
         from pipeline.serving.artifact.composed import ComposedTables  # TorchRec, which other artifacts do without
@@ -170,7 +170,7 @@ class ArtifactFiles:
         return load_program(self.content(name), storage.join(self._path, name))
 
     def vocabularies(self, features: Sequence[RawFeature]) -> dict[str, pa.Table]:
-        """Of those among `features` that have one. Raises ArtifactError for one that no artifact has."""
+        """Return the vocabularies of `features` that have one. Raises ArtifactError for an invalid vocabulary."""
         found = {}
         for feature in features:
             if (file := self.manifest.vocabularies.get(feature.name)) is None:
@@ -182,6 +182,6 @@ class ArtifactFiles:
 
 
 def load_parts(artifact: str, manifest: Manifest) -> tuple[TableLookup, Program]:
-    """Lookup and layers of an artifact whose manifest is not written yet, tables left in their files."""
+    """Return lookup and layers of an artifact without a manifest file. Tables stay in their files."""
     files = ArtifactFiles(artifact, manifest, verify=True)
     return open_lookup(files, "mapped"), files.program()

@@ -1,7 +1,9 @@
-"""Load dense.pt2, the exported layers, as a callable. Nothing of the file is unpickled or run as Python.
+"""Load dense.pt2, the exported layers, as a callable. Nothing in the file is unpickled or run as
+Python.
 
-dense.pt2 is torch.export's archive: a zip file of raw tensors and JSON. torch.export.load would evaluate parts of that
-JSON, so the archive is read here: tensors from members of known names, the graph by program_graph.py.
+dense.pt2 is torch.export's archive: a zip file of raw tensors and JSON. torch.export.load would
+evaluate parts of that JSON, so the archive is read here: tensors from members of known names, the
+graph by program_graph.py.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ MAX_MEMBERS = 100_000
 
 
 class DenseProgram:
-    """The operations of an exported program; `constants` are its weights and other tensors, in the order of `code`."""
+    """The operations of an exported program. `constants` are its weights and other tensors, in the order of `code`."""
 
     def __init__(self, module: torch.fx.GraphModule, sources: list[str]) -> None:
         """sources: the names of the constants in the module that was exported."""
@@ -64,7 +66,7 @@ class DenseProgram:
 
     @property
     def code(self) -> str:
-        """Python, in which constants have their names alone."""
+        """Return the program as Python code, in which constants appear only by name."""
         return str(self._module.code)
 
     @property
@@ -72,7 +74,7 @@ class DenseProgram:
         return [vars(self._module)[name] for name in self._names]
 
     def replace_constants(self, constants: Sequence[torch.Tensor]) -> None:
-        """Not while it is called. Raises ServingError for tensors of another number, type or shape."""
+        """Replace the constants, never during a call. Raises ServingError for another number, type or shape."""
         before = [(constant.dtype, constant.shape) for constant in self.constants]
         if (now := [(constant.dtype, constant.shape) for constant in constants]) != before:
             raise ServingError(
@@ -111,7 +113,7 @@ def load_program(content: bytes, name: str) -> DenseProgram:
 
 
 def read_archive(content: bytes) -> dict[str, bytes]:
-    """The members of the archive, by their names below its root. Raises GraphProblem for any that layers do not have."""
+    """Return the archive's members by their names below its root. Raises GraphProblem for unexpected members."""
     found: dict[str, bytes] = {}
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -139,7 +141,7 @@ def read_archive(content: bytes) -> dict[str, bytes]:
 
 
 def _read_tensors(members: dict[str, bytes], prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors of one folder of the archive, by the names that its config gives them."""
+    """Return the tensors in one folder of the archive, by the names that the folder's config gives them."""
     config = an_object(get(read_json(get(members, CONFIGS[prefix])), "config"))
     flat: dict[str, torch.Tensor] = {}
     found = {}
@@ -198,7 +200,7 @@ def _simplify(graph: torch.fx.Graph) -> None:
 
 
 def _multiply_by_onednn(graph: torch.fx.Graph) -> None:
-    """Linear layers in fp32, each with the relu behind it in one pass; in bf16 they stay torch's."""
+    """Compute fp32 linear layers by oneDNN, each with the relu after it. Layers in bf16 are unchanged."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
         users = list(node.users)
         is_relu = len(users) == 1 and users[0].target in RELU
@@ -211,7 +213,7 @@ def _multiply_by_onednn(graph: torch.fx.Graph) -> None:
 
 
 def _changes_nothing(node: torch.fx.Node) -> bool:
-    """A cast to the type that it comes from."""
+    """Return True if the node casts a tensor to the type that the tensor already has."""
     if node.op != "call_function" or node.target is not torch.ops.aten.to.dtype or len(node.args) != 2 or node.kwargs:
         return False
     source = node.args[0]
@@ -223,7 +225,8 @@ def load_compiled(path: str) -> Program:
     """Load an AOTInductor package. It is native code, which runs as soon as it is loaded.
 
     It holds Python's lock while it runs (torch 2.13 and 2.14: boxed_run has no gil_scoped_release).
-    Raises ServingError if no signature is required. If one is, it was checked before.
+    Raises ServingError if no signature is required. If one is required, it was checked before this
+    call.
     """
     if not signature.is_required():
         raise ServingError(

@@ -1,6 +1,6 @@
 """Map the values of a schema's categorical features to ids, for all features at once.
 
-Requests repeat values, so what the vocabularies and hashes gave for them is stored.
+Requests repeat values, so their ids are cached.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MIN_ROWS = 32  # fewer rows are read faster by dictionaries of Python
 
 
 class ColumnIds:
-    """Look up features that have one value in each row. For one caller at a time.
+    """Looks up features that have one value in each row. Only one thread may call it.
 
     `vocabularies`: the numbers in `index` of the features that are not hashed.
     """
@@ -41,7 +41,8 @@ class ColumnIds:
     def ids(self, columns: Sequence[pa.Array]) -> NDArray[np.int64] | None:
         """Return the ids of each column, one after the other: 0 for a missing, empty or unknown value.
 
-        The columns are of types that is_read(). Returns None if bytes are not text.
+        The columns must have types for which is_read() is True. Returns None if bytes are not valid
+        text.
         """
         from pipeline.devices.cpu.kernels import columns as kernels
 
@@ -73,19 +74,19 @@ class ColumnIds:
 
 
 def _directory_of(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.int32], np.uint64]:
-    """[2^bits + 1]: the number of the ascending hashes below each value of the leading `bits`; and bits."""
+    """Return [2^bits + 1], the number of ascending hashes below each value of the leading `bits`, and bits."""
     bits = np.uint64(max(1, len(hashes).bit_length() - 1))
     counts = np.bincount((hashes >> (np.uint64(64) - bits)).astype(np.int64), minlength=1 << int(bits))
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), bits
 
 
 def is_read(kind: pa.DataType) -> bool:
-    """Return whether ColumnIds reads columns of this type. Other types are read as prepare reads them."""
+    """Return True if ColumnIds reads columns of this type. Other types are read by prepare's functions."""
     return is_whole_number(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def is_whole_number(kind: pa.DataType) -> bool:
-    """Return whether int64 holds the type's numbers."""
+    """Return True if int64 can hold all numbers of the type."""
     return pa.types.is_integer(kind) and kind != pa.uint64()
 
 
@@ -96,7 +97,7 @@ LONGEST_REMEMBERED = 64  # characters
 class AddedIds:
     """Values that were given ids after the vocabularies were prepared: by a stream, or by a delta.
 
-    Features are numbered as FeatureIds numbers them. For one caller at a time.
+    Features have the same numbers as in FeatureIds. Only one thread may call it.
     """
 
     def __init__(self) -> None:
@@ -104,7 +105,7 @@ class AddedIds:
         self._unknown: dict[int, set[str]] = {}
 
     def add(self, feature: int, first: int, values: Sequence[str]) -> Callable[[], None]:
-        """Give the values ids from `first` on. Return a function that takes them away again."""
+        """Give the values the ids from `first` on. Return a function that removes these values again."""
         own = self._ids.setdefault(feature, {})
         before = {value: own[value] for value in values if value in own}
         own.update(zip(values, range(first, first + len(values)), strict=True))
@@ -123,17 +124,17 @@ class AddedIds:
         self._unknown = {feature: set() for feature in features}
 
     def take_unknown(self) -> dict[int, set[str]]:
-        """By feature: the values without an id that were looked up since this was called last."""
+        """Return for each feature the values without an id that were looked up since the last call."""
         found = {feature: values for feature, values in self._unknown.items() if values}
         self._unknown = {feature: set() for feature in self._unknown}
         return found
 
     def has(self, feature: int) -> bool:
-        """Whether anything is to be looked up of a feature."""
+        """Return True if the feature has values to look up."""
         return feature in self._ids or feature in self._unknown
 
     def ids(self, feature: int, values: pa.Array) -> NDArray[np.int64]:
-        """[len(values)]: of values that the vocabulary lacks; 0 for those that are missing, empty or unknown here too."""
+        """Return [len(values)] ids of values that the vocabulary lacks; 0 if missing, empty or unknown here too."""
         coded = values.dictionary_encode()
         texts: list[str] = coded.dictionary.to_pylist()
         own, unknown = self._ids.get(feature, {}), self._unknown.get(feature)
@@ -145,9 +146,8 @@ class AddedIds:
 
 
 class FeatureIds:
-    """`vocabularies`: feature -> what value_index.index_values made of its values, for those that are not hashed.
-
-    For one caller at a time.
+    """`vocabularies`: feature -> the result of value_index.index_values for its values, if it is
+    not hashed. Only one thread may call it.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class FeatureIds:
         self._of_arrow = ColumnIds(features, self._index, self._vocabularies.tolist()) if reads_columns else None
 
     def forget_added(self) -> None:
-        """Values are those of the vocabularies again."""
+        """Remove all added values, so that only values of the vocabularies are known."""
         self.added.forget()
         self._known = [dict(self._missing) for _ in self._known]
 
@@ -179,7 +179,7 @@ class FeatureIds:
         return self._of_arrow is not None
 
     def of_arrow(self, columns: Sequence[pa.Array]) -> NDArray[np.int64] | None:
-        """As ColumnIds.ids, with values that were added."""
+        """Return the same as ColumnIds.ids, including ids of added values."""
         assert self._of_arrow is not None
         ids = self._of_arrow.ids(columns)
         if ids is None:
@@ -193,7 +193,7 @@ class FeatureIds:
         return ids
 
     def look_up(self, features: NDArray[np.int64], values: pa.Array) -> NDArray[np.int64]:
-        """[len(values)]: of each value, text and not missing, its id as one of feature number features[i]."""
+        """Return [len(values)]: the id of each value (text, not missing) for feature number features[i]."""
         found = np.zeros(len(values), np.int64)
         for seed in self._kinds:
             is_listed = self._is_listed[features]
@@ -219,7 +219,7 @@ class FeatureIds:
                 found[which] = self.added.ids(feature, values.take(pa.array(which)))
 
     def of_columns(self, columns: Sequence[Sequence[str | None]]) -> NDArray[np.int64]:
-        """Of the values of each feature, one feature after the other; those that are missing or empty have id 0."""
+        """Return the ids of the values of each feature, one feature after the other. Missing and empty values get 0."""
         ids: list[int | None] = []
         for known, column in zip(self._known, columns, strict=True):
             ids += map(known.get, column)
@@ -228,7 +228,7 @@ class FeatureIds:
         return np.array(ids, np.int64)
 
     def _fill(self, ids: list[int | None], columns: Sequence[Sequence[str | None]]) -> None:
-        """Look up what is not known, and remember it."""
+        """Look up the ids that are not cached, and cache them."""
         positions = [position for position, found in enumerate(ids) if found is None]
         features = np.repeat(np.arange(len(columns)), [len(column) for column in columns])[positions]
         values = list(chain.from_iterable(columns))

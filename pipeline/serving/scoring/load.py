@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FoundArtifact:
-    """What `artifact=` names at the moment: `key` changes whenever another one has to be loaded."""
+    """The artifact that `artifact=` names now. `key` changes if another artifact must be loaded."""
 
     path: str
     key: str
 
 
 def find_folder(artifact: str) -> FoundArtifact:
-    """Raises ServingError where there is none."""
+    """Return the artifact's folder. Raises ServingError if there is none."""
     # What a link names now is what is loaded, wherever it points a moment later.
     path = os.path.realpath(artifact) if storage.is_local(artifact) else artifact
     manifest = storage.join(path, MANIFEST)
@@ -42,7 +42,7 @@ def find_folder(artifact: str) -> FoundArtifact:
 def load_artifact(
     artifact: str, memory: str, ssd: SsdConfig, threads: int | None, compiled: bool, job: PredictJob | None = None
 ) -> Scorer:
-    """Return a Predictor, or a two-tower's retriever; with `job` the one for files."""
+    """Return a Predictor, or for a two-tower a retriever. With `job`, return the one for scoring files."""
     import torch
 
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
@@ -62,7 +62,7 @@ def load_artifact(
 
 
 def cache_counts(scorer: object) -> tuple[int, int, int] | None:
-    """Lookups of tables on SSD, those that memory answered, and what it holds of them in bytes; None for tables in memory."""
+    """Return lookups of tables on SSD, lookups found in memory, and the cached bytes; None for tables in memory."""
     lookup: Any = getattr(scorer, "lookup", None)
     counts = getattr(lookup, "counts", None)
     return None if counts is None else (counts.lookups, counts.hits, lookup.cache_bytes)

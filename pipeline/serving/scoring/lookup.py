@@ -1,7 +1,7 @@
 """Look up and pool the rows of an artifact's tables.
 
-A TableLookup takes the ids of a batch, feature by feature, and gives one vector per sample and
-feature. RowPooler pools any buffer of rows by FBGEMM's inference lookup.
+A TableLookup takes the ids of a batch, feature by feature, and returns one vector per sample and
+feature. RowPooler pools rows in any buffer by FBGEMM's inference lookup.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ ALIGNMENT = 128  # of each table in a buffer, as FBGEMM lays them out
 
 @dataclass(frozen=True)
 class ServedTable:
-    """One table's file: `stored_rows` rows of `row_bytes`, as quantize.quantize_rows gives them.
-
-    `rows`: how many were trained; ids are in [0, rows). `kept`: those that are stored; None: all.
-    `entry`: checksums of the file, None if there are none.
+    """One table's file: `stored_rows` rows of `row_bytes` bytes, in the format of
+    quantize.quantize_rows. `rows`: the number of trained rows; ids are in [0, rows). `kept`: the
+    stored rows; None: all. `entry`: checksums of the file, None if there are none.
     """
 
     name: str
@@ -56,14 +55,14 @@ class ServedTable:
 
 @dataclass(frozen=True)
 class ServedFeature:
-    """A key of the batch: `table` is the number of its table."""
+    """A feature of the batch. `table` is the number of its table."""
 
     name: str
     table: int
 
 
 class TableLookup(Protocol):
-    """Of one artifact. `features` are in the order of the batch's keys and of the result's columns."""
+    """The lookup of one artifact. `features` are in the order of the batch's keys and of the result's columns."""
 
     tables: list[ServedTable]
     features: list[ServedFeature]
@@ -71,17 +70,17 @@ class TableLookup(Protocol):
     def patch(self, table: int, ids: torch.Tensor, rows: torch.Tensor) -> Callable[[], None]:
         """Replace rows `ids` [n] of table number `table` by `rows` [n, row_bytes] in memory.
 
-        `ids` ascend. Return a function that restores the earlier rows. Neither may run during pooled().
+        `ids` ascend. Return a function that restores the earlier rows. Neither function may run
+        during pooled().
         """
 
     def stored(self, table: int, ids: torch.Tensor) -> torch.Tensor:
-        """[n, row_bytes]: rows `ids` of table number `table` as they are now."""
+        """Return [n, row_bytes]: the current rows `ids` of table number `table`."""
 
     def pooled(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-        """values, offsets, weights as in a KeyedJaggedTensor -> [batch, sum of the features' dims] float32.
-
-        A mean is divided by the number of ids, also with weights. Raises ServingError for an id outside its
-        table.
+        """Return pooled rows [batch, sum of the features' dims] float32. values, offsets, weights:
+        as in a KeyedJaggedTensor. A mean is the sum divided by the number of ids, even if ids
+        have weights. Raises ServingError for an id outside its table.
         """
 
 
@@ -92,7 +91,7 @@ def select_features(
     positions: Sequence[int],
     weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(values, offsets, weights) of some of the features, in the order of `places`; those of all as they are."""
+    """Return (values, offsets, weights) of features in the order of `positions`; unchanged if all are."""
     if list(positions) == list(range(num_features)):
         return values, offsets, weights
     batch = (len(offsets) - 1) // num_features
@@ -106,7 +105,7 @@ def select_features(
 def stored_rows_of(
     tables: Sequence[ServedTable], features: Sequence[ServedFeature], values: torch.Tensor, offsets: torch.Tensor
 ) -> NDArray[np.int64]:
-    """[n]: where in its table's file the row of each id lies. Raises ServingError for ids outside their table."""
+    """Return [n]: the row of each id in its table's file. Raises ServingError for ids outside their table."""
     ids = values.long().contiguous().numpy()
     batch = (len(offsets) - 1) // max(1, len(features))
     bounds = offsets.numpy()[::batch] if batch else np.zeros(len(features) + 1, np.int64)
@@ -130,7 +129,7 @@ def stored_rows_of(
 
 
 class RowPooler:
-    """FBGEMM's lookup of `features` over rows that lie in one uint8 buffer: those of table t from begins[t] on."""
+    """FBGEMM's lookup of `features` over rows in one uint8 buffer. The rows of table t begin at byte begins[t]."""
 
     def __init__(
         self,
@@ -159,7 +158,7 @@ class RowPooler:
             self._groups.append((tbe, positions))
 
     def pool(self, rows: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-        """rows [n] int64, of their tables; offsets [num_features * batch + 1]; weights [n]."""
+        """Return the pooled rows. rows [n] int64 in their tables; offsets [num_features * batch + 1]; weights [n]."""
         num_features = len(self._ends) - 1
         if len(self._groups) == 1:
             pooled: torch.Tensor = self._groups[0][0](rows, offsets, weights)
@@ -175,7 +174,7 @@ class RowPooler:
 
 
 class BufferLookup:
-    """Rows that lie in one buffer, for good."""
+    """A lookup whose rows stay in one buffer."""
 
     def __init__(
         self, tables: list[ServedTable], features: list[ServedFeature], buffer: torch.Tensor, begins: list[int]
@@ -199,7 +198,7 @@ class BufferLookup:
 
 
 class RamLookup(BufferLookup):
-    """Reads every table into memory, and verifies what it reads where there are checksums. Raises DamagedError."""
+    """Reads every table into memory, and verifies it if there are checksums. Raises DamagedError."""
 
     def __init__(self, tables: list[ServedTable], features: list[ServedFeature]) -> None:
         begins, size = [], 0
@@ -213,14 +212,14 @@ class RamLookup(BufferLookup):
 
 
 def replace_rows(of: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> Callable[[], None]:
-    """Write `rows` [n, row_bytes] over rows `ids` of a table. Return a function that puts the earlier rows back."""
+    """Overwrite rows `ids` of a table with `rows` [n, row_bytes]. Return a function that restores the earlier rows."""
     before = of[ids]
     of[ids] = rows
     return lambda: of.__setitem__(ids, before)
 
 
 def read_rows(table: ServedTable, into: memoryview) -> None:
-    """Fill `into` with a table's file. Raises DamagedError for a file that differs from its checksums, or is too short."""
+    """Fill `into` with a table's file. Raises DamagedError if the file differs from its checksums, or is too short."""
     with VerifiedFile(table.path, table.entry) if table.entry else open(table.path, "rb") as file:
         filled = 0
         while filled < len(into):
@@ -231,7 +230,7 @@ def read_rows(table: ServedTable, into: memoryview) -> None:
 
 
 class MappedLookup:
-    """Read every table from its mapped file, which is not verified here."""
+    """Reads every table from its memory-mapped file, which is not verified here."""
 
     def __init__(self, tables: list[ServedTable], features: list[ServedFeature]) -> None:
         self.tables, self.features = tables, features
@@ -244,7 +243,7 @@ class MappedLookup:
         ]
 
     def patch(self, table: int, ids: torch.Tensor, rows: torch.Tensor) -> Callable[[], None]:
-        """The pages that hold these rows become this process's own."""
+        """Replace rows. The memory pages with these rows become private copies of this process."""
         return replace_rows(self._of(table), ids, rows)
 
     def stored(self, table: int, ids: torch.Tensor) -> torch.Tensor:

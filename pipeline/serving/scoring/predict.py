@@ -1,9 +1,10 @@
-"""Score raw rows with an exported artifact:  python -m pipeline predict artifact=artifacts/quickstart source=rows.parquet output=scores.parquet
+"""Score raw rows with an exported artifact: python -m pipeline predict
+artifact=artifacts/quickstart source=rows.parquet output=scores.parquet
 
-sources -> scorer -> the output is there? -> score in parts -> check -> write -> report. This file is the
-whole path; each step is one call away. Run the same command again to resume a killed run.
+sources -> scorer -> the output is there? -> score in parts -> check -> write -> report. This file
+is the whole path; each step is one call away. Run the same command again to resume a killed run.
 
-With a two-tower's artifact, find the best items of each row (retrieve.k=100), or give its vector
+With a two-tower's artifact, find the best items of each row (retrieve.k=100), or write its vector
 (retrieve.vectors=true).
 """
 
@@ -46,11 +47,12 @@ def predict(
     load: Callable[[PredictJob], Scorer] | None = None,
     find: Callable[[str], FoundArtifact] = find_folder,
 ) -> PredictSummary:
-    """Write job.output, and <output>.json, which is its commit; bad rows go to <output>.quarantine.jsonl.
+    """Write job.output, and <output>.json, which commits the output. Bad rows go to
+    <output>.quarantine.jsonl.
 
-    With num_shards the files are this shard's, and the last shard to end writes the manifest of all.
-    Raises ServingError: artifact or source cannot be read, too many rows are bad, or job.output holds
-    other scores.
+    With num_shards this shard's files are written, and the last shard to end writes the manifest of
+    all shards. Raises ServingError: artifact or source cannot be read, too many rows are bad, or
+    job.output holds other scores.
     """
     started = time.monotonic()
     # Here, so that a typo in the command fails before torch and pyarrow are imported.

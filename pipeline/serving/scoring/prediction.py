@@ -1,12 +1,13 @@
-"""Name, compare and publish the files of a prediction: report, quarantine, and the manifest of its shards.
+"""Name, compare and publish the files of a prediction: report, quarantine, and the manifest of its
+shards.
 
-<output>.json               what the scores depend on, the counts and the sources: it commits the output
-<output>.quarantine.jsonl   rows without a score, with the reason
-<output less its suffix>.shard-00002-of-00008.parquet   the scores of shard 2, with the same files
-<output>.manifest.json      every shard's file in the order of the rows; the last shard to end writes it
+<output>.json what the scores depend on, the counts and the sources: it commits the output
+<output>.quarantine.jsonl rows without a score, with the reason <output without
+suffix>.shard-00002-of-00008.parquet the scores of shard 2, with the same files
+<output>.manifest.json every shard's file in the order of the rows; the last shard to end writes it
 
-A shard has whole files, next to each other in the order of a single run: the shards one after another
-are that run's rows.
+A shard has complete source files that follow each other. So all shards, one after another, have the
+same rows as the output of a run without shards.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ logger = get_logger("pipeline.serving.scoring.predict")
 
 @dataclass(frozen=True)
 class PredictSummary:
-    """`num_rows` are all of the source's; of those `num_refused` have no score."""
+    """The result. `num_rows`: all rows of the source. `num_refused`: the rows among them that have no score."""
 
     output: str
     artifact_version: str
@@ -49,7 +50,7 @@ class PredictSummary:
 
 
 def check_apart(job: PredictJob) -> None:
-    """Raise ServingError where the output would be one of the sources, the next time that they are looked for."""
+    """Raise ServingError if the output would match `source`, because the next run would then read it as a source."""
     folder = storage.dirname(job.output)
     by_pattern = any(character in job.source for character in "*?[") and fnmatch.fnmatch(job.output, job.source)
     local = storage.is_local(job.output) and storage.is_local(job.source)
@@ -58,14 +59,14 @@ def check_apart(job: PredictJob) -> None:
 
 
 def staging_folder(job: PredictJob) -> str:
-    """Return a folder next to the output, or in temp_dir, whose name a restart finds again."""
+    """Return a folder next to the output, or in temp_dir. Its name is the same after a restart."""
     if job.temp_dir is None and storage.is_local(job.output):
         return job.output + ".partial"
     return os.path.join(job.temp_dir or temporary_folder(), quote(job.output, safe="") + ".partial")
 
 
 def subject_of(job: PredictJob, scorer: Scorer, sources: list[Source], kind: str) -> dict[str, Any]:
-    """Return what the output's bytes depend on, as JSON reads it back. kind: the format."""
+    """Return everything that the output's bytes depend on, as values that JSON can store. kind: the format."""
     subject = {
         "artifact": scorer.version + ("+compiled" if job.compiled else ""),
         "source": [[source.name, source.size_bytes, source.digest] for source in sources],
@@ -84,7 +85,7 @@ def subject_of(job: PredictJob, scorer: Scorer, sources: list[Source], kind: str
 
 
 def find_finished(job: PredictJob, subject: dict[str, Any]) -> PredictSummary | None:
-    """Return the summary of the same prediction. Raises ServingError if the output holds another one."""
+    """Return the summary if the same prediction has finished. Raises ServingError if the output holds another one."""
     report = job.output + REPORT_SUFFIX
     if not storage.is_file(report) and not storage.is_file(job.output):
         return None
@@ -101,7 +102,7 @@ def find_finished(job: PredictJob, subject: dict[str, Any]) -> PredictSummary | 
 
 
 def check_refused(job: PredictJob, staged: StagedScores) -> None:
-    """Raise ServingError if more rows have no score than the job allows."""
+    """Raise ServingError if more rows are without a score than the job allows."""
     done = staged.progress
     if done.num_refused > job.max_quarantined_fraction * done.num_rows:
         first = json.loads(next(staged.quarantine_lines()))
@@ -113,7 +114,7 @@ def check_refused(job: PredictJob, staged: StagedScores) -> None:
 
 
 def publish_report(job: PredictJob, scorer: Scorer, own: Sequence[Source], staged: StagedScores) -> PredictSummary:
-    """Publish the quarantine and, last, the report. Warn if many values are unknown."""
+    """Publish the quarantine and after it the report. Warn if many values are unknown."""
     done, refused = staged.progress, job.output + QUARANTINE_SUFFIX
     if not done.num_refused:
         storage.remove(refused)  # of an earlier prediction
@@ -148,7 +149,7 @@ def job_of_shard(job: PredictJob) -> PredictJob:
 
 
 def sources_of_shard(sources: Sequence[Source], shard: int, num_shards: int) -> list[Source]:
-    """Return the files whose middle byte is in the shard's share of all bytes; none if files are few."""
+    """Return the files whose middle byte is in the shard's share of all bytes; [] if there are too few files."""
     total = sum(max(1, source.size_bytes) for source in sources)
     found, before = [], 0
     for source in sources:
@@ -160,7 +161,8 @@ def sources_of_shard(sources: Sequence[Source], shard: int, num_shards: int) -> 
 
 
 def publish_manifest(job: PredictJob) -> bool:
-    """Write the manifest if every shard has its report of one prediction; return whether it was written.
+    """Write the manifest if every shard has a report of the same prediction. Return True if it was
+    written.
 
     Shards that end at the same time write the same bytes.
     """
@@ -191,6 +193,6 @@ def publish_manifest(job: PredictJob) -> bool:
 
 
 def _report(output: str) -> dict[str, Any]:
-    """Empty where there is none; another shard may be writing its own at this moment."""
+    """Return a shard's report; empty if there is none, or another shard is writing it now."""
     path = output + REPORT_SUFFIX
     return dict(json.loads(storage.read_text(path))) if storage.is_file(path) else {}

@@ -1,6 +1,6 @@
 """Load an artifact, and score raw or prepared rows with it.
 
-Nothing of the training is imported: the tables are files, the layers a program of torch.export, and
+No training code is imported: the tables are files, the layers are a program of torch.export, and
 prepare's functions read raw rows. Every byte that is loaded was verified first.
 """
 
@@ -42,7 +42,7 @@ Counts = NDArray[np.int64]  # [2, features]: lookups, and those of row 0
 
 
 def count_row_zero(values: NDArray[np.int64], offsets: NDArray[np.int64], num_rows: int) -> Counts:
-    """Of ids as a KeyedJaggedTensor has them: values, and offsets [features * num_rows + 1]."""
+    """Return how many ids of each feature are 0. values, offsets: as in a KeyedJaggedTensor."""
     bounds = offsets[::num_rows]
     zeros = np.zeros(len(values) + 1, np.int64)
     np.cumsum(values == 0, out=zeros[1:])
@@ -54,12 +54,12 @@ def count_row_zero(values: NDArray[np.int64], offsets: NDArray[np.int64], num_ro
 
 
 def by_feature(names: Sequence[str], counts: Counts, lookups: Mapping[str, Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Feature -> [lookups, those of row 0], of those that `lookups` of the manifest says have a vocabulary."""
+    """Return feature -> [lookups, lookups of row 0], for the features in the manifest's `lookups`."""
     return {name: counts[:, number].tolist() for number, name in enumerate(names) if ROW_ZERO in lookups.get(name, {})}
 
 
 def unusual(counts: Mapping[str, Sequence[int]], lookups: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A phrase for each feature of whose values far more are unknown or missing than on the validation rows, the worst first."""
+    """Return a phrase for each feature with far more unknown values than in validation, worst first."""
     found = []
     for name, (total, zeros) in counts.items():
         expected = float(lookups[name][ROW_ZERO])
@@ -69,7 +69,7 @@ def unusual(counts: Mapping[str, Sequence[int]], lookups: Mapping[str, Mapping[s
 
 
 def warning(counts: Mapping[str, Sequence[int]], lookups: Mapping[str, Mapping[str, Any]]) -> str:
-    """Empty where all is as usual."""
+    """Return a warning about unknown values, or "" if their number is as usual."""
     texts = unusual(counts, lookups)
     if not texts:
         return ""
@@ -87,7 +87,7 @@ ROWS_AT_ONCE = 8192
 
 @dataclass
 class Scored:
-    """scores [num_rows] or [num_rows, tasks] float32, NaN for bad_rows (`line` from 1)."""
+    """scores [num_rows] or [num_rows, tasks] float32. bad_rows, whose `line` counts from 1, have NaN."""
 
     scores: NDArray[np.float32]
     bad_rows: list[QuarantinedRow] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Scored:
 
 
 class Predictor:
-    """Raw rows -> scores. For one caller at a time."""
+    """Maps raw rows to scores. Only one thread may call it."""
 
     def __init__(
         self,
@@ -123,10 +123,12 @@ class Predictor:
         verify: bool = True,
         compiled: bool = False,
     ) -> Predictor:
-        """memory: ram reads the tables, mapped leaves them to the page cache, ssd keeps `cache_bytes` of rows.
+        """memory: "ram" reads the tables into memory, "mapped" maps their files, "ssd" caches
+        `cache_bytes` of rows.
 
-        compiled: run the AOTInductor package instead of dense.pt2. Without `verify` only sizes are checked.
-        Raises ArtifactError: it is missing, damaged, of another release, or holds what is not loaded.
+        compiled: run the AOTInductor package instead of dense.pt2. Without `verify` only sizes are
+        checked. Raises ArtifactError: the artifact is missing, damaged, of another release, or has
+        unexpected content.
         """
         check_choice("memory", memory, MEMORIES)
         manifest = read_manifest(artifact)
@@ -144,7 +146,7 @@ class Predictor:
         return predictor
 
     def _try(self) -> None:
-        """Score two rows without ids, which raises if the widths of tables and layers differ."""
+        """Score two rows without ids. This raises an error if the widths of tables and layers differ."""
         nothing = torch.zeros(2, len(self.encoder.schema.dense))
         ids, offsets = torch.zeros(0, dtype=torch.int64), torch.zeros(2 * len(self._keys) + 1, dtype=torch.int64)
         wanted, features = (2, *self._width), [feature.name for feature in self.lookup.features]
@@ -160,26 +162,26 @@ class Predictor:
 
     @property
     def version(self) -> str:
-        """Of the artifact, and behind a + the number of the delta that it was brought up to: equal for equal scores."""
+        """Return the artifact's version, + and the last delta's number. Equal versions give equal scores."""
         return f"{self.manifest.version}+{self.sequence}" if self.applied else self.manifest.version
 
     @property
     def event_at(self) -> float | None:
-        """When the newest event was that the delta which was applied last was trained on; None where that is not known."""
+        """Return the time of the newest event that the last delta was trained on; None if it is unknown."""
         return self.applied.stats.get("event_time") if self.applied else None
 
     @property
     def sequence(self) -> int:
-        """Of the delta that was applied last; 0: none."""
+        """Return the number of the delta that was applied last; 0 if none was applied."""
         return self.applied.sequence if self.applied else 0
 
     @property
     def fresh_at(self) -> float | None:
-        """When the step that serves was saved, in seconds since 1970; None where nobody has said."""
+        """Return the time in seconds since 1970 at which the serving step was saved; None if it is unknown."""
         return self.applied.saved_at if self.applied else self.manifest.exported_at
 
     def catch_up(self, artifact: str) -> None:
-        """Apply the deltas of `artifact` before it serves. Stop before a delta that is damaged or does not fit."""
+        """Apply the deltas of `artifact` before serving. Stop before a delta that is damaged or does not fit."""
         try:
             for sequence in range(self.sequence + 1, newest_sequence(deltas_folder(artifact)) + 1):
                 self.apply(stage_delta(artifact, self.manifest, sequence))
@@ -212,7 +214,7 @@ class Predictor:
         self.applied = staged.delta
 
     def _check_follows(self, staged: StagedDelta) -> DenseProgram:
-        """Return the program whose constants the delta changes."""
+        """Return the program whose constants the delta replaces."""
         if staged.delta.sequence != self.sequence + 1:
             raise ServingError(f"delta {staged.delta.sequence} does not follow on {self.sequence}")
         if not isinstance(self.program, DenseProgram):
@@ -227,21 +229,21 @@ class Predictor:
         return self.program
 
     def num_ids(self, feature: str) -> int:
-        """Of values that have rows of their own, and of the unknown one."""
+        """Return the number of a feature's ids: values with a row, and the unknown value."""
         return self._num_ids[feature]
 
     @property
     def columns(self) -> ColumnsConfig:
-        """What raw rows have, without a label."""
+        """Return the columns of raw rows, without labels."""
         return self.encoder.layout.columns
 
     @property
     def tasks(self) -> list[ServedTask]:
-        """What the columns of scores are; empty where there is one score a row."""
+        """Return what the columns of scores are; empty if there is one score per row."""
         return self.manifest.tasks
 
     def unusual(self, row_zero: Mapping[str, Sequence[int]]) -> str:
-        """What is to be said of counts as Scored.row_zero has them; empty where they are as on the validation rows."""
+        """Return a warning about counts in the form of Scored.row_zero; "" if they are as in the validation rows."""
         return warning(row_zero, self.manifest.lookups)
 
     def score(self, rows: Rows) -> Scored:
@@ -261,9 +263,11 @@ class Predictor:
         return Scored(scores, bad, by_feature(self._keys, counts, self.manifest.lookups))
 
     def score_batch(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Score prepared rows -> [batch], or [batch, tasks], float32. dense: [batch, num_dense].
+        """Return scores of prepared rows: [batch] or [batch, tasks], float32. dense: [batch,
+        num_dense].
 
-        Raises ServingError: a feature is missing, an id outside its table, or `dense` has another width.
+        Raises ServingError: a feature is missing, an id is outside its table, or `dense` has
+        another width.
         """
         keys = list(sparse.keys())
         if lacking := [key for key in self._keys if key not in keys]:
@@ -289,16 +293,16 @@ class Predictor:
         return scores
 
     def _pooled(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """A tower of the extra retrieval looks up its own features."""
+        """Return the pooled rows. A tower of the extra retrieval overrides this to look up only its features."""
         if self._composed is None:
             return self.lookup.pooled(values, offsets, weights)
         return self._composed.pooled(self.lookup, values, offsets, weights)
 
     def _scores_of(self, outputs: torch.Tensor) -> torch.Tensor:
-        """A tower of the extra retrieval returns vectors."""
+        """Return scores from the layers' outputs. A tower of the extra retrieval overrides this to return vectors."""
         return scores_of(self.tasks, outputs)
 
     @property
     def _width(self) -> tuple[int, ...]:
-        """Of a row's scores."""
+        """Return the number of scores per row."""
         return (len(self.tasks),) if self.tasks else ()

@@ -1,8 +1,10 @@
-"""Build the graph of exported layers from model.json, torch.export's text of a program, without running that text.
+"""Build the graph of exported layers from model.json, torch.export's text of a program, without
+running that text.
 
-torch.export.load evaluates parts of model.json as Python: symbolic sizes and the names of inputs. This reader takes
-operators from a list, numbers, and references to values. It gives every value a name of its own, so no text of the file
-becomes code. The format is torch/_export/serde/schema.py; docs/adr/0068 says why this reader exists.
+torch.export.load evaluates parts of model.json as Python: symbolic sizes and the names of inputs.
+This reader takes operators from a list, numbers, and references to values. It gives every value a
+new name, so no text of the file becomes code. The format is torch/_export/serde/schema.py;
+docs/adr/0068 says why this reader exists.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ Value = TypeVar("Value")
 
 
 class GraphProblem(ValueError):
-    """What in a file is not as an exported program has it."""
+    """A part of a file that an exported program cannot have."""
 
 
 def read_json(content: bytes) -> dict[str, Any]:
-    """Raises GraphProblem for text that is not a JSON object of bounded size."""
+    """Return the object in the text. Raises GraphProblem if it is not a JSON object of bounded size."""
     if len(content) > MAX_BYTES:
         raise GraphProblem(f"has {len(content)} bytes, more than {MAX_BYTES}")
     if (count := sum(map(content.count, (b"[", b"{", b",", b":")))) > MAX_VALUES:
@@ -87,7 +89,7 @@ def a_bool(value: object) -> bool:
 
 
 def one_of(value: object) -> tuple[str, object]:
-    """The key and value of an object with one of each: how the schema writes a choice."""
+    """Return the key and value of an object with exactly one entry. The schema writes a choice in this way."""
     if len(an_object(value)) != 1:
         raise GraphProblem(f"has {_shown(value)} where an object with one key belongs")
     return next(iter(an_object(value).items()))
@@ -119,10 +121,10 @@ def _shown(value: object) -> str:
 
 
 class GraphReader:
-    """Makes an fx graph of `program`, the content of model.json. `constants`: the stored tensor of each (kind, name)."""
+    """Makes an fx graph from `program`, the content of model.json. `constants`: (kind, name) -> stored tensor."""
 
     def __init__(self, program: dict[str, Any], constants: Mapping[tuple[bool, str], torch.Tensor]) -> None:
-        """The first part of a constant's key is whether it is stored among the weights."""
+        """The first part of a constant's key says if the constant is stored among the weights."""
         module = an_object(get(program, "graph_module"))
         self._graph_values = an_object(get(module, "graph"))
         self._signature = an_object(get(module, "signature"))
@@ -134,7 +136,7 @@ class GraphReader:
         self._values: dict[str, torch.fx.Node] = {}
 
     def build(self) -> torch.fx.Graph:
-        """Raises GraphProblem, and UnlistedOperatorError for an operator that is not in the list."""
+        """Return the graph. Raises GraphProblem, and UnlistedOperatorError for an operator that is not in the list."""
         self._read_inputs()
         if len(nodes := a_list(get(self._graph_values, "nodes"))) > MAX_NODES:
             raise GraphProblem(f"has {len(nodes)} operations, more than {MAX_NODES}")
@@ -355,7 +357,7 @@ class UnlistedOperatorError(ServingError):
 
 
 def find_operator(target: str) -> torch._ops.OpOverload:
-    """torch.ops.aten.<name>.<overload>. Raises UnlistedOperatorError."""
+    """Return torch.ops.aten.<name>.<overload>. Raises UnlistedOperatorError."""
     name, _, overload = target.removeprefix("torch.ops.aten.").partition(".")
     is_listed = target.startswith("torch.ops.aten.") and (name in OPERATORS or name.removesuffix("_") in OPERATORS)
     packet = getattr(torch.ops.aten, name, None) if is_listed else None
@@ -377,7 +379,7 @@ MAX_PARTS = 1 << 16  # of one value that an operator takes apart
 
 
 class _Sizes(torch.fx.Interpreter):
-    """Computes the sizes of all values without computing the values. Raises GraphProblem for more than the limits."""
+    """Computes the sizes of all intermediate tensors without their values. Raises GraphProblem above the limits."""
 
     def __init__(self, module: torch.fx.GraphModule, mode: Any, num_stored: int) -> None:
         super().__init__(module)
@@ -405,7 +407,7 @@ class _Sizes(torch.fx.Interpreter):
 
 
 def _num_parts(target: Any, args: Any, kwargs: Any) -> int:
-    """How many tensors the operator gives, counted before they are made; 1 for an operator that gives a fixed number."""
+    """Return how many tensors the operator returns, before they are made; 1 if the operator's number is fixed."""
     name = getattr(getattr(target, "_schema", None), "name", "").removeprefix("aten::")
     if name not in ("unbind", "split", "chunk"):
         return 1
@@ -417,9 +419,8 @@ def _num_parts(target: Any, args: Any, kwargs: Any) -> int:
 
 
 def check_sizes(module: torch.fx.GraphModule, widths: list[int], num_stored: int) -> None:
-    """Give each node of `module` its value in meta["val"], a tensor without memory.
-
-    Raises GraphProblem if operators do not fit each other, or a value is larger than the limits.
+    """Store each node's result in meta["val"], as a tensor without memory. Raises GraphProblem if
+    operators do not fit each other, or a tensor is larger than the limits.
     """
     logger = logging.getLogger(fake_tensor.__name__)
     logger.addFilter(_nothing)  # it logs the traceback of what is reported below

@@ -1,8 +1,8 @@
 """Encode raw rows as the dense values and ids that the model was trained on.
 
 Parsing, transforms, codes and hashes are prepare's functions. Only the join of values with their
-ids differs (feature_ids.py). Valid rows take a shorter way to the same numbers: a few rows as Python
-values, more rows column by column.
+ids differs (feature_ids.py). Valid rows are encoded by faster code with the same result: a few rows
+as Python values, many rows column by column.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FEW_ROWS = 512  # of a table: more are as quick column by column
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """dense [n, num_dense] float32; values, offsets and weights as a KeyedJaggedTensor has them.
+    """dense [n, num_dense] float32; values, offsets and weights as in a KeyedJaggedTensor.
 
     `kept`: the numbers of the rows that were encoded, from 0; the other rows are bad.
     """
@@ -52,12 +52,12 @@ class EncodedRows:
 
     @property
     def ids(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """As a TableLookup takes them."""
+        """Return the arguments of TableLookup.pooled."""
         return self.values, self.offsets, self.weights
 
 
 class RowEncoder:
-    """`vocabularies`: feature -> what value_index.index_values made of its values, for those that are not hashed."""
+    """Encodes rows. `vocabularies`: feature -> result of value_index.index_values, if the feature is not hashed."""
 
     def __init__(self, schema: RawSchema, vocabularies: Mapping[str, pa.Table]) -> None:
         self.schema = schema
@@ -101,11 +101,11 @@ class RowEncoder:
 
     @property
     def added(self) -> AddedIds:
-        """Of the schema's features, by their numbers: values that have ids besides those of the vocabularies."""
+        """Return the values that have ids in addition to the vocabularies, by number of the schema's feature."""
         return self._ids.added
 
     def ids_of(self, feature: str, values: Sequence[str]) -> NDArray[np.int64]:
-        """[len(values)]: of values of one feature, 0 for an unknown one."""
+        """Return [len(values)]: the ids of one feature's values, 0 for an unknown value."""
         number = [each.name for each in self.schema.features].index(feature)
         return self._ids.look_up(np.full(len(values), number), pa.array(values, pa.large_string()))
 
@@ -128,7 +128,7 @@ class RowEncoder:
         return self._encode_table(rows.to_table() if isinstance(rows, ColumnLists) else rows)
 
     def _encode_whole(self, rows: Rows) -> EncodedRows | None:
-        """Each feature a whole column; None where not all of them can be read so, or a row is bad."""
+        """Encode each feature as a complete column. Return None if a column cannot be read so, or a row is bad."""
         names, num_dense = self._raw_names, len(self.schema.dense)
         if not self._ids.reads_columns or self._derived:
             return None
@@ -165,7 +165,7 @@ class RowEncoder:
         )
 
     def _few(self, rows: pa.Table) -> ColumnLists | None:
-        """None for rows that only _encode_table reads: many, bytes that are no text, or columns of other types."""
+        """Return the rows as Python values; None if only _encode_table can read them (many rows, other types)."""
         if rows.num_rows > FEW_ROWS:
             return None
         if self._simple is None or not rows.schema.equals(self._simple):
@@ -192,7 +192,7 @@ class RowEncoder:
         )
 
     def _derive_few(self, rows: ColumnLists) -> ColumnLists | None:
-        """Raw columns to those that become features; None where a row is bad."""
+        """Convert raw columns to the columns that become features. Return None if a row is bad."""
         numbers = np.array(rows.columns[: self._num_raw_numbers], np.float64)
         if (np.abs(numbers) > LARGEST_FLOAT32).any():
             return None
@@ -203,7 +203,7 @@ class RowEncoder:
             return None
 
     def _encode_few(self, rows: ColumnLists) -> EncodedRows | None:
-        """None where a row is bad: _encode_table tells which, and why."""
+        """Encode a few rows. Return None if a row is bad; _encode_table then finds the row and the reason."""
         if self._has_uneven(rows):
             return None
         num_rows, num_dense = rows.num_rows, len(self.schema.dense)
@@ -240,7 +240,7 @@ class RowEncoder:
         return _joined(dense, bags, kept, [])
 
     def _split_weights(self, columns: list[Sequence[Any]]) -> dict[str, NDArray[np.float32]] | None:
-        """The weights of weighted features, in whose columns ids stay; None where a row is bad."""
+        """Split the columns of weighted features: the ids stay, the weights are returned; None if a row is bad."""
         weights: dict[str, NDArray[np.float32]] = {}
         for position, feature in enumerate(self.schema.features):
             if feature.weighted:
@@ -251,7 +251,7 @@ class RowEncoder:
         return weights
 
     def _has_uneven(self, rows: ColumnLists) -> bool:
-        """Whether a sequence is not as long as the one that it describes."""
+        """Return True if the length of a sequence differs from the length of the sequence that it describes."""
         for name, sequence in self._sequences.items():
             if sequence.beside is not None:
                 own, leader = (rows.columns[self._names.index(each)] for each in (name, sequence.beside))
@@ -260,7 +260,7 @@ class RowEncoder:
         return False
 
     def _dense(self, numbers: NDArray[np.float64]) -> NDArray[np.float32]:
-        """[rows, columns] of [columns, rows]."""
+        """Return [rows, columns] from [columns, rows]."""
         if not self.schema.dense_columns:
             return np.ascontiguousarray(Transform(self.schema.dense_transform)(numbers).T)
         return np.stack([transform(row) for transform, row in zip(self._transforms, numbers, strict=True)], axis=1)
@@ -279,14 +279,14 @@ class RowEncoder:
         return _joined(dense, bags, parsed.kept, parsed.quarantined)
 
     def _with_buckets(self, table: pa.Table) -> pa.Table:
-        """Each number that is looked up by its bucket replaced by the number of that, as text."""
+        """Replace each number that is looked up by its bucket by the bucket's number, as text."""
         for name, boundaries in self._in_buckets.items():
             column = bucket_column(table[name], boundaries)
             table = table.set_column(table.schema.get_field_index(name), name, column)
         return table
 
     def _needed(self, rows: pa.Table) -> pa.Table:
-        """The columns of the schema, those without a single value of a type that has missing ones."""
+        """Return the columns of the schema. A column without any value gets a type that allows missing values."""
         names, columns = rows.column_names, self.schema.columns
         if missing := [name for name in columns if name not in names]:
             listed = ", ".join(f"{name!r}{did_you_mean(name, names)}" for name in missing[:5])
@@ -300,7 +300,7 @@ class RowEncoder:
         return table.combine_chunks()
 
     def _bags(self, table: pa.Table) -> list[Bag]:
-        """Of each feature, the ids of all rows, one after the other, and how many each row has."""
+        """Return for each feature the ids of all rows, one after the other, and the number of ids per row."""
         names = [feature.name for feature in self.schema.features]
         encoded = [encode_values(self._features, name, table[name]) for name in names]
         distinct = [each.distinct.cast(pa.large_string()) for each in encoded]
@@ -318,12 +318,12 @@ def _chunk_of(column: pa.ChunkedArray) -> pa.Array:
 
 
 def _unresolved(sequence: SequenceConfig) -> SequenceConfig:
-    """As data.columns has it: one beside another has that one's length and side."""
+    """Return the sequence as in data.columns. A sequence that describes another one has its length and end."""
     return sequence if sequence.beside is None else SequenceConfig(beside=sequence.beside)
 
 
 class Bag(NamedTuple):
-    """The ids of all rows, how many each row has, and their weights; None: each counts 1."""
+    """The ids of all rows, the number of ids per row, and their weights; None: each id has weight 1."""
 
     ids: NDArray[np.int64]
     lengths: NDArray[np.int64]
@@ -331,7 +331,7 @@ class Bag(NamedTuple):
 
 
 def _parts(ids: NDArray[np.int64], sizes: Sequence[int]) -> list[NDArray[np.int64]]:
-    """One after the other, of these sizes; none where there are none, which np.split gives one part."""
+    """Split ids into parts of these sizes. Return no parts if there are no sizes (np.split would return one part)."""
     return np.split(ids, np.cumsum(sizes)[:-1]) if sizes else []
 
 
@@ -341,7 +341,7 @@ def bag_of(
     lengths: NDArray[np.integer] | None,
     weights: NDArray[np.float32] | None = None,
 ) -> Bag:
-    """`lengths` is None where the rows have one id each."""
+    """Return the Bag of a feature. `lengths` is None if each row has one id."""
     if lengths is not None:
         return Bag(ids, lengths.astype(np.int64), weights)
     if feature.bag_size == 1:
@@ -352,7 +352,7 @@ def bag_of(
 
 
 def join_bags(bags: Sequence[Bag]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(values, offsets, weights) of all features; weights where one of them has some."""
+    """Return (values, offsets, weights) of all features; with weights if any feature has weights."""
     ids = np.concatenate([np.zeros(0, np.int64), *(bag.ids for bag in bags)])
     ends = np.cumsum(np.concatenate([np.zeros(1, np.int64), *(bag.lengths for bag in bags)]))
     weights = None
@@ -376,7 +376,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _type_of_nothing(kind: pa.DataType, column: str) -> pa.DataType | None:
-    """What a column of nulls alone, as a reader of JSON makes it, is read as; None for one that has a type."""
+    """Return the type for a column that a JSON reader gave only nulls; None if the column has a type already."""
     if pa.types.is_null(kind):
         return {DENSE: pa.float64(), SPARSE: pa.string(), MULTI_HOT: pa.list_(pa.string())}[column]
     if pa.types.is_list(kind) and pa.types.is_null(kind.value_type):

@@ -37,7 +37,7 @@ logger = get_logger("pipeline.serving.scoring.predict")
 
 @dataclass(frozen=True)
 class Part:
-    """`next_row` of source number `source` is the first that the part does not hold."""
+    """A finished part of the scores. `next_row` of source number `source` is the first row after this part."""
 
     number: int
     source: int
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass
 class Progress:
-    """`subject`: everything that the scores depend on."""
+    """The progress of a prediction. `subject`: everything that the scores depend on."""
 
     subject: dict[str, Any]
     parts: list[Part] = field(default_factory=list)
@@ -65,14 +65,14 @@ class Progress:
 
     @property
     def row_zero(self) -> dict[str, list[int]]:
-        """Feature -> lookups, and those of row 0, of all parts."""
+        """Return feature -> lookups, and lookups of row 0, over all parts."""
         total: dict[str, list[int]] = {}
         for part in self.parts:
             add_counts(total, part.row_zero)
         return total
 
     def next_row(self, source: int) -> int:
-        """The first row of a source that is not scored yet."""
+        """Return the first row of a source that was not scored yet."""
         return max((part.next_row for part in self.parts if part.source == source), default=0)
 
 
@@ -83,7 +83,7 @@ def add_counts(total: dict[str, list[int]], more: Mapping[str, Sequence[int]]) -
 
 @dataclass
 class OpenPart:
-    """Rows that are scored, and not yet in a file."""
+    """Scored rows that are not yet written to a file."""
 
     tables: list[pa.Table] = field(default_factory=list)
     quarantined: list[dict[str, Any]] = field(default_factory=list)
@@ -101,7 +101,7 @@ class StagedScores:
         return os.path.join(self.folder, f"{number:05d}.{kind}")
 
     def take_over(self) -> None:
-        """Continue after the parts of an earlier run, unless they are of another prediction or damaged."""
+        """Use the parts of an earlier run, unless they belong to another prediction or are damaged."""
         path = os.path.join(self.folder, PROGRESS)
         if not os.path.exists(path):
             return
@@ -121,7 +121,7 @@ class StagedScores:
             logger.info("going on after %s rows that an earlier run has scored", f"{earlier.num_rows:,}")
 
     def add(self, source: int, next_row: int, done: OpenPart) -> None:
-        """Write a finished part, which is durable when this returns."""
+        """Write a finished part. It is durable when this method returns."""
         number, rows = len(self.progress.parts), pa.concat_tables(done.tables)
         path, refused = self._file(number, "arrow"), self._file(number, "jsonl")
         with pa.ipc.new_file(path, rows.schema) as writer:
@@ -154,7 +154,7 @@ def _start_anew(why: str) -> None:
 
 
 def without_formulas(table: pa.Table) -> pa.Table:
-    """Return the rows with ' before each text that a spreadsheet would run as a formula. Numbers stay."""
+    """Return the rows with ' before each text that a spreadsheet would run as a formula. Numbers are unchanged."""
     columns = []
     for column in table.columns:
         if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
@@ -187,7 +187,7 @@ USUAL = "tsv"  # of a file whose name does not say its format
 
 @dataclass(frozen=True)
 class OpenedSource:
-    """A source with the layout of its rows and the types of the columns that go along."""
+    """A source with the layout of its rows, and the types of columns that are copied to the output."""
 
     source: Source
     layout: Layout
@@ -195,7 +195,7 @@ class OpenedSource:
 
 
 def format_of(sources: list[Source], columns: ColumnsConfig) -> str:
-    """Return the format of the files' names, else the training rows'. Raises ServingError."""
+    """Return the format by the files' names, otherwise the format of the training rows. Raises ServingError."""
     found = {_format_of(source.name, columns) for source in sources}
     if len(found) > 1:
         raise ServingError(f"source names files of several formats ({', '.join(sorted(found))}): score them one by one")
@@ -212,7 +212,7 @@ def _format_of(name: str, columns: ColumnsConfig) -> str:
 
 
 def layout_of_file(source: Source, kind: str, columns: ColumnsConfig, id_columns: list[str]) -> Layout:
-    """Return the layout of the file's rows, without labels. Raises DataError if the file lacks columns of the artifact."""
+    """Return the layout of the rows, without labels. Raises DataError if the file lacks needed columns."""
     read = find_format(kind)
     header = read.unlabelled_header(source, columns)
     layout = read.layout(kind, replace(columns, label=""))
@@ -220,7 +220,7 @@ def layout_of_file(source: Source, kind: str, columns: ColumnsConfig, id_columns
 
 
 def open_sources(sources: list[Source], layouts: list[Layout], reserved: tuple[str, ...]) -> list[OpenedSource]:
-    """Check every source's columns before a row is scored. Raises ServingError."""
+    """Check the columns of every source before any row is scored. Raises ServingError."""
     opened: list[OpenedSource] = []
     for source, layout in zip(sources, layouts, strict=True):
         reader, _ = open_source(layout, source, 1 << 16)
@@ -253,9 +253,10 @@ def _types(schema: pa.Schema) -> str:
 def score_sources(
     job: PredictJob, scorer: Scorer, sources: list[Source], own: Sequence[Source], staged: StagedScores
 ) -> pa.Schema:
-    """Score what `staged` lacks of the shard's `own` sources. Return the schema of the output.
+    """Score the rows of the shard's `own` sources that `staged` does not have. Return the schema of
+    the output.
 
-    Its columns: file (if there are several), row, the id columns, and what the scorer gives.
+    Its columns: file (if there are several), row, the id columns, and the columns of scores.
     """
     kind, fields = staged.progress.subject["format"], output_of(scorer).fields
     layouts = [
@@ -281,7 +282,8 @@ def _score_source(
     staged: StagedScores,
     advance: Callable[[int], object],
 ) -> None:
-    """Score what `staged` lacks of source `number`; `advance` gets the bytes read.
+    """Score the rows of source `number` that `staged` does not have. `advance` is called with the
+    bytes read.
 
     Raises ServingError if more than half of the file cannot be read, and SourceChangedError.
     """
@@ -321,7 +323,7 @@ def _score_source(
 def _score_block(
     scorer: Scorer, opened: OpenedSource, block: Block, parsed: ParsedRows, schema: pa.Schema, batch_rows: int
 ) -> tuple[pa.Table, list[dict[str, Any]], dict[str, list[int]]]:
-    """Return a row for each of the block's, the rows without a score, and row_zero."""
+    """Return one output row for each row of the block, the rows without a score, and row_zero."""
     columns_read = opened.layout.columns
     features = parsed.table.select([*columns_read.dense, *columns_read.sparse, *columns_read.lists])
     output = output_of(scorer)
@@ -349,7 +351,7 @@ def _score_block(
 
 
 def _spread(column: pa.ChunkedArray, kept: np.ndarray, num_rows: int, kind: pa.DataType) -> pa.ChunkedArray:
-    """The kept rows' values at their places among all rows, null between them."""
+    """Return [num_rows] values: the kept rows' values at their positions, and null for all other rows."""
     if len(kept) < num_rows:
         positions = np.full(num_rows, -1)
         positions[kept] = np.arange(len(kept))

@@ -17,7 +17,7 @@ from pipeline.serving.artifact.task_quality import ServedTask
 
 @dataclass(frozen=True)
 class ColumnLists:
-    """`columns` are those of `schema`, in its order, each with a value a row: numbers, text, lists of text, or None."""
+    """`columns` are in the order of `schema`, with one value per row: number, text, list of text, or None."""
 
     schema: pa.Schema
     columns: Sequence[Sequence[Any]]
@@ -30,7 +30,7 @@ class ColumnLists:
         return ColumnLists(self.schema, columns, max(0, min(length, self.num_rows - begin)))
 
     def to_table(self) -> pa.Table:
-        """Raises ServingError for text that is no Unicode."""
+        """Return the rows as a table. Raises ServingError for text that is not valid Unicode."""
         arrays = [pa.array(column, field.type) for field, column in zip(self.schema, self.columns, strict=True)]
         return pa.table(arrays, schema=self.schema)
 
@@ -43,7 +43,7 @@ def as_table(rows: Rows) -> pa.Table:
 
 
 def with_text(table: pa.Table, names: Collection[str]) -> pa.Table:
-    """Whole numbers of these columns as text, in the spelling that prepare gives them."""
+    """Return the table with the whole numbers of these columns as text, spelled as prepare does."""
     numbers = {field.name for field in table.schema if pa.types.is_integer(field.type)}.intersection(names)
     if not numbers:
         return table
@@ -52,7 +52,7 @@ def with_text(table: pa.Table, names: Collection[str]) -> pa.Table:
 
 
 def concat_rows(parts: Sequence[Rows]) -> Rows:
-    """Of one schema, but for categories that are whole numbers in some parts and text in others."""
+    """Join rows of one schema. A category column may have whole numbers in some parts and text in others."""
     if len(parts) == 1:
         return parts[0]
     lists = [part for part in parts if isinstance(part, ColumnLists)]
@@ -69,7 +69,7 @@ SCORE = "score"
 
 
 class ScoredRows(Protocol):
-    """`scores` float32 [num_rows], or [num_rows, tasks], NaN where the row was refused; of such a row `line` is its number from 1."""
+    """`scores` float32 [num_rows] or [num_rows, tasks]. A refused row has NaN; its `line` counts from 1."""
 
     @property
     def scores(self) -> np.ndarray: ...
@@ -79,11 +79,11 @@ class ScoredRows(Protocol):
 
     @property
     def row_zero(self) -> Mapping[str, Sequence[int]]:
-        """Feature -> lookups, and those of row 0, which stands for unknown and missing values."""
+        """Return feature -> lookups, and lookups of row 0, which means unknown and missing values."""
 
 
 class Scorer(Protocol):
-    """One caller at a time may score()."""
+    """A model that scores rows. Only one thread may call score()."""
 
     @property
     def version(self) -> str: ...
@@ -93,26 +93,26 @@ class Scorer(Protocol):
 
     @property
     def tasks(self) -> Sequence[ServedTask]:
-        """What the columns of scores are; empty where there is one score a row, a probability."""
+        """Return what the columns of scores are; empty if there is one score per row, a probability."""
         ...
 
     def score(self, rows: Rows) -> ScoredRows:
-        """Of schema_of(self.columns); a retriever takes Queries of such rows."""
+        """Score rows, which have schema_of(self.columns). A retriever takes Queries of such rows."""
         ...
 
     def unusual(self, row_zero: Mapping[str, Sequence[int]]) -> str:
-        """A warning where many more values are unknown than the model was trained with; else empty."""
+        """Return a warning if far more values are unknown than in the validation rows; otherwise ""."""
         ...
 
 
 def retrieves(scorer: object) -> bool:
-    """Whether it finds items for rows instead of scores: it then has request_reader(), answer(), try_out() and items."""
+    """Return True if it finds items instead of scores. It then has request_reader(), answer(), try_out() and items."""
     return bool(getattr(scorer, "retrieves_items", False))
 
 
 @dataclass(frozen=True)
 class RefusedRow:
-    """`row` counts from 0 in what was asked to be scored."""
+    """A row without a score. `row` counts from 0 in the rows that were given to the scorer."""
 
     row: int
     reason: str
@@ -122,21 +122,21 @@ class RefusedRow:
 
 
 def refused_rows(scored: ScoredRows) -> list[RefusedRow]:
-    """What the scorer says of its rows, with those that it says nothing about and gives no number."""
+    """Return the rows that the scorer refused, and the rows that have no number although they were not refused."""
     said = {bad.line - 1: bad.reason for bad in scored.bad_rows}
     without = np.flatnonzero(~has_scores(scored.scores))
     return [RefusedRow(int(row), said.get(int(row), "the model gives no finite score")) for row in without]
 
 
 def has_scores(scores: np.ndarray) -> np.ndarray:
-    """[num_rows] bool: whether all of a row's scores are numbers; of objects, whether there is one."""
+    """Return [num_rows] bool: True if all scores of a row are numbers; for objects, True if there is one."""
     if scores.dtype == object:
         return np.array([score is not None for score in scores], np.bool_)
     return np.asarray(np.isfinite(scores).reshape(len(scores), -1 if scores.size else 1).all(axis=1))
 
 
 def score_columns(tasks: Sequence[ServedTask]) -> list[str]:
-    """The names of the columns of scores in tables: score, or score_<label> of several."""
+    """Return the names of the columns of scores in tables: score, or with several labels score_<label>."""
     return [f"{SCORE}_{task.name}" for task in tasks] or [SCORE]
 
 
@@ -146,14 +146,14 @@ class Output(Protocol):
     fields: list[pa.Field]
 
     def empty(self, num_rows: int) -> np.ndarray:
-        """Return an array for scores in which no row has one."""
+        """Return an array for the scores of `num_rows` rows in which no row has a score yet."""
 
     def arrays(self, scores: np.ndarray, without: np.ndarray) -> Sequence[pa.Array]:
         """Return a column for each of `fields`. Rows in `without`, bool [num_rows], are null."""
 
 
 class ScoreOutput:
-    """One number a row, or one for each label."""
+    """One number per row, or one number per row and label."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.fields = [pa.field(name, pa.float32()) for name in names]
@@ -166,13 +166,13 @@ class ScoreOutput:
 
 
 def output_of(scorer: Scorer) -> Output:
-    """Return the scorer's `output` if it has one, else columns of scores."""
+    """Return the scorer's `output` if there is one, otherwise columns of scores."""
     own: Any = getattr(scorer, "output", None)
     return own if own is not None else ScoreOutput(score_columns(scorer.tasks))
 
 
 def schema_of(columns: ColumnsConfig) -> pa.Schema:
-    """The types that raw columns have when they are scored: what prepare reads, without the label."""
+    """Return the types of raw columns for scoring: the types that prepare reads, without labels."""
     fields = [pa.field(name, pa.float64()) for name in columns.dense]
     fields += [pa.field(name, pa.string()) for name in columns.sparse]
     fields += [pa.field(name, pa.list_(pa.string())) for name in columns.lists]

@@ -72,7 +72,7 @@ def run(job: TrainJob, rank: int, folder: Path) -> dict[str, Any]:
 
 
 def _leave_out_untouched_tables() -> dict[str, int]:
-    """Skip tables whose memory is only reserved. Return key -> bytes, which a save fills."""
+    """Do not save tables whose memory is only reserved. Return key -> the bytes that a save fills in."""
     from pipeline.checkpoint.shards import ShardPlanner
     from pipeline.extras.shadow import memory
     from pipeline.sharding.torchrec import table_init
@@ -112,7 +112,7 @@ def _local(value: Any) -> list[Any]:
 
 
 def _save_own_shards(rank: int) -> None:
-    """Let a rank write its shards. Rank 0, which decides this, knows only its own here."""
+    """Let a rank save its shards. Rank 0 plans the save, but here it knows only its own shards."""
     from torch.distributed.checkpoint import default_planner
 
     from pipeline.checkpoint.shards import ShardPlan, ShardPlanner

@@ -25,10 +25,9 @@ from pipeline.training.preflight import check_geometry, load_or_describe, valida
 @job_of("rehearse")
 @dataclass
 class RehearseJob(PlanJob):
-    """A PlanJob, which needs no data set: a missing one is replaced by generated rows.
-
-    ranks: to rehearse, always including rank 0, because other ranks get its plan. steps: of each rank.
-    output: a JSON file for the counts.
+    """A PlanJob, which needs no data set: generated rows replace a missing one. ranks: the ranks to
+    rehearse, always including rank 0, because other ranks use its plan. steps: the number of
+    steps of each rank. output: a JSON file for the counts.
     """
 
     ranks: list[int] = field(default_factory=lambda: [0])
@@ -61,7 +60,7 @@ class RehearsalError(TrainingError):
 
 @dataclass
 class Rehearsal:
-    """The results: a record per rank, as rehearsal.rank writes it."""
+    """The results: one record for each rank, in the form that rehearsal.rank writes."""
 
     job: RehearseJob
     made_up: bool  # there was no data set
@@ -82,7 +81,8 @@ def check_job(job: RehearseJob) -> None:
 def rehearse(job: RehearseJob) -> Rehearsal:
     """Run each rank in a separate process. Rank 0 is first; other ranks get its broadcasts.
 
-    Raises UserError if a rank ended with one, and RehearsalError with the end of another rank's output.
+    Raises UserError if a rank ended with a UserError. Otherwise raises RehearsalError with the end
+    of the rank's output.
     """
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         tried, made_up = _tried_job(job, folder)
@@ -96,7 +96,7 @@ def rehearse(job: RehearseJob) -> Rehearsal:
 
 
 def _tried_job(job: RehearseJob, folder: str) -> tuple[TrainJob, bool]:
-    """Return the job for a few steps in `folder`, and whether its data set was generated there."""
+    """Return the job for a few steps in `folder`, and True if its data set was generated there."""
     trainer = replace(
         job.trainer, max_steps=job.steps, epochs=1, evaluate_max_batches=1, evaluate_every_steps=0,
         evaluate_every_epochs=0, log_every_steps=1, hooks=[*job.trainer.hooks, "rehearsal"],
@@ -181,7 +181,7 @@ def describe(result: Rehearsal) -> str:
 
 
 def _collectives(step: list[dict[str, Any]]) -> list[str]:
-    """List the collectives of the last step in their order, with equal neighbours in one line."""
+    """List the collectives of the last step in their order. Equal neighbours share one line."""
     runs: list[list[dict[str, Any]]] = []
     for each in step:
         key = (each["op"], len(each["ranks"]))

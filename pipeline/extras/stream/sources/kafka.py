@@ -115,7 +115,7 @@ class KafkaSource:
         return Lines(self._name(partition), begin, values, [message.offset() + 1 for message in messages], self._names)
 
     def _assign(self, offsets: Offsets) -> None:
-        """Continue after `offsets`, if the consumer is not there."""
+        """Let the consumer continue after `offsets`, if it is at another position."""
         wanted = {partition: self._begin(partition, offsets) for partition in self._partitions}
         if wanted != self._next:
             self._seek(wanted)
@@ -128,7 +128,7 @@ class KafkaSource:
         self._consumer.assign([TopicPartition(self._topic, partition, offset) for partition, offset in wanted.items()])
 
     def _begin(self, partition: int, offsets: Offsets) -> int:
-        """Return the start of a partition. Raises DataError if the next rows are no longer kept."""
+        """Return the offset where a partition begins. Raises DataError if the broker no longer has the next rows."""
         known, wanted = self._next.get(partition), offsets.get(self._name(partition))
         if wanted is None:
             return self._low(partition) if known is None else known
@@ -153,8 +153,8 @@ class KafkaSource:
         return self._fetched_to[partition] < self._watermarks(partition)[1]
 
     def _fetch(self, partition: int) -> None:
-        """Wait for existing messages, so that the next partition does not depend on which one is
-        faster.
+        """Wait for existing messages of a partition, so that the order of partitions does not
+        depend on their speed.
         """
         until = time.monotonic() + FETCH_S
         while not self._fetched[partition] and self._is_behind(partition) and time.monotonic() < until:

@@ -28,7 +28,7 @@ def training_words(words: list[str]) -> list[str]:
 
 
 def compose(words: list[str]) -> TrainJob:
-    """Return the job of a trial, checked against its data set. Raises UserError."""
+    """Return the job of a trial after it was checked against its data set. Raises UserError."""
     job = load_config(TrainJob, words)
     validate_train(job)
     return job
